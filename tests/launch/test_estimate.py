@@ -91,7 +91,7 @@ def test_a_number_of_machines_that_does_not_fit_says_why():
     assert "global_batch_size=96 cannot be split evenly over 64 ranks" in str(row(result, 2).reason)
     assert "trn1.32xlarge runs 1 or 2 or 8 or 32" in str(row(of(cfg, 1, 16, 128), 1).reason)
     few = of(cfg, 1, 32, 128, rows=10)
-    assert "the data holds 10 training sequences" in str(row(few, 1).reason)
+    assert "the data has 10 training sequences" in str(row(few, 1).reason)
     assert [len(cells(each)) for each in result.rows] == [10, 3, 10, 3, 3, 3]
 
 

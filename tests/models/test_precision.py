@@ -213,7 +213,7 @@ def test_deterministic_kernels_are_for_one_run_on_a_gpu(cuda):
     backend.close()
     assert not torch.are_deterministic_algorithms_enabled()
     for other in (XLAConfig, NeuronConfig):
-        rejects("backend.deterministic=true is for GPUs", other, deterministic=True)
+        rejects("backend.deterministic=true is only for GPUs", other, deterministic=True)
 
 
 @pytest.mark.parametrize("seq_len", [128, 512])

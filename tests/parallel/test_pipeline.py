@@ -201,7 +201,7 @@ def convolving():
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (built("label", config("bert", num_layers=2)), "cuts the model into 3 parts, more than it has layers .2."),
+        (built("label", config("bert", num_layers=2)), "splits the model into 3 parts, but it has only 2 layers"),
         (convolving(), "cannot cut a deberta-v2 with conv_kernel_size=3"),
         (built("label", config("mpnet")), "parallel=pipeline supports albert, bert, .*, but not mpnet"),
         (torch.nn.Linear(2, 2), "parallel=pipeline splits transformers' encoders, not a Linear"),
@@ -228,7 +228,7 @@ def test_the_published_recipe_is_planned():
     assert (row.replicas, row.micro_batch_size, row.accumulation, row.reason) == (2, 8, 1, None)
     assert cells(row)[2] == "16 = 2 x 1 x 8"
     for options, reason in {
-        "backend.precision=auto": "does not go with backend.precision=fp16",  # which this machine would choose
+        "backend.precision=auto": "does not work with backend.precision=fp16",  # which this machine would choose
         "parallel.stages=3": "parallel.stages=3 does not divide the 8 ranks",
     }.items():
         more = [*options.split(), *(["parallel.micro_batches=3"] if "stages" in options else [])]

@@ -130,7 +130,7 @@ VALUES = [
     ("task.kind=nosuch", "task.kind=nosuch"),
     ("optim.head_lr=1", "optim.head_lr=1"),
     ("optim.schedule=wsd", "optim.schedule=wsd needs optim.warmup_steps"),
-    ("optim.decay_fraction=0.2", "optim.decay_fraction=0.2 is only for optim.schedule=wsd"),
+    ("optim.decay_fraction=0.2", "optim.decay_fraction=0.2 needs optim.schedule=wsd"),
     ([*WSD, "optim.decay_from_start=true"], "optim.decay_from_start=true is not for optim.schedule=wsd"),
     ([*WSD, "optim.decay_fraction=0.5"], "optim.warmup_steps=4 lasts beyond step 3 of 6"),
     ("optim.layer_decay=0.9", "the layers of albert share their weights"),

@@ -12,15 +12,15 @@ from train.config.checks import Section, check, setting
 class LeaseConfig(Section, prefix="lease."):
     """Ownership of the run folder: a second job is rejected while the first sends heartbeats."""
 
-    ttl_s: float = setting(60.0, least=0.1)  # The seconds without a heartbeat after which another job considers the
-    # owner dead; the owner sends several heartbeats in this time.
+    ttl_s: float = setting(60.0, least=0.1)  # The number of seconds without a heartbeat after which another job
+    # considers the owner dead; the owner sends several heartbeats in this time.
 
 
 @dataclass(kw_only=True)
 class PreemptConfig(Section, prefix="preempt."):
     """Reasons to stop the run in addition to signals, max_run_s, the file run_dir/STOP and EC2's notices."""
 
-    block_end: str | None = None  # The time, with a zone, at which the EC2 capacity block ends; EC2 terminates its
+    block_end: str | None = None  # The time, with its zone, at which the EC2 capacity block ends; EC2 terminates the
     # machines 30 minutes earlier.
 
     def __post_init__(self) -> None:
@@ -37,10 +37,10 @@ class PreemptConfig(Section, prefix="preempt."):
 class WatchdogConfig(Section, prefix="watchdog."):
     """A thread and a timer in each rank. They end a rank that makes no progress, so that torchrun can restart it."""
 
-    step_s: float = setting(480.0, least=0)  # The seconds without a heartbeat (a micro batch or an evaluation batch)
-    # after which a rank counts as stuck; 0 ends no rank, for use under a debugger.
-    start_s: float = setting(7200.0, above=0)  # The seconds without a heartbeat after which a rank counts as stuck
-    # before its first step is done, while it joins the other ranks, loads and compiles.
+    step_s: float = setting(480.0, least=0)  # The number of seconds without a heartbeat (a micro batch or an evaluation
+    # batch) after which a rank counts as stuck; 0 never ends a rank, for use with a debugger.
+    start_s: float = setting(7200.0, above=0)  # The limit that replaces step_s until a rank's first step is done, while
+    # it joins the other ranks, loads and compiles.
 
 
 @dataclass(kw_only=True)
@@ -48,17 +48,16 @@ class NonfiniteConfig(Section, prefix="nonfinite."):
     """Limits for steps with a NaN or infinite gradient. These steps change neither weights nor optimizer."""
 
     max_skips: int = setting(3, above=0)  # The number of consecutive steps without a finite gradient after which the
-    # run goes back to its newest checkpoint and skips the data that it has read since. On CPUs and with backend=neuron
-    # this happens after exactly this number. CUDA and XLA devices count such steps themselves and are asked every
-    # log_every steps, so that no step waits for the count; the run goes back at the first log line that shows this
-    # number or more. After two rollbacks, the run ends instead.
+    # run goes back to its newest checkpoint and skips the data that it has read since. CPUs and backend=neuron check
+    # this after every step; CUDA and XLA devices count on the device, and the run reads the count only every log_every
+    # steps, so it may go back later. After two rollbacks, the run ends instead.
 
 
 @dataclass(kw_only=True)
 class CheckpointConfig(Section, prefix="checkpoint."):
     every: int = setting(1000, above=0)  # The number of steps between checkpoints; the last step always saves one.
     keep: int = 3  # The number of newest checkpoints to keep, at least two, in addition to the best one; 0 keeps all.
-    best: bool = False  # Save a checkpoint whenever an evaluation is better than all earlier ones, too.
+    best: bool = False  # Save a checkpoint, too, whenever an evaluation is better than all earlier ones.
 
     def __post_init__(self) -> None:
         super().__post_init__()

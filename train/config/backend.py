@@ -7,63 +7,66 @@ from typing import ClassVar
 
 from train.config.checks import Section, check, check_choice, setting
 
-DEVICES = CUDA, NEURON = "cuda", "neuron"  # accelerators that a machine may have
-DEFAULT_TIMEOUT_S = 600.0  # seconds that a collective may take
+DEVICES = CUDA, NEURON = "cuda", "neuron"  # the supported accelerators
+DEFAULT_TIMEOUT_S = 600.0  # seconds; the default time limit of a collective
 JOIN_TIMEOUT_S = 600.0  # seconds to wait for ranks to join: machines of a job start within minutes, or not at all
-NEURON_TIMEOUT_S = 7200.0  # seconds for a collective on Trainium, where ranks also wait for each other's compilers
+NEURON_TIMEOUT_S = 7200.0  # seconds for a collective on Trainium, where ranks also wait for each other to compile
 
 
 @dataclass(kw_only=True)
 class BackendConfig(Section, prefix="backend."):
     precisions: ClassVar[tuple[str, ...]] = ("auto", "fp32", "tf32", "bf16", "fp16")
 
-    name: str = setting("auto", among=("auto", "ddp", "xla", "neuron"))  # The backend; auto takes xla on Trainium 1,
-    # else ddp.
-    device: str = setting("auto", among=("auto", "cpu", *DEVICES))  # The device; auto takes the best of this machine.
+    name: str = setting("auto", among=("auto", "ddp", "xla", "neuron"))  # The backend; auto uses xla on Trainium 1,
+    # otherwise ddp.
+    device: str = setting("auto", among=("auto", "cpu", *DEVICES))  # The device; auto uses the best one of this
+    # machine.
     precision: str = "auto"  # The precision: fp32, tf32, bf16, fp16 or auto. bf16 and fp16 use autocast, and fp16
-    # scales the loss. tf32 is fp32, but CUDA rounds the factors of matrix products to 10 bits; auto takes bf16 if the
-    # hardware multiplies it natively, fp16 on GPUs that have only fp16, else fp32.
+    # scales the loss. tf32 is fp32, but CUDA rounds the inputs of matrix products to 10 bits. auto uses bf16 if the
+    # hardware supports it natively, fp16 on GPUs that support only fp16, otherwise fp32.
     grad_compression: str = setting("none", among=("none", "bf16"))  # The dtype to which backend=ddp rounds gradients
-    # before it sends them; bf16 halves the bytes.
-    activation_checkpointing: bool = False  # Keep only the input of each layer, and recompute the layer in backward.
-    norms: str = setting("auto", among=("auto", "fp32", "bf16"))  # The dtype that norms return if the precision is
-    # bf16. They are computed in fp32; auto takes bf16 if the model is compiled on a GPU, which saves a third of its
-    # memory traffic.
-    compile: str = setting("auto", among=("auto", "none", "layers", "model"))  # The part that torch.compile compiles:
-    # each layer, or the model's encoder as one graph; auto takes one of them on GPUs if the run is long enough to repay
-    # it.
-    cuda_graphs: bool | None = None  # The switch that sends a step's kernels to the GPU in one call; None does so on
-    # one rank, without --import, unless the precision is fp16, activations are recomputed, or a step waits for the GPU.
-    deterministic: bool = False  # Let equal runs on GPUs be bitwise equal, by slower kernels. CPUs need no setting.
-    compile_cache: str | None = None  # The folder or s3://bucket/prefix that keeps compiled graphs for other machines
-    # and for restarts. Its files are code, so trust it like code; None keeps graphs only on this machine's disk.
-    timeout_s: float | None = setting(None, above=0)  # The maximum seconds of a collective; None takes 600, on Trainium
-    # 7,200.
+    # before sending them; bf16 halves the traffic.
+    activation_checkpointing: bool = False  # Store only the input of each layer, and recompute the layer in the
+    # backward pass.
+    norms: str = setting("auto", among=("auto", "fp32", "bf16"))  # The output dtype of normalisation layers if the
+    # precision is bf16; they always compute in fp32. auto uses bf16 if the model is compiled on a GPU, which saves a
+    # third of its memory traffic.
+    compile: str = setting("auto", among=("auto", "none", "layers", "model"))  # The scope of torch.compile: each layer
+    # separately, or the encoder as one graph; auto compiles on GPUs if the run is long enough to repay it.
+    cuda_graphs: bool | None = None  # The use of CUDA graphs, which launch all kernels of a step in one call; None uses
+    # them with one rank and without --import, unless the precision is fp16, activations are recomputed, or a step has
+    # to wait for the GPU.
+    deterministic: bool = False  # Make runs on GPUs bitwise reproducible, with slower kernels. Runs on CPUs always are.
+    compile_cache: str | None = None  # The folder or s3://bucket/prefix in which compiled graphs are shared with other
+    # machines and later restarts. Its files are code, so trust it like code; None keeps graphs only on this machine's
+    # disk.
+    timeout_s: float | None = setting(None, above=0)  # The time limit of a collective in seconds; None uses 600, or
+    # 7,200 on Trainium.
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check(
             type(self) is BackendConfig or self.name == type(self).name,
-            f"backend.name={self.name} does not go with the settings of backend={type(self).name}: use "
+            f"backend.name={self.name} does not match the settings of backend={type(self).name}: use "
             f"backend={self.name}",
         )
         check_choice("backend.precision", self.precision, self.precisions)
         check(
             not (self.activation_checkpointing and self.cuda_graphs),
-            "backend.cuda_graphs=true is not for backend.activation_checkpointing=true; leave one of them out",
+            "backend.cuda_graphs=true does not work with backend.activation_checkpointing=true; leave one of them out",
         )
         check(
             not self.deterministic or self.name in ("auto", "ddp"),
-            f"backend.deterministic=true is for GPUs; leave it out with backend={self.name}",
+            f"backend.deterministic=true is only for GPUs; leave it out with backend={self.name}",
         )
         check(
             self.grad_compression == "none" or self.name in ("auto", "ddp"),
-            f"backend.grad_compression={self.grad_compression} is for backend=ddp; leave it out with "
+            f"backend.grad_compression={self.grad_compression} is only for backend=ddp; leave it out with "
             f"backend={self.name}",
         )
         check(
             self.compile in ("none", "auto") or self.name != "xla",
-            f"backend.compile={self.compile} is not for backend=xla, which compiles every graph by itself",
+            f"backend.compile={self.compile} is not for backend=xla, which always compiles; leave it out",
         )
         check(
             self.compile != "none" or self.compile_cache is None,
@@ -75,17 +78,18 @@ class BackendConfig(Section, prefix="backend."):
 class XLAConfig(BackendConfig):
     """PyTorch/XLA, on Trainium 1 or the CPU.
 
-    It has two more precisions. With bf16_master the optimizer keeps fp32 weights, and all passes compute with bf16
-    copies of them. With bf16_stochastic the weights are bf16, at 2 bytes each. Updates are computed in fp32, and the
-    hardware rounds the new weights stochastically; the CPU rounds to nearest. bf16_stochastic also sums the gradients
-    of micro batches in bf16. Sums in fp32, which bf16_master has, would need 4 more bytes per weight: nearly as much
-    memory as bf16_master.
+    It has two more precisions. With bf16_master the optimizer keeps fp32 weights, and the forward and backward passes
+    use bf16 copies. With bf16_stochastic the weights are bf16, at 2 bytes each: updates are computed in fp32, and the
+    hardware rounds the new weights stochastically (the CPU rounds to nearest). bf16_stochastic also accumulates
+    gradients in bf16. Accumulating them in fp32, as bf16_master does, would take 4 more bytes per weight, for a total
+    close to that of bf16_master.
     """
 
     precisions: ClassVar[tuple[str, ...]] = ("auto", "fp32", "bf16", "bf16_master", "bf16_stochastic")
 
     name: str = "xla"
-    batches_per_execution: int = setting(1, above=0)  # The number of micro batches in one graph, at most a step's.
+    batches_per_execution: int = setting(1, above=0)  # The number of micro batches per graph, a divisor of those per
+    # step.
 
 
 @dataclass(kw_only=True)
@@ -98,7 +102,7 @@ class NeuronConfig(BackendConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(not self.cuda_graphs, "backend.cuda_graphs=true is for GPUs; leave it out with backend=neuron")
+        check(not self.cuda_graphs, "backend.cuda_graphs=true is only for GPUs; leave it out with backend=neuron")
         check(
             self.compile_cache is None,
             "backend.compile_cache is for GPUs and CPUs; set TORCH_NEURONX_NEFF_CACHE_DIR with backend=neuron",
@@ -109,40 +113,42 @@ class NeuronConfig(BackendConfig):
 class InstanceConfig(Section, prefix="instance."):
     """A machine type. Unknown figures are None; results that need them (MFU, cost) are left out, never guessed."""
 
-    name: str = "local"  # The name of the machine type on EC2; local is this machine.
-    device: str | None = setting(None, among=DEVICES)  # The device that runs on it need; None takes any.
+    name: str = "local"  # The EC2 name of the machine type, or local for this machine.
+    device: str | None = setting(None, among=DEVICES)  # The device that runs on this machine type must use; None allows
+    # any.
     accelerator: str | None = None  # The name of the chip, such as A100.
-    devices: int | None = setting(None, above=0)  # The number of ranks that fill one machine.
-    rank_counts: list[int] | None = None  # The numbers of ranks that can run on one machine; None allows any.
-    micro_batch_tokens: int | None = setting(None, above=0)  # The maximum of tokens in a micro batch of one
-    # rank; larger batches are split.
+    devices: int | None = setting(None, above=0)  # The number of ranks per machine, one for each device.
+    rank_counts: list[int] | None = None  # The numbers of ranks that can run on one machine; None allows any number.
+    micro_batch_tokens: int | None = setting(None, above=0)  # The maximum number of tokens in a rank's micro batch;
+    # larger batches are split.
     device_memory_gib: float | None = setting(None, above=0)  # The memory of one rank's device.
     device_tflops_bf16: float | None = setting(None, above=0)  # The dense peak of one rank's device in bf16 and fp16.
     device_tflops_fp32: float | None = setting(None, above=0)  # The dense peak of one rank's device in fp32.
     vcpus: int | None = setting(None, above=0)  # The number of vCPUs of one machine. On x86, two of them share a core.
     network_cards: int | None = setting(None, above=0)  # The number of network cards of one machine.
-    efa_interfaces: int | None = setting(None, least=0)  # The maximum of EFA interfaces of one machine; 0 is none.
-    network_gbit_per_s: float | None = setting(None, above=0)  # The speed of all network cards of one machine, in
+    efa_interfaces: int | None = setting(None, least=0)  # The maximum number of EFA interfaces per machine; 0 means
+    # that it has none.
+    network_gbit_per_s: float | None = setting(None, above=0)  # The total bandwidth of a machine's network cards, in
     # each direction.
-    device_link_gbyte_per_s: float | None = setting(None, above=0)  # The speed between one device and the others, in
-    # each direction.
+    device_link_gbyte_per_s: float | None = setting(None, above=0)  # The bandwidth from one device to the machine's
+    # other devices, in each direction.
     usd_per_hour: float | None = setting(None, above=0)  # The on-demand price of one machine.
     usd_per_hour_spot: float | None = setting(None, above=0)  # The spot price of one machine. It varies by hour and
-    # zone, so the catalogue has none. The command aws ec2 describe-spot-price-history prints it.
+    # zone, so conf/instance leaves it out. The command aws ec2 describe-spot-price-history prints it.
     price_date: str | None = None  # The date of the prices, such as 2026-11-09.
     source: str | None = None  # The origin and the date of the figures.
 
     def peak_flops_per_s(self, precision: str) -> float | None:
         """Return the peak of one rank's device in FLOP/s; None if it is unknown."""
         tflops = self.device_tflops_fp32 if precision == "fp32" else self.device_tflops_bf16
-        # TF32 reaches half the speed of bf16 in NVIDIA's data sheets: 156 and 312 TFLOP/s on the A100; 989 and 1,979 on
-        # the H100 SXM, where both figures are with sparsity.
+        # TF32 has half the peak of bf16 in NVIDIA's data sheets: 156 and 312 TFLOP/s on the A100; 989 and 1,979, both
+        # with sparsity, on the H100 SXM.
         share = 0.5 if precision == "tf32" else 1.0
         return None if tflops is None else tflops * share * 1e12
 
 
 def check_backend(backend: BackendConfig, instance: InstanceConfig) -> None:
-    """Raise InputError if no device of the instance runs the backend."""
+    """Raise InputError if the instance's devices cannot run the backend."""
     wrong = (instance.device, backend.name) in (("cuda", "xla"), ("cuda", "neuron"), ("neuron", "ddp"))
     check(
         not wrong or backend.device == "cpu",

@@ -11,10 +11,10 @@ from typing import Any, ClassVar, TypeVar
 LARGEST_FLOAT = 1e100  # the product of two floats of this size is still finite
 LARGEST = 2**63  # upper bound of numbers: NumPy, torch and safetensors store integers in 64 bits
 LONGEST_S = 1e9  # 30 years; the timers of Python and gloo overflow not far above this
-CONTROLS = ("Cc", "Cs", "Zl", "Zp")  # Unicode categories: controls, bytes that are not UTF-8, line and paragraph ends
+CONTROLS = ("Cc", "Cs", "Zl", "Zp")  # Unicode categories: controls, undecodable bytes, line and paragraph ends
 SHOWN_NAMES = 10  # maximum number of names in a message
 T = TypeVar("T")
-MARKS = ("delimiter", "quote", "escape", "separator")  # settings with these endings may be a tab, or Hive's \x01
+MARKS = ("delimiter", "quote", "escape", "separator")  # settings whose names end in these may be a tab, or Hive's \x01
 
 
 class InputError(Exception):
@@ -26,11 +26,11 @@ class InputError(Exception):
 
 
 class NotPermitted(InputError):
-    """An error raised because the role or user may not delete objects. A run needs every permission but this one."""
+    """An error that means that the role or user may not delete objects. A run needs all other permissions."""
 
 
 class Unset(InputError):
-    """An error raised because a required setting is missing."""
+    """An error that means that a required setting is missing."""
 
 
 class Failure(RuntimeError):
@@ -48,10 +48,10 @@ def check(ok: bool, message: str) -> None:
 
 
 def check_values(settings: Mapping[str, Any]) -> None:
-    """Raise InputError if a value is invalid for every setting.
+    """Raise InputError if a value would be invalid in any setting.
 
     Invalid values are numbers that are not finite or not below 2^63, times too long for the operating system's timers,
-    empty texts (mostly from an unset variable), and texts with control characters or references (${...}).
+    empty strings (usually an unset shell variable), and strings with control characters or references (${...}).
     """
     for key, value in leaves(settings):
         if isinstance(value, int | float):
@@ -106,12 +106,12 @@ LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 
 
 def setting(default: T, **limits: Any) -> T:
-    """Return a field of a Section whose value is None or within the limits: `among` (the choices) or keys of LIMITS."""
+    """Return a field of a Section; its value must be None or within `limits`: `among` (choices) or keys of LIMITS."""
     return field(default=default, metadata=limits)
 
 
 class Section:
-    """The base class of all settings dataclasses. `prefix` starts the names of its settings: "optim."."""
+    """The base class of all settings dataclasses. `prefix` begins the names of its settings, such as "optim."."""
 
     prefix: ClassVar[str] = ""
 

@@ -10,32 +10,32 @@ from omegaconf import MISSING
 
 from train.config.checks import Section, check, setting, shortlist
 
-MOST_LENGTHS = 255  # each row stores the index of its length in one byte; one more length is always added
+MOST_LENGTHS = 255  # each row stores the index of its length in one byte; the longest length is added to these
 MAX_LOADER_PROCESSES = 128  # maximum per rank; a trn1.32xlarge has 128 vCPUs for its 32 ranks
-FORMATS = ("auto", "csv", "jsonl", "parquet", "squad", "conll", "hub", "saved")  # saved: by Dataset.save_to_disk
+FORMATS = ("auto", "csv", "jsonl", "parquet", "squad", "conll", "hub", "saved")  # saved: from Dataset.save_to_disk
 
 
 @dataclass(kw_only=True)
 class DataConfig(Section, prefix="data."):
-    """Settings of both kinds of data: token shards (pretraining) and records (labelled examples)."""
+    """Settings that both kinds of data share: token shards (pretraining) and records (labelled examples)."""
 
     path: str = MISSING  # The folder or s3://bucket/prefix of the data; for records also a file or a Hub id.
     num_workers: int = setting(1, least=0, most=MAX_LOADER_PROCESSES)  # The number of data loader processes per rank; 0
-    # loads in the rank's process.
+    # loads data in the rank's process.
     verify: bool = True  # Compare local data with its checksums before training, once per machine.
-    cache_dir: str | None = None  # The folder for local copies; None takes an NVMe instance store, or else
-    # ~/.cache/baretrain.
+    cache_dir: str | None = None  # The folder for local copies; None uses the NVMe instance store if there is one,
+    # otherwise ~/.cache/baretrain.
 
 
 @dataclass(kw_only=True)
 class ShardsConfig(DataConfig):
     """Token shards: `path` is a folder or s3://bucket/prefix that `python -m train.prepare` wrote."""
 
-    cache_gb: float | None = setting(None, above=0)  # The disk space for local copies in GB (1e9 bytes); None takes
-    # 90 % of the free space.
-    attempt_s: float = setting(60.0, above=0)  # The seconds without a byte after which a download is restarted with a
-    # new client.
-    deadline_s: float = setting(300.0, above=0)  # The seconds for which a batch waits while no byte of any shard
+    cache_gb: float | None = setting(None, above=0)  # The disk space for local copies in GB (1e9 bytes); None uses 90 %
+    # of the free space.
+    attempt_s: float = setting(60.0, above=0)  # The number of seconds without data after which a download is restarted
+    # with a new client.
+    deadline_s: float = setting(300.0, above=0)  # The number of seconds that a batch waits while no data of any shard
     # arrives; then the run ends and names the missing shard.
 
 
@@ -43,61 +43,62 @@ class ShardsConfig(DataConfig):
 class ColumnsConfig:
     """Names of the data's columns. A dot selects a field of an object: answers.text."""
 
-    id: str | None = None  # The column of the ids for predictions; None takes SQuAD's ids, or else the row numbers.
+    id: str | None = None  # The column that identifies rows in predictions; None uses SQuAD's ids, otherwise row
+    # numbers.
     text: str = "text"  # The column of the text, or of the first text of a pair.
     text_pair: str | None = None  # The column of the second text of a pair; None reads single texts.
-    label: Any = "label"  # The column of the label (classification) or the number (regression); a list names the
-    # columns of several numbers, or one column of 0 and 1 for each label.
+    label: Any = "label"  # The column of the label (classification) or number (regression). A list names several number
+    # columns, or a 0/1 column for each label.
     question: str = "question"  # The column of the question, for question answering.
     context: str = "context"  # The column of the text that contains the answer.
     answers: str = "answers"  # The column of the answers, with texts and positions as in SQuAD.
-    tokens: str = "tokens"  # The column of the words, for named entities; for CoNLL files its number, by default the
-    # first, 0.
-    tags: str = "tags"  # The column of the tags of the words; for CoNLL files its number, by default the last, -1.
+    tokens: str = "tokens"  # The column of the words, for named entities; in CoNLL files, its number, by default 0 (the
+    # first).
+    tags: str = "tags"  # The column of the words' tags; in CoNLL files, its number, by default -1 (the last).
 
 
 @dataclass(kw_only=True)
 class RecordsConfig(DataConfig):
     """Labelled examples: `path` is a file, a folder, s3://bucket/prefix or the Hub id of a data set."""
 
-    format: str = setting("auto", among=FORMATS)  # The file format; auto recognises it by the file names, saved is the
-    # format of Dataset.save_to_disk.
+    format: str = setting("auto", among=FORMATS)  # The file format; auto recognises it from the file names, and saved
+    # is the format of Dataset.save_to_disk.
     name: str | None = None  # The configuration of a Hub data set.
     revision: str | None = None  # The commit of a Hub data set, which pins its content.
-    train: str | None = None  # The file or glob in path, or the split, with the training data; None takes path
-    # itself, or the split "train".
-    validation: str | None = None  # The file or glob in path, or the split, with the validation data; None holds out
-    # validation_fraction.
+    train: str | None = None  # The training data: a file or glob in path, or a split; None uses path itself, or the
+    # split "train".
+    validation: str | None = None  # The validation data: a file or glob in path, or a split; None holds out
+    # validation_fraction of the rows.
     more_validation: dict[str, str] = field(default_factory=dict)  # The additional validation splits by name, such as
     # {mismatched: dev_mm.tsv}.
-    validation_fraction: float = setting(0.1, above=0, below=1)  # The share of the rows to hold out for validation,
-    # chosen by a hash of their text, if data.validation is None.
+    validation_fraction: float = setting(0.1, above=0, below=1)  # The share of the rows, chosen by a hash of their
+    # text, that is held out for validation if data.validation is None.
     max_train_examples: int | None = setting(None, above=0)  # The maximum number of training examples, drawn with the
     # seed; None uses all.
     max_validation_examples: int | None = setting(None, above=0)  # The maximum number of examples of each validation
     # split; None uses all.
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
-    labels: list[str] = field(default_factory=list)  # The labels in the order of their class numbers; [] takes the
-    # labels of the data, sorted, or in the order of the numbers that label_map maps to them.
+    labels: list[str] = field(default_factory=list)  # The labels in the order of their class numbers; [] uses the
+    # labels in the data, sorted by name, or in the order of the numbers that label_map maps to them.
     label_map: dict[str, str | None] = field(default_factory=dict)  # The label for each value of the label column; None
-    # leaves out the rows with that value.
-    label_separator: str | None = None  # The separator between several labels in one field, such as | in CSV; None
-    # reads lists.
-    lengths: Any = "auto"  # The lengths in tokens to which batches are padded, in rising order, such as [32,64,128];
-    # the longest row or seq_len is added, and [] pads all batches to that. auto takes the fewest lengths that keep
-    # padding below 10 %, multiples of 8, or of 16 on CUDA, and at most three where each needs a compiled graph (XLA,
-    # Trainium, backend.compile).
+    # drops the rows with that value.
+    label_separator: str | None = None  # The separator of several labels in one field, such as | in CSV; None expects
+    # lists.
+    lengths: Any = "auto"  # The lengths in tokens, in rising order, to which batches are padded, such as [32,64,128].
+    # The longest length, which is seq_len or that of the longest row, is always added; [] pads all batches to it. auto
+    # picks the fewest lengths that keep padding below 10 %. They are multiples of 8, or of 16 on CUDA, and at most
+    # three if each needs a compiled graph (XLA, Trainium, backend.compile).
     delimiter: str = ","  # The character between the fields of a CSV file.
-    quote: str | None = "auto"  # The quotation mark of CSV files; auto takes ", or none if the delimiter is a tab; None
+    quote: str | None = "auto"  # The quote character of CSV files; auto uses ", or none if the delimiter is a tab; None
     # disables quoting.
-    escape: str | None = None  # The escape character of CSV files, such as \\; None reads doubled quotation marks as
-    # quotation marks.
-    header: bool = True  # Take the column names from the first line of a CSV file; false names the columns 0, 1, ...
-    encoding: str = "utf-8"  # The text encoding of the files, by its Python name.
-    max_bad_rows: int = setting(0, least=0)  # The number of bad rows to tolerate: rows that cannot be read, or have a
-    # wrong label or answer. They are left out, counted and named; with more of them the data is rejected.
-    save_to: str | None = None  # The folder or s3://bucket/prefix to which the prepared data is also saved; data.path
-    # of another run can name it.
+    escape: str | None = None  # The escape character of CSV files, such as \\; None reads a doubled quote character as
+    # one.
+    header: bool = True  # Read the column names from the first line of a CSV file; false names the columns 0, 1, ...
+    encoding: str = "utf-8"  # The text encoding of the files, as Python names it.
+    max_bad_rows: int = setting(0, least=0)  # The maximum number of bad rows: rows that cannot be read, or have an
+    # invalid label or answer. They are skipped, counted and named; if there are more, the data is rejected.
+    save_to: str | None = None  # The folder or s3://bucket/prefix to which the prepared data is also saved; other runs
+    # can use it as data.path.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -133,13 +134,13 @@ def column_names(value: Any) -> str | list[str]:
 
 @dataclass(kw_only=True)
 class S3Config(Section, prefix="s3."):
-    """Access to S3. None leaves a setting to AWS's usual sources: environment, ~/.aws, the instance's role."""
+    """Access to S3. A setting that is None comes from AWS's usual sources: environment, ~/.aws, the instance's role."""
 
     endpoint: str | None = None  # The URL of an S3-compatible server; None uses AWS.
     region: str | None = None  # The region of the bucket.
     profile: str | None = None  # The profile in ~/.aws with the credentials.
     path_style: bool = False  # Put the bucket into the path of URLs, as most S3-compatible servers require.
-    timeout_s: float = setting(60.0, above=0)  # The seconds that a request may take, retries included.
+    timeout_s: float = setting(60.0, above=0)  # The time limit of a request in seconds, retries included.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -155,7 +156,7 @@ class S3Config(Section, prefix="s3."):
 
 
 def check_endpoint(key: str, url: str) -> None:
-    """Raise InputError if a URL is more than a server's address: run folders keep it. No message repeats a secret."""
+    """Raise InputError unless a URL is a plain server address: run folders store it. No message repeats a secret."""
     try:
         parts = urlsplit(url)
         has_secret = "@" in url or bool(parts.query or parts.fragment)
@@ -164,7 +165,7 @@ def check_endpoint(key: str, url: str) -> None:
         has_secret, ok = "@" in url, False
     check(
         not has_secret,
-        f"{key} contains more than an address (user:password@, ? or #), and run folders would keep it; give "
-        "http://host:port, and credentials as AWS's tools do (environment, ~/.aws, a role)",
+        f"{key} contains more than an address (user:password@, ? or #), and run folders would store it; give "
+        "http://host:port, and set credentials as for AWS's tools (environment, ~/.aws or a role)",
     )
     check(ok, f"{key}={url} must be a server's address, http:// or https://, such as http://host:port")

@@ -11,7 +11,7 @@ from train.config.checks import Section, Unset, check, setting
 from train.config.data import DataConfig, RecordsConfig
 
 WSD = "wsd"  # warm-up, stable, decay: https://arxiv.org/abs/2404.06395
-DECAY_FRACTION = 0.1  # default share of a wsd run that decays, as in section 4 of the paper
+DECAY_FRACTION = 0.1  # default share of a wsd run in which the learning rate decays: section 4 of the paper
 ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2", "flex_attention")
 TO_BE_GIVEN = "(to be given)"  # the value of model.pretrained in conf/model/pretrained.yaml
 
@@ -20,15 +20,15 @@ TO_BE_GIVEN = "(to be given)"  # the value of model.pretrained in conf/model/pre
 class HeadSize:
     """The output size of a task's head per sequence, from which its FLOPs, parameters and memory are computed."""
 
-    predictions: int = 0  # positions with a score for each token of the vocabulary
+    predictions: int = 0  # positions that get a score for each token of the vocabulary
     eval_predictions: int = 0  # number of these positions in an evaluation
-    labels: int = 0  # scores of the sequence, from a dense layer and a classifier on one token
-    token_labels: int = 0  # scores of each of its tokens
+    labels: int = 0  # scores per sequence, from a dense layer and a classifier on one token
+    token_labels: int = 0  # scores per token
 
 
 @dataclass(kw_only=True)
 class TaskConfig(Section, prefix="task."):
-    """Settings that all tasks have. Those of one task are in its package in train/tasks."""
+    """Settings that all tasks share. Each package in train/tasks adds the settings of its task."""
 
     learns_from: ClassVar[type[DataConfig]] = RecordsConfig
     kind: str = MISSING  # The name of the task in train.tasks.TASKS; task=... sets it.
@@ -40,24 +40,24 @@ class TaskConfig(Section, prefix="task."):
 
 @dataclass(kw_only=True)
 class ModelConfig(Section, prefix="model."):
-    """A Hugging Face encoder, built from sizes or read from a checkpoint. None leaves a size to the architecture."""
+    """A Hugging Face encoder, built from sizes or read from a checkpoint. None means the architecture's default."""
 
-    pretrained: str | None = None  # The Hub id or folder of a model's configuration and weights; sizes that are set
-    # must agree with it.
+    pretrained: str | None = None  # The Hub id or folder of a model's configuration and weights; sizes that are also
+    # set must match it.
     init_from: str | None = None  # The Hub id or folder of a model, or a run_dir on disk or in S3; its weights are used
     # instead of pretrained.
-    tokenizer: str | None = None  # The Hub id, folder or run_dir of a tokenizer, for tasks on records; None takes the
+    tokenizer: str | None = None  # The Hub id, folder or run_dir of a tokenizer, for tasks on records; None uses the
     # tokenizer of the weights.
-    attention: str = setting("auto", among=ATTENTIONS)  # The attention implementation of transformers; auto takes sdpa
-    # if the architecture supports it, else eager. flash_attention_2 and flex_attention need a CUDA device, and
-    # flash_attention_2 also its package.
-    freeze_embeddings: bool = False  # Leave the embeddings untrained.
-    freeze_layers: int = setting(0, least=0)  # The number of bottom layers to leave untrained; above 0, the embeddings
-    # are left untrained too.
+    attention: str = setting("auto", among=ATTENTIONS)  # The attention implementation of transformers; auto uses sdpa
+    # if the architecture supports it, otherwise eager. flash_attention_2 and flex_attention need a CUDA device, and
+    # flash_attention_2 also needs its package.
+    freeze_embeddings: bool = False  # Freeze the embeddings.
+    freeze_layers: int = setting(0, least=0)  # The number of bottom layers to freeze; any number above 0 also freezes
+    # the embeddings.
     new_head: bool = False  # Replace the head of a checkpoint that was trained for other labels, instead of rejecting
     # the checkpoint.
     architecture: str = "albert"  # The `model_type` of transformers, for a model built from sizes.
-    vocab_size: int | None = setting(None, above=0)  # The size of the vocabulary; None takes the tokenizer's.
+    vocab_size: int | None = setting(None, above=0)  # The size of the vocabulary; None uses the tokenizer's.
     max_positions: int | None = setting(None, above=0)  # The length of the longest sequence in tokens.
     embedding_size: int | None = setting(None, above=0)  # The width of factorised embeddings.
     hidden_size: int | None = setting(None, above=0)  # The width of the layers, a multiple of num_heads.
@@ -91,25 +91,25 @@ class OptimConfig(Section, prefix="optim."):
     name: str = "adamw"  # The name of the optimizer in train.parallel.optimizers.OPTIMIZERS; optim=... sets it.
     lr: float = setting(1e-3, above=0)  # The peak learning rate.
     betas: tuple[float, float] = (0.9, 0.999)  # The decay rates of the running means of the gradient and of its square.
-    eps: float = setting(1e-6, above=0)  # The constant added to the denominator of each update, the root of the second
-    # moment.
-    head_lr: float | None = setting(None, above=0)  # The peak learning rate of the task's head, whose weights start
-    # random; None takes lr.
-    weight_decay: float = setting(0.01, least=0)  # The weight decay, which leaves out biases and normalisation weights.
-    max_grad_norm: float | None = setting(1.0, above=0)  # The global norm to which gradients are clipped; None does not
-    # clip.
+    eps: float = setting(1e-6, above=0)  # The constant added to the denominator of updates, which is the root of the
+    # second moment.
+    head_lr: float | None = setting(None, above=0)  # The peak learning rate of the task's head, which starts with
+    # random weights; None uses lr.
+    weight_decay: float = setting(0.01, least=0)  # The weight decay, which is not applied to biases and normalisation
+    # weights.
+    max_grad_norm: float | None = setting(1.0, above=0)  # The global norm to which gradients are clipped; None disables
+    # clipping.
     layer_decay: float | None = setting(None, above=0, most=1)  # The ratio of a layer's learning rate to that of the
-    # next layer towards the head, where the embeddings count as the lowest layer; None trains all layers at one
-    # learning rate.
-    schedule: str = "linear"  # The course of the learning rate after the warm-up: linear, cosine, polynomial, constant
-    # or wsd. wsd is constant and decays at the end, so that another run length only moves the decay.
+    # layer above it, where the embeddings count as the lowest layer; None uses one learning rate for all layers.
+    schedule: str = "linear"  # The learning rate schedule after the warm-up: linear, cosine, polynomial, constant or
+    # wsd. wsd is constant until a final decay, so that a different run length only moves the decay.
     decay_from_start: bool = False  # Count the steps of the decay from the first step of the run instead of from the
     # end of the warm-up.
     power: float = setting(1.0, above=0)  # The exponent of the polynomial decay.
     decay_fraction: float | None = setting(None, least=0, below=1)  # The share of a wsd run in which the learning rate
-    # decays; None takes a tenth.
+    # decays; None uses a tenth.
     final_lr_fraction: float = setting(0.0, least=0, most=1)  # The learning rate at the last step, as a share of lr.
-    warmup_steps: int | None = setting(None, least=0)  # The length of the warm-up in steps; None takes warmup_fraction.
+    warmup_steps: int | None = setting(None, least=0)  # The length of the warm-up in steps; None uses warmup_fraction.
     warmup_fraction: float = setting(0.1, least=0, most=1)  # The length of the warm-up, in which the learning rate
     # rises, as a share of the run.
 
@@ -121,13 +121,13 @@ class OptimConfig(Section, prefix="optim."):
             check(not self.decay_from_start, "optim.decay_from_start=true is not for optim.schedule=wsd; leave it out")
             if self.warmup_steps is None:
                 raise Unset(
-                    "optim.schedule=wsd needs optim.warmup_steps, a number of steps: a share would change when the run "
-                    "is made longer"
+                    "optim.schedule=wsd needs optim.warmup_steps, a number of steps: with a share, a longer run "
+                    "would have a longer warm-up"
                 )
         else:
             check(
                 self.decay_fraction is None,
-                f"optim.decay_fraction={self.decay_fraction} is only for optim.schedule=wsd; leave it out, or set that",
+                f"optim.decay_fraction={self.decay_fraction} needs optim.schedule=wsd; set that, or leave it out",
             )
 
     def decay_begin(self, total_steps: int) -> int:

@@ -8,8 +8,8 @@ from typing import ClassVar
 from train.config.backend import BackendConfig
 from train.config.checks import Section, check, setting
 
-PARTS_PER_RANK = 2  # model parts if interleaved, for about half the waiting time of 1f1b and twice the traffic
-SPLITTING = ("auto", "ddp", "neuron")  # backends that can split a step over several ranks
+PARTS_PER_RANK = 2  # model parts with schedule=interleaved: ranks wait half as long as in 1f1b, and send twice as much
+SPLITTING = ("auto", "ddp", "neuron")  # backends whose ranks can communicate within a step
 
 
 @dataclass(frozen=True)
@@ -19,17 +19,17 @@ class Held:
     weights: float = 1.0
     gradients: float = 1.0
     moments: float = 1.0
-    gathers: str = "nothing"  # nothing | layer | model: weights gathered from other ranks at the same time
+    gathers: str = "nothing"  # weights gathered from other ranks at a time: nothing | layer | model
     sums_whole: bool = False  # whether the rank accumulates unsharded gradients over the micro batches of a step
     layers: float = 1.0  # share of the layers that a pipeline stage has
     activations: float = 1.0  # share of a micro batch whose activations a pipeline stage keeps at a time
-    buffers: int = 0  # fp32 hidden states that a pipeline stage sends or receives, each of a whole micro batch
-    whole_tensors: bool = False  # whether moments are sharded by whole tensors, so that one rank holds the largest
+    buffers: int = 0  # fp32 buffers of a pipeline stage, each for the hidden states of a whole micro batch
+    whole_tensors: bool = False  # whether moments are sharded tensor by tensor, so one rank holds the largest tensor's
 
 
 @dataclass(kw_only=True)
 class ParallelConfig(Section, prefix="parallel."):
-    frees: ClassVar[str] = "parallel.shard_optimizer=true or parallel=fsdp with backend=ddp"  # to save memory
+    frees: ClassVar[str] = "parallel.shard_optimizer=true or parallel=fsdp with backend=ddp"  # what saves memory
 
     name: str = "data"  # The engine: with data, every rank holds the model and computes a share of each batch; fsdp
     # shards the model; pipeline splits it by layers.
@@ -38,7 +38,7 @@ class ParallelConfig(Section, prefix="parallel."):
         super().__post_init__()
         check(
             type(self) is ParallelConfig or self.name == type(self).name,
-            f"parallel.name={self.name} needs its settings: use parallel={self.name}",
+            f"parallel.name={self.name} needs the settings of its group: use parallel={self.name}",
         )
 
     @property
@@ -58,7 +58,7 @@ class ParallelConfig(Section, prefix="parallel."):
 
     @property
     def bubble(self) -> float:
-        """The least share of a step's forward and backward passes in which a rank waits for other stages."""
+        """The minimum share of the time of forward and backward passes that a rank waits for other stages."""
         return 0.0
 
     def replicas(self, world_size: int) -> int:
@@ -100,9 +100,9 @@ class FSDPConfig(ParallelConfig):
     reshard_after_forward: bool = True  # Drop a layer's gathered weights after its forward pass and gather them again
     # for the backward pass; false keeps the gathered weights of all layers until then, which reduces traffic by a
     # third.
-    reduce_once: bool = True  # Reduce gradients only after the last micro batch of a step, up to which each rank
-    # accumulates the gradients of the whole model; false reduces them after every micro batch, which sends more, but
-    # each rank holds only its shard.
+    reduce_once: bool = True  # Reduce gradients only after the last micro batch of a step; until then each rank
+    # accumulates the gradients of the whole model. false reduces them after every micro batch, which sends more, but
+    # each rank stores only its shard.
 
     def held(self, world_size: int) -> Held:
         if world_size == 1:
@@ -123,12 +123,12 @@ def check_shards(setting: str, *, backend: str, precision: str) -> None:
     """Raise InputError if the backend or the precision does not allow a step to be split over ranks."""
     check(
         backend in SPLITTING,
-        f"{setting} does not run with backend={backend}, which compiles whole steps: ranks must communicate "
+        f"{setting} does not work with backend={backend}, which compiles whole steps: its ranks must communicate "
         "within a step",
     )
     check(
         precision != "fp16",
-        f"{setting} does not go with backend.precision=fp16: each rank would choose the loss scale from its share of "
+        f"{setting} does not work with backend.precision=fp16: each rank would choose the loss scale from its share of "
         "the gradients; set bf16 or fp32",
     )
 
@@ -157,18 +157,19 @@ class PipelineConfig(ParallelConfig):
     # pass through the pipeline one after another.
     schedule: str = setting("1f1b", among=("gpipe", "1f1b", "interleaved"))  # The order of passes: gpipe does all
     # forward passes first; 1f1b does each backward pass as early as possible, which keeps the activations of at most
-    # `stages` micro batches; interleaved is 1f1b with several parts of the model on each rank, which waits less and
-    # sends more.
+    # `stages` micro batches; interleaved is 1f1b with several parts of the model per rank, which wait less and send
+    # more.
 
     def __post_init__(self) -> None:
         super().__post_init__()
         is_interleaved = self.schedule == "interleaved"
-        # With fewer micro batches than stages, and with some other numbers that are not multiples of the stages,
+        # With fewer micro batches than stages, and with some numbers that are not multiples of the stages,
         # PyTorch's interleaved schedule starts passes before their input has arrived, without an error.
         check(
             self.micro_batches % self.stages == 0 if is_interleaved else self.micro_batches >= self.stages,
-            f"parallel.micro_batches={self.micro_batches} does not go with parallel.stages={self.stages} and "
-            f"parallel.schedule={self.schedule}; make it " + ("a multiple" if is_interleaved else "as large or larger"),
+            f"parallel.micro_batches={self.micro_batches} does not fit parallel.stages={self.stages} and "
+            f"parallel.schedule={self.schedule}; micro_batches must be "
+            + ("a multiple of stages" if is_interleaved else "at least stages"),
         )
 
     @property
@@ -192,20 +193,20 @@ class PipelineConfig(ParallelConfig):
     def replicas(self, world_size: int) -> int:
         check(
             world_size % self.stages == 0,
-            f"parallel.stages={self.stages} does not divide the {world_size} ranks of this run; start a multiple",
+            f"parallel.stages={self.stages} does not divide the {world_size} ranks of this run; change one of them",
         )
         return world_size // self.stages
 
     def check_layers(self, num_layers: int) -> None:
         check(
             self.num_parts <= num_layers,
-            f"parallel.stages={self.stages} with parallel.schedule={self.schedule} cuts the model into "
-            f"{self.num_parts} parts, more than it has layers ({num_layers}); lower it",
+            f"parallel.stages={self.stages} with parallel.schedule={self.schedule} splits the model into "
+            f"{self.num_parts} parts, but it has only {num_layers} layers; lower parallel.stages",
         )
 
     def held(self, world_size: int) -> Held:
-        # 1f1b keeps the activations of at most `stages` micro batches, interleaved 1 + (stages - 1) / (stages x parts
-        # of a rank) times as much: https://arxiv.org/abs/2205.05198, section 4.2.3.
+        # 1f1b keeps the activations of at most `stages` micro batches, and interleaved keeps 1 + (stages - 1) /
+        # (stages x parts per rank) times as much: https://arxiv.org/abs/2205.05198, section 4.2.3.
         kept = {"gpipe": float(self.micro_batches), "1f1b": float(self.stages)}.get(
             self.schedule, self.stages + (self.stages - 1) / PARTS_PER_RANK
         )
@@ -219,8 +220,8 @@ class PipelineConfig(ParallelConfig):
         check_split("parallel=pipeline", backend)
         check(
             backend.compile != "model" and not backend.cuda_graphs,
-            "parallel=pipeline splits the model's forward pass over ranks: set backend.compile=layers, without "
-            "backend.cuda_graphs",
+            "parallel=pipeline splits the model's forward pass over ranks: set backend.compile=layers and leave "
+            "out backend.cuda_graphs",
         )
 
 

@@ -33,7 +33,7 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
     global_batch = cfg.global_batch_size or (cfg.micro_batch_size or 0) * replicas  # TrainConfig requires one of them
     check(
         global_batch % replicas == 0,
-        f"global_batch_size={global_batch} cannot be split evenly over {over}; make it a multiple",
+        f"global_batch_size={global_batch} cannot be split evenly over {over}; choose a multiple",
     )
     share = global_batch // replicas
     micro, fits = micro_batch(cfg, share, seq_len), fitting(cfg, seq_len)
@@ -49,7 +49,7 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
     )
     check(
         rows >= global_batch,
-        f"the data holds {rows} training sequences, fewer than one batch of {global_batch} over {over}; "
+        f"the data has {rows} training sequences, fewer than one batch of {global_batch} over {over}; "
         "prepare more text or lower global_batch_size",
     )
     steps_per_epoch = rows // global_batch  # rows that do not fill a batch are left out, different ones each epoch
@@ -84,7 +84,7 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
 
 
 def micro_batch(cfg: TrainConfig, share: int, seq_len: int | None) -> int:
-    """Return the sequences per replica and forward pass; `share` is the sequences per replica and step."""
+    """Return the number of sequences per replica and forward pass; `share` is the number per replica and step."""
     micro, fits, cuts = cfg.micro_batch_size or share, fitting(cfg, seq_len), cfg.parallel.cuts
     if fits is not None:
         sizes = range(min(micro, fits * cuts, share), 0, -1)

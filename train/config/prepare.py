@@ -12,8 +12,8 @@ from train.config.checks import Section, check, setting
 from train.config.data import S3Config
 
 MIN_VOCAB_SIZE = 16
-MOST_READINGS = 1000  # maximum for a corpus: a model memorises text that it sees more often
-MAX_PREPARING_PROCESSES = 1024  # maximum per machine: none has more processors; each process holds a tokenizer
+MOST_READINGS = 1000  # maximum for corpus.weights: a model memorises text that it sees more often
+MAX_PREPARING_PROCESSES = 1024  # maximum per machine: none has more processors, and each process holds a tokenizer
 
 
 @dataclass(kw_only=True)
@@ -22,8 +22,8 @@ class CorpusConfig(Section, prefix="corpus."):
     name: str = MISSING  # The name of the corpus in the manifest.
     weights: Any = None  # The number of times to read each corpus, in the order of the corpora; 2.5 reads all documents
     # twice, and half of them, chosen by hash, a third time; None reads all once.
-    validation: Any = None  # The validation text, which is not used for training, in the form of corpus.path or of an
-    # entry of corpus.datasets; None holds out validation_fraction of the corpus.
+    validation: Any = None  # The validation text, given in the form of corpus.path or of an entry of corpus.datasets;
+    # None holds out validation_fraction of the corpus.
 
     @property
     def sources(self) -> list[str]:
@@ -43,10 +43,10 @@ class FilesCorpusConfig(CorpusConfig):
     """Local files: plain text, JSON lines, CSV or Parquet. All but Parquet may be gzipped (.gz)."""
 
     path: Any = MISSING  # The file, folder (read recursively) or glob, or a list of these for several corpora.
-    encoding: str = "utf-8"  # The text encoding of the files, by its Python name.
-    errors: str = setting("strict", among=("strict", "replace"))  # The treatment of bytes that cannot be decoded:
-    # strict stops and names them, replace writes U+FFFD.
-    separator: str | None = r"^\s*$"  # The pattern of a line that begins a new document; None takes each file as one
+    encoding: str = "utf-8"  # The text encoding of the files, as Python names it.
+    errors: str = setting("strict", among=("strict", "replace"))  # The handling of bytes that cannot be decoded: strict
+    # stops and names them, replace writes U+FFFD.
+    separator: str | None = r"^\s*$"  # The pattern of a line that begins a new document; None reads each file as one
     # document.
     column: str = "text"  # The column or field with the document, in JSON lines, CSV and Parquet.
 
@@ -64,7 +64,7 @@ class FilesCorpusConfig(CorpusConfig):
 
 
 def paths_of(given: Any) -> list[str]:
-    """Return the path or the paths in a setting as a list."""
+    """Return a setting's path or paths as a list."""
     return list(map(str, given)) if isinstance(given, list) else [str(given)]
 
 
@@ -98,11 +98,11 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     vocab_size: int = setting(30000, least=MIN_VOCAB_SIZE, most=2**31)  # The vocabulary size of a new tokenizer.
     lowercase: bool = True  # Convert all text to lower case.
     strip_accents: bool = False  # Remove accents and other marks, and replace compatibility characters and LaTeX quotes
-    # with plain forms, as ALBERT does; leave it off for languages in which accents matter, such as French.
-    add_tokens: list[str] = field(default_factory=list)  # The tokens to add to tokenizer.pretrained, which are also
-    # found inside words; training adds a row to the embeddings for each.
-    train_bytes: int = setting(256 * 2**20, above=0)  # The maximum number of bytes of text to train a new tokenizer on,
-    # which needs 20 times this memory; a Hub stream is read from its beginning.
+    # with plain characters, as ALBERT does; leave it off for languages in which accents matter, such as French.
+    add_tokens: list[str] = field(default_factory=list)  # The tokens to add to tokenizer.pretrained. They are also
+    # found inside words, and training adds an embedding row for each.
+    train_bytes: int = setting(256 * 2**20, above=0)  # The maximum number of bytes of text on which a new tokenizer is
+    # trained; training needs 20 times as much memory. From a Hub stream, the first bytes are used.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -124,8 +124,8 @@ class PrepareConfig(Section):
     part: str | None = None  # The part of the corpus that this call prepares, such as "3/64" for the third of 64 parts;
     # None prepares all.
     processes: int | None = setting(None, above=0, most=MAX_PREPARING_PROCESSES)  # The number of processes that share
-    # the work on this machine, which does not affect the result; None starts one for each processor that this process
-    # may use.
+    # the work on this machine; it does not affect the result. None starts one for each processor that this process may
+    # use.
     merge: bool = False  # Write only the manifest, after all parts have been prepared.
     corpus: CorpusConfig = MISSING
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -139,5 +139,5 @@ class PrepareConfig(Section):
             check(ok, f"part={self.part} must be two numbers, such as 3/64 for the third of 64 parts")
         check(
             not (self.merge and (self.part is not None or self.processes is not None)),
-            "merge=true prepares nothing: give it without part and processes",
+            "merge=true prepares nothing: leave out part and processes",
         )

@@ -39,8 +39,9 @@ class EarlyStopConfig(Section, prefix="early_stop."):
 class HubConfig:
     """The Hugging Face Hub repository for a finished run. The token comes from `hf auth login` or HF_TOKEN."""
 
-    push_to: str | None = None  # The user/name of a private repository for model, card and TensorBoard files, created
-    # if it is missing; None pushes nothing. `python -m train.hub RUN --to NAME --public` pushes to a public one.
+    push_to: str | None = None  # The user/name of a private repository for the model, its card and its TensorBoard
+    # files; it is created if it is missing. None pushes nothing. `python -m train.hub RUN --to NAME --public` pushes to
+    # a public repository.
 
 
 @dataclass(kw_only=True)
@@ -64,28 +65,29 @@ class TrainConfig(Section):
 
     run_dir: str = MISSING  # The folder for all files of the run, on disk or in S3; starting again with the same folder
     # resumes the run.
-    seed: int = setting(0, least=0)  # The seed of the initial weights, the order of the data, masking and dropout.
-    seq_len: int | None = setting(None, least=8)  # The longest sequence in tokens; None takes the sequence length of
-    # the shards, or the longest row of the records, up to 512 or the model's limit, whichever is lower.
+    seed: int = setting(0, least=0)  # The seed for the initial weights, the order of the data, masking and dropout.
+    seq_len: int | None = setting(None, least=8)  # The maximum length of a sequence in tokens; None uses the sequence
+    # length of the shards or, for records, the length of the longest row, but at most 512 and at most the model's
+    # limit.
     global_batch_size: int | None = setting(None, above=0)  # The number of sequences per optimizer step, over all
-    # ranks; None takes micro_batch_size times the number of ranks.
+    # ranks; None uses micro_batch_size times the number of ranks.
     micro_batch_size: int | None = setting(None, above=0)  # The number of sequences per forward pass of a rank; None
     # divides global_batch_size by the number of ranks.
     max_examples: int | None = setting(None, above=0)  # The length of the run in sequences; at least one of
-    # max_examples, max_steps and max_epochs must be given, and the shortest counts.
+    # max_examples, max_steps and max_epochs must be given, and the shortest applies.
     max_steps: int | None = setting(None, above=0)  # The length of the run in optimizer steps.
     max_epochs: float | None = setting(None, above=0)  # The length of the run in passes over the data.
-    max_run_s: float | None = setting(None, above=0)  # The seconds after which this attempt saves a checkpoint and
-    # stops; None sets no limit.
+    max_run_s: float | None = setting(None, above=0)  # The number of seconds after which this attempt saves a
+    # checkpoint and stops; None sets no limit.
     log_every: int = setting(10, above=0)  # The number of steps between lines in metrics.jsonl and on the console.
-    eval_every: int | None = setting(500, above=0)  # The number of steps between evaluations; None evaluates at the end
-    # only.
-    eval_at_start: bool = False  # Evaluate a new run before its first step, too, as the baseline at step 0 of the
-    # curves.
+    eval_every: int | None = setting(500, above=0)  # The number of steps between evaluations; None evaluates only at
+    # the end.
+    eval_at_start: bool = False  # Evaluate a new run before its first step, too, so that its curves begin with a
+    # baseline at step 0.
     eval_examples: int | None = setting(None, above=0)  # The number of validation sequences, drawn with the seed; None
     # uses all.
     eval_batch_size: int | None = setting(None, above=0, most=MAX_EVAL_BATCH)  # The number of sequences per evaluation
-    # batch of a rank, to which the last batch is padded; None takes micro_batch_size.
+    # batch of a rank, to which the last batch is padded; None uses micro_batch_size.
     export: bool = True  # Write run_dir/export at the end: a model folder that needs only transformers.
     samples: int = setting(8, least=0, most=MAX_SAMPLES)  # The number of validation examples that the exported model
     # answers for the report.
@@ -128,7 +130,7 @@ class TrainConfig(Section):
         self.parallel.check_goes_with(self.backend)
         check(
             self.optim.head_lr is None or learns_from is RecordsConfig,
-            f"optim.head_lr={self.optim.head_lr} is for tasks whose head begins with random weights; leave it out",
+            f"optim.head_lr={self.optim.head_lr} needs a task whose head begins with random weights; leave it out",
         )
         check(
             not self.best.export or self.checkpoint.best,
@@ -160,7 +162,7 @@ class VariantsConfig(Section, prefix="compare."):
         super().__post_init__()
         unknown = [name for name in self.run if name not in self.variants]
         known = ", ".join(self.variants) or "none is set"
-        check(not unknown, f"compare.run names {', '.join(unknown)}; compare.variants has: {known}")
+        check(not unknown, f"compare.run names {', '.join(unknown)}, but compare.variants has only: {known}")
 
     @property
     def names(self) -> list[str]:
@@ -185,12 +187,12 @@ def to_dict(config: Section) -> dict[str, Any]:
 
 
 def flat(config: TrainConfig) -> dict[str, Any]:
-    """Return all settings in one table, with keys such as "optim.lr"."""
+    """Return all settings in one dict, with keys such as "optim.lr"."""
     return dict(flatten(to_dict(config)))
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested tables under keys joined by dots; empty tables are kept."""
+    """Yield the keys, joined by dots, and the values of nested dicts; an empty dict is a value."""
     for key, value in config.items():
         if isinstance(value, dict) and value:
             yield from flatten(value, f"{prefix}{key}.")
