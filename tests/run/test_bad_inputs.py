@@ -138,7 +138,7 @@ VALUES = [
     ("best.metric=f2", "best.metric=f2"),
     ("samples=33", "samples=33 must be"),
     ("seq_len=64", "seq_len=64"),
-    ("task.mask_rate=0.99", "task.mask_rate=0.99 leaves nothing of a sequence of"),
+    ("task.mask_rate=0.99", "task.mask_rate=0.99 leaves no tokens to read in sequences of"),
     ("hub.push_to=a/b/c", "hub.push_to=a/b/c"),
     ("model.num_heads=3", "model.num_heads=3"),
     # ---- trackers

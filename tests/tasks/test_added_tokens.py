@@ -67,8 +67,8 @@ def test_new_rows_begin_as_the_mean_and_the_others_as_they_were(published, grown
         kept = torch.cat([old[:first], old[first + 2 :]])
         assert torch.equal(torch.cat([rows[:first], rows[first + 2 :]]), kept)
         assert all(torch.allclose(row, kept.mean(0), atol=1e-6) for row in rows[first : first + 2])
-    says = f"the embeddings grow from {(120, 128)[number]} rows to {size}; new rows, each the mean of the others: "
-    assert task.remarks[-1] == f"{says}120 'Wuzu', 121 'ba-be'"
+    says = f"the embeddings grow from {(120, 128)[number]} rows to {size}; new rows, which start as the mean of the "
+    assert task.remarks[-1] == f"{says}others: 120 'Wuzu', 121 'ba-be'"
 
 
 def test_export_and_tokenizer_agree_after_a_stop_and_on_two_ranks(published, grown, tmp_path):
@@ -102,11 +102,11 @@ def test_export_and_tokenizer_agree_after_a_stop_and_on_two_ranks(published, gro
 
 def test_what_cannot_grow_is_one_line(published, grown, prepared, tmp_path):
     frozen = train_config(tmp_path / "run", grown, *of(published[0], "model.freeze_embeddings=true"))
-    rejects("model.freeze_embeddings: 2 added tokens have rows to learn", build_task, frozen)
+    rejects("model.freeze_embeddings: 2 added tokens need new embeddings", build_task, frozen)
     larger = prepare_config(tmp_path / "larger", tmp_path / "text.txt", "tokenizer.vocab_size=140")
     (tmp_path / "text.txt").write_text("\n\n".join(f"{number} und {number * 7} dazu" for number in range(3000)))
     prepare.prepare(larger)
-    says = "does not have the tokenizer of the data; prepare it with tokenizer.pretrained="
+    says = "has a different tokenizer than the data; prepare it with tokenizer.pretrained="
     rejects(says, build_task, train_config(tmp_path / "run", tmp_path / "larger", *of(published[0])))
     piece = next(piece for piece in AutoTokenizer.from_pretrained(published[0]).get_vocab() if piece.isalpha())
     for given, says in (

@@ -133,7 +133,7 @@ def test_the_task_declares_which_direction_of_a_metric_is_the_better_one(train, 
     assert best_step(tmp_path / "run") == wanted
     assert read_run(tmp_path / "run").summary["scores"]["brier"]["best"][1] == wanted
     monkeypatch.setitem(TASKS, "classify", classify.SPEC)
-    rejects("best.metric=brier has no direction: the metrics of the task", train, tmp_path / "other", *given)
+    rejects("best.metric=brier has no direction: declare in the task's SPEC", train, tmp_path / "other", *given)
 
 
 def test_another_metric_is_not_compared_with_the_one_before(train, tmp_path):

@@ -211,7 +211,7 @@ def test_thresholds_that_the_validation_data_chose_are_those_of_exports_and_pred
 def test_weights_and_thresholds_fit_the_labels(given, tmp_path):
     has_label = np.array([[1, 0], [1, 0], [1, 1], [0, 0]], np.float32)
     assert positive_weights("balanced", ["a", "b"], has_label).tolist() == pytest.approx([1 / 3, 3])
-    rejects("no or every training row has the label a, b", positive_weights, "balanced", ["a", "b"], has_label[:2])
+    rejects("all or no training rows have the label a, b", positive_weights, "balanced", ["a", "b"], has_label[:2])
     for says, settings in (
         ("positive_weights=some must be", {"positive_weights": "some"}),
         ("positive_weights=.* above 0", {"positive_weights": [1, -1]}),

@@ -252,7 +252,7 @@ GOOD = "Anna B-PER\nsings O\n\nBonn B-LOC\n\n"
         (GOOD + "Tom x B-PER\n", r"a\.conll:6: 3 columns where the first word has 2"),
         (
             GOOD + "he O\nTom PERSON\n",
-            r"a\.conll:6: word 2, 'Tom': the tag PERSON is neither O nor a type after B-.*scheme=none",
+            r"a\.conll:6: word 2, 'Tom': the tag PERSON is neither O nor a type with a prefix.*scheme=none",
         ),
         (GOOD + "To\0m O\n", r"a\.conll:6: a NUL character"),
         ("Anna\nsings\n", r"a\.conll:1: no column tags"),

@@ -142,7 +142,7 @@ def test_what_cannot_be_evaluated_is_rejected_in_one_line(trained, sources, corp
         (unsafe, [f"data.path={files['empty']}"], "auto_map asks transformers to load code"),
         (headless, [sources["classify"][2]], "holds no weights for classifier.bias, classifier.weight"),
         (trained("mlm"), [f"data.path={files['empty']}"], "manifest.json: Not a directory"),
-        (trained("mlm"), [f"data.path={tmp_path}/other"], "does not have the tokenizer of the data"),
+        (trained("mlm"), [f"data.path={tmp_path}/other"], "has a different tokenizer than the data"),
     ]
     for model, arguments, says in cases:
         code = evaluate.main([str(model), *arguments, f"data.cache_dir={tmp_path}/cache"])

@@ -297,7 +297,7 @@ def test_a_pretraining_has_no_head_and_a_run_that_has_just_begun_no_model(tmp_pa
     build_masked_lm(BERT, vocab_size=120, pad_id=0, seq_len=64).export(tmp_path / "export")
     shutil.copytree(tokenizer_folder, tmp_path / "export", dirs_exist_ok=True)
     line = rejected(capsys, tmp_path / "export", "--text", "x")
-    assert "no head that predicts (its config.json names the architecture BertForMaskedLM)" in line
+    assert "no head for predictions (its config.json has the architecture BertForMaskedLM)" in line
     config = to_dict(train_config(run, tmp_path, "task=classify", "data=records", "data.path=x"))
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     assert "neither an export nor a checkpoint yet" in rejected(capsys, run, "--text", "x")

@@ -161,8 +161,8 @@ class VariantsConfig(Section, prefix="compare."):
     def __post_init__(self) -> None:
         super().__post_init__()
         unknown = [name for name in self.run if name not in self.variants]
-        known = ", ".join(self.variants) or "none is set"
-        check(not unknown, f"compare.run names {', '.join(unknown)}, but compare.variants has only: {known}")
+        known = ", ".join(self.variants) or "nothing"
+        check(not unknown, f"compare.run names {', '.join(unknown)}, but compare.variants has: {known}")
 
     @property
     def names(self) -> list[str]:

@@ -1,7 +1,8 @@
 """The table of tasks.
 
-A task is a package in this folder that defines SPEC, and a line in TASKS. The table is read without torch, to compose a
-configuration. A task's module that imports torch is imported only when a run has the task.
+A task is a package in this folder that defines SPEC, and a line in TASKS. Reading the table does not import
+torch, so configurations can be composed without it. The module that SPEC names imports torch: it is imported only if a
+run has the task.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ TASKS: dict[str, TaskSpec] = {
 
 
 def spec_of(cfg: TaskConfig) -> TaskSpec:
-    """Return the entry of a task. Raises InputError if there is none, or if the settings belong to another task."""
+    """Return a task's spec. Raises InputError if there is none, or if the settings belong to another task."""
     check_choice("task.kind", cfg.kind, tuple(TASKS))
     spec = TASKS[cfg.kind]
     check(type(cfg) is spec.settings, f"task.kind={cfg.kind} does not match the settings of task; use task={cfg.kind}")
@@ -36,14 +37,14 @@ def spec_of(cfg: TaskConfig) -> TaskSpec:
 
 
 def metric_of(kind: str, name: str, splits: Iterable[str] = ()) -> Metric:
-    """Return how a task declares a metric, whose name may begin with a split. An undeclared metric has no direction."""
+    """Return a task's metric; `name` may begin with a split. An undeclared metric has no direction."""
     declared = {metric.name: metric for metric in TASKS[kind].metrics} if kind in TASKS else {}
     names = [name, *(name.removeprefix(f"{split}_") for split in splits)]
     return next((replace(declared[each], name=name) for each in names if each in declared), Metric(name, None))
 
 
 def best_metric(cfg: TrainConfig) -> Metric:
-    """Return how the run's task declares best.metric."""
+    """Return the metric that best.metric names."""
     splits = cfg.data.more_validation if isinstance(cfg.data, RecordsConfig) else ()
     return metric_of(cfg.task.kind, cfg.best.metric, splits)
 
@@ -55,7 +56,7 @@ def class_of(spec: TaskSpec) -> Any:
 
 
 def build_task(cfg: TrainConfig) -> Task:
-    """Return the task of a run, its data opened and checked. Raises InputError if it cannot learn from the data."""
+    """Return a run's task after opening and checking its data. Raises InputError if the data is unsuitable."""
     task: Task = class_of(spec_of(cfg.task)).of_run(cfg)
     check(
         cfg.best.metric in task.metrics,
@@ -63,6 +64,6 @@ def build_task(cfg: TrainConfig) -> Task:
     )
     check(
         best_metric(cfg).sign != 0,
-        f"best.metric={cfg.best.metric} has no direction: the metrics of the task's SPEC lack it",
+        f"best.metric={cfg.best.metric} has no direction: declare in the task's SPEC whether higher is better",
     )
     return task

@@ -1,6 +1,6 @@
-"""Code shared by the tasks that learn from records: static batches from prepared tables, and evaluations.
+"""Code shared by the tasks that learn from records: batches of fixed shapes from prepared tables, and evaluations.
 
-An evaluation goes through several splits one after the other.
+An evaluation covers all validation splits, one after another.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
 Run = tuple[TrainConfig, Folder]  # the settings and the folder of a run
 Entry = dict[str, Any]  # a row of input by column, or a prediction
-Results = tuple[dict[str, bytes], dict[str, Any]]  # files for predictions/ and further entries of evaluation.json
-CANDIDATES = 4  # examples that the model answers for each sample that is shown
-MOST_CHARS_READ = 20_000  # characters of all these examples together, to limit the time
+Results = tuple[dict[str, bytes], dict[str, Any]]  # files for predictions/ and more entries for evaluation.json
+CANDIDATES = 4  # examples that the model answers per sample shown
+MOST_CHARS_READ = 20_000  # characters of all these examples, to limit the time
 
 
 def json_lines(rows: Iterable[dict[str, Any]]) -> bytes:
@@ -53,7 +53,7 @@ def json_lines(rows: Iterable[dict[str, Any]]) -> bytes:
 
 
 def mean_loss(statistics: np.ndarray) -> float:
-    """Return the mean loss of statistics [rows, n] that begin with the loss."""
+    """Return the mean loss of statistics [rows, n] whose first column is the loss."""
     return float(statistics[:, 0].mean(dtype=np.float64))
 
 
@@ -77,10 +77,10 @@ class Split:
 
 
 class TextTask(Task):
-    """A task on rows of texts, whose model has a head. It serves both runs and train.predict."""
+    """A task on rows of texts, whose model has a head. Runs and train.predict use it."""
 
-    columns: Mapping[str, str]  # the column of the features for each input of a batch
-    eval_columns: Mapping[str, str] = {}  # further columns, which only statistics need
+    columns: Mapping[str, str]  # the feature column of each batch input
+    eval_columns: Mapping[str, str] = {}  # more of these, which only `statistics` needs
     metric_names: tuple[str, ...]  # the metrics of one split
     csv_columns: list[str]  # the columns of predictions in a CSV file
     featurizer: Featurizer
@@ -88,7 +88,6 @@ class TextTask(Task):
     lengths: tuple[int, ...]
 
     def __init__(self, cfg: Any, sizes: Sizes) -> None:
-        """Set the task's settings `cfg` and the sizes."""
         self.cfg, self.sizes = cfg, sizes
         self.labels: list[str] = []  # the labels of the run or of the trained model, by index
 
@@ -102,7 +101,7 @@ class TextTask(Task):
         return build_with_head(spec.head, model, labels=names, problem_type=spec.problem_type, **self.sizes.fit)
 
     def token_rows(self, features: Dataset, columns: Mapping[str, str]) -> TokenRows:
-        """Return features as rows for batches. `columns` names the features' column for each further batch input."""
+        """Return features as rows for batches. `columns` has the feature columns of further batch inputs."""
         pad_id = self.sizes.tokenizer.pad_token_id
         return TokenRows(features, pad_id=pad_id, lengths=self.sizes.lengths, columns=columns)
 
@@ -118,7 +117,7 @@ class TextTask(Task):
 
     @abstractmethod
     def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        """Return for each row of a batch the values that metrics and predictions need, [B, n] float32."""
+        """Return the values of each row of a batch that metrics and predictions need, [B, n] float32."""
 
     @abstractmethod
     def evaluate(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> dict[str, float]:
@@ -126,7 +125,7 @@ class TextTask(Task):
 
     @abstractmethod
     def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
-        """Return files and entries that the best evaluation writes in addition to its metrics."""
+        """Return what the best evaluation writes in addition to its metrics."""
 
     # ---- predictions: methods that each task defines ---------------------------------------------------------------
 
@@ -135,7 +134,7 @@ class TextTask(Task):
         return []
 
     def settings_of_outputs(self) -> dict[str, Any]:
-        """Return the settings that name the outputs of a trained model. Call `labels_of` first, which reads them."""
+        """Return the settings that name a trained model's outputs. `labels_of`, which reads them, must run first."""
         return {} if self.labels == default_names(len(self.labels)) else {"data.labels": self.labels}
 
     def use(self, data: RecordsConfig, run: Run | None, options: Mapping[str, Any]) -> None:
@@ -143,7 +142,7 @@ class TextTask(Task):
         return
 
     def row_of(self, texts: dict[str, str]) -> dict[str, Any]:
-        """Return a row from the texts that flags give, by column."""
+        """Return a row with the texts given as flags, by column."""
         return dict(texts)
 
     @abstractmethod
@@ -277,7 +276,7 @@ class TextTask(Task):
         shutil.copytree(self.tables.folder / "tokenizer", folder, dirs_exist_ok=True)
 
     def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
-        # The model answers them as in `python -m train.predict`.
+        # The model answers the examples as in `python -m train.predict`.
         predictor = Predictor(str(export), self.data, run=(self.run_cfg, run), seq_len=self.run_cfg.seq_len)
         examples, target = self.tables.examples("validation"), self.featurizer.kind.target
         rows = list(candidates(examples, most, target=target, labels=self.labels))
@@ -311,8 +310,8 @@ def examples_of(examples: Dataset, features: Dataset) -> Dataset:
 
 
 def drawn(features: Dataset, most: int, seed: int, split: int) -> np.ndarray:
-    """Draw examples by the seed and return their rows in `features`, ascending: at most `most` rows."""
-    # At least one example is drawn, even if it has more rows. `split` is the index of the table.
+    """Draw examples with the seed and return their rows in `features`, ascending: at most `most` rows."""
+    # At least one example is drawn, even if it alone has more than `most` rows. `split` is the index of the split.
     owners = column(features, "row")
     examples, owner_of, counts = np.unique(owners, return_inverse=True, return_counts=True)
     order = np.argsort(hash_uniform(seed, EVAL_STREAM, split, np.arange(len(examples))), kind="stable")
@@ -324,7 +323,7 @@ def drawn(features: Dataset, most: int, seed: int, split: int) -> np.ndarray:
 
 
 def candidates(examples: Dataset, most: int, *, target: str, labels: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield rows from across the table as `train.data.records.raw.read_texts` does, with MOST_CHARS_READ at most."""
+    """Yield rows spread over the table, in the form that `read_texts` has, with at most MOST_CHARS_READ characters."""
     num_chars = 0
     for row in examples.select(spread(len(examples), CANDIDATES * most)):
         chars = sum(len(str(value)) for value in row.values() if isinstance(value, str | list))
@@ -337,7 +336,7 @@ def candidates(examples: Dataset, most: int, *, target: str, labels: Sequence[st
 
 
 def mixed(answered: Sequence[Sample], most: int) -> list[Sample]:
-    """Return at most `most` samples in order, half of them with wrong answers if there are enough of both."""
+    """Return at most `most` samples in order, half of them with wrong answers if there are enough of each kind."""
     is_right = np.array([sample.answers[0].score == 1 for sample in answered], bool)
     num_wrong = min((~is_right).sum(), max(most // 2, most - is_right.sum()))
     chosen = [*np.flatnonzero(~is_right)[:num_wrong], *np.flatnonzero(is_right)[: most - num_wrong]]

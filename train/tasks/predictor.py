@@ -1,6 +1,6 @@
 """Predictions of a trained model for new rows, which are tokenized as in the evaluations of its run.
 
-Rows come from `train.data.records.raw.read_texts`. One process predicts, on the CPU or a CUDA device.
+Rows come from `train.data.records.raw.read_texts`. Prediction takes one process, on the CPU or a CUDA device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from train.system.folders import Folder
     from train.tasks.finetune import TextTask
 
-TOKENISED_TOGETHER = 500  # rows; tokens take ten times the memory until they are in an Arrow table
+TOKENISED_TOGETHER = 500  # rows; until tokens are in an Arrow table, they take ten times as much memory
 CPU = torch.device("cpu")
 
 
@@ -39,13 +39,13 @@ class Predictor:
         """Read all but the weights. Raises InputError if no task suits the model.
 
         `source` is a folder in the format of transformers, or a Hub id. `data` says how rows are read. `run` is the
-        run that trained the model, if any. `seq_len` None takes the run's, or without a run the model's longest.
+        run that trained the model, if any. If `seq_len` is None, it is the run's, or the model's limit without a run.
         """
         self.source, self.data, self.run = source, data, run
         task = None
         if run is not None:
             task, seq_len = run[0].task, seq_len or run[0].seq_len
-        most = None if run is None else MOST_TOKENS  # the run cuts texts at this length too
+        most = None if run is None else MOST_TOKENS  # the run cut texts at this length too
         sizes = Sizes.read(ModelConfig(pretrained=source, tokenizer=source), seq_len, most=most)
         names = ", ".join(sizes.config.architectures or ["none"])
         only_number = "regression" if sizes.config.num_labels == 1 else None  # transformers assumes this for one output
@@ -55,8 +55,8 @@ class Predictor:
         self.task: TextTask = class_of(spec)(task, sizes)
         self.task.labels = self.task.featurizer.labels = self.task.labels_of(source, sizes.config)
         self.num_rows, self.has_target = 0, False
-        self.num_tokens, self.cut = 0, Counter[str]()  # tokens read; truncated rows and lost tokens by name
-        self.known: list[tuple[Any, Any]] = []  # right answer and model's answer of rows that have both
+        self.num_tokens, self.cut = 0, Counter[str]()  # tokens read; counts of truncated rows and cut tokens
+        self.known: list[tuple[Any, Any]] = []  # right and predicted answers
 
     def load(
         self,
@@ -64,12 +64,12 @@ class Predictor:
         device: torch.device = CPU,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """Read the weights. `options` has the values of the flags in the task's TaskSpec.options."""
+        """Read the weights. `options` are the values of the flags in the task's TaskSpec.options."""
         task, seq_len = self.task, self.task.sizes.seq_len
         task.use(self.data, self.run, options or dict.fromkeys(self.spec.options))
         model = task.build_model()
         new = ", ".join(sorted(model.new)[:3])
-        check(not model.new, f"{self.source} holds no weights for {new}: its head was not trained")
+        check(not model.new, f"{self.source} has no weights for {new}: its head was not trained")
         self.model, self.device, self.autocast = model.to(device).eval(), device, autocast
         step = max(EAGER_CPU_STEP, -(-seq_len // MOST_LENGTHS))
         lengths = (*range(-(-min(task.shortest, seq_len) // step) * step, seq_len, step), seq_len)
@@ -93,7 +93,7 @@ class Predictor:
         return [{**answer, "tokens_cut": tokens} if tokens else answer for answer, tokens in lost]
 
     def features(self, rows: list[dict[str, Any]]) -> tuple[Dataset, np.ndarray]:
-        """Return the features of rows, and how many tokens after seq_len were cut from each row, [rows]."""
+        """Return the features of rows, and the number of tokens cut from each row, [rows]."""
         featurizer, parts, tokens_cut = self.task.featurizer, [], []
         for first in range(0, len(rows), TOKENISED_TOGETHER):
             part = rows[first : first + TOKENISED_TOGETHER]
@@ -107,7 +107,7 @@ class Predictor:
     def statistics(self, features: Dataset, batch_size: int, on_batch: Callable[[int], Any]) -> np.ndarray:
         """Return the task's statistics [rows, n] float32.
 
-        The longest rows come first: batches have little padding, and one too large for the memory fails immediately.
+        The longest rows come first, so batches have little padding, and too large a batch_size fails immediately.
         """
         table = self.task.token_rows(features, {**self.task.columns, **self.task.eval_columns})
         order = np.argsort(-table.row_lengths, kind="stable")
@@ -143,9 +143,9 @@ class Predictor:
 
 
 def default_task(source: str, architectures: str, problem_type: str | None) -> TaskConfig:
-    """Return the settings of the first task in the table that has the head of a model without a run.
+    """Return the default settings of the first task in TASKS that has the head of a model without a run.
 
-    A task for the model's problem type is preferred. Raises InputError if no task has the head.
+    A task with the model's problem type is preferred. Raises InputError if no task has the head.
     """
     specs = [spec for spec in TASKS.values() if spec.inputs]
     fitting = [spec for spec in specs if spec.head in architectures]
@@ -153,7 +153,7 @@ def default_task(source: str, architectures: str, problem_type: str | None) -> T
     heads = ", ".join(dict.fromkeys(spec.head for spec in specs))
     check(
         bool(fitting),
-        f"{source} has no head that predicts (its config.json names the architecture {architectures}); give a model "
+        f"{source} has no head for predictions (its config.json has the architecture {architectures}); give a model "
         f"with one of: {heads}",
     )
     return fitting[0].settings()

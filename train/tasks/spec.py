@@ -1,4 +1,4 @@
-"""The facts about a task that need no torch (TaskSpec), and the interface between loop and task (Task)."""
+"""The facts about a task that need no torch (TaskSpec), and the training loop's interface to a task (Task)."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Metric:
     """A metric of an evaluation, declared by the task that computes it."""
 
     name: str
-    higher_is_better: bool | None = True  # None: undeclared, so that no value is called the best
+    higher_is_better: bool | None = True  # None: unknown, so no value is called the best
     hub_name: str = ""  # the metric's id on the Hub; "": the same as `name`
-    is_shown_beside: bool = True  # a report's card may show it with the headline metric
+    is_shown_beside: bool = True  # a report's card may show it next to the headline metric
 
     @property
     def sign(self) -> int:
@@ -53,20 +53,20 @@ class TaskSpec:
     module: str  # the module that imports torch and whose TASK is the task's class; or module:Class
     head: str  # transformers loads an export as AutoModelFor<head>
     problem_type: str = "single_label_classification"  # transformers' name, for a SequenceClassification head
-    metrics: tuple[Metric, ...]  # the metrics of evaluations; a report leads with the first that a run has
+    metrics: tuple[Metric, ...]  # of evaluations; a report's headline is the first one that the run has
 
-    # These are for a model card.
+    # The following fields are for model cards.
     pipeline: str  # transformers' pipeline that runs an export
     sentence: str  # what the model does; {labels} is the number of labels, {names} their names
     example: str  # the arguments of the pipeline, as Python code
-    card_settings: tuple[tuple[str, str], ...] = ()  # name and key of the task's settings that the card lists
+    card_settings: tuple[tuple[str, str], ...] = ()  # names and keys of task settings that the card lists
 
-    # These are for `python -m train.predict`, whose rows have the same columns as the run's data.
+    # The following fields are for `python -m train.predict`, whose rows have the same columns as the run's data.
     does: str = ""  # the words after the model's name in a message, such as "labels texts"
-    inputs: Mapping[str, str] = field(default_factory=dict)  # columns of ColumnsConfig that the model reads, each with
-    # the help text of its flag; empty: its models do not predict
+    inputs: Mapping[str, str] = field(default_factory=dict)  # fields of ColumnsConfig that the model reads, and the
+    # help texts of their flags; empty: train.predict does not support the task
     optional: tuple[str, ...] = ()  # inputs that a model may lack; a run's settings say whether it has them
-    options: Mapping[str, str] = field(default_factory=dict)  # further flags that take a number, with their help
+    options: Mapping[str, str] = field(default_factory=dict)  # further flags, which take a number, and their help texts
 
 
 class Task(ABC):
@@ -75,7 +75,7 @@ class Task(ABC):
     shard_rows: Sequence[int]  # training examples in each shard; data without shards counts as one shard
     train_rows: int  # the sum of shard_rows
     eval_rows: int
-    seq_len: int  # tokens of the longest batches
+    seq_len: int  # length of the longest batches, in tokens
     lengths: Sequence[int] | None = None  # the lengths of batches in tokens, ascending; None: seq_len is the only one
     buckets: Buckets | None = None  # assigns lengths to examples, if there are several
     metrics: tuple[str, ...]  # the names of eval_metrics; "loss" is among them
@@ -86,15 +86,15 @@ class Task(ABC):
 
     @classmethod
     def of_run(cls, cfg: TrainConfig) -> Task:
-        """Return the task of a run, its data opened and checked. Raises InputError if it cannot learn from the data."""
-        return cls(cfg)  # type: ignore[call-arg]  # a task without an `of_run` takes the settings of the run
+        """Return a run's task after opening and checking its data. Raises InputError if the data is unsuitable."""
+        return cls(cfg)  # type: ignore[call-arg]  # a task that inherits this takes the run's settings
 
     def summary(self) -> str:
-        """Return a line for the log on how the data becomes batches, or ""."""
+        """Return a line for the log that says how the data is batched, or ""."""
         return ""
 
     def verify_data(self) -> None:
-        """Compare the data with its checksums, unless opening it did so. Raises InputError that names damaged files."""
+        """Compare the data with its checksums, unless opening it did. Raises InputError, which names damaged files."""
         return
 
     def only_evaluates(self, run: Folder | None) -> None:
@@ -110,7 +110,7 @@ class Task(ABC):
         return []
 
     def prefetcher(self, order: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher | None:
-        """Start to fetch the data of `order`; None if this rank need not fetch. Raises InputError if it cannot."""
+        """Start to fetch the data of `order`; None if this rank need not fetch. Raises InputError if this fails."""
         return None
 
     @abstractmethod
@@ -130,19 +130,19 @@ class Task(ABC):
         """Return the loss [] summed over the labels of a micro batch; the engine divides by the global count."""
 
     def compile_loss(self, compiled: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
-        """Replace the function from logits to loss by `compiled(loss)`, if the logits are large enough to take time."""
+        """Replace the function that maps logits to the loss by its `compiled` form, if the logits are large."""
         return
 
     @abstractmethod
     def eval_statistics(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """Return for each example of a batch the values that the metrics need, [B, n] float32."""
+        """Return the values of each example of a batch that the metrics need, [B, n] float32."""
 
     @abstractmethod
     def eval_metrics(self, rows: np.ndarray) -> dict[str, float]:
-        """Return metrics by their usual names, from the statistics [eval_rows, n] in the order of the data."""
+        """Return metrics by name, computed from the statistics [eval_rows, n], whose order is that of the data."""
 
     def write_evaluation(self, rows: np.ndarray, folder: Folder, *, step: int) -> None:
-        """Write predictions and tables of the best evaluation so far, if the task has any. Only rank 0 calls this."""
+        """Write the predictions and tables, if any, of the best evaluation so far. Only rank 0 calls this."""
         return
 
     def flops_per_example(self, model: nn.Module, seq_len: int) -> float | None:
@@ -150,7 +150,7 @@ class Task(ABC):
         return None
 
     def describe_model(self, model: nn.Module, folder: Folder) -> None:
-        """Write the files with which a checkpoint can be exported without the data. Only rank 0 calls this."""
+        """Write the files that allow checkpoints to be exported without the data. Only rank 0 calls this."""
         return
 
     @abstractmethod
@@ -158,5 +158,5 @@ class Task(ABC):
         """Write the model and its tokenizer, for transformers' from_pretrained(folder)."""
 
     def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
-        """Return quickly up to `most` validation examples with the exported model's answers. Only rank 0 calls this."""
+        """Return up to `most` validation examples with the exported model's answers, quickly. Only rank 0 calls this."""
         return []

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from train.data.records.tables import Tables
 
-MOST_TOKENS = 512  # the longest sequence if seq_len is not set; longer attention costs much, and few texts need it
-MOST_PADDING = 0.1  # the share of padding in the computed tokens that data.lengths=auto accepts
+MOST_TOKENS = 512  # tokens; the limit if seq_len is not set: few texts are longer, and attention over them is slow
+MOST_PADDING = 0.1  # the share of padding in a batch's tokens that data.lengths=auto accepts
 MOST_LENGTHS = 128  # the limit on the number of batch lengths without compilation
 EAGER_CPU_STEP = 8  # tokens between lengths on CPUs without compilation; GPU kernels prefer multiples of STEP
 
@@ -30,7 +30,7 @@ class Sizes:
 
     model: ModelConfig  # its weights and tokenizer are on this machine or on the Hub
     tokenizer: PreTrainedTokenizerFast
-    seq_len: int  # tokens after which texts are cut
+    seq_len: int  # tokens; longer texts are cut
     lengths: tuple[int, ...] = ()  # tokens, ascending; set when the data is opened
 
     @staticmethod
@@ -46,7 +46,7 @@ class Sizes:
 
     @staticmethod
     def read(model: ModelConfig, seq_len: int | None, *, most: int | None = None) -> Sizes:
-        """Return sizes without lengths. `seq_len` None takes the smaller of `most` and what the model allows.
+        """Return sizes without lengths. If `seq_len` is None, it is the lower of `most` and the model's limit.
 
         Raises InputError if the tokenizer is bad.
         """
@@ -68,7 +68,7 @@ class Sizes:
 
 
 def resolved_lengths(cfg: TrainConfig, tables: Tables, *, seq_len: int, shortest: int) -> tuple[int, ...]:
-    """Return the lengths in tokens, from `shortest` to `seq_len`, to which a run pads its batches on its device."""
+    """Return the lengths in tokens, from `shortest` to `seq_len`, to which a run pads its batches."""
     assert isinstance(cfg.data, RecordsConfig)
     is_compiled = compiles_each_length(cfg.backend, cfg.instance)
     step = STEP if is_compiled or is_cuda(cfg.backend, cfg.instance) else EAGER_CPU_STEP

@@ -11,9 +11,9 @@ from torch import Tensor
 def topk(scores: Tensor, k: int = 1) -> tuple[Tensor, Tensor]:
     """Return the k highest scores of the last dimension of [..., N], and their indices, both [..., k] float32.
 
-    Higher scores come first; of equal scores the lower index comes first. The index of NaN is N. Trainium's compiler
-    supports neither topk, which XLA turns into a sort (NCC_EVRF029), nor argmax, which reduces two tensors at the same
-    time (NCC_ISPP027).
+    Higher scores come first; of equal scores, the lower index comes first. If a score is NaN, the index is N.
+    Trainium's compiler supports neither topk, which XLA turns into a sort (NCC_EVRF029), nor argmax, which reduces two
+    tensors at the same time (NCC_ISPP027).
     """
     indices = torch.arange(scores.size(-1), dtype=torch.float32, device=scores.device)
     found: list[tuple[Tensor, Tensor]] = []

@@ -15,8 +15,8 @@ class ClassifyConfig(TaskConfig):
     """Classification: one label for a text or a pair of texts."""
 
     kind: str = "classify"
-    class_weights: Any = None  # The weights of errors, one for each label in order, such as [1,5,0.5]; balanced takes
-    # rows / (labels * rows of the label) from the training data, None weights all labels alike.
+    class_weights: Any = None  # The loss weights of the labels, in their order, such as [1,5,0.5]; balanced computes
+    # rows / (labels * rows of the label) from the training data, None weights all labels equally.
     label_smoothing: float = setting(0.0, least=0, below=1)  # The share of the target that is spread over all labels.
 
     def __post_init__(self) -> None:

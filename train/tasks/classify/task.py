@@ -62,7 +62,7 @@ class Classification(TextTask):
     """One of several labels for a text. A prediction has "id", "label" (if known), "prediction", "probabilities"."""
 
     columns = {"labels": "label"}
-    metric_names = ("loss", "accuracy", "f1_macro", "f1_weighted", "matthews_correlation")  # and f1 with two labels
+    metric_names = ("loss", "accuracy", "f1_macro", "f1_weighted", "matthews_correlation")  # and f1 if there are two labels
 
     def __init__(self, cfg: ClassifyConfig, sizes: Sizes) -> None:
         super().__init__(cfg, sizes)
@@ -152,7 +152,7 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
 
 
 def class_weights(cfg: ClassifyConfig, labels: Sequence[str], counts: np.ndarray) -> np.ndarray | None:
-    """Return the weights of errors, [C] float32; None if all are equal. `counts` [C]: training rows per label."""
+    """Return the loss weights of labels, [C] float32; None if all are equal. `counts` [C]: training rows per label."""
     given = cfg.class_weights
     if given is None:
         return None
@@ -187,10 +187,10 @@ def scores(truth: ArrayLike, predicted: ArrayLike, *, num_labels: int) -> dict[s
     """Return accuracy, F1 and Matthews' correlation.
 
     F1 is averaged over the labels that occur in truth or predictions, as in scikit-learn. A label that is never
-    predicted has an F1 of 0. With two labels, `f1` is the second label's. Matthews' correlation is 0 if only one label
+    predicted has an F1 of 0. With two labels, `f1` is that of the second. Matthews' correlation is 0 if only one label
     is predicted.
     """
-    # Imported here, since scikit-learn and scipy take a second, for which the first step should not wait.
+    # Imported here: importing scikit-learn and scipy takes a second, which must not delay the first step.
     from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
     values = {"accuracy": accuracy_score(truth, predicted)}

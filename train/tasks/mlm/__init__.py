@@ -15,13 +15,14 @@ class MLMConfig(TaskConfig):
 
     learns_from: ClassVar[type[ShardsConfig]] = ShardsConfig
     kind: str = "mlm"
-    mask_rate: float = setting(0.15, above=0, below=1)  # The share of a sequence's tokens that is predicted, at
-    # most seq_len times mask_rate tokens.
-    eval_mask_rate: float | None = setting(None, above=0, below=1)  # The mask_rate in evaluations; None is mask_rate.
-    max_ngram: int = setting(3, above=0)  # The longest run of tokens (or of whole words) that is masked together; a
-    # run of n has the probability p(n) ~ 1/n, and 1 is BERT's masking.
+    mask_rate: float = setting(0.15, above=0, below=1)  # The share of a sequence's tokens to predict, at most seq_len
+    # times mask_rate tokens.
+    eval_mask_rate: float | None = setting(None, above=0, below=1)  # The mask_rate in evaluations; None uses mask_rate.
+    max_ngram: int = setting(3, above=0)  # The maximum number of consecutive tokens (or whole words) that are masked
+    # together; the probability of n is proportional to 1/n. 1 is BERT's masking.
     whole_word: bool = False  # Mask whole words instead of tokens.
-    sop: bool = False  # Predict the order of two segments too, whose loss weighs as much as all predicted tokens.
+    sop: bool = False  # Predict the order of two segments, too; this loss weighs as much as that of all predicted
+    # tokens.
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
         predictions = max(1, round(seq_len * self.mask_rate))

@@ -2,8 +2,9 @@
 
 Shapes: B sequences, S tokens, P positions to predict, V vocabulary.
 
-In the paper both losses are means, over tokens and over sequences. Here they are summed, and the sum is divided once by
-the number of masked tokens. The result is the same if the order loss of a sequence is multiplied by P.
+In the ALBERT paper, the token loss is a mean over tokens and the order loss a mean over sequences. Here both are sums,
+which the engine divides by the number of masked tokens. Multiplying the order loss of each sequence by P makes the
+result the same.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ from train.tasks.mlm import MLMConfig
 from train.tasks.spec import Task
 from train.tasks.topk import topk
 
-MOST_BLANKS = 4  # blanks in a sample
+MOST_BLANKS = 4  # maximum in a sample
 TOKENS_BEFORE = 12  # tokens that a sample shows before its first blank
 SPACE = "\N{OPEN BOX}"
-NO_PAIRS = "no validation sequence has two segments of one document; set task.sop=false"
+NO_PAIRS = "no validation sequence has two segments of the same document; set task.sop=false"
 
 
 class MaskedLMTask(Task):
@@ -65,7 +66,7 @@ class MaskedLMTask(Task):
         for name, slots in (("mask_rate", self.predictions), ("eval_mask_rate", self.head.eval_predictions)):
             check(
                 slots <= self.seq_len - 3,
-                f"task.{name}={getattr(cfg.task, name)} leaves nothing of a sequence of {self.seq_len} tokens to read",
+                f"task.{name}={getattr(cfg.task, name)} leaves no tokens to read in sequences of {self.seq_len}",
             )
         info = self.manifest.tokenizer
         self.fit = {"vocab_size": info.vocab_size, "pad_id": info.pad_id, "seq_len": self.seq_len}
@@ -95,14 +96,14 @@ class MaskedLMTask(Task):
         if self.new_rows:
             names = shortlist(f"{number} {token!r}" for number, token in sorted(self.new_rows.items()))
             grown = f"the embeddings grow from {size:,} rows to {max(size, info.vocab_size):,}"
-            self.remarks.append(f"{grown}; new rows, each the mean of the others: {names}")
+            self.remarks.append(f"{grown}; new rows, which start as the mean of the others: {names}")
         self.facts = {
             name: self.manifest.counts.get(name, math.nan) for name in ("unigram_entropy", "neighbour_accuracy")
         }
         check(
             self.eval_rows > 0 and all(map(math.isfinite, self.facts.values())),
-            f"data.path={cfg.data.path} has no validation sequences, or no {' or no '.join(self.facts)}, as data of an "
-            "earlier version; prepare the data again",
+            f"data.path={cfg.data.path} has no validation sequences, or no {' or no '.join(self.facts)}, like data of "
+            "an earlier version; prepare the data again",
         )
         self.eval_sample = eval_sample(self.eval_rows, cfg.eval_examples, seed=cfg.seed)
         self.eval_rows, self.num_shown = len(self.eval_sample), cfg.samples
@@ -112,7 +113,7 @@ class MaskedLMTask(Task):
     def _new_rows(self) -> dict[int, str]:
         """Return the tokens that the data's tokenizer adds to the tokenizer of the weights, by embedding row.
 
-        Raises InputError if the two tokenizers differ otherwise, or if the rows of added tokens are frozen.
+        Raises InputError if the two tokenizers differ in any other way, or if the embeddings are frozen.
         """
         model = self.model
         if model.pretrained is None:
@@ -121,12 +122,12 @@ class MaskedLMTask(Task):
         new = check_same_vocabulary(
             model.pretrained,
             ours.get_vocab(),
-            f"model.pretrained={model.pretrained} does not have the tokenizer of the data; prepare it with "
+            f"model.pretrained={model.pretrained} has a different tokenizer than the data; prepare it with "
             f"tokenizer.pretrained={model.pretrained}",
             added=[token.content for token in ours.get_added_tokens_decoder().values()],
         )
         frozen = [f"model.{key}" for key in ("freeze_embeddings", "freeze_layers") if getattr(model, key)]
-        says = f"{' and '.join(frozen)}: {len(new)} added tokens have rows to learn, but the embeddings are frozen"
+        says = f"{' and '.join(frozen)}: {len(new)} added tokens need new embeddings, but the embeddings are frozen"
         check(not (new and frozen), says)
         return new
 
@@ -174,7 +175,7 @@ class MaskedLMTask(Task):
         return loss if order is None else loss + self.predictions * loss_sum(order, inputs["order"])
 
     def eval_statistics(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        # [B, 3]: loss sum, right predictions and all predictions of each sequence. With SOP [B, 6]: also for the order.
+        # [B, 3] per sequence: sum of losses, right predictions, predictions. With SOP [B, 6]: these for the order, too.
         logits, labels, order = self._logits(model, inputs)
         statistics = [scores(logits, labels).unflatten(0, inputs["labels"].shape).sum(1)]
         if order is not None:
@@ -216,7 +217,7 @@ class MaskedLMTask(Task):
         drawn = self._eval_rows(None).draw(spread(self.eval_rows, most)[None])["inputs"]
         inputs = {name: tensor[0] for name, tensor in drawn.items()}
         positions, labels = inputs["positions"], inputs["labels"]
-        last = positions.amax(1, keepdim=True)  # unused slots take the last position
+        last = positions.amax(1, keepdim=True)  # unused slots get the last position
         inputs["input_ids"].scatter_(1, torch.where(labels == IGNORE_INDEX, last, positions), info.mask_id)
         model = self._model(replace(self.model, pretrained=str(export), attention="auto")).eval()
         shares, guesses = (
@@ -237,7 +238,7 @@ def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def scores(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return [N, 3] for logits [N, C] and labels [N]: loss, 1 if the prediction is right, 1 if there is a label."""
+    """Return [N, 3] for logits [N, C] and labels [N]: loss, 1 if the prediction is right, 1 if the row has a label."""
     logits = logits.float()
     losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
     right = topk(logits)[1].squeeze(-1) == labels
@@ -271,7 +272,7 @@ class Spelling:
 
     def piece(self, token: int) -> str:
         spelled = self.tokenizer.id_to_token(token) or f"token {token}"
-        spaces = len(spelled) - len(spelled.lstrip("▁Ġ"))  # shown, since a leading space makes another token
+        spaces = len(spelled) - len(spelled.lstrip("▁Ġ"))  # shown: with a leading space it is a different token
         return excerpt(SPACE * spaces + self.tokenizer.decode([token]).strip() or spelled)
 
     def sample(self, tokens: np.ndarray, blanks: Sequence[Blank]) -> Sample:

@@ -83,8 +83,8 @@ class MultiLabel(TextTask):
         self.weights = None if weights is None else torch.from_numpy(weights)
 
     def limits(self) -> list[float]:
-        """Return the probability from which each label is predicted, [C]."""
-        # Evaluations that choose a threshold use USUAL: scores on the rows that chose it would be too good.
+        """Return the minimum probability at which each label is predicted, [C]."""
+        # If a threshold is chosen, evaluations use USUAL: it would flatter scores on the rows on which it is chosen.
         given = self.thresholds or (USUAL if self.cfg.threshold in CHOSEN else self.cfg.threshold)
         limits = given if isinstance(given, list) else [given] * len(self.labels)
         check_each("task.threshold", limits, self.labels)
@@ -102,7 +102,7 @@ class MultiLabel(TextTask):
         return losses_of(logits, inputs["labels"], self.weights).sum()
 
     def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        # [B, 1 + C]: the loss without weights as a mean over the labels, and logits [B, C].
+        # [B, 1 + C]: the unweighted loss, averaged over the labels, and logits [B, C].
         losses = losses_of(logits, inputs["labels"], None).mean(1, keepdim=True)
         return torch.cat([losses, logits.float()], 1)
 
@@ -153,7 +153,7 @@ class MultiLabel(TextTask):
         super().describe_model(model, folder)
 
     def write_evaluation(self, rows: np.ndarray, folder: Folder, *, step: int) -> None:
-        """Also write the thresholds that are best on the validation data for exports, if task.threshold asks for it."""
+        """Also write the thresholds for exports, if task.threshold chooses them on the validation data."""
         super().write_evaluation(rows, folder, step=step)
         if self.cfg.threshold in CHOSEN:
             validation = self.splits[0]
@@ -171,7 +171,7 @@ class MultiLabel(TextTask):
     def labels_of(self, source: str, config: PreTrainedConfig) -> list[str]:
         labels, problem = names_of_head(config), getattr(config, "problem_type", None)
         ok = problem == "multi_label_classification"
-        check(ok, f"{source} must give any number of labels; it has problem_type {problem}")
+        check(ok, f"{source} must predict any number of labels; it has problem_type {problem}")
         self.thresholds = read_thresholds(f"{source}/config.json", getattr(config, THRESHOLDS, None), labels)
         return labels
 
@@ -216,7 +216,7 @@ def read_thresholds(where: str, given: Any, labels: Sequence[str]) -> list[float
 
 
 def losses_of(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the losses [B, C] float32. Rows of padding have no target, and a loss of 0."""
+    """Return the losses [B, C] float32. Padding rows, whose targets are NaN, have a loss of 0."""
     losses = F.binary_cross_entropy_with_logits(
         logits.float(), targets.nan_to_num(), pos_weight=weights, reduction="none"
     )
@@ -229,7 +229,7 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
 
 
 def positive_weights(given: Any, labels: Sequence[str], has_label: np.ndarray) -> np.ndarray | None:
-    """Return the weights of labels that a text has, [C] float32; None if all are 1. `has_label` is [rows, C]."""
+    """Return the loss weights of labels that a text has, [C] float32; None if all are 1. `has_label` is [rows, C]."""
     if given is None:
         return None
     if given != "balanced":
@@ -237,12 +237,12 @@ def positive_weights(given: Any, labels: Sequence[str], has_label: np.ndarray) -
         return np.array(given, np.float32)
     counts = has_label.sum(0, dtype=np.float64)
     absent = [name for name, count in zip(labels, counts, strict=True) if count in (0, len(has_label))]
-    check(not absent, f"task.positive_weights=balanced: no or every training row has the label {shortlist(absent)}")
+    check(not absent, f"task.positive_weights=balanced: all or no training rows have the label {shortlist(absent)}")
     return ((len(has_label) - counts) / counts).astype(np.float32)
 
 
 def best_threshold(truth: np.ndarray, shares: np.ndarray) -> dict[str, float]:
-    """Return the highest F1 for `truth` and `shares` [rows], and its threshold, halfway to the next lower share."""
+    """Return the highest F1 for `truth` and `shares` [rows], and its threshold: halfway to the next lower share."""
     from sklearn.metrics import precision_recall_curve
 
     precision, recall, limits = precision_recall_curve(truth, shares)
@@ -253,7 +253,7 @@ def best_threshold(truth: np.ndarray, shares: np.ndarray) -> dict[str, float]:
 
 
 def chosen(truth: np.ndarray, shares: np.ndarray, *, each: bool) -> list[float]:
-    """Return the thresholds [C] with the best F1 on truth and probabilities [rows, C]: all equal, unless `each`."""
+    """Return the thresholds [C] with the best F1 on truth and probabilities [rows, C]; all are equal unless `each`."""
     columns = list(zip(truth.T, shares.T, strict=True)) if each else [(truth.ravel(), shares.ravel())]
     limits = [best_threshold(*column)["best_threshold"] if column[0].any() else USUAL for column in columns]
     return limits if each else limits * truth.shape[1]

@@ -13,8 +13,9 @@ class NERConfig(TaskConfig):
     """Token classification: a tag for each word, such as B-PER where a name begins, I-PER inside it, O elsewhere."""
 
     kind: str = "ner"
-    scheme: str = setting("entities", among=("entities", "none"))  # The form of the tags: entities is O, or a type
-    # after B-, I- and the like (IOB2, BIOES, BILOU); none is any other tags, such as parts of speech, scored per word.
+    scheme: str = setting("entities", among=("entities", "none"))  # The form of the tags: entities are O, or a type
+    # after a prefix such as B- or I- (IOB2, BIOES, BILOU); none is any other form, such as parts of speech, scored per
+    # word.
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
         return HeadSize(token_labels=labels or 9)  # the count of tags in CoNLL-2003

@@ -1,8 +1,8 @@
 """A tag for each word of a sentence: features, loss, metrics and predictions.
 
 Metrics come from seqeval, which follows CoNLL's script conlleval: an entity is right if its first word, its last word
-and its type are right. The first evaluation imports seqeval: with scikit-learn this takes a second, for which the first
-step should not wait. Tags that are not entities (task.scheme=none) are scored per word.
+and its type are right. seqeval is imported by the first evaluation: with scikit-learn this takes a second, which must
+not delay the first step. Tags that are not entities (task.scheme=none) are scored per word.
 
 Shapes: B sentences, S tokens, M tokens of the longest batches, C tags.
 """
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-BIOES = {"L": "E", "U": "S"}  # from BILOU's prefixes, which seqeval lacks, to those of BIOES
+BIOES = {"L": "E", "U": "S"}  # BILOU's prefixes that seqeval lacks, and their equivalents in BIOES
 NAMES = ("precision", "recall", "f1", "accuracy")
 Tags = Sequence[list[str]]  # tags of the words of each sentence
 
@@ -48,8 +48,8 @@ Tags = Sequence[list[str]]  # tags of the words of each sentence
 
 def check_tag(tag: str) -> None:
     if not TAG.fullmatch(tag):
-        what = f"the tag {tag[:40]} is neither O nor a type after B- or I-, such as B-PER"
-        raise BadRow(f"{what}; see data.label_map, or set task.scheme=none for tags of another kind")
+        what = f"the tag {tag[:40]} is neither O nor a type with a prefix, such as B-PER"
+        raise BadRow(f"{what}; map it with data.label_map, or set task.scheme=none for other tags")
 
 
 def ner_rows(scheme: str) -> RowKind:
@@ -118,14 +118,14 @@ def first_tokens(encoding: Encoding, words: Sequence[str]) -> tuple[np.ndarray, 
 class TokenClassification(TextTask):
     """A tag for each word.
 
-    A prediction is {"id", "tokens", "prediction": [tag of each], "entities": [{"type", "text", "first", "last",
+    A prediction is {"id", "tokens", "prediction": [tag of each word], "entities": [{"type", "text", "first", "last",
     "probability"}]}. `first` and `last` are indices of words, `probability` is the mean over the words.
     """
 
     columns = {"labels": "labels"}
 
     def __init__(self, cfg: NERConfig, sizes: Sizes) -> None:
-        # Without seqeval, which the metrics need, this raises InputError before anything is read.
+        # This fails before anything is read, rather than in the first evaluation.
         check(find_spec("seqeval") is not None, "task=ner needs seqeval: pip install 'baretrain[ner]'")
         super().__init__(cfg, sizes)
         self.use_scheme(cfg.scheme)
@@ -169,7 +169,8 @@ class TokenClassification(TextTask):
     ) -> Iterator[tuple[list[str], list[float]]]:
         """Yield the tags and probabilities of each sentence's words, from statistics [sentences, 1 + 2 * M].
 
-        A word without a token is in no entity, with a probability of 0. `sentences` says how many words each has.
+        A word without a token gets O ("" if tags are not entities) and a probability of 0. Of `sentences`, only the
+        lengths are used.
         """
         unread = "O" if self.has_entities else ""
         arrow = features.with_format("arrow")[:]
@@ -184,7 +185,7 @@ class TokenClassification(TextTask):
             yield tags, shares
 
     def score(self, truth: Tags, predicted: Tags) -> dict[str, float]:
-        # Precision, recall and F1 are over the entities of all types, 0 without entities. Accuracy is over words.
+        # Precision, recall and F1 cover the entities of all types, and are 0 without entities. Accuracy covers words.
         from seqeval.metrics.sequence_labeling import accuracy_score, precision_recall_fscore_support
 
         if not self.has_entities:
@@ -208,7 +209,7 @@ class TokenClassification(TextTask):
         if not any(map(TAG.fullmatch, labels)):
             self.use_scheme("none")
         strange = [label for label in labels if self.has_entities and not TAG.fullmatch(label)]
-        check(not strange, f"{source} must give tags such as O, B-PER and I-PER; it has {', '.join(strange[:3])}")
+        check(not strange, f"{source} must predict tags such as O, B-PER and I-PER; it has {', '.join(strange[:3])}")
         return labels
 
     def row_of(self, texts: dict[str, str]) -> dict[str, Any]:
@@ -273,7 +274,7 @@ def table_of_tags(truth: Tags, predicted: Tags, names: Sequence[str]) -> dict[st
 
 
 def bioes(sentences: Tags) -> Tags:
-    """Return tags with the prefixes that seqeval knows."""
+    """Return tags with BILOU's prefixes replaced, for seqeval."""
     return [[BIOES.get(tag[0], tag[0]) + tag[1:] if tag[1:2] == "-" else tag for tag in tags] for tags in sentences]
 
 

@@ -10,15 +10,16 @@ from train.tasks.spec import LOSS, Metric, TaskSpec
 
 @dataclass(kw_only=True)
 class QAConfig(TaskConfig):
-    """Question answering: the span of a context (SQuAD). Long contexts are read in overlapping windows."""
+    """Question answering with a span of a context, as in SQuAD. Long contexts are read in overlapping windows."""
 
     kind: str = "qa"
     stride: int = setting(128, above=0)  # The number of tokens that two neighbouring windows of a context share.
-    max_question_tokens: int = setting(64, above=0)  # The tokens after which questions are cut; the log counts them.
-    max_answer_tokens: int = setting(30, above=0)  # The tokens of the longest answer that the model may give.
+    max_question_tokens: int = setting(64, above=0)  # The maximum number of tokens in a question; longer ones are cut,
+    # and the log counts them.
+    max_answer_tokens: int = setting(30, above=0)  # The maximum number of tokens in an answer of the model.
     unanswerable: bool = False  # Allow questions without an answer, as in SQuAD v2.
-    null_threshold: float | None = None  # The margin by which "no answer" must outscore the best span to be given, in
-    # SQuAD v2; None takes 0 in evaluations, and in train.predict the margin with the best F1 on the validation data.
+    null_threshold: float | None = None  # The margin by which "no answer" must outscore the best span to be chosen, in
+    # SQuAD v2; None uses 0 in evaluations, and in train.predict the margin with the best F1 on the validation data.
 
     def __post_init__(self) -> None:
         super().__post_init__()

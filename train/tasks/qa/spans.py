@@ -2,8 +2,8 @@
 
 Metrics follow the official scripts, evaluate-v1.1.py and evaluate-v2.0.py of
 https://rajpurkar.github.io/SQuAD-explorer; the choice of spans follows `postprocess_qa_predictions` of the
-question-answering example of transformers. As in that example, a token that lies in several windows is a candidate in
-each of them, and the highest score decides. Google's BERT takes only the window in which the token has most context.
+question-answering example of transformers. As in that example, a token in several windows is a candidate in each of
+them, and the highest score wins. Google's BERT uses only the window in which the token has the most context.
 
 Shapes: k tokens of a window with the highest scores.
 """
@@ -59,7 +59,7 @@ def score(given: str, wanted: Sequence[str], *, v2: bool = False) -> tuple[float
 class WindowScores:
     """The scores of a model for one window of a context."""
 
-    null_score: float  # start and end at [CLS]
+    null_score: float  # sum of the start and end logits of [CLS]
     start_scores: np.ndarray  # [k], with LOWEST outside of the context
     starts: np.ndarray  # [k] int64: tokens of the window
     end_scores: np.ndarray
@@ -114,7 +114,7 @@ class Answers:
         return "" if threshold is not None and self.null_odds > threshold else self.best
 
     def n_best(self, *, v2: bool) -> list[dict[str, Any]]:
-        """Return all spans with their softmax, as in a file of predictions. In v2 the empty span is among them."""
+        """Return all spans with probabilities (softmax of scores), for prediction files. v2 includes the empty span."""
         spans = [*self.spans, Span("", self.null_score, 0)] if v2 or not self.spans else self.spans
         spans = sorted(spans, key=lambda span: -span.score)
         scores = np.array([span.score for span in spans])
@@ -147,10 +147,10 @@ def best_threshold(null_odds: np.ndarray, scores: np.ndarray, has_answer: np.nda
     """Return the best threshold of `null_odds`, above which no answer is given, and its mean score (0 to 100).
 
     It differs from `find_best_thresh` of evaluate-v2.0.py in two ways: questions with equal odds are kept together,
-    since no threshold can separate them, and if it is best to answer no question, the threshold is below all odds
-    instead of 0.
+    since no threshold can separate them, and if answering no question is best, the threshold is below all odds instead
+    of 0.
 
-    `scores` [questions] has the best spans' scores, 0 to 1. For a question without an answer, having no span scores 1.
+    `scores` [questions] are the scores of the best spans, 0 to 1; 1 if neither an answer nor a span exists.
     """
     order = np.argsort(null_odds, kind="stable")
     odds, gains = null_odds[order], (scores - ~has_answer)[order]  # gains over giving no answer
@@ -173,8 +173,8 @@ def evaluate_v2(predicted: Sequence[Answers], wanted: Sequence[Sequence[str]], t
 
     exact_match and f1 are over all questions. has_answer_... are over the questions with an answer (0 if there are
     none). no_answer_f1 is the share of unanswerable questions that get no answer. best_exact_match and best_f1 are the
-    highest values that a threshold (best_..._threshold) reaches on these very questions. They flatter the model, but
-    evaluate-v2.0.py shows them too.
+    highest values that a threshold (best_..._threshold) reaches on these same questions. They flatter the model, but
+    evaluate-v2.0.py prints them too.
     """
     has_answer = np.array([bool(answers) for answers in wanted])
     odds = np.array([each.null_odds for each in predicted])

@@ -1,4 +1,4 @@
-"""The span of a context that answers a question (SQuAD), after transformers' question-answering example.
+"""The span of a context that answers a question (SQuAD), modelled on transformers' question-answering example.
 
 Contexts that are too long are read in overlapping windows. Shapes: B windows, S tokens, k tokens with high scores.
 """
@@ -28,12 +28,12 @@ from train.tasks.qa.windows import QAFeaturizer
 from train.tasks.texts import Sizes
 from train.tasks.topk import topk
 
-N_BEST = 20  # candidate answers per question, as in SQuAD's scripts; more do not change metrics and cost transfers
+N_BEST = 20  # candidate answers per question, as in SQuAD's scripts; more would only increase transfers
 # ---- scores to answers ---------------------------------------------------------------------------------------------
 
 
 def losses_of(logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-    """Return [B] for logits [B, S, 2]: the mean cross entropy of start and end, 0 for windows that fill up a batch."""
+    """Return losses [B] for logits [B, S, 2]: the mean cross entropy of start and end, 0 for padding windows."""
     start, end = logits.float().unbind(-1)
     pairs = ((start, inputs["start"]), (end, inputs["end"]))
     losses = [F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX, reduction="none") for logits, target in pairs]
@@ -50,7 +50,7 @@ class Answered:
 
 
 def answered(rows: np.ndarray, features: Dataset, examples: Dataset, task: QAConfig) -> Iterator[Answered]:
-    """Yield each question of `features` in order, with the answers that statistics [windows, 2 + 4 * k] give."""
+    """Yield each question of `features` in order, with its answers from statistics [windows, 2 + 4 * k]."""
     owners, context_first = column(features, "row"), column(features, "context_first").tolist()
     offsets = Lists(features.with_format("arrow")[:].column("offsets"))
     bounds = np.flatnonzero(np.diff(owners, prepend=-1, append=-1)).tolist()

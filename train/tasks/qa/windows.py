@@ -63,7 +63,7 @@ class QAFeaturizer(Featurizer):
     """Windows of [CLS] question [SEP] context [SEP]."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, task: QAConfig) -> None:
-        # Raises InputError if the tokenizer does not begin with [CLS], or windows have no space to overlap.
+        # Raises InputError if sequences do not begin with [CLS], or if windows are too short to overlap by task.stride.
         names = ("stride", "max_question_tokens", "unanswerable")
         super().__init__(tokenizer, seq_len=seq_len, **{name: getattr(task, name) for name in names})
         self.task, self.kind = task, qa_rows(task)
@@ -133,7 +133,7 @@ class QAFeaturizer(Featurizer):
 
     def cut(self, question: str) -> str:
         most = self.task.max_question_tokens
-        # The shortened text may be split into different tokens, and more of them.
+        # The shortened text may be split differently, into more tokens.
         while len((encoding := self.pieces([question])[0]).ids) > most:
             question = question[: min(encoding.offsets[most - 1][1], len(question) - 1)]
         return question
@@ -145,7 +145,7 @@ class QAFeaturizer(Featurizer):
 
 
 def answer_tokens(begin: int, end: int, offsets: np.ndarray, first: int) -> tuple[int, int]:
-    """Return the first and last token of the characters [begin, end), or (0, 0), [CLS], if `offsets` lacks any.
+    """Return the first and last token of characters [begin, end), or (0, 0), which is [CLS], if `offsets` lacks any.
 
     `offsets` [n, 2] has the begin and end character of n tokens, which begin at token `first`. Several tokens may cover
     the same character, and a token may begin with the space before its word.

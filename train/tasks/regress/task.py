@@ -134,7 +134,7 @@ class Regression(TextTask):
         super().open(cfg)
 
     def begin(self, train_table: TokenRows) -> None:
-        # This standardises the targets of both tables. Raises InputError if a target is equal in all training rows.
+        # This standardises the targets of both tables. Raises InputError if a target is the same in all training rows.
         numbers = train_table.values["labels"].astype(np.float64)
         mean, deviation = numbers.mean(0), numbers.std(0)
         for name, value, apart in zip(self.targets, mean, np.ptp(numbers, 0), strict=True):
@@ -163,7 +163,7 @@ class Regression(TextTask):
         return squared_errors(logits, inputs["labels"]).sum()
 
     def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        # [B, 1 + C]: the loss as a mean over the targets, and the head's outputs [B, C].
+        # [B, 1 + C]: the loss, averaged over the targets, and the head's outputs [B, C].
         logits = logits.float()
         return torch.cat([squared_errors(logits, inputs["labels"]).mean(1, keepdim=True), logits], 1)
 
@@ -173,7 +173,7 @@ class Regression(TextTask):
         return computed if self.scale is None else computed * self.scale.deviation + self.scale.mean
 
     def truth(self, examples: Dataset, features: Dataset) -> np.ndarray:
-        """Return the targets [rows, C] float64 of some features."""
+        """Return the targets [rows, C] float64 of the features' examples."""
         return column(examples_of(examples, features), "label").reshape(-1, len(self.targets))
 
     def evaluate(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> dict[str, float]:
@@ -236,16 +236,16 @@ TASK = Regression
 
 
 def read_scale(run: Folder) -> Scale:
-    """Return the mean and deviation by which a run standardised its targets. Raises InputError if it has none."""
+    """Return the mean and deviation with which a run standardised its targets. Raises InputError if it has none."""
     try:
         return record(Scale, read_object(run.read("model/config.json")).get(SCALE), SCALE)
     except (FileNotFoundError, BadContent) as error:
         where = f"{run.location}/model/config.json"
-        raise InputError(f"{where} lacks the mean and deviation by which targets were standardised: {error}") from error
+        raise InputError(f"{where} lacks the mean and deviation that standardised the targets: {error}") from error
 
 
 def squared_errors(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the losses [B, C] float32. Rows of padding have no target, and a loss of 0."""
+    """Return the losses [B, C] float32. Padding rows, whose targets are NaN, have a loss of 0."""
     is_known = ~targets.isnan()
     return torch.where(is_known, logits.float() - targets.nan_to_num(), 0.0).square()
 
@@ -261,7 +261,7 @@ def in_words(numbers: Any) -> str:
 
 def scores(truth: np.ndarray, predicted: np.ndarray) -> dict[str, np.ndarray]:
     """Return each metric of NAMES for all targets, [C], from numbers [rows, C]."""
-    from scipy.stats import rankdata  # imported here, since scipy takes time for which the first step should not wait
+    from scipy.stats import rankdata  # imported here: it must not delay the first step
 
     errors = predicted - truth
     mse = np.square(errors).mean(0)
