@@ -1,13 +1,13 @@
-"""A run under random faults and an undisturbed one: a comparison of their final weights, and the cost of the faults.
+"""A run under random faults compared with an undisturbed run: their final weights, and the cost of the faults.
 
     python -m benchmarks.chaos [--steps 3000] [--every-s 20] [--ranks 2] [--seed 0]
 
-A small ALBERT on the demo's data, some ranks under torchrun. Every 20 s on average (drawn anew each time, from 10 to
-30) one of five faults happens, in turn, at a random moment: SIGKILL of a rank, of torchrun (the ranks save and leave,
-and the same command starts again, as a launcher would), SIGSTOP of a rank (the watchdog ends all ranks), SIGKILL of
-rank 0 as soon as a checkpoint is being written, and SIGTERM as after a spot notice.
+Both train a small ALBERT on the demo's data, with a few ranks under torchrun. Every 10 to 30 s, at random, the next of
+five faults happens: SIGKILL of a rank; SIGKILL of torchrun (the ranks save and exit, and the same command starts again,
+as a launcher would start it); SIGSTOP of a rank (the watchdog ends all ranks); SIGKILL of rank 0 while it writes a
+checkpoint; SIGTERM, as after a spot notice.
 
-Exit code 1 unless weights and losses are equal, bit for bit.
+The exit code is 1 unless all weights and losses are bitwise equal.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def ranks_of(launcher: subprocess.Popen[bytes]) -> dict[int, psutil.Process]:
     for child in psutil.Process(launcher.pid).children():
         try:
             result[int(child.environ()["RANK"])] = child
-        except (KeyError, psutil.Error):  # there is no rank, or it is just ending
+        except (KeyError, psutil.Error):  # it is not a rank, or it is exiting
             continue
     return result
 
@@ -61,12 +61,12 @@ class Chaos:
         self.since_unix_s = 0.0  # time of the last fault
 
     def is_training(self) -> bool:
-        """Return whether this attempt has come to its loop: a fault during a start would only cause another start."""
+        """Return whether this attempt has begun to train: a fault during its start would only restart it."""
         trained = lines(self.run_dir, "train")
         return bool(trained) and trained[-1]["time_unix_s"] > self.since_unix_s
 
     def is_done(self) -> bool:
-        """Return whether the run is done; if it was ended and can resume, start it again."""
+        """Return whether the run is done; if it ended early and can resume, start it again."""
         if self.launcher.poll() is None:
             return False
         path = self.run_dir / "outcome.json"
@@ -79,7 +79,7 @@ class Chaos:
         return False
 
     def run(self, every_s: float) -> None:
-        """Strike until the run is done."""
+        """Cause faults until the run is done."""
         strikes_at_s = 0.0
         while not self.is_done():
             if time.monotonic() > strikes_at_s:
@@ -92,7 +92,7 @@ class Chaos:
             time.sleep(0.1)
 
     def strike(self, fault: str) -> bool:
-        """Strike a process; return False if there was none."""
+        """Cause a fault; return False if the processes for it do not exist."""
         ranks = ranks_of(self.launcher)
         if len(ranks) < self.ranks:
             return False
@@ -124,7 +124,7 @@ class Chaos:
 
 
 def final(run_dir: Path, steps: int) -> tuple[dict[str, torch.Tensor], dict[int, float]]:
-    """Return the weights, and the loss of every step that was not superseded."""
+    """Return the final weights, and the last loss recorded for each step."""
     weights = torch.load(run_dir / f"checkpoints/step_{steps:08d}/model.pt", weights_only=True)
     return weights, {line["step"]: line["loss"] for line in lines(run_dir, "train")}
 
@@ -159,8 +159,8 @@ def main() -> int:
     recoveries = [line["recover_s"] for line in lines(wild, "fault") if "recover_s" in line]
     counts = {fault: chaos.done.count(fault) for fault in FAULTS}
     print(f"faults survived: {len(chaos.done)} ({', '.join(f'{name} {count}' for name, count in counts.items())})")
-    print(f"wall {wild_s:.0f} s against {calm_s:.0f} s")
-    print(f"steps lost: {summary['steps_lost']}, {summary['steps_lost'] / max(1, len(chaos.done)):.1f} a fault")
+    print(f"wall time {wild_s:.0f} s (undisturbed {calm_s:.0f} s)")
+    print(f"steps lost: {summary['steps_lost']}, {summary['steps_lost'] / max(1, len(chaos.done)):.1f} per fault")
     print(f"from the last sign of life to the first step: {sum(recoveries) / max(1, len(recoveries)):.1f} s on average")
     print(f"goodput: {summary['goodput']:.3f} (undisturbed {calm_summary['goodput']:.3f})")
     print(f"final weights equal: {same_weights}; losses of all {len(losses)} steps equal: {same_losses}")

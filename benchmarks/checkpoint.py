@@ -1,15 +1,15 @@
-"""The cost of a save to the training: ours, torch.save and torch.distributed.checkpoint's async_save.
+"""What a save costs training: the product, torch.save and torch.distributed.checkpoint's async_save.
 
     python -m benchmarks.checkpoint [--model albert_xxlarge|bert_large|tiny] [--rounds 2] [--saves 2] [--folder DIR]
 
-The same weights and AdamW moments, on a real disk, while a loop of matrix products runs concurrently, on one thread as
-under torchrun. A stall is the time that a call blocks the loop. Every side of every round is a separate process, forked
-from the one that made the state; rounds interleave the sides, back and forth.
+All save the same weights and AdamW moments to a real disk, while a loop of matrix products runs, on one thread as under
+torchrun. A stall is the time for which a call blocks the loop. In every round, each side is a separate process, forked
+from the one that made the state; every other round takes the sides in reverse order.
 
-"torch.save" blocks until its file is synced. "async_save" is used as documented, in a gloo group of one rank; "buffers
-kept" hands it a stager that lives from save to save, its fastest mode. Every checkpoint has a new folder,
-and the previous one is removed. Files are dropped from the page cache before they are loaded; ours includes the
-checksums.
+"torch.save" blocks until its file is synced. "async_save" is used as documented, in a gloo group of one rank; with
+"buffers kept", it gets a stager that lives from save to save, its fastest mode. Every checkpoint has a new folder, and
+the previous one is removed. Files are dropped from the page cache before they are loaded. Our loading includes the
+comparison with checksums.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ MODELS = {
     "tiny": ModelConfig(embedding_size=16, hidden_size=32, intermediate_size=64, num_heads=2, num_layers=2),
 }
 VOCAB_SIZE, SEQ_LEN = 30000, 512
-LIMIT_S = 3600  # of the saves of a side
+LIMIT_S = 3600  # for all saves of a side
 DRAFT = Manifest(0, 1, {}, {}, {}, 1, "ddp", None)
 
 
@@ -67,7 +67,7 @@ def build_state(name: str) -> Engine:
     model = build_masked_lm(MODELS[name], vocab_size=VOCAB_SIZE, pad_id=0, seq_len=SEQ_LEN)
     optimizer = build_optimizer(OptimConfig(), model.parameters())
     for moments in optimizer.state.values():
-        moments["exp_avg"].fill_(1e-3)  # memory that nobody wrote to is not yet allocated
+        moments["exp_avg"].fill_(1e-3)  # memory is allocated when it is first written
         moments["exp_avg_sq"].fill_(1e-6)
     return Engine(DDP(BackendConfig(device="cpu")), model, optimizer)
 
@@ -78,7 +78,7 @@ def content_of(state: Engine) -> dict[str, Any]:
 
 
 def mark_of(state: Engine) -> torch.Tensor:
-    """Return a small weight, whose value identifies the moment of a checkpoint."""
+    """Return a small weight. It is set before each save, so its value shows which save a checkpoint is from."""
     return min(state.model.parameters(), key=torch.numel).detach()
 
 
@@ -98,14 +98,14 @@ class TorchSave:
         self.state, self.folder = state, folder
 
     def prepare(self) -> Future[Any]:
-        """Do whatever is possible before the first save, concurrent with the first steps."""
+        """Start what can be done before the first save, while the first steps run."""
         return done()
 
     def path_of(self, number: int) -> Path:
         return self.folder / str(number)
 
     def save(self, number: int) -> Future[Any]:
-        """Save, blocking the training; the future is done when the checkpoint is complete."""
+        """Save; the call blocks training, and its future is done when the checkpoint is complete."""
         self.path_of(number).mkdir(parents=True)
         with (self.path_of(number) / "state.pt").open("wb") as file:
             torch.save(content_of(self.state), file)
@@ -128,7 +128,7 @@ class Ours(TorchSave):
         self.store = LocalStore(folder)
 
     def prepare(self) -> Future[Any]:
-        cfg = CheckpointConfig(keep=0)  # the benchmark removes them
+        cfg = CheckpointConfig(keep=0)  # the benchmark removes checkpoints itself
         folder: Any = SimpleNamespace(ownership=SimpleNamespace(check=done), mirror=done)
         self.saver = AsyncSaver(cfg, self.store, self.state, self.state.backend, DRAFT, folder)
         self.saver.warm()
@@ -162,7 +162,7 @@ class AsyncSave(TorchSave):
     staging: StagingOptions | None = None  # None: the default, a new stager for each save
 
     def prepare(self) -> Future[Any]:
-        os.environ["MASTER_ADDR"] = "127.0.0.1"  # of the group that its saving process makes
+        os.environ["MASTER_ADDR"] = "127.0.0.1"  # for the group of its saving process
         self.folder.mkdir(parents=True, exist_ok=True)
         dist.init_process_group("gloo", init_method=f"file://{self.folder.resolve()}/group", rank=0, world_size=1)
         self.stager = DefaultStager(self.staging) if self.staging else None
@@ -209,7 +209,7 @@ class Save(NamedTuple):
 
 
 def beside_steps(call: Callable[[], Future[Any]]) -> Save:
-    """Measure how long `call` blocks, and when its future is done; meanwhile a loop takes steps of some kernels."""
+    """Measure how long `call` blocks, and when its future is done, while a loop of matrix products runs."""
     matrix, began_s = torch.eye(256), time.monotonic()
     future = call()
     stall_s = time.monotonic() - began_s
@@ -225,7 +225,7 @@ def measure_saves(side: TorchSave, saves: int) -> list[Save]:
 
     def save(number: int) -> Future[Any]:
         future = side.save(number)
-        mark_of(side.state).fill_(-1)  # the training continues: this must not reach the checkpoint
+        mark_of(side.state).fill_(-1)  # training continues: this must not reach the checkpoint
         return future
 
     beside_steps(side.prepare)
@@ -243,9 +243,9 @@ def measure_saves(side: TorchSave, saves: int) -> list[Save]:
 
 
 def load_s(side: TorchSave, number: int) -> float:
-    """Return the seconds of a load of files that are not in the page cache.
+    """Return the seconds that loading takes if the files are not in the page cache.
 
-    Raises RuntimeError unless the state is that of the save.
+    Raises RuntimeError if the loaded state differs from the saved one.
     """
     for path in side.path_of(number).rglob("*"):
         if path.is_file():
@@ -264,7 +264,7 @@ def load_s(side: TorchSave, number: int) -> float:
 
 
 def save_table(rounds: dict[str, list[list[Save]]], loads_s: dict[str, list[float]]) -> str:
-    """Return the table; a later save is the median of a round's saves after the first."""
+    """Return the table. Values of later saves are the median of a round's saves after the first."""
     later = {
         name: [statistics.median(save.stall_s for save in saves[1:] or saves) for saves in result]
         for name, result in rounds.items()
@@ -275,12 +275,12 @@ def save_table(rounds: dict[str, list[list[Save]]], loads_s: dict[str, list[floa
         durable_s = (statistics.median(save.durable_s for save in saves[1:] or saves) for saves in result)
         firsts, loads = (saves[0].stall_s for saves in result), loads_s[name]
         rows.append((SIDES[name].label, *map(spread, (firsts, later[name], of_base, durable_s, loads))))
-    head = ("", "first stall, s", "later stalls, s", "of torch.save's", "durable, s", "load, s")
+    head = ("", "first stall, s", "later stalls, s", "share of torch.save's", "durable, s", "load, s")
     return table(head, rows)
 
 
 def heading(name: str, state: Engine) -> str:
-    num_bytes = sum(weight.nbytes for weight in state.model.parameters())  # tied ones count once
+    num_bytes = sum(weight.nbytes for weight in state.model.parameters())  # tied weights count once
     num_bytes += num_bytes_of(state.state()["optimizer"])
     return f"{name}: {num_bytes / 1e9:.2f} GB with moments; {machine('torch')}, load before {os.getloadavg()[0]:.1f}."
 
@@ -308,9 +308,9 @@ def main() -> None:
     parser = harness.parser(__doc__, rounds=2, saves=2)  # the first save of each side and round is shown separately
     parser.add_argument("--model", choices=MODELS, default="albert_xxlarge")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="ratios need torch.save")
-    parser.add_argument("--folder", type=Path, default=Path(), help="a temporary one is made in it, on its disk")
+    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to test; used for a temporary folder")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # as under torchrun; and a fork would miss the threads of a pool
+    torch.set_num_threads(1)  # as under torchrun; also, a forked process has no pool of threads
     with tempfile.TemporaryDirectory(dir=options.folder, prefix=".checkpoints-") as name:
         state = build_state(options.model)
         print(f"{heading(options.model, state)}\n\n{run(options, state, Path(name))}")

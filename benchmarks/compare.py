@@ -1,11 +1,11 @@
-"""Whole runs of several variants in interleaved rounds, start-up and compiling included: medians, spreads and ratios.
+"""Interleaved rounds of whole runs of several variants, including start and compiling: medians, spreads and ratios.
 
     python -m benchmarks.compare [--rounds 3] experiment=demo run_dir=runs/rounds "compare.run=[none,layers]"
 
-The settings are those of `python -m train.compare`, which runs each variant once and draws the page: a difference of a
-few per cent between two runs may be the machine's. Here every round runs all variants, by turns from the first to the
-last and from the last to the first, each into run_dir/round_N/NAME. Ratios are taken within a round. The same command
-continues where it was stopped. Caches of compiled kernels are as the rounds before left them: the first round shows it.
+The settings are those of `python -m train.compare`, which runs each variant once and draws a page. A difference of a
+few per cent between two runs may be noise of the machine, so here every round runs all variants, in alternating order,
+each into run_dir/round_N/NAME. Ratios are taken within a round. If it was stopped, the same command continues. Caches
+of compiled kernels persist from round to round, so the first round may compile more than the others.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from train.run import compose as cli
 from train.tools.variants import Runner, make_variants
 
 MEASURES = {
-    "tokens_per_s": "tokens/s, in steps",
+    "tokens_per_s": "tokens/s during steps",
     "wall_s": "whole run, s",
-    "wall_without_compile_s": "the same without compiling, s",
+    "wall_without_compile_s": "whole run without compiling, s",
     "compile_s": "compiling, s",
     "peak_device_bytes": "peak device memory of rank 0, bytes",
     "peak_host_bytes": "peak host memory of rank 0, bytes",
@@ -38,7 +38,7 @@ def run(given: list[str], rounds: int) -> int:
     kept = [each for each in given if not each.startswith("run_dir=")]
     of_rounds = [make_variants(cli.load_config(CompareConfig, [*kept, own]), [*kept, own]) for own in folders]
     names = [variant.name for variant in of_rounds[0]]
-    check(len(names) > 1, "there is one variant only: compare.run names two or more")
+    check(len(names) > 1, "there is only one variant: compare.run must name two or more")
     results: dict[str, list[Run]] = {name: [] for name in names}
     with Runner(first.compare) as runner:
         for number, index in turns(rounds, range(len(names))):
@@ -67,7 +67,7 @@ def print_results(results: dict[str, list[Run]]) -> None:
 
 def main() -> int:
     parser = harness.parser(__doc__, rounds=3)
-    parser.add_argument("settings", nargs="+", metavar="key=value", help="as of python -m train.compare")
+    parser.add_argument("settings", nargs="+", metavar="key=value", help="settings of python -m train.compare")
     options = parser.parse_args()
     cli.add_schema(CompareConfig, "compare", [])
     return cli.guarded(lambda: run(options.settings, options.rounds))

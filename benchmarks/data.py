@@ -2,14 +2,14 @@
 
     python -m benchmarks.data [--rounds 5] [--rows 24576] [--peers-dir DIR]
 
-Shuffled batches [32, 512] of int64 torch tensors, out of 8 shards of uint16 ids that follow Zipf's law, in the page
-cache, each loader's data in its format. The limit is numpy's: whole batches gathered out of one memory-mapped file
-in a full permutation, no DataLoader. Every measurement has a process, torch on one thread, where loader and limit
-read in turn: a speed is the median of the ratios of neighbours. Rounds go through all loaders; the table holds least /
-**median** / greatest of the rounds.
+The loaders read shuffled batches [32, 512] of int64 torch tensors from 8 shards of uint16 ids, which follow Zipf's law.
+Each has the data in its format, in the page cache. The limit is numpy: whole batches gathered from one memory-mapped
+file in a full permutation, without a DataLoader. Each measurement is a process, with torch on one thread, in which
+loader and limit read alternately; a speed is the median ratio of neighbouring readings. Each round measures all
+loaders. The table shows minimum / **median** / maximum over the rounds.
 
-Peers are installed from the package index into an environment each, under --peers-dir; torch is ours in all of them.
-One that cannot be installed is named and left out.
+Each peer is installed from the package index into a separate environment under --peers-dir, which uses our torch. A
+peer that cannot be installed is named and left out.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from benchmarks import harness
 from benchmarks.harness import Result, machine, run, spread, table, turns
 from benchmarks.peers.readers import READERS, WRITERS, Corpus, write_corpus
 
-PEERS = {"litdata": "litdata==0.2.76", "mds": "mosaicml-streaming==0.13.0"}  # an environment each
+PEERS = {"litdata": "litdata==0.2.76", "mds": "mosaicml-streaming==0.13.0"}  # each in a separate environment
 
 
 # ---- environments --------------------------------------------------------------------------------------------------
 
 
 def environments(folder: Path, wanted: list[str]) -> dict[str, str]:
-    """Return the interpreter of every environment that could be made."""
+    """Return the interpreters of the environments that could be created."""
     made = {"ours": sys.executable}
     for name in wanted:
         try:
@@ -45,7 +45,7 @@ def environments(folder: Path, wanted: list[str]) -> dict[str, str]:
 
 
 def environment(folder: Path, requirement: str) -> str:
-    """Return an interpreter with this package in front of those of our environment."""
+    """Return an interpreter that finds this package before the packages of our environment."""
     python, done = folder / "bin" / "python", folder / "installed"
     if not done.exists() or done.read_text() != requirement:
         run(sys.executable, "-m", "venv", "--without-pip", "--clear", str(folder))
@@ -58,7 +58,7 @@ def environment(folder: Path, requirement: str) -> str:
 
 
 def measure(python: str, kind: str, name: str, corpus: Corpus, seconds: float = 0) -> Result | None:
-    """Return the measurement of one process; None, and the reason on stderr, if it failed."""
+    """Return the measurement of one process; if it fails, print the reason to stderr and return None."""
     words = (kind, name, str(corpus.folder), str(corpus.shard_rows), str(seconds))
     try:
         result: Result = json.loads(run(python, "-m", "benchmarks.peers.readers", *words).splitlines()[-1])
@@ -94,9 +94,9 @@ def speed_table(folder: Path, options: argparse.Namespace) -> str:
 
 def main() -> None:
     parser = harness.parser(__doc__, rounds=5, rows=Corpus.shard_rows)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of reading, of each run")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds of reading per measurement")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--peers-dir", type=Path, help="keeps the peers' environments; left out: a temporary folder")
+    parser.add_argument("--peers-dir", type=Path, help="folder for the peers' environments; default: a temporary one")
     options = parser.parse_args()
     print(f"{machine('torch', 'numpy', 'datasets')}, {', '.join(PEERS.values())}.\n")
     with tempfile.TemporaryDirectory() as name:

@@ -1,22 +1,22 @@
-"""Fine-tuning a classifier with our loop and with the Hugging Face Trainer, in one run.
+"""Fine-tuning of a classifier with our loop and with the Hugging Face Trainer, under the same conditions.
 
     python -m benchmarks.finetune --model RUN --data tweets.csv [--rounds 3] [--epochs 3] [data.columns.text=body ...]
 
     workers   transformers' Trainer with DataCollatorWithPadding (a batch is as long as its longest text),
-              train_sampling_strategy=group_by_length and a process that loads
+              train_sampling_strategy=group_by_length and one loader process
     workers_eager  workers with attn_implementation="eager"
     buckets   python -m train with batches of the lengths --lengths and --seq-len
     trainer_defaults, defaults  both at their defaults (--variants trainer_defaults defaults): only data, model, batch,
-              epochs and rate are given, so that precision, lengths and loaders are each one's
+              epochs and learning rate are set, so precision, lengths and loaders differ
 
-The same start weights (an encoder and one random head), tokens (compared, row by row), split, batch, epochs, dropout,
-fused AdamW with the same weights decayed, clipping, threads and precision; the rate falls alike, only the Trainer's
-warm-up begins at 0, a step behind ours. Rows that fill no batch are left out beforehand, and both find their texts
-tokenised. Every run is a separate process; rounds go through all variants, forwards and backwards in turn; the seed
-of order and dropout is the round's number.
+Both start from the same weights (an encoder and one random head) and have the same tokens (compared row by row), split,
+batch, epochs, dropout, clipping, threads and precision. Both use fused AdamW and decay the same weights. The learning
+rates are equal, except that the Trainer's warm-up begins at 0, one step behind ours. Rows that do not fill a batch are
+left out beforehand, and both read texts that are already tokenized. Every run is a separate process. Each round runs
+all variants, in alternating order; its number is the seed of data order and dropout.
 
-Seconds of training are those of steps with the wait for their data and with compiling, without the evaluation, which
-is at the end; tokens/s is real tokens, without padding, over these.
+Training time covers the steps, including waits for data, and compiling, but not the evaluation at the end. tokens/s
+counts real tokens, without padding, over this time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ EVAL_BATCH = 128
 MEASURES = {
     "tokens_per_s": "real tokens/s in training",
     "final_f1": "final macro F1",
-    "padding_share": "padding, share of the tokens computed",
+    "padding_share": "padding, share of computed tokens",
     "command_s": "the whole command, s",
 }
 SETTINGS = """
@@ -56,7 +56,7 @@ SETTINGS = """
 
 
 def settings(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Return the settings that all our runs have in common."""
+    """Return the settings that all our runs share."""
     chosen = [f"backend.precision={options.precision}", f"seq_len={options.seq_len}"]
     return [
         *SETTINGS.split(),
@@ -71,14 +71,14 @@ def settings(options: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def prepare(options: argparse.Namespace, folder: Path) -> Result:
-    """Prepare the files that the runs share: tables data/, tokens/ for the Trainer, weights start/, facts.json.
+    """Write what the runs share: data/ (tables), tokens/ (for the Trainer), start/ (weights) and facts.json.
 
-    Return the content of the last.
+    Return the content of facts.json.
     """
     reading = ["data=tweets", f"data.path={options.data.resolve()}", *options.overrides]
     words = [*settings(options, folder), *reading, f"model.init_from={options.model}", f"run_dir={folder / 'none'}"]
     rows = build_task(cli.load_config(TrainConfig, words)).train_rows
-    whole = [f"data.max_train_examples={rows // options.batch * options.batch or rows}"]  # batches
+    whole = [f"data.max_train_examples={rows // options.batch * options.batch or rows}"]  # whole batches
     cfg = cli.load_config(TrainConfig, [*words, *whole, f"data.save_to={folder / 'data'}"])
     task: Any = build_task(cfg)
     plan = make_plan(cfg, world_size=1, rows=task.train_rows, seq_len=task.seq_len)
@@ -95,7 +95,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> Result:
         rows = task.tables.examples(split)
         tokens = rows.map(tokens_of, batched=True, remove_columns=rows.column_names)
         if list(tokens["input_ids"]) != list(task.tables.features(split)["input_ids"]):
-            raise RuntimeError(f"{split}: the Trainer would not read the same tokens as ours")
+            raise RuntimeError(f"{split}: the Trainer would read different tokens than the product")
         tokens.save_to_disk(folder / "tokens" / split)
         rows_of[split] = len(rows)
     facts = {"steps": plan.total_steps, "warmup_steps": plan.warmup_steps, "rows": rows_of}
@@ -105,7 +105,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> Result:
 
 
 def read_ours(run_dir: Path) -> Result:
-    """Read metrics.jsonl into the form of benchmarks/peers/trainer.py."""
+    """Return the result of a run in the form of benchmarks/peers/trainer.py."""
     train_s = tokens = slots = 0.0
     step = 0
     for line in harness.lines(run_dir, "train"):
@@ -140,9 +140,9 @@ def run_variant(options: argparse.Namespace, variant: str, seed: int, folder: Pa
 
 
 def benchmark(options: argparse.Namespace) -> None:
-    """Print every measure of every variant, and ours against theirs of the same round.
+    """Print all measures of all variants, and ratios of ours to theirs within a round.
 
-    Raises RuntimeError unless all runs learnt from equally many tokens and steps.
+    Raises RuntimeError unless all runs had the same number of tokens and steps.
     """
     rounds: list[dict[str, Result]] = [{} for _ in range(options.rounds)]
     with tempfile.TemporaryDirectory(prefix="finetune-") as name:
@@ -162,7 +162,7 @@ def benchmark(options: argparse.Namespace) -> None:
         values[f"{ours} / {theirs}"] = {
             measure: ratios(*(each[measure] for each in pair)) for measure in ("tokens_per_s", "command_s")
         }
-    counts = f"{facts['rows']['train']:,} texts to learn, {facts['rows']['validation']:,} to judge"
+    counts = f"{facts['rows']['train']:,} training texts, {facts['rows']['validation']:,} validation texts"
     precision = "both at their defaults" if options.at_defaults else options.precision
     steps = f"{facts['steps']:,} steps of {options.batch}, {precision}, {options.threads} threads"
     print(f"{options.data.name}: {counts}, {len(facts['labels'])} classes; {steps}")
@@ -174,15 +174,15 @@ def main(words: list[str]) -> None:
     parser = harness.parser(__doc__, rounds=3, epochs=3, batch=32, seq_len=64, threads=usable_cpus())
     parser.add_argument("overrides", nargs="*", metavar="data.KEY=VALUE", help="how to read the data: see conf/data")
     parser.add_argument("--data", type=Path, default=ROOT / "tests" / "inputs" / "tweets.csv", help="a CSV file")
-    parser.add_argument("--model", required=True, help="to begin from: a run, or a folder of transformers")
+    parser.add_argument("--model", required=True, help="initial weights: a run, or a transformers folder")
     parser.add_argument("--lr", type=float, default=5e-4)
-    parser.add_argument("--lengths", type=int, nargs="*", default=[32, 48], help="shorter ones of buckets, rising")
+    parser.add_argument("--lengths", type=int, nargs="*", default=[32, 48], help="lengths of buckets below --seq-len")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["workers", "workers_eager", "buckets"])
     options = parser.parse_args(words)
     options.at_defaults = set(options.variants) <= set(AT_DEFAULTS)
     if not options.at_defaults and set(options.variants) & set(AT_DEFAULTS):
-        parser.error(f"{' and '.join(AT_DEFAULTS)} read the texts as each does by default: run them by themselves")
+        parser.error(f"{' and '.join(AT_DEFAULTS)} keep each side's default lengths: run them separately")
     if set(options.variants) & set(THEIRS) and importlib.util.find_spec("accelerate") is None:
         parser.error("the Trainer needs accelerate (make bench shows how); or leave it out with --variants")
     benchmark(options)

@@ -1,14 +1,14 @@
-"""The product and its peers in their fastest settings, on one GPU in eight minutes, as one table.
+"""The product and its peers at their fastest settings, on one GPU in eight minutes, as one table.
 
     benchmarks/gpu.sh [--output gpu.json] [--budget-s 460] [--only NAME ...] [--tiny]
 
-Candidates: "ours" is `train.bench`, the product's loop with its loader and `backend.compile` at its default, as in a
-run of 100,000 steps. "trainer" is the Hugging Face Trainer as it comes, in bf16. "trainer best" has torch.compile,
-TF32, 4 workers and, where lengths vary, batches of like lengths. "bound" is a bare compiled loop, of
-benchmarks/peers/bare_encoder.py. All have random weights, random tokens and, but for fine-tuning, no dropout. Each is a
-forked process, so that one that fails or hangs costs only its row. Candidates that compile do so first, several at a
-time, into one cache; then each is timed alone. The file of JSON is written after each row. --tiny: small models on the
-CPU, as a test of the script.
+Candidates: "ours" is `train.bench`, which measures the product's loop and loader, with the `backend.compile` that a run
+of 100,000 steps would choose. "trainer" is the Hugging Face Trainer with its defaults in bf16. "trainer best" adds
+torch.compile, TF32, 4 workers and, where lengths vary, batches of similar lengths. "bound" is a bare compiled loop,
+from benchmarks/peers/bare_encoder.py. All have random weights, random tokens and, except for fine-tuning, no dropout.
+Each is a forked process, so that a failure or a hang costs only its row. First, candidates that compile fill one cache,
+several at a time; then each candidate is timed alone. The JSON file is written after each row. --tiny tests this script
+with small models on the CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.harness import QUIET, Job, Result, hide_torch_xla, table
 
 hide_torch_xla()
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking the driver otherwise would bar forked processes from the GPU
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # any other query would bar forked processes from the GPU
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import numpy as np
@@ -40,13 +40,13 @@ import transformers
 from benchmarks.peers.bare_encoder import BareEncoder, bare_step
 
 SKIPPED, TIMED = 20, 60  # steps of a candidate; the skipped ones compile and fill caches
-LONG_RUN = 100_000  # steps of the run that a measurement stands for: backend.compile=auto asks for its length
+LONG_RUN = 100_000  # steps of the run that is simulated: backend.compile=auto depends on its length
 TOGETHER = 8  # candidates that compile at the same time
-COMPILING_SHARE = 1 / 3  # largest share of the budget for compiling
-LEAST_S, MOST_S = 15, 90  # least seconds left for a candidate to start; most seconds for one candidate
+COMPILING_SHARE = 1 / 3  # maximum share of the budget for compiling
+LEAST_S, MOST_S = 15, 90  # minimum seconds left to start a candidate; maximum seconds for a candidate
 MASKED = 0.15  # share of the tokens to predict
 GIB = 2**30
-WORDS_OF_TEXT = (3.4, 0.5, 8, 128)  # words of a text, about MNLI's: mean and deviation of the logarithm, least, most
+WORDS_OF_TEXT = (3.4, 0.5, 8, 128)  # words per text, like MNLI: log-normal mean and deviation, minimum, maximum
 ROWS = 4096  # texts to fine-tune on
 
 
@@ -65,7 +65,7 @@ class Work:
     classifies: bool = False  # classify texts of varying length, instead of predicting masked tokens
 
     def sizes(self, layers: str, heads: str) -> dict[str, int]:
-        """Return the model's sizes by name; the number of layers and that of heads have these names."""
+        """Return the model's sizes by name. `layers` and `heads` name the numbers of layers and heads."""
         sizes = {"hidden_size": self.hidden, "intermediate_size": 4 * self.hidden, "vocab_size": self.vocab_size}
         sizes |= {layers: self.layers, heads: max(1, self.hidden // 64)}
         return sizes | ({"embedding_size": self.embedding} if self.embedding else {})
@@ -107,7 +107,7 @@ def tiny(work: Work) -> Work:
 
 
 def make_data(work: Work, folder: Path) -> None:
-    """Write the data of a work: prepared shards, or texts with a tokenizer of the same vocabulary."""
+    """Write the data for a work: prepared shards, or texts and a tokenizer with the same vocabulary."""
     folder.mkdir()
     if not work.classifies:
         from benchmarks.pretraining import Shape, synthetic_data
@@ -126,7 +126,7 @@ def make_data(work: Work, folder: Path) -> None:
 
 
 def masked_rows(work: Work, count: int) -> list[dict[str, torch.Tensor]]:
-    """Return rows of random tokens as the Trainer takes them: labels at the masked positions, -100 elsewhere."""
+    """Return rows of random tokens in the Trainer's form: labels at the masked positions, -100 elsewhere."""
     torch.manual_seed(0)
     ids = torch.randint(5, work.vocab_size, (count, work.seq_len))
     labels = torch.where(torch.rand(ids.shape) < MASKED, ids, -100)
@@ -142,7 +142,7 @@ def labelled_rows(folder: Path) -> list[dict[str, Any]]:
     return [{"input_ids": ids, "attention_mask": mask, "labels": int(row[1])} for ids, mask, row in columns]
 
 
-# ---- candidates: functions of a work, the folder of its data, a device, and numbers of steps -------------------------
+# ---- candidates: functions of a Run ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -156,12 +156,12 @@ class Run:
     timed: int
 
     def wait(self) -> None:
-        """Wait until the device has done its work."""
+        """Wait until the device has finished its work."""
         if self.device == "cuda":
             torch.cuda.synchronize()
 
     def take_s(self, step: Callable[[], Any], number: int) -> float:
-        """Take steps, and return the seconds until the device has done them."""
+        """Take steps, and return the seconds until the device has finished them."""
         began_s = time.perf_counter()
         for _ in range(number):
             step()
@@ -216,7 +216,7 @@ def trainer(run: Run, *, best: bool = False) -> Result:
     else:
         rows = masked_rows(work, work.batch * 8)
     model = auto.from_config(config, attn_implementation="sdpa", trust_remote_code=False)
-    marks: list[tuple[float, int]] = []  # seconds and tokens at the beginning, after the first step, and around TIMED
+    marks: list[tuple[float, int]] = []  # time and tokens: start, first step, start and end of timing
     tokens = 0
 
     def mark() -> None:
@@ -279,7 +279,7 @@ COMPILED = ("ours", "trainer best", "bound")
 
 
 def machine(device: str) -> Result:
-    """Return the card, and the fastest product of two matrices in bf16."""
+    """Return the card, and the peak FLOP/s of its matrix products in bf16."""
     from train.config import BackendConfig
     from train.parallel.ddp import DDP
     from train.tools.bench.measure import matmul_flops_per_s
@@ -289,11 +289,11 @@ def machine(device: str) -> Result:
     return {"card": card, "peak_tflops": flops_per_s / 1e12, "peak_size": size}
 
 
-# ---- all of them -----------------------------------------------------------------------------------------------------
+# ---- all candidates --------------------------------------------------------------------------------------------------
 
 
 class Table:
-    """The rows so far, in a file of JSON."""
+    """The results so far, written to a JSON file after each row."""
 
     def __init__(self, output: Path) -> None:
         self.output, self.began_s = output, time.monotonic()
@@ -323,11 +323,11 @@ class Table:
     def markdown(self) -> str:
         content, rows = self.content, self.content["rows"]
         device = content["machine"]
-        about = f"{content['date']}, {device.get('card', 'a card unknown')}, Python {content['python']}, "
+        about = f"{content['date']}, {device.get('card', 'unknown card')}, Python {content['python']}, "
         about += f"torch {content['torch']}, transformers {content['transformers']}; `{content['command']}`"
         peak = device.get("peak_tflops")
         if peak:
-            about += f". Peak of a product in bf16: {peak:.3g} TFLOP/s"
+            about += f". Peak of bf16 matrix products: {peak:.3g} TFLOP/s"
         good = {(row["work"], row["candidate"]): row for row in rows if "error" not in row}
         cells = []
         for row in rows:
@@ -342,12 +342,12 @@ class Table:
             memory = "" if row["memory_gib"] is None else f"{row['memory_gib']:.1f}"
             figures = [f"{row['step_ms']:.1f}", f"{speed:,.0f}", ratio, share, f"{row['ready_s']:.0f}", memory]
             cells.append([row["work"], row["candidate"], *figures])
-        head = ["work", "candidate", "ms a step", "tokens/s", "of the Trainer at its best", "of the peak"]
-        return f"{about}.\n\n{table([*head, 'compiling, first step, s', 'GiB'], cells)}"
+        head = ["work", "candidate", "ms per step", "tokens/s", "/ trainer best", "share of peak"]
+        return f"{about}.\n\n{table([*head, 'compiling and first step, s', 'GiB'], cells)}"
 
 
 def compile_all(runs: Sequence[tuple[str, Run]], folder: Path, budget_s: float) -> None:
-    """Take a few steps of the candidates that compile, several at a time, so that one cache has their graphs."""
+    """Fill the cache: run a few steps of the candidates that compile, several candidates at a time."""
     end_s, todo, running = time.monotonic() + budget_s, list(runs), list[Job]()
     while (todo or running) and time.monotonic() < end_s:
         while todo and len(running) < TOGETHER:
@@ -393,9 +393,9 @@ def measure(options: argparse.Namespace, folder: Path) -> Table:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT", "."), "gpu.json"), metavar="FILE")
-    parser.add_argument("--budget-s", type=float, default=460, metavar="S", help="seconds in all [460]")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="works and candidates with such names")
-    parser.add_argument("--tiny", action="store_true", help="small models on the CPU, for a test of this script")
+    parser.add_argument("--budget-s", type=float, default=460, metavar="S", help="total seconds [460]")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="parts of names of works and candidates")
+    parser.add_argument("--tiny", action="store_true", help="small models on the CPU, as a test of this script")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="gpu-bench-") as name:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(name, "inductor")))

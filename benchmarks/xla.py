@@ -1,11 +1,11 @@
-"""Our loop on PyTorch/XLA and the script that a tutorial leads to, from the first step on, on the CPU.
+"""Our loop on PyTorch/XLA and a script as in a tutorial, measured from the first step on, on the CPU.
 
     python -m benchmarks.xla [--rounds 3] [--steps 30] [--shape base|demo]
 
-"naive" is a plain PyTorch/XLA script of the shape of AWS's sentiment fine-tuning sample, written afresh;
-"ours" is `train.loop.run`. Same weights, sequences, masks and batch, checked by the first loss;
-fp32, one process, no ranks. Every run is a separate process, because a graph is compiled once in each. The device is
-waited for after the fourth step and after the last only, so that working ahead of it is not punished.
+"naive" is a plain PyTorch/XLA script with the structure of AWS's sentiment fine-tuning sample, but newly written;
+"ours" is `train.loop.run`. Both have the same weights, sequences, masks and batch size, which the first loss confirms,
+and run in fp32 in one process. Every run is a separate process, because a process compiles a graph only once. A run
+waits for the device only after the fourth and the last step, so that a host that works ahead keeps its advantage.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from benchmarks.harness import Result, answer, measure_table, ratios
 from train.config import TrainConfig
 
 VARIANTS = ("naive", "ours")
-SKIPPED = 4  # first steps, in which graphs are compiled: not part of the steady ones
-SAME_LOSS = 1e-4  # nats; float32 sums of a loss of about 8 in two orders differ by 1e-6
+SKIPPED = 4  # the first steps compile graphs, so they do not count as steady
+SAME_LOSS = 1e-4  # nats; another order of float32 sums changes a loss of about 8 by 1e-6
 MEASURES = {
     "graphs": "graphs compiled from the first step on",
-    "setup_graphs": "graphs compiled before it",
+    "setup_graphs": "graphs compiled before the first step",
     "compile_s": "compiling from the first step on, s",
     "step_s": "steady step, s",
-    "executions": "executions a step",
+    "executions": "executions per step",
 }
 COMPARED = ("compile_s", "step_s")
 SHAPES = {
@@ -51,7 +51,7 @@ Reading = dict[str, float]
 
 
 def take_reading() -> Reading:
-    """Return the clock, and PyTorch/XLA's counts since the start of the process."""
+    """Return the time, and PyTorch/XLA's counts since the start of the process."""
     import torch_xla.debug.metrics as metrics
 
     graphs, compile_ns, _ = metrics.metric_data("CompileTime") or (0, 0.0, ())
@@ -65,7 +65,7 @@ def take_reading() -> Reading:
 
 
 class Meter:
-    """Readings before the first step, after the skipped ones, and after the last of `num_steps`."""
+    """Readings before the first step, after the skipped steps, and after the last step."""
 
     def __init__(self, num_steps: int, flush: Callable[[], None] = lambda: None) -> None:
         self.num_steps, self.flush, self.step = num_steps, flush, 0
@@ -97,8 +97,8 @@ class Meter:
 
 
 def run_naive(folder: Path, cfg: TrainConfig, num_steps: int) -> Result:
-    """Train as a user who follows a tutorial, with all that PyTorch/XLA makes of it."""
-    # The decoder, tied to the embedding until `.to(device)`, is trained as a separate weight.
+    """Train like a user who follows a tutorial, and does nothing to avoid what is slow in PyTorch/XLA."""
+    # `.to(device)` unties the decoder from the embedding, so it is trained as a separate weight.
     import torch_xla
     import torch_xla.core.xla_model as xm
     from torch.utils.data import DataLoader
@@ -106,7 +106,7 @@ def run_naive(folder: Path, cfg: TrainConfig, num_steps: int) -> Result:
     from transformers import get_linear_schedule_with_warmup
 
     made = torch.load(folder / "rows.pt", weights_only=True)
-    meter = Meter(num_steps, flush=torch_xla.sync)  # does what the loader would at the next batch
+    meter = Meter(num_steps, flush=torch_xla.sync)  # what the loader would do at the next batch
 
     device = torch_xla.device()
     torch.manual_seed(cfg.seed)
@@ -130,13 +130,13 @@ def run_naive(folder: Path, cfg: TrainConfig, num_steps: int) -> Result:
 
 
 def run_ours(cfg: TrainConfig, num_steps: int) -> Result:
-    """Run the product's entry, with readings taken in its recorder, one step more: the last one evaluates and saves."""
-    import torch_xla.core.xla_model as xm  # before the clock starts, as in naive
+    """Run our loop with a recorder that takes readings. One more step follows, since the last evaluates and saves."""
+    import torch_xla.core.xla_model as xm  # imported before the clock starts, as in naive
 
     from train import loop
     from train.run.stopping import StopRequest
 
-    meter = Meter(num_steps)  # a step of ours ends with the work that it has queued
+    meter = Meter(num_steps)  # no flush: our step sends its work to the device itself
     counts, sums = [], []
 
     class Metered(loop.Recorder):
@@ -148,7 +148,7 @@ def run_ours(cfg: TrainConfig, num_steps: int) -> Result:
             super().end_step(reads, **values)
             meter.end()
             counts.append(sum(batch["count"] for batch in values["micro_batches"]))
-            if self.progress.step == 1:  # between two steps, in no side's time
+            if self.progress.step == 1:  # between two steps, so it is not timed
                 sums.extend(xm._maybe_convert_to_cpu([self.engine.loss_sum]))
 
     with mock.patch.object(loop, "Recorder", Metered):
@@ -167,7 +167,7 @@ def config(folder: Path, options: argparse.Namespace) -> TrainConfig:
 
 
 def write_data(folder: Path, options: argparse.Namespace) -> None:
-    """Write the prepared data for our loop, and the batches that it will draw as plain rows for the naive script."""
+    """Write prepared data for our loop, and the rows of the batches that it will draw for the naive script."""
     shape = SHAPES[options.shape]
     pretraining.synthetic_data(folder, shape)
     batches = pretraining.ready_batches(folder, shape, options.steps + SKIPPED)
@@ -180,7 +180,7 @@ def write_data(folder: Path, options: argparse.Namespace) -> None:
 
 
 def compare(options: argparse.Namespace, words: list[str]) -> str:
-    """Return every measure of both variants, and naive's over ours of the same round: least, median, greatest.
+    """Return a table of both variants' measures, and of naive / ours within a round: minimum, median, maximum.
 
     Raises RuntimeError unless the first step's loss is the same in both.
     """
@@ -203,11 +203,11 @@ def compare(options: argparse.Namespace, words: list[str]) -> str:
 def main() -> None:
     parser = harness.parser(__doc__, rounds=3, steps=30)
     parser.add_argument("--shape", choices=SHAPES, default="base")
-    parser.add_argument("--log-every", type=int, default=10, help="steps between two lines of ours; naive reads at all")
+    parser.add_argument("--log-every", type=int, default=10, help="steps between our log lines; naive reads every loss")
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)  # one run, for the processes of a round
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.log_every < 2:  # the loss of the first step is read from outside, as a sum since the last line
+    if options.log_every < 2:  # a log line resets the sum from which the first step's loss is read
         parser.error(f"--log-every {options.log_every} must be 2 or more")
     num_steps = options.steps + SKIPPED
     if options.variant is None:

@@ -1,1 +1,1 @@
-"""Parts of benchmarks that run in separate processes: other libraries, and the bound of a step."""
+"""Parts of benchmarks that run in separate processes: other libraries, and a bare training step."""

@@ -1,4 +1,4 @@
-"""A bare encoder with its loop, compiled as one graph: the bound that `benchmarks.gpu` compares with libraries."""
+"""A bare encoder with its training step, compiled as one graph: the upper bound in `benchmarks.gpu`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ POSITIONS = 512
 
 
 class Norm(nn.LayerNorm):
-    """A norm that computes in fp32 and returns bf16, so that sums of its results are bf16 too."""
+    """A norm that computes in fp32 and returns bf16, so that sums with its results are bf16 too."""
 
     def forward(self, input: Tensor) -> Tensor:
         with torch.autocast(input.device.type, enabled=False):
@@ -23,7 +23,7 @@ class Norm(nn.LayerNorm):
 
 
 class Layer(nn.Module):
-    """A layer of BERT without dropout, with one product for queries, keys and values."""
+    """A layer of BERT without dropout, with one matrix product for queries, keys and values."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Layer(nn.Module):
         self.norm, self.last_norm = Norm(hidden), Norm(hidden)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Return [B, S, H] of [B, S, H]."""
+        """Return the layer's hidden states [B, S, H] for hidden states [B, S, H]."""
         qkv = self.qkv(states).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [3, B, heads, S, HEAD]
         attended = F.scaled_dot_product_attention(*qkv.unbind())
         states = self.norm(states + self.out(attended.transpose(1, 2).flatten(2)))
@@ -41,7 +41,7 @@ class Layer(nn.Module):
 
 
 class BareEncoder(nn.Module):
-    """A masked language model of such layers; `shares` one layer for all depths, as ALBERT does."""
+    """A masked language model built from `Layer`; with `shares`, all depths use one layer, as in ALBERT."""
 
     def __init__(self, *, vocab_size: int, hidden: int, embedding: int, layers: int, shares: bool) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class BareEncoder(nn.Module):
 
 
 def bare_step(model: BareEncoder, batches: list[tuple[Tensor, ...]], *, compiler: str) -> Callable[[], Tensor]:
-    """Return a function that takes a training step in bf16 on the next of the batches, which are on the device."""
+    """Return a function that takes a training step in bf16 on the next batch. Batches must be on the device."""
     device = batches[0][0].device.type
     compiled: Any = torch.compile(model, backend=compiler, fullgraph=True, dynamic=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

@@ -1,6 +1,6 @@
-"""The demo pretraining with the Hugging Face Trainer: `python -m benchmarks.peers.first_step DATA`.
+"""The demo's pretraining with the Hugging Face Trainer: `python -m benchmarks.peers.first_step DATA`.
 
-DATA is what `make demo` prepares. "step 1" is printed after the first step; `benchmarks.start` waits for it.
+DATA is the folder that `make demo` prepares. `benchmarks.start` waits for "step 1", printed after the first step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(data: Path) -> None:
     arguments = TrainingArguments(
         tempfile.mkdtemp(),
         per_device_train_batch_size=32,
-        max_steps=2,  # the first step must not be the last one, after which there is more to do
+        max_steps=2,  # so that the first step is not the last, after which more is done
         learning_rate=2e-3,
         adam_beta2=0.98,
         use_cpu=True,

@@ -1,10 +1,10 @@
 """Training and scoring in plain transformers, for benchmarks.real.
 
-    python -m benchmarks.peers.plain SETTINGS                  train with the Trainer; SETTINGS is an object of JSON
+    python -m benchmarks.peers.plain SETTINGS                  train with the Trainer; SETTINGS is a JSON object
     python -m benchmarks.peers.plain --score TASK DATA FOLDER  print the scores of FOLDER/export as JSON
 
-If FOLDER is a run of the product, its `train.predict` answers the same rows, and the scores say which share of its
-answers equals those of plain transformers, and how far the farthest score (a probability or a value) is.
+If FOLDER is a run of the product, `train.predict` answers the same rows, and the scores include the share of its
+answers that equal those of plain transformers, and the largest difference of a score (a probability or a value).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROBLEMS = {"multilabel": "multi_label_classification", "regress": "regression"}
 
 
 def read(data: Path, side: str) -> list[Row]:
-    """Return the rows of one side as the benchmark has made them."""
+    """Return the rows of one split (`side`) that the benchmark has written."""
     if (path := data / f"{side}.jsonl").exists():
         return [json.loads(line) for line in path.read_text().splitlines()]
     paragraphs = [
@@ -43,7 +43,7 @@ def read(data: Path, side: str) -> list[Row]:
 
 
 def labels_of(task: str, rows: list[Row]) -> list[str]:
-    """Return the labels in the order of the alphabet; one without a name for a number, none for questions."""
+    """Return the labels, sorted; a placeholder for regression, none for question answering."""
     if task in ("regress", "qa"):
         return ["LABEL_0"] if task == "regress" else []
     several = {"multilabel": "label", "ner": "tags"}.get(task)
@@ -63,7 +63,7 @@ def encoded(task: str, row: Row, tokenizer: Any, seq_len: int) -> Any:
 
 
 def features(task: str, row: Row, tokenizer: Any, labels: list[str], seq_len: int) -> Row:
-    """Return the tokens of a row with the targets, as the models of transformers take them."""
+    """Return the tokens and targets of a row, in the form that transformers' models expect."""
     tokens = encoded(task, row, tokenizer, seq_len)
     result: Row = {name: tokens[name] for name in INPUTS if name in tokens}
     if task == "classify":
@@ -96,7 +96,7 @@ def model_of(task: str, folder: str | Path, **sizes: Any) -> Any:
 
 
 def train(task: str, data: str, begin: str, export: str, seq_len: int, best: bool, arguments: Row) -> None:
-    """Train as the examples of transformers do, and save the model with its tokenizer."""
+    """Train as transformers' examples do, and save the model with its tokenizer."""
     transformers.set_seed(arguments["seed"])
     rows = read(Path(data), "train")
     labels = labels_of(task, rows)
@@ -122,7 +122,7 @@ def train(task: str, data: str, begin: str, export: str, seq_len: int, best: boo
 
 
 def answers(task: str, rows: list[Row], export: Path, seq_len: int = 128) -> tuple[list[Any], list[Any]]:
-    """Return the answer to each row and its score (probabilities or value), in fp32 by plain transformers."""
+    """Return the answers of plain transformers in fp32, and their scores (probabilities or a value)."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(export, trust_remote_code=False)
     model = model_of(task, export).eval()
     made = []
@@ -144,7 +144,7 @@ def answer_of(task: str, logits: Any, tokens: Any, row: Row, config: Any) -> tup
         return names[int(logits.argmax())], logits.softmax(-1).tolist()
     if task == "multilabel":
         scores = logits.sigmoid().tolist()
-        least = getattr(config, "label_thresholds", [0.5] * len(names))  # of our exports
+        least = getattr(config, "label_thresholds", [0.5] * len(names))  # in our exports
         return [names[n] for n, share in enumerate(scores) if share >= least[n]], scores
     if task == "regress":
         return round(float(logits[0]), 3), [float(logits[0])]
@@ -175,7 +175,7 @@ def overlap(ones: list[str], others: list[str]) -> float:
 
 
 def measured(task: str, rows: list[Row], found: list[Any]) -> Row:
-    """Return the scores of answers, computed by scikit-learn, seqeval or here."""
+    """Return the metrics of answers, computed by scikit-learn, by seqeval or by this module."""
     if task == "qa":
         pairs = [(words_of(text), words_of(row["answers"][0]["text"])) for row, text in zip(rows, found, strict=True)]
         return {
@@ -200,7 +200,7 @@ def measured(task: str, rows: list[Row], found: list[Any]) -> Row:
 
 
 def predicted(task: str, data: Path, run: Path) -> tuple[list[Any], list[Any]]:
-    """Return what `train.predict` answers to the validation rows of a run, in the form of `answers`."""
+    """Return the answers and scores of `train.predict` for the validation rows, in the form of `answers`."""
     path, output = next(data.glob("validation.*")), run / "predicted.jsonl"
     harness.run(sys.executable, "-m", "train.predict", str(run), "--input", str(path), "--output", str(output))
     rows = [json.loads(line) for line in output.read_text().splitlines()]

@@ -1,8 +1,8 @@
-"""The speed of one loader, in its way to read, of shuffled batches [batch, seq_len] of int64 torch tensors.
+"""The speed at which one loader reads shuffled batches: int64 torch tensors [batch, seq_len].
 
     python -m benchmarks.peers.readers write|speed NAME FOLDER SHARD_ROWS SECONDS
 
-Prints one line of JSON. torch computes on one thread.
+It prints one line of JSON. torch uses one thread.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TURNS = 20
 
 @dataclass(frozen=True)
 class Corpus:
-    """Sequences that every loader reads: ids that follow Zipf's law in one flat file, which the limit reads too."""
+    """The sequences that every loader reads. Their ids follow Zipf's law. A flat file of them is the limit's format."""
 
     folder: Path
     shard_rows: int = 24_576
@@ -80,7 +80,7 @@ def write_corpus(corpus: Corpus) -> None:
 
 
 def limit(corpus: Corpus) -> Iterator[Tensor]:
-    """Yield whole batches out of one flat file in a full permutation, without a DataLoader and without end."""
+    """Yield batches from one flat file in a full permutation, epoch after epoch, without a DataLoader."""
     flat = corpus.flat()
     for epoch in itertools.count():
         order = np.random.default_rng([0, epoch]).permutation(corpus.rows)
@@ -92,7 +92,7 @@ def limit(corpus: Corpus) -> Iterator[Tensor]:
 
 
 class Gathered:
-    """Sequences as they are stored: the cost of a loader without masks."""
+    """Sequences without masks, so that the cost of masking is left out."""
 
     def __init__(self, shards: Any) -> None:
         self.shards = shards
@@ -163,7 +163,7 @@ def hf_torch(corpus: Corpus) -> DataLoader[Any]:
 
 
 class FlatRows:
-    """Rows of a shard, for LitData's writer, which sends this to another process."""
+    """The rows of a shard, for LitData's writer, which pickles this object."""
 
     def __init__(self, corpus: Corpus) -> None:
         self.corpus = corpus
@@ -199,7 +199,7 @@ def read_litdata(corpus: Corpus) -> Any:
 
 
 def streaming() -> Any:
-    """Return streaming, with a stub for torchvision, which it imports, if that does not match this build of torch."""
+    """Return the module streaming; if torchvision, which it imports, does not fit this torch, a stub replaces it."""
     try:
         import streaming as module
     except (ImportError, RuntimeError):
@@ -215,7 +215,7 @@ def streaming() -> Any:
 
 def write_mds(corpus: Corpus) -> None:
     columns = {"tokens": f"ndarray:uint16:{corpus.seq_len}"}
-    size_limit = corpus.shard_rows * (2 * corpus.seq_len + 4) + 2**16  # a shard of ours
+    size_limit = corpus.shard_rows * (2 * corpus.seq_len + 4) + 2**16  # the size of our shards
     with streaming().MDSWriter(out=str(corpus.path_of("mds")), columns=columns, size_limit=size_limit) as writer:
         for row in corpus.flat():
             writer.write({"tokens": np.asarray(row)})
@@ -232,7 +232,7 @@ def mds(corpus: Corpus) -> Any:
     return streaming().StreamingDataLoader(data, batch_size=size, collate_fn=stack, drop_last=True)
 
 
-# ---- the table of them ---------------------------------------------------------------------------------------------
+# ---- the table of readers ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -258,9 +258,9 @@ WRITERS = {"ours": write_ours, "hf": write_hf, "litdata": write_litdata, "mds": 
 
 
 def measure(name: str, corpus: Corpus, seconds: float) -> Result:
-    """Measure the loader and the limit in turn, so that a neighbour's load affects both."""
+    """Measure the loader and the limit alternately, so that other load on the machine affects both."""
     build = READERS[name].build
-    batch = next(iter(build(corpus)))  # libraries import more when they are first used
+    batch = next(iter(build(corpus)))  # libraries import more at their first use
     seen, wanted = (batch.dtype, tuple(batch.shape)), (torch.int64, (corpus.batch, corpus.seq_len))
     if seen != wanted:
         raise RuntimeError(f"a batch is {seen} instead of {wanted}")
@@ -278,7 +278,7 @@ def measure(name: str, corpus: Corpus, seconds: float) -> Result:
 
 
 def speed(batches: Iterator[Tensor], seconds: float) -> float:
-    """Return the tokens per second while reading for this number of seconds."""
+    """Read for `seconds`, and return the tokens per second."""
     next(batches)  # warms the processor's caches up again
     tokens, start = 0, time.perf_counter()
     for number, batch in enumerate(batches, start=1):

@@ -1,6 +1,6 @@
 """One fine-tuning with the Hugging Face Trainer: `python -m benchmarks.peers.trainer VARIANT FOLDER SEED RESULT`.
 
-FOLDER was prepared by `benchmarks.finetune`; RESULT becomes a file of JSON: tokens, slots, step, train_s and f1.
+FOLDER was prepared by `benchmarks.finetune`; RESULT is the JSON file to write: tokens, slots, step, train_s and f1.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def arguments(variant: str, facts: dict[str, Any], seed: int) -> dict[str, Any]:
         "max_grad_norm": optim["max_grad_norm"],
         "lr_scheduler_type": optim["schedule"],
         "warmup_steps": facts["warmup_steps"],
-        "bf16": ours["backend"]["precision"] == "bf16",  # trainer_defaults: "auto" is ours, and fp32 is theirs
+        "bf16": ours["backend"]["precision"] == "bf16",  # trainer_defaults: ours is "auto", theirs fp32
         "logging_steps": ours["log_every"],
         "use_cpu": True,
         "seed": seed,
@@ -42,7 +42,7 @@ def arguments(variant: str, facts: dict[str, Any], seed: int) -> dict[str, Any]:
 
 
 def run(variant: str, folder: Path, seed: int) -> dict[str, Any]:
-    """Train as a user of transformers would, with readings of tokens and seconds."""
+    """Train as a user of transformers would, and count tokens and seconds."""
     hide_torch_xla()
     import torch
     import transformers
@@ -87,7 +87,7 @@ def run(variant: str, folder: Path, seed: int) -> dict[str, Any]:
     )
     decayed = {name for name, parameter in model.named_parameters() if parameter.ndim >= 2}
     if set(trainer.get_decay_parameter_names(model)) != decayed:
-        raise RuntimeError("the Trainer and ours decay different weights")
+        raise RuntimeError("the Trainer and the product decay different weights")
     trainer.train()
     return {**seen, "f1": trainer.evaluate()["eval_f1_macro"]}
 

@@ -186,7 +186,7 @@ def test_a_benchmark_reads_what_stands_behind_its_dashes_and_none_starts_itself_
     finetune.main(["--model", "runs/demo", "--variants", "buckets", "--", "data.escape=null"])
     assert given == [["data.escape=null"]]
     monkeypatch.setenv(harness.STARTED, "benchmarks.xla")
-    with pytest.raises(RuntimeError, match="benchmarks.xla, which a benchmark has started, does not start benchmarks"):
+    with pytest.raises(RuntimeError, match="benchmarks.xla, which a benchmark has started, must not start benchmarks"):
         harness.answer("benchmarks.xla")
 
 

@@ -158,5 +158,5 @@ class Task(ABC):
         """Write the model and its tokenizer, for transformers' from_pretrained(folder)."""
 
     def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
-        """Return up to `most` validation examples with the exported model's answers, quickly. Only rank 0 calls this."""
+        """Return up to `most` validation examples with the exported model's answers, quickly. Only rank 0 calls it."""
         return []

@@ -62,7 +62,7 @@ class Classification(TextTask):
     """One of several labels for a text. A prediction has "id", "label" (if known), "prediction", "probabilities"."""
 
     columns = {"labels": "label"}
-    metric_names = ("loss", "accuracy", "f1_macro", "f1_weighted", "matthews_correlation")  # and f1 if there are two labels
+    metric_names = ("loss", "accuracy", "f1_macro", "f1_weighted", "matthews_correlation")  # and f1 with two labels
 
     def __init__(self, cfg: ClassifyConfig, sizes: Sizes) -> None:
         super().__init__(cfg, sizes)
