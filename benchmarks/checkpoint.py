@@ -1,4 +1,4 @@
-"""What a save costs training: the product, torch.save and torch.distributed.checkpoint's async_save.
+"""The delay of training by a save: the product, torch.save and torch.distributed.checkpoint's async_save.
 
     python -m benchmarks.checkpoint [--model albert_xxlarge|bert_large|tiny] [--rounds 2] [--saves 2] [--folder DIR]
 
