@@ -92,7 +92,7 @@ class Chaos:
             time.sleep(0.1)
 
     def strike(self, fault: str) -> bool:
-        """Cause a fault; return False if the processes for it do not exist."""
+        """Cause a fault; return False if a process that it needs does not exist."""
         ranks = ranks_of(self.launcher)
         if len(ranks) < self.ranks:
             return False
@@ -161,7 +161,7 @@ def main() -> int:
     print(f"faults survived: {len(chaos.done)} ({', '.join(f'{name} {count}' for name, count in counts.items())})")
     print(f"wall time {wild_s:.0f} s (undisturbed {calm_s:.0f} s)")
     print(f"steps lost: {summary['steps_lost']}, {summary['steps_lost'] / max(1, len(chaos.done)):.1f} per fault")
-    print(f"from the last sign of life to the first step: {sum(recoveries) / max(1, len(recoveries)):.1f} s on average")
+    print(f"from the last sign of life to the next step: {sum(recoveries) / max(1, len(recoveries)):.1f} s on average")
     print(f"goodput: {summary['goodput']:.3f} (undisturbed {calm_summary['goodput']:.3f})")
     print(f"final weights equal: {same_weights}; losses of all {len(losses)} steps equal: {same_losses}")
     if same_weights and same_losses:

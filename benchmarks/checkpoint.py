@@ -1,4 +1,4 @@
-"""The delay of training by a save: the product, torch.save and torch.distributed.checkpoint's async_save.
+"""Stalls of training caused by saving: the product, torch.save and torch.distributed.checkpoint's async_save.
 
     python -m benchmarks.checkpoint [--model albert_xxlarge|bert_large|tiny] [--rounds 2] [--saves 2] [--folder DIR]
 
@@ -264,7 +264,7 @@ def load_s(side: TorchSave, number: int) -> float:
 
 
 def save_table(rounds: dict[str, list[list[Save]]], loads_s: dict[str, list[float]]) -> str:
-    """Return the table. Values of later saves are the median of a round's saves after the first."""
+    """Return the table. "later" is the median of a round's saves after the first."""
     later = {
         name: [statistics.median(save.stall_s for save in saves[1:] or saves) for saves in result]
         for name, result in rounds.items()
@@ -308,9 +308,9 @@ def main() -> None:
     parser = harness.parser(__doc__, rounds=2, saves=2)  # the first save of each side and round is shown separately
     parser.add_argument("--model", choices=MODELS, default="albert_xxlarge")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="ratios need torch.save")
-    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to test; used for a temporary folder")
+    parser.add_argument("--folder", type=Path, default=Path(), help="folder for temporary files, on the disk to test")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # as under torchrun; also, a forked process has no pool of threads
+    torch.set_num_threads(1)  # as under torchrun; also, a forked process lacks the thread pool
     with tempfile.TemporaryDirectory(dir=options.folder, prefix=".checkpoints-") as name:
         state = build_state(options.model)
         print(f"{heading(options.model, state)}\n\n{run(options, state, Path(name))}")

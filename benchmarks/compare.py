@@ -1,4 +1,4 @@
-"""Interleaved rounds of whole runs of several variants, including start and compiling: medians, spreads and ratios.
+"""Interleaved rounds of whole runs of several variants, with startup and compiling: medians, spreads and ratios.
 
     python -m benchmarks.compare [--rounds 3] experiment=demo run_dir=runs/rounds "compare.run=[none,layers]"
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 ROOT = Path(__file__).parent.parent
-STARTED = "BARETRAIN_BENCHMARK"  # environment variable of a benchmark that another one has started: its module
+STARTED = "BARETRAIN_BENCHMARK"  # environment variable: the module of a benchmark that another one has started
 QUIET = {"save_strategy": "no", "report_to": [], "disable_tqdm": True}  # arguments of the Trainer
 Result = dict[str, Any]
 Name = TypeVar("Name")
@@ -41,7 +41,7 @@ def parser(description: str | None, **numbers: int) -> argparse.ArgumentParser:
 
 
 def turns(rounds: int, sides: Sequence[Name]) -> Iterator[tuple[int, Name]]:
-    """Yield each round with each side; the order of the sides is reversed in every other round."""
+    """Yield each round's number with each side. Every other round takes the sides in reverse order."""
     for number in range(rounds):
         for side in sides if number % 2 == 0 else reversed(sides):
             yield number, side

@@ -127,7 +127,7 @@ def plain_rows(batch: Batch) -> list[dict[str, Tensor]]:
 
 
 def full_labels(inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return labels [B, S] with the same masks."""
+    """Return labels [B, S] for the masks of `inputs`."""
     used = inputs["labels"] != IGNORE_INDEX
     labels = torch.full_like(inputs["input_ids"], IGNORE_INDEX)
     lines = torch.arange(len(labels))[:, None].expand_as(used)

@@ -65,7 +65,7 @@ TASKS = {
 
 
 def vocabulary(model: Path) -> list[str]:
-    """Return the words of four or more letters that a model's tokenizer has as one token."""
+    """Return the words of four or more letters that are single tokens for a model's tokenizer."""
     pieces = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
     return sorted(piece for piece in pieces if piece.isascii() and piece.isalpha() and len(piece) > 3)
 
@@ -116,7 +116,7 @@ def tweets(path: Path) -> list[Result]:
 
 
 def write_data(task: str, folder: Path, options: argparse.Namespace) -> None:
-    """Write train.json(l) and validation.json(l) of a task. Generated sides share no words, except in multilabel."""
+    """Write train.json(l) and validation.json(l). Except in multilabel, no generated word is in both."""
     folder.mkdir()
     rng, words = np.random.default_rng(0), vocabulary(options.model)
     if task == "classify":

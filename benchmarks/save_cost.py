@@ -258,7 +258,7 @@ class Run:
 
 
 def save_cost(size: int) -> tuple[int, int, dict[str, int]]:
-    """Return the bytes that all ranks, and at most one rank, receive in the last save, and its requests by kind."""
+    """Return, for the last save, the bytes that all ranks receive, the maximum of a rank, and requests by kind."""
     with tempfile.TemporaryDirectory() as scratch:
         run = Run(size, scratch)
         run.save()
@@ -274,7 +274,7 @@ def main() -> None:
         total, most, requests = save_cost(size)
         numbers = (size, total, most, *(requests.get(kind, 0) for kind in kinds))
         rows.append([f"{number:,}" for number in numbers])
-    print(harness.table(["ranks", "bytes received by all ranks", "at most by one", *kinds], rows))
+    print(harness.table(["ranks", "bytes received by all ranks", "maximum of a rank", *kinds], rows))
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def sampler_of(shard_rows: list[int], number: int, machines: int, *, epochs: flo
 def planned(data: Simulated, machines: int) -> Result:
     """Return how many shards all machines fetch, for evaluations too: in total, and as a multiple of the data.
 
-    The result also has the most that one machine fetches: in total, before its first step, and before that of a resume.
+    The result also has the maximum of a machine: in total, before its first step, and before the first after a resume.
     """
     sampler = sampler_of([data.shard_rows] * data.shards, 0, machines)
     fresh, later, late = sampler.epoch_order(0), sampler.epoch_order(1), int(LATE * sampler.steps)
@@ -85,7 +85,7 @@ def plan_table(sizes: list[Simulated], machines: list[int]) -> str:
             cells = (plan["most"] * gb, plan["first"] * gb, plan["resumed"] * gb)
             fetched = (f"{plan['times']:.3f}", f"{plan['fetched']:,}")
             rows.append((*size_cells(data), str(number), *fetched, *map(shown, cells)))
-    head = ("shards", "GB", "machines", "fetched, times the data", "GETs of shards", "most of a machine, GB")
+    head = ("shards", "GB", "machines", "fetched, times the data", "GETs of shards", "maximum of a machine, GB")
     return table((*head, "before the first step, GB", f"the same at {LATE:.0%} of epoch 2"), rows)
 
 

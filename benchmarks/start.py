@@ -83,7 +83,7 @@ def compare(data: Path, rounds: int, trees: list[Path], accelerate: Path | None)
 def main() -> None:
     parser = harness.parser(__doc__, rounds=5)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--trees", type=Path, nargs="*", default=[], help="other checkouts to time, too")
+    parser.add_argument("--trees", type=Path, nargs="*", default=[], help="other checkouts to time as well")
     parser.add_argument("--accelerate", type=Path, help="folder with accelerate, which only the Trainer's side uses")
     options = parser.parse_args()
     trees = [tree.resolve() for tree in options.trees]

@@ -130,7 +130,7 @@ def run_naive(folder: Path, cfg: TrainConfig, num_steps: int) -> Result:
 
 
 def run_ours(cfg: TrainConfig, num_steps: int) -> Result:
-    """Run our loop with a recorder that takes readings. One more step follows, since the last evaluates and saves."""
+    """Run our loop with a recorder that takes readings, and one extra step, because the last evaluates and saves."""
     import torch_xla.core.xla_model as xm  # imported before the clock starts, as in naive
 
     from train import loop

@@ -40,7 +40,7 @@ TURNS = 20
 
 @dataclass(frozen=True)
 class Corpus:
-    """The sequences that every loader reads. Their ids follow Zipf's law. A flat file of them is the limit's format."""
+    """The sequences that every loader reads. Their ids follow Zipf's law. The limit reads them from a flat file."""
 
     folder: Path
     shard_rows: int = 24_576

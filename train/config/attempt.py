@@ -18,7 +18,7 @@ class LeaseConfig(Section, prefix="lease."):
 
 @dataclass(kw_only=True)
 class PreemptConfig(Section, prefix="preempt."):
-    """Reasons to stop the run in addition to signals, max_run_s, the file run_dir/STOP and EC2's notices."""
+    """Reasons to stop the run in addition to signals, max_run_s, the file run_dir/STOP and notices from EC2."""
 
     block_end: str | None = None  # The time, with its zone, at which the EC2 capacity block ends; EC2 terminates the
     # machines 30 minutes earlier.
@@ -57,7 +57,7 @@ class NonfiniteConfig(Section, prefix="nonfinite."):
 class CheckpointConfig(Section, prefix="checkpoint."):
     every: int = setting(1000, above=0)  # The number of steps between checkpoints; the last step always saves one.
     keep: int = 3  # The number of newest checkpoints to keep, at least two, in addition to the best one; 0 keeps all.
-    best: bool = False  # Save a checkpoint, too, whenever an evaluation is better than all earlier ones.
+    best: bool = False  # Also save a checkpoint whenever an evaluation is better than all earlier ones.
 
     def __post_init__(self) -> None:
         super().__post_init__()

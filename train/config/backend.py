@@ -19,15 +19,14 @@ class BackendConfig(Section, prefix="backend."):
 
     name: str = setting("auto", among=("auto", "ddp", "xla", "neuron"))  # The backend; auto uses xla on Trainium 1,
     # otherwise ddp.
-    device: str = setting("auto", among=("auto", "cpu", *DEVICES))  # The device; auto uses the best one of this
-    # machine.
+    device: str = setting("auto", among=("auto", "cpu", *DEVICES))  # The device; auto uses the best of this machine.
     precision: str = "auto"  # The precision: fp32, tf32, bf16, fp16 or auto. bf16 and fp16 use autocast, and fp16
     # scales the loss. tf32 is fp32, but CUDA rounds the inputs of matrix products to 10 bits. auto uses bf16 if the
     # hardware supports it natively, fp16 on GPUs that support only fp16, otherwise fp32.
     grad_compression: str = setting("none", among=("none", "bf16"))  # The dtype to which backend=ddp rounds gradients
     # before sending them; bf16 halves the traffic.
-    activation_checkpointing: bool = False  # Store only the input of each layer, and recompute the layer in the
-    # backward pass.
+    activation_checkpointing: bool = False  # Keep only each layer's input, and recompute the layer in the backward
+    # pass.
     norms: str = setting("auto", among=("auto", "fp32", "bf16"))  # The output dtype of normalisation layers if the
     # precision is bf16; they always compute in fp32. auto uses bf16 if the model is compiled on a GPU, which saves a
     # third of its memory traffic.
@@ -37,9 +36,8 @@ class BackendConfig(Section, prefix="backend."):
     # them with one rank and without --import, unless the precision is fp16, activations are recomputed, or a step has
     # to wait for the GPU.
     deterministic: bool = False  # Make runs on GPUs bitwise reproducible, with slower kernels. Runs on CPUs always are.
-    compile_cache: str | None = None  # The folder or s3://bucket/prefix in which compiled graphs are shared with other
-    # machines and later restarts. Its files are code, so trust it like code; None keeps graphs only on this machine's
-    # disk.
+    compile_cache: str | None = None  # The folder or s3://bucket/prefix that shares compiled graphs with other machines
+    # and later restarts. Its files are code, so trust it like code; None keeps graphs only on this machine.
     timeout_s: float | None = setting(None, above=0)  # The time limit of a collective in seconds; None uses 600, or
     # 7,200 on Trainium.
 
@@ -70,7 +68,7 @@ class BackendConfig(Section, prefix="backend."):
         )
         check(
             self.compile != "none" or self.compile_cache is None,
-            "backend.compile_cache is for backend.compile=layers or model; on trn1 set NEURON_COMPILE_CACHE_URL",
+            "backend.compile_cache needs backend.compile=layers or model; on trn1 set NEURON_COMPILE_CACHE_URL",
         )
 
 
@@ -88,8 +86,7 @@ class XLAConfig(BackendConfig):
     precisions: ClassVar[tuple[str, ...]] = ("auto", "fp32", "bf16", "bf16_master", "bf16_stochastic")
 
     name: str = "xla"
-    batches_per_execution: int = setting(1, above=0)  # The number of micro batches per graph, a divisor of those per
-    # step.
+    batches_per_execution: int = setting(1, above=0)  # The micro batches per graph, a divisor of the number per step.
 
 
 @dataclass(kw_only=True)
@@ -114,8 +111,7 @@ class InstanceConfig(Section, prefix="instance."):
     """A machine type. Unknown figures are None; results that need them (MFU, cost) are left out, never guessed."""
 
     name: str = "local"  # The EC2 name of the machine type, or local for this machine.
-    device: str | None = setting(None, among=DEVICES)  # The device that runs on this machine type must use; None allows
-    # any.
+    device: str | None = setting(None, among=DEVICES)  # The device that runs on this type must use; None allows any.
     accelerator: str | None = None  # The name of the chip, such as A100.
     devices: int | None = setting(None, above=0)  # The number of ranks per machine, one for each device.
     rank_counts: list[int] | None = None  # The numbers of ranks that can run on one machine; None allows any number.

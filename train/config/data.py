@@ -43,8 +43,7 @@ class ShardsConfig(DataConfig):
 class ColumnsConfig:
     """Names of the data's columns. A dot selects a field of an object: answers.text."""
 
-    id: str | None = None  # The column that identifies rows in predictions; None uses SQuAD's ids, otherwise row
-    # numbers.
+    id: str | None = None  # The column that identifies rows in predictions; None uses SQuAD's ids or row numbers.
     text: str = "text"  # The column of the text, or of the first text of a pair.
     text_pair: str | None = None  # The column of the second text of a pair; None reads single texts.
     label: Any = "label"  # The column of the label (classification) or number (regression). A list names several number

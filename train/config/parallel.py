@@ -29,7 +29,7 @@ class Held:
 
 @dataclass(kw_only=True)
 class ParallelConfig(Section, prefix="parallel."):
-    frees: ClassVar[str] = "parallel.shard_optimizer=true or parallel=fsdp with backend=ddp"  # what saves memory
+    frees: ClassVar[str] = "parallel.shard_optimizer=true or parallel=fsdp with backend=ddp"  # advice to save memory
 
     name: str = "data"  # The engine: with data, every rank holds the model and computes a share of each batch; fsdp
     # shards the model; pipeline splits it by layers.
@@ -58,7 +58,7 @@ class ParallelConfig(Section, prefix="parallel."):
 
     @property
     def bubble(self) -> float:
-        """The minimum share of the time of forward and backward passes that a rank waits for other stages."""
+        """The minimum share of forward and backward time that a rank spends waiting for other stages."""
         return 0.0
 
     def replicas(self, world_size: int) -> int:

@@ -39,9 +39,8 @@ class EarlyStopConfig(Section, prefix="early_stop."):
 class HubConfig:
     """The Hugging Face Hub repository for a finished run. The token comes from `hf auth login` or HF_TOKEN."""
 
-    push_to: str | None = None  # The user/name of a private repository for the model, its card and its TensorBoard
-    # files; it is created if it is missing. None pushes nothing. `python -m train.hub RUN --to NAME --public` pushes to
-    # a public repository.
+    push_to: str | None = None  # The user/name of a private repository, created if missing, for model, card and
+    # TensorBoard files; None pushes nothing. `python -m train.hub RUN --to NAME --public` pushes to a public one.
 
 
 @dataclass(kw_only=True)
@@ -82,7 +81,7 @@ class TrainConfig(Section):
     log_every: int = setting(10, above=0)  # The number of steps between lines in metrics.jsonl and on the console.
     eval_every: int | None = setting(500, above=0)  # The number of steps between evaluations; None evaluates only at
     # the end.
-    eval_at_start: bool = False  # Evaluate a new run before its first step, too, so that its curves begin with a
+    eval_at_start: bool = False  # Also evaluate a new run before its first step, so that its curves begin with a
     # baseline at step 0.
     eval_examples: int | None = setting(None, above=0)  # The number of validation sequences, drawn with the seed; None
     # uses all.
@@ -91,7 +90,7 @@ class TrainConfig(Section):
     export: bool = True  # Write run_dir/export at the end: a model folder that needs only transformers.
     samples: int = setting(8, least=0, most=MAX_SAMPLES)  # The number of validation examples that the exported model
     # answers for the report.
-    tensorboard: bool = True  # Write TensorBoard files to run_dir/tensorboard, too.
+    tensorboard: bool = True  # Also write TensorBoard files to run_dir/tensorboard.
     profile: bool = False  # Trace some steps of rank 0, and write the trace and a table of its kernels to
     # run_dir/profile.
     task: TaskConfig = MISSING

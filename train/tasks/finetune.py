@@ -80,7 +80,7 @@ class TextTask(Task):
     """A task on rows of texts, whose model has a head. Runs and train.predict use it."""
 
     columns: Mapping[str, str]  # the feature column of each batch input
-    eval_columns: Mapping[str, str] = {}  # more of these, which only `statistics` needs
+    eval_columns: Mapping[str, str] = {}  # for inputs that only `statistics` needs
     metric_names: tuple[str, ...]  # the metrics of one split
     csv_columns: list[str]  # the columns of predictions in a CSV file
     featurizer: Featurizer
@@ -101,7 +101,7 @@ class TextTask(Task):
         return build_with_head(spec.head, model, labels=names, problem_type=spec.problem_type, **self.sizes.fit)
 
     def token_rows(self, features: Dataset, columns: Mapping[str, str]) -> TokenRows:
-        """Return features as rows for batches. `columns` has the feature columns of further batch inputs."""
+        """Return features as rows for batches. `columns` maps further batch inputs to feature columns."""
         pad_id = self.sizes.tokenizer.pad_token_id
         return TokenRows(features, pad_id=pad_id, lengths=self.sizes.lengths, columns=columns)
 
@@ -117,7 +117,7 @@ class TextTask(Task):
 
     @abstractmethod
     def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        """Return the values of each row of a batch that metrics and predictions need, [B, n] float32."""
+        """Return [B, n] float32: what metrics and predictions need from each row of a batch."""
 
     @abstractmethod
     def evaluate(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> dict[str, float]:
@@ -138,7 +138,7 @@ class TextTask(Task):
         return {} if self.labels == default_names(len(self.labels)) else {"data.labels": self.labels}
 
     def use(self, data: RecordsConfig, run: Run | None, options: Mapping[str, Any]) -> None:
-        """Prepare for predictions: `data` says how rows are read, `run` trained the model, `options` are flags."""
+        """Prepare for predictions: `data` says how to read rows, `run` trained the model, `options` are flag values."""
         return
 
     def row_of(self, texts: dict[str, str]) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class TextTask(Task):
 
     @abstractmethod
     def score(self, truth: Sequence[Any], predicted: Sequence[Any]) -> dict[str, float]:
-        """Return the metrics of right and predicted answers, as `known` returns them."""
+        """Return metrics, computed from the right and the predicted answers that `known` returned."""
 
     @abstractmethod
     def sample(self, row: Entry, prediction: Entry) -> Sample:
@@ -323,7 +323,7 @@ def drawn(features: Dataset, most: int, seed: int, split: int) -> np.ndarray:
 
 
 def candidates(examples: Dataset, most: int, *, target: str, labels: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield rows spread over the table, in the form that `read_texts` has, with at most MOST_CHARS_READ characters."""
+    """Yield rows spread over the table, in the form of `read_texts`: MOST_CHARS_READ characters at most."""
     num_chars = 0
     for row in examples.select(spread(len(examples), CANDIDATES * most)):
         chars = sum(len(str(value)) for value in row.values() if isinstance(value, str | list))

@@ -87,14 +87,14 @@ class Task(ABC):
     @classmethod
     def of_run(cls, cfg: TrainConfig) -> Task:
         """Return a run's task after opening and checking its data. Raises InputError if the data is unsuitable."""
-        return cls(cfg)  # type: ignore[call-arg]  # a task that inherits this takes the run's settings
+        return cls(cfg)  # type: ignore[call-arg]  # a task that inherits this is built from the run's settings
 
     def summary(self) -> str:
         """Return a line for the log that says how the data is batched, or ""."""
         return ""
 
     def verify_data(self) -> None:
-        """Compare the data with its checksums, unless opening it did. Raises InputError, which names damaged files."""
+        """Compare the data with its checksums, unless opening it did so. An InputError names damaged files."""
         return
 
     def only_evaluates(self, run: Folder | None) -> None:
@@ -135,7 +135,7 @@ class Task(ABC):
 
     @abstractmethod
     def eval_statistics(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """Return the values of each example of a batch that the metrics need, [B, n] float32."""
+        """Return [B, n] float32: what the metrics need from each example of a batch."""
 
     @abstractmethod
     def eval_metrics(self, rows: np.ndarray) -> dict[str, float]:

@@ -16,7 +16,7 @@ class ClassifyConfig(TaskConfig):
 
     kind: str = "classify"
     class_weights: Any = None  # The loss weights of the labels, in their order, such as [1,5,0.5]; balanced computes
-    # rows / (labels * rows of the label) from the training data, None weights all labels equally.
+    # rows / (labels * rows of the label) from the training data, and None weights all labels equally.
     label_smoothing: float = setting(0.0, least=0, below=1)  # The share of the target that is spread over all labels.
 
     def __post_init__(self) -> None:

@@ -19,10 +19,9 @@ class MLMConfig(TaskConfig):
     # times mask_rate tokens.
     eval_mask_rate: float | None = setting(None, above=0, below=1)  # The mask_rate in evaluations; None uses mask_rate.
     max_ngram: int = setting(3, above=0)  # The maximum number of consecutive tokens (or whole words) that are masked
-    # together; the probability of n is proportional to 1/n. 1 is BERT's masking.
+    # together; n of them have a probability proportional to 1/n. A maximum of 1 is BERT's masking.
     whole_word: bool = False  # Mask whole words instead of tokens.
-    sop: bool = False  # Predict the order of two segments, too; this loss weighs as much as that of all predicted
-    # tokens.
+    sop: bool = False  # Also predict the order of two segments; this loss weighs as much as that of all tokens.
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
         predictions = max(1, round(seq_len * self.mask_rate))

@@ -8,7 +8,7 @@ from typing import Any
 from train.config import HeadSize, TaskConfig, check
 from train.tasks.spec import LOSS, Metric, TaskSpec
 
-CHOSEN = ("best", "best_per_label")  # values of task.threshold: it is chosen on the validation data
+CHOSEN = ("best", "best_per_label")  # task.threshold: choose it on the validation data
 
 
 def are_numbers(values: Any) -> bool:
@@ -20,9 +20,8 @@ class MultiLabelConfig(TaskConfig):
     """Multi-label classification: any number of labels, or none, for a text or a pair of texts."""
 
     kind: str = "multilabel"
-    positive_weights: Any = None  # The loss weights of labels that a text has, one for each label in order; labels that
-    # it lacks have weight 1. balanced computes rows without the label / rows with it from the training data; None uses
-    # 1.
+    positive_weights: Any = None  # The loss weights of labels that a text has, one for each label in order; other
+    # labels have weight 1. balanced computes rows without the label / rows with it from the training data; None uses 1.
     threshold: Any = 0.5  # The minimum probability at which a label is predicted, or a list of these, one for each
     # label; best (one for all, by micro F1) and best_per_label choose it on the validation data. The export keeps it.
 

@@ -84,7 +84,7 @@ class MultiLabel(TextTask):
 
     def limits(self) -> list[float]:
         """Return the minimum probability at which each label is predicted, [C]."""
-        # If a threshold is chosen, evaluations use USUAL: it would flatter scores on the rows on which it is chosen.
+        # If thresholds are chosen, evaluations still use USUAL: scores on the rows that chose them would be too good.
         given = self.thresholds or (USUAL if self.cfg.threshold in CHOSEN else self.cfg.threshold)
         limits = given if isinstance(given, list) else [given] * len(self.labels)
         check_each("task.threshold", limits, self.labels)

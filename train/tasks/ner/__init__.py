@@ -14,8 +14,7 @@ class NERConfig(TaskConfig):
 
     kind: str = "ner"
     scheme: str = setting("entities", among=("entities", "none"))  # The form of the tags: entities are O, or a type
-    # after a prefix such as B- or I- (IOB2, BIOES, BILOU); none is any other form, such as parts of speech, scored per
-    # word.
+    # after B-, I- and so on (IOB2, BIOES, BILOU); none is any other form, such as parts of speech, scored per word.
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
         return HeadSize(token_labels=labels or 9)  # the count of tags in CoNLL-2003

@@ -145,9 +145,9 @@ class QAFeaturizer(Featurizer):
 
 
 def answer_tokens(begin: int, end: int, offsets: np.ndarray, first: int) -> tuple[int, int]:
-    """Return the first and last token of characters [begin, end), or (0, 0), which is [CLS], if `offsets` lacks any.
+    """Return the first and last token of characters [begin, end), or (0, 0), which is [CLS], if `offsets` lacks some.
 
-    `offsets` [n, 2] has the begin and end character of n tokens, which begin at token `first`. Several tokens may cover
+    `offsets` [n, 2] has the begin and end character of n tokens, from token `first` on. Several tokens may cover
     the same character, and a token may begin with the space before its word.
     """
     begins, ends = offsets[:, 0], offsets[:, 1]
