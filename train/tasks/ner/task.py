@@ -169,7 +169,7 @@ class TokenClassification(TextTask):
     ) -> Iterator[tuple[list[str], list[float]]]:
         """Yield the tags and probabilities of each sentence's words, from statistics [sentences, 1 + 2 * M].
 
-        A word without a token gets O ("" if tags are not entities), probability 0. Only lengths of `sentences` are used.
+        A word without a token gets O ("" if tags are not entities) and probability 0. `sentences` has the words.
         """
         unread = "O" if self.has_entities else ""
         arrow = features.with_format("arrow")[:]
