@@ -3,7 +3,7 @@
 Shapes: B sequences, S tokens, P positions to predict, V vocabulary.
 
 In ALBERT's paper, the token loss is a mean over tokens and the order loss a mean over sequences. Here both are sums,
-which the engine divides by the number of masked tokens. Multiplying each sequence's order loss by P gives the same.
+which the engine divides by the number of masked tokens. Multiplying each sequence's order loss by P yields the same.
 """
 
 from __future__ import annotations
