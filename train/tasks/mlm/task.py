@@ -3,7 +3,7 @@
 Shapes: B sequences, S tokens, P positions to predict, V vocabulary.
 
 In ALBERT's paper, the token loss is a mean over tokens and the order loss a mean over sequences. Here both are sums,
-which the engine divides by the number of masked tokens. Multiplying each sequence's order loss by P yields the same.
+which the engine divides by the number of masked tokens. With each order loss multiplied by P, the result is the same.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class MaskedLMTask(Task):
     def _new_rows(self) -> dict[int, str]:
         """Return the tokens that the data's tokenizer adds to the tokenizer of the weights, by embedding row.
 
-        Raises InputError if the two tokenizers differ in any other way, or if the embeddings are frozen.
+        Raises InputError if the tokenizers differ in any other way, or if the embeddings of added tokens are frozen.
         """
         model = self.model
         if model.pretrained is None:

@@ -17,7 +17,7 @@ class NERConfig(TaskConfig):
     # after B-, I- and so on (IOB2, BIOES, BILOU); none is any other form, such as parts of speech, scored per word.
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
-        return HeadSize(token_labels=labels or 9)  # the count of tags in CoNLL-2003
+        return HeadSize(token_labels=labels or 9)  # the number of tags in CoNLL-2003
 
 
 SPEC = TaskSpec(
