@@ -286,7 +286,6 @@ def heading(name: str, state: Engine) -> str:
 
 
 def run(options: argparse.Namespace, state: Engine, folder: Path) -> str:
-    """Return the table of all rounds."""
     rounds: dict[str, list[list[Save]]] = defaultdict(list)
     loads_s: dict[str, list[float]] = defaultdict(list)
     for number, name in turns(options.rounds, options.sides):

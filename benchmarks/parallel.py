@@ -47,7 +47,6 @@ def contestants(stages: int) -> list[PipelineConfig]:
 
 
 def rank_main(options: argparse.Namespace) -> None:
-    """Run one stage."""
     torch.set_num_threads(1)
     backend = DDP(BackendConfig(device="cpu", precision="fp32"))
 

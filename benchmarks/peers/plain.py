@@ -51,7 +51,6 @@ def labels_of(task: str, rows: list[Row]) -> list[str]:
 
 
 def encoded(task: str, row: Row, tokenizer: Any, seq_len: int) -> Any:
-    """Return the tokens of a row."""
     if task == "ner":
         return tokenizer(row["tokens"], is_split_into_words=True, truncation=True, max_length=seq_len)
     if task == "qa":

@@ -53,7 +53,6 @@ class Corpus:
         return self.shards * self.shard_rows
 
     def path_of(self, name: str) -> Path:
-        """Return the path of a format's files."""
         return self.folder / name
 
     def flat(self) -> np.memmap:

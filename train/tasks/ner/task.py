@@ -131,7 +131,6 @@ class TokenClassification(TextTask):
         self.use_scheme(cfg.scheme)
 
     def use_scheme(self, scheme: str) -> None:
-        """Set whether tags are entities."""
         self.has_entities = scheme == "entities"
         self.featurizer = NERFeaturizer(self.sizes.tokenizer, seq_len=self.sizes.seq_len, scheme=scheme)
         self.metric_names = ("loss", *(NAMES if self.has_entities else ("accuracy",)))
