@@ -178,6 +178,6 @@ def threshold_of(run: Run | None, given: float | None) -> float | None:
         return float(json.loads(folder.read("evaluation.json"))["splits"]["validation"]["best_f1_threshold"])
     except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise InputError(
-            f"{folder.location}/evaluation.json has no null threshold ({type(error).__name__}); set one, "
+            f'{folder.location}/evaluation.json has no threshold for "no answer" ({type(error).__name__}); set one, '
             "such as --null-threshold 0"
         ) from error
