@@ -255,7 +255,7 @@ def test_a_run_in_s3_is_looked_into_where_it_lies(run_dir, bucket, tmp_path, cap
     code, output = called(capsys, location, "verify", *flags)
     assert code == 1 and "step_00000006  damaged: model.pt has sha256" in output.out
     moved = ["export", tmp_path / "out", "--step", 3, "--data", bucket.location("nothing")]
-    assert "nothing holds no manifest.json" in rejection(capsys, location, *moved, *flags)
+    assert "nothing has no manifest.json" in rejection(capsys, location, *moved, *flags)
     assert bucket.keys() == keys
     assert list((tmp_path / "c").iterdir()) == []  # what was fetched is gone
     assert called(capsys, location, "prune", "--keep", 2, "--yes", *flags)[0] == 0

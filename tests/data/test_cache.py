@@ -60,7 +60,7 @@ def test_the_window_is_the_usual_one_or_what_fits(of_size):
     rejects(r"may take 0.393 GB, but the data is 1.29 GB", small.check_fits, small.manifest.shards)
     some = of_size(20, 800 * MB)
     some.check_fits(order_of(20, window=2, batch=200))
-    rejects("a batch of 201 sequences is more than a window of 2", some.check_fits, order_of(20, window=2, batch=201))
+    rejects("a batch has 201 sequences, more than a window of 2", some.check_fits, order_of(20, window=2, batch=201))
 
 
 @pytest.mark.parametrize(("lanes", "window"), [(1, 1), (1, 2), (1, 3), (3, 1), (2, 2)])
@@ -154,7 +154,7 @@ OTHER = replace(SHARD, file="train-00009.safetensors")
 
 
 def test_a_shard_that_does_not_come_is_given_up(served, clock):
-    assert 50 <= waited_s(served, clock, r"does not come; no byte came, without an error; given up after 50 s") < 51
+    assert 50 <= waited_s(served, clock, "no byte arrived, and there was no error; given up after 50 s") < 51
     assert waited_s(served, clock, r"given up after 50 s") < 51  # later ones do not wait again
 
 
@@ -165,7 +165,7 @@ def test_only_silence_counts(served, clock):
     clock.later[1400.0] = lambda: served.write_status(is_filling=False)
     clock.later[1500.0] = lambda: served.write_status(is_filling=True)
     clock.later[1510.0] = lambda: served.set_fault(OTHER, "no space", is_final=False)
-    assert 550 <= waited_s(served, clock, "00000.safetensors does not come; no space; given up after 50 s") < 552
+    assert 550 <= waited_s(served, clock, "00000.safetensors does not arrive; no space; given up after 50 s") < 552
 
 
 def test_the_last_fault_of_the_prefetcher_is_the_reason(served, clock):
@@ -184,7 +184,7 @@ def test_a_prefetcher_that_is_gone_is_named(served, clock):
 
 def test_a_prefetcher_that_has_not_begun_is_waited_for(served, clock):
     served.status.unlink()
-    assert 50 <= waited_s(served, clock, "does not come; the process that fetches shards has not begun; given up") < 52
+    assert 50 <= waited_s(served, clock, "does not arrive; the process that fetches has not started; given up") < 52
 
 
 def test_what_is_told_and_looked_up_does_not_grow_with_the_shards(of_size, clock, monkeypatch):

@@ -157,7 +157,7 @@ def test_sequences_with_nothing_to_hide_are_an_error_at_the_start(prepared, tmp_
     rows = task.train_data()
     rows.draw(np.arange(16)[None])
     rows.masker.special[:] = True
-    rejects("of the first 32 sequences hold no token that may be hidden", rows.draw, np.arange(16)[None])
+    rejects("of the first 32 sequences have no token that may be masked", rows.draw, np.arange(16)[None])
 
 
 def test_masks_are_the_same_whatever_the_batch_and_other_in_each_epoch_and_seed(tokens):

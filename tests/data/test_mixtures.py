@@ -128,7 +128,7 @@ def test_each_kind_of_corpus_is_read_so(kind, tmp_path):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ("corpus.weights=[1,2,3]", r"weights=\[1, 2, 3\] has 3 numbers, and 2 corpora are given: .*, .*own.txt;"),
+        ("corpus.weights=[1,2,3]", r"weights=\[1, 2, 3\] has 3 numbers, but 2 corpora are given: .*, .*own.txt;"),
         ("corpus.weights=[1,0]", r"corpus.weights=\[1, 0\] must be a list of numbers above 0"),
         ("corpus.weights=3", "corpus.weights=3 must be a list"),
         ("corpus.path=[]", r"corpus.path=\[\] must be a file, a folder or a glob"),

@@ -236,7 +236,7 @@ def test_the_memory_of_a_tokenizers_training_is_said_before_it_starts(tmp_path, 
     said = f"trained on {size / 1e6:.3g} MB of text, which takes about {20 * size / 1e9:.2g} GB of memory"
     assert said in capsys.readouterr().err
     monkeypatch.setattr(tokenizer, "available_bytes", lambda: 10**6)
-    free = "of memory, and 0.001 GB are free; set tokenizer.train_bytes=50000 or less"
+    free = "of memory, but 0.001 GB are free; set tokenizer.train_bytes=50000 or less"
     monkeypatch.setattr(prepare, "training_texts", None)  # the work that would follow
     large = tmp_path / "large.txt"
     large.write_text("\n\n".join([corpus.read_text()] * 2))

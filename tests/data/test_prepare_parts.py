@@ -195,7 +195,7 @@ def test_a_tokenizer_is_seen_when_all_its_files_are_there(prepared, tmp_path, mo
 
 def test_missing_parts_and_shards_are_named(parts, corpus, ready, tmp_path):
     (parts / "train-2of3-00001.safetensors").unlink()
-    assert "gone: train-2of3-00001.safetensors;" in rejected(parts, corpus, ready, "merge=true")
+    assert "missing: train-2of3-00001.safetensors;" in rejected(parts, corpus, ready, "merge=true")
     (parts / state_name(CorpusPart(1, 3))).unlink()
     message = rejected(parts, corpus, ready, "merge=true")
     assert "not finished: part 2/3; part=2/3 continues the first" in message
@@ -209,7 +209,7 @@ def test_a_tokenizer_that_changed_between_the_parts_is_noticed(parts, corpus, re
     published.write_text(published.read_text().replace("▁", "_"))
     (parts / state_name(CorpusPart(2, 3))).unlink()
     prepare.prepare(prepare_config(parts, corpus, SMALL, ready, "part=3/3"))
-    assert "not the published tokenizer: part 1/3, part 2/3;" in rejected(parts, corpus, ready, "merge=true")
+    assert "another tokenizer made part 1/3, part 2/3;" in rejected(parts, corpus, ready, "merge=true")
 
 
 def test_a_damaged_state_and_one_of_another_preparation_are_named(parts, corpus, ready):

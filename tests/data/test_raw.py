@@ -94,7 +94,7 @@ def test_quotation_marks_are_text_where_tabs_separate_fields_and_swallow_no_row_
     assert len(new_rows(path, quote='"')) == 160
     first, second = caplog.messages
     assert first.startswith(f"{path}:5 and 9 more: a field has lines that look like rows, or very many lines; if")
-    assert second == f"{path}: 200 lines read as 160 rows"
+    assert second == f"{path}: 200 lines were read as 160 rows"
     dropped = read(path, quote='"').dropped["train"]
     assert (dropped.read_lines, dropped.read_rows, dropped.bad_rows) == (200, 160, 0)
     caplog.clear()
@@ -143,15 +143,15 @@ def test_bad_rows_are_named_by_line_counted_and_left_out_or_rejected(folder):
     ("content", "settings", "message"),
     [
         ("text,sentiment\na,1\n", {}, r"a\.csv:2: no column label \(data.columns.label\); the columns are: text, sent"),
-        ("text, label\na,1\n", {}, r'columns are: text,  label; " label" is there: blanks and capitals count'),
+        ("text, label\na,1\n", {}, r'columns are: text,  label; " label" exists: blanks and capitals matter'),
         (",".join(map(str, range(10**4))) + "\n" + "a," * 9999, {}, r"18, 19, \.\.\. \(10,000\)"),
         (f'text,label\n"{LONG * 3}",1\n', {}, r"a\.csv:2: a field of more than .* characters, or a quote"),
-        ('text,label\na,1\n"b,1\nc,0\n', {}, r"a\.csv:3: not CSV: .*: the field's quote stays open"),
-        ('text,label\n"b,1\n"c",0\n', {}, r"a\.csv:2: not CSV: .*: the field's quote stays open"),
+        ('text,label\na,1\n"b,1\nc,0\n', {}, r"a\.csv:3: not CSV: .*: the field's quote is not closed"),
+        ('text,label\n"b,1\n"c",0\n', {}, r"a\.csv:2: not CSV: .*: the field's quote is not closed"),
         ("text,text\na,1\n", {}, r"a\.csv:1: two columns are named text"),
         (b"t\xe9xt,label\na,1\n", {}, r"a\.csv:1: no header: byte 0xe9 is not utf-8"),
-        ("text,label\n", {}, r"train: no row is left: none is in .*/a\.csv$"),
-        ("", {}, r"train: no row is left: none is in .*/a\.csv$"),
+        ("text,label\n", {}, r"train: no row is left: there is none in .*/a\.csv$"),
+        ("", {}, r"train: no row is left: there is none in .*/a\.csv$"),
         ("text,label\n", {"format": "csv"}, r"none is in .*/a\.csv, read as data\.format=csv$"),
         ("text,label\na,1\n", {"validation_fraction": 1 - 1e-9}, "train: no row is left: .* of 1 rows leaves none"),
         ("text,label\na,1\nb,1\n", {"validation_fraction": 1e-9}, "validation: no row is left: .* leaves none"),
@@ -359,7 +359,7 @@ def test_a_folder_that_does_not_hold_the_split_or_is_broken_is_one_line(folder):
     os.mkfifo(folder / "pipe.csv")
     os.mkfifo(folder / "four/train.csv")
     for name, settings, message in (
-        ("one", {"validation": "test"}, "holds one data set, not splits test"),
+        ("one", {"validation": "test"}, "is one data set without splits; leave out test"),
         ("two", {"validation": "dev"}, "has no split dev; there are train, test"),
         ("three", {"format": "hub"}, f"data.path={folder}/three cannot be read: "),
         ("nowhere", {}, "there is no such file or folder"),
@@ -550,7 +550,7 @@ def test_broken_squad_is_one_line(folder, content, message):
 
 def test_a_question_whose_id_is_repeated_is_a_bad_row(folder):
     put(folder, "dev.json", squad(question("one"), question("one")))
-    read_questions(folder, message="1 bad rows, .*question one: an earlier row has the id one")
+    read_questions(folder, message="1 bad rows, .*question one: an earlier row also has the id one")
     raw = read_questions(folder, max_bad_rows=1)
     assert raw.splits["validation"]["id"][:] == ["one"] and raw.dropped["validation"].bad_rows == 1
 

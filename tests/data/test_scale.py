@@ -106,5 +106,5 @@ def test_machines_fetch_their_parts_over_s3_and_one_deletes_what_it_has_read(tmp
     assert epochs <= s3.gets["machine-1", True] <= epochs + 17  # it looks into the third
     said = (tmp_path / "log").read_text()
     assert said.count("reads 49 of 97 (104kB of 205kB), 2 of them (4.23kB) before the first step\n") == 2
-    assert len(re.findall(r"shards: the 2 for the first step are here after [\d.]+ s \([\d.]+k?B/s\)\n", said)) == 2
+    assert len(re.findall(r"shards: 2 for the first step were ready after [\d.]+ s \([\d.]+k?B/s\)\n", said)) == 2
     assert s3.sent_bytes["machine-0", True] == (number_of_shards + 1) * data.shard_bytes

@@ -200,7 +200,7 @@ def test_a_shard_comes_whole_through_faults(bucket, large, name):
         (answer(403, "InvalidObjectState"), InputError, "archived .*restore it .*3 times"),
         (answer(400, "KMS.DisabledException"), InputError, "KMS key .*by the.*; enable the"),
         (answer(403, "InvalidAccessKeyId"), Unreachable, "does not recognise these credentials"),
-        (Fault("stall", "large"), Unreachable, r"nothing came within 0.5 s \(data.attempt_s\)"),
+        (Fault("stall", "large"), Unreachable, r"nothing arrived within 0.5 s \(data.attempt_s\)"),
         (Fault("flip", "large", after=900), InputError, "it has sha256 .*, the manifest says .* 3 times"),
     ],
     ids=["missing", "forbidden", "archived", "key disabled", "credentials unknown", "stall", "flipped byte"],
@@ -353,7 +353,7 @@ def data(bucket, prepared, tmp_path):
     ("name", "damage", "says"),
     [
         ("manifest.json", "flipped", "/data/manifest.json .*prepare the data again"),
-        ("manifest.json", "missing", "holds no manifest.json"),
+        ("manifest.json", "missing", "has no manifest.json"),
         (TOKENS, "flipped", f"/data/{TOKENS} .*prepare the data again"),
         (TOKENS, "missing", f"{TOKENS} is missing"),
         (FIRST, "missing", f"{FIRST} is missing"),
@@ -409,7 +409,7 @@ def test_two_runs_share_a_cache_unless_one_has_to_delete(bucket, shards, opened,
     with prefetch_windows():
         there = windows.folder.glob
         eventually(lambda: sum(sizes[path.name] for path in there("*.safetensors")) <= small["cache_gb"] * 1e9)
-        rejects(r"another run needs .* for itself; give one of them another data.cache_dir", prefetch_whole)
+        rejects(r"another run needs .* for itself; set another data.cache_dir for one of them", prefetch_whole)
 
 
 def test_a_run_compares_what_lies_in_a_cache_that_another_holds(bucket, shards, opened):

@@ -332,8 +332,8 @@ def test_saving_twice_is_once_and_over_something_else_is_rejected(cfg, saved, tm
     open_tables(with_data(cfg, save_to=str(target)), Words())
     assert (target / "tables.json").stat().st_mtime_ns == before
     for changes, says in (
-        ({"max_train_examples": 7}, "saved holds other prepared data; choose another folder"),
-        ({"save_to": str(tmp_path)}, r"holds something else \(cache, dev.csv, saved\); choose an empty folder"),
+        ({"max_train_examples": 7}, "saved contains other prepared data; choose another folder"),
+        ({"save_to": str(tmp_path)}, r"contains other files \(cache, dev.csv, saved\); choose an empty folder"),
     ):
         rejects(says, open_tables, with_data(cfg, **{"save_to": str(target), **changes}), Words())
     (target / "tables.json").unlink()  # a save that was killed goes on
@@ -344,10 +344,10 @@ def test_saving_twice_is_once_and_over_something_else_is_rejected(cfg, saved, tm
 def test_saved_data_of_other_settings_is_rejected(cfg, saved, tmp_path):
     there = from_saved(cfg, tmp_path)
     cases = [
-        (there, Words(version=2), "was prepared with version=1, this run has 2"),
-        (there, Words(WORDS[::-1]), "was prepared with the tokenizer of sha256 .*, the model's has"),
-        (with_data(there, labels=["p", "n"]), Words(), r"labels=\['n', 'p'\], this run has \['p', 'n'\]"),
-        (with_data(there, max_train_examples=9), Words(), "max_train_examples=None, this run has 9"),
+        (there, Words(version=2), "was prepared with version=1, but this run has 2"),
+        (there, Words(WORDS[::-1]), "was prepared with a tokenizer of sha256 .*, but the model's has"),
+        (with_data(there, labels=["p", "n"]), Words(), r"labels=\['n', 'p'\], but this run has \['p', 'n'\]"),
+        (with_data(there, max_train_examples=9), Words(), "max_train_examples=None, but this run has 9"),
         (with_data(there, more_validation={"other": "x"}), Words(), "has no split other"),
     ]
     for settings, words, message in cases:

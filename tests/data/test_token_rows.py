@@ -77,9 +77,9 @@ def test_columns_keep_their_numbers_or_are_rejected(table):
     drawn = token_rows(lists, columns={"own": "own"}).draw(np.array([[7]]))["inputs"]["own"]
     assert drawn.dtype == torch.float32 and drawn.nan_to_num(9.0).unique().tolist() == [0.5, 9.0]
     for values, kind, message in (
-        (["a"] * ROWS, datasets.Value("string"), "column own holds string: an input of the model must be numbers"),
-        ([1, None] * (ROWS // 2), datasets.Value("int64"), "column own holds empty values"),
-        ([[1], [None]] * (ROWS // 2), datasets.List(datasets.Value("int64")), "column own holds empty values"),
+        (["a"] * ROWS, datasets.Value("string"), "column own has type string: model inputs must be numbers"),
+        ([1, None] * (ROWS // 2), datasets.Value("int64"), "column own has empty values"),
+        ([[1], [None]] * (ROWS // 2), datasets.List(datasets.Value("int64")), "column own has empty values"),
     ):
         rejects(message, token_rows, add(values, kind), columns={"own": "own"})
 

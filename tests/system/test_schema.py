@@ -118,9 +118,9 @@ FORGED = {
     "not the name of a shard": set_in(first, "file", "wanted.json"),
     "cannot have": lambda body: first(body).update(rows=first(body)["rows"] + 50),
     "not a count": set_in(first, "rows", -1),
-    "is in it 2 times": lambda body: body["splits"].update(validation=body["splits"]["train"]),  # learnt and held out
+    "lists .* 2 times": lambda body: body["splits"].update(validation=body["splits"]["train"]),  # learnt and held out
     "with a training shard": lambda body: body["splits"].update(train=[]),
-    "holds no sequence": set_in(first, "rows", 0),
+    "has no sequences": set_in(first, "rows", 0),
     "splits are not": lambda body: body["splits"].update(test=[]),
     "is not a sha256": set_in(first, "sha256", "abc"),
     "dtype is 'object'": set_in(top, "dtype", "object"),
@@ -199,9 +199,9 @@ def test_data_in_s3_overwrites_nothing_outside_the_cache(prepared, bucket, tmp_p
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda it: {"tokens": it["tokens"], "x": it["pivot"], "y": it["same_document"]}, "does not hold"),
-        (lambda it: {**it, "tokens": it["tokens"].reshape(2 * len(it["pivot"]), -1)}, "does not hold"),
-        (lambda it: {**it, "pivot": it["pivot"].view(np.float16)}, "does not hold"),
+        (lambda it: {"tokens": it["tokens"], "x": it["pivot"], "y": it["same_document"]}, "does not have"),
+        (lambda it: {**it, "tokens": it["tokens"].reshape(2 * len(it["pivot"]), -1)}, "does not have"),
+        (lambda it: {**it, "pivot": it["pivot"].view(np.float16)}, "does not have"),
         (lambda it: {**it, "tokens": it["tokens"] | 0x8000}, "its vocabulary has"),
     ],
     ids=["other tensors", "another shape", "another dtype", "tokens out of the vocabulary"],

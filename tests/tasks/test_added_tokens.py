@@ -110,8 +110,8 @@ def test_what_cannot_grow_is_one_line(published, grown, prepared, tmp_path):
     rejects(says, build_task, train_config(tmp_path / "run", tmp_path / "larger", *of(published[0])))
     piece = next(piece for piece in AutoTokenizer.from_pretrained(published[0]).get_vocab() if piece.isalpha())
     for given, says in (
-        (f"[{piece}]", f"'{piece}' is a piece of the tokenizer already"),
-        ("[x,x]", "'x' is a piece of the tokenizer already"),
+        (f"[{piece}]", f"'{piece}' is already a piece of the tokenizer"),
+        ("[x,x]", "'x' is already a piece of the tokenizer"),
         ("[wuzu,WUZU]", r"'(wuzu|WUZU)' cannot be added: the tokenizer reads it as \[12[01]\], not as \[12[01]\]"),
         ("[' ']", "' ' cannot be added"),
     ):

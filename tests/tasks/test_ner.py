@@ -192,7 +192,7 @@ def test_words_and_tags_are_in_the_columns_of_the_settings(case, caplog):
     content, columns, wanted = IN_COLUMNS[case]
     rows = [row for _, row in conll_rows(content.splitlines(True), "a.conll", "utf-8", ColumnsConfig(**columns))]
     assert " ".join(map("/".join, zip(rows[0]["tokens"], rows[0]["tags"], strict=True))) == wanted
-    note = ["a.conll: tags are read from column 3; column 2 holds tags too: see data.columns.tags"]
+    note = ["a.conll: tags are read from column 3; column 2 also contains tags: see data.columns.tags"]
     assert caplog.messages == (note if case == "german, inner" else [])
     if case == "commented":
         assert rows[1] == {"tokens": ["#", "Bonn"], "tags": ["O", "L-LOC"]}
@@ -256,7 +256,7 @@ GOOD = "Anna B-PER\nsings O\n\nBonn B-LOC\n\n"
         ),
         (GOOD + "To\0m O\n", r"a\.conll:6: a NUL character"),
         ("Anna\nsings\n", r"a\.conll:1: no column tags"),
-        ("", r"train: no row is left: none is in .*a\.conll"),
+        ("", r"train: no row is left: there is none in .*a\.conll"),
         (
             {"tokens": ["Tom"], "tags": [["O"]]},
             r"dev\.jsonl:1: word 1, 'Tom': \['O'\] in place of a tag: task=ner learns one",

@@ -1,1 +1,1 @@
-"""The way from text to batches: corpus -> tokenizer -> packing -> shards -> order -> batches."""
+"""The data pipeline: corpus -> tokenizer -> packing -> shards -> order -> batches."""

@@ -1,7 +1,7 @@
-"""Random numbers that are a pure function of their coordinates, drawn for a whole array at a time.
+"""Random numbers that are a pure function of their coordinates, computed for a whole array at a time.
 
-A (seed, epoch, sequence, position) has the same number on every rank, in every worker and batch. So masks and cuts do
-not depend on how the work is split, and there is no generator state to save.
+The number at (seed, epoch, sequence, position) is the same on every rank, in every worker and batch. Masks and random
+cuts therefore do not depend on how work is split, and there is no generator state to save.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import numpy as np
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
 MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
-EVAL_STREAM = 2**20  # the second coordinate for drawing validation rows; other draws use a split's index
+EVAL_STREAM = 2**20  # the coordinate after the seed for drawing validation rows; other draws use a split's index
 
 
 def mix(value: np.ndarray) -> np.ndarray:
-    """Mix uint64 to uint64, so that each input bit flips each output bit with probability one half."""
+    """Mix the bits of uint64 numbers, so that each input bit flips each output bit with probability one half."""
     value = (value ^ (value >> np.uint64(30))) * MULTIPLIER_1
     value = (value ^ (value >> np.uint64(27))) * MULTIPLIER_2
     return value ^ (value >> np.uint64(31))
 
 
 def hash_bits(*coordinates: int | np.ndarray, state: np.ndarray | int = 0) -> np.ndarray:
-    """Return 64 random bits (uint64) per point of the broadcast coordinates. `state`: bits of earlier coordinates."""
+    """Return 64 random bits (uint64) per point of the broadcast coordinates. `state`: bits of preceding coordinates."""
     state = np.atleast_1d(np.asarray(state, np.uint64))
-    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is the point
+    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is intended
         for coordinate in coordinates:
             state = mix(state + GOLDEN * (np.asarray(coordinate).astype(np.uint64) + np.uint64(1)))
     return state
@@ -40,7 +40,7 @@ def hash_uniform(*coordinates: int | np.ndarray, state: np.ndarray | int = 0) ->
 
 
 def draw_rows(num_rows: int, most: int, *coordinates: int) -> np.ndarray:
-    """Return `most` distinct row indices below `num_rows`, in ascending order, drawn at the coordinates."""
+    """Return at most `most` distinct row indices below `num_rows`, ascending. The coordinates determine the draw."""
     if most >= num_rows:
         return np.arange(num_rows)
     order = np.argsort(hash_uniform(*coordinates, np.arange(num_rows)), kind="stable")

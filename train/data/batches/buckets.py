@@ -1,8 +1,8 @@
-"""Batches of a few static lengths: the length that each example is padded to, and an order with one length per step.
+"""Batches of a few static lengths: the padded length of each example, and an order with one length per step.
 
 Every global batch has examples of one bucket (examples padded to the same length), so all ranks run the same graph at
 every step. Rows that do not fill a batch of their bucket move up to the next longer bucket, so that an epoch leaves out
-no more rows than without buckets. The first batch of a run has the greatest length, so that a lack of device memory
+no more rows than without buckets. The first batch of a run has the greatest length, so that too little device memory
 shows immediately. If there are few lengths, the first batches use each of them, so that every graph is compiled at the
 start. With many lengths this would sort the rows by length, and short runs would learn less.
 """
@@ -18,7 +18,7 @@ import numpy as np
 from train.data.shards.order import PADDING, EvalOrder, ShardSampler
 
 BUCKET_SHIFT = 48  # an item is bucket * 2**48 + epoch * rows + row
-FIRST_ROUNDS = 2  # batches of each length at the start; within them, all graphs of the length are compiled
+FIRST_ROUNDS = 2  # batches of each length at the start; they suffice to compile all graphs of that length
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Buckets:
     lengths: tuple[int, ...]  # tokens, ascending
     train: np.ndarray  # [rows] uint8: the bucket of each example, an index into `lengths`
     evaluation: np.ndarray  # [rows] uint8
-    is_mixed: bool = False  # True: only the first batch is not random; False: the first batches have every length
+    is_mixed: bool = False  # True: only the first batch has a fixed place; False: the first batches have every length
 
 
 def parts_of(items: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return items without their bucket, and the bucket, which all items but PADDING share; 0 if all are PADDING."""
+    """Split items into items without a bucket, and the bucket that they share (0 if all are PADDING)."""
     is_padding = items == PADDING
     buckets = np.unique(items[~is_padding] >> BUCKET_SHIFT)
     if len(buckets) > 1:
@@ -40,7 +40,7 @@ def parts_of(items: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 class BucketEpochOrder:
-    """The rows of an epoch, each with its bucket, batch after batch."""
+    """The order of one epoch: batches of rows, with each row's bucket."""
 
     def __init__(
         self, bucket_of: np.ndarray, *, seed: int, epoch: int, batch_size: int, is_mixed: bool = False
@@ -66,12 +66,12 @@ class BucketEpochOrder:
         self.batches = np.concatenate([*first, rest])
 
     def rows(self, first_step: int, last_step: int, slots: np.ndarray) -> np.ndarray:
-        """Return [steps, slots] int64: rows with their buckets, as in EpochOrder."""
+        """Return [steps, slots] int64 like EpochOrder.rows, but with each row's bucket."""
         return self.batches[first_step:last_step, slots]
 
 
 class BucketSampler(ShardSampler):
-    """A ShardSampler (one shard) whose global batches have one length each. `bucket_of`: [rows]."""
+    """A ShardSampler over one shard. All rows of a global batch share a bucket. `bucket_of` [rows]: the buckets."""
 
     def __init__(self, bucket_of: np.ndarray, *, is_mixed: bool = False, **place: Any) -> None:
         super().__init__([len(bucket_of)], **place)
@@ -83,7 +83,7 @@ class BucketSampler(ShardSampler):
 
 
 class BucketEvalOrder:
-    """An evaluation order, one bucket after the other, so that no padded length depends on the number of ranks."""
+    """An evaluation order, bucket by bucket, so that padded lengths do not depend on the number of ranks."""
 
     def __init__(
         self, bucket_of: np.ndarray, *, batch_size: int, rank: int, world_size: int, most: int | None = None

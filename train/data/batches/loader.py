@@ -1,7 +1,7 @@
 """Batches of fixed shape from sequences, and the loader that prepares them concurrently with training.
 
-A batch is a dict: "inputs" has host tensors, "count" the number of labels, and "tokens" that of tokens. Both counts are
-plain numbers, so that the global count is known on the host before the forward pass.
+A batch is a dict: "inputs" has host tensors, "count" the number of labels, and "tokens" the number of tokens.
+These counts are plain numbers, so that the global count is known on the host before the forward pass.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MULTI_BATCH_ROWS, MULTI_BATCH = 1024, 32  # at most this many sequences and micr
 ORDER = 4  # index of the random number that decides whether to swap; masking.py has the other indices
 SHARED_MEMORY = Path("/dev/shm")  # where loader processes put batches for their rank
 LARGER = "enlarge it (docker run --shm-size=8g), or lower data.num_workers, down to 0"
-CHECKED_ROWS = 1000  # the first sequences drawn, of which at most 1 % may have nothing to predict
-EVAL_EPOCH = 2**40  # not a training epoch: every evaluation hides the same tokens, and training hides others
+CHECKED_ROWS = 1000  # sequences checked at the start: at most 1 % of them may have nothing to predict
+EVAL_EPOCH = 2**40  # beyond all epochs of training, so that every evaluation masks the same tokens
 
 
 class Drawable(Protocol):
@@ -49,9 +49,9 @@ class Drawable(Protocol):
 
 @dataclass(frozen=True)
 class Swapper:
-    """The swap of two segments, whose order the model predicts, as a function of (seed, epoch, sequence).
+    """A random swap of two segments, a function of (seed, epoch, sequence). The model predicts their order.
 
-    ALBERT (https://arxiv.org/abs/1909.11942, section 3.1) swaps every second pair; here each epoch draws which ones.
+    ALBERT (https://arxiv.org/abs/1909.11942, section 3.1) swaps half of the pairs; here each epoch draws which ones.
     """
 
     seed: int
@@ -62,7 +62,7 @@ class Swapper:
         """Swap the segments in about half of `tokens` [B, S]: `[CLS] A [SEP] B [SEP]` becomes `[CLS] B [SEP] A [SEP]`.
 
         `pivot` [B]: the index of B's first token. Returns tokens, pivots, and labels [B] int64: 0 in order, 1 swapped,
-        and IGNORE_INDEX if A and B are from different documents (`same_document` [B] is 0), and thus have no order.
+        IGNORE_INDEX if there is no order: A and B are from different documents (`same_document` [B] is 0).
         """
         seq_len = tokens.shape[1]
         pivot = pivot.astype(np.int64)
@@ -124,7 +124,7 @@ class MaskedRows:
             self.num_without += int((labels == IGNORE_INDEX).all(-1)[~is_padding].sum())
             check(
                 self.num_without <= CHECKED_ROWS // 100,
-                f"{self.num_without} of the first {self.num_drawn} sequences hold no token that may be hidden: the "
+                f"{self.num_without} of the first {self.num_drawn} sequences have no token that may be masked: the "
                 "tokenizer has no tokens for their characters; prepare them with another tokenizer",
             )
         labels[is_padding] = IGNORE_INDEX
@@ -178,7 +178,7 @@ def failure_of(batches: Iterable[Batch]) -> Exception | None:
 
 
 class Batches:
-    """Micro batches in the given order, made by worker processes, or on demand if there are none."""
+    """Micro batches in the given order, drawn by worker processes, or by this process if there are none."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class Batches:
             )
 
     def __iter__(self) -> Iterator[Batch]:
-        # Without worker processes a loader only costs time.
+        # Without workers and page-locked memory, a DataLoader would only cost time.
         source = map(self.dataset.__getitems__, self.groups) if self.loader is None else self.loader
         for drawn in source:
             parts = {name: tensor.unbind(0) for name, tensor in drawn["inputs"].items()}
@@ -222,17 +222,17 @@ class Batches:
 
 
 def drawn_at_once(batch_size: int, multi_batch: int | None) -> int:
-    """Return how many micro batches are drawn together, at most `multi_batch` of them."""
+    """Return how many micro batches are drawn together: at most `multi_batch`."""
     return max(1, min(MULTI_BATCH, multi_batch or MULTI_BATCH, MULTI_BATCH_ROWS // batch_size))
 
 
 def check_shared_memory(
     *, num_ranks: int, batch_size: int, seq_len: int, num_workers: int, prefetch: int, multi_batch: int | None
 ) -> None:
-    """Raise InputError if the loader processes of this machine have no space for the batches that they keep ready.
+    """Raise InputError if shared memory is too small for the batches that this machine's loader processes keep ready.
 
-    A batch that does not fit would be lost silently. Each token counts as 16 bytes, its id and its segment, in these
-    batches and in the batches that the rank is reading.
+    A batch that does not fit would be lost silently. Each token takes 16 bytes, for its id and segment. The batches
+    that the ranks are reading count too.
     """
     if not num_workers or not SHARED_MEMORY.is_dir():
         return
@@ -256,7 +256,7 @@ def send_failure(queue: Queue[Any], error: Exception, unsent: tuple[int, Any]) -
     """Send, in place of a batch, the reason why a loader process could not send it. The rank then ends the run."""
     is_full = getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error)
     cure = f"{SHARED_MEMORY} is full; {LARGER}" if is_full else str(error)
-    failure = Failure(f"a loader process cannot pass on its batches: {cure}")
+    failure = Failure(f"a loader process cannot send its batches: {cure}")
     queue.put((unsent[0], {"inputs": {}, "count": [], "tokens": [], "failure": failure}))
 
 

@@ -1,11 +1,11 @@
 """N-gram masking for whole batches. The mask of a sequence is the same on any rank and in any batch.
 
-ALBERT hides runs of up to three tokens, a run of n with a probability p(n) ~ 1/n (https://arxiv.org/abs/1909.11942,
-section 4.1). Of the hidden tokens 80 % become [MASK], 10 % a random token, and 10 % are kept (BERT,
-https://arxiv.org/abs/1810.04805, section 3.1). Here each sequence is first tiled with runs of random length, so that
-lengths follow p(n) exactly. Then runs are hidden in random order until the budget is used up; the last run may be
-shortened. (Google's generator, in Python, draws overlapping candidates and skips those that collide, once per copy of
-the corpus; here every epoch draws new masks.)
+ALBERT hides runs of one to three tokens. A run has n tokens with probability p(n) ~ 1/n (section 4.1 of
+https://arxiv.org/abs/1909.11942). Of the hidden tokens 80 % become [MASK], 10 % a random token, and 10 % are unchanged
+(BERT, https://arxiv.org/abs/1810.04805, section 3.1). Here each sequence is first tiled with runs of random length, so
+that lengths follow p(n) exactly. Then runs are hidden in random order until the budget is used up; the last run may be
+shortened. (Google's generator draws overlapping candidates and skips those that collide. It masks each copy of the
+corpus once; here every epoch draws new masks.)
 
 Shapes: B sequences, S tokens, P slots for predictions, V vocabulary.
 """
@@ -20,7 +20,7 @@ from train.data.random_bits import hash_bits, hash_uniform
 from train.data.text.words import WordEdges
 
 IGNORE_INDEX = -100  # torch's cross entropy skips it
-LENGTHS, PRIORITY, KIND, REPLACEMENT = range(4)  # indices of a position's random numbers; the loader uses 4
+LENGTHS, PRIORITY, KIND, REPLACEMENT = range(4)  # indices of a position's random numbers; loader.py uses 4
 PLACE = 5
 
 
@@ -33,7 +33,7 @@ class Masked:
 
 @dataclass(frozen=True)
 class Masker:
-    """Masks as a function of (seed, epoch, sequence)."""
+    """The masking of sequences, a function of (seed, epoch, sequence)."""
 
     seed: int
     mask_rate: float
@@ -92,7 +92,7 @@ class Masker:
         return Masked(input_ids, positions, labels)
 
     def _units(self, tokens: np.ndarray, candidate: np.ndarray) -> np.ndarray:
-        """Return the unit (token or word) of each position, as an index in its sequence, [B, S]."""
+        """Return the unit (token or word) of each position, [B, S]. Units are numbered from 0 in each sequence."""
         begins = candidate
         if self.words is not None:
             after = np.ones_like(candidate)
@@ -101,7 +101,7 @@ class Masker:
         return (np.cumsum(begins, axis=1) - 1).clip(0)
 
     def _tiles(self, bits: np.ndarray) -> np.ndarray:
-        """Return the run of each unit, as an index in its sequence, [B, units]. A run has n units with p(n) ~ 1/n."""
+        """Return the run of each unit, [B, units], numbered like the units. A run has n units with p(n) ~ 1/n."""
         weights = 1.0 / np.arange(1, self.max_ngram + 1)
         lengths = np.ones(bits.shape, np.int64)
         for share in np.cumsum(weights / weights.sum())[:-1]:
@@ -113,12 +113,12 @@ class Masker:
 
 
 def first_in_order(priority: np.ndarray, candidate: np.ndarray, count: int) -> np.ndarray:
-    """Return the first `count` positions, [B, count or S], when sorted by `priority` [B, S] uint64, lowest first.
+    """Sort positions by `priority` [B, S] uint64, lowest first, and return the first `count`: [B, count or S].
 
-    Ties are sorted from the left. Positions that are not a `candidate` come last.
+    Ties are sorted from the left. Positions that are not candidates come last.
     """
     seq_len = priority.shape[1]
-    bits = np.uint64((seq_len - 1).bit_length())  # the position takes the low bits, as integers sort fast
+    bits = np.uint64((seq_len - 1).bit_length())  # the low bits hold the position: sorting integers is fast
     keys = np.where(candidate, priority, ~np.uint64(0)) >> bits << bits | np.arange(seq_len, dtype=np.uint64)
     if count < seq_len:
         keys = np.partition(keys, count - 1, axis=1)[:, :count]

@@ -1,1 +1,1 @@
-"""Files of users: found by name or glob, opened as text, and read as rows of CSV, JSON lines and Parquet."""
+"""Users' files: found by name or glob, opened as text, and read as rows from CSV, JSON lines and Parquet."""

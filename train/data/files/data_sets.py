@@ -1,7 +1,7 @@
-"""Data sets in a folder or at the Hub, which the library `datasets` reads, restricted to the data set's files.
+"""Data sets that the library `datasets` reads from a folder or the Hub, and only from the files that belong to them.
 
-The description of a data set (the head of its README.md) says which files it consists of. Descriptions are not trusted:
-a name of a file outside the data set is rejected before the library looks for it.
+The description of a data set (the head of its README.md) lists its files. Descriptions are not trusted: the name of a
+file outside the data set is rejected before the library looks for the file.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 from train.config import check
 
 HUB_FILES = "hf://datasets/"
-SHOWN_CHARS = 200  # characters shown of a name in an error
+SHOWN_CHARS = 200  # maximum length of a name in an error
 
 
 def open_builder(path: str, *, data_files: str | None = None, **options: Any) -> Any:
-    """Return the builder of `datasets` for a local folder, a Hub id or a format. It has found its files, not read them.
+    """Return a `datasets` builder for a local folder, a Hub id or a format. It has located its files but not read them.
 
-    `data_files`: files that the user names in place of the data set's; they may be anywhere. `options`: see
+    `data_files`: files that the user lists instead of those in the description; they may be anywhere. `options`: see
     `datasets.load_dataset_builder`.
 
-    Raises InputError if the description of the data set names a file outside the folder or, at the Hub, outside the id
-    at its revision.
+    Raises InputError if the description names a file outside the folder or, at the Hub, outside this revision of the
+    repository.
     """
-    import datasets  # imported here: it takes a second or more, and not every source of text needs it
+    import datasets  # imported here: importing takes over a second, and some sources do not need it
     from datasets import data_files as library
 
     find, outside, found = library.resolve_pattern, list[str](), set[str]()
@@ -40,7 +40,7 @@ def open_builder(path: str, *, data_files: str | None = None, **options: Any) ->
         found.update(files)
         return files
 
-    # The library requests a file, even from http://, as soon as it has read the name: checking later is too late.
+    # The library requests a file, even from http://, as soon as it has its name: each name must be checked before.
     library.resolve_pattern = resolve
     try:
         builder = datasets.load_dataset_builder(path, data_files=data_files, **options)
@@ -50,7 +50,7 @@ def open_builder(path: str, *, data_files: str | None = None, **options: Any) ->
         hint = "which is not a file of this data set and is not read; name it yourself if you trust it"
         check(not outside, f"data set {path}: its description (README.md) names {name!r}, {hint}")
     files = {str(file) for part in (builder.config.data_files or {}).values() for file in part}
-    unchecked = f"datasets {datasets.__version__} finds files in a way that is not known here; install another version"
+    unchecked = f"datasets {datasets.__version__} found files that could not be checked; install another version"
     check(files <= found, f"data set {path}: {unchecked}")
     return builder
 

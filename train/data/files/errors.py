@@ -1,4 +1,4 @@
-"""Errors in data: a library's error becomes one line for the user; a bad row is a value, so that reading continues."""
+"""Errors in data: a library's error becomes one line for the user; a bad row becomes a value, so reading continues."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from train.system.schema import BadContent
 
 SHOWN_COLUMNS = 20
 LIBRARY_ERRORS = (OSError, ValueError, RuntimeError)  # raised by datasets and pyarrow if data is bad or missing
-# No text has these characters: half of a surrogate pair, which JSON can escape, and the characters that stand for bytes
-# that do not decode.
+# Characters that valid text never contains: half of a surrogate pair, which JSON can escape, and the characters that
+# "surrogateescape" uses for bytes that do not decode.
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class BadRow(Exception):
-    """An error raised because one row cannot be used. Its message has the reason, and does not name the row."""
+    """The reason why a row cannot be used: raised, or yielded in place of its values. It does not name the row."""
 
 
 def listed(columns: Iterable[str], wanted: str) -> str:
-    """Return column names for a message: the first of many, and any that equals `wanted` up to blanks and capitals."""
+    """Return column names for a message, at most 20, and point out one that differs from `wanted` in blanks or case."""
     names = list(columns)
     near = next((name for name in names if name.strip().lower() == wanted.strip().lower()), None)
-    hint = "" if near is None else f'; "{near}" is there: blanks and capitals count'
+    hint = "" if near is None else f'; "{near}" exists: blanks and capitals matter'
     return (shortlist(names, SHOWN_COLUMNS) or "(none)") + hint
 
 
 @contextmanager
 def naming(what: str, errors: tuple[type[Exception], ...], hint: str = "") -> Iterator[None]:
-    """Turn one of the `errors` of a library into a one-line InputError that says `what` failed."""
+    """Turn a library's exception, one of `errors`, into a one-line InputError that begins with `what`."""
     try:
         yield
     except BadContent as error:
@@ -43,9 +43,9 @@ def naming(what: str, errors: tuple[type[Exception], ...], hint: str = "") -> It
 
 
 def unreadable(text: str, encoding: str, settings: str = "data.encoding") -> BadRow | None:
-    """Return the fault of a text's characters; None if all are fine. `settings`: what the message advises to check."""
+    """Return a BadRow if a text has invalid characters, else None. `settings`: the setting that it advises to check."""
     if "\0" in text:
-        return BadRow(f"a NUL character, which no text has: a binary file, or another encoding; check {settings}")
+        return BadRow(f"a NUL character: a binary file, or text in another encoding; check {settings}")
     bad = None if text.isascii() else SURROGATE.search(text)
     if bad is None:
         return None

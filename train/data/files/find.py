@@ -1,4 +1,4 @@
-"""Lists of the files in a folder tree or matching a glob. Each file is listed once, even if links lead to it."""
+"""Lists of the files in a folder tree, or that match a glob. Each file is listed once, even if links lead to it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ logger = logging.getLogger("train")
 
 
 def walk(folder: Path, skipped: tuple[str, ...] = ()) -> list[Path]:
-    """List the files in a folder tree, sorted. Left out are hidden names, and folders named in `skipped`."""
+    """List the files in a folder tree, sorted, without hidden names and without folders named in `skipped`."""
     return each_once(sorted(parent / name for parent, names in folders(folder, skipped) for name in names))
 
 
 def folders(root: Path, skipped: tuple[str, ...] = ()) -> Iterator[tuple[Path, list[str]]]:
-    """Yield a folder and all its subfolders, each once, with the names of its files. Hidden names are left out.
+    """Yield each folder of a tree once, with the names of the files in it. Hidden names are left out.
 
-    Links to folders are followed last. A link to a folder that has been read, or that contains the link, is left out.
+    Links to folders are followed last. A link is left out if its target was yielded before or contains the link.
     """
 
     def stop(error: OSError) -> NoReturn:  # otherwise os.walk skips folders that it cannot read
@@ -49,7 +49,7 @@ def folders(root: Path, skipped: tuple[str, ...] = ()) -> Iterator[tuple[Path, l
 
 
 def each_once(paths: list[Path]) -> list[Path]:
-    """Return the paths, without links to files that are among the paths."""
+    """Return the paths without links to other paths in the list."""
     links = {path for path in paths if path.is_symlink()}
     listed = {os.path.realpath(path) for path in paths if path not in links} if links else set()
     twice = {path for path in links if os.path.realpath(path) in listed}
@@ -60,11 +60,11 @@ def each_once(paths: list[Path]) -> list[Path]:
 
 @cache  # one warning per link: a corpus is listed more than once
 def report_left_out(link: Path) -> None:
-    logger.warning("%s is left out: it leads to files that are read already, or to a folder that contains it", link)
+    logger.warning("%s is left out: it leads to files that are already read, or to a folder that contains it", link)
 
 
 def matching(pattern: str) -> list[Path]:
-    """List the files that a glob matches, sorted; ** matches the folders that `folders` lists."""
+    """List the files that a glob matches, sorted; ** matches the folders that `folders` yields."""
     parts = Path(pattern).parts
     if "**" not in parts:
         return each_once([path for path in map(Path, sorted(glob.glob(pattern))) if path.is_file()])  # noqa: PTH207

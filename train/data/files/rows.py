@@ -12,14 +12,14 @@ from typing import Any
 from train.config import InputError, check, shortlist
 from train.data.files.errors import LIBRARY_ERRORS, BadRow, naming, unreadable
 
-Values = dict[str, Any] | BadRow  # the values of a row by column
+Values = dict[str, Any] | BadRow  # a row's values by column, or why it is bad
 
-BATCH_ROWS = 256  # rows of Parquet decoded together
-BUFFER_BYTES = 2**20  # bytes of Parquet read at a time; without a buffer, a whole row group is read
+BATCH_ROWS = 256  # Parquet rows decoded together
+BUFFER_BYTES = 2**20  # bytes of a Parquet file read at a time; without a buffer, pyarrow reads a row group
 
 
 def json_rows(lines: Iterable[str], encoding: str, settings: str = "data.encoding") -> Iterator[tuple[int, Values]]:
-    """Yield the number and the object of each line that is not blank. `settings`: see `unreadable`."""
+    """Yield the number and the JSON object of each line, except blank lines. `settings`: see `unreadable`."""
     for number, line in enumerate(lines, 1):
         if not line.isspace():
             yield number, unreadable(line, encoding, settings) or json_object(line)
@@ -34,14 +34,14 @@ def json_object(line: str) -> Values:
 
 
 def csv_dialect(delimiter: str = ",", quote: str | None = '"', escape: str | None = None) -> dict[str, Any]:
-    """Return the arguments of `csv.reader`. Without `quote`, quotes are text; without `escape`, they are doubled."""
+    """Return arguments for `csv.reader`. `quote` None: quotes are plain text; `escape` None: quotes are doubled."""
     # With "strict", a quote that is never closed is an error, and so is text after a closing quote.
     quoting = csv.QUOTE_NONE if quote is None else csv.QUOTE_MINIMAL
     return {"delimiter": delimiter, "quotechar": quote, "escapechar": escape, "quoting": quoting, "strict": True}
 
 
 COMMAS = csv_dialect()
-QUOTES = "quote fields with commas, quotes or line ends in them, and double the quotes"
+QUOTES = "quote fields that contain commas, quotes or line ends, and double the quotes in them"
 
 
 def csv_rows(
@@ -54,10 +54,10 @@ def csv_rows(
     max_field_chars: int,
     dialect: dict[str, Any] = COMMAS,
 ) -> tuple[list[str] | None, Iterator[tuple[int, Values]]]:
-    """Return the columns that the header names, and an iterator of the first line number and values of each row.
+    """Return the column names in the header, and an iterator over the first line number and the values of each row.
 
     `name`: the file, for errors; `settings`: see `unreadable`; `dialect`: from `csv_dialect`. Without a header the
-    names are None, and the columns 0, 1, ... Raises InputError if a header cannot be used.
+    names are None, and rows use the names 0, 1, ... Raises InputError if a header cannot be used.
     """
     records = csv_records(lines, name, dialect, max_field_chars=max_field_chars)
     names: list[str] | None = None
@@ -91,7 +91,7 @@ def csv_rows(
 def csv_records(
     lines: Iterator[str], name: str, dialect: dict[str, Any], *, max_field_chars: int
 ) -> Iterator[tuple[int, list[str] | BadRow]]:
-    """Yield the number of the first line and the fields of each record. Raises InputError if a quote stays open."""
+    """Yield each record's first line number and fields. Raises InputError if a quote is never closed."""
     csv.field_size_limit(max_field_chars)
     reader = csv.reader(lines, **dialect)
     while True:
@@ -103,13 +103,11 @@ def csv_records(
         except csv.Error as error:
             if str(error).startswith("field larger"):
                 limit = f"a field of more than {max_field_chars:,} characters"
-                check(
-                    reader.line_num == first_line, f"{name}:{first_line}: {limit}, or a quote that stays open; {QUOTES}"
-                )
+                check(reader.line_num == first_line, f"{name}:{first_line}: {limit}, or an unclosed quote; {QUOTES}")
                 yield first_line, BadRow(limit)
                 continue
             is_open = reader.line_num > first_line or str(error) == "unexpected end of data"
-            check(not is_open, f"{name}:{first_line}: not CSV: {error}: the field's quote stays open; {QUOTES}")
+            check(not is_open, f"{name}:{first_line}: not CSV: {error}: the field's quote is not closed; {QUOTES}")
             yield first_line, BadRow(f"not CSV: {error}")
         else:
             if fields:
@@ -118,8 +116,8 @@ def csv_records(
 
 @contextmanager
 def open_parquet(path: Path, name: object = None) -> Iterator[Any]:
-    """Open a pyarrow.parquet.ParquetFile. Raises InputError if it cannot be opened, or read in the `with` block."""
-    import pyarrow.parquet  # imported here: it takes a while, and few runs need it
+    """Open a pyarrow.parquet.ParquetFile. Raises InputError if opening it, or reading it in the `with` block, fails."""
+    import pyarrow.parquet  # imported here: importing is slow, and few runs need it
 
     with (
         naming(f"{name or path} cannot be read as Parquet", LIBRARY_ERRORS),

@@ -1,4 +1,4 @@
-"""Text files, gzipped or not, opened so that an error can name a byte that does not decode, and its line."""
+"""Text files, plain or gzipped, opened so that errors can name a byte that does not decode, and its line."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import IO, Any
 from train.config import InputError, check
 from train.data.files.errors import naming
 
-LONGEST_LINE_CHARS = 2**27  # a longer line is rejected: a gzip file of a megabyte may hold one of a gigabyte
+LONGEST_LINE_CHARS = 2**27  # a longer line is rejected: a gzip file of a megabyte can contain a line of a gigabyte
 MAX_LINE_CHARS = 2**20  # a longer line of plain text is read in stretches, so that memory and time are bounded
-STRETCH_CHARS = 2**16  # characters in a stretch, at most
+STRETCH_CHARS = 2**16  # maximum characters in a stretch
 STRETCH = re.compile(rf".{{1,{STRETCH_CHARS}}}(?!\S)|.{{1,{STRETCH_CHARS}}}", re.DOTALL)  # ends before a blank
 SEEKABLE = ("utf-8", "ascii", "iso8859", "cp125")  # prefixes of encodings in which 0x0a is always a line end
 
@@ -33,11 +33,11 @@ def open_text(
     first: int = 0,
     last: int | None = None,
 ) -> Iterator[tuple[io.TextIOWrapper, IO[bytes]]]:
-    """Open a text file, together with its raw file, whose position counts compressed bytes if it is a .gz.
+    """Yield a file opened as text, and its binary file, whose position counts compressed bytes if it is a .gz.
 
     `key`: the setting that names the encoding, for errors. `errors`: see `open`; by default bytes that do not decode
-    become surrogates, which `unreadable` finds. `first`, `last`: from a seekable file, only the lines that begin in
-    bytes [first, last) are read.
+    become surrogates, which `unreadable` finds. `first`, `last`: read only the lines that begin in bytes [first, last)
+    of a seekable file.
 
     Raises InputError if the file cannot be opened or read.
     """
@@ -58,7 +58,7 @@ def open_text(
 
 
 def check_encoding(encoding: str, key: str) -> None:
-    """Raise InputError if an encoding is unknown, or does not encode text. `key`: the setting that names it."""
+    """Raise InputError if an encoding is unknown, or is not for text. `key`: the setting that names it."""
     with naming(f"{key}={encoding} is not known, try utf-8 or latin-1", (LookupError,)):
         io.TextIOWrapper(io.BytesIO(), encoding=encoding)
 
@@ -68,7 +68,7 @@ def is_packed(path: Path) -> bool:
 
 
 def is_seekable(path: Path, encoding: str) -> bool:
-    """Return whether lines can be found from any byte: the file is not gzipped, and 0x0a is always a line end."""
+    """Return whether reading can start at any byte: the file is not gzipped, and 0x0a is always a line end."""
     return not is_packed(path) and codecs.lookup(encoding).name.startswith(SEEKABLE)
 
 
@@ -94,7 +94,7 @@ def line_start(raw: IO[bytes], offset: int) -> int:
 
 
 class BoundedFile(io.RawIOBase):
-    """A file that ends at byte `end`."""
+    """A view of a file that ends at byte `end`."""
 
     def __init__(self, raw: IO[bytes], end: int) -> None:
         self.raw, self.end = raw, end
@@ -109,14 +109,14 @@ class BoundedFile(io.RawIOBase):
 
 
 def check_length(num_chars: int, where: Callable[[], str]) -> None:
-    """Raise InputError if a line of `num_chars` characters is too long. `where` returns the line's name, if needed."""
+    """Raise InputError if a line of `num_chars` characters is too long. `where` names the line, if needed."""
     if num_chars > LONGEST_LINE_CHARS:
         most = f"{LONGEST_LINE_CHARS:,} characters, which is the limit; are line ends missing?"
         raise InputError(f"{where()}: a line of more than {most}")
 
 
 def bounded_lines(text: IO[str], name: str) -> Iterator[str]:
-    """Yield lines. Raises InputError if a line is too long, before all of it is in memory."""
+    """Yield lines. Raises InputError if a line is too long, without reading all of it."""
     number = 0
     while line := text.readline(LONGEST_LINE_CHARS + 1):
         number += 1
@@ -125,9 +125,9 @@ def bounded_lines(text: IO[str], name: str) -> Iterator[str]:
 
 
 def bounded_text(text: IO[str], name: str, cure: str) -> str:
-    """Return a whole text. Raises InputError, before all of it is in memory, if it exceeds LONGEST_LINE_CHARS."""
+    """Return a whole text. Raises InputError, without reading all of it, if it exceeds LONGEST_LINE_CHARS."""
     content = text.read(LONGEST_LINE_CHARS + 1)
-    most = f"{LONGEST_LINE_CHARS:,} characters, which is the limit of one read; {cure}"
+    most = f"{LONGEST_LINE_CHARS:,} characters, the limit for a file that is read as a whole; {cure}"
     check(len(content) <= LONGEST_LINE_CHARS, f"{name}: more than {most}")
     return content
 

@@ -13,12 +13,12 @@ from train.data.files.rows import Values
 
 logger = logging.getLogger("train")
 
-TAG = re.compile(r"O|[BIESLU]-\S+")  # O tags a word that is in no entity
+TAG = re.compile(r"O|[BIESLU]-\S+")  # O: the word is in no entity
 # These tags of CoNLL-2003 mark phrases, not entities.
 PHRASE = re.compile(r"[BI]-(NP|VP|PP|ADVP|ADJP|SBAR|PRT|CONJP|INTJ|LST|UCP|NC|VC|PC)|O")
 MAX_WORDS = 10_000  # words per sentence; more suggest a file without blank lines
-FEW_WORDS = 10  # a file with fewer words may have no letters
-IN_FILES = {"tokens": "0", "tags": "-1"}  # the columns to read if data.columns has its default names
+FEW_WORDS = 10  # a file with fewer words may contain only numbers and signs
+IN_FILES = {"tokens": "0", "tags": "-1"}  # the columns to read if data.columns has the default names
 DOCUMENT = "-DOCSTART-"  # marks the beginning of a document; not a word
 COMMENT = ("# ", "#\t")
 TABS, BLANKS = re.compile(r" *\t *"), re.compile(r"[ \t]+")
@@ -78,7 +78,7 @@ def word_lines(lines: Iterable[str]) -> Iterator[tuple[int, str, list[str]]]:
 
 
 class Sentences:
-    """A reader of words and tags from one file's sentences. It notices signs that other columns have them."""
+    """A reader of words and tags in one file's sentences. It also finds other columns that may contain tags."""
 
     def __init__(self, name: str, given: ColumnsConfig) -> None:
         self.name, self.given = name, given
@@ -86,10 +86,10 @@ class Sentences:
         self.start: list[str] = []  # the columns of the first word
         self.num_words, self.has_letters, self.counts = 0, False, True
         self.like_tags: set[int] = set()  # other columns that contain only tags
-        self.named: set[int] = set()  # those of them in which a tag marks an entity
+        self.named: set[int] = set()  # those of `like_tags` in which a tag marks an entity
 
     def begin(self, columns: int, number: int) -> None:
-        """Take the column count of the first word, in line `number`. Raises InputError if data.columns is wrong."""
+        """Set the column count from the first word, in line `number`. Raises InputError if data.columns is wrong."""
         if self.columns:
             return
         self.columns = columns
@@ -118,7 +118,7 @@ class Sentences:
         return {"tokens": tokens, **({"tags": [fields[self.tag] for fields in words]} if self.columns > 1 else {})}
 
     def end(self) -> None:
-        """Raise InputError if the words have no letters. Log other columns that may hold the tags."""
+        """Raise InputError if the words have no letters. Log other columns that may contain the tags."""
         with_letters = [column for column, text in enumerate(self.start) if any(map(str.isalpha, text))]
         hint = f"as in data.columns.tokens={(*with_letters, 0)[0]} (columns are counted from 0)"
         is_counting = self.counts and self.num_words > 1
@@ -128,5 +128,5 @@ class Sentences:
         )
         if self.given.tags == "tags" and (others := sorted(self.like_tags & self.named)):
             listed = ", ".join(map(str, others))
-            message = "%s: tags are read from column %d; column %s holds tags too: see data.columns.tags"
+            message = "%s: tags are read from column %d; column %s also contains tags: see data.columns.tags"
             logger.warning(message, self.name, self.tag, listed)

@@ -13,14 +13,14 @@ from train.data.files.rows import Values, csv_dialect, csv_rows
 
 logger = logging.getLogger("train")
 
-MAX_FIELD_CHARS = 2**20  # maximum that an unclosed quote can swallow
+MAX_FIELD_CHARS = 2**20  # maximum; limits what an unclosed quote can swallow
 QUOTED = re.compile(r'"[^"]*"')
-FEW_LINES = 5  # line ends in a field; a field with this many may be rows that a quotation mark has swallowed
+FEW_LINES = 5  # a field with this many line ends may be several rows that a quotation mark swallowed
 
 
 @dataclass
 class Lines:
-    """A count of the lines read so far from a file, without blank lines and the header."""
+    """A count of the lines read so far from a file, not counting blank lines and the header."""
 
     count: int = 0
 
@@ -32,7 +32,7 @@ class Lines:
 
 
 def csv_lines(text: Iterator[str], name: str, cfg: RecordsConfig) -> Iterator[tuple[int, Values]]:
-    """Yield each row with its line number. Tabs separate .tsv by default. Raises InputError if marks in cfg collide."""
+    """Yield each row with its line number. A .tsv has tabs by default. Raises InputError if marks in cfg conflict."""
     is_tsv = name.lower().removesuffix(".gz").endswith(".tsv")
     delimiter = "\t" if is_tsv and cfg.delimiter == "," else cfg.delimiter
     quote = cfg.quote
@@ -40,7 +40,7 @@ def csv_lines(text: Iterator[str], name: str, cfg: RecordsConfig) -> Iterator[tu
         quote = None if delimiter == "\t" else '"'
     marks = [mark for mark in (delimiter, quote, cfg.escape) if mark is not None]
     usable = len(set(marks)) == len(marks) and not set(marks) & set("\r\n")
-    check(usable, f"data.delimiter, data.quote and data.escape are {marks}: they must differ and not be line ends")
+    check(usable, f"data.delimiter, data.quote and data.escape are {marks}: they must differ, and cannot be line ends")
     dialect = csv_dialect(delimiter, quote, cfg.escape)
     rows = csv_rows(text, name, cfg.encoding, header=cfg.header, max_field_chars=MAX_FIELD_CHARS, dialect=dialect)[1]
     return report_quotes(rows, name, delimiter, quote)
@@ -66,14 +66,14 @@ def report_quotes(
             "%s and %d more: quotation marks around fields are kept; data.quote='\"' removes them", first, others
         )
     elif first:
-        hint = "if a quotation mark is text there, it swallowed rows: set data.quote=null"
+        hint = "if a quotation mark there is plain text, it has swallowed rows: set data.quote=null"
         logger.warning(
             "%s and %d more: a field has lines that look like rows, or very many lines; %s", first, others, hint
         )
 
 
 def is_quoted(field: str) -> bool:
-    """Return whether a field is in quotation marks and contains others, all doubled, as CSV writers do."""
+    """Return whether a field is in quotation marks and contains doubled ones, but no single ones, as CSV writers do."""
     inner = field[1:-1]
     return len(field) > 1 and field[0] == field[-1] == '"' and '""' in inner and '"' not in inner.replace('""', "")
 

@@ -1,4 +1,4 @@
-"""The part of the conversion of text rows to token rows that all tasks share."""
+"""The base class of the tasks' converters from text rows to token rows."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class Featurizer(ABC):
-    """A task's converter from text rows to token rows. It uses a fast tokenizer, and counts what the texts lose.
+    """A task's converter from text rows to token rows. It uses a fast tokenizer, and counts lost and unknown tokens.
 
-    The name of a special token in a text, such as "[SEP]", is plain text. If the tokenizer still encodes it as the
-    special token, the unknown token takes its place.
+    A special token's name in a text, such as "[SEP]", is plain text. If the tokenizer encodes it as the special token
+    anyway, the unknown token replaces it.
     """
 
     kind: RowKind
@@ -44,7 +44,7 @@ class Featurizer(ABC):
         if drops(tokenizer.backend_tokenizer):
             self.dropping = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
             self.dropping.no_truncation()
-        self.missed = np.zeros(2, np.int64)  # in uncut texts: dropped characters, and these plus all tokens
+        self.missed = np.zeros(2, np.int64)  # before truncation: dropped characters, then these plus all tokens
         self.tokens_cut = np.zeros(0, np.int64)  # [rows] tokens cut off at seq_len, in the latest batch
 
     @property
@@ -54,8 +54,8 @@ class Featurizer(ABC):
 
     @abstractmethod
     def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
-        """Return the columns of the token rows made from rows with these `indices`, any number from each."""
-        # In columns that new rows lack, such as the target, the values are 0.
+        """Return the columns of the token rows made from `rows`, any number per row. `indices`: the rows' indices."""
+        # Columns that new rows lack, such as the target, are filled with 0.
 
     def encode(self, *texts: list[str] | None, **options: Any) -> BatchEncoding:
         for part in texts if self.dropping else ():
@@ -80,7 +80,7 @@ class Featurizer(ABC):
         self.count(split, truncated=len(cut), tokens_cut=int(self.tokens_cut.sum()))
 
     def columns(self, split: str, encodings: Sequence[Encoding], rows: Sequence[int]) -> dict[str, list]:
-        """Return the columns TOKENS of encodings, whose rows have the indices `rows`, and count unknown tokens."""
+        """Return the columns TOKENS for encodings of the rows at indices `rows`, and count unknown tokens."""
         unknown = sum(encoding.ids.count(self.tokenizer.unk_token_id) for encoding in encodings)
         text_tokens = sum(len(encoding.ids) - sum(encoding.special_tokens_mask) for encoding in encodings)
         if self.dropping is not None:
@@ -102,7 +102,7 @@ class Featurizer(ABC):
         self._notes.setdefault(split, Counter()).update(numbers)
 
     def notes(self, split: str) -> dict[str, float]:
-        """Return the counts of a split: truncated, tokens_cut, unknown_tokens, text_tokens, and the task's."""
+        """Return the counts of a split: truncated, tokens_cut, unknown_tokens, text_tokens, and the task's counts."""
         return {name: float(number) for name, number in self._notes.get(split, Counter()).items()}
 
 

@@ -39,7 +39,7 @@ SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
 START_CHARS = 4096  # first characters of a JSON file, which show whether it is SQuAD
 SQUAD_START = re.compile(r'\s*\{\s*("version"\s*:\s*"[^"]*"\s*,\s*)?"data"\s*:\s*\[')
 LEVELS = ("data", "paragraphs", "qas")  # SQuAD's nested lists, from the outside in
-SHOWN_CHARS = 40  # characters shown of a text in an error
+SHOWN_CHARS = 40  # maximum characters of a text in an error
 
 LocatedRow = tuple[str, Values]  # the location of a row, such as file.csv:17, and its values
 
@@ -124,7 +124,7 @@ def format_of(path: Path, name: str, cfg: RecordsConfig) -> str:
     with open_text(path, cfg.encoding) as (text, _):
         start = text.read(START_CHARS)
     hint = "write one object per line, as jq -c '.[]' does"
-    check(not start.lstrip().startswith("["), f"{name}: one JSON list, which cannot be read in pieces; {hint}")
+    check(not start.lstrip().startswith("["), f"{name}: one JSON list, which cannot be read row by row; {hint}")
     return "squad" if SQUAD_START.match(start) and '"paragraphs"' in start else "jsonl"
 
 
@@ -136,7 +136,7 @@ def squad_rows(path: Path, name: str, encoding: str) -> Iterator[tuple[str, Valu
     "is_impossible"}]}]}]}.
     """
     with open_text(path, encoding) as (text, _):
-        content = bounded_text(text, name, "split the list under data into files of one folder, or write JSON lines")
+        content = bounded_text(text, name, "split its list into several files in one folder, or write JSON lines")
         try:
             document = json.loads(content)
         except json.JSONDecodeError as error:
@@ -166,7 +166,7 @@ def questions(node: Any, levels: tuple[str, ...], where: str, above: dict[str, A
 def answers_of(value: Any, context: str) -> dict[str, list[Any]]:
     """Return answers as `{"text": [str], "answer_start": [int]}`, from this form or a list of objects.
 
-    Starts count characters. Raises BadRow if the form is wrong, or if an answer is not at its start in `context`.
+    Starts are in characters. Raises BadRow if the form is wrong, or if an answer is not at its start in `context`.
     """
     if isinstance(value, str):
         read = "pandas.read_csv(FILE, converters={'answers': ast.literal_eval})"
@@ -182,7 +182,7 @@ def answers_of(value: Any, context: str) -> dict[str, list[Any]]:
         there = context[max(start, 0) : max(start, 0) + len(text)]
         if start < 0 or there != text:
             at = f"character {start} of the context"
-            raise BadRow(f"answer {text[:SHOWN_CHARS]!r} is not at {at}, where there is {there[:SHOWN_CHARS]!r}")
+            raise BadRow(f"answer {text[:SHOWN_CHARS]!r} is not at {at}, which has {there[:SHOWN_CHARS]!r} there")
     return {"text": texts, "answer_start": starts}
 
 
@@ -203,7 +203,7 @@ def dataset_table(dataset: datasets.Dataset, where: str, wanted: Collection[str]
     columns = list(dataset.column_names)
 
     def rows() -> Iterator[LocatedRow]:
-        with naming(f"{where} cannot be read to its end", LIBRARY_ERRORS):
+        with naming(f"{where} cannot be read completely", LIBRARY_ERRORS):
             arrow = dataset.select_columns(present(wanted, columns)).with_format("arrow")
             yield from numbered(arrow.iter(BATCH_ROWS), where)
 
@@ -239,7 +239,7 @@ def saved_splits(folder: Path, location: str, names: dict[str, str | None]) -> d
     saved = load_saved(folder, location)
     if isinstance(saved, datasets.Dataset):
         given = [name for name in names.values() if name is not None]
-        check(not given, f"data.path={location} holds one data set, not splits {', '.join(given)}; leave them out")
+        check(not given, f"data.path={location} is one data set without splits; leave out {', '.join(given)}")
         return dict.fromkeys(names, saved)
     wanted = {split: name or split for split, name in names.items()}
     missing = sorted(set(wanted.values()) - set(saved))
@@ -248,7 +248,7 @@ def saved_splits(folder: Path, location: str, names: dict[str, str | None]) -> d
 
 
 def load_saved(folder: Path, name: str | None = None) -> Any:
-    """Return the Dataset or DatasetDict that `save_to_disk` wrote, memory-mapped. Errors say `name` or else `folder`.
+    """Return the Dataset or DatasetDict that `save_to_disk` wrote, memory-mapped. Errors name `name` or `folder`.
 
     The names of files in its index are checked before the library opens them. Raises InputError if the data set cannot
     be read, or if it names a file outside its folder.
@@ -281,8 +281,8 @@ def listed(path: Path, key: str, hint: Any) -> Any:
 def load_hub(cfg: RecordsConfig, split: str, scratch: Path) -> datasets.Dataset:
     """Return a split of a Hub data set, or of a folder laid out like one.
 
-    A Hub data set is kept in the library's cache (HF_HOME), from which offline machines can read it. A folder, such as
-    a cloned repository, leaves no trace there.
+    A Hub data set is kept in the library's cache (HF_HOME), from which offline machines can read it. Nothing is cached
+    there for a folder, such as a cloned repository.
     """
     path = local_path(cfg.path)
     where = {"path": str(path), "cache_dir": str(scratch / "hub")} if path.is_dir() else {"path": cfg.path}

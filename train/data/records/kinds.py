@@ -14,7 +14,7 @@ from train.data.files.errors import BadRow, unreadable
 
 STRING, NUMBER, NUMBERS = Value("string"), Value("int32"), List(Value("int32"))
 TOKENS = {  # columns of every token row
-    "input_ids": NUMBERS,  # at most seq_len ids, with special tokens, without padding
+    "input_ids": NUMBERS,  # at most seq_len ids, including special tokens, without padding
     "second_at": NUMBER,  # index of segment 1's first token; the length if there is no segment 1
     "length": NUMBER,
     "row": NUMBER,  # index of the row that it was made from
@@ -81,14 +81,14 @@ class Row:
         if column in self.values:
             return self.values[column]
         value: Any = self.values
-        for name in column.split("."):  # dots lead into objects
+        for name in column.split("."):  # a dot selects a value in an object
             if not isinstance(value, dict) or name not in value:
                 raise BadRow(f"no {column}")
             value = value[name]
         return value
 
     def text(self, key: str) -> str:
-        """Return a key's value as text. Raises BadRow if it is not a string, or has characters that no text has."""
+        """Return a key's value as text. Raises BadRow if it is not a string, or has invalid characters."""
         value, column = self.value(key), self.columns[key]
         if not isinstance(value, str):
             raise BadRow(f"{column} holds {value!r:.40} ({type(value).__name__}), not a string")
@@ -127,7 +127,7 @@ def plain(value: Any) -> str:
 
 
 def plain_label(value: Any) -> str:
-    """Return a label as a string, which is the same for all file formats and in settings."""
+    """Return a label as a string that is the same in all file formats and in settings."""
     # 1, 1.0 and "+1" become "1", True and "TRUE" become "true", None and NaN become "".
     text = plain(value)
     whole = WHOLE.fullmatch(text)

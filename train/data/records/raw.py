@@ -1,8 +1,8 @@
 """Labelled examples as tables: each split, in whatever format, becomes a `datasets.Dataset` with the same columns.
 
-The sources are CSV, JSON lines, Parquet, SQuAD and CoNLL files on disk or in S3, folders of save_to_disk, and the Hub.
-Rows are copied into Arrow files with only a few in memory. Rows that cannot be used are counted, and the first ones
-named; more than `data.max_bad_rows` of them are an error.
+The sources are CSV, JSON lines, Parquet, SQuAD and CoNLL files on disk or in S3, folders that save_to_disk wrote, and
+the Hub. Rows are copied into Arrow files, with only a few in memory at a time. Unusable rows are counted, and the first
+of them reported; more than `data.max_bad_rows` are an error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BATCH_ROWS = 500  # rows gathered in memory before they are written
 
 @dataclass(frozen=True)
 class Raw:
-    """Tables with the column `id`, a string, and the RowKind's columns in data.columns. Labels are ClassLabels."""
+    """Tables with a string column `id` and the RowKind's columns that data.columns sets. Labels are ClassLabels."""
 
     splits: dict[str, datasets.Dataset]  # "train", "validation", then the names of data.more_validation
     labels: list[str]  # names by id; [] if the task has no labels
@@ -74,7 +74,7 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
     dropped = {split: dropped.get(split, Dropped(split, 0)) for split in splits}
     counts = {split: len(table) for split, table in splits.items()}
     is_learnt = "train" in splits
-    # Each split draws from the same random stream as in training.
+    # Without training rows, splits keep the numbers they have in training, so that they draw the same rows.
     for number, (split, table) in enumerate(splits.items(), start=0 if is_learnt else 1):
         check_size(cfg, split, counts, dropped[split], [table.where for table in tables.get(split, ())])
         most = cfg.max_train_examples if split == "train" else cfg.max_validation_examples
@@ -118,7 +118,7 @@ def hold_out(table: datasets.Dataset, cfg: RecordsConfig, kind: RowKind, seed: i
 
 
 def given_labels(cfg: RecordsConfig, kind: RowKind, table: Table) -> list[str]:
-    """Return the label names from the settings or from the data's description; [] if only the rows have them."""
+    """Return the label names from the settings or from the data's description; [] if they must be found in the rows."""
     names = table.names_of(kind.columns_of(cfg.columns)[kind.target])
     if names is None:
         return list(cfg.labels)
@@ -137,11 +137,11 @@ def check_size(cfg: RecordsConfig, split: str, rows: dict[str, int], dropped: Dr
     total = rows.get("train", 0) + rows["validation"]
     if cfg.validation is None and total and split in ("train", "validation"):
         share = f"data.validation_fraction={cfg.validation_fraction} of {total:,} rows"
-        hint = f"{share} leaves none, as rows with the same text stay together; change it, or set data.validation"
+        hint = f"{share} leaves none, because rows with the same text stay together; change it, or set data.validation"
     elif dropped.bad_rows or dropped.left_out:
         hint = f"{dropped.bad_rows:,} are bad and data.label_map maps {dropped.left_out:,} to null"
     else:
-        hint = f"none is in {shortlist(names, MAX_LISTED)}"
+        hint = f"there is none in {shortlist(names, MAX_LISTED)}"
         hint += "" if cfg.format == "auto" else f", read as data.format={cfg.format}"
     check(rows[split] > 0, f"{split}: no row is left: {hint}")
 
@@ -157,9 +157,9 @@ def read_texts(
 ) -> Iterator[dict[str, Any]]:
     """Yield new examples from a file or a saved data set, in order, read like the training data.
 
-    The columns are those of `Raw`, but a label is its name: one of `labels`, if they are given, or None. The target
-    exists only if the data has it. Raises InputError, which names the row, if a row cannot be read, and if the data
-    lacks the column of a key in `named`.
+    The columns are as in `Raw`, but a label is a name: one of `labels`, if they are given, or None if it is unknown.
+    The target is missing if the data lacks it. Raises InputError, which names the row, if a row cannot be read; also if
+    the data lacks the column for a key in `named`.
     """
     new = replace(cfg, path=path, train=None, validation=None, more_validation={})
     says_format = is_named(path) and not path.endswith(".json")

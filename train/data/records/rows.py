@@ -22,7 +22,7 @@ COLUMN_ROWS = 100  # first rows of JSON lines from which the columns are taken, 
 MAX_NUMBERS = 50  # distinct numbers as labels; more are scores, years or ids
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 SCORE = re.compile(rf"{NUMBER.pattern}|[+-]?\d+,\d+", re.IGNORECASE)  # a number; a decimal comma is accepted
-NO_NUMBER = re.compile(r"[+-]?(inf(inity)?|nan)", re.IGNORECASE)  # not a class among numbers; among words it is a label
+NO_NUMBER = re.compile(r"[+-]?(inf(inity)?|nan)", re.IGNORECASE)  # no class if other labels are numbers; else a label
 TRUTHS, BITS = {"true", "false"}, {"0", "1"}
 SEVERAL = re.compile(r"""\[\s*(['"\d].*)?\]|\{\s*['"].*\}""", re.DOTALL)  # a list or an object as text, as in CSV
 
@@ -67,7 +67,7 @@ class LabelNames:
         self.unmapped: set[str] = set()
 
     def look_up(self, value: Any, names: Sequence[str] | None) -> tuple[str, str | None]:
-        """Return a value's name in the data, and the label that data.label_map maps it to (None: leave it out).
+        """Return a value's name in the data, and the label that data.label_map maps it to (None: leave the row out).
 
         `names`: the names that numbers in the data stand for, if any.
         """
@@ -96,7 +96,7 @@ class LabelNames:
         if not self.known and len(self.seen) > MAX_LABELS:
             self.check_numbers()
             many = f"more than {MAX_LABELS} different labels, such as {name[:40]}; is data.columns right?"
-            raise InputError(f"the data holds {many}")
+            raise InputError(f"the data has {many}")
         return name
 
     def check_numbers(self) -> None:
@@ -105,7 +105,7 @@ class LabelNames:
         check(
             not (TRUTHS & {*seen} and BITS & {*seen}),
             f"the labels are {shortlist(seen)}, where true may mean 1: data.label_map={{true: 1, false: 0}} "
-            "joins the two; if each label is a class, list all in data.labels",
+            "merges the two; if each label is a class, list all in data.labels",
         )
         values = {name: float(name.replace(",", ".")) for name in seen if SCORE.fullmatch(name)}
         values |= {name: float(name) for name in seen if values and NO_NUMBER.fullmatch(name)}
@@ -143,7 +143,7 @@ def examples(
     *,
     named: Collection[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Yield each row with the columns of `kind`; a label is its name. Bad rows are counted in `dropped`.
+    """Yield each row with the columns of `kind`; a label is a name. Bad rows are counted in `dropped`.
 
     If `dropped` is None, the rows are new: the data may lack the target unless its key is in `named`, and an unknown
     label is None. Raises InputError if a column is missing, or if a new row is bad.
@@ -167,7 +167,7 @@ def examples(
                     example |= target_of(row, example, kind, labels, names, is_new=is_new)
                 if kind.has_unique_ids and not is_new:
                     if example["id"] in ids:
-                        raise BadRow(f"an earlier row has the id {example['id']:.40} too; ids must differ")
+                        raise BadRow(f"an earlier row also has the id {example['id']:.40}; ids must differ")
                     ids.add(example["id"])
             except BadRow as bad:
                 if dropped is None:
@@ -182,7 +182,7 @@ def examples(
         if num_lines and dropped is not None:
             dropped.read_lines, dropped.read_rows = dropped.read_lines + num_lines, dropped.read_rows + num_rows
         elif num_lines not in (0, num_rows):
-            logger.warning("%s: %d lines read as %d rows", table.where, num_lines, num_rows)
+            logger.warning("%s: %d lines were read as %d rows", table.where, num_lines, num_rows)
 
 
 def target_of(
@@ -213,7 +213,7 @@ def target_of(
 def check_single(value: Any, column: str, kind: RowKind) -> None:
     """Raise BadRow if a label is bytes, a list or an object, or the text of a list or object."""
     if isinstance(value, bytes):
-        raise BadRow(f"{column} holds {value!r:.40}, bytes and not text; write the column as strings")
+        raise BadRow(f"{column} holds {value!r:.40}, bytes, not text; write the column as strings")
     if not isinstance(value, list | dict) and not (isinstance(value, str) and SEVERAL.fullmatch(value.strip())):
         return
     is_object = isinstance(value, dict) or str(value).lstrip().startswith("{")

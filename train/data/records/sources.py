@@ -1,4 +1,4 @@
-"""The location and version of labelled data: files on disk or in S3, a folder of save_to_disk, or the Hub."""
+"""The location and version of labelled data: files on disk or in S3, a folder that save_to_disk wrote, or the Hub."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".conll")  # .gz may 
 FILE_FORMATS = ("csv", "jsonl", "parquet", "squad", "conll")
 SAVED_MARKS = {"dataset_dict.json", "dataset_info.json", "state.json"}  # names of files that save_to_disk writes
 NO_FILE = "neither a regular file nor a folder (a pipe can be read only once, and may not end): write it to a file"
-MAX_LISTED = 5  # files named in an error
-NO_ROWS = ""  # the value of data.train if nothing is learnt: no training rows are read
+MAX_LISTED = 5  # maximum files named in an error
+NO_ROWS = ""  # the value of data.train without training: no training rows are read
 # These settings do not change which rows are read.
 NOT_READING = ("path", "num_workers", "verify", "cache_dir", "lengths", "save_to", "max_bad_rows")
 
@@ -102,7 +102,7 @@ class S3File:
     def download(self, root: Path) -> Path:
         """Copy the file to a path inside `root`, and return that path."""
         path = root / self.name
-        self.head()  # it may not exist
+        self.head()  # raises InputError if it does not exist
         with naming(f"{path} cannot be written", (OSError,)):
             path.parent.mkdir(parents=True, exist_ok=True)
             self.folder.download(self.name, path)
@@ -138,7 +138,7 @@ def split_files(cfg: RecordsConfig, s3: S3Config) -> dict[str, list[File]]:
 
 
 def find(location: str, key: str, pattern: str | None, s3: S3Config) -> list[File]:
-    """Return the files that match `pattern`, or the only one, inside `location` or, if that is a file, next to it."""
+    """Return files in a folder (or next to a file) `location`: those that match `pattern`; None: the only one."""
     if is_s3(location):
         return list(find_in_s3(location, key, pattern, s3))
     root = local_path(location)
@@ -196,7 +196,7 @@ def saved_files(cfg: RecordsConfig, s3: S3Config) -> list[File]:
     if is_s3(cfg.path):
         folder = s3_folder(cfg.path, s3)
         names = folder.names()
-        check(bool(names), f"data.path={cfg.path} holds nothing")
+        check(bool(names), f"data.path={cfg.path} is empty")
         return [S3File(folder, folder.location, name) for name in names]
     root = local_path(cfg.path)
     check(root.is_dir(), f"data.path={cfg.path} is not a folder; data.format=saved reads what save_to_disk wrote")
@@ -204,11 +204,11 @@ def saved_files(cfg: RecordsConfig, s3: S3Config) -> list[File]:
 
 
 def hub_version(cfg: RecordsConfig) -> str:
-    """Return the commit of a Hub data set that `datasets` reports (offline: the commit in the library's cache)."""
+    """Return the commit that `datasets` reports for a Hub data set (offline: the commit in the library's cache)."""
     with naming_hub(cfg):
         commit = open_builder(cfg.path, name=cfg.name, revision=cfg.revision).hash
     if not isinstance(commit, str):
-        raise InputError(f"data.path={cfg.path}: datasets finds no version of it; set data.revision to a commit")
+        raise InputError(f"data.path={cfg.path}: datasets reports no commit for it; set data.revision to a commit")
     return commit
 
 

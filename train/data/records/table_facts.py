@@ -12,12 +12,12 @@ from train.config import shortlist
 if TYPE_CHECKING:
     from datasets import Dataset
 
-QUANTILES = {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "longest": 1.0}  # the share of rows up to each length
+QUANTILES = {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "longest": 1.0}  # share of rows up to this length
 SHORTEST_EDGE = 4
 STEP = 16  # tokens; lengths are multiples of this, which suits matrix units
 LEAST_GAIN = 0.01  # share of the computed tokens that one more length must save, since it makes batches less mixed
 FEW_EXAMPLES = 30  # examples of an evaluation; with fewer, one answer moves a score by more than 3 %
-MOST_GRAPHS = 3  # maximum of lengths that data.lengths=auto chooses if each needs a compiled graph
+MOST_GRAPHS = 3  # maximum number of lengths from data.lengths=auto if each needs a compiled graph
 
 
 def column(table: Dataset, name: str) -> np.ndarray:
@@ -48,7 +48,7 @@ def facts_of_split(
 
 
 def shortages(splits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line about labels that no training row has, and one for each split that is too small to measure."""
+    """Yield a warning about labels without training rows, and one for each split that is too small to measure."""
     counts = splits["train"]["label_counts"] if "train" in splits else {}
     names = [name for name, count in counts.items() if not count]
     if names:
@@ -60,7 +60,7 @@ def shortages(splits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def cut_words(*, rows: int, tokens: int, notes: Mapping[str, float], seq_len: int) -> str:
-    """Return a sentence on the rows cut at `seq_len` and their lost tokens; "" if none. `tokens`: the rows' tokens."""
+    """Return a sentence about rows cut at `seq_len` and their lost tokens; "" if none. `tokens`: the rows' tokens."""
     num_cut, lost = int(notes.get("truncated", 0)), int(notes.get("tokens_cut", 0))
     loss = f"{lost:,} of {tokens + lost:,} tokens ({lost / max(1, tokens + lost):.1%}) are lost"
     return f"{num_cut:,} of {rows:,} rows are cut at {seq_len} tokens: {loss}" if num_cut else ""

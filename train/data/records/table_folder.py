@@ -102,17 +102,17 @@ def whole_facts(folder: Path, *, checksums: bool) -> Facts | None:
 
 
 def save(folder: Path, target: Folder) -> None:
-    """Copy prepared tables to another folder, tables.json last. Raises InputError if the folder holds other files."""
+    """Copy prepared tables to another folder, tables.json last. Raises InputError if it contains other files."""
     content = LocalFolder(folder).read(NAME)
     facts = parse_facts(content)
     saved_before = find_facts(target)
     key = f"data.save_to={target.location}"
     if saved_before is not None:
         same = all(dict(saved_before)[name] == dict(facts)[name] for name in ("id", "settings", "selection"))
-        check(same, f"{key} holds other prepared data; choose another folder")
+        check(same, f"{key} contains other prepared data; choose another folder")
         return
     strange = sorted(target.names_here() - {PurePosixPath(name).parts[0] for name in facts["files"]})
-    check(not strange, f"{key} holds something else ({', '.join(strange[:3])}); choose an empty folder")
+    check(not strange, f"{key} contains other files ({', '.join(strange[:3])}); choose an empty folder")
     for name in facts["files"]:
         target.write(name, (folder / name).read_bytes())
     target.write(NAME, content)
@@ -123,13 +123,13 @@ def bring(source: Folder, facts: Facts, folder: Path) -> None:
     for name, entry in facts["files"].items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        advice = f"{NAME} names it: save the data again"
+        advice = f"{NAME} lists it: save the data again"
         path.write_bytes(read_verified(source, name, entry["sha256"], advice=advice))
     (folder / NAME).write_bytes(source.read(NAME))
 
 
 def check_same(facts: Facts, data: RecordsConfig, featurizer: Featurizer, tokenizer_sha256: str) -> None:
-    """Raise InputError if saved tables were prepared with other settings. It names the first one that differs."""
+    """Raise InputError if saved tables were prepared with other settings. The message names the first that differs."""
     path, task = f"data.path={data.path}", featurizer.kind.name
     check(facts["kind"] == task, f"{path} was prepared for task={facts['kind']}, not {task}")
     theirs = dict(flatten(facts["settings"]))
@@ -139,11 +139,11 @@ def check_same(facts: Facts, data: RecordsConfig, featurizer: Featurizer, tokeni
         theirs[name], mine[name] = value, value if getattr(data, name) is None else getattr(data, name)
     for name in sorted({*theirs, *mine}):
         old, new = theirs.get(name), mine.get(name)
-        check(old == new, f"{path} was prepared with {name}={old}, this run has {new}; use the same or prepare again")
+        check(old == new, f"{path} was prepared with {name}={old}, but this run has {new}; change it or prepare again")
     missing = sorted(set(data.more_validation) - set(facts["splits"]))
     check(not missing, f"{path} has no split {', '.join(missing)} (data.more_validation); prepare it again")
     check(
         facts["tokenizer_sha256"] == tokenizer_sha256,
-        f"{path} was prepared with the tokenizer of sha256 {facts['tokenizer_sha256'][:12]}, the model's has "
+        f"{path} was prepared with a tokenizer of sha256 {facts['tokenizer_sha256'][:12]}, but the model's has "
         f"{tokenizer_sha256[:12]}; choose the model it was prepared for, or prepare again",
     )

@@ -71,7 +71,7 @@ logger = logging.getLogger("train")
 RESERVED = ("tokenizer", "scratch")  # folder names that a split cannot have
 ROWS_AT_ONCE = 1000  # rows tokenised together, and rows per chunk of an Arrow file
 LAUNCH = ".launch-"  # prefix of the files in which a rank leaves a result for the other ranks of its machine
-SHARD = "128MB"  # the size of a table's files; a file is read into memory to copy it to S3
+SHARD = "128MB"  # maximum size of a table's files, because each is read into memory to copy it to S3
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class TableRequest:
 def once_per_machine(root: Path, key: str, action: Callable[[], str]) -> str:
     """Return the result of `action`, which only one rank of each machine performs.
 
-    The ranks take the lock of a file in `root` one after the other. The first one performs `action` and writes the
+    The ranks lock a file in `root` one after the other. The first one performs `action` and writes the
     result into the file. If it dies or fails, the next one performs `action`.
     """
     launch = launched()
@@ -169,7 +169,7 @@ def provide(request: TableRequest) -> str:
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return the checksum of tokenizer.json without the settings of truncation and padding, which calls change."""
+    """Return the checksum of tokenizer.json without truncation and padding settings, which tokenizer calls change."""
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     return sha256_json({name: part for name, part in parts.items() if name not in ("truncation", "padding")})
 
@@ -188,9 +188,9 @@ def find_saved(request: TableRequest, source: Folder, facts: Facts) -> Path:
 
 
 def find_or_make(request: TableRequest) -> Path:
-    """Return the folder for these rows, settings and tokenizer. It is made if the cache does not have it.
+    """Return the folder for these rows, settings and tokenizer, and make it if it is not in the cache.
 
-    Raw data that has not changed is not read again. Raises InputError if too many rows are bad, or if the disk is full.
+    Unchanged raw data is not read again. Raises InputError if too many rows are bad, or if the disk is full.
     """
     data, kind, settings = request.data, request.featurizer.kind.name, request.featurizer.settings
     now = version(data, request.cfg.s3)
@@ -263,7 +263,7 @@ def content_id(tables: Mapping[str, datasets.Dataset], labels: list[str]) -> str
 
 
 def make_features(featurizer: Featurizer, split: str, examples: datasets.Dataset, scratch: Path) -> datasets.Dataset:
-    """Make the token rows of a split, ROWS_AT_ONCE rows at a time. One process is enough: the tokenizer has threads."""
+    """Make the token rows of a split, ROWS_AT_ONCE rows at a time. One process suffices: the tokenizer uses threads."""
     names = examples.column_names
     progress.begin(Phase(f"tokenising {split}", len(examples), has_bar=True))
 
@@ -281,6 +281,6 @@ def make_features(featurizer: Featurizer, split: str, examples: datasets.Dataset
         features=datasets.Features(featurizer.types),
         cache_file_name=str(scratch / f"{split}-tokens.arrow"),
         load_from_cache_file=False,
-        new_fingerprint=f"tokens-{split}",  # `map` would pickle the tokenizer to make one
+        new_fingerprint=f"tokens-{split}",  # otherwise `map` pickles the tokenizer to compute one
         desc=f"tokenise {split}",
     )

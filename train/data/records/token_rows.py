@@ -1,4 +1,4 @@
-"""Batches of static shapes from a table of prepared examples, whose rows are padded when they are drawn.
+"""Batches of static shapes from a table of prepared examples. Rows are padded when they are drawn.
 
 The token ids are in memory-mapped Arrow files: each row is a slice of its chunk's values.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from pyarrow import ChunkedArray, DataType
 
-FLOATS = {"halffloat": np.float16, "float": np.float32, "double": np.float64}  # dtypes by Arrow's names
+FLOATS = {"halffloat": np.float16, "float": np.float32, "double": np.float64}  # dtypes by their names in Arrow
 NUMBERS = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", *FLOATS}
 LABELS = "labels"  # the input with the class of each row or of each token; not every table has it
 
@@ -54,11 +54,11 @@ def is_list(kind: DataType) -> bool:
 
 
 def input_dtype(column: ChunkedArray, name: str) -> np.dtype:
-    """Return int64 for integers and booleans, a float dtype unchanged. Raises InputError if a column has others."""
+    """Return int64 for integers and booleans, else the column's float dtype. Raises InputError if it is not numeric."""
     parts = [chunk.values if hasattr(chunk, "values") else chunk for chunk in column.chunks]
     kinds = {str(part.type) for part in parts}
-    check(kinds <= NUMBERS, f"column {name} holds {', '.join(sorted(kinds))}: an input of the model must be numbers")
-    check(not any(part.null_count for part in (column, *parts)), f"column {name} holds empty values")
+    check(kinds <= NUMBERS, f"column {name} has type {', '.join(sorted(kinds))}: model inputs must be numbers")
+    check(not any(part.null_count for part in (column, *parts)), f"column {name} has empty values")
     is_float = any(kind in FLOATS for kind in kinds)
     return np.dtype(FLOATS[kinds.pop()] if is_float else np.int64)
 
@@ -84,8 +84,8 @@ class TokenRows:
     ) -> None:
         """Map the table. `lengths`: the padded lengths, ascending; each row gets the first one that it fits into.
 
-        `columns`: the column of numbers for each further input; the input `labels` has the classes. `weights`: [labels]
-        float, the weight of the rows of each class; None: 1. Raises InputError if a column is missing or not numeric,
+        `columns`: a numeric column for each additional input; the input `labels` has the classes. `weights` [labels]:
+        the weight of each class's rows; None: 1. Raises InputError if a column is missing or not numeric,
         or a row is longer than the last of `lengths`.
         """
         missing = sorted({"input_ids", "second_at", "length", *columns.values()} - set(table.column_names))
@@ -125,7 +125,7 @@ class TokenRows:
         lengths = np.array(list(map(len, tokens)))
         if (too_long := lengths[~is_padding].max(initial=0)) > seq_len:
             raise ValueError(f"a row of {too_long} tokens in a batch of {seq_len}")
-        lengths = np.minimum(lengths, seq_len)  # row 0, which stands for PADDING, may be of a longer bucket
+        lengths = np.minimum(lengths, seq_len)  # row 0, which stands for PADDING, may belong to a longer bucket
 
         input_ids = np.full((len(rows), seq_len), self.pad_id, np.int64)
         for number, (row_tokens, length) in enumerate(zip(tokens, lengths.tolist(), strict=True)):

@@ -1,13 +1,13 @@
 """A machine's cache for shards from S3: its folder, its size, and how readers wait for shards.
 
-`CACHE_DIR/ID/` contains the shards of one data set under the names in its manifest. A shard gets its name by a rename
-once its length and sha256 are right (download.py). Runs that read the same data share the folder. If not all of the
-data fits, a run has to delete shards, and no other run may use the folder. Nothing else is ever deleted.
+`CACHE_DIR/ID/` contains the shards of one data set under the names in its manifest. A shard is renamed to its
+name once its length and sha256 are right (download.py). Runs that read the same data share the folder. If the data
+does not fit, a run has to delete shards, and no other run may use the folder. Nothing else is ever deleted.
 
 `CACHE_DIR/ID/runs/NAME/` belongs to one run. It contains the shards that are being written, an empty file
 `compared/SHARD` for each shard that the run's prefetcher has compared with the manifest, a file `faults/SHARD` for each
-shard that fails, and status.json. From status.json readers learn which process fetches, and from its mtime when bytes
-last came. No single file grows with the number of shards. A reader opens only shards that its run has compared.
+shard that fails, and status.json. Readers learn from status.json which process fetches, and from its mtime when bytes
+last arrived. No single file grows with the number of shards. A reader opens only shards that its run has compared.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Fault(TypedDict):
 
 
 class PrefetchStatus(TypedDict):
-    """The status of a run's prefetcher, for the readers."""
+    """The status of a run's prefetcher, as readers see it."""
 
     owner: str  # the owner_name of the prefetcher's process
     is_filling: bool  # True if more shards will be fetched now
@@ -66,7 +66,7 @@ def cache_dir(cfg: DataConfig) -> Path:
 
 
 def launch_name() -> str:
-    """Return a name that all ranks launched together on this machine share, and no other launch has."""
+    """Return a name that is the same for all ranks of this launch on this machine, and different for other launches."""
     if launched().world_size == 1:
         return uuid.uuid4().hex
     return f"{platform.node()}-{os.environ.get('MASTER_ADDR')}-{os.environ.get('MASTER_PORT')}".replace("/", "-")
@@ -107,7 +107,7 @@ class ShardCache:
         check(
             needed <= present + free,
             f"{self.folder} has {free / 1e9:.3g} GB free, but the shards would take {needed / 1e9:.3g} GB; free "
-            "some, lower data.cache_gb, or choose data.cache_dir on a larger disk",
+            "some space, lower data.cache_gb, or choose data.cache_dir on a larger disk",
         )
         return wanted
 
@@ -132,18 +132,18 @@ class ShardCache:
         return sum(shard.bytes for shard in held_out(self.manifest, order))
 
     def check_fits(self, order: ShardSampler | Sequence[Shard]) -> None:
-        """Raise InputError if the cache cannot hold the windows of `order`, or these shards."""
+        """Raise InputError if the cache is too small for the windows of `order`, or for all of these shards."""
         limit_bytes = self.limit_bytes()
         part_bytes = self.part_bytes(order) if isinstance(order, ShardSampler) else sum(shard.bytes for shard in order)
         if part_bytes <= limit_bytes:
             return
-        may_take = f"the cache may take {limit_bytes / 1e9:.3g} GB"
+        may_take = f"the cache may use {limit_bytes / 1e9:.3g} GB"
         if not isinstance(order, ShardSampler):
             raise InputError(f"{may_take}, but the data is {part_bytes / 1e9:.3g} GB; choose another cache folder")
         check(
             order.window_rows >= order.global_batch_size,
-            f"a batch of {order.global_batch_size} sequences is more than a window of {order.window_shards} shards per "
-            f"lane holds ({order.window_rows} in {order.lanes.number} lanes); raise data.cache_gb",
+            f"a batch has {order.global_batch_size} sequences, more than a window of {order.window_shards} shards per "
+            f"lane ({order.window_rows} in {order.lanes.number} lanes); raise data.cache_gb",
         )
         of_lane = (WINDOWS_HELD * order.window_shards + cut_shards(order)) * self.largest_bytes
         needed = min(part_bytes, self.eval_bytes(order) + len(order.lanes_here) * of_lane)
@@ -172,7 +172,7 @@ class ShardCache:
             if time.monotonic() > until_s:
                 file.close()
                 why = "uses {}, and not all of the data fits" if alone else "needs {} for itself"
-                raise InputError(f"another run {why.format(self.folder)}; give one of them another data.cache_dir")
+                raise InputError(f"another run {why.format(self.folder)}; set another data.cache_dir for one of them")
             time.sleep(POLL_S)
         shutil.rmtree(self.run, ignore_errors=True)
         self.compared.mkdir(parents=True)
@@ -193,21 +193,21 @@ class ShardCache:
             logger.warning("cannot write %s: %s", path, error.strerror)
 
     def heard(self) -> None:
-        """Tell readers that bytes have come."""
+        """Tell readers that bytes have arrived."""
         now_s = time.monotonic()
         if now_s - self.told_s >= TELL_EVERY_S:
             self.told_s = now_s
-            with suppress(FileNotFoundError):  # there is no such file without a prefetcher
+            with suppress(FileNotFoundError):  # there is no status file without a prefetcher
                 os.utime(self.status)
 
     # ---- readers ---------------------------------------------------------------------------------------------------
 
     def is_ready(self, shard: Shard) -> bool:
-        """Return whether a shard is there and this run's prefetcher has compared it with the manifest."""
+        """Return whether a shard is in the cache and this run's prefetcher has compared it with the manifest."""
         return (self.compared / shard.file).exists() and (self.folder / shard.file).is_file()
 
     def wait(self, shards: Sequence[Shard]) -> None:
-        """Wait until all shards that a batch needs are there and compared.
+        """Wait until all shards that a batch needs are in the cache and compared.
 
         Raises InputError if a shard cannot be fetched, Unreachable if no byte of any shard arrived for deadline_s;
         both name a shard and the reason. Time in which the prefetcher has nothing to fetch does not count, because a
@@ -216,7 +216,7 @@ class ShardCache:
         missing = list(shards)
         silent_since_s, heard_before = time.monotonic(), 0
         while True:
-            status, heard = self.told()  # read first: shards may come meanwhile
+            status, heard = self.told()  # read before looking for shards: some may arrive meanwhile
             while missing and self.is_ready(missing[-1]):
                 missing.pop()
             if not missing:
@@ -226,7 +226,7 @@ class ShardCache:
             self.owner = status["owner"] if status else self.owner
             if is_gone(self.owner):
                 what = "the process that fetches shards on this node is gone; its error is above"
-                raise Unreachable(f"{missing[-1].file} cannot come: {what}")
+                raise Unreachable(f"{missing[-1].file} cannot be fetched: {what}")
             faulty = {path.name for path in self.faults.glob("*.safetensors")}
             for file in faulty & {shard.file for shard in missing}:
                 fault: Fault | None = read_json(self.faults / file)
@@ -236,12 +236,12 @@ class ShardCache:
                 silent_since_s, heard_before = time.monotonic(), heard
             elif time.monotonic() - silent_since_s > self.cfg.deadline_s:
                 reason = self.reason([shard.file for shard in missing], faulty, has_begun=status is not None)
-                what = f"{missing[-1].file} does not come; {reason}"
+                what = f"{missing[-1].file} does not arrive; {reason}"
                 self.gave_up = Unreachable(f"{what}; given up after {self.cfg.deadline_s:g} s (data.deadline_s)")
             time.sleep(POLL_S)
 
     def told(self) -> tuple[PrefetchStatus | None, int]:
-        """Return the prefetcher's status, and the time in ns when bytes last came; None and 0 if it has not begun."""
+        """Return the prefetcher's status, and the time in ns when bytes last arrived; None and 0 if not started."""
         try:
             with self.status.open("rb") as file:
                 return json.loads(file.read()), os.fstat(file.fileno()).st_mtime_ns
@@ -249,21 +249,21 @@ class ShardCache:
             return None, 0
 
     def reason(self, missing: Sequence[str], faulty: set[str], *, has_begun: bool) -> str:
-        """Return why missing shards do not come: the fault of one of them, or else of another shard."""
+        """Return why missing shards do not arrive: the fault of one of them, or else of another shard."""
         for file in (*missing, *sorted(faulty)):
             fault: Fault | None = read_json(self.faults / file) if file in faulty else None
             if fault is not None:
                 return fault["reason"]
-        return "no byte came, without an error" if has_begun else "the process that fetches shards has not begun"
+        return "no byte arrived, and there was no error" if has_begun else "the process that fetches has not started"
 
 
 def cut_shards(order: ShardSampler) -> int:
-    """Return how many shards of a lane may be partial. Each takes the space of a whole shard."""
+    """Return how many shards of a lane may be partly in other lanes. Each takes the space of a whole shard."""
     return 2 if order.lanes.number > 1 else 0
 
 
 def locked(file: IO[str], operation: int) -> bool:
-    """Lock a file without waiting. Returns False if another run has a lock. Raises InputError if that is impossible."""
+    """Lock a file without waiting. Returns False if another run has a lock. Raises InputError if locks do not work."""
     with naming(f"{file.name} cannot be locked", (OSError,), "; set data.cache_dir to a local disk"):
         try:
             fcntl.flock(file, operation | fcntl.LOCK_NB)

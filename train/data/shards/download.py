@@ -1,8 +1,8 @@
 """The download of shards from S3 into the cache, through the s3torchconnector, which only this module imports.
 
-The connector retries, but has no time limit (a dead connection takes it six minutes) and compares no checksum. So this
-module ends an attempt at a shard when nothing arrives for a while, begins the next attempt with a new client, and
-compares length and sha256 with the manifest before the file gets its name.
+The connector retries, but has no time limit (a dead connection costs it six minutes) and verifies no checksum. This
+module therefore ends an attempt at a shard when nothing arrives for a while, begins the next attempt with a new client,
+and compares length and sha256 with the manifest before the file gets its name.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ logger = logging.getLogger("train")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # random pauses between attempts; their limit doubles up to 10 s
 MIN_PART_BYTES, MAX_PART_BYTES = 5 * 2**20, 512 * 2**20  # the connector's limits; it keeps one part in memory
 CONNECTOR_ATTEMPTS = 3
-MAX_DOUBTS = 3  # attempts at a shard that does not match the manifest, which is seldom the network's fault
+MAX_DOUBTS = 3  # attempts if a shard does not match the manifest, which is rarely the network's fault
 FIRST_BYTES, REQUEST_S = 8 * 2**20, 5.0  # the size of the first request, and the time that later ones should take
-FINAL = {  # phrases in the connector's errors that retries will not change, and AWS's codes for them
+FINAL = {  # phrases in the connector's errors that retries cannot cure, and AWS's codes for them
     "bucket does not exist": "NoSuchBucket",
     "No signing credentials": "NoCredentialsError",
 }
-PASSING = {  # faults that time may change: a new role takes a while to be known everywhere, a copy may be in progress
+PASSING = {  # faults that may pass: a new role takes a while to be known everywhere, a copy may be in progress
     "TIME_TOO_SKEWED": "RequestTimeTooSkewed",
     "TOKEN_EXPIRED": "ExpiredToken",
     "key does not exist": "it is not in the bucket",
@@ -87,12 +87,12 @@ class Client:
         )
 
     def read(self, file: str, *, most_bytes: int, on_bytes: Callable[[], None]) -> list[bytes]:
-        """Return the content of an object in pieces. If it is longer than `most_bytes`, only its beginning is read.
+        """Return the content of an object in chunks. If it is longer than `most_bytes`, only its beginning is read.
 
         `on_bytes` is called whenever bytes arrive. Raises Doubtful or Unreachable.
 
         The connector returns a response only when all of it has arrived. So the first request asks for FIRST_BYTES.
-        Later requests ask for what should arrive within REQUEST_S at the speed seen: over a fast link, a whole shard.
+        Later requests ask for what should arrive within REQUEST_S at the measured speed: often a whole shard.
         """
         pieces: list[bytes] = []
         start = 0
@@ -109,7 +109,7 @@ class Client:
                     break
                 self.request_bytes = max(FIRST_BYTES, int(REQUEST_S * (stop - first) / (time.monotonic() - began_s)))
             return pieces
-        except S3Exception as error:  # one class for all errors: only its text distinguishes them
+        except S3Exception as error:  # one class for all errors: only the text distinguishes them
             if pieces and "<Code>InvalidRange</Code>" in str(error):  # the object ended with the previous request
                 return pieces
             raise self.explain(error, file) from error
@@ -143,7 +143,7 @@ class Client:
 
 
 def answer_in(text: str) -> tuple[int, str, str]:
-    """Return the status, code and text of S3's answer that an error of the connector quotes; 0 or "" if it does not."""
+    """Return the status, code and text of the S3 answer quoted in a connector error; 0 or "" for what it lacks."""
     status, code, said = (
         re.search(pattern, text)
         for pattern in (r"response_status: (\d+)", "<Code>(.*?)</Code>", "<Message>(.*?)</Message>")
@@ -152,9 +152,9 @@ def answer_in(text: str) -> tuple[int, str, str]:
 
 
 def put(variables: Mapping[str, str | None]) -> None:
-    """Set variables where the connector looks, in the environment of the C library. None unsets a variable.
+    """Set variables in the environment of the C library, where the connector looks for them. None unsets a variable.
 
-    Python's os.environ is left as the user has it, because boto3 reads its variables there.
+    Python's os.environ keeps the user's values, because boto3 reads them there.
     """
     for name, value in variables.items():
         if value is None:
@@ -185,7 +185,7 @@ class Downloader:
         limit_s: float = math.inf,
         on_failure: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """Put a shard into the cache unless it is there.
+        """Put a shard into the cache unless it is already there.
 
         A damaged shard is kept until an intact one replaces it, because other runs may be reading it. `on_failure` is
         called with the reason after each failed attempt. Raises InputError if no further attempt can cure the fault,
@@ -212,7 +212,7 @@ class Downloader:
         def after_failure(state: RetryCallState) -> None:
             error = state.outcome.exception() if state.outcome else None
             reason = f"{url}: {error} ({state.attempt_number} attempts)"
-            logger.warning("%s; again in %.1f s", reason, state.next_action.sleep if state.next_action else 0.0)
+            logger.warning("%s; next attempt in %.1f s", reason, state.next_action.sleep if state.next_action else 0.0)
             on_failure(reason)
 
         retrying = Retrying(
@@ -229,7 +229,7 @@ class Downloader:
             raise kind(f"{url}: {error}") from error
 
     def fetch(self, shard: Shard, reads: set[Future[list[bytes]]]) -> list[bytes]:
-        """Return a shard's content, read by a new thread or by a thread of an earlier attempt, whichever ends first.
+        """Return a shard's content, read by a new thread or by one of an earlier attempt, whichever finishes first.
 
         `reads`: the results that earlier threads may still produce. A read cannot be stopped, and may succeed late.
         """
@@ -241,9 +241,9 @@ class Downloader:
 
         def read() -> None:
             try:
-                clients.append(self.current_client())  # here, because the search for credentials may hang
+                clients.append(self.current_client())  # in this thread, because looking for credentials may hang
                 content.set_result(clients[0].read(shard.file, most_bytes=shard.bytes, on_bytes=hear))
-            except BaseException as error:  # raised in the waiting thread
+            except BaseException as error:  # raised again in the waiting thread
                 content.set_exception(error)
 
         reads.add(content)
@@ -256,8 +256,8 @@ class Downloader:
         if not whole and self.client in clients:
             self.client = None
         if not ended:
-            limit = f"nothing came within {self.cfg.attempt_s:g} s (data.attempt_s)"
-            raise Unreachable(f"{limit}; over a slow link raise it")
+            limit = f"nothing arrived within {self.cfg.attempt_s:g} s (data.attempt_s)"
+            raise Unreachable(f"{limit}; raise it for a slow link")
         return (whole or list(ended))[0].result()
 
     def store(self, shard: Shard, content: list[bytes]) -> None:

@@ -1,9 +1,9 @@
-"""Token shards: safetensors files of sequences of one length, and the manifest that makes a data set of them.
+"""Token shards: safetensors files with sequences of one length, and the manifest that combines them into a data set.
 
 A data set is a folder: `manifest.json tokenizer/ train-00000.safetensors ... validation-00000.safetensors`. Each shard
 has `tokens` [rows, seq_len] (uint16 or uint32), `pivot` [rows] uint16 and `same_document` [rows] uint8 (packing.py).
-The manifest is written last. It names every shard with its rows, bytes and sha256, and has a checksum of itself, which
-is the data set's id. Readers open only the files that the manifest names.
+The manifest is written last. It lists the rows, bytes and sha256 of every shard. Its checksum of itself is the data
+set's id. Readers open only the files that the manifest lists.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ FORMAT = 1  # raise it when older readers cannot read the files
 SPLITS = ("train", "validation")
 DTYPES = ("uint16", "uint32")  # the dtypes of tokens
 MAX_SEQ_LEN = 2**16 - 1  # pivot is uint16
-MAPPED_SHARDS = 8192  # per ShardSet, one map each: a process may have 65,530 maps unless vm.max_map_count is raised
+MAPPED_SHARDS = 8192  # maximum per ShardSet; each is a memory map, of which Linux allows 65,530 (vm.max_map_count)
 MAX_HEADER_BYTES = 1024  # maximum per shard file; three tensors take about 250
-STORED_TYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4"}  # safetensors' names of dtypes, and numpy's
+STORED_TYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4"}  # safetensors' dtype names, and numpy's
 TOKENIZER_FILE = "tokenizer/tokenizer.json"  # the manifest has its checksum
 
 
@@ -45,7 +45,7 @@ class Rows:
 
     tokens: np.ndarray
     pivot: np.ndarray  # index of B's first token
-    same_document: np.ndarray  # 1 where A and B are from one document, so that their order has a meaning
+    same_document: np.ndarray  # 1 if A and B are from one document, so that they have an order
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -113,7 +113,7 @@ def read_manifest(where: Folder | Path) -> DataManifest:
         content = folder.read("manifest.json")
     except FileNotFoundError:
         raise InputError(
-            f"{location} holds no manifest.json: nothing was prepared there (python -m train.prepare "
+            f"{location} has no manifest.json: nothing was prepared there (python -m train.prepare "
             f"output={location}), or the preparation did not finish"
         ) from None
     with naming(f"{location}/manifest.json is not a manifest", (), "; prepare the data again"):
@@ -121,9 +121,9 @@ def read_manifest(where: Folder | Path) -> DataManifest:
 
 
 def parse_manifest(content: bytes) -> DataManifest:
-    """Parse a manifest, and check that all its values are possible: names lead to no other folder, sizes agree.
+    """Parse a manifest, and check that all its values are possible: no file is outside the folder, sizes agree.
 
-    Raises BadContent otherwise. The checksum cannot replace these checks: it does not tell who wrote the manifest.
+    Raises BadContent otherwise. The checksum does not replace these checks: whoever writes a manifest can compute it.
     """
     values = read_object(content)
     if values.get("format") != FORMAT:
@@ -138,7 +138,7 @@ def parse_manifest(content: bytes) -> DataManifest:
 
 
 def fault_of_manifest(manifest: DataManifest) -> str | None:
-    """Return what is impossible in a manifest whose fields have the right types; None if all is possible."""
+    """Return which value of a manifest is impossible; None if all are possible. The types must be right."""
     info = manifest.tokenizer
     if not 1 <= manifest.seq_len <= MAX_SEQ_LEN:
         return f"seq_len is {manifest.seq_len}, not 1 to {MAX_SEQ_LEN}"
@@ -148,30 +148,30 @@ def fault_of_manifest(manifest: DataManifest) -> str | None:
         return f"its splits are not {' and '.join(SPLITS)} with a training shard"
     (file, times), *_ = Counter(shard.file for shard in manifest.shards).most_common()
     if times > 1:
-        return f"{file} is in it {times} times"
+        return f"it lists {file} {times} times"
     ids = [info.cls_id, info.sep_id, info.mask_id, info.pad_id, *info.special_ids]
     if not max(ids) < info.vocab_size <= np.iinfo(manifest.dtype).max + 1:
-        return f"a vocabulary of {info.vocab_size} pieces does not fit ids up to {max(ids)} and dtype {manifest.dtype}"
+        return f"a vocabulary of {info.vocab_size} tokens does not fit ids up to {max(ids)} and dtype {manifest.dtype}"
     row_bytes = manifest.seq_len * np.dtype(manifest.dtype).itemsize + 3  # 3: pivot and same_document
     for shard in manifest.shards:
         if not shard.file.endswith(".safetensors"):
             return f"{shard.file} is not the name of a shard, NAME.safetensors"
         if shard.rows < 1:
-            return f"{shard.file} holds no sequence"
+            return f"{shard.file} has no sequences"
         if not 8 < shard.bytes - shard.rows * row_bytes <= MAX_HEADER_BYTES:
             return f"{shard.file} with {shard.rows} sequences of {manifest.seq_len} cannot have {shard.bytes} bytes"
     return None
 
 
 def write_shard(folder: Folder, name: str, rows: Rows) -> Shard:
-    """Write one shard, whole or not at all."""
+    """Write one shard atomically."""
     content = save({name: np.ascontiguousarray(tensor) for name, tensor in vars(rows).items()})
     folder.write(name, content)
     return Shard(file=FileName(name), rows=len(rows), bytes=len(content), sha256=Sha256(sha256_bytes(content)))
 
 
 def write_manifest(folder: Folder, **fields: Any) -> DataManifest:
-    """Complete a data set: no reader opens the folder before its manifest exists. `fields`: all except the id."""
+    """Write the manifest, which completes a data set: readers open only folders with one. `fields`: all but the id."""
     body = {"format": FORMAT, **asdict(DataManifest(id="", **fields))}
     del body["id"]
     folder.write("manifest.json", canonical_json(sealed(body, "id")))
@@ -179,7 +179,7 @@ def write_manifest(folder: Folder, **fields: Any) -> DataManifest:
 
 
 def check_files(folder: Path, manifest: DataManifest, *, checksums: bool) -> None:
-    """Raise InputError unless each shard has its length (with `checksums` its sha256), and the tokenizer its sha256."""
+    """Raise InputError if a shard's length (with `checksums` also its sha256) or the tokenizer's sha256 is wrong."""
     check_entries(folder, {shard.file: shard.entry for shard in manifest.shards}, checksums=checksums)
     tokenizer = folder / TOKENIZER_FILE
     check(tokenizer.is_file(), f"{tokenizer} is missing; prepare the data again")
@@ -192,8 +192,8 @@ def check_files(folder: Path, manifest: DataManifest, *, checksums: bool) -> Non
 class ShardSet:
     """The sequences of one split, memory-mapped, numbered in the manifest's order.
 
-    A shard is mapped when it is first read. For data in S3, `wait` (of cache.py) is called first, and returns when the
-    shards are there. At most MAPPED_SHARDS remain mapped.
+    A shard is mapped when it is first read. For data in S3, `wait` is called first, and returns when the shards are on
+    disk (ShardCache.wait). At most MAPPED_SHARDS remain mapped.
     """
 
     def __init__(
@@ -237,14 +237,14 @@ class ShardSet:
                 # The mode "clip" writes directly to the output; the default mode gathers into a copy first.
                 tensors[name].take(local, 0, values[first:last], "clip")
                 if name == "tokens" and (largest := int(values[first:last].max())) >= self.vocab_size:
-                    has = f"{self.folder / self.shards[shard].file} holds token {largest}"
+                    has = f"{self.folder / self.shards[shard].file} has token id {largest}"
                     raise InputError(f"{has}, but its vocabulary has {self.vocab_size}; prepare again")
         position = np.empty_like(order)
         position[order] = np.arange(len(order))
         return [values.take(position, 0) for values in gathered]
 
     def open(self, numbers: list[int]) -> None:
-        """Wait until the shards with these indices are there, and count the mapped ones as most recently used."""
+        """Wait until the shards with these indices are on disk, and mark those already mapped as most recently used."""
         new = [number for number in numbers if number not in self.maps]
         for number in set(numbers) - set(new):
             self.maps[number] = self.maps.pop(number)
@@ -263,7 +263,7 @@ class ShardSet:
             tensors = map_tensors(path, reads_ahead=self.reads_ahead)
             wanted = {name: ((rows, *shape), dtype) for name, (shape, dtype) in self.layout.items()}
             ok = wanted.items() <= {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}.items()
-            check(ok, f"{path} does not hold the {rows} sequences of its manifest; prepare again")
+            check(ok, f"{path} does not have the {rows} sequences listed in the manifest; prepare again")
             self.maps[number] = tensors
             if len(self.maps) > MAPPED_SHARDS:
                 del self.maps[next(iter(self.maps))]
@@ -273,7 +273,7 @@ class ShardSet:
 def map_tensors(path: Path, *, reads_ahead: bool = True) -> dict[str, np.ndarray]:
     """Return the ROW_TENSORS of a file, memory-mapped without copies. Raises InputError if it is not safetensors.
 
-    With `reads_ahead`, the kernel reads the surroundings of a row together with the row.
+    With `reads_ahead`, the kernel also reads the data around a row when it reads the row.
 
     This function parses the header itself: safetensors would map the file, and the kernel would read ahead in that map.
     """
@@ -303,13 +303,13 @@ class Stored(TypedDict):
 
 
 def read_header(head: bytes) -> tuple[dict[str, Stored], int]:
-    """Return the ROW_TENSORS in the beginning of a safetensors file, and the position of byte 0 of its data.
+    """Return the ROW_TENSORS in a safetensors header, and the position in the file at which the data begins.
 
-    Raises BadContent if it is anything else.
+    `head`: the first bytes of the file. Raises BadContent if they are not such a header.
     """
     header_bytes = int.from_bytes(head[:8], "little")
     if not 0 < header_bytes <= len(head) - 8:
-        raise BadContent(f"its header would have {header_bytes} bytes")
+        raise BadContent(f"the length of its header is {header_bytes} bytes")
     header = read_object(head[8 : 8 + header_bytes])
     tensors = {name: record(Stored, header[name], name) for name in ROW_TENSORS if name in header}
     return {name: each for name, each in tensors.items() if each["dtype"] in STORED_TYPES}, 8 + header_bytes

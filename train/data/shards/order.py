@@ -6,12 +6,12 @@ lanes, the same ones in every epoch, and a machine fetches only the shards of it
 the data and the global batch, not on the ranks, so any number of ranks and machines sees the same batches.
 
 Within a lane, each epoch shuffles the shards, cuts them into windows, and shuffles the sequences of each window by a
-computed permutation, which needs no table. So the state of the data is three numbers: consumed sequences, lanes, and
-shards per window. A run chooses the last two at its start, and its checkpoints store all three. A resume needs no
-search, and any world size that divides the global batch continues exactly. Sequences that do not fill a batch are left
-out, different ones in each epoch.
+computed permutation, which needs no table. The data state is therefore three numbers: consumed sequences, lanes, and
+shards per window. A run chooses the last two at its start, and its checkpoints store all three. A resume computes its
+place directly, and continues exactly with any world size that divides the global batch. Sequences that do not fill a
+batch are left out, different ones in each epoch.
 
-The canonical nodes of Streaming, https://docs.mosaicml.com/projects/streaming, have the same purpose.
+The canonical nodes of Streaming, https://docs.mosaicml.com/projects/streaming, serve the same purpose.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import numpy as np
 
 from train.data.random_bits import EVAL_STREAM, draw_rows, hash_bits
 
-PADDING = -1  # fills up the last evaluation batch, and is not counted
+PADDING = -1  # an item that fills up the last evaluation batch and is not counted
 ROWS_AT_ONCE = 4096  # rows looked up in the order together
 MAX_LANES = 64  # a machine's first batch may need a shard of each lane: 4 GB if shards have 64 MiB, the default
-WINDOW_SHARDS = 256  # shards shuffled together over all lanes; a resume may have to fetch them all first, 16 GiB
-MOST_FETCHED = 1.1  # a message says so if all machines together fetch more than this multiple of the data
-ROUNDS = 12  # rounds of the permutation; after 8, the order of 12 sequences is still distinguishable from a random one
+WINDOW_SHARDS = 256  # shards shuffled together over all lanes; a resume may first have to fetch all of them (16 GiB)
+MOST_FETCHED = 1.1  # a warning appears if all machines together fetch more than this multiple of the data
+ROUNDS = 12  # rounds of the permutation; with 8, the order of 12 sequences still differs measurably from a random one
 LANE_STREAM, SHARD_STREAM, ROW_STREAM = 2**21, 2**21 + 1, 2**21 + 2  # the coordinate after the seed (random_bits.py)
 
 
@@ -43,7 +43,7 @@ def window_of_lane(window_shards: int, lanes: int) -> int:
 
 
 def permuted(positions: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Return where a permutation of [0, size) takes each of `positions`: uint64 of one shape, sizes below 2**32.
+    """Apply a random permutation of [0, size) to `positions`. All arrays are uint64 of one shape, sizes below 2**32.
 
     A position is a cell in a grid of about sqrt(size) by sqrt(size). Each round moves its column by a random number
     that depends on its line, or its line by a random number that depends on its column. All rounds are repeated for
@@ -73,7 +73,7 @@ def permuted(positions: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.nda
 
 
 def window_sizes(num_pieces: int, most: int, epoch: int) -> list[int]:
-    """Return how many pieces each window of a lane has. In epoch 0 windows grow, so that training begins early."""
+    """Return how many pieces (see Lanes) each window has. In epoch 0 windows grow, so that training can begin early."""
     sizes: list[int] = []
     size = most if epoch else 1
     while (left := num_pieces - sum(sizes)) > 0:
@@ -90,7 +90,7 @@ class Lanes:
         counts = np.asarray(shard_rows, np.int64)
         shards = np.argsort(hash_bits(seed, LANE_STREAM, np.arange(len(counts))), kind="stable")
         self.num_rows, ends = int(counts.sum()), np.cumsum(counts[shards])
-        self.starts = np.arange(number + 1) * self.num_rows // number  # the first row of each lane, and the row count
+        self.starts = np.arange(number + 1) * self.num_rows // number  # each lane's first row, then the number of rows
         cuts = np.unique(np.concatenate([[0], ends, self.starts]))
         self.piece_rows = np.diff(cuts)
         place = np.searchsorted(ends, cuts[:-1], side="right")
@@ -112,7 +112,7 @@ class EpochOrder:
         bits = hash_bits(lanes.seed, SHARD_STREAM, epoch, np.arange(len(lanes.piece_rows)))
         self.pieces = np.lexsort((bits, lanes.piece_lanes))
         rows, lane = lanes.piece_rows[self.pieces], lanes.piece_lanes[self.pieces]
-        self.piece_ends = np.cumsum(rows)  # "places": indices into the rows of all lanes
+        self.piece_ends = np.cumsum(rows)  # ends and starts are "places": indices into the rows of all lanes
         self.piece_starts = self.piece_ends - rows
         sizes = [size for num in np.bincount(lane).tolist() for size in window_sizes(num, window_shards, epoch)]
         self.piece_windows = np.repeat(np.arange(len(sizes)), sizes)
@@ -148,7 +148,7 @@ class EpochOrder:
 
 
 class ShardSampler:
-    """The sequences of one rank in the order of this module.
+    """The sequences that one rank reads, in the order that this module defines.
 
     `consumed_rows` counts the sequences that all ranks have consumed since the run began. The training loop sets it
     after optimizer steps; rows that loaders have prefetched do not change it.
@@ -193,19 +193,19 @@ class ShardSampler:
         return np.unique(slots // (self.global_batch_size // self.lanes.number)).tolist()
 
     def fetched_more(self, machines: Sequence[Sequence[int]]) -> str | None:
-        """Return a message on how many times machines with these ranks fetch the data in all; None if about once."""
+        """Return a warning if machines with these ranks together fetch much more than the data once; else None."""
         parts = [self.lanes.shards_of(self.lanes_of(ranks)) for ranks in machines]
         times = sum(self.shard_rows[shard] for part in parts for shard in part) / self.rows
         if times <= MOST_FETCHED:
             return None
         lanes, batch, shards = self.lanes.number, self.global_batch_size, len(self.shard_rows)
-        why = f"the borders of their parts of a batch of {batch:,} cut its {lanes} lanes of shards"
-        cure = f"take a number of machines that divides {lanes}"
+        why = f"their parts of a batch of {batch:,} do not match its {lanes} lanes of shards"
+        cure = f"use a number of machines that divides {lanes}"
         if shards < 2 * MAX_LANES:
             why, cure = f"{shards} shards are few for {lanes} lanes", "prepare more and smaller ones (rows_per_shard)"
         elif batch % MAX_LANES:
             cure = f"make global_batch_size a multiple of {MAX_LANES}"
-        return f"{len(machines)} machines fetch {times:.2f} times the training data in all, since {why}; {cure}"
+        return f"{len(machines)} machines fetch {times:.2f} times the training data in all, because {why}; {cure}"
 
     @property
     def window_rows(self) -> int:
@@ -222,7 +222,7 @@ class ShardSampler:
         return EpochOrder(self.lanes, epoch=epoch, **how)
 
     def micro_batches(self, size: int) -> Iterator[np.ndarray]:
-        """Yield endless micro batches of this rank, starting after `consumed_rows`: epoch * rows + row, [size]."""
+        """Yield this rank's micro batches forever, starting after `consumed_rows`: items epoch * rows + row, [size]."""
         epoch, start = self.position
         together = max(1, ROWS_AT_ONCE // len(self.slots))
         while True:
@@ -235,7 +235,7 @@ class ShardSampler:
             epoch, start = epoch + 1, 0
 
     def upcoming_shards(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shards that this machine reads now, and later ones until the end of the next epoch, in order."""
+        """Return the shards that this machine reads now, and those for the rest of this epoch and the next."""
         epoch, step = self.position
         now, later = self.epoch_order(epoch).shards_from(step, self.lanes_here)
         following = self.epoch_order(epoch + 1).shards_from(0, self.lanes_here)
@@ -243,7 +243,7 @@ class ShardSampler:
 
 
 def eval_sample(rows: int, most: int | None, *, seed: int) -> np.ndarray:
-    """Return the rows that are evaluated, ascending: `most` of them, drawn with the seed; None: all."""
+    """Return the rows that are evaluated, ascending: `most` of them, drawn with the seed, or all if `most` is None."""
     return draw_rows(rows, most or rows, seed, EVAL_STREAM)
 
 
@@ -257,8 +257,8 @@ def eval_shards(
 ) -> list[int]:
     """Return the validation shards that these ranks read, ascending.
 
-    `sample` [n]: the rows that are evaluated, ascending. `num_shown`: how many of them, at even distances, rank 0 reads
-    for the report.
+    `sample` [n]: the rows that are evaluated, ascending. `num_shown`: how many of them, evenly spaced, rank 0 reads for
+    the report.
     """
     own = [eval_part(len(sample), rank, world_size) or range(1) for rank in ranks]  # row 0: see MaskedRows.last_item
     parts = [sample[part.start : part.stop] for part in own]
@@ -268,13 +268,13 @@ def eval_shards(
 
 
 def spread(num_rows: int, most: int) -> np.ndarray:
-    """Return at most `most` row indices at even distances from the first row to the last."""
+    """Return at most `most` evenly spaced row indices, including the first row and the last."""
     return np.unique(np.linspace(0, num_rows - 1, most).astype(np.int64))
 
 
 @dataclass(frozen=True)
 class EvalOrder:
-    """An evaluation order: all ranks together have every sequence once.
+    """An evaluation order: all ranks together read every sequence once.
 
     All ranks have the same number of batches of the same size, filled up with PADDING. A rank reads a contiguous part
     of the sequences, and so needs few shards.
@@ -298,7 +298,7 @@ class EvalOrder:
     def merged(self, shares: Sequence[np.ndarray]) -> np.ndarray:
         """Return the result of each row once, in the order of the data set, without PADDING: [rows, ...].
 
-        `shares`: the results of each rank in the order of its batches, [len(self) * batch_size, ...] each.
+        `shares`: each rank's results in the order of its batches, [len(self) * batch_size, ...].
         """
         parts = (eval_part(self.rows, rank, self.world_size) for rank in range(self.world_size))
         return np.concatenate([share[: len(part)] for share, part in zip(shares, parts, strict=True)])

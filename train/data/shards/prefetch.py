@@ -1,7 +1,7 @@
 """The prefetcher: a process, one per run and machine, that keeps the cache ahead of the ranks.
 
 It fetches the next shards and removes used ones. A shard that is already in the cache is compared with the manifest
-before the run reads it, because readers wait for the mark that `obtain` makes.
+first: readers wait until `obtain` marks it as compared.
 
 Only this process talks to S3 while training runs; ranks and their loader processes read files. So a dead connection
 cannot block a rank, no thread of the connector is alive when a rank forks, and each shard is fetched once, however many
@@ -38,9 +38,9 @@ from train.system.processes import PR_SET_PDEATHSIG
 from train.system.torchrun import leave_signals_to_the_parent
 
 logger = logging.getLogger("train")
-DOWNLOADS = 4  # concurrent downloads: a few fill a network card, and each takes twice a shard in memory, about 128 MiB
+DOWNLOADS = 4  # concurrent downloads: a few fill a network card; each needs memory for two shards, about 128 MiB
 REPORT_EVERY_S = 10.0
-TICK_S = 0.5  # seconds between checks of the progress
+TICK_S = 0.5  # seconds between checks of progress while shards are fetched
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # mallopt(3)
 
 
@@ -62,7 +62,7 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
             self.limit_bytes -= sampler.window_shards * len(sampler.lanes_here) * cache.largest_bytes
         held = cache.hold(alone=not self.fits)
         self.downloader = Downloader(source, cache)
-        self.changed = Condition()  # guards what the fetching threads and the thread that chooses shards share:
+        self.changed = Condition()  # guards the next three lines, which the fetching and the choosing threads share
         self.wanted, self.queue = dict[str, Shard](), deque[Shard]()
         self.active = set[str]()
         self.settled, self.failed = set[str](), set[str]()  # shards that are ready or failed for good; the failed ones
@@ -73,11 +73,11 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
         self.process = context.Process(target=self.run, args=(receiver,), daemon=True)
         self.process.start()
         receiver.close()
-        held.close()  # only the process keeps it: loaders that outlive a killed rank must not hold the cache
+        held.close()  # only the process keeps the lock: loaders that outlive a killed rank must not hold it
 
     def __exit__(self, *_: object) -> None:
         self.consumed_rows.close()
-        self.process.kill()  # it needs no clean end: a file gets its name when it is complete
+        self.process.kill()  # a clean end is not needed: a file gets its name when it is complete
         self.process.join()
         shutil.rmtree(self.cache.run, ignore_errors=True)
 
@@ -139,7 +139,7 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
             discard(self.cache.folder / file)
 
     def fetch(self) -> None:
-        """Fetch one wanted shard after the other."""
+        """Fetch wanted shards, one at a time."""
         while True:
             with self.changed:
                 while not self.queue:
@@ -185,7 +185,7 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
         if self.first and self.first.keys() <= self.settled - self.failed:
             took_s, total = time.monotonic() - self.began_s, sum(shard.bytes for shard in self.first.values())
             speed = f"{tqdm.format_sizeof(total / took_s, 'B')}/s"
-            logger.info("shards: the %d for the first step are here after %.1f s (%s)", len(self.first), took_s, speed)
+            logger.info("shards: %d for the first step were ready after %.1f s (%s)", len(self.first), took_s, speed)
             self.first = {}
 
     def report(self) -> None:

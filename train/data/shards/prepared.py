@@ -1,4 +1,4 @@
-"""A prepared data set, on disk or in S3, for training: a folder on this node with its tokenizer and shards."""
+"""A prepared data set, on disk or in S3, as training reads it: from a folder on this node."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class PreparedData:
         return ShardSet(self.folder, self.manifest, name, self.cache.wait if self.cache else None)
 
     def verify(self, shards: Sequence[Shard] | None = None) -> None:
-        """Compare local shards with their checksums. Raises InputError, which names the first that does not match.
+        """Verify the checksums of local shards. Raises InputError, which names the first shard that does not match.
 
-        For shards in S3 only the lengths are compared here, and the checksums on arrival. `shards`: None for all.
+        For shards in S3 this compares only lengths; checksums are verified on arrival. `shards`: None for all.
         """
         shards = self.manifest.shards if shards is None else shards
         if fault := first_fault(lambda shard: self.fault(shard, checksum=self.cache is None), shards):
             raise InputError(fault)
 
     def fault(self, shard: Shard, *, checksum: bool = True) -> str | None:
-        """Return the fault of a shard at its source; None if it matches the manifest."""
+        """Return how a shard at its source differs from the manifest; None if it matches."""
         if self.cache is None:
             fault = fault_of_file(self.folder / shard.file, shard.entry, checksum=checksum)
         else:
@@ -74,15 +74,15 @@ class PreparedData:
                 for shard in shards:
                     downloader.download(shard, limit_s=self.cfg.deadline_s)
             finally:
-                put_back()  # this process is the user's: restore its environment
+                put_back()  # restore the environment: this is the user's process
 
         return ShardSet(self.folder, self.manifest, name, fetch)
 
     def bring(self, name: str) -> None:
-        """Compare the shards of a split with their checksums. Shards in S3 are fetched into the cache for that.
+        """Verify the checksums of a split's shards; fetch those in S3 into the cache first.
 
-        Afterwards `brought` reads them without a prefetcher. One rank of each machine calls this. Raises InputError in
-        the same cases as `verify`.
+        Afterwards `brought` reads them without a prefetcher. Only one rank of each machine may call this. Raises
+        InputError in the same cases as `verify`.
         """
         shards = self.on_demand(name)
         if shards.wait is None:
@@ -94,7 +94,7 @@ class PreparedData:
         return ShardSet(self.folder, self.manifest, name)
 
     def prefetcher(self, sampler: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher | None:
-        """Start fetching the shards of `sampler`; None if they are on disk, or another rank of the machine does.
+        """Start fetching the shards of `sampler`. Returns None if they are on disk, or if another rank fetches them.
 
         Raises InputError if this machine's cache has no space for them.
         """
@@ -104,10 +104,10 @@ class PreparedData:
 
 
 def bring_tokenizer(source: Folder, folder: Path, manifest: DataManifest) -> None:
-    """Copy the tokenizer's files to this node. Raises InputError if it is not the one that made the shards."""
+    """Copy the tokenizer's files to this node. Raises InputError if another tokenizer made the shards."""
     (folder / "tokenizer").mkdir(exist_ok=True)
     for name in TOKENIZER:
-        path, is_known = folder / name, name == TOKENIZER_FILE  # its checksum is known; the other file is always read
+        path, is_known = folder / name, name == TOKENIZER_FILE  # the other file's checksum is unknown: always copy it
         if not (is_known and path.is_file() and sha256_file(path) == manifest.tokenizer.sha256):
             sha256, fault = manifest.tokenizer.sha256 if is_known else None, "is not the tokenizer that made the shards"
             advice = "put the original back or prepare the data again"

@@ -46,11 +46,11 @@ SKIPPED_STDLIB = ("site-packages", "dist-packages", "test", "tests", "idle_test"
 class Corpus(Protocol):
     @property
     def total_bytes(self) -> int | None:
-        """The sum of all source_bytes, except for blanks at the ends of texts; None if unknown."""
+        """The sum of all source_bytes, or a few more for blanks after the last text; None if unknown."""
 
     @property
     def seekable(self) -> bool:
-        """True if any small part can be read at little cost."""
+        """True if reading any small part costs little."""
 
     @property
     def most_parts(self) -> int:
@@ -60,14 +60,14 @@ class Corpus(Protocol):
         """Yield the documents of a part, the same at every call. In a reading, each document is in exactly one part."""
 
     def validation(self) -> Iterator[Document] | None:
-        """Return the documents of corpus.validation, which the parts contain too; None if it is not set."""
+        """Return the documents of corpus.validation, which are also in the parts; None if it is not set."""
 
     def fingerprint(self) -> str:
         """Return a hash that changes when the input does. It costs little, because no text is read."""
 
 
 def open_corpus(cfg: CorpusConfig) -> Corpus:
-    """Return the corpus that `corpus.kind` names. Raises InputError if there is none, or if its files are missing."""
+    """Return the corpus that `corpus.kind` names. Raises InputError if the kind is unknown, or if files are missing."""
     kind = cfg.kind
     check(kind in SOURCES, f"corpus.kind={kind} is not known; choose one of: {', '.join(SOURCES)}")
     settings, source = SOURCES[kind]
@@ -76,7 +76,7 @@ def open_corpus(cfg: CorpusConfig) -> Corpus:
 
 
 class PyDocs:
-    """Topics of the language reference and docstrings of the standard library, as this Python installation has them."""
+    """Topics of the language reference and docstrings of the standard library, from this Python installation."""
 
     seekable = True
     most_parts = 1  # a few MB
@@ -111,7 +111,7 @@ class PyDocs:
         for path in self.modules:
             try:
                 tree = ast.parse(path.read_bytes())
-            except (SyntaxError, ValueError):  # a sample of Python that is broken on purpose
+            except (SyntaxError, ValueError):  # a file that is intentionally not valid Python
                 continue
             new = [text for text in dict.fromkeys(docstrings(tree)) if text not in seen]
             seen.update(new)
@@ -133,8 +133,8 @@ def docstrings(node: ast.AST) -> Iterator[str]:
 class HFCorpus:
     """Data sets of the Hub or of local folders, streamed one after the other. A null is an empty row.
 
-    If there are enough files (as `datasets` counts them), a part has whole files. Otherwise several parts read the same
-    file, and take turns of BLOCK_DOCUMENTS documents. No document continues in the next file.
+    If there are enough files (as `datasets` counts them), a part consists of whole files. Otherwise several parts read
+    the same file, and take turns of BLOCK_DOCUMENTS documents. No document continues in the next file.
     """
 
     total_bytes = None
@@ -215,7 +215,7 @@ def stream(dataset: HFDataset) -> Any:
 
 def texts_of(dataset: HFDataset, rows: Iterable[dict[str, Any]], file: int) -> Iterator[str]:
     where = f"data set {dataset.path}" + (f", file {file + 1}" if file else "")
-    with naming(f"data set {dataset.path} cannot be read to its end", LIBRARY_ERRORS):
+    with naming(f"data set {dataset.path} cannot be read completely", LIBRARY_ERRORS):
         for number, row in enumerate(rows, 1):
             null = row.get(dataset.column, "") is None
             yield "" if null else text_of(row, dataset.column, f"{where}, row {number}")

@@ -48,13 +48,13 @@ DECODING = f"{ENCODING} or corpus.errors=replace"  # the settings to change if a
 
 
 class FilesCorpus(ABC):
-    """Files read one after the other in the order of their names.
+    """Files that are read one after the other, in the order of their names.
 
-    A part is a range of the bytes of all files, and has the documents that begin in it. Files outside the range are not
-    opened. Plain text and JSON lines are read from the first byte of the range, Parquet from its row group. Three kinds
-    of files must be read from their beginning: gzipped files, CSV, and encodings in which line ends cannot be found
-    from an arbitrary byte. Such a file belongs to the part in which it begins. If it is longer than a part, several
-    parts read it, and each skips the documents of the others.
+    A part is a range of the bytes of all files; its documents are those that begin in the range. Files outside the
+    range are not opened. Plain text and JSON lines are read from the first byte of the range, Parquet from its row
+    group. Three kinds of files must be read from their beginning: gzipped files, CSV, and encodings in which line ends
+    cannot be found from an arbitrary byte. Such a file belongs to the part in which it begins. If it is longer than a
+    part, several parts read it, and each skips the documents of the others.
     """
 
     suffixes: tuple[str, ...]  # suffixes of the files that are read in a folder
@@ -196,7 +196,7 @@ class TextFiles(FilesCorpus):
             yield "".join(part), position()
 
     def whole_documents(self, lines: Iterator[str], path: Path, first: int, last: int) -> Iterator[str]:
-        """Yield the lines, without the rest of a document that began earlier, and with the whole last document."""
+        """Yield the lines, except those of a document that began earlier, and complete the last document."""
         begin = lines if first == 0 else dropwhile(lambda line: not self.begins(line), lines)
         is_empty = True
         for line in begin:

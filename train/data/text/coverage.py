@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 MOST_UNKNOWN, TOO_MANY_UNKNOWN = 0.01, 0.3  # shares of unknown tokens above which to warn and to reject
-MOST_CHANGED = 0.01  # share of the characters that normalisation may change without a warning
-MOST_INNER_CAPITALS = 0.1  # share of words with capitals inside: program code has fewer, formulas have more
-MOST_CAPITAL_PIECES = 0.01  # share of the pieces; a lower-case vocabulary has a few capitals, in special tokens
+MOST_CHANGED = 0.01  # share of characters; if normalisation changes more of them, a warning says so
+MOST_INNER_CAPITALS = 0.1  # share of words with capitals inside; program code is below it, formulas above
+MOST_CAPITAL_PIECES = 0.01  # share of pieces with capitals; lower-case vocabularies have a few, in special tokens
 MOST_SAMPLES, SAMPLED_CHARS = 4096, 256
-SHOWN_CHARS = 40  # characters shown of an example
+SHOWN_CHARS = 40  # maximum characters of an example in a message
 UNUSUAL = "\U00012000" * 4  # a cuneiform sign
 
 
@@ -47,7 +47,7 @@ class Sample:
             yield text
 
     def take(self, texts: Iterable[str]) -> None:
-        """Sample texts that nothing else reads."""
+        """Sample texts, for a caller that does not need them otherwise."""
         for _ in self.watched(texts):
             pass
 
@@ -60,7 +60,7 @@ def losses_of(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[tuple[str,
     examples: list[Counter[tuple[str, str]]] = [Counter(), Counter()]
     words = Counter(word for text in texts for word in text.split())
     for word, times in words.items():
-        # Other Unicode forms of the same characters (NFC, NFD) and the marks for spaces do not count as changes.
+        # A change of the Unicode form (NFC, NFD) is no loss, nor is the sign that stands for a space.
         before = normalize("NFC", word)
         after = normalize("NFC", re.sub(r"[\s▁]", "", tokenizer.normalizer.normalize_str(word)))
         changed = (Counter(before.lower()) - Counter(after.lower())).total() * times
@@ -87,14 +87,14 @@ def has_inner_capitals(word: str) -> bool:
 
 
 def unknown_share(unknown: float, tokens: float, reads: str, most: float = TOO_MANY_UNKNOWN) -> str:
-    """Return a sentence on the share of unknown tokens; it is a warning if the share is above MOST_UNKNOWN.
+    """Return a sentence about the share of unknown tokens; it is a warning if the share is above MOST_UNKNOWN.
 
-    Raises UnusableText if it is above `most`. `reads`: the beginning of the sentence, such as "tokenizer x reads y".
+    Raises UnusableText if the share is above `most`. `reads`: how the sentence begins, such as "tokenizer x reads y".
     """
     share = unknown / tokens if tokens else 0.0
     text = f"{reads} with {share:.2%} unknown tokens"
     if share > most:
-        raise UnusableText(f"{text}, from which little can be learnt; choose a tokenizer that knows its characters")
+        raise UnusableText(f"{text}, so little can be learnt; choose a tokenizer that knows its characters")
     return f"warning: {text}; choose a tokenizer that knows its characters" if share > MOST_UNKNOWN else text
 
 

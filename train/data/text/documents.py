@@ -1,4 +1,4 @@
-"""Types that all sources of text share (documents, parts of a corpus), and the files that a corpus is read from."""
+"""Types shared by all sources of text (documents, parts of a corpus), and the files from which a corpus is read."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from train.data.files.find import matching, walk
 from train.data.random_bits import text_uniform
 from train.system.folders import local_path
 
-WEIGHT_SEED = -1  # not a seed that settings can have: weights and validation must choose by different hashes
+WEIGHT_SEED = -1  # differs from all seeds in settings: weights and validation must use different hashes
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One reading of one corpus. A corpus of weight 2.5 is read three times, the third time half of its documents."""
+    """One reading of one corpus. A corpus of weight 2.5 is read three times, the third time only half of it."""
 
     corpus: int = 0  # index of the corpus in the settings
     copy: int = 0  # number of earlier readings of the corpus
@@ -40,7 +40,7 @@ ONCE, OF_VALIDATION = Reading(), Reading(is_validation=True)
 def readings(weights: list[float] | None, sources: list[str]) -> list[Reading]:
     """Return the readings of each corpus according to corpus.weights. Raises InputError unless each has a weight."""
     given = weights or [1.0] * len(sources)
-    has = f"corpus.weights={weights} has {len(given)} numbers, and {len(sources)} corpora are given"
+    has = f"corpus.weights={weights} has {len(given)} numbers, but {len(sources)} corpora are given"
     check(len(given) == len(sources), f"{has}: {shortlist(sources)}; give a number for each")
     return [Reading(number, copy, each) for number, each in enumerate(given) for copy in range(ceil(each))]
 
@@ -54,7 +54,7 @@ class Document:
 
 @dataclass(frozen=True)
 class CorpusPart:
-    """One of `count` parts of a corpus; `index` counts from 0, users count from 1."""
+    """One of `count` parts of a corpus; `index` counts from 0, users' numbers from 1."""
 
     index: int = 0
     count: int = 1
@@ -117,7 +117,7 @@ def find_files(location: str, suffixes: tuple[str, ...], key: str = "corpus.path
 
 
 def listing(paths: list[Path]) -> list[tuple[str, int, int]]:
-    """Return the name, size and mtime (ns) of each file. Names are relative, so that a moved corpus is the same."""
+    """Return the name, size and mtime (ns) of each file. Names are relative, so a moved corpus has the same list."""
     root = os.path.commonpath([path.parent for path in paths]) if paths else ""
     rows = []
     for path in paths:

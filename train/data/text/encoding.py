@@ -47,7 +47,7 @@ class Encoded:
     documents: list[Document]
     tokens: np.ndarray  # int32, the ids of all documents, concatenated
     lengths: np.ndarray  # int64, the token count of each document
-    num_dropped: int = 0  # number of characters that became no token
+    num_dropped: int = 0  # number of characters that are not in any token
 
 
 def starts_of(tokenizer: Tokenizer) -> np.ndarray:
@@ -82,7 +82,7 @@ def encode(documents: list[Document], tokenizer: Tokenizer, is_text: np.ndarray,
     ids = [encoding.ids for encoding in encodings]
     lengths = np.fromiter(map(len, ids), np.int64, len(ids))
     tokens = np.fromiter(chain.from_iterable(ids), np.int32, lengths.sum())
-    keep = is_text[tokens]  # the text "<pad>" may still become the token
+    keep = is_text[tokens]  # the text "<pad>" may still be encoded as the token
     if not keep.all():
         before = np.concatenate([[0], np.cumsum(keep)])
         ends = np.cumsum(lengths)
@@ -91,7 +91,7 @@ def encode(documents: list[Document], tokenizer: Tokenizer, is_text: np.ndarray,
 
 
 def encoded(documents: Iterable[Document], vocabulary: Vocabulary) -> Iterator[Encoded]:
-    """Yield encoded documents in order, a chunk at a time. A thread encodes the next ones, as the GIL is released."""
+    """Yield encoded documents in order, a chunk at a time. A thread encodes the next chunks meanwhile."""
     tokenizer, info, source = vocabulary.open(), vocabulary.info, chunks(documents)
     is_text = np.ones(info.vocab_size, bool)
     is_text[[info.cls_id, info.sep_id, info.mask_id, info.pad_id]] = False  # only packing inserts these

@@ -22,7 +22,7 @@ def neighbour_accuracy(folder: Folder, splits: dict[str, list[Shard]], info: Tok
     """Return the share of validation tokens that a table of neighbours predicts correctly.
 
     The table predicts the token that is most frequent in training data between the same two tokens, else after the same
-    token, else anywhere. It sees both neighbours, even where one of them is masked for a model.
+    token, else anywhere. It sees both neighbours, even where a model would see a mask.
     """
     train, validation = (first_tokens(folder, splits[split][0]) for split in ("train", "validation"))
     left, token, right = (part.ravel() for part in (train[:, :-2], train[:, 1:-1], train[:, 2:]))

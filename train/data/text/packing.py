@@ -33,9 +33,9 @@ class Packer:
     stream: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # tokens not yet in a sequence
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> Rows:
-        """Append documents, and return the sequences that are full now.
+        """Append documents, and return the sequences that are now full.
 
-        `tokens`: int32, of all documents, concatenated, without special tokens. `lengths`: int64, of each document.
+        `tokens` int32: those of all documents, concatenated, without special tokens. `lengths` int64: one per document.
         """
         stream = np.concatenate([self.stream, np.insert(tokens, np.cumsum(lengths), self.sep_id)])
         starts, cuts, at_end, used = self._cut(stream)

@@ -48,9 +48,9 @@ Report = Callable[[int, int], None]  # takes the bytes of the corpus and the tok
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The rule that holds out text for validation: the end of each long document, and shorter ones with a low hash.
+    """The rule that holds out text for validation: the end of long documents, and shorter documents with a low hash.
 
-    With corpus.validation, the rule holds out the documents that are in it, and nothing else.
+    With corpus.validation, the rule holds out exactly the documents in it.
     """
 
     seed: int
@@ -66,7 +66,7 @@ class HeldOut:
         return float(number < self.below if self.known is None else number in self.known)
 
     def validates(self, document: Document) -> bool:
-        """Return whether a document's held-out text goes into the validation split, so that it is there only once."""
+        """Return whether a document's held-out text goes into the validation split, which has each text only once."""
         return document.reading.copy == 0 if self.known is None else document.reading.is_validation
 
 
@@ -146,7 +146,7 @@ class PartState:
 
 
 def read_state(folder: Folder, part: CorpusPart, identity: str) -> PartState | None:
-    """Return a part's state; None if it has not begun. Raises InputError if it is damaged or another preparation's."""
+    """Return a part's state; None if there is none. Raises InputError if it is damaged or from another preparation."""
     name = state_name(part)
     try:
         content = folder.read(name)
@@ -162,7 +162,7 @@ def read_state(folder: Folder, part: CorpusPart, identity: str) -> PartState | N
 
 @dataclass(frozen=True)
 class Recipe:
-    """Facts that all parts of a preparation have in common."""
+    """Facts that are the same for all parts of a preparation."""
 
     cfg: PrepareConfig
     vocabulary: Vocabulary
@@ -171,7 +171,7 @@ class Recipe:
 
 
 def prepare_part(recipe: Recipe, folder: Folder, corpus: Corpus, part: CorpusPart, report: Report) -> None:
-    """Write a part's shards and its state. A part that was begun is continued; a finished part is left unchanged."""
+    """Write a part's shards and its state. An unfinished part is continued; a finished one is left unchanged."""
     work = Preparation(recipe, folder, part)
     finished = work.resume()
     report(work.done["source_bytes"], 0)
@@ -240,14 +240,14 @@ class Preparation:
         for split, parts in self.pending.items():
             rows = Rows.concatenate(parts)
             whole = len(rows) if finished else len(rows) // size * size
-            # Only sequences whose segments are from one document serve sentence-order prediction.
+            # Sentence-order prediction can use only sequences whose segments are from one document.
             if split == "validation":
                 self.done["validation_pairs"] += int(rows.same_document[:whole].sum())
             for first in range(0, whole, size):
                 name = shard_name(split, self.part, len(self.shards[split]))
                 shard = write_shard(self.folder, name, rows[first : min(first + size, whole)])
                 self.shards[split].append(shard)
-            rest = Rows.concatenate([rows[whole:]])  # a copy, so that the written rows leave memory
+            rest = Rows.concatenate([rows[whole:]])  # a copy, so that the written rows are freed
             self.pending[split] = [rest]
             tensors = {"stream": self.packers[split].stream, **vars(rest)}
             arrays |= {f"{split}.{name}": tensor for name, tensor in tensors.items()}
@@ -263,7 +263,7 @@ class Preparation:
         self.folder.write(state_name(self.part), state.to_bytes())
 
     def resume(self) -> bool:
-        """Take over the work of an earlier process, if there is any. Returns whether the part is finished."""
+        """Continue from the state that an earlier process left, if any. Returns whether the part is finished."""
         state = read_state(self.folder, self.part, self.identity)
         if state is None:
             return False
@@ -290,12 +290,12 @@ def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config
     info = ready[0].tokenizer
     sha256 = sha256_bytes(folder.read("tokenizer/tokenizer.json"))
     other = [f"part {part}" for part, state in zip(parts, ready, strict=True) if state.tokenizer.sha256 != sha256]
-    check(not other, f"{folder.location}: not the published tokenizer: {shortlist(other)}; prepare all again")
+    check(not other, f"{folder.location}: another tokenizer made {shortlist(other)}; prepare all again")
     splits = {split: [shard for state in ready for shard in state.shards[split]] for split in SPLITS}
     names = set(folder.names())
     lost = [shard.file for shards in splits.values() for shard in shards if shard.file not in names]
     hint = f"remove the {STATE_NAMES}... file of the same number and prepare the part again"
-    check(not lost, f"{folder.location}: gone: {shortlist(lost)}; {hint}")
+    check(not lost, f"{folder.location}: missing: {shortlist(lost)}; {hint}")
     done = {name: sum(state.done[name] for state in ready) for name in ready[0].done}
     unknown_share(done["unknown_tokens"], done["tokens"], "the tokenizer reads the corpus")
     for split in SPLITS:

@@ -19,7 +19,7 @@ from train.data.text.preparation import Recipe, Report, prepare_part
 from train.system.folders import open_folder
 from train.system.memory import available_bytes, usable_cpus
 
-STOP_S = 10.0  # seconds for a process to end after SIGTERM
+STOP_S = 10.0  # seconds that a process may take to end after SIGTERM
 TOKENIZER_THREADS = "RAYON_NUM_THREADS"  # limits the threads of `tokenizers`, which otherwise uses all cores
 PROCESS_BYTES = 600 * 2**20  # measured maximum per process: shards of 64 MiB, and copies of the one it writes
 
@@ -30,7 +30,7 @@ def most_processes() -> int:
 
 
 def prepare_in_processes(recipe: Recipe, parts: list[CorpusPart], report: Report, num_processes: int) -> None:
-    """Prepare the parts in processes, one after the other in each. The error of one is raised, and the others stop."""
+    """Prepare the parts in processes, one part at a time in each. If one fails, raise its error and stop the others."""
     context = multiprocessing.get_context("spawn")  # threads of this process do not survive a fork
     threads = max(1, usable_cpus() // num_processes)
     waiting = iter(parts)
@@ -40,7 +40,7 @@ def prepare_in_processes(recipe: Recipe, parts: list[CorpusPart], report: Report
             here, there = context.Pipe()
             process = context.Process(target=work, args=(recipe, there, threads), daemon=True)
             process.start()
-            there.close()  # now only the new process has that end of the pipe
+            there.close()  # only the new process may have that end of the pipe open
             running[here] = part, process
             here.send(part)
         while running:
@@ -76,7 +76,7 @@ def prepare_in_processes(recipe: Recipe, parts: list[CorpusPart], report: Report
 def work(recipe: Recipe, pipe: Connection, threads: int) -> None:
     """Prepare parts in this process until there are no more, or until its parent ends, which breaks the pipe."""
     os.environ.setdefault(TOKENIZER_THREADS, str(threads))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals all: the first process stops the others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals all processes: the first stops the others
     logging.getLogger("train").setLevel(logging.ERROR)  # the first process has logged the same warnings
     try:
         folder, corpus = open_folder(recipe.cfg.output, recipe.cfg.s3), open_corpus(recipe.cfg.corpus)

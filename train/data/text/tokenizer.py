@@ -1,6 +1,6 @@
-"""The tokenizer of a corpus: trained on it (unigram pieces, like ALBERT's) or an existing one.
+"""The tokenizer of a corpus: trained on the corpus (unigram pieces, like ALBERT's) or an existing one.
 
-Google's sentencepiece library trains it, and makes the same vocabulary from the same text and thread count. The trainer
+Google's sentencepiece library trains it; the same text and thread count yield the same vocabulary. The trainer
 of `tokenizers` makes a different one every time, because it walks hash maps in random order. `tokenizers` runs the
 trained tokenizer, so that `transformers` loads its folder like any other fast tokenizer.
 """
@@ -86,7 +86,7 @@ def normalizer(*, lowercase: bool, strip_accents: bool) -> normalizers.Normalize
 def train_tokenizer(
     texts: Iterable[str], *, vocab_size: int, train_bytes: int, lowercase: bool, strip_accents: bool = False
 ) -> PreTrainedTokenizerFast:
-    """Learn a unigram vocabulary from the first `train_bytes` of the texts. Raises InputError if it cannot fit them."""
+    """Learn a unigram vocabulary from the first `train_bytes` of the texts. Raises InputError if that fails."""
     rule = normalizer(lowercase=lowercase, strip_accents=strip_accents)
     model, failures = io.BytesIO(), list[BaseException]()
 
@@ -104,7 +104,7 @@ def train_tokenizer(
             model_type="unigram",
             vocab_size=vocab_size,
             character_coverage=0.9995,  # the library's advice for alphabets; rarer characters become <unk>
-            normalization_rule_name="identity",  # `rule` normalises instead, here and in later use
+            normalization_rule_name="identity",  # `rule` normalises instead, in training and in use
             pad_id=0,
             unk_id=1,
             bos_id=-1,
@@ -136,11 +136,11 @@ def train_tokenizer(
 
 
 def check_trainer_memory(num_bytes: int) -> str:
-    """Return a sentence on the memory for training on `num_bytes` of text. Raises InputError if less is free."""
+    """Return a sentence about the memory for training on `num_bytes` of text. Raises InputError if less is free."""
     needed, free = TRAINER_BYTES * num_bytes, available_bytes()
     what = f"the tokenizer is trained on {num_bytes / 1e6:,.3g} MB of text, which takes about {needed / 1e9:.2g} GB"
     most = f"tokenizer.train_bytes={free // TRAINER_BYTES} or less"
-    check(needed <= free, f"{what} of memory, and {free / 1e9:.2g} GB are free; set {most}")
+    check(needed <= free, f"{what} of memory, but {free / 1e9:.2g} GB are free; set {most}")
     return f"{what} of memory"
 
 
@@ -162,7 +162,7 @@ def short_lines(texts: Iterable[str], rule: normalizers.Normalizer, train_bytes:
         for raw in text.splitlines():
             line, start = rule.normalize_str(raw), 0
             while start < len(line):
-                head = line[start : start + MAX_LINE_BYTES + 1]  # enough to see if the rest is too long
+                head = line[start : start + MAX_LINE_BYTES + 1]  # enough to see whether the rest fits
                 if len(head.encode()) > MAX_LINE_BYTES:
                     head = head[: MAX_LINE_BYTES // 4]
                     head = head.rpartition(" ")[0] or head
@@ -224,13 +224,13 @@ def load_tokenizer(
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> None:
-    """Add tokens with the ids after the last one. Raises InputError if one is already known, or not found in text."""
+    """Add tokens with the ids after the last one. Raises InputError if one is already known, or not recognised."""
     known, first = tokenizer.get_vocab(), len(tokenizer)
     ok = not tokens or max(known.values()) < first
     check(ok, f"tokenizer.add_tokens: the tokenizer does not use all ids below {first}, so it cannot grow")
     for token in tokens:
         given = f"tokenizer.add_tokens: {shown(token)}"
-        check(token not in known, f"{given} is a piece of the tokenizer already; leave it out")
+        check(token not in known, f"{given} is already a piece of the tokenizer; leave it out")
         tokenizer.add_tokens(token)
         known[token] = first
     for number, token in enumerate(tokens, first):  # two that differ only in case may collide
@@ -240,9 +240,9 @@ def add_tokens(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> Non
 
 
 def tokenizer_config(source: str, folder: Path) -> PreTrainedConfig:
-    """Return a configuration for transformers that only names the tokenizer's model; config.json is read here.
+    """Read config.json; return a configuration for transformers with only the model type and the tokenizer class.
 
-    Raises BadContent if the files are not safe to pass on, InputError if the class is not a fast tokenizer.
+    Raises BadContent if the files are unsafe to load, InputError if the class is not a fast tokenizer.
     """
     values, settings = read_model_json(folder) or {}, read_tokenizer_json(folder)
     config = AutoConfig.for_model(values["model_type"]) if values else PreTrainedConfig()
@@ -260,7 +260,7 @@ def tokenizer_config(source: str, folder: Path) -> PreTrainedConfig:
 
 
 def try_tokenizer(folder: Path) -> None:
-    """Use a folder's tokenizer.json in another process, which a damaged file may kill. Raises InputError if so."""
+    """Try a folder's tokenizer.json in another process, which a bad file may kill. Raises InputError if that fails."""
     command = [sys.executable, "-I", "-c", TRIAL, str(folder / "tokenizer.json"), *sys.path]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode != 0:
@@ -276,7 +276,7 @@ def open_tokenizer(folder: Path) -> Tokenizer:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' tables and progress bars. Our one-line errors contain their important parts."""
+    """Silence transformers' tables and progress bars. Our one-line errors contain what matters in them."""
     level = their_logging.get_verbosity()
     their_logging.set_verbosity_error()
     their_logging.disable_progress_bar()

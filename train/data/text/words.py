@@ -21,7 +21,7 @@ class WordEdges:
 
 
 def word_edges(folder: Path) -> WordEdges:
-    """Return the pieces that begin words in a prepared data set, in agreement with the word ids of its tokenizer.
+    """Return the word edges for a prepared data set. They agree with the word ids of its tokenizer.
 
     One exception: if a byte-level tokenizer splits 't into ' and t, its word ids have one word, and these pieces two.
     """
@@ -44,7 +44,7 @@ def word_edges(folder: Path) -> WordEdges:
     ends = np.zeros_like(begins)
     for number, piece in enumerate(pieces):
         text = bytes_of.decode([piece]) if is_bytes else piece.replace("▁", " ")
-        if text and "\ufffd" not in text:  # skip pieces that are part of a character
+        if text and "\ufffd" not in text:  # skip pieces that are only some bytes of a character
             begins[number] |= splits("x", text)
             ends[number] = not text.isspace() and splits(text, "x")
     return WordEdges(begins, ends)
