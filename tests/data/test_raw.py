@@ -207,7 +207,7 @@ def test_files_below_a_folder(folder):
         put(folder, f"sub/part-{number}.csv", csv_of(ROWS[number * 10 : number * 10 + 10]))
     put(folder, "dev.jsonl", '{"text": "a", "label": 1}\n')
     put(folder, "mm.jsonl", '{"text": "b", "label": 0.0}\n')
-    rejects(r"holds 5 files \(dev.jsonl, mm.jsonl, .*; say which is for training: data.train", read, folder)
+    rejects(r"contains 5 files \(dev.jsonl, mm.jsonl, .*; say which is for training: data.train", read, folder)
     raw = read(folder, train="sub/part-*.csv", validation="dev.jsonl", more_validation={"mismatched": "mm.jsonl"})
     assert list(raw.splits) == ["train", "validation", "mismatched"] == list(raw.dropped)
     assert raw.splits["train"]["text"][:] == [text for text, _ in ROWS[:30]]
@@ -286,7 +286,7 @@ SINGLE = [
     ([], "a list: task=multilabel learns several labels"),
     ({"value": "bad"}, r"an object, not a label; .*data\.columns\.label=label\.value"),
     ('{"value": "bad"}', "an object, not a label"),
-    ({"text": ["a"], "answer_start": [1]}, "answers, which task=qa learns"),
+    ({"text": ["a"], "answer_start": [1]}, "which are answers: set task=qa"),
 ]
 
 
@@ -343,7 +343,7 @@ def test_names_of_labels_in_the_data(folder, kind):
         raw = read(path, **settings, labels=["good", "bad"], label_map=given)
         assert raw.splits["validation"]["label"][:] == [1, 0] * 5
     assert read(path, **settings, label_map={"pos": "good", "-1": None}).labels == ["neg", "good"]  # in their order
-    rejects("its labels are neg, pos, data.labels are good, bad; use", read, path, **settings, labels=["good", "bad"])
+    rejects("its labels are neg, pos, but data.labels are good", read, path, **settings, labels=["good", "bad"])
     many = [f"label {number}" for number in range(1500)]
     rejects(r"data.labels are label 0, .*label 9, ... \(1,500\); use", read, path, **settings, labels=many)
     rejects("no column body .*; the columns are: text, label", read, path, **settings, columns={"text": "body"})

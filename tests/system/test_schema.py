@@ -119,7 +119,7 @@ FORGED = {
     "cannot have": lambda body: first(body).update(rows=first(body)["rows"] + 50),
     "not a count": set_in(first, "rows", -1),
     "lists .* 2 times": lambda body: body["splits"].update(validation=body["splits"]["train"]),  # learnt and held out
-    "with a training shard": lambda body: body["splits"].update(train=[]),
+    "there is no training shard": lambda body: body["splits"].update(train=[]),
     "has no sequences": set_in(first, "rows", 0),
     "splits are not": lambda body: body["splits"].update(test=[]),
     "is not a sha256": set_in(first, "sha256", "abc"),

@@ -259,11 +259,11 @@ GOOD = "Anna B-PER\nsings O\n\nBonn B-LOC\n\n"
         ("", r"train: no row is left: there is none in .*a\.conll"),
         (
             {"tokens": ["Tom"], "tags": [["O"]]},
-            r"dev\.jsonl:1: word 1, 'Tom': \['O'\] in place of a tag: task=ner learns one",
+            r"dev\.jsonl:1: word 1, 'Tom': \['O'\] instead of a tag: task=ner learns one",
         ),
         ("he O\n" * 10_001, r"a\.conll:10001: a sentence of more than 10,000 words"),
         ({"tokens": ["Tom"], "tags": ["B-ORG"]}, r"dev\.jsonl:1: word 1, 'Tom': unknown label B-ORG"),
-        ({"tokens": ["Tom"], "tags": ["O", "O"]}, r"dev\.jsonl:1: 1 words need a list of the same number of tags"),
+        ({"tokens": ["Tom"], "tags": ["O", "O"]}, r"dev\.jsonl:1: 1 words need a list of 1 tags"),
         ({"tokens": ["Tom", " "], "tags": ["O", "O"]}, r"dev\.jsonl:1: tokens: item 2 is empty"),
         ({"tokens": "Tom", "tags": ["O"]}, r"dev\.jsonl:1: tokens holds 'Tom', not a list of strings"),
     ],

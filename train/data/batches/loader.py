@@ -242,8 +242,8 @@ def check_shared_memory(
     free_bytes = shutil.disk_usage(SHARED_MEMORY).free
     check(
         needed_bytes <= free_bytes,
-        f"{SHARED_MEMORY} has {free_bytes / 1e6:,.3g} MB free, and the loader processes of this machine keep "
-        f"batches of {needed_bytes / 1e6:,.3g} MB there (data.num_workers={num_workers}): {LARGER}",
+        f"{SHARED_MEMORY} has {free_bytes / 1e6:,.3g} MB free, but the loader processes of this machine keep "
+        f"{needed_bytes / 1e6:,.3g} MB of batches there (data.num_workers={num_workers}): {LARGER}",
     )
 
 

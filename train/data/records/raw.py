@@ -74,7 +74,7 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
     dropped = {split: dropped.get(split, Dropped(split, 0)) for split in splits}
     counts = {split: len(table) for split, table in splits.items()}
     is_learnt = "train" in splits
-    # Without training rows, splits keep the numbers they have in training, so that they draw the same rows.
+    # Splits are numbered as in a training run, so that they draw the same rows without training rows.
     for number, (split, table) in enumerate(splits.items(), start=0 if is_learnt else 1):
         check_size(cfg, split, counts, dropped[split], [table.where for table in tables.get(split, ())])
         most = cfg.max_train_examples if split == "train" else cfg.max_validation_examples
@@ -127,7 +127,7 @@ def given_labels(cfg: RecordsConfig, kind: RowKind, table: Table) -> list[str]:
     if not cfg.labels:
         return [name for name in mapped if name is not None]
     agree = mapped.keys() - {None} <= set(cfg.labels)
-    have = f"{table.where}: its labels are {shortlist(names)}, data.labels are {shortlist(cfg.labels)}"
+    have = f"{table.where}: its labels are {shortlist(names)}, but data.labels are {shortlist(cfg.labels)}"
     check(agree, f"{have}; use the same names, or map the data's with data.label_map")
     return list(cfg.labels)
 

@@ -143,7 +143,7 @@ def examples(
     *,
     named: Collection[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Yield each row with the columns of `kind`; a label is a name. Bad rows are counted in `dropped`.
+    """Yield each row with the columns of `kind`. Labels are names. Bad rows are counted in `dropped`.
 
     If `dropped` is None, the rows are new: the data may lack the target unless its key is in `named`, and an unknown
     label is None. Raises InputError if a column is missing, or if a new row is bad.
@@ -213,17 +213,17 @@ def target_of(
 def check_single(value: Any, column: str, kind: RowKind) -> None:
     """Raise BadRow if a label is bytes, a list or an object, or the text of a list or object."""
     if isinstance(value, bytes):
-        raise BadRow(f"{column} holds {value!r:.40}, bytes, not text; write the column as strings")
+        raise BadRow(f"{column} holds bytes, {value!r:.40}; write the column as strings")
     if not isinstance(value, list | dict) and not (isinstance(value, str) and SEVERAL.fullmatch(value.strip())):
         return
     is_object = isinstance(value, dict) or str(value).lstrip().startswith("{")
     inner = next((key for key in value if isinstance(value, dict) and key.isidentifier()), "...")
     if isinstance(value, dict) and {"text", "answer_start"} <= value.keys():
-        what = "answers, which task=qa learns"
+        what = "which are answers: set task=qa"
     elif is_object:
-        what = f"an object, not a label; name a value inside it: data.columns.{kind.target}={column}.{inner}"
+        what = f"which is an object, not a label; name a value inside it: data.columns.{kind.target}={column}.{inner}"
     else:
-        what = f"a list: task=multilabel learns several labels per row; task={kind.name} learns one"
+        what = f"which is a list: task=multilabel learns several labels per row; task={kind.name} learns one"
     raise BadRow(f"{column} holds {value!r:.40}, {what}")
 
 
@@ -254,12 +254,12 @@ def labels_of_each(
     """Return the labels of all `items` of a row; None if data.label_map maps one of them to null."""
     assert kind.check_each is not None
     if not isinstance(values, list) or len(values) != len(items):
-        raise BadRow(f"{len(items)} words need a list of the same number of tags, not {values!r:.40}")
+        raise BadRow(f"{len(items)} words need a list of {len(items)} tags, not {values!r:.40}")
     found: list[str] = []
     for number, (item, value) in enumerate(zip(items, values, strict=True), 1):
         try:
             if isinstance(value, list | dict):
-                raise BadRow(f"{value!r:.40} in place of a tag: task={kind.name} learns one for each word")
+                raise BadRow(f"{value!r:.40} instead of a tag: task={kind.name} learns one for each word")
             if not plain(value).isprintable():
                 raise BadRow(f"the tag {value!r:.40} has control characters")
             label = labels.of(value, names)

@@ -161,8 +161,8 @@ def find(location: str, key: str, pattern: str | None, s3: S3Config) -> list[Fil
 
 def only_one(location: str, key: str, names: list[str]) -> str:
     """Return the only name. Raises InputError if there are several, because a guess could choose the test set."""
-    check(bool(names), f"data.path={location} holds no file that ends in {', '.join(SUFFIXES)} (or these and .gz)")
-    many = f"data.path={location} holds {len(names)} files ({shortlist(names, MAX_LISTED)})"
+    check(bool(names), f"data.path={location} contains no file that ends in {', '.join(SUFFIXES)} (or these and .gz)")
+    many = f"data.path={location} contains {len(names)} files ({shortlist(names, MAX_LISTED)})"
     use = "training" if key == "data.train" else "evaluation"
     check(len(names) == 1, f"{many}; say which is for {use}: {key}=NAME, or a glob")
     return names[0]

@@ -6,8 +6,9 @@ does not fit, a run has to delete shards, and no other run may use the folder. N
 
 `CACHE_DIR/ID/runs/NAME/` belongs to one run. It contains the shards that are being written, an empty file
 `compared/SHARD` for each shard that the run's prefetcher has compared with the manifest, a file `faults/SHARD` for each
-shard that fails, and status.json. Readers learn from status.json which process fetches, and from its mtime when bytes
-last arrived. No single file grows with the number of shards. A reader opens only shards that its run has compared.
+shard that cannot be fetched, and status.json. Readers learn from status.json which process fetches, and from
+its mtime when bytes last arrived. No single file grows with the number of shards. A reader opens only shards that its
+run has compared.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class PrefetchStatus(TypedDict):
     """The status of a run's prefetcher, as readers see it."""
 
     owner: str  # the owner_name of the prefetcher's process
-    is_filling: bool  # True if more shards will be fetched now
+    is_filling: bool  # True while there are shards to fetch
 
 
 def cache_dir(cfg: DataConfig) -> Path:

@@ -145,7 +145,7 @@ def fault_of_manifest(manifest: DataManifest) -> str | None:
     if manifest.dtype not in DTYPES:
         return f"dtype is {shown(manifest.dtype)}, not {' or '.join(DTYPES)}"
     if sorted(manifest.splits) != sorted(SPLITS) or not manifest.splits["train"]:
-        return f"its splits are not {' and '.join(SPLITS)} with a training shard"
+        return f"its splits are not {' and '.join(SPLITS)}, or there is no training shard"
     (file, times), *_ = Counter(shard.file for shard in manifest.shards).most_common()
     if times > 1:
         return f"it lists {file} {times} times"
@@ -159,7 +159,7 @@ def fault_of_manifest(manifest: DataManifest) -> str | None:
         if shard.rows < 1:
             return f"{shard.file} has no sequences"
         if not 8 < shard.bytes - shard.rows * row_bytes <= MAX_HEADER_BYTES:
-            return f"{shard.file} with {shard.rows} sequences of {manifest.seq_len} cannot have {shard.bytes} bytes"
+            return f"{shard.file}: {shard.rows} sequences of {manifest.seq_len} tokens cannot have {shard.bytes} bytes"
     return None
 
 
@@ -227,7 +227,7 @@ class ShardSet:
         order = np.argsort(numbers)
         ascending = numbers[order]
         if len(numbers) and not 0 <= ascending[0] <= ascending[-1] < len(self):
-            raise IndexError(f"sequences {ascending[0]} to {ascending[-1]} of {len(self)}")
+            raise IndexError(f"sequences {ascending[0]} to {ascending[-1]}, but there are {len(self)}")
         needed, firsts = np.unique(np.searchsorted(self.first_rows, ascending, "right") - 1, return_index=True)
         gathered = [np.empty((len(numbers), *self.layout[name][0]), self.layout[name][1]) for name in names]
         self.open(needed.tolist())

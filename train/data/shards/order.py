@@ -24,7 +24,7 @@ import numpy as np
 from train.data.random_bits import EVAL_STREAM, draw_rows, hash_bits
 
 PADDING = -1  # an item that fills up the last evaluation batch and is not counted
-ROWS_AT_ONCE = 4096  # rows looked up in the order together
+ROWS_AT_ONCE = 4096  # rows whose places in the order are computed together
 MAX_LANES = 64  # a machine's first batch may need a shard of each lane: 4 GB if shards have 64 MiB, the default
 WINDOW_SHARDS = 256  # shards shuffled together over all lanes; a resume may first have to fetch all of them (16 GiB)
 MOST_FETCHED = 1.1  # a warning appears if all machines together fetch more than this multiple of the data

@@ -3,10 +3,10 @@
 It fetches the next shards and removes used ones. A shard that is already in the cache is compared with the manifest
 first: readers wait until `obtain` marks it as compared.
 
-Only this process talks to S3 while training runs; ranks and their loader processes read files. So a dead connection
-cannot block a rank, no thread of the connector is alive when a rank forks, and each shard is fetched once, however many
-ranks there are. A failed fetch is retried until the shard is there. A fault that no retry can cure is written to the
-cache, where readers find it when they need the shard: a fault in the next window does no harm before that window.
+Only this process talks to S3 while training runs; ranks and their loader processes only read files. Therefore a dead
+connection cannot block a rank, no thread of the connector is alive when a rank forks, and each shard is fetched once,
+however many ranks there are. A failed fetch is retried until it succeeds. A fault that no retry can cure is written to
+the cache, where readers find it when they need the shard: a fault in a later window does no harm until then.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sequences of one length from the tokens of documents, without padding; only the last partial sequence is lost.
 
-A sequence is `[CLS] A [SEP] B [SEP]`: two stretches of the running text. If a document ends inside a sequence, B begins
+A sequence is `[CLS] A [SEP] B [SEP]`: two stretches of text. If a document ends inside a sequence, B begins
 with the next document (further document ends keep their [SEP]); otherwise A and B follow each other in one document and
 are cut at a word start, so that a sentence-order objective can swap them. This is RoBERTa's full-sentences packing
 (https://arxiv.org/abs/1907.11692, section 4.2) with ALBERT's two segments.
@@ -35,7 +35,7 @@ class Packer:
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> Rows:
         """Append documents, and return the sequences that are now full.
 
-        `tokens` int32: those of all documents, concatenated, without special tokens. `lengths` int64: one per document.
+        `tokens` int32: all documents' tokens, concatenated, without special tokens. `lengths` int64: one per document.
         """
         stream = np.concatenate([self.stream, np.insert(tokens, np.cumsum(lengths), self.sep_id)])
         starts, cuts, at_end, used = self._cut(stream)

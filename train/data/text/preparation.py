@@ -98,7 +98,7 @@ def choose_held_out(corpus: Corpus, fraction: float, seed: int) -> HeldOut:
 
 
 def corpora_counts(cfg: CorpusConfig) -> list[str]:
-    """Return the names of two kinds of counts: the tokens of each of several corpora, and OVERLAP."""
+    """Return the names of the counts for several corpora (the tokens of each) and for corpus.validation (OVERLAP)."""
     numbers = range(1, len(cfg.sources) + 1) if len(cfg.sources) > 1 else ()
     return [*(f"{TOKENS_OF}{number}" for number in numbers), *([] if cfg.validation is None else [OVERLAP])]
 
