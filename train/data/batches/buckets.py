@@ -26,7 +26,7 @@ class Buckets:
     lengths: tuple[int, ...]  # tokens, ascending
     train: np.ndarray  # [rows] uint8: the bucket of each example, an index into `lengths`
     evaluation: np.ndarray  # [rows] uint8
-    is_mixed: bool = False  # True: only the first batch has a fixed place; False: the first batches have every length
+    is_mixed: bool = False  # True: a batch of the greatest length comes first; False: batches of all lengths do
 
 
 def parts_of(items: np.ndarray) -> tuple[np.ndarray, int]:

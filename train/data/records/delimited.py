@@ -32,7 +32,7 @@ class Lines:
 
 
 def csv_lines(text: Iterator[str], name: str, cfg: RecordsConfig) -> Iterator[tuple[int, Values]]:
-    """Yield each row with its line number. A .tsv has tabs by default. Raises InputError if marks in cfg conflict."""
+    """Yield each row with its line number. A .tsv has tabs by default. Raises InputError if cfg is inconsistent."""
     is_tsv = name.lower().removesuffix(".gz").endswith(".tsv")
     delimiter = "\t" if is_tsv and cfg.delimiter == "," else cfg.delimiter
     quote = cfg.quote

@@ -16,7 +16,7 @@ from train.data.records.kinds import Row, RowKind, names_in, plain, plain_label
 
 logger = logging.getLogger("train")
 
-MAX_NAMED, MAX_SHOWN = 10, 2  # bad rows named per split, and in an error
+MAX_NAMED, MAX_SHOWN = 10, 2  # maximum bad rows recorded per split, and shown in an error
 MAX_LABELS = 1000  # distinct labels in the data; more suggest a wrong column
 COLUMN_ROWS = 100  # first rows of JSON lines from which the columns are taken, since a single row may lack some
 MAX_NUMBERS = 50  # distinct numbers as labels; more are scores, years or ids

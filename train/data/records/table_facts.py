@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 QUANTILES = {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "longest": 1.0}  # share of rows up to this length
 SHORTEST_EDGE = 4
 STEP = 16  # tokens; lengths are multiples of this, which suits matrix units
-LEAST_GAIN = 0.01  # share of the computed tokens that one more length must save, since it makes batches less mixed
-FEW_EXAMPLES = 30  # examples of an evaluation; with fewer, one answer moves a score by more than 3 %
+LEAST_GAIN = 0.01  # share of computed tokens that one more length must save, because it makes batches less mixed
+FEW_EXAMPLES = 30  # with fewer examples in an evaluation, one answer changes a score by over 3 %
 MOST_GRAPHS = 3  # maximum number of lengths from data.lengths=auto if each needs a compiled graph
 
 

@@ -45,7 +45,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # mallopt(3)
 
 
 class Prefetcher(AbstractContextManager["Prefetcher"]):
-    """A handle on the prefetching process, and a context manager that ends it.
+    """A handle to the prefetching process, and a context manager that ends it.
 
     The first rank of a machine has one if the data is in S3. Raises InputError if this machine's cache has no space for
     the shards, or if another run uses it.

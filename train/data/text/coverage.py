@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 MOST_UNKNOWN, TOO_MANY_UNKNOWN = 0.01, 0.3  # shares of unknown tokens above which to warn and to reject
-MOST_CHANGED = 0.01  # share of characters; if normalisation changes more of them, a warning says so
-MOST_INNER_CAPITALS = 0.1  # share of words with capitals inside; program code is below it, formulas above
-MOST_CAPITAL_PIECES = 0.01  # share of pieces with capitals; lower-case vocabularies have a few, in special tokens
+MOST_CHANGED = 0.01  # maximum share of characters that normalisation may change without a warning
+MOST_INNER_CAPITALS = 0.1  # maximum share of words with inner capitals; program code has fewer, formulas more
+MOST_CAPITAL_PIECES = 0.01  # maximum share in a lower-case vocabulary, whose special tokens may have some
 MOST_SAMPLES, SAMPLED_CHARS = 4096, 256
 SHOWN_CHARS = 40  # maximum characters of an example in a message
 UNUSUAL = "\U00012000" * 4  # a cuneiform sign
 
 
 class UnusableText(InputError):
-    """An error raised because these settings cannot turn the text into a data set. No retry or other part helps."""
+    """An error: these settings cannot turn the text into a data set, so neither a retry nor another part helps."""
 
 
 class Sample:
@@ -47,7 +47,7 @@ class Sample:
             yield text
 
     def take(self, texts: Iterable[str]) -> None:
-        """Sample texts, for a caller that does not need them otherwise."""
+        """Sample texts without yielding them."""
         for _ in self.watched(texts):
             pass
 
@@ -60,7 +60,7 @@ def losses_of(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[tuple[str,
     examples: list[Counter[tuple[str, str]]] = [Counter(), Counter()]
     words = Counter(word for text in texts for word in text.split())
     for word, times in words.items():
-        # A change of the Unicode form (NFC, NFD) is no loss, nor is the sign that stands for a space.
+        # Neither another Unicode form (NFC, NFD) nor the sign for a space counts as a change.
         before = normalize("NFC", word)
         after = normalize("NFC", re.sub(r"[\s▁]", "", tokenizer.normalizer.normalize_str(word)))
         changed = (Counter(before.lower()) - Counter(after.lower())).total() * times
@@ -81,7 +81,7 @@ def losses_of(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[tuple[str,
 
 
 def has_inner_capitals(word: str) -> bool:
-    """Return whether a word mixes capital and small letters in a way other than Name, NAME or Double-Name."""
+    """Return whether a word mixes upper and lower case in a way other than Name, NAME or Double-Name."""
     parts = ("".join(filter(str.isalpha, part)) for part in re.split(r"[^\w()=#@+]|_", word))
     return any(not (part.isupper() or part[1:].islower() or not part[1:]) for part in parts)
 
@@ -113,7 +113,7 @@ def drops(tokenizer: Tokenizer) -> bool:
 
 
 def num_dropped(texts: Iterable[str], encodings: Iterable[Encoding]) -> int:
-    """Return how many characters of texts, except blanks and unprintable ones, are in no token of their encodings."""
+    """Return how many characters of texts, except blanks and unprintable ones, are not in any token."""
     count = 0
     for text, encoding in zip(texts, encodings, strict=True):
         end = 0
