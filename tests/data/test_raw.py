@@ -93,18 +93,18 @@ def test_quotation_marks_are_text_where_tabs_separate_fields_and_swallow_no_row_
     assert not caplog.messages
     assert len(new_rows(path, quote='"')) == 160
     first, second = caplog.messages
-    assert first.startswith(f"{path}:5 and 9 more: a field has lines that look like rows, or very many lines; if")
+    assert first.startswith(f"{path}:5 and 9 more rows: a field has lines that look like rows, or very many lines; if")
     assert second == f"{path}: 200 lines were read as 160 rows"
     dropped = read(path, quote='"').dropped["train"]
     assert (dropped.read_lines, dropped.read_rows, dropped.bad_rows) == (200, 160, 0)
     caplog.clear()
     put(folder, "c.tsv", csv_of([('"he said ""a"""', "1"), ('"so"', "0")], delimiter="\t"))
     new_rows(folder / "c.tsv")
-    assert "c.tsv:2 and 0 more: quotation marks around fields are kept; data.quote='\"' removes them" in caplog.text
+    assert "c.tsv:2 and 0 more rows: quotation marks around fields are kept; data.quote='\"' removes" in caplog.text
     caplog.clear()
     put(folder, "d.tsv", "text\tlabel\n" + '"so"\t0\n"a"\t"1"\n')  # as R writes all fields
     new_rows(folder / "d.tsv")
-    assert "d.tsv:3 and 0 more: quotation marks" in caplog.text
+    assert "d.tsv:3 and 0 more rows: quotation marks" in caplog.text
 
 
 TABS = {"format": "csv", "delimiter": "\t"}

@@ -279,7 +279,7 @@ def test_a_service_of_credentials_that_pauses_is_waited_for(bucket, monkeypatch,
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "config").write_text("[default]\ncredential_process = /bin/false\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    rejects("there are no credentials: ", download.Client, folder, ["a"], largest_bytes=1, error=Unreachable)
+    rejects("cannot get credentials: ", download.Client, folder, ["a"], largest_bytes=1, error=Unreachable)
 
 
 @pytest.fixture

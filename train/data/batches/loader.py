@@ -31,7 +31,7 @@ Batch = dict[str, Any]
 MULTI_BATCH_ROWS, MULTI_BATCH = 1024, 32  # at most this many sequences and micro batches are drawn together
 ORDER = 4  # index of the random number that decides whether to swap; masking.py has the other indices
 SHARED_MEMORY = Path("/dev/shm")  # where loader processes put batches for their rank
-LARGER = "enlarge it (docker run --shm-size=8g), or lower data.num_workers, down to 0"
+LARGER = "enlarge it (docker run --shm-size=8g), or lower data.num_workers, to 0 if necessary"
 CHECKED_ROWS = 1000  # sequences checked at the start: at most 1 % of them may have nothing to predict
 EVAL_EPOCH = 2**40  # beyond all epochs of training, so that every evaluation masks the same tokens
 

@@ -56,8 +56,8 @@ def csv_rows(
 ) -> tuple[list[str] | None, Iterator[tuple[int, Values]]]:
     """Return the column names in the header, and an iterator over the first line number and the values of each row.
 
-    `name`: the file, for errors; `settings`: see `unreadable`; `dialect`: from `csv_dialect`. Without a header the
-    names are None, and rows use the names 0, 1, ... Raises InputError if a header cannot be used.
+    Errors call the file `name`. `settings`: see `unreadable`; `dialect`: from `csv_dialect`. Without a header the names
+    are None, and rows use the names 0, 1, ... Raises InputError if a header cannot be used.
     """
     records = csv_records(lines, name, dialect, max_field_chars=max_field_chars)
     names: list[str] | None = None

@@ -35,7 +35,7 @@ def open_text(
 ) -> Iterator[tuple[io.TextIOWrapper, IO[bytes]]]:
     """Yield a file opened as text, and its binary file, whose position counts compressed bytes if it is a .gz.
 
-    `key`: the setting that names the encoding, for errors. `errors`: see `open`; by default bytes that do not decode
+    `key`: the encoding's setting, which errors name. `errors`: see `open`; by default bytes that do not decode
     become surrogates, which `unreadable` finds. `first`, `last`: read only the lines that begin in bytes [first, last)
     of a seekable file.
 

@@ -63,12 +63,12 @@ def report_quotes(
             first = first or f"{name}:{number}"
     if first and quote is None:
         logger.warning(
-            "%s and %d more: quotation marks around fields are kept; data.quote='\"' removes them", first, others
+            "%s and %d more rows: quotation marks around fields are kept; data.quote='\"' removes them", first, others
         )
     elif first:
         hint = "if a quotation mark there is plain text, it has swallowed rows: set data.quote=null"
         logger.warning(
-            "%s and %d more: a field has lines that look like rows, or very many lines; %s", first, others, hint
+            "%s and %d more rows: a field has lines that look like rows, or very many lines; %s", first, others, hint
         )
 
 

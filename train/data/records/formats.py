@@ -48,7 +48,7 @@ LocatedRow = tuple[str, Values]  # the location of a row, such as file.csv:17, a
 class Table:
     """The rows of one file or split, in order. Each call of `rows` starts over. Few rows are in memory at a time."""
 
-    where: str  # the file or split, for errors
+    where: str  # the file or split, as errors name it
     rows: Callable[[], Iterator[LocatedRow]]
     columns: list[str] | None = None  # None: the columns of the first rows
     class_names: dict[str, list[str]] = field(default_factory=dict)  # label names by column, whose numbers index them

@@ -36,7 +36,7 @@ NOT_READING = ("path", "num_workers", "verify", "cache_dir", "lengths", "save_to
 
 
 def split_names(cfg: RecordsConfig) -> dict[str, str | None]:
-    """Return the file, glob or split name that the settings have for each split; None: the only one in the data."""
+    """Return each split's file, glob or split name in the settings; None stands for the only one in the data."""
     if cfg.train == NO_ROWS:
         return {"validation": cfg.validation, **cfg.more_validation}
     validation = {} if cfg.validation is None else {"validation": cfg.validation}
@@ -138,7 +138,7 @@ def split_files(cfg: RecordsConfig, s3: S3Config) -> dict[str, list[File]]:
 
 
 def find(location: str, key: str, pattern: str | None, s3: S3Config) -> list[File]:
-    """Return files in a folder (or next to a file) `location`: those that match `pattern`; None: the only one."""
+    """Return the files in `location` (next to it if it is a file) that match `pattern`; if it is None, the only one."""
     if is_s3(location):
         return list(find_in_s3(location, key, pattern, s3))
     root = local_path(location)

@@ -69,7 +69,7 @@ class Client:
             credentials = self.session.get_credentials()
             frozen = None if credentials is None else credentials.get_frozen_credentials()
         except (BotoCoreError, ClientError) as error:
-            raise Unreachable(f"there are no credentials: {error}") from error
+            raise Unreachable(f"cannot get credentials: {error}") from error
         self.credentials = (None,) * 3 if frozen is None else (frozen.access_key, frozen.secret_key, frozen.token)
         self.request_bytes = FIRST_BYTES
         self.numbers = {file: number for number, file in enumerate(files)}

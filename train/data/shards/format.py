@@ -238,7 +238,7 @@ class ShardSet:
                 tensors[name].take(local, 0, values[first:last], "clip")
                 if name == "tokens" and (largest := int(values[first:last].max())) >= self.vocab_size:
                     has = f"{self.folder / self.shards[shard].file} has token id {largest}"
-                    raise InputError(f"{has}, but its vocabulary has {self.vocab_size}; prepare again")
+                    raise InputError(f"{has}, but its vocabulary has {self.vocab_size} tokens; prepare again")
         position = np.empty_like(order)
         position[order] = np.arange(len(order))
         return [values.take(position, 0) for values in gathered]

@@ -200,7 +200,7 @@ def size_of(shards: Iterable[Shard]) -> str:
 
 
 def wanted_shards(manifest: DataManifest, sampler: ShardSampler, limit_bytes: int) -> list[Shard]:
-    """Return the shards needed after `sampler.consumed_rows`, in the order of need, up to `limit_bytes`."""
+    """Return the shards needed after `sampler.consumed_rows`, first needed first, up to `limit_bytes`."""
     shards = [*manifest.splits["train"], *held_out(manifest, sampler)]
     now, later = sampler.upcoming_shards()
     numbers = np.concatenate([now, np.arange(len(sampler.shard_rows), len(shards)), later])

@@ -121,7 +121,7 @@ def listing(paths: list[Path]) -> list[tuple[str, int, int]]:
     root = os.path.commonpath([path.parent for path in paths]) if paths else ""
     rows = []
     for path in paths:
-        check(path.is_file(), f"{path} is not a regular file, or a link to nowhere; remove it")
+        check(path.is_file(), f"{path} is not a regular file, or is a broken link; remove it")
         check(os.access(path, os.R_OK), f"{path} cannot be read: permission denied")
         rows.append((path.relative_to(root).as_posix(), path.stat().st_size, path.stat().st_mtime_ns))
     return rows

@@ -151,7 +151,7 @@ def unfit(vocab_size: int, error: str) -> str:
         smaller = f"set tokenizer.vocab_size={most[1]} or less, or " if int(most[1]) >= MIN_VOCAB_SIZE else ""
         return f"{given} is more than this text can fill: {smaller}give more text"
     if fewest := re.search(r"required_chars\. \d+ vs (\d+)", error):
-        return f"{given} is less than this text's number of characters: set tokenizer.vocab_size={fewest[1]} or more"
+        return f"{given} is too small for this text's characters: set tokenizer.vocab_size={fewest[1]} or more"
     return f"{given}: no tokenizer can be made from this text ({error.rsplit('] ', 1)[-1].strip() or 'it is empty'})"
 
 
