@@ -55,9 +55,9 @@ def test_the_window_is_the_usual_one_or_what_fits(of_size):
     half = order_of(20, lanes=2, window=5, world_size=2)  # this machine reads one of the two lanes
     assert of_size(20, total - 1).window_shards(half) == 5
     small = of_size(20, 10 * MB + 6 * 64 * MB - MB)
-    says = "may take 0.393 GB, but windows of 1 shards per lane need 0.394 GB in 1 lanes; raise"
+    says = "may use 0.393 GB, but windows of 1 shards per lane need 0.394 GB in 1 lanes; raise"
     rejects(says, small.check_fits, order_of(20, window=1))
-    rejects(r"may take 0.393 GB, but the data is 1.29 GB", small.check_fits, small.manifest.shards)
+    rejects(r"may use 0.393 GB, but the data is 1.29 GB", small.check_fits, small.manifest.shards)
     some = of_size(20, 800 * MB)
     some.check_fits(order_of(20, window=2, batch=200))
     rejects("a batch has 201 sequences, more than a window of 2", some.check_fits, order_of(20, window=2, batch=201))

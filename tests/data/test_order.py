@@ -186,8 +186,8 @@ def test_machines_share_the_shards_and_keep_theirs_in_every_epoch(machines, rank
 @pytest.mark.parametrize(
     ("machines", "batch", "shards", "said"),
     [
-        (16, 16 * 31, 1200, "^16 machines fetch 1.24 times .* batch of 496 cut its 62 lanes .* a multiple of 64$"),
-        (48, 48 * 64, 1200, "64 lanes of shards; take a number of machines that divides 64$"),
+        (16, 16 * 31, 1200, "^16 machines fetch 1.24 times .* batch of 496 do not match its 62 .* a multiple of 64$"),
+        (48, 48 * 64, 1200, "64 lanes of shards; use a number of machines that divides 64$"),
         (16, 4096, 20, r"fetch 1.60 times .* 20 shards are few for 16 lanes; prepare more .*\(rows_per_shard\)$"),
         (6, 4092, 1200, None),  # 62 lanes, of which a machine shares one with the next
         (64, 4096, 1200, None),

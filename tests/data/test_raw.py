@@ -145,14 +145,14 @@ def test_bad_rows_are_named_by_line_counted_and_left_out_or_rejected(folder):
         ("text,sentiment\na,1\n", {}, r"a\.csv:2: no column label \(data.columns.label\); the columns are: text, sent"),
         ("text, label\na,1\n", {}, r'columns are: text,  label; " label" exists: blanks and capitals matter'),
         (",".join(map(str, range(10**4))) + "\n" + "a," * 9999, {}, r"18, 19, \.\.\. \(10,000\)"),
-        (f'text,label\n"{LONG * 3}",1\n', {}, r"a\.csv:2: a field of more than .* characters, or a quote"),
+        (f'text,label\n"{LONG * 3}",1\n', {}, r"a\.csv:2: a field of more than .* characters, or an unclosed quote"),
         ('text,label\na,1\n"b,1\nc,0\n', {}, r"a\.csv:3: not CSV: .*: the field's quote is not closed"),
         ('text,label\n"b,1\n"c",0\n', {}, r"a\.csv:2: not CSV: .*: the field's quote is not closed"),
         ("text,text\na,1\n", {}, r"a\.csv:1: two columns are named text"),
         (b"t\xe9xt,label\na,1\n", {}, r"a\.csv:1: no header: byte 0xe9 is not utf-8"),
         ("text,label\n", {}, r"train: no row is left: there is none in .*/a\.csv$"),
         ("", {}, r"train: no row is left: there is none in .*/a\.csv$"),
-        ("text,label\n", {"format": "csv"}, r"none is in .*/a\.csv, read as data\.format=csv$"),
+        ("text,label\n", {"format": "csv"}, r"there is none in .*/a\.csv, read as data\.format=csv$"),
         ("text,label\na,1\n", {"validation_fraction": 1 - 1e-9}, "train: no row is left: .* of 1 rows leaves none"),
         ("text,label\na,1\nb,1\n", {"validation_fraction": 1e-9}, "validation: no row is left: .* leaves none"),
         (csv_of([(text, "1") for text, _ in ROWS]), {}, "train: all .* rows have the label 1"),
@@ -280,7 +280,7 @@ def test_any_number_of_labels_for_a_row(folder):
 
 
 SINGLE = [
-    (["bad", "boat"], r"label holds \['bad', 'boat'\], a list: task=multilabel learns .*; task=classify learns one"),
+    (["bad", "boat"], r"label holds \['bad', 'boat'\], which is a list: task=multilabel .*; task=classify learns one"),
     ("['bad', 'boat']", "a list: task=multilabel learns several labels"),
     ("[1, 2]", "a list: task=multilabel learns several labels"),
     ([], "a list: task=multilabel learns several labels"),

@@ -127,7 +127,7 @@ def bounded_lines(text: IO[str], name: str) -> Iterator[str]:
 def bounded_text(text: IO[str], name: str, cure: str) -> str:
     """Return a whole text. Raises InputError, without reading all of it, if it exceeds LONGEST_LINE_CHARS."""
     content = text.read(LONGEST_LINE_CHARS + 1)
-    most = f"{LONGEST_LINE_CHARS:,} characters, the limit for a file that is read as a whole; {cure}"
+    most = f"{LONGEST_LINE_CHARS:,} characters, which is the limit for a file read as a whole; {cure}"
     check(len(content) <= LONGEST_LINE_CHARS, f"{name}: more than {most}")
     return content
 
