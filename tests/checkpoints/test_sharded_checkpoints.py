@@ -200,11 +200,11 @@ def rejected(folder, contents, read):
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        (piece(ROWS[2:], 2, 3), "model_00001.pt: 'w' has rows from 2, the others end at 1"),
+        (piece(ROWS[2:], 2, 3), "model_00001.pt: 'w' has rows from 2, but those before end at 1"),
         (piece(ROWS[1:2], 1, 3), "model_00001.pt: 'w' ends at row 2 of 3"),
         (piece(torch.cat([ROWS, ROWS]), 1, 3), "'w' ends at row 7 of 3"),
-        (piece(ROWS[1:], 1, 4), "model_00001.pt: 'w' has another shape or dtype than in model.pt"),
-        (piece(ROWS[1:, :1], 1, 3), "'w' has another shape or dtype"),
+        (piece(ROWS[1:], 1, 4), "model_00001.pt: 'w' differs in shape or dtype from that in model.pt"),
+        (piece(ROWS[1:, :1], 1, 3), "'w' differs in shape or dtype"),
         (piece(ROWS[1:], True, 3), "model_00001.pt: 'w'.first_row holds True, not a count"),
         (piece(ROWS[0, 0], 1, 3), "model_00001.pt: 'w' holds tensor(0.), not rows"),
         (piece([1.0, 2.0], 1, 3), "model_00001.pt: 'w' holds [1.0, 2.0], not rows"),

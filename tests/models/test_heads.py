@@ -151,7 +151,7 @@ def test_flash_attention_needs_its_package_and_16_bits_and_gets_plain_masks(monk
     cfg = train_config(tmp_path, prepared, *given)
     rejects("model.attention=flash_attention_2 needs its package: pip install flash-attn", check_attention, cfg)
     monkeypatch.setattr(machine, "installed_versions", lambda name: {name: "2.8.3"})
-    rejects("computes in bf16 or fp16; set backend.precision to one, not fp32", check_attention, cfg)
+    rejects("needs backend.precision=bf16 or fp16; here it is fp32", check_attention, cfg)
     check_attention(train_config(tmp_path, prepared, *given, "backend.precision=bf16"))
     model, (_, real, _) = build("label", sizes()), batch()
     assert model.mask(real).ndim == 4

@@ -100,7 +100,7 @@ def test_a_step_that_waits_for_the_gpu_is_not_recorded(recorded, prepared, tmp_p
     )
     run = train(tmp_path / "run", prepared)
     assert not recorded and losses(run) == pytest.approx(losses(plain), rel=1e-5)
-    assert "steps are sent kernel by kernel, as they wait for the GPU at" in log(run)
+    assert "steps run without CUDA graphs, because they wait for the GPU at" in log(run)
     assert "test_captured.py" in log(run)
 
 
@@ -193,8 +193,8 @@ def test_restored_moments_are_recorded_anew(recorded, prepared, tmp_path, monkey
         ({"activation_checkpointing": True}, "cuda", "bf16", 1, False),
         ({"cuda_graphs": False}, "cuda", "bf16", 1, False),
         ({"cuda_graphs": True}, "cpu", "bf16", 1, "needs a CUDA device"),
-        ({"cuda_graphs": True}, "cuda", "bf16", 2, "is for one rank, not 2"),
-        ({"cuda_graphs": True}, "cuda", "fp16", 1, "is not for backend.precision=fp16"),
+        ({"cuda_graphs": True}, "cuda", "bf16", 2, "needs one rank, not 2"),
+        ({"cuda_graphs": True}, "cuda", "fp16", 1, "does not support backend.precision=fp16"),
     ],
 )
 def test_who_captures(monkeypatch, settings, device, precision, ranks, captures):
@@ -229,7 +229,7 @@ def test_a_single_rank_records_unless_the_rate_of_its_optimizer_is_a_number(monk
     build = partial(build_engine, parallel, OptimConfig(), backend, Line(), None, accumulation=1)
     assert type(build()) is Captured
     backend.adamw = {"fused": True}
-    rejects("optim.name=adamw: its rate is a number, which a CUDA graph would repeat", build)
+    rejects("optim.name=adamw: its learning rate is a Python number, which a CUDA graph would not update", build)
 
 
 @pytest.mark.parametrize(("device", "waits"), [("cuda", False), ("neuron", True), ("xla", True)])

@@ -194,7 +194,7 @@ def test_a_classifier_of_several_lengths_has_a_graph_for_each_and_one_too_many_i
     (warning,) = [
         line for line in (tmp_path / "run" / "log" / "rank_0000.txt").read_text().splitlines() if "graph" in line
     ]
-    assert "graph 4 was compiled, 3 are expected" in warning
+    assert "graph 4 was compiled, but only 3 are expected" in warning
 
 
 HITS = """if True:

@@ -96,7 +96,8 @@ def test_a_stable_run_gets_its_decay_by_a_new_length_from_any_of_its_checkpoints
         "older",
         **longer,
     )
-    rejects("begins after step 6, and step 9, .* 0.01, .*0.00292.*; give a longer one", toy.train, "stable", **short)
+    too_short = "begins after step 6, and the rate of step 9 .*0.00292.*, but it was 0.01; choose a larger length"
+    rejects(too_short, toy.train, "stable", **short)
     rejects("optim.warmup_steps: 2 -> 3", toy.train, "older", max_steps=12, optim={**WSD, "warmup_steps": 3})
     assert (tmp_path / "older/metrics.jsonl").read_bytes() == before
     assert toy.train("older", **longer, resume=ResumeConfig(force=True)) == ("done", 20)

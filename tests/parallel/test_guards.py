@@ -548,7 +548,7 @@ def test_a_first_step_that_changes_no_weights_is_rejected(monkeypatch):
         patch.setattr(optimizer, "step", lambda: None)
         rejects("the first step changed no weights", step_of, backend, model, optimizer, IDS, error=RuntimeError)
     rejects("the gradient is 0 everywhere", step_of, *begun(), IDS, error=RuntimeError, scale=0.0)
-    with pytest.raises(RuntimeError, match="the learning rate too small for the precision"):
+    with pytest.raises(RuntimeError, match="the learning rate is too small for the precision"):
         step_of(*begun(lr=1e-60), IDS)  # nothing in float32
     backend, model, optimizer = begun()
     step_of(backend, model, optimizer, IDS)

@@ -1,4 +1,4 @@
-"""Adam with decoupled weight decay, https://arxiv.org/abs/1711.05101, as torch implements it."""
+"""AdamW, Adam with decoupled weight decay (https://arxiv.org/abs/1711.05101), as implemented in torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def build(cfg: OptimConfig, groups: list[Group], options: dict[str, bool]) -> to
     import torch
 
     optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.betas[0], cfg.betas[1]), eps=cfg.eps, **options)
-    # With backend.cuda_graphs, torch would warn about the first steps, which run before the recording.
+    # With backend.cuda_graphs, the first steps run before a graph is recorded. torch would warn about them.
     optimizer._warned_capturable_if_run_uncaptured = True
     add_moments(optimizer, "exp_avg", "exp_avg_sq")
     for group in optimizer.param_groups:
         if group["capturable"]:
             group["lr"] = torch.tensor([cfg.lr]).to(group["params"][0].device)
-        # The other implementations read the step count in every step, so theirs is on the host.
+        # All other implementations read the step count on the host in every step, so it is kept there.
         counts_on_device = group["fused"] or group["capturable"]
         for parameter in group["params"]:
             device = parameter.device if counts_on_device else "cpu"

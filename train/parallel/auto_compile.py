@@ -1,7 +1,7 @@
-"""The rules by which `backend.compile=auto` compiles the encoder as one graph, each layer, or nothing.
+"""The rules by which `backend.compile=auto` chooses to compile the encoder as one graph, each layer, or nothing.
 
-They depend only on the configuration and the model, so all ranks decide the same. The figures were measured on one
-H100 in bf16 with PyTorch 2.11 (benchmarks/README.md): ALBERT-base's compiled kernels take 0.67 times as long.
+They depend only on the configuration and the model, so all ranks make the same choice. The figures were measured on an
+H100 in bf16 with PyTorch 2.11 (benchmarks/README.md): compiled, ALBERT-base's kernels take 0.67 times as long.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("train")
 DEVICES = ("cuda",)  # devices on which compiling saved time in measurements
-# The fewest micro batches of one length that repay compiling. They take 3 minutes; compiling takes 29 s and saves 30 to
-# 55 s.
+# Compiling pays if a run has at least this many micro batches of each length. Without compiling, this many take 3
+# minutes; compiling takes 29 s and saves 30 to 55 s.
 LEAST_PASSES = 5000
-# The host needs 2.5 ms to send the kernels of a compiled layer, forward and backward. On an H100, a layer with this
-# much work (tokens times the squared hidden size) runs longer. A smaller layer would leave the GPU waiting.
+# The host takes 2.5 ms to launch the kernels of a compiled layer, forward and backward. On an H100, a layer with this
+# much work (tokens times the squared hidden size) runs for longer than that. With less work, the GPU would wait.
 LEAST_LAYER_WORK = 1.5e10
-# Seconds to compile for one batch length: the graph that equal layers share, and each layer of a whole encoder.
+# Seconds of compiling for one batch length: for the graph that equal layers share; for a whole encoder, per layer.
 LAYER_COMPILE_S, MODEL_LAYER_COMPILE_S = 20.0, 6.0
 
 
@@ -33,12 +33,12 @@ LAYER_COMPILE_S, MODEL_LAYER_COMPILE_S = 20.0, 6.0
 class Workload:
     """The work of one rank, from which backend.compile=auto decides whether compiling pays."""
 
-    passes: int = 0  # micro batches of each length; 0 means that nothing can be compiled
+    passes: int = 0  # micro batches of each length; with 0, nothing is compiled
     tokens: int = 0  # tokens in the longest micro batch
 
 
 def is_wanted(compile: str, device: str, work: Workload) -> bool:
-    """Return whether backend.compile=auto should compile: the device is in DEVICES, and the run is long enough."""
+    """Return whether backend.compile=auto should compile: only on DEVICES, and only if the run is long enough."""
     return compile == "auto" and device in DEVICES and work.passes >= LEAST_PASSES
 
 
@@ -51,7 +51,7 @@ def can_compile() -> bool:
 
 
 def all_can(can: bool, world: World) -> bool:
-    """Return whether all ranks can compile, and warn how many cannot. All ranks must call it."""
+    """Return whether all ranks can compile; if not, warn how many cannot. All ranks must call this."""
     blind = world.sum([not can])[0]
     if blind:
         logger.warning(
@@ -64,10 +64,10 @@ def all_can(can: bool, world: World) -> bool:
 def way_of(model: Network, work: Workload, *, one_graph: bool) -> str:
     """Return what to compile: "model" (the encoder as one graph) or "layers" (each layer).
 
-    `one_graph` lets an encoder of small layers become one graph. That saves the host most of its work. But all
-    gradients are then ready at the same time, so no all-reduce between machines overlaps with the backward pass. If a
-    step is a CUDA graph, this saves nothing. An encoder with one shared layer always becomes one graph, as its gradient
-    is complete only at the end anyway.
+    `one_graph` allows one graph for an encoder with small layers. This saves most of the host's work, but makes all
+    gradients ready at the same time, so that no all-reduce between machines can overlap with the backward pass. It
+    saves nothing if steps are CUDA graphs. An encoder with one shared layer always becomes one graph, because its
+    gradient is complete only at the end anyway.
     """
     is_shared = not model.separate_layers()
     is_small = work.tokens * model.network.config.hidden_size**2 < LEAST_LAYER_WORK
@@ -75,5 +75,5 @@ def way_of(model: Network, work: Workload, *, one_graph: bool) -> str:
 
 
 def seconds_of(way: str, model: Network) -> float:
-    """Return an estimate of the seconds to compile the graphs of one batch length."""
+    """Return an estimate of the seconds that compiling for one batch length takes."""
     return LAYER_COMPILE_S if way == "layers" else MODEL_LAYER_COMPILE_S * model.network.config.num_hidden_layers

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from train.data.batches.loader import Batch
 
 State = dict[str, Any]  # tensors and plain containers
-RANK_STRIDE = 1_000_003  # difference of two ranks' seeds; a prime, so that runs with nearby seeds have none in common
+RANK_STRIDE = 1_000_003  # between adjacent ranks' seeds; a prime, so that runs with nearby seeds have none in common
 
 
 class Work:
-    """Seconds of this rank's work, without waits for other ranks, timed on the host."""
+    """A timer of this rank's work, excluding waits for other ranks, on the host's clock."""
 
     def __init__(self) -> None:
         self.taken_s = 0.0
@@ -46,7 +46,7 @@ class Work:
 
 
 class Backend(ABC):
-    """The device of a rank, and its collectives. All ranks call the collectives in the same order."""
+    """The device of a rank, and its collectives. All ranks must call the collectives in the same order."""
 
     name: str
     device: torch.device
@@ -54,13 +54,13 @@ class Backend(ABC):
     precision: str  # the chosen precision: fp32, bf16, ...
     adamw: dict[str, bool]  # the options that choose torch's AdamW implementation for the device
     monitor_kind: str  # the source of utilisation figures: neuron | nvidia | cpu
-    collects: bool = False  # train.precompile sets it: each graph runs once, and the numbers returned mean nothing
+    collects: bool = False  # set by train.precompile: each graph runs once, and its results are meaningless
     continues_dropout: bool = True  # whether dropout is known to repeat exactly after a random state is restored
     lacking: frozenset[str] = frozenset()  # operators that ran on the host because the device lacks them
     captures: bool = False  # whether steps of parallel=data run as CUDA graphs
     compiles: str = "none"  # the parts that torch.compile compiles: none | layers | model
     pin_memory: bool  # whether batches are in page-locked memory, so that copies to the device overlap with computing
-    # The counts of skipped steps. `setup_model` creates them: created later, they would change XLA's first graph.
+    # Counts of skipped steps. `setup_model` creates them: creating them later would change XLA's first graph.
     skips: Skips
 
     def __init__(self) -> None:
@@ -76,14 +76,17 @@ class Backend(ABC):
 
     @abstractmethod
     def setup_model(self, model: Any, *, accumulation: int = 1, lengths: int = 1) -> None:
-        """Move a model to the device, still tied. A step has `accumulation` micro batches, of `lengths` shapes."""
+        """Move a model to the device, and keep its weights tied.
+
+        A step has `accumulation` micro batches. Over the whole run, batches have `lengths` different shapes.
+        """
 
     def compile_loss(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return a loss function of logits, compiled if the model is."""
         return loss
 
     def try_graphs(self, micro_batch: Callable[[], object]) -> None:
-        """Try backend.compile=auto once, on a micro batch, without side effects. If any rank fails, none compiles."""
+        """Try backend.compile=auto on the first micro batch, without side effects. If any rank fails, none compiles."""
         return
 
     @abstractmethod
@@ -105,7 +108,7 @@ class Backend(ABC):
         raise NotImplementedError
 
     def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
-        """Return a process group of `ranks`. All ranks call this for each group, in the same order."""
+        """Return a process group of `ranks`. All ranks must call this for each group, in the same order."""
         raise NotImplementedError
 
     # ---- a step ----------------------------------------------------------------------------------------------------
@@ -116,7 +119,7 @@ class Backend(ABC):
 
     @abstractmethod
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which forward passes run in the run's precision."""
+        """Return a context for forward passes, in which they use the run's precision."""
 
     @abstractmethod
     def unscale(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
@@ -178,8 +181,8 @@ class Backend(ABC):
     def close(self) -> None:
         """Leave the process group. The caller must have dropped its references to the model and optimizer.
 
-        DDP's wrapper is in a reference cycle. If gloo's threads still hold its tensors at exit, the process aborts
-        (https://github.com/pytorch/pytorch/pull/179291).
+        Only garbage collection frees DDP's wrapper, which is in a reference cycle. If gloo's threads still hold its
+        tensors at exit, the process aborts (https://github.com/pytorch/pytorch/pull/179291).
         """
         if self.world.is_distributed:
             gc.collect()
@@ -197,7 +200,7 @@ def peak_device_bytes() -> int | None:
 
 
 def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of `flat` with the shapes of `tensors`, which were concatenated to make it."""
+    """Return views of `flat`, the concatenation of `tensors`, in their shapes."""
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
@@ -218,7 +221,7 @@ def widen(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def round_to_bf16(parameters: Sequence[nn.Parameter]) -> None:
-    """Round parameters to bf16, on Trainium stochastically so that small updates survive. Set gradients to None."""
+    """Round parameters to bf16 (Trainium does so stochastically, so that small updates survive). Free gradients."""
     for parameter in parameters:
         parameter.grad = None
         parameter.data = parameter.data.bfloat16()

@@ -1,7 +1,7 @@
 """The selection of a run's backend and device.
 
-Ranks exchange values in two ways. The device's collectives reduce gradients (`GradSync`). The few plain numbers by
-which the loop decides travel between the hosts (`train.parallel.ranks.World`), so no decision waits for a device.
+The device's collectives reduce gradients (`GradSync`). The few plain numbers on which the training loop bases its
+decisions are exchanged between the hosts (`train.parallel.ranks.World`), so no decision waits for a device.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def name_of(cfg: BackendConfig, instance: InstanceConfig) -> str:
 
 
 def is_cuda(cfg: BackendConfig, instance: InstanceConfig) -> bool:
-    """Return whether these settings choose a CUDA device on this machine, as `open_backend` would."""
+    """Return whether `open_backend` would open a CUDA device on this machine with these settings."""
     device = instance.device or cfg.device
     chosen = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     return chosen and name_of(cfg, instance) == "ddp"
 
 
 def check_attention(cfg: TrainConfig) -> None:
-    """Raise InputError if the device of a run cannot compute model.attention. No device is opened."""
+    """Raise InputError if the run's device does not support model.attention. No device is opened."""
     attention, backend = cfg.model.attention, cfg.backend
     if attention in ("auto", "sdpa", "eager"):
         return
@@ -48,13 +48,13 @@ def check_attention(cfg: TrainConfig) -> None:
     if attention == "flash_attention_2":  # if the package is missing, transformers downloads code from the Hub
         check(bool(machine.installed_versions("flash-attn")), f"{key} needs its package: pip install flash-attn")
         is_narrow = backend.precision in ("auto", "bf16", "fp16")
-        check(is_narrow, f"{key} computes in bf16 or fp16; set backend.precision to one, not {backend.precision}")
+        check(is_narrow, f"{key} needs backend.precision=bf16 or fp16; here it is {backend.precision}")
 
 
 def compiles_each_length(cfg: BackendConfig, instance: InstanceConfig) -> bool:
     """Return whether every batch length needs a compiled graph. No device is opened.
 
-    backend.compile=auto returns False. It counts the lengths later, and compiles only if that is repaid.
+    With backend.compile=auto this is False: the lengths are counted later, and compiled only if that saves time.
     """
     return cfg.compile not in ("none", "auto") or name_of(cfg, instance) != "ddp"
 
@@ -69,8 +69,8 @@ def open_backend(
 ) -> Backend:
     """Open the device and join the other ranks. Raises InputError if this machine has no such device.
 
-    `collects`: the run only compiles graphs. Its numbers mean nothing, and failing to keep a graph is an error.
-    `work`: the workload from which backend.compile=auto decides.
+    `collects`: the run only compiles graphs. Its results are meaningless, and failing to store a graph is an error.
+    `work`: the workload on which backend.compile=auto bases its choice.
     """
     wanted = instance.device
     check(
@@ -90,7 +90,7 @@ def open_backend(
             setting = f"instance={kind}" if is_known else f"instance.name={kind} and its figures (docs/trainium.md)"
             logger.warning("this is a %s: set %s to check the ranks and report MFU and cost", kind, setting)
     name = name_of(cfg, instance)
-    # The imports are here, so that a run imports only the backend that it uses.
+    # A run imports only the backend that it uses.
     if name == "xla":
         from train.parallel import xla_environment
 

@@ -1,9 +1,9 @@
 """Steps on one GPU as CUDA graphs, https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 
-A step consists of a thousand kernels or more, which the host sends one by one. For small layers, sending takes longer
-than running. A CUDA graph records the kernels, and the host sends all of them in one call. Each batch shape has a
-graph. The first steps with a shape run kernel by kernel, since nothing may be compiled or tuned during recording. The
-last of these steps also shows whether a step waits for the GPU, which cannot be recorded.
+A step consists of a thousand kernels or more, which the host launches one by one. For small layers, launching a kernel
+takes longer than running it. A CUDA graph records the kernels, and the host launches all of them in one call. Each
+batch shape has its graph. The first steps with a shape run without a graph, because nothing may be compiled or tuned
+during recording. The last of them also tests whether a step waits for the GPU, because such a step cannot be recorded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from train.system import imported
 logger = logging.getLogger("train")
 Inputs = dict[str, Tensor]
 FIRST_CALLS = 3  # calls with a shape before its graph is recorded
-MOST_GRAPHS = 64  # graphs that are kept; batches of further shapes run kernel by kernel
+MOST_GRAPHS = 64  # at most this many are kept; batches with other shapes run without a graph
 WAITS = "called a synchronizing CUDA operation"  # from the text of PyTorch's warning
 
 
@@ -31,11 +31,12 @@ def captures_steps(cfg: BackendConfig, device: torch.device, precision: str, num
     """Return whether steps of parallel=data run as CUDA graphs. Raises InputError if cfg asks for the impossible."""
     wanted = cfg.cuda_graphs is True
     check(device.type == "cuda" or not wanted, "backend.cuda_graphs=true needs a CUDA device; leave it out on a CPU")
-    check(num_ranks == 1 or not wanted, f"backend.cuda_graphs=true is for one rank, not {num_ranks}; leave it out")
+    check(num_ranks == 1 or not wanted, f"backend.cuda_graphs=true needs one rank, not {num_ranks}; leave it out")
     is_scaled = precision == "fp16"
-    check(not (is_scaled and wanted), "backend.cuda_graphs=true is not for backend.precision=fp16; leave it out")
+    check(not (is_scaled and wanted), "backend.cuda_graphs=true does not support backend.precision=fp16; leave it out")
     is_possible = device.type == "cuda" and num_ranks == 1 and not is_scaled and not cfg.activation_checkpointing
-    # A recording freezes Python numbers. Imported user code may change some in each step, so graphs are then opt-in.
+    # A graph repeats the Python numbers with which it was recorded. Imported user code may change its numbers in each
+    # step, so graphs are then opt-in.
     return is_possible and (wanted or (cfg.cuda_graphs is None and not imported.IMPORTED))
 
 
@@ -49,7 +50,7 @@ class Graphs:
         self.is_on = True
 
     def run(self, function: Callable[[Inputs], None], inputs: Inputs) -> None:
-        """Run `function` on `inputs`, or replay its graph. It changes tensors in place and returns nothing."""
+        """Run `function` on `inputs`, or replay its graph. It must change tensors in place and return nothing."""
         shapes = tuple((name, value.shape, value.dtype) for name, value in inputs.items())
         key = (function.__name__, shapes)
         if key not in self.recorded:
@@ -62,7 +63,7 @@ class Graphs:
             try:
                 self.recorded[key] = held, self.record(function, held)
             except Exception as error:  # any operation may fail; recording runs no kernel, so the step can still run
-                first = error.__context__ or error  # ending the recording then fails, too
+                first = error.__context__ or error  # ending the failed recording raises a second error
                 cause = f"{type(first).__name__}: {str(first).strip().partition(chr(10))[0]}"
                 self.turn_off(f"one of their operations cannot be recorded ({cause})")
                 return function(inputs)
@@ -90,15 +91,15 @@ class Graphs:
             self.turn_off(f"they wait for the GPU at {waits[0].filename}:{waits[0].lineno}")
 
     def forget(self) -> None:
-        """Drop what is recorded: tensors that it uses have moved."""
+        """Drop all graphs, because tensors that they use have moved."""
         self.calls.clear()
         self.recorded.clear()
         self.pool = None  # PyTorch frees it with the last graph
 
     def turn_off(self, reason: str) -> None:
         self.is_on = False
-        self.recorded.clear()  # after a failed recording they would draw from a generator that nothing else reads
-        logger.warning("backend.cuda_graphs: steps are sent kernel by kernel, as %s", reason)
+        self.recorded.clear()  # `record` replaces the random state after a failure, but graphs would use the old one
+        logger.warning("backend.cuda_graphs: steps run without CUDA graphs, because %s", reason)
 
     def record(self, function: Callable[[Inputs], None], inputs: Inputs) -> Callable[[], object]:
         """Record `function(inputs)`, and return a function that replays it in one call."""

@@ -2,8 +2,9 @@
 
 With backend.compile=layers, equal layers share one graph, whether or not they share weights as in ALBERT. Shapes are
 static: each batch length has one graph for training and one for evaluation, and more if layers are frozen.
-`GraphBudget` reports every further graph. Code never silently runs uncompiled: a graph that cannot be compiled is an
-error. With backend.compile=auto the first micro batch tests compilation. If it fails on any rank, all run uncompiled.
+`GraphBudget` reports any graph beyond these. Code never silently runs uncompiled: a graph that cannot be compiled is an
+error. With backend.compile=auto, compilation is tried on the first micro batch. If it fails on any rank, all ranks run
+uncompiled.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from train.system.folders import open_folder, sha256_bytes, sha256_json
 logger = logging.getLogger("train")
 DIGEST_BYTES = 64  # length of the hexadecimal sha256 before the content
 KEY_DIGITS = 20
-FAULTS = (InputError, Unreachable, OSError)  # errors of the folder; a run can train without it
-MOST_GRAPHS = 1024  # graphs of a function, beyond which torch silently runs uncompiled; the budget warns much earlier
+FAULTS = (InputError, Unreachable, OSError)  # errors of the folder of compiled graphs; a run can train without it
+MOST_GRAPHS = 1024  # a function with more graphs would silently run uncompiled; the budget warns much earlier
 
 
 class TorchCompiler:
-    """The compiler of a model, in place. It counts the graphs and times their compilation."""
+    """A user of torch.compile that compiles a model in place, counts the graphs, and times their compilation."""
 
     def __init__(
         self,
@@ -47,8 +48,8 @@ class TorchCompiler:
     ) -> None:
         """Configure torch.compile, whose backend is `compiles_with`.
 
-        `facts` distinguish compiled code of the same model, by device and precision. `work` is the workload from which
-        backend.compile=auto decides.
+        `facts`: the device and precision, on which a model's compiled code depends. `work`: the workload on which
+        backend.compile=auto bases its choice.
         """
         self.compiles_with, self.work = compiles_with, work or Workload()
         self.what = cfg.compile
@@ -62,7 +63,7 @@ class TorchCompiler:
         callback_handler.register_start_callback(self.begin)
         callback_handler.register_end_callback(self.end)
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = MOST_GRAPHS
-        # With optimize_ddp, torch would split graphs at DDP's buckets, and there would be more graphs than expected.
+        # With optimize_ddp, torch would split graphs at DDP's buckets, which would make more graphs than expected.
         torch._dynamo.config.optimize_ddp = False
 
     # ---- the model -------------------------------------------------------------------------------------------------
@@ -70,10 +71,10 @@ class TorchCompiler:
     def compile(
         self, model: Any, *, one_graph: bool = False, norms: torch.dtype | None = None, widens: bool = False
     ) -> None:
-        """Arrange that the encoder, or each layer, is compiled at its first call with a shape.
+        """Wrap the encoder or each layer, so that its first call with a new shape compiles it.
 
-        `one_graph` lets backend.compile=auto compile an encoder as one graph to relieve the host. `norms` is the dtype
-        that norms return, None for autocast's. `widens`: norms return fp32 while matrix products return 16 bits.
+        `one_graph` allows backend.compile=auto to compile an encoder as one graph, to relieve the host. `norms` is the
+        dtype of norms' outputs; None if autocast chooses it. `widens`: norms return fp32, but matrix products 16 bits.
         """
         if self.what == "auto":
             self.what = way_of(model, self.work, one_graph=one_graph)
@@ -98,7 +99,7 @@ class TorchCompiler:
         return self.optimised(loss)
 
     def expect(self, lengths: int) -> None:
-        """Set the expected number of graphs for this number of batch lengths, and begin to count."""
+        """Begin to count graphs, and expect those of `lengths` batch lengths."""
         self.budget.limit = self.graphs_per_length * lengths
         self.budget.start()
 
@@ -135,7 +136,7 @@ class TorchCompiler:
         self.began_s = time.perf_counter()
 
     def end(self, *_: object) -> None:
-        """Add the time of one compilation. A graph has several: its backward pass is compiled when it first runs."""
+        """Add the time of one compilation. A graph has several, as its backward pass is compiled when it first runs."""
         if self.began_s is not None:
             self.compile_s += time.perf_counter() - self.began_s
         self.began_s = None
@@ -148,7 +149,7 @@ class TorchCompiler:
         return Graphs(self.compiled, self.compile_s, 0)
 
     def close(self) -> None:
-        self.budget.check()  # for graphs of the last evaluation
+        self.budget.check()  # the last evaluation may have compiled graphs
         callback_handler.remove_start_callback(self.begin)
         callback_handler.remove_end_callback(self.end)
         if self.cache is not None:
@@ -159,18 +160,18 @@ class KernelCache:
     """A folder of compiled graphs, to which each run adds a file with its new graphs.
 
     A file is a sha256 followed by the output of torch.compiler.save_cache_artifacts. Its name identifies the model and
-    the graphs, so that none is written twice. The files are code: anyone who can write to the folder can run code in
-    the training (docs/security.md). On CPUs the C++ compiler still has to compile the kernels again.
+    the graphs, so that the same file is not written twice. The files are code: anyone who can write to the folder can
+    run code in the training processes (docs/security.md). On CPUs, each run still compiles the C++ kernels.
     """
 
     def __init__(self, location: str, s3: S3Config, *, may_write: bool, must_write: bool = False) -> None:
-        """Open the folder. One of the ranks with equal graphs `may_write`. `must_write`: failed writes are errors."""
+        """Open the folder. Among ranks with equal graphs, one `may_write`. With `must_write`, a failed write raises."""
         self.folder, self.may_write, self.must_write = open_folder(location, s3), may_write, must_write
         self.prefix = ""  # the start of the file names, set by `load`
         self.kept: set[tuple[str, str]] = set()  # kind and key of each entry that is in a file
 
     def load(self, key: dict[str, Any]) -> None:
-        """Load the graphs of the model that `key` identifies. Faults of the folder only warn: other ranks may wait."""
+        """Load the graphs of the model that `key` identifies. Errors only cause a warning, as other ranks may wait."""
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         self.prefix = f"torch_compile_{sha256_json({**versions, **key})[:KEY_DIGITS]}_"
         try:
@@ -186,7 +187,7 @@ class KernelCache:
 
     def save(self) -> None:
         """Write the graphs that this process has compiled, except those that a file already has."""
-        # This is called once, at the end: if a process saves several artifacts, torch can load only the last.
+        # This is called once, at the end: if a process saves artifacts several times, torch can load only the last.
         artifacts = torch.compiler.save_cache_artifacts() if self.may_write else None
         if artifacts is None or not (new := entries_of(artifacts[1]) - self.kept):
             return

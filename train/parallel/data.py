@@ -1,9 +1,9 @@
 """Data parallelism: every rank holds the whole model and trains it on a share of each batch.
 
 `shard_optimizer` is stage 1 of ZeRO, https://arxiv.org/abs/1910.02054: each rank keeps the moments of some weights,
-updates these weights, and broadcasts them. No weight is split between ranks, so every optimizer computes the same as
-without sharding, including LAMB's trust ratios. torch's ZeroRedundancyOptimizer is not used: inside its wrapper, a
-fused optimizer does not learn that a step must be skipped.
+updates these weights, and broadcasts them. No weight is split between ranks, so every optimizer computes the same
+updates as without sharding, including LAMB's trust ratios. torch's ZeroRedundancyOptimizer is not used, because it does
+not tell a fused optimizer inside it to skip a step.
 """
 
 from __future__ import annotations
@@ -77,17 +77,17 @@ class DataParallel(Engine):
 
     def forward_backward(self, batch: Batch, *, is_last: bool) -> None:
         self.backend.try_graphs(lambda: self._gradients(batch))
-        with self.sync.micro_batch(is_last=is_last):  # XLA may end a graph on leaving this
+        with self.sync.micro_batch(is_last=is_last):  # XLA may end a graph when this context exits
             self._add_gradients(batch)
 
     def _gradients(self, batch: Batch) -> object:
-        """Return the gradients of a micro batch, without adding them to those of the parameters."""
+        """Return the gradients of a micro batch, without accumulating them in the parameters."""
         with self.backend.autocast():
             loss_sum = self.loss(self.model, batch["inputs"])
         return torch.autograd.grad(loss_sum, self.parameters, allow_unused=True)
 
     def _add_gradients(self, batch: Batch) -> None:
-        # This is a separate function so that its tensors are freed before XLA ends a graph. Otherwise graphs differ.
+        # This is a separate function so that its tensors are freed before XLA ends a graph: otherwise graphs differ.
         with self.backend.work.timed(), self.backend.autocast():
             loss_sum = self.loss(self.sync.module, batch["inputs"])
         self.backend.scaler.scale(loss_sum).backward()
@@ -102,10 +102,10 @@ class DataParallel(Engine):
 
 
 class Captured(DataParallel):
-    """Data parallelism of a single rank whose steps are CUDA graphs.
+    """The engine for a single rank whose steps are CUDA graphs.
 
-    With one micro batch per step, the whole step is one graph, which `forward_backward` runs. Otherwise there is one
-    for a micro batch and one for the update. Weights, moments, counts and learning rate keep their places in memory.
+    With one micro batch per step, the whole step is one graph, which `forward_backward` runs. Otherwise a micro batch
+    is one graph, and the update is another. Weights, moments, counts and the learning rate must keep their addresses.
     """
 
     backend: DDP
@@ -114,8 +114,8 @@ class Captured(DataParallel):
         super().__init__(optim, *args, accumulation=accumulation, **options)
         check(
             all(isinstance(group["lr"], Tensor) for group in self.optimizer.param_groups),
-            f"optim.name={optim.name}: its rate is a number, which a CUDA graph would repeat; set "
-            "backend.cuda_graphs=false",
+            f"optim.name={optim.name}: its learning rate is a Python number, which a CUDA graph would not "
+            "update; set backend.cuda_graphs=false",
         )
         self.is_whole = accumulation == 1
         self.graphs = Graphs()
@@ -137,10 +137,10 @@ class Captured(DataParallel):
         return self.norm
 
     def optimizer_step(self, norm: Tensor) -> None:
-        self.backend.end_step()  # the update is done
+        self.backend.end_step()  # the graph has already updated the weights
 
     def _step(self, inputs: Inputs) -> None:
-        self.optimizer.zero_grad(set_to_none=True)  # a failed recording leaves gradients
+        self.optimizer.zero_grad(set_to_none=True)  # a failed recording leaves gradients behind
         self._micro_batch(inputs)
         self._update({})
 
@@ -153,7 +153,7 @@ class Captured(DataParallel):
     def _update(self, _: Inputs) -> None:
         norm = self.clip(self.sync.reduce())
         self.norm.copy_(norm)
-        # Graphs of micro batches add to the same gradients, which therefore stay where they are.
+        # The graph of a micro batch adds to gradients at fixed addresses, so these gradients must not be freed.
         self.backend.update(self.optimizer, norm, keeps_gradients=not self.is_whole)
 
     def load(self, model: Tensors, optimizer: State) -> None:
@@ -162,7 +162,7 @@ class Captured(DataParallel):
 
 
 class ShardedOptimizer(DataParallel):
-    """Data parallelism in which each rank updates some of the weights and sends them to the other ranks."""
+    """The engine in which each rank updates some of the weights and sends them to the other ranks."""
 
     def build_optimizer(self, optim: OptimConfig, of: Roles) -> torch.optim.Optimizer:
         groups = [group["params"] for group in parameter_groups(optim, self.parameters, **of)]
@@ -236,7 +236,7 @@ def divide_and_clip(parameters: Sequence[nn.Parameter], divisor: Tensor, max_nor
 def scale(gradients: list[Tensor], norm: Tensor, divisor: Tensor, max_norm: float | None) -> Tensor:
     """Divide and clip gradients as `divide_and_clip` does, given their norm [] before the division.
 
-    If weights are split over ranks, the norm covers all ranks. It may be float64.
+    If weights are split over ranks, the norm must be that of all ranks. It may be float64.
     """
     divisor = divisor.reshape(())
     factor = 1 / torch.where(divisor > 0, divisor, torch.ones_like(divisor))
@@ -248,7 +248,7 @@ def scale(gradients: list[Tensor], norm: Tensor, divisor: Tensor, max_norm: floa
 
 
 def shared_out(sizes: list[int], num_ranks: int) -> list[int]:
-    """Return the rank of each size. The largest sizes are assigned first, each to the rank with the smallest sum."""
+    """Return the rank to which each size is assigned: largest first, each to the rank with the smallest sum."""
     loads, owners = [0] * num_ranks, [0] * len(sizes)
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
         owners[number] = loads.index(min(loads))

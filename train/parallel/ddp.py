@@ -1,4 +1,4 @@
-"""PyTorch DDP: gloo between CPUs, NCCL between CUDA devices; also for a single process, with or without torchrun."""
+"""PyTorch DDP, over gloo on CPUs and NCCL on CUDA devices. A single process may run without torchrun."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class DDP(Backend):
 
     name = "ddp"
     adamw = {"fused": True}
-    drops_masks = True  # whether batches without padding lose their mask
-    norms: torch.dtype | None = None  # the dtype that norms return; None for autocast's
-    compiled_norms: Sequence[RemovableHandle] = ()  # the hooks of norms that only compiled code should have
+    drops_masks = True  # whether to drop the attention mask of batches without padding
+    norms: torch.dtype | None = None  # the dtype of norms' outputs; None if autocast chooses it
+    compiled_norms: Sequence[RemovableHandle] = ()  # hooks on norms that only compiled code should have
     skips_on_device = False  # whether the device decides to skip a step, so that the host does not wait for the norm
     compiler: TorchCompiler | None = None
     deterministic = False  # whether kernels always add in the same order
-    one_graph = False  # whether backend.compile=auto may make one graph of an encoder of small layers
+    one_graph = False  # whether backend.compile=auto may compile small layers together as one graph
 
     def __init__(
         self, cfg: BackendConfig, s3: S3Config | None = None, *, collects: bool = False, work: Workload | None = None
@@ -74,7 +74,7 @@ class DDP(Backend):
         self.workload = work or Workload()
         captures = captures_steps(cfg, self.device, self.precision, world.size)
         self.captures = captures and not collects
-        self.one_graph = world.num_machines == 1 and not captures  # train.precompile compiles what the run does
+        self.one_graph = world.num_machines == 1 and not captures  # equal in train.precompile and the run
         if self.captures:
             self.adamw = {"fused": True, "capturable": True}
         chooses = auto_compile.is_wanted(cfg.compile, self.device.type, self.workload)
@@ -98,7 +98,7 @@ class DDP(Backend):
         self.drops_masks = self.compiler is None  # batches without a mask would need another graph
 
     def join_ranks(self, collectives: str, timeout_s: float) -> None:
-        """Join the other ranks with these collectives, and let watchdogs learn which ranks compile."""
+        """Join the other ranks with these collectives, and let the watchdogs know when other ranks compile."""
         device = f"{self.name} on {self.device.type}, {self.precision}"
         self.timeout_s = timeout_s
         store = join(collectives, device, timeout_s=timeout_s)
@@ -117,7 +117,7 @@ class DDP(Backend):
             f"backend.compile={cfg.compile} needs a C++ compiler for a CPU, and there is no {cxx} here: apt-get "
             "install g++, set CXX, or leave backend.compile out",
         )
-        # Compiled code contains the GPU's index, so each GPU of the first machine writes.
+        # Compiled code contains the GPU's index, so every rank of the first machine writes; on CPUs, only rank 0.
         writes = self.world.rank == (0 if self.device.index is None else self.world.local_rank)
         cache = None
         if cfg.compile_cache is not None:
@@ -146,7 +146,7 @@ class DDP(Backend):
 
     def place(self, model: nn.Module) -> None:
         """Move a model to the device."""
-        # On CPUs, SDPA's backward pass in bf16 takes four times as long as plain products (benchmarks/notes.md).
+        # On CPUs, SDPA's backward pass in bf16 takes four times as long as matrix products (benchmarks/notes.md).
         from train.models.network import Network  # late: it imports transformers
 
         model.to(self.device)
@@ -214,11 +214,11 @@ class DDP(Backend):
             self.compiler.budget.check()
 
     def _rescale(self) -> Tensor | None:
-        """Adjust the loss scale. Returns whether it was above 1 and is halved, [1]: it may have caused an overflow."""
+        """Adjust the loss scale. Returns [1] whether a scale above 1 was halved: it may have caused an overflow."""
         if not self.scaler.is_enabled():
             return None
         one = torch.ones(1, device=self.device)
-        before = self.scaler.scale(one)  # stays on the device: get_scale() would wait for it
+        before = self.scaler.scale(one)  # a tensor on the device; get_scale() would wait for it
         self.scaler.update()
         return (self.scaler.scale(one) < before) & (before > 1)
 
@@ -227,7 +227,7 @@ class DDP(Backend):
 
     def copy_to_host(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         for buffer, tensor in zip(buffers, tensors, strict=True):
-            buffer.copy_(tensor, non_blocking=True)  # all copies run at the same time if the buffers are page-locked
+            buffer.copy_(tensor, non_blocking=True)  # does not wait if the buffers are page-locked
         if self.device.type != "cpu":
             torch.get_device_module(self.device).synchronize()
 
@@ -257,7 +257,7 @@ class DDP(Backend):
 
 
 class DDPSync(GradSync):
-    """The reduction by DistributedDataParallel. It averages gradients in the last backward pass and sums the counts."""
+    """A reduction by DistributedDataParallel, which averages gradients in the step's last backward pass."""
 
     adds_counts = True
 
@@ -270,9 +270,9 @@ class DDPSync(GradSync):
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,  # gradients are views of the buckets that are sent: no copy, less memory
-            static_graph=accumulation == 1,  # holds for every task, but torch does not support it with no_sync
+            static_graph=accumulation == 1,  # true for every task, but torch does not support it with no_sync
         )
-        self.replica.broadcast_buffers = False  # buffers are constants; the argument is deprecated since PyTorch 2.13
+        self.replica.broadcast_buffers = False  # buffers are constant; as an argument, deprecated since PyTorch 2.13
         self.module = self.replica
         if compresses:
             self.replica.register_comm_hook(None, bf16_compress_hook)
@@ -281,11 +281,11 @@ class DDPSync(GradSync):
         return nullcontext() if is_last else self.replica.no_sync()
 
     def reduce(self) -> Tensor:
-        return super().reduce() / self.world_size  # gradients are averages over the ranks, so this is too
+        return super().reduce() / self.world_size  # DDP averages gradients over the ranks, so the count is averaged too
 
 
 class CudaWork(Work):
-    """Seconds of this rank's work, timed by the device."""
+    """A timer of this rank's work on the device's clock."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ class CudaWork(Work):
         self.events.append(events)
 
     def take_s(self) -> float:
-        # This waits until the timed work has ended.
+        # Wait until the timed work has ended.
         if self.events:
             self.events[-1][1].synchronize()
         taken_s = sum(begin.elapsed_time(end) for begin, end in self.events) / 1000
@@ -310,7 +310,7 @@ class CudaWork(Work):
 
 def pick_device(name: str, local_rank: int, local_world_size: int) -> torch.device:
     check(
-        name != "neuron", "backend=ddp runs on CPUs and CUDA; set backend=xla on trn1, backend=neuron on trn2 and trn3"
+        name != "neuron", "backend=ddp runs on CPUs and GPUs; set backend=xla on trn1, backend=neuron on trn2 and trn3"
     )
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -318,10 +318,10 @@ def pick_device(name: str, local_rank: int, local_world_size: int) -> torch.devi
     if name == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    check(count > 0, "backend.device=cuda, but this machine shows no CUDA device; use backend.device=cpu")
+    check(count > 0, "backend.device=cuda, but PyTorch sees no CUDA device; use backend.device=cpu")
     check(
         local_world_size <= count,
-        f"{local_world_size} ranks on this machine, which shows {count} CUDA devices; "
+        f"{local_world_size} ranks on this machine, but PyTorch sees {count} CUDA devices; "
         f"start torchrun with --nproc-per-node={count}",
     )
     return torch.device("cuda", local_rank)
@@ -338,7 +338,7 @@ def pci_address(device: torch.device) -> str | None:
 def check_no_idle_gpu(name: str) -> None:
     """Raise InputError if a run would use the CPU of an EC2 GPU instance; warn on other machines with a GPU."""
     if name == "cpu" and machine.nvidia_gpus():
-        fault = "has an NVIDIA GPU that PyTorch cannot use: no driver is loaded, or this PyTorch has no CUDA"
+        fault = "has an NVIDIA GPU that PyTorch cannot use: no driver is loaded, or this PyTorch was built without CUDA"
         kind = machine.instance_type()
         check(
             not machine.is_ec2(kind),

@@ -1,4 +1,4 @@
-"""The table of engines, which own a model and its optimizer, run steps, save and load the state; their base class."""
+"""The engines and their base class. An engine holds a model and its optimizer, runs steps, saves and loads state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENGINES = {  # the module of each engine, which has a function `build`
 
 
 class Engine:
-    """A model, its optimizer and its steps. All ranks call each method, in the same order.
+    """A model with its optimizer and training steps. All ranks must call the methods in the same order.
 
     A step is `begin_step`, `forward_backward` for each micro batch, `reduce_and_clip`, `optimizer_step`. The methods
     for checkpoints assume that every rank holds the whole model. Engines that split the model override them.
@@ -38,7 +38,7 @@ class Engine:
     parameters: list[nn.Parameter]  # parameters that this rank trains
     sync: GradSync  # reduces gradients over the ranks; train/parallel/grad_sync.py lists the classes
     data_rank: int  # ranks with the same data_rank see the same rows
-    data_size: int  # count of distinct data_ranks
+    data_size: int  # number of different data_ranks
     loss_sum: Tensor  # [1], on the device: sum of losses since the last `take_loss`; a resumed run restores it
 
     def __init__(self, backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -46,7 +46,7 @@ class Engine:
         self.backend, self.model, self.optimizer = backend, model, optimizer
 
     def ready(self) -> None:
-        """Prepare the first step. Weights and optimizer state are final by now."""
+        """Prepare the first step. Weights and optimizer state must have been restored before."""
         self.backend.ready(self.optimizer, self.parameters)
 
     # ---- a step ----------------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ class Engine:
         self.sync.begin(count)
 
     def forward_backward(self, batch: Batch, *, is_last: bool) -> None:
-        """Add the gradients and the loss sum of a micro batch. `is_last`: it is the step's last micro batch."""
+        """Accumulate a micro batch's gradients and loss sum. `is_last`: it is the step's last micro batch."""
         raise NotImplementedError
 
     def reduce_and_clip(self) -> Tensor:
@@ -77,8 +77,8 @@ class Engine:
     def take_loss(self) -> float:
         """Return this rank's loss sum since the last call. Waits for the device."""
         taken = float(self.backend.to_host([self.loss_sum])[0])
-        # Zeros are copied from the host into the same tensor: a new tensor, or zeros made on the device, would change
-        # XLA's graph.
+        # Zeros are copied from the host into the same tensor, because a new tensor, or zeros created on the device,
+        # would change XLA's graph.
         self.loss_sum.copy_(torch.zeros(1))
         return taken
 
@@ -95,8 +95,8 @@ class Engine:
     def state(self) -> dict[str, State]:
         """Return this rank's part of a checkpoint; {} if other ranks save everything.
 
-        A part has "model", by parameter name, and "optimizer", without settings. A tensor is in one part only, unless
-        it is split into `piece`s. Everything outside "model" and the optimizer's "state" is in rank 0's part.
+        A part has "model" (tensors by name) and "optimizer" (without its settings). A tensor is in one part only,
+        unless it is split into `piece`s. Everything outside "model" and the optimizer's "state" is in rank 0's part.
         """
         state = self.local_state_dict()
         return state if self.backend.world.rank == 0 else {}
@@ -107,16 +107,16 @@ class Engine:
         groups = [{"params": group["params"]} for group in moments["param_groups"]]
         scaler = self.backend.scaler
         scale = {"loss_scale": scaler.state_dict()} if scaler.is_enabled() else {}
-        # keep_vars returns the parameters themselves, so tied names share one.
+        # keep_vars returns the parameters themselves, so the names of a tied parameter have the same object.
         return {
             "model": self.model.state_dict(keep_vars=True),
             "optimizer": {**moments, "param_groups": groups, **scale},
         }
 
     def sources(self, rank: int, num_ranks: int, settings: Mapping[str, Any]) -> set[int] | None:
-        """Return the ranks whose parts of a checkpoint `rank` loads, besides rank 0's part. None: all ranks.
+        """Return the ranks whose parts of a checkpoint `rank` loads, in addition to rank 0's part; None for all ranks.
 
-        `num_ranks` and `settings` are those of the run that saved the checkpoint. They suffice, so no rank asks others.
+        `num_ranks` and `settings` are those of the run that saved the checkpoint. Ranks do not communicate for this.
         """
         return None
 
@@ -145,7 +145,10 @@ def build_engine(
     accumulation: int,
     lengths: int = 1,
 ) -> Engine:
-    """Return the engine for these settings. A step has `accumulation` micro batches per rank, of `lengths` shapes."""
+    """Return the engine for these settings.
+
+    A step has `accumulation` micro batches per rank. Over the whole run, batches have `lengths` different shapes.
+    """
     module: Any = import_module(ENGINES[cfg.name])  # a run imports only the engine that it uses
     engine: Engine = module.build(cfg, optim, backend, model, loss, accumulation=accumulation, lengths=lengths)
     return engine

@@ -3,7 +3,7 @@
 It is for models that do not fit on one device. See ZeRO, https://arxiv.org/abs/1910.02054, and PyTorch's `fully_shard`.
 
 A layer's weights are all-gathered for its forward and backward pass and freed afterwards. Gradients are
-reduce-scattered. A layer that is shared over the whole depth is always in use, so its model is gathered as a whole.
+reduce-scattered. If one layer is shared over the whole depth, it is always in use, so the model is gathered as a whole.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class FSDP(DataParallel):
 
     def __init__(self, optim: Any, backend: Backend, model: Any, *args: Any, cfg: FSDPConfig, **options: Any) -> None:
         self.cfg, self.mesh = cfg, backend.mesh()
-        # Weights are compared now: once sharded, no weight is on two ranks.
+        # Weights are compared now, because no two ranks hold the same rows after sharding.
         guards.check_same(backend, model, guards.smallest(model.parameters()))
-        # `half` is the dtype in which weights are gathered and used.
+        # `half` is the dtype in which weights are gathered and used; None keeps theirs.
         half = torch.bfloat16 if backend.precision == "bf16" else None
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        # The model is sharded before it moves, so that only one layer at a time has to fit on the device.
+        # The model is sharded before it moves to the device, which therefore needs space for only one whole layer.
         for layer in model.separate_layers():
             fully_shard(layer, mesh=self.mesh, reshard_after_forward=cfg.reshard_after_forward, mp_policy=policy)
         fully_shard(model, mesh=self.mesh, reshard_after_forward=False, mp_policy=policy)
@@ -67,7 +67,7 @@ class FSDP(DataParallel):
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def check_replicas(self) -> None:
-        return  # no weight is on two ranks
+        return  # no two ranks hold the same rows
 
     def state(self) -> dict[str, State]:
         local = self.local_state_dict()
@@ -99,7 +99,10 @@ class FSDP(DataParallel):
         guards.replace(self.model, {name: nn.Parameter(weight) for name, weight in whole.items()})
 
     def _whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return all tensors whole and with ties, on rank 0's host; {} elsewhere. Devices hold one whole at a time."""
+        """Return all tensors whole, in rank 0's host memory; {} elsewhere. Only one is whole on the devices at a time.
+
+        Tied names have the same tensor.
+        """
         copies: dict[int, Tensor] = {}
         for part in parts.values():
             if id(part) not in copies:
@@ -108,7 +111,7 @@ class FSDP(DataParallel):
         return {name: copies[id(part)] for name, part in parts.items()} if self.data_rank == 0 else {}
 
     def _pieces(self, parts: Mapping[str, Tensor]) -> State:
-        """Return this rank's rows of each tensor. Tied names share rows. Only rank 0 returns unsharded tensors."""
+        """Return this rank's rows of each tensor, once for tied names. Only rank 0 returns unsharded tensors."""
         pieces: dict[str, Any] = {}
         rows = {id(part): part.to_local().detach() for part in parts.values() if isinstance(part, DTensor)}
         for name, part in parts.items():
@@ -123,7 +126,7 @@ class FSDP(DataParallel):
         return rows_of(self.data_rank, num_rows, self.data_size)
 
     def _part(self, tensors: Tensors, name: Any) -> Tensor:
-        """Return this rank's rows of a saved tensor, copied so that its file can be unmapped. Scalars have no rows."""
+        """Return a copy of this rank's rows of a saved tensor, so that its file can be unmapped; a scalar itself."""
         shape = tensors.shape(name)
         if not shape:
             return tensors[name]
@@ -133,7 +136,7 @@ class FSDP(DataParallel):
 
 
 class ShardSync(GradSync):
-    """The reduction that leaves on each rank the gradient sums of its rows. It also sums the label counts."""
+    """A reduce-scatter of the gradients: each rank gets the sums for its rows."""
 
     adds_counts = True
 
@@ -162,5 +165,5 @@ def share_of(num_rows: int, num_ranks: int) -> int:
 
 
 def split_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """Yield the modules whose weights are gathered together."""
+    """Yield the modules that `fully_shard` has wrapped. It gathers the weights of a module together."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))

@@ -1,17 +1,17 @@
 """The reduction of a step's gradients over the ranks: the interface for engines, and the table of its classes.
 
-Losses are sums over labels. Gradients are reduced once per step. The engine's `clip` then divides them by the label
-count of all ranks, in the pass that clips them. `reduce` returns this divisor.
+Losses are sums over labels. Gradients are reduced once per step. `reduce` returns the label count of all ranks, by
+which the engine's `clip` divides the gradients in the pass that clips them.
 
     class         where                         reduces                                       over ranks  returns
     GradSync      one rank on ddp, neuron       never                                         -           its labels
     DDPSync       parallel=data on ddp, neuron  in the last backward pass, by buckets         average     labels / ranks
-    XLASync       xla, one rank too             in `reduce`, in the graph of the update       sum         labels
+    XLASync       xla, even with one rank       in `reduce`, in the graph of the update       sum         labels
     ShardSync     parallel=fsdp                 in the last backward pass, or in every one    sum         labels
     PipelineSync  parallel=pipeline             in `reduce`, over the holders of each weight  sum         labels
 
-DDP always divides by the number of ranks, so DDPSync divides the label count by it too. With one rank, XLASync reduces
-nothing, and parallel=fsdp runs as parallel=data.
+torch's DDP always divides by the number of ranks, so DDPSync also divides the label count by it. With one rank, XLASync
+reduces nothing, and parallel=fsdp runs as parallel=data.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from train.config.backend import CUDA
 
 
 class GradSync:
-    """The reduction of gradients, once per step. This base class is for a single rank and reduces nothing."""
+    """A reduction of gradients, once per step. This base class is for a single rank and reduces nothing."""
 
     module: nn.Module  # the model as forward passes call it
     count: Tensor  # [1], on the device: the labels of this step
     count_type = torch.float32
-    adds_counts = False  # whether the counts are summed over the ranks during the passes
+    adds_counts = False  # whether the label counts are summed over the ranks during the passes
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.module, self.device = model, device
 
     def begin(self, count: float) -> None:
-        """Begin a step in which this rank has `count` labels. The counts are summed over the ranks as gradients are."""
+        """Begin a step in which this rank has `count` labels."""
         self.count = sent(torch.tensor([count], dtype=self.count_type), self.device)
         if self.adds_counts:
             self.adding = dist.all_reduce(self.count, async_op=True)
@@ -48,7 +48,7 @@ class GradSync:
         return nullcontext()
 
     def reduce(self) -> Tensor:
-        """Finish the reduction. Returns the divisor [1] that makes sums means over all labels; 0 without labels."""
+        """Finish the reduction. Returns the divisor [1] of gradient sums that makes them means; 0 without labels."""
         if self.adds_counts:
             self.adding.wait()
         return self.count
@@ -56,5 +56,5 @@ class GradSync:
 
 def sent(value: Tensor, device: torch.device) -> Tensor:
     """Return a copy of a tensor on a device. On CUDA the copy does not wait for the previous step."""
-    # CUDA takes the bytes before the call returns. Other devices may read the host's memory later, when it is freed.
+    # CUDA reads the host's memory before the call returns. Other devices may read it later, when it has been freed.
     return value.to(device, non_blocking=device.type == CUDA)

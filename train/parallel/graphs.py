@@ -23,15 +23,15 @@ class Graphs(NamedTuple):
 
 
 class GraphBudget:
-    """A count of the graphs compiled since the first batch, with the number that the run should need."""
+    """A count of the graphs compiled since the first batch, and `limit`, the number that the run should need."""
 
     def __init__(self, compiled: Callable[[], int], *, is_fatal: bool, hint: str) -> None:
-        """Take `compiled`, which returns the current count. `hint` says how to find a cause other than a new shape."""
+        """Take `compiled`, which returns the number of graphs so far. `hint`: how to find causes except new shapes."""
         self.compiled, self.is_fatal, self.hint = compiled, is_fatal, hint
         self.limit = 0  # set once the model is known
         self.base: int | None = None
         self.reported = 0
-        # The distinct shapes, by input, in the stream of batches that last had a new one.
+        # The different input shapes in one stream of batches: the stream in which a new shape appeared last.
         self.shapes: list[dict[str, tuple[int, ...]]] = []
 
     def start(self) -> None:
@@ -44,7 +44,7 @@ class GraphBudget:
         return 0 if self.base is None else self.compiled() - self.base
 
     def forgive(self, number: int) -> None:
-        """Exclude this number of compiled graphs from the count, because they belong to no step."""
+        """Exclude this number of compiled graphs, which belong to no step, from the count."""
         if self.base is not None:
             self.base += number
 
@@ -59,7 +59,7 @@ class GraphBudget:
             yield batch
 
     def check(self) -> None:
-        """Raise RuntimeError with the likely cause of an extra graph. If it is not fatal, warn, once for each graph."""
+        """Raise RuntimeError if more graphs than `limit` were compiled, with the likely cause; or warn if not fatal."""
         used = self.used
         if used <= max(self.limit, self.reported):
             return
@@ -69,7 +69,7 @@ class GraphBudget:
             first, last = self.shapes[0], self.shapes[-1]
             changed = [f"{k} {list(first.get(k, ()))} -> {list(v)}" for k, v in last.items() if first.get(k) != v]
             cause = "inputs changed their shape: " + ", ".join(changed)
-        message = f"graph {used} was compiled, {self.limit} are expected; {cause}"
+        message = f"graph {used} was compiled, but only {self.limit} are expected; {cause}"
         if self.is_fatal:
             raise RuntimeError(message)
         logger.warning(message)
@@ -78,20 +78,20 @@ class GraphBudget:
 class Compilers:
     """A flag shared by the ranks, which is set while any rank compiles.
 
-    The watchdog reads it when its rank makes no progress: the rank may be waiting in a collective for a machine that
-    compiles. The ranks share the flag through the store by which they joined.
+    The watchdog reads it when its rank makes no progress, because the rank may be waiting in a collective for a machine
+    that compiles. The flag is in the store through which the ranks joined.
     """
 
     def __init__(self, is_compiling: Callable[[], bool] = lambda: False, store: dist.Store | None = None) -> None:
         self.is_compiling, self.store = is_compiling, store
-        self.signs: int | None = None  # count of signs from compiling ranks in the store, when last read
+        self.signs: int | None = None  # the store's count of signs from compiling ranks, when last read
         self.others_compile = False
         self.asking: Thread | None = None
 
     def are_busy(self) -> bool:
-        """Return whether this rank is compiling, or another rank was at the last call. Tell the other ranks, too.
+        """Return whether this rank is compiling, or another was at the last call. Tell other ranks if this one is.
 
-        This never waits for the store, whose machine may have died. Without an answer, other ranks count as idle.
+        This never waits for the store, whose machine may have died. If it does not answer, other ranks count as idle.
         """
         compiles = self.is_compiling()
         if self.store is None or (self.asking is not None and self.asking.is_alive()):
@@ -103,6 +103,6 @@ class Compilers:
     def ask(self, own_signs: int) -> None:
         assert self.store is not None
         before, self.others_compile = self.signs, False
-        with suppress(dist.DistError):  # the store's machine has ended
+        with suppress(dist.DistError):  # the store's process has ended
             self.signs = self.store.add("signs_of_compiling", own_signs)
             self.others_compile = before is not None and self.signs > before

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from train.parallel.backend import Backend
 
 NUM_WATCHED = 8  # count of parameters that are compared
-Tied = list[list[str]]  # groups of names, each for one parameter
+Tied = list[list[str]]  # groups of names that share a parameter
 
 
 def tied_names(model: nn.Module) -> Tied:
-    """Return the groups of names that stand for one parameter."""
+    """Return the groups of names that share a parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -27,24 +27,24 @@ def tied_names(model: nn.Module) -> Tied:
 
 
 def tie(model: nn.Module, tied: Tied) -> None:
-    """Make each group one parameter again. A move to XLA copies it for each name (pytorch/xla issue 2719)."""
+    """Make the names of each group share a parameter again: a move to XLA separates them (pytorch/xla issue 2719)."""
     for first, *others in tied:
         replace(model, dict.fromkeys(others, model.get_parameter(first)))
 
 
 def replace(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Put these parameters, by name, into a model in place of its present ones."""
+    """Replace the parameters of a model that have these names."""
     for name, parameter in parameters.items():
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, parameter)
 
 
 def check_tied(model: nn.Module, tied: Tied) -> None:
-    """Raise RuntimeError if parameters that were tied are now separate, and so would be trained separately."""
+    """Raise RuntimeError if names that shared a parameter no longer do, so that each would be trained separately."""
     still_tied = tied_names(model)
     for group in tied:
         if not any(set(group) <= set(other) for other in still_tied):
-            raise RuntimeError(f"{' and '.join(group)} were one weight and are no longer, after the move to the device")
+            raise RuntimeError(f"{' and '.join(group)} no longer share a weight after the move to the device")
 
 
 def check_owned(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
@@ -65,7 +65,7 @@ def check_owned(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parame
 def check_world(*, launched: int, device: int, group: int, ones: float) -> None:
     """Raise RuntimeError unless launcher, device runtime, process group and a sum of ones agree on the rank count.
 
-    Ranks that are not connected each train a model of their own, https://github.com/pytorch/xla/issues/5438.
+    Otherwise each rank may train a separate model, https://github.com/pytorch/xla/issues/5438.
     """
     if not launched == device == group == ones:
         raise RuntimeError(
@@ -76,14 +76,14 @@ def check_world(*, launched: int, device: int, group: int, ones: float) -> None:
 
 
 def check_collective(name: str, result: Tensor, wanted: Sequence[float]) -> None:
-    """Raise RuntimeError unless a collective of the device has the expected result on this rank."""
+    """Raise RuntimeError unless the device's collective `name` returned the `wanted` result on this rank."""
     if (seen := result.cpu().tolist()) != list(wanted):
         raise RuntimeError(f"the device's {name} returns {seen[:8]} instead of {list(wanted)[:8]}")
 
 
 def check_distinct_seeds(seeds: Sequence[int]) -> None:
     """Raise RuntimeError if two ranks would draw the same dropout."""
-    # An XLA device starts from the same constant in every process, https://github.com/pytorch/xla/issues/2092.
+    # An XLA device has the same initial seed in every process, https://github.com/pytorch/xla/issues/2092.
     if len(set(seeds)) != len(seeds):
         raise RuntimeError(f"ranks share random states {sorted(seeds)[:8]}: their dropout would be the same")
 
@@ -112,17 +112,17 @@ def check_changed(before: Sequence[Tensor], after: Iterable[Tensor], *, step: st
     """Raise RuntimeError if no value changed: the update went to other tensors or was never run."""
     if all(torch.equal(old, new) for old, new in zip(before, after, strict=True)):
         raise RuntimeError(
-            f"{step} changed no weights: the gradient is 0 everywhere, the learning rate too small for the precision, "
-            "or the update did not reach the model"
+            f"{step} changed no weights: the gradient is 0 everywhere, the learning rate is too small for the "
+            "precision, or the update did not reach the model"
         )
 
 
 def watch_masks(model: nn.Module) -> None:
     """Make a model reject attention masks that are not floats [batch, 1, 1 or S, S].
 
-    The outermost modules that take a mask check it. transformers reads a [batch, S] mask at every forward pass, which
-    stops the device and needs one more graph for each kind of batch. Eager attention adds a 4-D boolean mask to the
-    scores as 0 and 1, which hides nothing.
+    The outermost modules that take a mask check it. transformers reads the values of a [batch, S] mask in every forward
+    pass, so the host waits for the device and each kind of batch needs another graph. Eager attention adds a 4-D
+    boolean mask to the scores as 0 and 1, which hides nothing.
     """
     for module in outermost(model, "attention_mask"):
         module.register_forward_pre_hook(reject_other_masks, with_kwargs=True)
@@ -138,7 +138,7 @@ def reject_other_masks(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) 
 
 
 def outermost(model: nn.Module, argument: str) -> Iterator[nn.Module]:
-    """Yield the modules whose forward has this argument, without the modules inside them."""
+    """Yield the modules whose forward has this argument, but not the modules inside them."""
     if argument in inspect.signature(model.forward).parameters:
         yield model
         return

@@ -1,4 +1,4 @@
-"""The update of LAMB."""
+"""LAMB's update."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Lamb(torch.optim.Optimizer):
 
     update = m / (sqrt(v) + eps) + weight_decay * w;  w <- w - lr * |w| / |update| * update, where the ratio is 1 if
     either norm is 0. This is algorithm 2 of https://arxiv.org/abs/1904.00962 without its bias correction, as in
-    lamb_optimizer.py of https://github.com/google-research/albert. Every parameter has its state, `exp_avg` and
-    `exp_avg_sq` in float32, before the first step. A learning rate may be a tensor [1] on the device.
+    lamb_optimizer.py of https://github.com/google-research/albert. Every parameter's state, `exp_avg` and `exp_avg_sq`
+    in float32, must exist before the first step. A learning rate may be a tensor [1] on the device.
 
-    `found_inf` has the meaning that it has in torch's fused optimizers: if this device tensor is set and not 0, a step
-    changes no weight and no state. torch.amp.GradScaler skips steps in this way, without copying weights and without
-    waiting for the device. A skipped step sets the gradients to 0.
+    `found_inf` works as in torch's fused optimizers: if this device tensor is set and not 0, a step changes no weight
+    and no state. torch.amp.GradScaler skips steps in this way, without copying weights or waiting for the device. A
+    skipped step sets the gradients to 0.
     """
 
     found_inf: Tensor | None = None

@@ -1,8 +1,8 @@
 """Native PyTorch on Trainium 2 and 3 (TorchNeuron, torch-neuronx 2.13 and newer). Experimental, not run on hardware.
 
-TorchNeuron is an ordinary torch device, so this is DDP whose device, collectives and autocast are named "neuron". The
-code follows https://awsdocs-neuron.readthedocs-hosted.com (frameworks/torch, SDK 2.33) and the source of a pre-release.
-docs/trainium.md lists the source of each fact.
+TorchNeuron is an ordinary torch device, so this backend is DDP with a device, collectives and autocast named "neuron".
+It is written from https://awsdocs-neuron.readthedocs-hosted.com (frameworks/torch, SDK 2.33) and the source of a
+pre-release. docs/trainium.md lists the source of each fact.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ COLLECTIVES = "cpu:gloo,neuron:neuron"
 
 
 class Neuron(DDP):
-    """A NeuronCore. This class opens and checks the device; the training is DDP's."""
+    """A NeuronCore. This class opens and checks the device; everything else is inherited from DDP."""
 
     name = "neuron"
-    # On a trn2 with a pre-release, this implementation took 126 ms per step and the plain one 1,324 ms. The plain one
-    # also failed with 814 weights (hokindeng/object-permanence, pwm/).
+    # With a pre-release on trn2, a step took 126 ms with AdamW's foreach implementation and 1,324 ms with its loop over
+    # weights, which also failed for a model with 814 weights (hokindeng/object-permanence, pwm/).
     adamw = {"foreach": True}
-    skips_on_device = False  # AdamW counts steps on the host, so the host must know of a skip
+    skips_on_device = False  # AdamW counts steps on the host, so the host must know which are skipped
     pin_memory = False
     drops_masks = False  # batches without a mask would need another graph
     device_name = "NeuronCore"
@@ -49,12 +49,12 @@ class Neuron(DDP):
 
     def __init__(self, cfg: BackendConfig) -> None:
         Backend.__init__(self)
-        cfg = cfg if isinstance(cfg, NeuronConfig) else NeuronConfig(**{**asdict(cfg), "name": "neuron"})  # checks
+        cfg = cfg if isinstance(cfg, NeuronConfig) else NeuronConfig(**{**asdict(cfg), "name": "neuron"})  # validates
         check_machine(cfg)
         timeout_s, nodes = cfg.timeout_s or NEURON_TIMEOUT_S, self.world.num_machines
         os.environ.update(machine.runtime_environment(os.environ, nodes=nodes, timeout_s=timeout_s))
         os.environ.update(place_graphs(os.environ, is_native=True))
-        # The package registers the device and its collectives. torch imports it, too, unless
+        # The package registers the device and its collectives. torch also imports it, unless
         # TORCH_DEVICE_BACKEND_AUTOLOAD=0.
         self.package = importlib.import_module("torch_neuronx")
         rank_setup.pin(rank_setup.neuron_address(os.environ, self.world.local_rank))
@@ -79,14 +79,14 @@ class Neuron(DDP):
 
     def ready(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         super().ready(optimizer, parameters)
-        getattr(self.package, "clear_op_tracking", self.fallback_ops)()  # forget operators before the first step
+        getattr(self.package, "clear_op_tracking", self.fallback_ops)()  # ignore operators before the first step
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor) -> None:
         super().optimizer_step(optimizer, parameters, norm)
         wait_for(self.device)  # asynchronous updates of many weights have failed
 
     def fallback_ops(self) -> set[str]:
-        """Return operators that have run on the CPU. Later releases may lack the pre-release's function for this."""
+        """Return the operators that have run on the CPU; none if a release lacks the pre-release's function for it."""
         listed = getattr(self.package, "get_fallback_ops", None)
         return set() if listed is None else {str(each) for each in listed()}
 
@@ -98,7 +98,7 @@ class Neuron(DDP):
         return [f"{message}; their tensors are copied to the host and back"] if new else []
 
     def mesh(self) -> DeviceMesh:
-        # FSDP's collectives are tested first. The test values start at 1, because unwritten memory is 0.
+        # First test the collectives that FSDP uses. The test values start at 1, because unwritten memory is 0.
         number, size = self.world.rank + 1, self.world.size
         numbers, whole = torch.arange(1.0, size + 1).to(self.device), torch.zeros(size).to(self.device)
         own, part = torch.tensor([float(number)]).to(self.device), torch.zeros(1).to(self.device)
@@ -109,7 +109,7 @@ class Neuron(DDP):
         return super().mesh()
 
     def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
-        # The members first test the collectives that a pipeline uses.
+        # The group's ranks first test the collectives that a pipeline uses.
         group = super().subgroup(ranks)
         if self.world.rank in ranks and len(ranks) > 1:
             place, numbers = ranks.index(self.world.rank), range(1, len(ranks) + 1)
@@ -132,7 +132,7 @@ class Neuron(DDP):
 
 
 class WaitedWork(Work):
-    """Seconds of this rank's work on the host's clock. It waits for the device: a beta's device events failed."""
+    """A timer that waits for the device and then reads the host's clock, because a beta's device events failed."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

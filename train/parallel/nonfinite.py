@@ -1,7 +1,7 @@
 """The skipping of steps whose gradient is NaN or infinite. A skipped step changes nothing and is counted.
 
-All ranks decide the same, because they test the norm of the reduced gradient. It is not finite if the gradient of any
-rank or micro batch is not.
+All ranks make the same decision, because they test the norm of the reduced gradient, which is not finite if the
+gradient of any rank or micro batch is not.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch import Tensor
 
 
 def is_finite(norm: Tensor) -> Tensor:
-    """Return whether a norm is finite and not NaN, on its device. Compilers would remove a test `x == x` for NaN."""
+    """Return whether a norm is finite and not NaN, on its device. Compilers would remove the NaN test `x == x`."""
     return norm < math.inf
 
 
 class Skips:
-    """Counts of skipped steps, kept where steps are skipped: on the device, so that no step waits, or on the host."""
+    """Counts of skipped steps. They are on the device if it decides which steps to skip, so that no step waits."""
 
     def __init__(self, device: torch.device, to_host: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
         self.to_host = to_host
         self.total = torch.zeros(1, dtype=torch.int32).to(device)
-        self.streak = torch.zeros(1, dtype=torch.int32).to(device)  # steps skipped in a row, up to the latest
+        self.streak = torch.zeros(1, dtype=torch.int32).to(device)  # number of consecutive skipped steps up to now
 
     @torch.no_grad()
     def see(self, norm: Tensor, *, overflowed: Tensor | None = None) -> None:
-        """Count a step as skipped if its norm is not finite. `overflowed`, a bool on the device, ends the streak."""
+        """Count a step as skipped if its norm is not finite. If `overflowed`, a bool on the device, end the streak."""
         skipped = (~is_finite(norm)).to(self.total.device, torch.int32)
         self.total.add_(skipped)
         self.streak.add_(skipped).mul_(skipped)
@@ -36,22 +36,22 @@ class Skips:
             self.streak.mul_((~overflowed).to(torch.int32))
 
     def counts(self) -> tuple[int, int]:
-        """Return the count of steps skipped in this process, and the present streak. Waits for the device."""
+        """Return the number of steps skipped in this process, and the current streak. Waits for the device."""
         total, streak = self.to_host([self.total, self.streak])
         return int(total), int(streak)
 
     def known_streak(self) -> int:
-        """Return the present streak, which is equal on all ranks; 0 if the device counts it."""
+        """Return the current streak, which is equal on all ranks; 0 if the device counts it."""
         return int(self.streak) if self.streak.device.type == "cpu" else 0
 
     def reset_streak(self) -> None:
-        """Count from 0 again, after the run has returned to a step before the skipped ones."""
-        # The same tensor is filled from the host: a new tensor would change XLA's graph.
+        """Reset the streak to 0, after the run has returned to a step before the skipped ones."""
+        # The existing tensor is filled from the host, because a new tensor would change XLA's graph.
         self.streak.copy_(torch.zeros(1, dtype=torch.int32))
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor, *, on_device: bool) -> None:
-    """Step if the norm of the gradients is finite. `on_device`: the device decides, without the host."""
+    """Step if the norm of the gradients is finite. With `on_device`, the device decides and the host does not wait."""
     if not on_device:
         if is_finite(norm):
             optimizer.step()
@@ -78,10 +78,10 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def undo_unless(ok: Tensor, tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
-    """Restore the values `before` unless `ok`. The device selects.
+    """Restore the values `before` unless `ok`, a bool on the device, is True.
 
-    New values may be NaN, which multiplying by 0 would not remove. The copies need as much memory as weights and
-    moments, unless a compiler fuses this with the update.
+    Values are selected, because multiplying new ones by 0 would not remove NaN. The copies need as much memory as
+    weights and moments, unless a compiler fuses this with the update.
     """
     for tensor, old in zip(tensors, before, strict=True):
         tensor.copy_(torch.where(ok, tensor, old))

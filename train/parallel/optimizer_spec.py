@@ -1,6 +1,6 @@
 """An optimizer's spec, its parameter groups, and its state. Importing this does not import torch.
 
-Groups separate parameters by weight decay and by learning rate. `build` creates the state, before the first step.
+Groups separate parameters by weight decay and by learning rate. An optimizer's state is created with the optimizer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class OptimizerSpec:
 
 
 class Roles(TypedDict):
-    """The places of parameters in the model; their learning rates depend on these."""
+    """The places of parameters in the model, from which their learning rates are computed."""
 
     head: list[nn.Parameter]
     distances: dict[nn.Parameter, int]  # distances to the head in layers; 0 for absent parameters
@@ -69,7 +69,7 @@ def parameter_groups(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set each group's rate to `lr` times its `lr_factor`. Tensors are filled in place, because graphs hold them."""
+    """Set each group's rate to `lr` times its `lr_factor`. Tensors are filled in place, because graphs use them."""
     import torch
 
     for group in optimizer.param_groups:
@@ -118,7 +118,7 @@ def part_of(saved: dict[str, Any], mine: Sequence[int], *, total: int) -> dict[s
 
 
 def saved_order(saved: dict[str, Any], num_parameters: int) -> list[int]:
-    """Return a saved optimizer's parameter indices in group order. Raises InputError unless `num_parameters` exist."""
+    """Return a saved optimizer's parameter indices by group. Raises InputError unless there are `num_parameters`."""
     order = [index for group in saved["param_groups"] for index in group["params"]]
     check(
         len(order) == num_parameters,

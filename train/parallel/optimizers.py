@@ -1,7 +1,7 @@
 """The tables of optimizers and of learning-rate schedules.
 
-To add an optimizer, write a module with a SPEC and add a line to OPTIMIZERS. The table is also read to compose a
-configuration, where torch is not imported. Therefore the modules import torch inside their functions.
+To add an optimizer, write a module with a SPEC and add a line to OPTIMIZERS. Composing a configuration reads this table
+without importing torch, so the modules of optimizers import torch inside their functions.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     "adamw": adamw.SPEC,
     "lamb": lamb.SPEC,
 }
-# schedule(left, settings) returns the rate after the warm-up as a fraction of the peak, while `left` falls from 1 to 0.
+# schedule(left, settings) returns the rate after the warm-up as a fraction of the peak. `left` falls from 1 to 0.
 SCHEDULES: dict[str, Callable[[float, OptimConfig], float]] = {
     "linear": lambda left, cfg: left,
     "cosine": lambda left, cfg: 0.5 - 0.5 * math.cos(math.pi * left),
     "polynomial": lambda left, cfg: left**cfg.power,
     "constant": lambda left, cfg: 1.0,
-    WSD: lambda left, cfg: 1 - math.sqrt(1 - left),  # the best form in https://arxiv.org/abs/2405.18392
+    WSD: lambda left, cfg: 1 - math.sqrt(1 - left),  # the best decay in https://arxiv.org/abs/2405.18392
 }
 
 
 def check_optimizer(cfg: OptimConfig) -> None:
-    """Raise InputError unless optimizer and schedule are in the tables and the settings have the optimizer's class."""
+    """Raise InputError if the optimizer or schedule is unknown, or if the settings are another optimizer's."""
     check_choice("optim.name", cfg.name, tuple(OPTIMIZERS))
     check_choice("optim.schedule", cfg.schedule, tuple(SCHEDULES))
     spec = OPTIMIZERS[cfg.name]
@@ -55,9 +55,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer of `parameters`, with the groups of `parameter_groups`.
 
-    `adamw` holds options of torch's AdamW, which LAMB reads, too. With `capturable`, everything that changes from step
-    to step is on the device, including the learning rate. The state is float32 and exists from the start: if the first
-    step created it, that step would be a different graph.
+    `adamw` has options of torch's AdamW, which LAMB also reads. With `capturable`, everything that changes from step to
+    step is on the device, including the learning rate. The state is float32 and is created here, because a first step
+    that creates it would be a different graph.
     """
     groups = parameter_groups(cfg, parameters, head, distances)
     return OPTIMIZERS[cfg.name].build(cfg, groups, adamw or {"fused": True})
@@ -72,7 +72,7 @@ def learning_rate(step: int, *, cfg: OptimConfig, plan: Plan) -> float:
 
     With `decay_from_start` the decay is counted from step 0, as in Google's BERT and ALBERT
     (https://github.com/google-research/albert optimization.py): the first rate after the warm-up is below the peak.
-    With the schedule wsd it is counted from the step at which the stable part of the run ends.
+    With the schedule wsd, it is counted from the end of the run's stable part.
     """
     if step < plan.warmup_steps:
         return cfg.lr * (step + 1) / plan.warmup_steps
@@ -85,19 +85,19 @@ def learning_rate(step: int, *, cfg: OptimConfig, plan: Plan) -> float:
 
 
 def check_continues(step: int, lr: float | None, *, cfg: OptimConfig, plan: Plan, force: bool) -> None:
-    """Raise InputError if the length of a wsd run contradicts the rate of its last step; with `force` only warn.
+    """Raise InputError if a wsd run's length contradicts the rate of its last step; with `force`, only warn.
 
-    `step` steps are done, the last one at the rate `lr`. Before its decay, a run may get any length whose decay begins
-    later.
+    `step` steps are done, the last one at the rate `lr`. A run whose decay has not begun may get any length whose decay
+    begins later.
     """
     if cfg.schedule != WSD or lr is None or (now := learning_rate(step - 1, cfg=cfg, plan=plan)) == lr:
         return
-    begin, remedy = cfg.decay_begin(plan.total_steps), "give a longer one"
+    begin, remedy = cfg.decay_begin(plan.total_steps), "choose a larger length"
     if lr < cfg.lr and step > plan.warmup_steps:  # the decay has begun
         remedy = "keep the previous length, or continue a copy of an older checkpoint"
     message = (
-        f"with a length of {plan.total_steps} steps the decay of wsd begins after step {begin}, and step {step}, "
-        f"which is done at the rate {lr:g}, would have had {now:g}; {remedy}"
+        f"with a length of {plan.total_steps} steps, the decay of wsd begins after step {begin}, and the rate of step "
+        f"{step} would have been {now:g}, but it was {lr:g}; {remedy}"
     )
     check(force, f"{message} (resume.force=true lets the rate jump)")
     logger.warning("resume.force=true: %s", message)

@@ -1,4 +1,4 @@
-"""The parts of a model that a pipeline's rank holds, and this rank's share of a checkpoint."""
+"""The parts of a model that a rank of a pipeline holds, and the rank's share of a checkpoint."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def hold(backend: Backend, model: nn.Module, names: set[str], *, lengths: int) -
     absent = {
         name: parameter for name, parameter in model.named_parameters(remove_duplicate=False) if parameter not in kept
     }
-    no_numbers = nn.Parameter(torch.empty(0))  # a model with parts on "meta" cannot be moved as a whole
+    no_numbers = nn.Parameter(torch.empty(0))  # a model that has weights on "meta" cannot be moved
     replace(model, dict.fromkeys(absent, no_numbers))
     backend.setup_model(model, lengths=lengths)
     metas = {
@@ -69,10 +69,10 @@ class PipelineState(Engine):
     stage: int
 
     def number(self, optim: OptimConfig, of: Roles, holders: dict[str, tuple[int, ...]]) -> None:
-        """Assign the indices that an optimizer of the whole model would use. Called before the model is split.
+        """Give each trained parameter its index in an optimizer of the whole model. Call this before the split.
 
-        `holders` has the stages that hold each parameter, by the first of its names. Raises InputError if a stage has
-        no parameter to train.
+        `holders` has the stages that hold each parameter, by the parameter's first name. Raises InputError if a stage
+        has no parameter to train.
         """
         self.holders = holders
         trained = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
@@ -97,7 +97,7 @@ class PipelineState(Engine):
             return {}
         # The first stage that holds a weight saves it. Stage 0 saves everything else.
         first = {weight: self.holders[name][0] for name, weight in self.model.named_parameters()}
-        # keep_vars returns the parameters themselves, so tied names share one.
+        # keep_vars returns the parameters themselves, so the names of a tied parameter have the same object.
         state = self.model.state_dict(keep_vars=True)
         weights = {name: value for name, value in state.items() if first.get(value, 0) == self.stage}
         own = {self.numbers[name]: weight for name, weight in self.own().items() if first[weight] == self.stage}
@@ -134,7 +134,7 @@ class PipelineState(Engine):
             replace(self.model, {name: full[weight] for name, weight in named if weight in full})
 
     def check_replicas(self) -> None:
-        # A few weights of each stage, and a few that several stages hold, are compared between all their ranks.
+        # A few weights of each stage, and a few that several stages hold, are compared on all ranks that hold them.
         held = {name: weight for name, weight in self.model.named_parameters() if not weight.is_meta}
         shared = [weight for name, weight in held.items() if len(self.holders[name]) > 1]
         guards.check_same(self.backend, self.model, guards.smallest(held.values()) + guards.smallest(shared))

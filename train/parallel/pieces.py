@@ -1,7 +1,7 @@
-"""Tensors that are saved in pieces, some rows by each rank, and read from these pieces.
+"""Tensors that are saved in pieces, and the reading of such tensors. Each rank saves some of a tensor's rows.
 
-In its part of a checkpoint, an engine replaces such a tensor by `piece(...)`. The files of a checkpoint may come from
-an untrusted source, so all pieces are checked against each other before one is read.
+In its part of a checkpoint, an engine replaces such a tensor with `piece(...)`. The files of a checkpoint may come from
+an untrusted source, so all pieces of a tensor are checked against each other before any is read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from train.system.schema import BadContent, record, shown
 
 
 class Piece(TypedDict):
-    """Some rows of a tensor with `num_rows` rows in total, in the form that a checkpoint contains."""
+    """Some rows of a tensor that has `num_rows` rows in total, as saved in a checkpoint."""
 
     rows: Any
     first_row: int
@@ -34,7 +34,7 @@ class Tensors(Mapping[Any, Tensor]):
     """
 
     def __init__(self, files: Mapping[str, Any], *, are_all: bool = True) -> None:
-        """Take the contents of files, by file name. Raises BadContent unless every tensor is there exactly once."""
+        """Take the contents of files, by file name. Raises BadContent unless `check_covered` accepts all tensors."""
         self.found: dict[Any, list[tuple[str, Any]]] = {}
         for file, content in files.items():
             if not isinstance(content, dict):
@@ -53,7 +53,7 @@ class Tensors(Mapping[Any, Tensor]):
         return value.shape if isinstance(value, Tensor) else torch.Size([value["num_rows"], *value["rows"].shape[1:]])
 
     def rows(self, name: Any, wanted: slice) -> Tensor:
-        """Return rows of a tensor, reading only the files that have them. Raises BadContent if some are in no file."""
+        """Return rows of a tensor, reading only the files that have them. Raises BadContent if no file has a row."""
         values = [value for _, value in self.found[name]]
         if isinstance(values[0], Tensor):
             return values[0] if wanted == slice(None) else values[0][wanted]
@@ -75,9 +75,9 @@ class Tensors(Mapping[Any, Tensor]):
 
 
 def check_covered(name: str, values: list[tuple[str, Any]], *, are_all: bool) -> None:
-    """Raise BadContent unless the files' values for a tensor are one whole tensor, or pieces that do not overlap.
+    """Raise BadContent unless the files have either one whole tensor or pieces of it that do not overlap.
 
-    The pieces must have all rows, unless `are_all` is False.
+    The pieces must cover all rows, unless `are_all` is False.
     """
     whole = [file for file, value in values if isinstance(value, Tensor)]
     if whole:
@@ -93,9 +93,9 @@ def check_covered(name: str, values: list[tuple[str, Any]], *, are_all: bool) ->
     kind, end = kind_of(first), 0
     for file, value in values:
         if kind_of(value) != kind:
-            raise BadContent(f"{file}: {name} has another shape or dtype than in {values[0][0]}")
+            raise BadContent(f"{file}: {name} differs in shape or dtype from that in {values[0][0]}")
         if value["first_row"] < end or (are_all and value["first_row"] > end):
-            raise BadContent(f"{file}: {name} has rows from {value['first_row']}, the others end at {end}")
+            raise BadContent(f"{file}: {name} has rows from {value['first_row']}, but those before end at {end}")
         end = value["first_row"] + len(value["rows"])
     if end > first["num_rows"] or (are_all and end < first["num_rows"]):
         raise BadContent(f"{file}: {name} ends at row {end} of {first['num_rows']}")

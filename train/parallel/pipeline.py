@@ -1,12 +1,12 @@
-"""Pipeline parallelism: each rank holds some of the layers, and micro batches follow one another through the ranks.
+"""Pipeline parallelism: each rank holds some of the layers, and micro batches pass through the ranks in turn.
 
 The schedules are those of torch.distributed.pipelining: GPipe (https://arxiv.org/abs/1811.06965), 1F1B, and 1F1B with
 several parts of the model on each rank (https://arxiv.org/abs/2104.04473). All ranks of a pipeline read the same rows,
 so that they exchange only hidden states and their gradients. Several pipelines are data-parallel replicas: rank =
-replica * stages + stage, which keeps the ranks of a pipeline on one machine.
+replica * stages + stage. The ranks of a pipeline are thus consecutive, so that it can fit on one machine.
 
-Every rank whose layers use a weight holds it (ALBERT's shared layer, an embedding tied to the head). Its gradient is
-summed over all these ranks in all replicas.
+A weight that several ranks use (ALBERT's shared layer, an embedding tied to the head) is on all of these ranks. Its
+gradient is summed over them, and over all replicas.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def build(cfg: ParallelConfig, *args: Any, **options: Any) -> Pipeline:
 
 
 class Stage(PipelineStage):
-    """A part in a schedule. Its passes are timed: the remaining time of a step is the pipeline's bubble."""
+    """A part in a schedule. Its passes are timed, because the rest of a step's time is the pipeline's bubble."""
 
     submod: Part
 
@@ -62,7 +62,7 @@ class Stage(PipelineStage):
 
 
 class Pipeline(PipelineState):
-    """A rank of a pipeline: some of the layers, and the schedule of their passes."""
+    """The engine of a pipeline's rank, which holds some of the layers and runs their passes by a schedule."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Pipeline(PipelineState):
         """
         num_parts, device = self.cfg.num_parts, self.backend.device
         shape = (rows, seq_len, self.chain.network.config.hidden_size)
-        hidden = torch.empty(shape, device="meta", requires_grad=True)  # without it newer schedules send no gradient
+        hidden = torch.empty(shape, device="meta", requires_grad=True)  # otherwise newer schedules send no gradient
         stages = [
             Stage(
                 part,
@@ -163,8 +163,8 @@ class Pipeline(PipelineState):
 
     @torch.no_grad()
     def clip(self, divisor: Tensor) -> Tensor:
-        # The norm covers all stages. Every rank adds the same numbers in the same order. So a weight remains bitwise
-        # equal on all ranks that hold it, and all ranks skip the same steps.
+        # The norm covers all stages. Every rank adds the same numbers in the same order, so that a weight remains
+        # bitwise equal on all ranks that hold it, and all ranks skip the same steps.
         gradients = [weight.grad for weight in self.parameters if weight.grad is not None]
         counted = [weight.grad for weight in self.counted if weight.grad is not None]
         squares = torch.zeros(self.cfg.stages, dtype=torch.float64, device=self.backend.device)
@@ -174,7 +174,7 @@ class Pipeline(PipelineState):
         return scale(gradients, squares.sum().sqrt(), divisor, self.max_grad_norm).float()
 
     def evaluate(self, statistics: Statistics, inputs: dict[str, Tensor]) -> Tensor | None:
-        # Batches pass through the parts one at a time. The last rank of each pipeline has the statistics.
+        # Batches pass through the parts one at a time. The last rank of each pipeline computes the statistics.
         first, stages, output = self.data_rank * self.cfg.stages, self.cfg.stages, None
         shape = (*inputs["input_ids"].shape, self.chain.network.config.hidden_size)
         for number, part in self.parts.items():
@@ -195,13 +195,13 @@ class Pipeline(PipelineState):
 
 
 class PipelineSync(GradSync):
-    """The reduction that sums a gradient over all ranks that hold its weight, and label counts over first stages."""
+    """A reduction that sums a gradient over all ranks that hold the weight, and label counts over all pipelines."""
 
     count_type = torch.float64  # like the norms in `clip`
     adds_counts = True
 
     def __init__(self, model: nn.Module, device: torch.device, sums: list[Any], *, counts: bool) -> None:
-        """Take `sums` of (group, weights, whether several stages hold them). `counts`: this rank is a first stage."""
+        """Take `sums` of (group, weights, whether several stages hold them). `counts`: whether this rank counts labels."""
         super().__init__(model, device)
         self.sums, self.counts = sums, counts
 
@@ -212,7 +212,7 @@ class PipelineSync(GradSync):
     @torch.no_grad()
     def reduce(self) -> Tensor:
         for group, weights, is_shared in self.sums:
-            # A missing gradient is sent as zeros if other stages hold the weight too, and otherwise left out.
+            # A missing gradient is sent as zeros if other stages hold the weight, too. Otherwise it is left out.
             held = [weight for weight in weights if is_shared or weight.grad is not None]
             gradients = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in held]
             totals = all_reduce_flat(gradients, group) if held else []
@@ -222,7 +222,7 @@ class PipelineSync(GradSync):
 
 
 def cut(model: Any, cfg: PipelineConfig) -> tuple[Chain, list[range]]:
-    """Return the layers of a model, and the layers of each part. Raises InputError if there are too few."""
+    """Return a model's layers as a chain, and the indices of each part's layers. Raises InputError if too few."""
     check(isinstance(model, Network), f"parallel=pipeline splits transformers' encoders, not a {type(model).__name__}")
     chain = Chain(model)
     cfg.check_layers(len(chain.layers))

@@ -13,7 +13,7 @@ NORMS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def pick_precision(name: str, device: torch.device) -> str:
-    """Return the precision. `auto` takes bf16 if the device multiplies it natively, else fp16 on GPUs, else fp32.
+    """Return the precision. `auto` is bf16 if the device multiplies it natively, else fp16 if a GPU does, else fp32.
 
     Emulated bf16 and fp16 are slower than fp32. CUDA devices multiply fp16 natively with compute capability 7.0 or
     higher (V100, T4), bf16 and TF32 with 8.0 or higher.
@@ -22,8 +22,8 @@ def pick_precision(name: str, device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device) if is_cuda else (0, 0)
     check(
         name != "tf32" or capability >= (8, 0),
-        "backend.precision=tf32 needs a CUDA device of compute capability 8.0 or higher, and this is "
-        + (f"one of {capability[0]}.{capability[1]}" if is_cuda else "a CPU")
+        "backend.precision=tf32 needs a CUDA device of compute capability 8.0 or higher, and this "
+        + (f"one has {capability[0]}.{capability[1]}" if is_cuda else "is a CPU")
         + "; set backend.precision=fp32",
     )
     if name != "auto":
@@ -35,7 +35,7 @@ def pick_precision(name: str, device: torch.device) -> str:
 
 
 def norms_of(name: str, precision: str, *, compiles_on_gpu: bool) -> torch.dtype | None:
-    """Return the dtype that norms return; None for autocast's. Raises InputError if `name` and `precision` conflict."""
+    """Return the dtype of norms' outputs; None if autocast chooses it. Raises InputError if the arguments conflict."""
     check(
         name != "bf16" or precision == "bf16",
         f"backend.norms=bf16 needs backend.precision=bf16; here it is {precision}",
@@ -45,12 +45,12 @@ def norms_of(name: str, precision: str, *, compiles_on_gpu: bool) -> torch.dtype
 
 
 def set_deterministic(wanted: bool) -> None:
-    """Choose kernels that always add in the same order, or the fastest. An operation that has none of them raises.
+    """Choose kernels that always add in the same order, or the fastest. Then an operation without such kernels raises.
 
     https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html
     """
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by the first matrix product
-        # New memory would be filled, which only finds faults and costs time.
+        # torch would fill uninitialised memory, which only helps to find faults and costs time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(wanted)

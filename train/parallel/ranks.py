@@ -1,6 +1,6 @@
-"""Communication between the hosts of all ranks, over gloo. Every wait of one rank for another is a method of `World`.
+"""Communication between the hosts of all ranks, over gloo: the methods of `World`.
 
-All ranks call these methods in the same order. Methods other than `begin_sum` wait for the other ranks.
+All ranks must call these methods in the same order. All methods except `begin_sum` wait for the other ranks.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from train.system.runtime import pool_beside_training
 
 Result = TypeVar("Result")
 POLL_S = 0.05
-LOADING_RANKS = 8  # ranks per machine that may load a checkpoint at the same time; 32 copies have exhausted a host
+LOADING_RANKS = 8  # ranks per machine that may load a checkpoint at the same time; 32 copies have filled its memory
 AGREED = (InputError, Failure, FloatingPointError)  # exceptions that `agree` raises on all ranks
 
 
 def no_wait() -> None:
-    """Do nothing while waiting, as no watchdog expects heartbeats."""
+    """Do nothing while waiting, for callers without a watchdog that expects heartbeats."""
 
 
 class World:
@@ -45,7 +45,7 @@ class World:
         return -(-self.size // self.local_size)
 
     def beside(self, group: dist.ProcessGroup | None) -> World:
-        """Return a World of the same ranks over another group, for use in a thread. None: this rank alone."""
+        """Return a World of the same ranks over another group, for use in a thread; with None, of this rank alone."""
         other = copy(self)
         other.group, other.is_distributed = group, group is not None
         return other
@@ -78,7 +78,7 @@ class World:
         return values
 
     def broadcast(self, value: Result) -> Result:
-        """Return the value of rank 0 on all ranks. Other ranks' values are not sent, and rank 0 does not wait."""
+        """Return rank 0's value on all ranks. Other ranks' values are ignored, and rank 0 does not wait."""
         if not self.is_distributed:
             return value
         values: list[Any] = [value if self.rank == 0 else None]
@@ -104,14 +104,14 @@ class World:
         dist.all_reduce(tensor, group=self.group)
 
     def sendrecv(self, peer: int, mine: torch.Tensor, theirs: torch.Tensor) -> None:
-        """Send the host tensor `mine` to rank `peer`, and fill `theirs` with its tensor. Both ranks call this."""
+        """Exchange host tensors with rank `peer`: send `mine`, and receive into `theirs`. Both ranks call this."""
         sending = dist.isend(mine, peer, group=self.group)
         dist.recv(theirs, peer, group=self.group)
         assert sending is not None  # it is None for ranks outside the group
         sending.wait()
 
     def recv_from(self, tensors: Sequence[torch.Tensor], source: int) -> None:
-        """Copy tensors of rank `source` into host tensors of rank 0. Only these two ranks call this."""
+        """Copy `tensors` of rank `source` to those of rank 0, on the host. Only these two ranks call this."""
         for tensor in tensors:
             if self.rank == source:
                 dist.send(tensor.detach().cpu(), 0, group=self.group)
@@ -163,10 +163,10 @@ class World:
         return cast(Result, result)
 
     def run_on_rank0(self, action: Callable[[], Result], on_wait: Callable[[], None] = no_wait) -> Result:
-        """Run an action in a thread of rank 0 and return its result on all ranks. It must not use collectives.
+        """Run an action in a thread of rank 0 and return its result on all ranks. Failures are raised as in `agree`.
 
-        Meanwhile all ranks call `on_wait` repeatedly. The action may take longer than the timeout of a collective.
-        Failures are raised as in `agree`.
+        The action may take longer than the timeout of a collective, and must not use collectives. Meanwhile all ranks
+        call `on_wait` repeatedly.
         """
         return self.broadcast(cast(Result, self._some_do(action, self.rank == 0, on_wait)))
 
@@ -191,7 +191,7 @@ class World:
 
     @contextmanager
     def stagger_local_ranks(self) -> Iterator[None]:
-        """Let at most LOADING_RANKS ranks per machine enter at a time: more checkpoints may not fit into its memory."""
+        """Let at most LOADING_RANKS ranks per machine enter at a time: its memory may not hold more checkpoints."""
         num_turns = -(-self.local_size // LOADING_RANKS)
         mine = self.local_rank // LOADING_RANKS
         for _ in range(mine):

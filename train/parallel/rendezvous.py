@@ -5,9 +5,9 @@ rank is missing.
 
 torchrun keeps one store across restarts, and each machine counts its restarts separately, so the store may contain
 entries of earlier attempts. Rank 0 therefore begins a round with a new number, and every process registers in the
-newest round. Once all ranks have registered, rank 0 writes a roster of these processes. They then join, with a key
-prefix that only they use. A process that is not in the roster waits for the next round. A registration also names the
-rank's device. If devices differ, the job is rejected before it begins.
+newest round. Once all ranks have registered, rank 0 writes a roster of these processes. They then join, under a key
+prefix that no other process uses. A process that is not in the roster waits for the next round. A registration also
+names the rank's device. If devices differ, the job is rejected before it begins.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 
 
 def join(names: str, device: str, *, timeout_s: float, join_timeout_s: float = JOIN_TIMEOUT_S) -> dist.Store:
-    """Wait for the other ranks (see `wait_for_ranks`). Then make the default process group of the backends `names`."""
+    """Wait for the other ranks (see `wait_for_ranks`), then make the default process group with backends `names`."""
     launch, store = launched(), wait_for_ranks(device, join_timeout_s)
     make = partial(dist.init_process_group, names, store=store, rank=launch.rank, world_size=launch.world_size)
     # PyTorch can change the timeout of gloo and NCCL afterwards, but not that of Neuron's collectives.
@@ -57,7 +57,7 @@ def join(names: str, device: str, *, timeout_s: float, join_timeout_s: float = J
 def connect(
     make: Callable[..., dist.ProcessGroup | None], *, timeout_s: float, connect_timeout_s: float
 ) -> dist.ProcessGroup | None:
-    """Make a process group. If a rank dies after all have arrived, the others wait `connect_timeout_s` for it."""
+    """Make a process group. If a rank dies while they connect, the others wait for it for `connect_timeout_s`."""
     with without_stdout():  # gloo prints how many ranks have connected
         group = make(timeout=timedelta(seconds=min(timeout_s, connect_timeout_s)))
     if connect_timeout_s < timeout_s:
@@ -88,7 +88,7 @@ def announce(reason: str, timeout_s: float) -> None:
 
 
 class Absent(Exception):
-    """The error of an action that must be repeated later, because other ranks have not arrived."""
+    """Raised by an action that must be repeated later, because other ranks have not arrived."""
 
 
 class Rendezvous:
@@ -119,7 +119,7 @@ class Rendezvous:
                     is_first = self.launch.rank == 0
                     if is_first or (self.launch.local_rank == 0 and str(absent).startswith("rank 0 ")):
                         text = f"waiting for {absent} at {self.where}, {waited_s:.0f} s of {self.timeout_s:g} s"
-                        # Errors of every rank reach the terminal.
+                        # The terminal shows the errors of every rank, but only rank 0's warnings.
                         logger.log(logging.WARNING if is_first else logging.ERROR, text)
             time.sleep(POLL_S)
 
@@ -138,14 +138,14 @@ class Rendezvous:
             self.round = newest
         if is_first:
             self.write_roster(ours)
-        if not ours.check([ROSTER]):  # only rank 0 looks for all ranks: 512 of them would keep the store too busy
+        if not ours.check([ROSTER]):  # only rank 0 looks for all ranks: 512 ranks doing so would overload the store
             raise Absent("another rank")
         if self.process_id not in ours.get(ROSTER).decode().split():
             raise Absent(f"rank 0 of {size}")
         return ours
 
     def write_roster(self, ours: dist.Store) -> None:
-        """Write the roster, on rank 0. Raises Absent unless all ranks have registered, InputError if devices differ."""
+        """Write rank 0's roster. Raises Absent unless all ranks have registered, and InputError if devices differ."""
         keys = [f"rank_{rank}" for rank in range(self.launch.world_size)]
         absent = [key.removeprefix("rank_") for key in keys if not ours.check([key])]
         if absent:
@@ -161,16 +161,16 @@ class Rendezvous:
         ours.set(ROSTER, " ".join(roster))
 
     def reject(self, reason: str) -> None:
-        """Record that this rank is rejected, and that its machine knows.
+        """Record that this rank is rejected, and that its machine knows this.
 
-        On rank 0's machine, raises Absent while other machines do not know. One rank counts for its whole machine,
-        since torchrun may end the machine's other ranks before they ask.
+        On rank 0's machine, raises Absent until all other machines know. The first rank that asks counts for its whole
+        machine, because torchrun may end the machine's other ranks before they ask.
         """
         launch = self.launch
         try:
             self.store = store = self.store or self.open_store()
         except Absent:
-            if launch.uses_agent_store:  # torchrun's store existed before any rank, so it has ended
+            if launch.uses_agent_store:  # torchrun started the store before any rank, so the store has ended
                 return
             raise
         store.compare_set(REJECTION, "", reason)
@@ -194,7 +194,7 @@ class Rendezvous:
             launch.master_port,
             launch.world_size,
             is_master=keeps_store,
-            multi_tenant=True,  # a rank that is rejected later connects once more
+            multi_tenant=True,  # a rank that is rejected later connects a second time
             timeout=timedelta(seconds=self.timeout_s),
             wait_for_workers=False,
             master_listen_fd=listener(launch) if keeps_store else None,

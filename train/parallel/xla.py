@@ -1,9 +1,9 @@
 """PyTorch/XLA on Trainium 1 (torch-neuronx 2.9, not run on hardware) and on CPUs, where the code is tested.
 
-A step is traced, compiled once and sent to the device as a graph. This module wants few graphs: shapes are fixed,
-optimizer state and gradients exist before the first step, and no Python number in a graph becomes 0 or 1. The device
-does not wait between steps: numbers are read back only for a line of metrics. No failure is silent
-(train/parallel/guards.py).
+A step is traced, compiled once, and sent to the device as a graph. To need few graphs, shapes are fixed, optimizer
+state and gradients exist before the first step, and no Python number in a graph becomes 0 or 1. The device does not
+wait between steps, because numbers are read back only for a line of metrics. train/parallel/guards.py has checks for
+failures that would otherwise be silent.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class XLA(Backend):
     name = "xla"
     pin_memory = False
     # AdamW's step count and learning rate are on the device. XLA compiles the Python numbers 0 and 1 into a graph as
-    # constants. Bias corrections become 1.0 after some hundred steps, and 1 - lr * weight_decay does near the end: each
-    # would need one more graph.
+    # constants. The bias corrections become 1.0 after some hundred steps, and 1 - lr * weight_decay near the end: each
+    # time, another graph would be needed.
     adamw = {"capturable": True}
 
     def __init__(self, cfg: BackendConfig, *, collects: bool = False) -> None:
@@ -74,14 +74,14 @@ class XLA(Backend):
         self.device = torch_xla.device()
         self.device_name = "NeuronCore" if self.is_neuron else "cpu through XLA"
         self.monitor_kind = "neuron" if self.is_neuron else "cpu"
-        # The compiler ignores seeds according to its operator list, but honours them since 2.9 according to its release
-        # notes.
+        # It is unclear whether the compiler uses seeds: its operator list denies it, but its release notes say that it
+        # does since 2.9.
         self.continues_dropout = not self.is_neuron
         self.check_world()
         self.model: Any = None
         self.tied: guards.Tied = []
         self.executed_before = 0
-        self.untimed = 0  # graphs that the runtime found in its cache, so that no compile time was recorded
+        self.untimed = 0  # number of graphs from the runtime's cache, which have no compile time
         self.first_step_of: list[nn.Parameter] = []
         self.budget = GraphBudget(lambda: metric("CompileTime")[0], is_fatal=not self.is_neuron, hint=HINT)
 
@@ -102,7 +102,7 @@ class XLA(Backend):
             )
 
     def is_compiling(self) -> bool:
-        """Return whether the training thread is compiling a graph. Any thread may ask."""
+        """Return whether the training thread is compiling a graph. Any thread may call this."""
         return num_begun() - metric("CompileTime")[0] > self.untimed
 
     def check_world(self) -> None:
@@ -113,7 +113,7 @@ class XLA(Backend):
             return
         ones = torch.ones(1).to(self.device)
         self.all_reduce([ones])
-        total = float(ones)  # read even if it is not used, since its graph must be compiled
+        total = float(ones)  # always read, because train.precompile must compile this graph, too
         guards.check_world(
             launched=self.world.size,
             device=dist.get_world_size() if self.reduces_on_host else xr.world_size(),
@@ -125,7 +125,7 @@ class XLA(Backend):
         self.compare_caches()
 
     def compare_caches(self) -> None:
-        """Warn of machines whose cache lacks graphs that others have, since all ranks would wait for them."""
+        """Warn of machines whose cache lacks graphs that others have, as all ranks would wait while they compile."""
         if self.collects:
             return
         location = machine.cache_location(os.environ)
@@ -175,7 +175,7 @@ class XLA(Backend):
         moments = [value for parameter in smallest for value in optimizer.state[parameter].values() if value.ndim]
         self._clear(parameters)
         self.mark_step()
-        # Only a new run must change weights in its first step. The rate of a resumed run may be too small for bf16.
+        # Only a new run must change weights in its first step. A resumed run's rate may be too small for that in bf16.
         self.first_step_of = [] if any(copy.any() for copy in self.to_host(moments)) else smallest
 
     def mark_step(self) -> None:
@@ -228,7 +228,7 @@ class XLA(Backend):
 
     def unscale(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         self.first_weights = self.to_host(self.first_step_of)
-        self.before_step = nonfinite.copies(nonfinite.changed_by(optimizer))  # in the dtype of storage
+        self.before_step = nonfinite.copies(nonfinite.changed_by(optimizer))  # before `widen` changes dtypes
         if self.precision == "bf16_stochastic":
             widen(parameters)
 
@@ -246,13 +246,13 @@ class XLA(Backend):
         if watched and not self.collects:
             if nonfinite.is_finite(self.to_host([norm])[0]):
                 guards.check_changed(before, self.to_host(watched), step="the first step")
-            else:  # the step was skipped, so the next one is the first
+            else:  # the step was skipped, so check the next one instead
                 self.first_step_of = watched
         self.untimed = num_begun() - metric("CompileTime")[0]
         self.budget.check()
 
     def _clear(self, parameters: list[nn.Parameter]) -> None:
-        """Set gradients to zero instead of freeing them: without them the first backward pass differs in its graph."""
+        """Set gradients to zero instead of freeing them: a backward pass that creates them would be another graph."""
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -292,7 +292,7 @@ class XLA(Backend):
 
 
 class XLASync(GradSync):
-    """The reduction that sums gradients and label count together, once the last backward pass is traced."""
+    """A reduction that sums gradients and label counts together, after the last backward pass has been traced."""
 
     def __init__(self, backend: XLA, model: nn.Module) -> None:
         super().__init__(model, backend.device)
@@ -319,5 +319,5 @@ def metric(name: str) -> tuple[int, float]:
 
 
 def num_begun() -> int:
-    """Return how many graphs this process has begun to compile, or to look up in the runtime's cache."""
+    """Return the number of graphs that this process has begun to compile or to look up in the runtime's cache."""
     return metrics.counter_value("UncachedCompile") or 0
