@@ -212,7 +212,7 @@ def test_pickled_weights_are_not_read_and_the_command_that_converts_them_is_name
     torch.save({**wanted, "extra": torch.ones(2, 3).T}, model / "pytorch_model.bin")
     assert predict.main([str(model), *ASK]) == 2
     errors = capsys.readouterr().err
-    assert "pytorch_model.bin holds pickled weights, which are not read here" in errors and errors.count("\n") == 1
+    assert "pytorch_model.bin has pickled weights, which baretrain does not read" in errors and errors.count("\n") == 1
     command = errors.partition("2.10 or newer: ")[2].replace("python -c", f"{sys.executable} -c")
     subprocess.run(command, shell=True, check=True)
     made = load_file(model / "model.safetensors")

@@ -318,8 +318,8 @@ def changed(folder, target, change):
             lambda w: {name: value for name, value in w.items() if "layer.1.output.dense" not in name},
             "lacks 2 weights of the encoder: bert.encoder.layer.1.output.dense.bias, ",
         ),
-        (lambda w: {**w, NORM: torch.full((32,), torch.nan)}, f"{NORM} holds NaN or infinity"),
-        (lambda w: {**w, NORM: torch.zeros(32, dtype=torch.int8)}, f"{NORM} holds I8, quantised weights"),
+        (lambda w: {**w, NORM: torch.full((32,), torch.nan)}, f"{NORM} contains NaN or infinity"),
+        (lambda w: {**w, NORM: torch.zeros(32, dtype=torch.int8)}, f"{NORM} has quantised weights (I8)"),
         (lambda w: {**w, NORM: torch.zeros(7)}, rf"{NORM} is \[7\] instead of \[32\]; its config.json is another"),
         (lambda w: {**w, "classifier.bias": torch.zeros(7)}, r"classifier.bias is \[7\] instead of \[3\]; model.new_h"),
     ],
@@ -338,7 +338,7 @@ def test_sizes_that_do_not_fit_are_rejected(encoder_folder):
             for kind in COUNTS_BEHIND_PADDING
         ),
         ("span", sizes("eurobert"), "no AutoModelForQuestionAnswering"),
-        ("span", ModelConfig(architecture="gpt2"), "gpt2 is not an encoder of text"),
+        ("span", ModelConfig(architecture="gpt2"), "gpt2 is not a known text encoder"),
         ("label", sizes(freeze_layers=3), "model.freeze_layers=3, but this bert has 2 layers"),
         ("label", sizes("albert", freeze_layers=1), "model.freeze_layers=1: albert shares one layer"),
     ):

@@ -300,14 +300,14 @@ def test_a_pretraining_has_no_head_and_a_run_that_has_just_begun_no_model(tmp_pa
     assert "no head for predictions (its config.json has the architecture BertForMaskedLM)" in line
     config = to_dict(train_config(run, tmp_path, "task=classify", "data=records", "data.path=x"))
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    assert "neither an export nor a checkpoint yet" in rejected(capsys, run, "--text", "x")
+    assert "has no export or checkpoint yet" in rejected(capsys, run, "--text", "x")
 
 
 @pytest.mark.parametrize(
     ("change", "line"),
     [
         ("no_head", "its head was not trained"),
-        ("nan", "holds NaN or infinity"),
+        ("nan", "contains NaN or infinity"),
     ],
 )
 def test_models_that_are_not_whole_or_of_another_kind(folder, change, line, tmp_path, capsys):

@@ -1,8 +1,7 @@
 """An encoder's layers as a chain that pipelines cut into parts. A part is a range of consecutive layers.
 
-The forward pass of transformers runs unchanged, with its masks, positions and heads. Layers outside the current part
-return the hidden states unchanged, and an exception ends the pass after the part's last layer. So no architecture
-needs special code.
+The forward pass of transformers runs unchanged, including masks, positions and heads. Layers outside the current part
+return their input, and an exception ends the pass after the part's last layer. No architecture needs special code.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from torch import Tensor, nn
 from train.config import check
 from train.models.network import ADDING, CHOOSING, PROJECTIONS, Network, repeated_layers
 
-KNOWN = (*ADDING, *CHOOSING, "modernbert")  # architectures for which tests compare the parts with the whole network
+KNOWN = (*ADDING, *CHOOSING, "modernbert")  # architectures whose parts are compared with the whole network in tests
 
 
 class Reached(Exception):
-    """An exception that leaves the forward pass after a part's last layer and carries the hidden states."""
+    """An exception that ends the forward pass after a part's last layer and carries the hidden states."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
 
 
 class Chain:
-    """The layers of a network in the order in which they are applied, and the modules before and after them."""
+    """The layers of a network in the order in which they run, and the modules before and after them."""
 
     def __init__(self, model: Network) -> None:
         """Find the layers. Raises InputError if the architecture is not in KNOWN or has a convolution in a layer."""
@@ -43,7 +42,7 @@ class Chain:
             f"parallel=pipeline cannot cut a {config.model_type} with conv_kernel_size={width}: the convolution runs "
             "in parallel with the first layer; set parallel=data",
         )
-        self.gives_pairs = config.model_type in CHOOSING  # Its layers return hidden states and attention weights.
+        self.gives_pairs = config.model_type in CHOOSING  # Layers return (hidden states, attention weights).
         groups = repeated_layers(base)
         is_shared = hasattr(config, "num_hidden_groups")  # ALBERT applies each of its groups several times
         depth = config.num_hidden_layers if is_shared else len(groups)
@@ -68,14 +67,14 @@ class Chain:
         for modules, number in [*pieces, (self.after, last)]:
             for parameter in (parameter for module in modules for parameter in module.parameters()):
                 users.setdefault(parameter, set()).add(number)
-        # Parameters outside all modules above count for every part: relative positions, and norms after the last layer.
+        # Parameters outside all modules above (relative positions, norms after the last layer) are for every part.
         everywhere = {parameter: set(range(len(parts))) for parameter in self.network.parameters()}
         return everywhere | users
 
     def cut(self, num_parts: int) -> list[range]:
         """Cut the layers into `num_parts` non-empty parts so that the most expensive part costs as little as possible.
 
-        The cost is the number of multiplications for a token, without attention, which costs the same in each layer.
+        The cost is the number of multiplications per token, except attention's, which is the same in each layer.
         """
         before, after = products(self.before), products(self.after) * self.head_share
         costs = [products([layer]) for layer in self.layers]
@@ -97,7 +96,7 @@ class Chain:
     # ---- forward passes --------------------------------------------------------------------------------------------
 
     def divide(self) -> None:
-        """Make the network run only the layers of the part given to `run`. Call it after the move to the device."""
+        """Make the network run only the layers of the part given to `run`. Call this after the move to the device."""
         for module in self.before:
             module.forward = self._before(module.forward)
         for layer in dict.fromkeys(self.layers):
@@ -106,8 +105,8 @@ class Chain:
     def run(self, part: range, received: Tensor | None, call: Callable[[], Tensor]) -> Tensor:
         """Run `part`; `call` must call the model. Return the hidden states [B, S, H] after the part's last layer.
 
-        If the part has the network's last layer, return the result of `call` instead. `received` has the hidden states
-        before the part's first layer; None if that is the network's first.
+        If the part has the network's last layer, return the result of `call` instead. `received` is the input of the
+        part's first layer, or None if that is the network's first layer.
         """
         self.part, self.received, self.position = part, received, 0
         try:
@@ -142,7 +141,7 @@ class Chain:
 
 
 def products(modules: Sequence[nn.Module]) -> float:
-    """Return the number of multiplications for a token: one per element of a matrix, none for an embedding table."""
+    """Return the number of multiplications per token: one per element of a matrix, none for an embedding table."""
     inner = (module for outer in modules for module in outer.modules() if not isinstance(module, nn.Embedding))
     return float(
         sum(weight.numel() for module in inner for weight in module.parameters(recurse=False) if weight.ndim > 1)

@@ -1,4 +1,4 @@
-"""Masked language models, and the construction of every task's model from any encoder of `transformers`.
+"""Masked language models, and the code that builds any task's model from any encoder in `transformers`.
 
 Shapes: B sequences, S tokens, P positions to predict, H hidden size, V vocabulary.
 """
@@ -32,7 +32,7 @@ from train.models.pretrained import add_rows, read_model_config, read_weights
 from train.system.memory import total_memory_bytes
 from train.system.model_folder import ENCODERS
 
-# The attributes of our sizes in transformers' configurations. The first attribute that exists is used.
+# Our name of each size, and its possible names in transformers' configurations, of which the first that exists is used.
 SIZES = {
     "vocab_size": ("vocab_size",),
     "max_positions": ("max_position_embeddings",),
@@ -44,7 +44,7 @@ SIZES = {
     "hidden_dropout": ("hidden_dropout_prob", "dropout"),
     "attention_dropout": ("attention_probs_dropout_prob", "attention_dropout"),
 }
-# The class attribute by which a transformers model says that it supports an attention other than eager.
+# The class attribute that is True if a transformers model supports an attention other than eager.
 SUPPORTS = {
     "sdpa": "_supports_sdpa",
     "flash_attention_2": "_supports_flash_attn",
@@ -52,13 +52,13 @@ SUPPORTS = {
 }
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
 logger = logging.getLogger("train")
-ORDER_LOGITS = {"albert": "sop_logits", "bert": "seq_relationship_logits"}  # transformers' names by architecture
+ORDER_LOGITS = {"albert": "sop_logits", "bert": "seq_relationship_logits"}  # transformers' output, by architecture
 
 
 class MaskedLM(Network):
     """A masked language model that computes logits [B, P, V] at P given positions instead of at all S.
 
-    A hook reduces the encoder's output to these positions before the head reads it. This works for every architecture
+    A hook selects these positions of the encoder's output before the head reads it. This works for every architecture
     whose head reads the encoder's last hidden state.
     """
 
@@ -91,7 +91,7 @@ class MaskedLM(Network):
         return logits
 
     def head_parameters(self) -> list[nn.Parameter]:
-        # The list is empty: the head's largest weight is the encoder's embedding, so all weights learn at one rate.
+        # Empty, because the head's largest weight is the encoder's embedding: all weights have the same learning rate.
         return []
 
 
@@ -107,8 +107,8 @@ class OrderedMaskedLM(MaskedLM):
 def states_at(hidden: Tensor, positions: Tensor) -> Tensor:
     """Return [B, P, H]: the rows of `hidden` [B, S, H] at `positions` [B, P] int64, by a product with one-hot rows.
 
-    The product costs 2 * S * H FLOPs per position. It suits Trainium, where a gather copies each element separately and
-    its gradient adds each separately in memory. It is exact, except that TF32 rounds the states, as in the head's
+    The product costs 2 * S * H FLOPs per position. It suits Trainium, where a gather copies elements one by one, and
+    its gradient adds them one by one. It is exact, except that TF32 rounds the states, as it does for the head's
     product.
     """
     tokens = torch.arange(hidden.size(1), device=positions.device)
@@ -126,8 +126,8 @@ def build_masked_lm(
 ) -> MaskedLM:
     """Return a model for a tokenizer of `vocab_size` tokens and for sequences of `seq_len`.
 
-    `new_rows` has the ids of tokens that were added to the tokenizer of the pretrained weights. Raises InputError if
-    cfg does not fit these sizes.
+    `new_rows` has the ids of the tokens that were added to the pretrained model's tokenizer. Raises InputError if cfg
+    does not fit these sizes.
     """
     config = fitting_config(cfg, vocab_size=vocab_size - len(new_rows), pad_id=pad_id, seq_len=seq_len)
     if predicts_order:
@@ -148,11 +148,11 @@ def build_masked_lm(
 def make_network(
     auto: Any, cfg: ModelConfig, config: PreTrainedConfig, seq_len: int, *, what: str, new_head: bool = False
 ) -> tuple[PreTrainedModel, frozenset[str], str]:
-    """Return a float32 model of `auto` (AutoModelFor...), with its missing parameters' names and cfg.attention.
+    """Return a float32 model of `auto` (AutoModelFor...), the names of its new parameters, and cfg.attention.
 
-    Weights are random or a checkpoint's, and frozen as cfg says. The names are of parameters that the checkpoint lacks.
-    On the meta device the model has no weights, and no file is read. `what` names the kind of model in messages. Raises
-    InputError if transformers has no such model, or if the model cannot read sequences of `seq_len`.
+    Weights are the checkpoint's; those that it lacks are new and random. cfg says which are frozen. On the meta device,
+    the model has no weights and no file is read. `what` names the kind of model in messages. Raises InputError if
+    transformers has no such model, or if the model cannot read sequences of `seq_len`.
     """
     check(
         type(config) in auto._model_mapping,
@@ -174,7 +174,7 @@ def make_network(
 
 
 def attention_of(cfg: ModelConfig, config: PreTrainedConfig) -> str:
-    """Return transformers' name of the attention for a model. Raises InputError if the architecture lacks it."""
+    """Return transformers' name of the attention that a model uses. Raises InputError if the architecture lacks it."""
     kind: Any = AutoModel._model_mapping[type(config)]
     has = ["eager", *(name for name, flag in SUPPORTS.items() if getattr(kind, flag, False))]
     check(
@@ -193,14 +193,14 @@ class Reached(Exception):
 
 @torch.no_grad()
 def check_reads(network: PreTrainedModel, seq_len: int) -> None:
-    """Raise InputError if a model's embeddings cannot read `seq_len` tokens. The layers are not computed."""
+    """Raise InputError if a model's embeddings cannot read `seq_len` tokens. The layers do not run."""
 
     def stop(*_: object) -> None:
         raise Reached
 
     hooks = [layer.register_forward_pre_hook(stop) for layer in repeated_layers(network)[:1]]
     modes = {module: module.training for module in network.modules()}
-    row = torch.full((1, seq_len), 0 if network.config.pad_token_id else 1)  # Padding would have no position.
+    row = torch.full((1, seq_len), 0 if network.config.pad_token_id else 1)  # Padding may have no position.
     cannot = f"this {network.config.model_type} cannot read a row of seq_len={seq_len} tokens"
     try:
         with naming(cannot, (Exception,)), suppress(Reached):  # The architecture's code may raise anything.
@@ -227,13 +227,13 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
     else:
         check(
             cfg.architecture in ENCODERS.split(),
-            f"model.architecture={cfg.architecture} is not an encoder of text that is known here; choose albert, bert, "
-            "modernbert, roberta, ...",
+            f"model.architecture={cfg.architecture} is not a known text encoder; choose albert, bert, modernbert, "
+            "roberta, ...",
         )
         defaults = AutoConfig.for_model(cfg.architecture)
         sizes = {their_name(defaults, ours, wanted): wanted for ours, wanted in given.items()}
         sizes = {"vocab_size": vocab_size, "pad_token_id": pad_id, **sizes}
-        tokens = ((name, getattr(defaults, name, None)) for name in SPECIAL_IDS)  # ids of its usual tokenizer
+        tokens = ((name, getattr(defaults, name, None)) for name in SPECIAL_IDS)  # ids in its usual tokenizer
         outside = [name for name, token in tokens if isinstance(token, int) and token >= sizes["vocab_size"]]
         sizes |= dict.fromkeys(outside)
         config = AutoConfig.for_model(cfg.architecture, **sizes)  # It may derive other fields from these sizes.
@@ -249,7 +249,7 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
         f"model.hidden_size={config.hidden_size} must be a multiple of model.num_heads={heads}",
     )
     if getattr(config, "hidden_act", None) == "gelu_new":
-        # The same function is one kernel here instead of eight, and keeps 33-40 % less memory for the backward pass.
+        # This is the same function in one kernel instead of eight, and keeps 33-40 % less memory for the backward pass.
         config.hidden_act = "gelu_pytorch_tanh"
     return config
 
@@ -269,7 +269,7 @@ def fitting_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len: i
     check(
         config.vocab_size >= vocab_size,
         f"model.vocab_size={config.vocab_size} is smaller than the tokenizer's {vocab_size}"
-        + ("" if cfg.pretrained is None else f"; prepare text with the model's: tokenizer.pretrained={cfg.pretrained}"),
+        + ("" if cfg.pretrained is None else f"; prepare text with tokenizer.pretrained={cfg.pretrained}"),
     )
     positions = most_positions(config)
     lower = f"set seq_len={positions} or less (if the data is prepared, prepare it with this seq_len)"
@@ -294,12 +294,12 @@ def check_memory(config: PreTrainedConfig) -> None:
     check(
         needed_bytes < memory_bytes,
         f"the model's weights alone take about {needed_bytes / 1e9:,.0f} GB, and this machine has "
-        f"{memory_bytes / 1e9:,.0f} GB of memory; choose smaller sizes than these of model: {listed}",
+        f"{memory_bytes / 1e9:,.0f} GB of memory; choose a smaller model than this: {listed}",
     )
 
 
 def without_weights(head: str, folder: Path) -> PreTrainedModel:
-    """Return the AutoModelFor<head> of a folder's config.json with random weights, or none on the meta device.
+    """Return the AutoModelFor<head> of a folder's config.json with random weights, or without on the meta device.
 
     Raises InputError if transformers has no such model, or if it exceeds this machine's memory.
     """
@@ -316,8 +316,8 @@ def without_weights(head: str, folder: Path) -> PreTrainedModel:
 def most_positions(config: PreTrainedConfig) -> int | None:
     """Return the number of tokens that a model can read; None if it has no limit.
 
-    A position table with a padding row has the first position in the row after it (RoBERTa's: row 2). Raises InputError
-    if transformers cannot build the model, or if it exceeds this machine's memory.
+    If a position table has a padding row, positions begin after it (in RoBERTa, at row 2). Raises InputError if
+    transformers cannot build the model, or if it exceeds this machine's memory.
     """
     check_memory(config)
     cannot = f"transformers cannot build a {config.model_type} from this configuration"

@@ -1,4 +1,4 @@
-"""Encoders of `transformers` with a head that predicts a text's label, each token's label, or an answer's span.
+"""Encoders of `transformers` with a head that predicts a label for a text or each token, or the span of an answer.
 
 Shapes: B sequences, S tokens, C labels.
 """
@@ -23,8 +23,8 @@ from train.models.network import Network
 
 logger = logging.getLogger("train")
 
-SCALE = "target_scale"  # a key that transformers' configuration has during training
-# Names of a head's dropout in transformers' configurations.
+SCALE = "target_scale"  # the key of a `Scale` in transformers' configuration during training
+# The possible names of a head's dropout in transformers' configurations.
 DROPOUTS = ("classifier_dropout_prob", "classifier_dropout", "cls_dropout", "seq_classif_dropout", "qa_dropout")
 
 
@@ -45,7 +45,7 @@ class PaddedEncoder(Network):
         return logits
 
     def finish(self, plain: PreTrainedModel) -> None:
-        # A head that learnt standardised targets is changed to return numbers in the targets' units.
+        # A head that was trained on standardised targets is changed to return numbers in the targets' units.
         scale = vars(plain.config).pop(SCALE, None)
         if scale is not None:
             rescale(last_layer(plain)[1], scale["mean"], scale["deviation"])
@@ -69,9 +69,9 @@ def build_with_head(
 ) -> PaddedEncoder:
     """Return an AutoModelFor<head> for a tokenizer of `vocab_size` tokens and sequences of at most `seq_len`.
 
-    `labels` has the outputs' names in order. `problem_type` is transformers' name of a SequenceClassification head's
-    objective. model.hidden_dropout also sets the head's dropout. Raises InputError if cfg does not fit these sizes, or
-    if the checkpoint has a head for other labels.
+    `labels` names the outputs in order. `problem_type` is transformers' name for the objective of a
+    SequenceClassification head. model.hidden_dropout also sets the head's dropout. Raises InputError if cfg does not
+    fit these sizes, or if the checkpoint has a head for other labels.
     """
     config = fitting_config(cfg, vocab_size=vocab_size, pad_id=pad_id, seq_len=seq_len)
     if cfg.hidden_dropout is not None:
@@ -83,8 +83,8 @@ def build_with_head(
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: number for number, label in enumerate(labels)}
     else:
-        config.num_labels = 2  # The labels are start and end, whatever the checkpoint has.
-    vars(config).pop(SCALE, None)  # A checkpoint's config.json may contain this key.
+        config.num_labels = 2  # The two are start and end, whatever labels the checkpoint has.
+    vars(config).pop(SCALE, None)  # A checkpoint's config.json may contain it.
     if head == "SequenceClassification":
         config.problem_type = problem_type
     auto = getattr(transformers, f"AutoModelFor{head}")
@@ -95,7 +95,7 @@ def build_with_head(
 
 @dataclass(frozen=True)
 class Scale:
-    """The scale of a head's C outputs, which are (target - mean) / deviation."""
+    """The scale of a head's C outputs: each is (target - mean) / deviation."""
 
     mean: list[float]  # [C]
     deviation: list[float]  # [C], above 0
@@ -104,8 +104,8 @@ class Scale:
 def learn_scaled(model: PaddedEncoder, scale: Scale | None, *, is_trained: bool) -> None:
     """Make the model learn targets in `scale`, and record the scale in its configuration for the export.
 
-    `is_trained` says that a loaded head already returns numbers in the targets' units: its last layer is converted to
-    the scale. Raises InputError if the head does not end in a linear layer with biases.
+    If a loaded head `is_trained`, it returns numbers in the targets' units, so its last layer is converted to the
+    scale. Raises InputError if the head does not end in a linear layer with biases.
     """
     if scale is None:
         return
@@ -130,7 +130,7 @@ def last_layer(network: PreTrainedModel) -> tuple[str, nn.Linear]:
 
 @torch.no_grad()
 def rescale(layer: nn.Linear, mean: Sequence[float], deviation: Sequence[float]) -> None:
-    """Make a layer return output * deviation + mean. It gets new weights: another model may use the old ones."""
+    """Make a layer return output * deviation + mean. It gets new tensors, as another model may use the old ones."""
     first, factor = (
         torch.tensor(values, dtype=torch.float64, device=layer.weight.device) for values in (mean, deviation)
     )
@@ -139,7 +139,7 @@ def rescale(layer: nn.Linear, mean: Sequence[float], deviation: Sequence[float])
 
 
 def names_of_head(config: PreTrainedConfig) -> list[str]:
-    """Return the labels that a head was trained on. Raises InputError unless they are strings that all differ."""
+    """Return the labels that a head was trained on. Raises InputError unless they are different strings."""
     names = [config.id2label.get(number) for number in range(config.num_labels)]
     is_usable = all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
     shown = shortlist(map(repr, names))
@@ -180,7 +180,8 @@ def check_labels(cfg: ModelConfig, config: PreTrainedConfig, labels: Sequence[st
 @cache  # A run checks the labels more than once.
 def report_taken(source: str, pairs: tuple[tuple[str, str], ...]) -> None:
     logger.warning(
-        "%s has a head without label names: %s; if that is wrong, set data.labels in its order, or model.new_head=true",
+        "%s has a head without label names: %s; if that is wrong, set data.labels in the head's order, or "
+        "model.new_head=true",
         source,
         shortlist(f"{theirs} is taken for {ours}" for theirs, ours in pairs),
     )

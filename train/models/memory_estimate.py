@@ -1,16 +1,16 @@
-"""An estimate of device memory per rank in bytes, from the model's sizes and the settings. It does not import torch.
+"""An estimate of a rank's device memory in bytes, from the model's sizes and the settings. It does not import torch.
 
-Model states are counted as in ZeRO (https://arxiv.org/abs/1910.02054, section 3.1), for autocast. A parameter has 4
-bytes for its weight, 4 for its gradient, 8 for the two moments of AdamW and LAMB, and a 16-bit copy for products.
+Model states are counted as in ZeRO (https://arxiv.org/abs/1910.02054, section 3.1), for autocast. A parameter takes 4
+bytes for its weight, 4 for its gradient, 8 for the two moments of AdamW and LAMB, and 2 for the copy that products use.
 
-Activations follow Korthikanti et al. (https://arxiv.org/abs/2205.05198, section 4.1). In 16 bits a layer keeps 34 bytes
-for each token and hidden unit: 2 of dropout masks, and 32 of 16 values. With an intermediate size of 4 hidden sizes, 8
-of the values belong to the feed-forward layers. Autocast keeps 8 bytes more: the inputs of the two norms are in fp32,
-and queries, keys and values each have a 16-bit copy of their input. CPUs, whose norms are in bf16, keep fewer.
+Activations follow Korthikanti et al. (https://arxiv.org/abs/2205.05198, section 4.1). In 16 bits, a layer keeps 34
+bytes for each token and hidden unit: 2 for dropout masks and 32 for 16 values. If the intermediate size is 4 times the
+hidden size, 8 of the values belong to the feed-forward layers. Autocast keeps 8 more bytes: the inputs of the two norms
+are fp32, and queries, keys and values each have a 16-bit copy of their input. CPUs keep less, as their norms are bf16.
 
-The paper also counts attention scores, 5 bytes for each head and pair of tokens. They are not kept here, as PyTorch's
-SDPA computes them again; but CPUs keep scores that have dropout. Temporary memory of the backward pass is not counted,
-except on CPUs, by a factor.
+The paper also counts attention scores, 5 bytes for each head and pair of tokens. Here PyTorch's SDPA computes them
+again instead of keeping them, except scores with dropout on CPUs. Temporary memory of the backward pass is not counted,
+except on CPUs, where a factor accounts for it.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ STATE_BYTES = 4  # bytes of an fp32 weight, gradient or moment
 WEIGHT_BYTES = {"bf16_stochastic": 2, "bf16_master": 6}  # a bf16 weight alone, or with its fp32 master copy
 PRODUCT_BYTES = {"fp32": 4, "tf32": 4}  # bytes of an operand of a product; 2 in the other precisions
 AUTOCAST = ("bf16", "fp16")
-MASK_BYTES, AUTOCAST_BYTES, ATTENTION_VALUES = 2, 8, 8  # counts per layer, token and hidden unit
-# The next three, for runs on CPUs, reproduce the peaks of seven runs (five are in benchmarks/notes.md) within 7 %.
+MASK_BYTES, AUTOCAST_BYTES, ATTENTION_VALUES = 2, 8, 8  # per layer, token and hidden unit
+# With the next three, estimates for CPUs are within 7 % of the peaks of seven runs (five are in benchmarks/notes.md).
 CPU_PROCESS_BYTES = int(0.85 * GIB)  # bytes of a process that has imported torch and transformers but has no model
-CPU_ACTIVATIONS = 1.25  # factor of the kept activations, for temporary memory of the backward pass
+CPU_ACTIVATIONS = 1.25  # factor for activations, which includes temporary memory of the backward pass
 CPU_SCORE_BYTES = 14  # bytes per head and pair of tokens, if attention has dropout
-LOGIT_BYTES = 8  # bytes per logit in addition to the product's output: an fp32 copy, and the log-softmax
+LOGIT_BYTES = 8  # bytes per logit in addition to the logit itself: an fp32 copy, and the log-softmax
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of memory of the rank that needs most."""
+    """Bytes of memory that the rank with the highest need takes."""
 
     weights: float
     gradients: float
     moments: float
     copies: float  # copies of weights: gathered from other ranks, or in the dtype of products
     activations: float
-    saving: float = 0  # host copy that a checkpoint is written from; 0 unless the device is the host
-    process: float = 0  # program and its libraries; 0 unless the device is the host
+    saving: float = 0  # host copy from which a checkpoint is written; 0 unless the device is the host
+    process: float = 0  # the program and its libraries; 0 unless the device is the host
 
     @property
     def total(self) -> float:
@@ -71,7 +71,7 @@ def memory_of(
     seq_len: int,
     precision: str,
 ) -> Memory:
-    """Return the memory of the fullest rank, which trains on micro batches of `micro_batch_size` rows of `seq_len`."""
+    """Return the memory of the rank that needs most. Micro batches have `micro_batch_size` rows of `seq_len` tokens."""
     model, held, head = cfg.model, cfg.parallel.held(world_size), cfg.task.head_size(seq_len)
     separate = shape.num_hidden_groups if shape.is_albert else shape.num_hidden_layers
     in_layers = separate * shape.layer_parameters()
@@ -90,7 +90,7 @@ def memory_of(
         "layer": here if separate < shape.num_hidden_layers else here - in_layers + 2 * shape.layer_parameters(),
         "model": here,
     }
-    # If ranks divide the moments by whole tensors, one rank holds at least the moments of the largest, the embedding.
+    # If no tensor's moments are split over ranks, one rank holds at least those of the largest tensor, the embedding.
     largest = 0 if model.freeze_embeddings or not held.whole_tensors else shape.vocab_size * shape.embedding_width
     moments = max(trained * held.moments, largest)
     sums = trained if held.sums_whole and accumulation > 1 else 0
@@ -106,8 +106,8 @@ def memory_of(
 def on_cpu(needed: Memory, *, scores: float, saves: bool) -> Memory:
     """Return the memory of a rank whose device is the host.
 
-    `scores` is the number of attention scores with dropout in a micro batch, over all heads and layers. `saves` says
-    whether the run writes checkpoints.
+    `scores` is the number of attention scores with dropout for a micro batch, in all heads and layers. `saves`: whether
+    the run writes checkpoints.
     """
     activations = CPU_ACTIVATIONS * needed.activations + CPU_SCORE_BYTES * scores
     saving = needed.state if saves else 0
@@ -115,19 +115,19 @@ def on_cpu(needed: Memory, *, scores: float, saves: bool) -> Memory:
 
 
 def layers_of_rank(shape: Shape, held: Held) -> int:
-    """Return a lower bound of the fullest rank's layer count: a large head moves layers to the other stages."""
+    """Return the layer count of the rank that has the most, or fewer: a large head moves layers to other stages."""
     return math.ceil(shape.num_hidden_layers * held.layers)
 
 
 def activation_bytes(cfg: TrainConfig, shape: Shape, held: Held, tokens: int, seq_len: int, precision: str) -> float:
-    """Return the bytes that a rank's forward pass keeps for the backward pass, or the bytes of an evaluation if larger.
+    """Return the bytes that a forward pass keeps for the backward pass, or those of an evaluation if that needs more.
 
-    A micro batch has `tokens` tokens in rows of `seq_len`.
+    A micro batch has `tokens` tokens, in rows of `seq_len`.
     """
     hidden, ffn = shape.hidden_size, shape.intermediate_size
     value_bytes = PRODUCT_BYTES.get(precision, 2)
     other_bytes = MASK_BYTES + AUTOCAST_BYTES * (precision in AUTOCAST)
-    # The frozen layers are the first ones, so the fullest stage may hold none of them.
+    # The first layers are frozen, so the stage that needs most may hold none of the frozen ones.
     num_layers = min(layers_of_rank(shape, held), shape.num_hidden_layers - cfg.model.freeze_layers) * held.activations
     ffn_values = 2 * (shape.ffn_products - 1)  # The activation's input and output, and both twice if it is gated.
     layer = tokens * (hidden * (other_bytes + ATTENTION_VALUES * value_bytes) + ffn_values * ffn * value_bytes)
@@ -144,7 +144,7 @@ def activation_bytes(cfg: TrainConfig, shape: Shape, held: Held, tokens: int, se
 
 
 def advice(cfg: TrainConfig, *, world_size: int) -> str:
-    """Return the settings that would save memory, the cheapest first."""
+    """Return the settings that would save memory, beginning with the one that costs least."""
     layers = [] if cfg.backend.activation_checkpointing else ["backend.activation_checkpointing=true"]
     split = [cfg.parallel.frees] if world_size > 1 else []
     return ", ".join(["lower micro_batch_size (the global batch stays the same)", *layers, *split])

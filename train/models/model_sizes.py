@@ -1,6 +1,6 @@
-"""Sizes, parameters and training FLOPs of an encoder, computed from its configuration. It does not import torch.
+"""An encoder's sizes, number of parameters, and training FLOPs, from its configuration. It does not import torch.
 
-Architectures' default sizes are from transformers, published models' sizes from their config.json on the Hub (2026-11).
+The default sizes are transformers', and published models' sizes are from their config.json on the Hub (2026-11).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Shape:
     num_hidden_layers: int
     max_position_embeddings: int = 512
     type_vocab_size: int = 2  # number of segment types; 0 without segments
-    embedding_size: int = 0  # width of ALBERT's factorised embedding; not used for other architectures
-    num_hidden_groups: int = 1  # number of ALBERT's groups of layers, each with one set of weights; otherwise unused
+    embedding_size: int = 0  # width of ALBERT's factorised embedding; not used for others
+    num_hidden_groups: int = 1  # number of ALBERT's groups of layers that share weights; not used for others
 
     @property
     def is_albert(self) -> bool:
@@ -140,7 +140,7 @@ OWNERS = ("", "albert", "google-bert", "distilbert", "FacebookAI", "almanach")
 def find_shape(cfg: ModelConfig, *, vocab_size: int | None = None) -> Shape | None:
     """Return the sizes of the model that a run would train; None if only transformers or the Hub knows them.
 
-    `vocab_size` is the tokenizer's, or None if unknown. A new model takes it unless cfg has a `vocab_size`.
+    `vocab_size` is the tokenizer's; None if unknown. A new model has this size unless cfg sets `vocab_size`.
     """
     source = cfg.init_from or cfg.pretrained
     if source is not None:
@@ -164,7 +164,7 @@ def find_shape(cfg: ModelConfig, *, vocab_size: int | None = None) -> Shape | No
 
 
 def check_layers(cfg: TrainConfig) -> None:
-    """Raise InputError if a pipeline has more parts than layers, or if layers with optim.layer_decay share weights."""
+    """Raise InputError if a pipeline has more parts than layers, or if optim.layer_decay is set for shared layers."""
     is_cut, has_rates = cfg.parallel.num_parts > 1, cfg.optim.layer_decay is not None
     shape = find_shape(cfg.model) if is_cut or has_rates else None
     if shape is not None and is_cut:
@@ -175,7 +175,7 @@ def check_layers(cfg: TrainConfig) -> None:
 
 
 def knows_vocabulary(cfg: ModelConfig, *, vocab_size: int | None = None) -> bool:
-    """Return whether `find_shape` has a source for vocab_size other than the architecture's default."""
+    """Return whether `find_shape` knows the vocab_size, and does not use the architecture's default."""
     return bool(cfg.init_from or cfg.pretrained or cfg.vocab_size or vocab_size)
 
 

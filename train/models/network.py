@@ -27,14 +27,14 @@ from train.models.model_sizes import NO_RATES, shape_of
 # checkpoint(function, *tensors) returns function(*tensors), and computes it again in the backward pass.
 Checkpoint = Callable[..., Any]
 HIDDEN = -1e4  # added to the scores of padding: its exp() is 0 in every precision, and no sum with it overflows
-# The most positions of a model that may compute attention by matrix products. These keep 2 bytes per layer, head and
-# pair of tokens.
+# Models with more positions do not compute attention by matrix products by default, because that keeps 2 bytes per
+# layer, head and pair of tokens.
 MOST_POSITIONS = 1024
-# These architectures use a mask [B, 1, 1, S] unchanged. ADDING ones add it to the scores, CHOOSING ones read 0 and 1
-# from it. All other architectures get the plain mask [B, S].
+# These architectures use a mask [B, 1, 1, S] unchanged. Those in ADDING add it to the scores; those in CHOOSING take 0
+# as padding and 1 as a token. All other architectures get the plain mask [B, S].
 ADDING = ("albert", "bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
 CHOOSING = ("deberta", "deberta-v2")
-OWN_MASKS = ("flash_attention_2", "flex_attention")  # attention for which transformers makes special masks
+OWN_MASKS = ("flash_attention_2", "flex_attention")  # transformers makes special masks for these kinds of attention
 ENCODERS = ("encoder", "transformer")  # names of the module that contains all layers
 WHOLE_GRAPHS = 2  # one for training and one for evaluation
 # The projections of ALBERT's and ELECTRA's embeddings to the hidden size.
@@ -42,17 +42,17 @@ PROJECTIONS = ("embedding_hidden_mapping_in", "embeddings_project")
 
 
 class Network(nn.Module):
-    """A transformers model with the operations that backends and tasks need, whatever its head."""
+    """A transformers model with the operations that backends and tasks need."""
 
-    head_share = 0.0  # fraction of a sequence's positions that the head reads; about 0 if it reads one token
+    head_share = 0.0  # fraction of positions that the head reads; about 0 if it reads one token
 
     def __init__(self, network: PreTrainedModel, new: frozenset[str] = frozenset(), attention: str = "auto") -> None:
-        """Take a model. `new` names the parameters that the checkpoint lacked; `attention` is model.attention."""
+        """Wrap a model. `new` names the parameters that the checkpoint lacked; `attention` is model.attention."""
         super().__init__()
         self.attention = attention
-        self.network, self.new = network.train(), new  # transformers returns pretrained models without dropout
+        self.network, self.new = network.train(), new  # transformers returns pretrained models in eval mode
         self.has_segments = getattr(network.config, "type_vocab_size", 0) >= 2
-        self.mask_dtype: torch.dtype | None = None  # dtype of attention scores; None: that of the weights
+        self.mask_dtype: torch.dtype | None = None  # dtype of attention scores; None: the weights' dtype
 
     def segments(self, token_type_ids: Tensor) -> dict[str, Tensor]:
         """Return the segments as a keyword argument; {} if the architecture does not distinguish segments."""
@@ -61,8 +61,8 @@ class Network(nn.Module):
     def mask(self, real: Tensor) -> Tensor:
         """Return the attention mask in the architecture's form; `real` [B, S] is 1 at tokens and 0 at padding.
 
-        transformers reads a mask [B, S] at every forward pass, and drops it if it hides nothing. That stops an XLA
-        device and makes two graphs. A mask of four dimensions is used unchanged.
+        transformers reads the values of a mask [B, S] in every forward pass, and drops it if it hides nothing. On XLA
+        this would wait for the device and need two graphs. A mask of four dimensions is used unchanged.
         """
         if self.attention in OWN_MASKS:
             return real
@@ -72,15 +72,15 @@ class Network(nn.Module):
         return real[:, None, None].to(dtype) if kind in CHOOSING else real
 
     def head_parameters(self) -> list[nn.Parameter]:
-        """Return trained parameters outside the encoder, and those in it (its pooler) that the checkpoint lacked."""
+        """Return trained parameters that are outside the encoder, or that the checkpoint lacked (the pooler's)."""
         encoder = set(self.network.base_model.parameters())
         named = self.network.named_parameters()
         return [p for name, p in named if p.requires_grad and (p not in encoder or name in self.new)]
 
     def distances(self) -> dict[nn.Parameter, int]:
-        """Return the distance of each encoder parameter to the head: 1 in the last layer, most in the embeddings.
+        """Return each encoder parameter's distance to the head: 1 in the last layer, and largest in the embeddings.
 
-        Parameters outside layers and embeddings are left out. Raises InputError if layers are shared or not known.
+        Parameters outside layers and embeddings are left out. Raises InputError if layers are shared or unknown.
         """
         base, depth = self.network.base_model, self.network.config.num_hidden_layers
         stacks = [module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
@@ -88,12 +88,12 @@ class Network(nn.Module):
         why = NO_RATES if hasattr(self.network.config, "num_hidden_groups") else unknown
         check(bool(stacks), why.format(self.network.config.model_type))
         result = {weight: depth + 1 for name, weight in base.named_parameters() if "emb" in name}
-        for stack in reversed(stacks):  # a list inside a layer may be as long as the list of layers; the latter wins
+        for stack in reversed(stacks):  # a list inside a layer may have the same length; the outer list comes last
             result |= {weight: depth - index for index, layer in enumerate(stack) for weight in layer.parameters()}
         return result
 
     def train_flops(self, head: HeadSize, seq_len: int) -> float | None:
-        """Return the FLOPs to train on one sequence of `seq_len` tokens; None if no formula is known."""
+        """Return the FLOPs needed to train on one sequence of `seq_len` tokens; None if no formula is known."""
         shape = shape_of(self.network.config.to_dict())
         if shape is None:
             return None
@@ -104,8 +104,7 @@ class Network(nn.Module):
     def attend_by_products(self, dtype: torch.dtype) -> None:
         """Compute attention by matrix products in `dtype` instead of SDPA. The scores are kept for the backward pass.
 
-        Nothing changes if model.attention is sdpa, or if it is auto and the model is for long sequences, whose scores
-        would fill the memory.
+        Nothing changes if model.attention is sdpa, or if it is auto and the model has more than MOST_POSITIONS.
         """
         positions = getattr(self.network.config, "max_position_embeddings", None) or 0
         if self.attention == "eager" or (self.attention == "auto" and positions <= MOST_POSITIONS):
@@ -115,7 +114,7 @@ class Network(nn.Module):
     def recompute_layers(self, checkpoint: Checkpoint) -> None:
         """Keep only the input of each layer for the backward pass. Raises InputError if no layer is known.
 
-        The option of transformers for this ignores ALBERT, and its default implementation does not suit XLA.
+        transformers' gradient checkpointing ignores ALBERT, and its default implementation does not suit XLA.
         """
         for layer in self.known_layers():
             layer.forward = recomputed(layer.forward, checkpoint, layer)
@@ -147,7 +146,7 @@ class Network(nn.Module):
         """
         first = next((weight for weight in self.network.parameters() if weight.requires_grad), None)
         layers = self.known_layers()
-        if widens:  # a projection before the layers then returns the norms' dtype, so that all layers have one graph
+        if widens:  # a projection before the layers must return the norms' dtype, so that all layers share a graph
             for name, module in self.network.named_modules():
                 if name.endswith(PROJECTIONS):
                     module.register_forward_hook(partial(_returned_in, torch.float32))
@@ -162,11 +161,11 @@ class Network(nn.Module):
         return len(training) + len(evaluation)
 
     def compile_encoder(self, optimised: Callable[[Any], Any]) -> int:
-        """Replace the forward of the module of all layers, or else of the whole model, by `optimised(forward)`.
+        """Replace `encoder`'s forward, or the whole model's if `encoder` is None, by `optimised(forward)`.
 
-        Returns the number of graphs per input shape. The embeddings are outside, because compiled kernels would add
-        their gradients in any order. The mask is made outside, too: inside a graph transformers makes one even if it
-        hides nothing, and attention would read it.
+        Returns the number of graphs per input shape. `encoder` excludes the embeddings, because compiled kernels would
+        add their gradients in varying order. It also excludes the mask's construction: inside a graph, transformers
+        makes a mask even if it hides nothing, and attention would read it.
         """
         module = self.encoder or self
         module.forward = optimised(module.forward)
@@ -174,7 +173,7 @@ class Network(nn.Module):
 
     @property
     def encoder(self) -> nn.Module | None:
-        """The module that contains just the layers; None if the architecture has none."""
+        """The module that contains only the layers; None if the architecture has no such module."""
         parts = (getattr(self.network.base_model, name, None) for name in ENCODERS)
         return next((part for part in parts if isinstance(part, nn.Module)), None)
 
@@ -195,7 +194,7 @@ class Network(nn.Module):
     def export(self, folder: Path) -> None:
         """Write the weights in float32, for from_pretrained of `transformers`.
 
-        float32 weights in host memory or in a mapped file are written from there. Only other weights are copied.
+        float32 weights in host memory, or in a memory-mapped file, are written without a copy.
         """
         with torch.device("meta"):  # only names, shapes and ties
             plain = type(self.network)(deepcopy(self.network.config))
@@ -210,14 +209,14 @@ class Network(nn.Module):
             shutil.copymode(folder / "config.json", path)
 
     def finish(self, plain: PreTrainedModel) -> None:
-        """Convert modules of `plain`, the model to be exported with these weights, to the form that exports need."""
+        """Convert modules of `plain`, the model to be exported, to the form that exports need."""
         return
 
 
 def with_usual_masks() -> AbstractContextManager[object]:
-    """Return a context in which transformers makes the masks of a recorded step as it makes those of other steps.
+    """Return a context in which transformers makes the same masks while a CUDA graph is recorded as in other steps.
 
-    While a CUDA stream is captured it makes masks that hide nothing, as it may not read whether they do: that waits.
+    Otherwise it would not drop masks that hide nothing: to read their values, the host would wait for the GPU.
     """
     return patch.object(import_utils, "is_cuda_stream_capturing", lambda: False, create=True)
 
@@ -247,7 +246,7 @@ def _join(query: nn.Linear, key: nn.Linear, value: nn.Linear) -> None:
 
 
 def repeated_layers(network: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers of a network in order. A shared layer appears once."""
+    """Return the layers of a network in order; a shared layer appears only once."""
     return [module for module in network.modules() if isinstance(module, GradientCheckpointingLayer | AlbertLayerGroup)]
 
 

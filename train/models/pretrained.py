@@ -1,4 +1,4 @@
-"""The reader of a transformers model's files: configuration, index, weights. It executes nothing in them."""
+"""The reader of a transformers model's files: configuration, index, weights. It executes no code from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("train")
 BAD_FILES = (OSError, ValueError, LookupError, TypeError, AttributeError)  # transformers raises these for bad files
 FILES = ("config.json", "adapter_config.json")  # files that read_model_config fetches from the Hub
 WEIGHTS = (*FILES, "model*.safetensors", "model.safetensors.index.json")
-QUANTISED = ("I8", "U8", "I4", "U4", "F4", "F6", "F8")  # prefixes of dtypes in safetensors
+QUANTISED = ("I8", "U8", "I4", "U4", "F4", "F6", "F8")  # prefixes of safetensors' dtype names
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation")  # attributes of transformers' configurations
 # Pickled weights are not read: before PyTorch 2.10 they could write to any memory (CVE-2026-24747).
 CONVERT = (
@@ -40,9 +40,9 @@ def read_weights(
 ) -> tuple[PreTrainedModel, frozenset[str]]:
     """Return a float32 model of `auto` (AutoModelFor...), and the names of its parameters with random values.
 
-    Parameters are random if the checkpoint lacks them. If `new_head`, all outside the encoder are random. Raises
-    InputError unless the checkpoint has the whole encoder, except the pooler. If `new_head` is False, a head in the
-    checkpoint must have the model's shapes.
+    A parameter is random if the checkpoint lacks it; with `new_head`, all outside the encoder are random. Raises
+    InputError if the checkpoint lacks part of the encoder, except the pooler, or if, without `new_head`, the
+    checkpoint's head has other shapes than the model's.
     """
     try:
         with quiet(), asking_hub(source):
@@ -80,7 +80,7 @@ def read_weights(
     if new_head:
         missing |= begin_head(network)
     broken = [name for name, weight in network.named_parameters() if not weight.isfinite().all()]
-    check(not broken, f"{source}: {', '.join(broken[:3])} holds NaN or infinity; the weights are damaged")
+    check(not broken, f"{source}: {', '.join(broken[:3])} contains NaN or infinity; the weights are damaged")
     said = {"new, with random weights": missing, "not used by this model": info["unexpected_keys"]}
     parts = [f"{what}: {', '.join(modules_of(names))}" for what, names in said.items() if names]
     if parts:
@@ -89,7 +89,7 @@ def read_weights(
 
 
 def modules_of(names: Iterable[str]) -> list[str]:
-    """Return the sorted names of the modules that hold these parameters, omitting those inside another one."""
+    """Return the sorted names of the modules that have these parameters, omitting modules inside other ones."""
     modules = {name.rpartition(".")[0] for name in names}
     return sorted(each for each in modules if not any(each.startswith(f"{other}.") for other in modules))
 
@@ -128,9 +128,9 @@ def add_rows(network: PreTrainedModel, vocab_size: int, new_rows: Sequence[int])
 
 
 def read_model_config(source: str) -> PreTrainedConfig:
-    """Return the configuration of a folder or Hub id. The file is read here, not by transformers.
+    """Return the configuration of a folder or Hub id. Its config.json is read here, not by transformers.
 
-    Raises InputError if config.json is missing or cannot be used, or if weights in the same folder cannot be read.
+    Raises InputError if that file is missing or cannot be used, or if weights in the same folder cannot be read.
     """
     try:
         with asking_hub(source):
@@ -165,7 +165,7 @@ def check_weights(folder: Path) -> None:
     pickled = next(folder.glob("pytorch_model*.bin"), None)
     check(
         bool(paths) or pickled is None,
-        f"{pickled} holds pickled weights, which are not read here; convert them where PyTorch is 2.10 or newer: "
+        f"{pickled} has pickled weights, which baretrain does not read; convert them where PyTorch is 2.10 or newer: "
         f"cd {shlex.quote(str(folder))} && {CONVERT}",
     )
     for path in paths:
@@ -175,7 +175,7 @@ def check_weights(folder: Path) -> None:
         for name, kind in kinds.items():
             check(
                 not kind.startswith(QUANTISED),
-                f"{path}: {name} holds {kind}, quantised weights, which cannot be trained; use the original weights",
+                f"{path}: {name} has quantised weights ({kind}), which cannot be trained; use the original weights",
             )
 
 

@@ -1,8 +1,8 @@
-"""The source of weights and tokenizer: the Hub, a folder of `transformers`, or one of our runs, on disk or in S3.
+"""The source of weights and tokenizer: the Hub, a transformers folder, or a baretrain run, on disk or in S3.
 
 A run's weights are taken from its export/ folder. If there is none, or if the run has continued since, its best
 checkpoint is exported to the cache. Files fetched from S3 are also kept in the cache, under a name derived from their
-source. The first rank of a machine that needs the files fetches or exports them, and the other ranks wait.
+source. On each machine, the first rank that needs the files fetches or exports them, and the other ranks wait.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ EXPORTING = "BARETRAIN_EXPORTING"  # environment variable: the runs that parent 
 def resolved(cfg: ModelConfig, s3: S3Config, cache: Path) -> ModelConfig:
     """Return cfg with `pretrained` and `tokenizer` as local folders or Hub ids, and without `init_from`.
 
-    Raises InputError if a location has no such files, or if they cannot be fetched or exported.
+    Raises InputError if a location lacks the files, or if they cannot be fetched or exported.
     """
     given = cfg.init_from or cfg.pretrained
     check(
@@ -56,7 +56,7 @@ def resolved(cfg: ModelConfig, s3: S3Config, cache: Path) -> ModelConfig:
 
 
 def located(key: str, location: str, s3: S3Config, cache: Path, *, needs: str) -> str:
-    """Return a local folder that has the file `needs`, or `location` unchanged if it is a Hub id."""
+    """Return a local folder with the file `needs`; a Hub id is returned unchanged."""
     if not is_s3(location) and not local_path(location).is_dir():
         check(is_at_hub(location), f"{key}={location}: there is no such folder")
         return location
@@ -68,7 +68,7 @@ def located(key: str, location: str, s3: S3Config, cache: Path, *, needs: str) -
     is_run = "config.yaml" in names and bool(names & {"metrics.jsonl", "environment.json", "checkpoints"})
     check(
         is_run,
-        f"{key}={location} is neither a run (it has no config.yaml with metrics.jsonl) nor a folder of transformers "
+        f"{key}={location} is neither a run (it has no config.yaml with metrics.jsonl) nor a transformers folder "
         f"(it has no {needs}{'' if is_s3(location) else models_below(local_path(location))})",
     )
     exported = {name.removeprefix("export/") for name in folder.names("export/")}
@@ -95,23 +95,23 @@ def local_copy(folder: Folder, prefix: str, cache: Path) -> str:
 
 
 def exported_checkpoint(key: str, location: str, folder: Folder, s3: S3Config, cache: Path) -> str:
-    """Return a folder with the best checkpoint's export, or the newest one's if none was evaluated.
+    """Return a folder with an export of the best checkpoint, or of the newest if none was evaluated.
 
     `python -m train.checkpoints RUN export` writes it in a process outside the ranks, so that only one copy of the
     weights is in a machine's memory.
     """
     begun = os.environ.get(EXPORTING, "").splitlines()
-    check(location not in begun, f"{key}={location}: the run starts from itself, through {' and '.join(begun)}")
+    check(location not in begun, f"{key}={location}: the run would start from itself, through {' and '.join(begun)}")
     manifests = list(saved_steps(folder).values())
     check(
         bool(manifests),
-        f"{key}={location} is a run with neither an export nor a checkpoint yet; wait for its first, or choose another",
+        f"{key}={location} is a run that has no export or checkpoint yet; wait for its first, or choose another run",
     )
     made_of = {"of": folder.location, "steps": {name: folder.read(name).decode() for name in manifests}}
 
     def export(target: Path) -> None:
         options = [*s3.flags(), *(["--cache-dir", str(cache)] if is_s3(location) else [])]
-        environ = with_this_code(os.environ)  # A launched job runs the code of its bundle.
+        environ = with_this_code(os.environ)  # In a launched job, this is the code of its bundle.
         environ[EXPORTING] = "\n".join([*begun, location])
         command = [sys.executable, "-m", "train.checkpoints", location, "export", str(target), *options, *flags()]
         logger.info("%s: exporting its best checkpoint", location)
@@ -132,7 +132,7 @@ def once(cache: Path, made_of: dict[str, Any], make: Callable[[Path], None]) -> 
 
 
 def task_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerFast:
-    """Return the tokenizer that resolved settings name. Raises InputError unless it is usable and fits the weights."""
+    """Return the tokenizer of resolved settings. Raises InputError unless it is usable and fits the weights."""
     source = cfg.tokenizer or cfg.pretrained
     if source is None:
         raise InputError("model.tokenizer is not set, and a new model has no tokenizer: name a Hub id, folder or run")

@@ -74,7 +74,7 @@ class DDP(Backend):
         self.workload = work or Workload()
         captures = captures_steps(cfg, self.device, self.precision, world.size)
         self.captures = captures and not collects
-        self.one_graph = world.num_machines == 1 and not captures  # equal in train.precompile and the run
+        self.one_graph = world.num_machines == 1 and not captures  # also in train.precompile, whose graphs the run uses
         if self.captures:
             self.adamw = {"fused": True, "capturable": True}
         chooses = auto_compile.is_wanted(cfg.compile, self.device.type, self.workload)

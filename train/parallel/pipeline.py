@@ -201,7 +201,7 @@ class PipelineSync(GradSync):
     adds_counts = True
 
     def __init__(self, model: nn.Module, device: torch.device, sums: list[Any], *, counts: bool) -> None:
-        """Take `sums` of (group, weights, whether several stages hold them). `counts`: whether this rank counts labels."""
+        """Take `sums` of (group, weights, whether several stages hold them). `counts`: whether to count labels."""
         super().__init__(model, device)
         self.sums, self.counts = sums, counts
 
