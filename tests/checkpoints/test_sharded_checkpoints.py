@@ -200,7 +200,7 @@ def rejected(folder, contents, read):
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        (piece(ROWS[2:], 2, 3), "model_00001.pt: 'w' has rows from 2, but those before end at 1"),
+        (piece(ROWS[2:], 2, 3), "model_00001.pt: 'w' has rows from 2, but the previous rows end at 1"),
         (piece(ROWS[1:2], 1, 3), "model_00001.pt: 'w' ends at row 2 of 3"),
         (piece(torch.cat([ROWS, ROWS]), 1, 3), "'w' ends at row 7 of 3"),
         (piece(ROWS[1:], 1, 4), "model_00001.pt: 'w' differs in shape or dtype from that in model.pt"),

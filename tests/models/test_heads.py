@@ -285,7 +285,7 @@ def test_labels_without_names_are_those_of_the_data(labelled_folder, tmp_path, l
     (tmp_path / "model.safetensors").symlink_to(labelled_folder / "model.safetensors")
     model = build("label", ModelConfig(pretrained=str(tmp_path)), sharp=False)
     assert model.network.config.id2label == dict(enumerate(LABELS))
-    assert "LABEL_0 is taken for bad, LABEL_1 is taken for so so" in log.text and "set data.labels" in log.text
+    assert "LABEL_0 is taken as bad, LABEL_1 is taken as so so" in log.text and "set data.labels" in log.text
     log.clear()
     build("label", ModelConfig(pretrained=str(tmp_path)), labels=["0", "1", "2"], sharp=False)
     assert "LABEL" not in log.text

@@ -137,7 +137,7 @@ def test_auto_compiles_what_repays_it_and_goes_on_without_where_the_first_graph_
         with pytest.MonkeyPatch.context() as on_gpu:  # where compiled norms return another dtype
             on_gpu.setattr(ddp, "norms_of", lambda *_args, **_options: torch.float32)
             loop.run(train_config(tmp_path / "failed", prepared, *in_bf16), StopRequest())
-        assert "nothing is compiled, as the first graph failed" in said("failed")
+        assert "nothing is compiled, because the first graph failed" in said("failed")
         assert "no kernels today" in said("failed")
         assert losses(tmp_path / "failed") == losses(tmp_path / "plain")
         loop_fails = partial(loop.run, train_config(tmp_path / "explicit", prepared, "backend.compile=model"))

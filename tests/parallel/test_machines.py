@@ -104,7 +104,7 @@ def test_a_machine_waits_for_another_one_that_compiles(machines, prepared, tmp_p
     agents = machines.torchrun(script, arguments, env={"CACHES": str(tmp_path / "caches")}, log=log)
     codes, said = ended(agents), log.with_suffix(".0").read_text()
     assert codes == [0, 0], said
-    assert "of 1 compiled graphs on the machines of this run, machine1 lacks 1. All ranks wait" in said
+    assert "of 1 compiled graphs on this run's machines, machine1 lacks 1. All ranks wait" in said
 
 
 JOINS = """

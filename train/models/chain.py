@@ -67,7 +67,7 @@ class Chain:
         for modules, number in [*pieces, (self.after, last)]:
             for parameter in (parameter for module in modules for parameter in module.parameters()):
                 users.setdefault(parameter, set()).add(number)
-        # Parameters outside all modules above (relative positions, norms after the last layer) are for every part.
+        # Parameters outside all modules above (relative positions, norms after the last layer) are in every part.
         everywhere = {parameter: set(range(len(parts))) for parameter in self.network.parameters()}
         return everywhere | users
 

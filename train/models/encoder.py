@@ -32,7 +32,7 @@ from train.models.pretrained import add_rows, read_model_config, read_weights
 from train.system.memory import total_memory_bytes
 from train.system.model_folder import ENCODERS
 
-# Our name of each size, and its possible names in transformers' configurations, of which the first that exists is used.
+# Our name of each size, and its possible names in transformers. The first one that a configuration has is used.
 SIZES = {
     "vocab_size": ("vocab_size",),
     "max_positions": ("max_position_embeddings",),
@@ -52,7 +52,7 @@ SUPPORTS = {
 }
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
 logger = logging.getLogger("train")
-ORDER_LOGITS = {"albert": "sop_logits", "bert": "seq_relationship_logits"}  # transformers' output, by architecture
+ORDER_LOGITS = {"albert": "sop_logits", "bert": "seq_relationship_logits"}  # output names, by architecture
 
 
 class MaskedLM(Network):
@@ -188,7 +188,7 @@ def attention_of(cfg: ModelConfig, config: PreTrainedConfig) -> str:
 
 
 class Reached(Exception):
-    """An exception that ends the computation of `check_reads`."""
+    """An exception that ends the forward pass in `check_reads`."""
 
 
 @torch.no_grad()
@@ -200,7 +200,7 @@ def check_reads(network: PreTrainedModel, seq_len: int) -> None:
 
     hooks = [layer.register_forward_pre_hook(stop) for layer in repeated_layers(network)[:1]]
     modes = {module: module.training for module in network.modules()}
-    row = torch.full((1, seq_len), 0 if network.config.pad_token_id else 1)  # Padding may have no position.
+    row = torch.full((1, seq_len), 0 if network.config.pad_token_id else 1)  # not padding, which may have no position
     cannot = f"this {network.config.model_type} cannot read a row of seq_len={seq_len} tokens"
     try:
         with naming(cannot, (Exception,)), suppress(Reached):  # The architecture's code may raise anything.
@@ -299,7 +299,7 @@ def check_memory(config: PreTrainedConfig) -> None:
 
 
 def without_weights(head: str, folder: Path) -> PreTrainedModel:
-    """Return the AutoModelFor<head> of a folder's config.json with random weights, or without on the meta device.
+    """Return the AutoModelFor<head> of a folder's config.json with random weights, or with none on the meta device.
 
     Raises InputError if transformers has no such model, or if it exceeds this machine's memory.
     """

@@ -104,7 +104,7 @@ class Scale:
 def learn_scaled(model: PaddedEncoder, scale: Scale | None, *, is_trained: bool) -> None:
     """Make the model learn targets in `scale`, and record the scale in its configuration for the export.
 
-    If a loaded head `is_trained`, it returns numbers in the targets' units, so its last layer is converted to the
+    `is_trained`: a loaded head already returns numbers in the targets' units, so its last layer is converted to the
     scale. Raises InputError if the head does not end in a linear layer with biases.
     """
     if scale is None:
@@ -183,5 +183,5 @@ def report_taken(source: str, pairs: tuple[tuple[str, str], ...]) -> None:
         "%s has a head without label names: %s; if that is wrong, set data.labels in the head's order, or "
         "model.new_head=true",
         source,
-        shortlist(f"{theirs} is taken for {ours}" for theirs, ours in pairs),
+        shortlist(f"{theirs} is taken as {ours}" for theirs, ours in pairs),
     )

@@ -37,7 +37,7 @@ LOGIT_BYTES = 8  # bytes per logit in addition to the logit itself: an fp32 copy
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of memory that the rank with the highest need takes."""
+    """The memory of the rank that needs most, in bytes."""
 
     weights: float
     gradients: float
@@ -76,8 +76,8 @@ def memory_of(
     separate = shape.num_hidden_groups if shape.is_albert else shape.num_hidden_layers
     in_layers = separate * shape.layer_parameters()
     every = shape.trained_parameters(head)
-    # A pipeline stage holds its share of the layers, or all weights if layers share them. The fullest stage also holds
-    # the embedding or the head.
+    # A pipeline stage holds its share of the layers, or all weights if layers share them. The stage that needs most
+    # memory also holds the embedding or the head.
     depth, own_layers = shape.num_hidden_layers, layers_of_rank(shape, held)
     here = every - in_layers * (depth - own_layers) / depth if separate == depth else every
     unfrozen = shape.trained_parameters(
@@ -115,7 +115,7 @@ def on_cpu(needed: Memory, *, scores: float, saves: bool) -> Memory:
 
 
 def layers_of_rank(shape: Shape, held: Held) -> int:
-    """Return the layer count of the rank that has the most, or fewer: a large head moves layers to other stages."""
+    """Return a lower bound on the largest layer count of a rank: a large head moves layers to other stages."""
     return math.ceil(shape.num_hidden_layers * held.layers)
 
 
@@ -127,7 +127,7 @@ def activation_bytes(cfg: TrainConfig, shape: Shape, held: Held, tokens: int, se
     hidden, ffn = shape.hidden_size, shape.intermediate_size
     value_bytes = PRODUCT_BYTES.get(precision, 2)
     other_bytes = MASK_BYTES + AUTOCAST_BYTES * (precision in AUTOCAST)
-    # The first layers are frozen, so the stage that needs most may hold none of the frozen ones.
+    # Frozen layers come first, so the stage that needs most memory may hold none of them.
     num_layers = min(layers_of_rank(shape, held), shape.num_hidden_layers - cfg.model.freeze_layers) * held.activations
     ffn_values = 2 * (shape.ffn_products - 1)  # The activation's input and output, and both twice if it is gated.
     layer = tokens * (hidden * (other_bytes + ATTENTION_VALUES * value_bytes) + ffn_values * ffn * value_bytes)
@@ -144,7 +144,7 @@ def activation_bytes(cfg: TrainConfig, shape: Shape, held: Held, tokens: int, se
 
 
 def advice(cfg: TrainConfig, *, world_size: int) -> str:
-    """Return the settings that would save memory, beginning with the one that costs least."""
+    """Return the settings that would save memory, the cheapest first."""
     layers = [] if cfg.backend.activation_checkpointing else ["backend.activation_checkpointing=true"]
     split = [cfg.parallel.frees] if world_size > 1 else []
     return ", ".join(["lower micro_batch_size (the global batch stays the same)", *layers, *split])

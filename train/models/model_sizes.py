@@ -15,7 +15,7 @@ from train.system.schema import BadContent, of_type, read_object
 
 NO_RATES = "optim.layer_decay: the layers of {} share their weights, so they cannot have different rates; leave it out"
 MOST = 10**9  # the largest size accepted, so that products of sizes fit into a float
-CONFIGS = ("config.json", "export/config.json", "model/config.json")  # where transformers and run folders have it
+CONFIGS = ("config.json", "export/config.json", "model/config.json")  # its paths in transformers and run folders
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def check_layers(cfg: TrainConfig) -> None:
 
 
 def knows_vocabulary(cfg: ModelConfig, *, vocab_size: int | None = None) -> bool:
-    """Return whether `find_shape` knows the vocab_size, and does not use the architecture's default."""
+    """Return whether `find_shape` would know vocab_size without the architecture's default."""
     return bool(cfg.init_from or cfg.pretrained or cfg.vocab_size or vocab_size)
 
 

@@ -27,8 +27,8 @@ from train.models.model_sizes import NO_RATES, shape_of
 # checkpoint(function, *tensors) returns function(*tensors), and computes it again in the backward pass.
 Checkpoint = Callable[..., Any]
 HIDDEN = -1e4  # added to the scores of padding: its exp() is 0 in every precision, and no sum with it overflows
-# Models with more positions do not compute attention by matrix products by default, because that keeps 2 bytes per
-# layer, head and pair of tokens.
+# With model.attention=auto, models with more positions do not compute attention by matrix products, because that keeps
+# 2 bytes per layer, head and pair of tokens.
 MOST_POSITIONS = 1024
 # These architectures use a mask [B, 1, 1, S] unchanged. Those in ADDING add it to the scores; those in CHOOSING take 0
 # as padding and 1 as a token. All other architectures get the plain mask [B, S].
@@ -104,7 +104,7 @@ class Network(nn.Module):
     def attend_by_products(self, dtype: torch.dtype) -> None:
         """Compute attention by matrix products in `dtype` instead of SDPA. The scores are kept for the backward pass.
 
-        Nothing changes if model.attention is sdpa, or if it is auto and the model has more than MOST_POSITIONS.
+        Nothing changes if model.attention is sdpa, or if it is auto and the model has over MOST_POSITIONS positions.
         """
         positions = getattr(self.network.config, "max_position_embeddings", None) or 0
         if self.attention == "eager" or (self.attention == "auto" and positions <= MOST_POSITIONS):
@@ -216,13 +216,13 @@ class Network(nn.Module):
 def with_usual_masks() -> AbstractContextManager[object]:
     """Return a context in which transformers makes the same masks while a CUDA graph is recorded as in other steps.
 
-    Otherwise it would not drop masks that hide nothing: to read their values, the host would wait for the GPU.
+    While a CUDA stream is captured, it keeps masks that hide nothing: it cannot read them without waiting for the GPU.
     """
     return patch.object(import_utils, "is_cuda_stream_capturing", lambda: False, create=True)
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether a module is a norm over features: PyTorch's, or one of the RMS norms of transformers."""
+    """Return whether a module is a norm over features: PyTorch's, or one of transformers' RMS norms."""
     return isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__name__.endswith("RMSNorm")
 
 

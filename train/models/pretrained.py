@@ -25,7 +25,7 @@ logger = logging.getLogger("train")
 BAD_FILES = (OSError, ValueError, LookupError, TypeError, AttributeError)  # transformers raises these for bad files
 FILES = ("config.json", "adapter_config.json")  # files that read_model_config fetches from the Hub
 WEIGHTS = (*FILES, "model*.safetensors", "model.safetensors.index.json")
-QUANTISED = ("I8", "U8", "I4", "U4", "F4", "F6", "F8")  # prefixes of safetensors' dtype names
+QUANTISED = ("I8", "U8", "I4", "U4", "F4", "F6", "F8")  # prefixes of dtypes' names in safetensors
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation")  # attributes of transformers' configurations
 # Pickled weights are not read: before PyTorch 2.10 they could write to any memory (CVE-2026-24747).
 CONVERT = (
@@ -40,9 +40,9 @@ def read_weights(
 ) -> tuple[PreTrainedModel, frozenset[str]]:
     """Return a float32 model of `auto` (AutoModelFor...), and the names of its parameters with random values.
 
-    A parameter is random if the checkpoint lacks it; with `new_head`, all outside the encoder are random. Raises
-    InputError if the checkpoint lacks part of the encoder, except the pooler, or if, without `new_head`, the
-    checkpoint's head has other shapes than the model's.
+    A parameter is random if the checkpoint lacks it; with `new_head`, all parameters outside the encoder are random.
+    Raises InputError if the checkpoint lacks part of the encoder, except the pooler. Unless `new_head` is set, also
+    raises InputError if the checkpoint's head has different shapes.
     """
     try:
         with quiet(), asking_hub(source):
@@ -89,7 +89,7 @@ def read_weights(
 
 
 def modules_of(names: Iterable[str]) -> list[str]:
-    """Return the sorted names of the modules that have these parameters, omitting modules inside other ones."""
+    """Return the sorted names of the modules that have these parameters, omitting modules inside another of them."""
     modules = {name.rpartition(".")[0] for name in names}
     return sorted(each for each in modules if not any(each.startswith(f"{other}.") for other in modules))
 

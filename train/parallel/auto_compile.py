@@ -55,8 +55,8 @@ def all_can(can: bool, world: World) -> bool:
     blind = world.sum([not can])[0]
     if blind:
         logger.warning(
-            f"backend.compile=auto: nothing is compiled, as {blind:g} of {world.size} ranks have no Triton or no C "
-            "compiler (apt-get install gcc)"
+            f"backend.compile=auto: nothing is compiled, because {blind:g} of {world.size} ranks have no Triton or no "
+            "C compiler (apt-get install gcc)"
         )
     return not blind
 

@@ -119,7 +119,7 @@ class Backend(ABC):
 
     @abstractmethod
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return a context for forward passes, in which they use the run's precision."""
+        """Return a context in which forward passes use the run's precision."""
 
     @abstractmethod
     def unscale(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:

@@ -74,7 +74,7 @@ class DDP(Backend):
         self.workload = work or Workload()
         captures = captures_steps(cfg, self.device, self.precision, world.size)
         self.captures = captures and not collects
-        self.one_graph = world.num_machines == 1 and not captures  # also in train.precompile, whose graphs the run uses
+        self.one_graph = world.num_machines == 1 and not captures  # must not depend on `collects`
         if self.captures:
             self.adamw = {"fused": True, "capturable": True}
         chooses = auto_compile.is_wanted(cfg.compile, self.device.type, self.workload)
@@ -272,7 +272,7 @@ class DDPSync(GradSync):
             gradient_as_bucket_view=True,  # gradients are views of the buckets that are sent: no copy, less memory
             static_graph=accumulation == 1,  # true for every task, but torch does not support it with no_sync
         )
-        self.replica.broadcast_buffers = False  # buffers are constant; as an argument, deprecated since PyTorch 2.13
+        self.replica.broadcast_buffers = False  # buffers are constant; DDP's argument is deprecated since PyTorch 2.13
         self.module = self.replica
         if compresses:
             self.replica.register_comm_hook(None, bf16_compress_hook)

@@ -46,7 +46,7 @@ class Engine:
         self.backend, self.model, self.optimizer = backend, model, optimizer
 
     def ready(self) -> None:
-        """Prepare the first step. Weights and optimizer state must have been restored before."""
+        """Prepare the first step. Call this after weights and optimizer state have been loaded."""
         self.backend.ready(self.optimizer, self.parameters)
 
     # ---- a step ----------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class Engine:
         groups = [{"params": group["params"]} for group in moments["param_groups"]]
         scaler = self.backend.scaler
         scale = {"loss_scale": scaler.state_dict()} if scaler.is_enabled() else {}
-        # keep_vars returns the parameters themselves, so the names of a tied parameter have the same object.
+        # keep_vars returns the parameters themselves, so tied names get the same object.
         return {
             "model": self.model.state_dict(keep_vars=True),
             "optimizer": {**moments, "param_groups": groups, **scale},
@@ -145,10 +145,7 @@ def build_engine(
     accumulation: int,
     lengths: int = 1,
 ) -> Engine:
-    """Return the engine for these settings.
-
-    A step has `accumulation` micro batches per rank. Over the whole run, batches have `lengths` different shapes.
-    """
+    """Return the engine for these settings. `accumulation` and `lengths` are those of `Backend.setup_model`."""
     module: Any = import_module(ENGINES[cfg.name])  # a run imports only the engine that it uses
     engine: Engine = module.build(cfg, optim, backend, model, loss, accumulation=accumulation, lengths=lengths)
     return engine

@@ -45,7 +45,7 @@ class FSDP(DataParallel):
         self.cfg, self.mesh = cfg, backend.mesh()
         # Weights are compared now, because no two ranks hold the same rows after sharding.
         guards.check_same(backend, model, guards.smallest(model.parameters()))
-        # `half` is the dtype in which weights are gathered and used; None keeps theirs.
+        # `half` is the dtype in which weights are gathered and used; None leaves it unchanged.
         half = torch.bfloat16 if backend.precision == "bf16" else None
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
         # The model is sharded before it moves to the device, which therefore needs space for only one whole layer.
@@ -99,10 +99,7 @@ class FSDP(DataParallel):
         guards.replace(self.model, {name: nn.Parameter(weight) for name, weight in whole.items()})
 
     def _whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return all tensors whole, in rank 0's host memory; {} elsewhere. Only one is whole on the devices at a time.
-
-        Tied names have the same tensor.
-        """
+        """Return all tensors whole, with ties, on rank 0's host; {} elsewhere. Devices gather one at a time."""
         copies: dict[int, Tensor] = {}
         for part in parts.values():
             if id(part) not in copies:
@@ -126,7 +123,7 @@ class FSDP(DataParallel):
         return rows_of(self.data_rank, num_rows, self.data_size)
 
     def _part(self, tensors: Tensors, name: Any) -> Tensor:
-        """Return a copy of this rank's rows of a saved tensor, so that its file can be unmapped; a scalar itself."""
+        """Copy this rank's rows of a saved tensor, so that its file can be unmapped. Return scalars as they are."""
         shape = tensors.shape(name)
         if not shape:
             return tensors[name]
@@ -165,5 +162,5 @@ def share_of(num_rows: int, num_ranks: int) -> int:
 
 
 def split_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """Yield the modules that `fully_shard` has wrapped. It gathers the weights of a module together."""
+    """Yield the modules to which `fully_shard` was applied. The weights of each are gathered together."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))

@@ -48,7 +48,7 @@ class GradSync:
         return nullcontext()
 
     def reduce(self) -> Tensor:
-        """Finish the reduction. Returns the divisor [1] of gradient sums that makes them means; 0 without labels."""
+        """Finish the reduction. Returns the number [1] by which to divide the gradients; 0 if there are no labels."""
         if self.adds_counts:
             self.adding.wait()
         return self.count

@@ -26,7 +26,7 @@ class GraphBudget:
     """A count of the graphs compiled since the first batch, and `limit`, the number that the run should need."""
 
     def __init__(self, compiled: Callable[[], int], *, is_fatal: bool, hint: str) -> None:
-        """Take `compiled`, which returns the number of graphs so far. `hint`: how to find causes except new shapes."""
+        """Take `compiled`, which returns the number of graphs so far. `hint`: how to find causes other than shapes."""
         self.compiled, self.is_fatal, self.hint = compiled, is_fatal, hint
         self.limit = 0  # set once the model is known
         self.base: int | None = None
@@ -59,7 +59,7 @@ class GraphBudget:
             yield batch
 
     def check(self) -> None:
-        """Raise RuntimeError if more graphs than `limit` were compiled, with the likely cause; or warn if not fatal."""
+        """Raise RuntimeError with a likely cause if more than `limit` graphs were compiled; warn if not `is_fatal`."""
         used = self.used
         if used <= max(self.limit, self.reported):
             return
@@ -89,7 +89,7 @@ class Compilers:
         self.asking: Thread | None = None
 
     def are_busy(self) -> bool:
-        """Return whether this rank is compiling, or another was at the last call. Tell other ranks if this one is.
+        """Return whether this rank is compiling or another was at the last call, and tell the others if this one is.
 
         This never waits for the store, whose machine may have died. If it does not answer, other ranks count as idle.
         """

@@ -14,7 +14,7 @@ from train.config import InputError
 if TYPE_CHECKING:
     from train.parallel.backend import Backend
 
-NUM_WATCHED = 8  # count of parameters that are compared
+NUM_WATCHED = 8  # number of parameters to compare
 Tied = list[list[str]]  # groups of names that share a parameter
 
 
@@ -33,7 +33,7 @@ def tie(model: nn.Module, tied: Tied) -> None:
 
 
 def replace(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Replace the parameters of a model that have these names."""
+    """Replace the parameters of a model that are in `parameters`, by name."""
     for name, parameter in parameters.items():
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, parameter)
@@ -82,7 +82,7 @@ def check_collective(name: str, result: Tensor, wanted: Sequence[float]) -> None
 
 
 def check_distinct_seeds(seeds: Sequence[int]) -> None:
-    """Raise RuntimeError if two ranks would draw the same dropout."""
+    """Raise RuntimeError if two ranks would draw the same dropout masks."""
     # An XLA device has the same initial seed in every process, https://github.com/pytorch/xla/issues/2092.
     if len(set(seeds)) != len(seeds):
         raise RuntimeError(f"ranks share random states {sorted(seeds)[:8]}: their dropout would be the same")

@@ -28,7 +28,7 @@ class Skips:
 
     @torch.no_grad()
     def see(self, norm: Tensor, *, overflowed: Tensor | None = None) -> None:
-        """Count a step as skipped if its norm is not finite. If `overflowed`, a bool on the device, end the streak."""
+        """Count a step as skipped if its norm is not finite. If the loss scale `overflowed`, end the streak."""
         skipped = (~is_finite(norm)).to(self.total.device, torch.int32)
         self.total.add_(skipped)
         self.streak.add_(skipped).mul_(skipped)
@@ -80,7 +80,7 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 def undo_unless(ok: Tensor, tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
     """Restore the values `before` unless `ok`, a bool on the device, is True.
 
-    Values are selected, because multiplying new ones by 0 would not remove NaN. The copies need as much memory as
+    This uses torch.where, because multiplying new values by 0 would not remove NaN. The copies need as much memory as
     weights and moments, unless a compiler fuses this with the update.
     """
     for tensor, old in zip(tensors, before, strict=True):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-Group = dict[str, Any]  # a parameter group, as torch's optimizers take it
+Group = dict[str, Any]  # a parameter group of a torch optimizer
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class OptimizerSpec:
     # build(settings, groups, options) imports torch, and returns the optimizer with its state. `options` choose torch's
     # AdamW implementation for the device.
     build: Callable[[Any, list[Group], dict[str, bool]], torch.optim.Optimizer]
-    settings: type[OptimConfig] = OptimConfig  # the class of its settings, or a subclass with more of them
+    settings: type[OptimConfig] = OptimConfig  # the class of its settings
 
 
 class Roles(TypedDict):
     """The places of parameters in the model, from which their learning rates are computed."""
 
     head: list[nn.Parameter]
-    distances: dict[nn.Parameter, int]  # distances to the head in layers; 0 for absent parameters
+    distances: dict[nn.Parameter, int]  # distances to the head in layers; 0 for parameters not listed
 
 
 def roles(cfg: OptimConfig, model: Any) -> Roles:

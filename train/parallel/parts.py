@@ -69,7 +69,7 @@ class PipelineState(Engine):
     stage: int
 
     def number(self, optim: OptimConfig, of: Roles, holders: dict[str, tuple[int, ...]]) -> None:
-        """Give each trained parameter its index in an optimizer of the whole model. Call this before the split.
+        """Give trained parameters the indices of an optimizer of the whole model. Call this before the model is split.
 
         `holders` has the stages that hold each parameter, by the parameter's first name. Raises InputError if a stage
         has no parameter to train.
@@ -97,7 +97,7 @@ class PipelineState(Engine):
             return {}
         # The first stage that holds a weight saves it. Stage 0 saves everything else.
         first = {weight: self.holders[name][0] for name, weight in self.model.named_parameters()}
-        # keep_vars returns the parameters themselves, so the names of a tied parameter have the same object.
+        # keep_vars returns the parameters themselves, so tied names get the same object.
         state = self.model.state_dict(keep_vars=True)
         weights = {name: value for name, value in state.items() if first.get(value, 0) == self.stage}
         own = {self.numbers[name]: weight for name, weight in self.own().items() if first[weight] == self.stage}

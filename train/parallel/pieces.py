@@ -1,4 +1,4 @@
-"""Tensors that are saved in pieces, and the reading of such tensors. Each rank saves some of a tensor's rows.
+"""Tensors that are saved in pieces, some rows by each rank, and `Tensors`, which reads them.
 
 In its part of a checkpoint, an engine replaces such a tensor with `piece(...)`. The files of a checkpoint may come from
 an untrusted source, so all pieces of a tensor are checked against each other before any is read.
@@ -95,7 +95,7 @@ def check_covered(name: str, values: list[tuple[str, Any]], *, are_all: bool) ->
         if kind_of(value) != kind:
             raise BadContent(f"{file}: {name} differs in shape or dtype from that in {values[0][0]}")
         if value["first_row"] < end or (are_all and value["first_row"] > end):
-            raise BadContent(f"{file}: {name} has rows from {value['first_row']}, but those before end at {end}")
+            raise BadContent(f"{file}: {name} has rows from {value['first_row']}, but the previous rows end at {end}")
         end = value["first_row"] + len(value["rows"])
     if end > first["num_rows"] or (are_all and end < first["num_rows"]):
         raise BadContent(f"{file}: {name} ends at row {end} of {first['num_rows']}")

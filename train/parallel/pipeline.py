@@ -3,7 +3,7 @@
 The schedules are those of torch.distributed.pipelining: GPipe (https://arxiv.org/abs/1811.06965), 1F1B, and 1F1B with
 several parts of the model on each rank (https://arxiv.org/abs/2104.04473). All ranks of a pipeline read the same rows,
 so that they exchange only hidden states and their gradients. Several pipelines are data-parallel replicas: rank =
-replica * stages + stage. The ranks of a pipeline are thus consecutive, so that it can fit on one machine.
+replica * stages + stage. This keeps the ranks of a pipeline consecutive, so that they can be on one machine.
 
 A weight that several ranks use (ALBERT's shared layer, an embedding tied to the head) is on all of these ranks. Its
 gradient is summed over them, and over all replicas.
@@ -197,7 +197,7 @@ class Pipeline(PipelineState):
 class PipelineSync(GradSync):
     """A reduction that sums a gradient over all ranks that hold the weight, and label counts over all pipelines."""
 
-    count_type = torch.float64  # like the norms in `clip`
+    count_type = torch.float64  # like the norm in `clip`
     adds_counts = True
 
     def __init__(self, model: nn.Module, device: torch.device, sums: list[Any], *, counts: bool) -> None:
@@ -222,7 +222,7 @@ class PipelineSync(GradSync):
 
 
 def cut(model: Any, cfg: PipelineConfig) -> tuple[Chain, list[range]]:
-    """Return a model's layers as a chain, and the indices of each part's layers. Raises InputError if too few."""
+    """Return the chain of a model's layers, and the range of each part. Raises InputError if layers are too few."""
     check(isinstance(model, Network), f"parallel=pipeline splits transformers' encoders, not a {type(model).__name__}")
     chain = Chain(model)
     cfg.check_layers(len(chain.layers))

@@ -145,7 +145,7 @@ class Rendezvous:
         return ours
 
     def write_roster(self, ours: dist.Store) -> None:
-        """Write rank 0's roster. Raises Absent unless all ranks have registered, and InputError if devices differ."""
+        """Write the roster, on rank 0. Raises Absent unless all have registered, and InputError if devices differ."""
         keys = [f"rank_{rank}" for rank in range(self.launch.world_size)]
         absent = [key.removeprefix("rank_") for key in keys if not ours.check([key])]
         if absent:

@@ -58,7 +58,7 @@ class XLA(Backend):
     name = "xla"
     pin_memory = False
     # AdamW's step count and learning rate are on the device. XLA compiles the Python numbers 0 and 1 into a graph as
-    # constants. The bias corrections become 1.0 after some hundred steps, and 1 - lr * weight_decay near the end: each
+    # constants. The bias corrections become 1.0 after a few hundred steps, and 1 - lr * weight_decay near the end: each
     # time, another graph would be needed.
     adamw = {"capturable": True}
 
@@ -86,7 +86,7 @@ class XLA(Backend):
         self.budget = GraphBudget(lambda: metric("CompileTime")[0], is_fatal=not self.is_neuron, hint=HINT)
 
     def _join(self) -> None:
-        """Join the other ranks. This comes first, because the device runtime caches its first count of the ranks."""
+        """Join the other ranks. Call this first, because the device runtime caches the first rank count it sees."""
         timeout_s = self.cfg.timeout_s or (NEURON_TIMEOUT_S if self.is_neuron else DEFAULT_TIMEOUT_S)
         device = f"{self.name} on {xr.device_type()}, {self.precision}"
         if self.reduces_on_host:  # on CPUs each XLA process is a world of one rank, so gloo joins them
@@ -135,7 +135,7 @@ class XLA(Backend):
         lacking = ", ".join([f"{host} lacks {len(known - has)}" for host, has in caches if has != known][:MOST_NAMED])
         if lacking:
             logger.warning(
-                f"of {len(known)} compiled graphs on the machines of this run, {lacking}. All ranks wait while a "
+                f"of {len(known)} compiled graphs on this run's machines, {lacking}. All ranks wait while a "
                 "machine compiles: run python -m train.precompile on each machine first, or keep the cache in S3"
             )
 
@@ -153,7 +153,7 @@ class XLA(Backend):
 
     def setup_model(self, model: Any, *, accumulation: int = 1, lengths: int = 1) -> None:
         training = 2 if self.reduces_on_host or accumulation > self.cfg.batches_per_execution else 1
-        self.budget.limit = (training + 1) * lengths  # training, and one graph for evaluation
+        self.budget.limit = (training + 1) * lengths  # training graphs, and one for evaluation
         self.model, self.tied = model, guards.tied_names(model)
         if self.precision == "bf16_stochastic":
             model.to(torch.bfloat16)

@@ -64,7 +64,7 @@ def choose_device(name: str) -> str:
     check(kind in ("NEURON", "CPU"), f"backend=xla runs on Trainium and CPUs, not on {kind}; set backend=ddp for GPUs")
     check(
         kind == "CPU" or bool(devices),
-        "no Trainium here: there is no /dev/neuron0. On a trn1 instance its driver is missing, see python -m "
-        "train.doctor; elsewhere set backend.device=cpu and instance=local",
+        "no Trainium here: there is no /dev/neuron0. On a trn1 instance, its driver is missing: see python -m "
+        "train.doctor. Elsewhere, set backend.device=cpu and instance=local",
     )
     return kind
