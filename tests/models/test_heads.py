@@ -319,7 +319,7 @@ def changed(folder, target, change):
             "lacks 2 weights of the encoder: bert.encoder.layer.1.output.dense.bias, ",
         ),
         (lambda w: {**w, NORM: torch.full((32,), torch.nan)}, f"{NORM} contains NaN or infinity"),
-        (lambda w: {**w, NORM: torch.zeros(32, dtype=torch.int8)}, f"{NORM} has quantised weights (I8)"),
+        (lambda w: {**w, NORM: torch.zeros(32, dtype=torch.int8)}, rf"{NORM} has quantised weights \(I8\)"),
         (lambda w: {**w, NORM: torch.zeros(7)}, rf"{NORM} is \[7\] instead of \[32\]; its config.json is another"),
         (lambda w: {**w, "classifier.bias": torch.zeros(7)}, r"classifier.bias is \[7\] instead of \[3\]; model.new_h"),
     ],

@@ -122,7 +122,7 @@ class TorchCompiler:
         cause = world.broadcast(next(filter(None, world.gather(cause)), ""))
         if cause:
             self.is_on = False
-            logger.warning("backend.compile=auto: nothing is compiled, because the first graph failed: %s", cause)
+            logger.warning("backend.compile=auto: nothing is compiled, as the first graph failed: %s", cause)
 
     def build(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Compile one graph. torch calls this once for each graph."""
