@@ -165,7 +165,7 @@ def test_tf32_is_for_those_who_name_it_and_rejected_where_there_is_none(cuda):
             assert not torch.is_autocast_enabled("cuda")
     rejects(r"precision=tf32 needs .* and this is a CPU; set", DDP, BackendConfig(device="cpu", precision="tf32"))
     cuda.capability = (7, 5)
-    rejects(r"is one of 7\.5; set backend\.precision=fp32", DDP, BackendConfig(device="cuda", precision="tf32"))
+    rejects(r"and this one has 7\.5; set backend\.precision=fp32", DDP, BackendConfig(device="cuda", precision="tf32"))
 
 
 class Event:

@@ -108,8 +108,7 @@ def states_at(hidden: Tensor, positions: Tensor) -> Tensor:
     """Return [B, P, H]: the rows of `hidden` [B, S, H] at `positions` [B, P] int64, by a product with one-hot rows.
 
     The product costs 2 * S * H FLOPs per position. It suits Trainium, where a gather copies elements one by one, and
-    its gradient adds them one by one. It is exact, except that TF32 rounds the states, as it does for the head's
-    product.
+    its gradient adds them one by one. It is exact, except that TF32 rounds the states, as in the head's product.
     """
     tokens = torch.arange(hidden.size(1), device=positions.device)
     return (positions[..., None] == tokens).to(hidden.dtype) @ hidden

@@ -181,8 +181,8 @@ class Backend(ABC):
     def close(self) -> None:
         """Leave the process group. The caller must have dropped its references to the model and optimizer.
 
-        Only garbage collection frees DDP's wrapper, which is in a reference cycle. If gloo's threads still hold its
-        tensors at exit, the process aborts (https://github.com/pytorch/pytorch/pull/179291).
+        DDP's wrapper is in a reference cycle, so only gc.collect frees it. If gloo's threads still hold its tensors at
+        exit, the process aborts (https://github.com/pytorch/pytorch/pull/179291).
         """
         if self.world.is_distributed:
             gc.collect()

@@ -3,8 +3,7 @@
 With backend.compile=layers, equal layers share one graph, whether or not they share weights as in ALBERT. Shapes are
 static: each batch length has one graph for training and one for evaluation, and more if layers are frozen.
 `GraphBudget` reports any graph beyond these. Code never silently runs uncompiled: a graph that cannot be compiled is an
-error. With backend.compile=auto, compilation is tried on the first micro batch. If it fails on any rank, all ranks run
-uncompiled.
+error. With backend.compile=auto, the first micro batch tries compilation. If it fails on any rank, all run uncompiled.
 """
 
 from __future__ import annotations

@@ -123,8 +123,7 @@ class Engine:
     def load(self, model: Tensors, optimizer: State) -> None:
         """Restore this rank's share of a checkpoint, saved by any kind of device and any number of ranks.
 
-        Tensors are read only when accessed. Raises InputError if the saved optimizer has a different number of
-        parameters.
+        Tensors are read only when accessed. Raises InputError if the saved optimizer has more or fewer parameters.
         """
         self.model.load_state_dict(model)
         load_state(self.optimizer, optimizer)

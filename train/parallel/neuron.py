@@ -54,8 +54,7 @@ class Neuron(DDP):
         timeout_s, nodes = cfg.timeout_s or NEURON_TIMEOUT_S, self.world.num_machines
         os.environ.update(machine.runtime_environment(os.environ, nodes=nodes, timeout_s=timeout_s))
         os.environ.update(place_graphs(os.environ, is_native=True))
-        # The package registers the device and its collectives. torch also imports it, unless
-        # TORCH_DEVICE_BACKEND_AUTOLOAD=0.
+        # This registers the device and its collectives. torch does it, too, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0.
         self.package = importlib.import_module("torch_neuronx")
         rank_setup.pin(rank_setup.neuron_address(os.environ, self.world.local_rank))
         self.precision = "bf16" if cfg.precision == "auto" else cfg.precision

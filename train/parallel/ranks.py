@@ -143,8 +143,7 @@ class World:
     def run_and_gather(self, action: Callable[[], Result]) -> list[Result]:
         """Run an action on every rank. Returns all results, in rank order, on rank 0; an empty list elsewhere.
 
-        If an action fails with any exception, its rank raises it. All other ranks raise a RuntimeError that names the
-        rank.
+        If an action raises any exception, its rank raises it, too. All others raise a RuntimeError that names the rank.
         """
         result, failure = attempt(action)
         answers = self.gather((result, failure and f"{type(failure).__name__}: {failure}"))

@@ -204,8 +204,7 @@ class XLA(Backend):
         try:
             iterator, seed = loader.per_device_loader(self.device), xm.get_rng_state()
             while (batch := next(iterator, None)) is not None:
-                # The loader may end a graph, which advances the seed. Dropout must not depend on when a batch is
-                # loaded.
+                # The loader may end a graph, which advances the seed. Dropout must not depend on its timing.
                 xm.set_rng_state(seed)
                 yield batch
                 seed = xm.get_rng_state()
