@@ -83,7 +83,7 @@ def build_with_head(
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: number for number, label in enumerate(labels)}
     else:
-        config.num_labels = 2  # The two are start and end, whatever labels the checkpoint has.
+        config.num_labels = 2  # The labels are start and end; a checkpoint may have others.
     vars(config).pop(SCALE, None)  # A checkpoint's config.json may contain it.
     if head == "SequenceClassification":
         config.problem_type = problem_type

@@ -25,7 +25,7 @@ logger = logging.getLogger("train")
 BAD_FILES = (OSError, ValueError, LookupError, TypeError, AttributeError)  # transformers raises these for bad files
 FILES = ("config.json", "adapter_config.json")  # files that read_model_config fetches from the Hub
 WEIGHTS = (*FILES, "model*.safetensors", "model.safetensors.index.json")
-QUANTISED = ("I8", "U8", "I4", "U4", "F4", "F6", "F8")  # prefixes of dtypes' names in safetensors
+QUANTISED = ("I8", "U8", "I4", "U4", "F4", "F6", "F8")  # prefixes of quantised dtypes in safetensors
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation")  # attributes of transformers' configurations
 # Pickled weights are not read: before PyTorch 2.10 they could write to any memory (CVE-2026-24747).
 CONVERT = (

@@ -1,9 +1,9 @@
 """PyTorch/XLA on Trainium 1 (torch-neuronx 2.9, not run on hardware) and on CPUs, where the code is tested.
 
-A step is traced, compiled once, and sent to the device as a graph. To need few graphs, shapes are fixed, optimizer
-state and gradients exist before the first step, and no Python number in a graph becomes 0 or 1. The device does not
-wait between steps, because numbers are read back only for a line of metrics. train/parallel/guards.py has checks for
-failures that would otherwise be silent.
+A step is traced, compiled once, and sent to the device as a graph. This module keeps graphs few: shapes are fixed,
+optimizer state and gradients exist before the first step, and no Python number in a graph becomes 0 or 1. The device
+does not wait between steps, because numbers are read back only for a line of metrics. train/parallel/guards.py has
+checks for failures that would otherwise be silent.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("train")
 BUCKET_MB = 50  # torch_xla's value on Neuron, unless ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB is set
 HOST_PREFETCH, DEVICE_PREFETCH = 8, 4  # micro batches kept ready on the host, and on the device
-MOST_NAMED = 8  # machines named in a message
+MOST_NAMED = 8  # at most this many machines are named in a message
 HINT = (  # how to find the cause of an extra graph
     "look for a Python number that becomes 0 or 1, or for control flow that depends on values (PT_XLA_DEBUG_LEVEL=2 "
     "prints the line)"
