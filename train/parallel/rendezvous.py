@@ -88,7 +88,7 @@ def announce(reason: str, timeout_s: float) -> None:
 
 
 class Absent(Exception):
-    """Raised by an action that must be repeated later, because other ranks have not arrived."""
+    """An exception of an action that must be repeated later, because other ranks have not arrived."""
 
 
 class Rendezvous:
