@@ -47,7 +47,7 @@ def open_builder(path: str, *, data_files: str | None = None, **options: Any) ->
     finally:
         library.resolve_pattern = find
         name = "".join(outside[:1])[:SHOWN_CHARS]
-        hint = "which is not a file of this data set and is not read; name it yourself if you trust it"
+        hint = "which is not a file of this data set and is not read; download the files you trust and use those"
         check(not outside, f"data set {path}: its description (README.md) names {name!r}, {hint}")
     files = {str(file) for part in (builder.config.data_files or {}).values() for file in part}
     unchecked = f"datasets {datasets.__version__} found files that could not be checked; install another version"
