@@ -1,4 +1,4 @@
-"""What faults cost, out of metrics.jsonl; and which rank holds the others up."""
+"""What faults cost, out of metrics.jsonl; and which rank slows the others down."""
 
 import json
 import time
@@ -131,7 +131,7 @@ def test_a_rank_that_becomes_slow_is_named_once(works, windows, alarms):
 def test_an_alarm_names_the_rank_its_machine_and_how_slow_it_is():
     alarms, fields = watched([*[EVEN] * 4, *[SLOW] * 6, *[EVEN] * 5], windows=3)
     ((text,),) = alarms.values()
-    assert text.startswith("rank 2 on host2 holds the others up: its work takes 2.0 times the median")
+    assert text.startswith("rank 2 on host2 slows the other ranks down: its work takes 2.0 times their median")
     assert fields == {"slowest_rank": 3, "slowest_ratio": 1.1}
     alarms, _ = watched([*[[1.0] * 5] * 4, *PAIR * 3], windows=3)
     assert [text.split(" on ")[0] for text in alarms[6]] == ["rank 3", "rank 4"]
@@ -141,6 +141,6 @@ def test_an_alarm_names_the_rank_its_machine_and_how_slow_it_is():
 def test_ranks_are_compared_with_those_of_their_stage_only():
     even, slow = [1.0, 3.0, 1.0, 3.0], [1.0, 3.0, 2.0, 3.0]
     alarms, fields = watched([*[even] * 8, *[slow] * 4], ["a"] * 4, [0, 1, 0, 1], windows=2)
-    assert list(alarms) == [9] and alarms[9][0].startswith("rank 2 on a holds the others up")
+    assert list(alarms) == [9] and alarms[9][0].startswith("rank 2 on a slows the other ranks down")
     assert fields == {"slowest_rank": 2, "slowest_ratio": 2.0}
     assert watched([[1.0, 3.0]] * 9, ["a"] * 2, [0, 1], windows=2) == ({}, {})

@@ -213,10 +213,10 @@ def test_who_may_push_may_train_and_only_rank_0_asks(the_hub, tmp_path, monkeypa
 NO_TOKEN, OFFLINE = {"HF_TOKEN": None}, {"HF_HUB_OFFLINE": True}
 NOBODY_THERE = {"ENDPOINT": f"http://127.0.0.1:{free_port()}"}
 REJECTED = [
-    ({}, "mary/tweets", "belongs to jane, who is neither mary"),
-    (NO_TOKEN, TO, "no token of the Hugging Face Hub"),
+    ({}, "mary/tweets", "jane is not a member of mary"),
+    (NO_TOKEN, TO, "no token for the Hugging Face Hub"),
     ({"HF_TOKEN": "hf_wrong"}, TO, "rejects the token"),
-    ({"HF_TOKEN": READ_TOKEN}, TO, "may only read, not write"),
+    ({"HF_TOKEN": READ_TOKEN}, TO, "is read-only"),
     (OFFLINE, TO, "the Hub cannot be reached"),
     (NOBODY_THERE, TO, "the Hub cannot be reached"),
 ]

@@ -124,7 +124,7 @@ def test_groups_that_are_missing_null_or_carry_an_error_are_left_out(log):
 def test_runs_are_told_apart_by_their_tag(log):
     assert parse("trn1", run_tag="run_b")[0].totals == {}  # another run's devices are nobody's guess
     assert parse("effective_flops", run_tag="run_b")[0].totals != {}  # its only process has no tag but its number
-    assert log.text.count("no Neuron process carries the tag run_b") == 1
+    assert log.text.count("no Neuron process has the tag run_b") == 1
 
 
 # ---- the tool ------------------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ def test_nvml_gives_the_devices_of_the_run_and_its_errors_and_heat_are_alarms(gp
     assert fields["device_utilisation"] == pytest.approx(0.6) and fields["device_memory_bytes"] == 20_000
     assert fields["device_errors"] == 0 and "hardware_mfu" not in fields  # errors of before the run are not the run's
     host = platform.node()
-    assert result == [f"{host}: GPU 1: uncorrected memory errors: 2", f"{host}: GPU 1: slowed down by its temperature"]
+    assert result == [f"{host}: GPU 1: uncorrected memory errors: 2", f"{host}: GPU 1: slowed down: it is too hot"]
     assert again == [f"{host}: GPU 1: uncorrected memory errors: 1"]
     assert not gpus and not log.records  # it was shut down
 

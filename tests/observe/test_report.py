@@ -412,7 +412,7 @@ def test_data_and_evaluation_of_a_run_are_shown(tmp_path):
     for text in (
         "Bad rows, left out 2 0",
         "Left out by data.label_map 7 0",
-        "Padding, of all tokens 25.0% 37.5%",
+        "Padding (share of all tokens) 25.0% 37.5%",
         "positive 100 (10.0%) 20 (20.0%)",  # training first, whatever the file's order
         "Best evaluation, at step 20",
         "neutral 0.7000 0.8000 0.7467 30",
@@ -497,9 +497,7 @@ def test_files_of_somebody_else_are_not_replaced(tmp_path, capsys):
     for name in ("training_loss.png", "report.html"):
         (tmp_path / "mine" / name).write_text("mine")
     error = rejected(capsys, run, "--output", tmp_path / "mine")
-    assert (
-        "mine holds training_loss.png, report.html that no report wrote; choose another folder with --output" in error
-    )
+    assert "mine contains files that no report wrote (training_loss.png, report.html); choose another folder" in error
     assert [path.read_text() for path in (tmp_path / "mine").iterdir()] == ["mine", "mine"]
 
 
@@ -530,7 +528,7 @@ def test_a_run_in_s3_is_reported_here(bucket, tmp_path, capsys, monkeypatch):
     assert "Comparison of 2 runs" in (tmp_path / "here/report/report.html").read_text()
     capsys.readouterr()
     nothing = bucket.location("nothing")
-    assert f"error: {nothing} is not a run folder: it holds no metrics.jsonl" in rejected(capsys, nothing, *flags)
+    assert f"error: {nothing} is not a run folder: it has no metrics.jsonl" in rejected(capsys, nothing, *flags)
     monkeypatch.setattr("train.system.s3_retry.ATTEMPTS", 1)
     bucket.proxy.set(Fault("status"))
     assert report_command.main([folder, *flags]) == 1

@@ -44,7 +44,7 @@ def test_a_pretraining_leads_with_its_loss_against_the_unigram_entropy(tmp_path)
     lead = made(tmp_path / "run", whole_run(mfu=0.4321, cost_usd=1.5))
     names = ["Outcome", "Model", "Final quality", "Training loss", "Tokens per second", "Training time", "Cost"]
     assert list(lead) == names
-    shape = ["2 layers, hidden size 64", "123,456 parameters", "32 sequences of 64 tokens a step"]
+    shape = ["2 layers, hidden size 64", "123,456 parameters", "32 sequences of 64 tokens per step"]
     assert (lead["Model"].value, lead["Model"].notes) == ("albert", [*shape, "learning rate 0.001, adamw"])
     assert (lead["Final quality"].title, lead["Final quality"].value) == ("Validation loss", "5.000")
     assert lead["Final quality"].notes[0].startswith("2.500 nats better than guessing")
@@ -152,7 +152,7 @@ def test_a_report_leads_with_what_people_look_for(tmp_path):
     quality = cards_of(run)["Final quality"]
     assert (quality.title, quality.value) == ("Validation f1 macro", "0.700")
     assert quality.notes[:2] == ["best 0.750 at step 20, last at step 30", "accuracy 0.760"]
-    assert quality.notes[2].endswith("accuracy of the most frequent label: 0.500")
+    assert quality.notes[2].endswith("accuracy of guessing the most frequent label: 0.500")
     html = page.render([read_run(run)], tmp_path / "out").read_text()
     wanted = ["Outcome", "Model", "Validation f1 macro", "Training loss", "Tokens per second", "Training time", "Cost"]
     wanted += ["Goodput", "Curves", "What it learnt", "Data", "Best evaluation, at step 20", "Details"]

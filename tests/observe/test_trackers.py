@@ -120,7 +120,7 @@ def test_training_is_the_same_whatever_a_tracker_does(before, arrives, warns, to
 
 
 @pytest.mark.parametrize(
-    ("most", "says"), [(1000, "it does not answer"), (2, "2 lines wait to be sent; more are dropped")]
+    ("most", "says"), [(1000, "it does not answer"), (2, "2 lines are waiting to be sent; further lines are dropped")]
 )
 def test_a_tracker_that_hangs_holds_nothing_but_its_own_thread(most, says, toy, fake, monkeypatch):
     monkeypatch.setattr(trackers, "END_WAIT_S", 0.05)

@@ -372,4 +372,4 @@ def test_a_notice_to_one_rank_stops_all_with_a_checkpoint_and_torchrun_starts_no
     assert stderr.count("torchrun reports exit code 75 as a failure; the run stopped as asked") == 1
     assert stderr.count("not started again: outcome stopped") == 1
     assert json.loads((run_dir / "lease/00000001.json").read_text())["released"]
-    assert re.search("^rank 1 on .* holds the others up", lines(run_dir, "fault")[0]["reason"])
+    assert re.search("^rank 1 on .* slows the other ranks down", lines(run_dir, "fault")[0]["reason"])

@@ -93,7 +93,7 @@ def test_the_page_has_the_ratios_that_a_hand_computes(tmp_path, capsys):
     compiled = compiled_run(tmp_path / "compiled", cost_usd=1.28, peak_device_bytes=6e9)
     assert main([str(native), str(compiled)]) == DONE
     says = "compiled reaches 2.00 times the tokens/s of native in 0.64 times the billable time "
-    says += f"(0.48 without compiling, which {0.4 * STEPS:,.0f} steps repaid), "
+    says += f"(0.48 without compiling, which pays off after {0.4 * STEPS:,.0f} steps), "
     says += "equal quality (f1 0.5% apart, tolerance 1%)"
     assert says in capsys.readouterr().out.splitlines()
     page = tmp_path / "report"
@@ -205,7 +205,7 @@ def test_the_same_sequences_in_larger_batches_are_the_same_work(tmp_path):
     larger = {"train_s": 40.0, "wall_s": 70.0, "batch": 56, "steps": 20}
     _, sentences = compared(write_run(tmp_path / "native"), compiled_run(tmp_path / "compiled_56", **larger))
     assert "2.50 times the tokens/s of native in 0.56 times the billable time" in sentences[0]
-    assert "with batches of 56 against 28, equal" in sentences[0] and "not the same" not in sentences[0]
+    assert "with batches of 56 instead of 28, equal" in sentences[0] and "not the same" not in sentences[0]
 
 
 def test_a_run_that_has_not_ended_and_one_with_pauses_are_named(tmp_path, capsys):

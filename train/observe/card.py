@@ -1,6 +1,6 @@
-"""The model card, RUN/export/README.md. It is made from the run folder alone, on any machine, without torch.
+"""The model card, RUN/export/README.md. Writing it needs only the run folder, not torch or the machine of the run.
 
-Others will read the card, so it contains no hosts or endpoints, and only the last part of any path.
+The card may be published, so it contains no host names or endpoints, and only the last part of each path.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from train.system.run_folder import RunFolder
 from train.tasks import TASKS, TaskSpec
 
 NAME = "README.md"
-HERE = "path/to/this/folder"  # placeholder in the code example, until the card is pushed to the Hub
-SETTINGS = (  # labels, and flat keys of config.yaml and environment.json
+HERE = "path/to/this/folder"  # the model's location in the code example, until the card is pushed to the Hub
+SETTINGS = (  # (label, key in config.yaml or environment.json)
     ("Optimizer", "optim.name"),
     ("Peak learning rate", "optim.lr"),
     ("Learning rate of the head", "optim.head_lr"),
@@ -34,7 +34,7 @@ SETTINGS = (  # labels, and flat keys of config.yaml and environment.json
     ("Frozen layers", "model.freeze_layers"),
     ("Seed", "seed"),
 )
-TRAINED: tuple[str, ...] = ("Steps done", "Sequence length (tokens)", "Precision")  # labels of the report's table
+TRAINED: tuple[str, ...] = ("Steps done", "Sequence length (tokens)", "Precision")  # labels in the report's table
 MACHINES: tuple[str, ...] = ("Instance", "Device", "World size (ranks)", "Training time (h:mm:ss)")
 MACHINES += ("Tokens/s over the whole run", "Cost", "Versions")
 
@@ -50,7 +50,7 @@ def write(folder: RunFolder) -> Path:
 
 
 def card(path: Path, name: str) -> str:
-    """Return the card of the run in the folder `path`, titled `name`. Raises InputError if this is not a run folder."""
+    """Return the card, titled `name`, of the run in the folder `path`. Raises InputError if that is no run folder."""
     run = read_run(path)
     records, figures, task = run.records or Records(), facts(run, run), task_of(run)
     blocks = [f"# {text(name)}", about(run, records), "## Results", *results(run, records)]
@@ -77,7 +77,7 @@ def task_of(run: Run) -> TaskSpec | None:
 
 
 def metadata(run: Run, records: Records, name: str) -> str:
-    """Return the YAML header that the Hub reads: huggingface_hub's ModelCardData, with the results as a model-index."""
+    """Return the YAML header that the Hub reads: huggingface_hub's ModelCardData, including results (model-index)."""
     from huggingface_hub import EvalResult, ModelCardData
 
     dataset, task = data_name(run), task_of(run)
@@ -109,9 +109,9 @@ def metadata(run: Run, records: Records, name: str) -> str:
 
 
 def results_of(run: Run, records: Records) -> list[tuple[str, str, float]]:
-    """Return (split, metric, value) of the exported weights' evaluation; keys of other splits start with <split>_."""
+    """Return (split, metric, value) for each score of the exported weights."""
     line = exported_evaluation(run)
-    others = [split.name for split in records.evaluated if split.name != "validation"]
+    others = [split.name for split in records.evaluated if split.name != "validation"]  # scores are named <split>_...
     triples = []
     for name, points in scores(run, [line] if line else []).items():
         split = next((each for each in others if name.startswith(f"{each}_")), "validation")
@@ -128,7 +128,7 @@ def exported_evaluation(run: Run) -> Line | None:
 
 
 def hub_id(run: Run, key: str) -> str | None:
-    """Return a setting's value if it is an id on the Hub, None if it is a path. An existing folder counts as a path."""
+    """Return a setting's value if it is a Hub id, None if it is a path. The name of an existing folder is a path."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     value = str(run.config.get(key) or "")
@@ -210,7 +210,7 @@ def settings(run: Run, figures: dict[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def table(rows: Sequence[Sequence[object]]) -> str:
-    """Return a Markdown table whose header is the first row; "" without rows."""
+    """Return a Markdown table with the first row as its header; "" if there are no rows."""
     lines = ["| " + " | ".join(text(cell) for cell in row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) if rows else ""
 

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from train.observe.trackers import Tracker
 
 logger = logging.getLogger("train")
-MOST_WAITING = 100  # waiting lines; with more of them, training waits for the disk
+MOST_WAITING = 100  # if more lines wait to be written, training waits for the disk
 
 
 class Journal:
     """The writer of a run's metrics lines, on rank 0.
 
-    A thread writes the train lines, so that training does not wait for the disk, the console and TensorBoard. Nothing
-    is written once another job owns the run folder.
+    A thread writes the train lines, so that training does not wait for the disk, the console or TensorBoard. Once
+    another job owns the run folder, nothing more is written.
     """
 
     def __init__(self, folder: RunFolder, *, first_step: int, tensorboard: bool, to: Sequence[Tracker] = ()) -> None:
@@ -44,17 +44,17 @@ class Journal:
         self.trackers, self.reason = to, ""
         newest = next(read_back(folder.local), None)
         self.attempt = 1 + (newest["attempt"] if newest else 0)
-        self.owes_summary = newest is not None and newest["kind"] != "summary"  # the attempt before was killed
+        self.owes_summary = newest is not None and newest["kind"] != "summary"  # the previous attempt was killed
         self.file = open_alike(folder.metrics, "ab")
         self.writer: SummaryWriter | None = None
         self.waiting: deque[tuple[dict[str, Any], Callable[[], None]]] = deque()
         self.has_lines, self.writing, self.is_closed = threading.Event(), threading.Lock(), False
-        self.failure: Exception | None = None  # the thread's exception, until a caller raises it
+        self.failure: Exception | None = None  # raised by the thread; the next call re-raises it
         self.thread = threading.Thread(target=self._write_beside, name="journal", daemon=True)
 
     @cached_property
     def cost_before_usd(self) -> float:
-        """The cost of the earlier attempts up to their last line; 0 if their price is unknown."""
+        """The cost of all earlier attempts, up to their last line; 0 if it is unknown."""
         costs = (line.get("cost_usd") for line in read_back(self.folder.local) if line["attempt"] < self.attempt)
         return next((cost for cost in costs if cost is not None), 0.0)
 
@@ -97,7 +97,7 @@ class Journal:
                     self._append([line for line, _ in lines])
                 for _, then in lines:
                     then()
-            except Exception as error:  # the next call to the journal raises it
+            except Exception as error:  # the next call to the journal re-raises it
                 self.failure = error
 
     def _append(self, lines: Sequence[dict[str, Any]]) -> None:
@@ -105,7 +105,7 @@ class Journal:
             self.file.write(b"".join(map(encoded, lines)))
             self.file.flush()
         except OSError as error:
-            with suppress(OSError):  # closing tries to write the buffered lines again
+            with suppress(OSError):  # close() retries the failed write
                 self.file.close()
             raise Failure(f"cannot write to {self.folder.metrics}: {error.strerror}") from error
         for line in lines:
@@ -119,7 +119,7 @@ class Journal:
     def add_curves(self, line: dict[str, Any]) -> None:
         try:
             if self.writer is None:
-                from torch.utils.tensorboard import SummaryWriter  # late: the first step does not wait for it
+                from torch.utils.tensorboard import SummaryWriter  # slow: the first step must not wait
 
                 make_alike(self.folder.tensorboard)
                 self.writer = SummaryWriter(str(self.folder.tensorboard), purge_step=self.first_step)
@@ -127,13 +127,13 @@ class Journal:
                 if name not in trackers.NO_CURVES:
                     self.writer.add_scalar(f"{line['kind']}/{name}", value, line["step"])
         except OSError as error:
-            logger.warning("TensorBoard's files cannot be written (%s): no more are written", error.strerror)
+            logger.warning("cannot write TensorBoard's files (%s): the run continues without them", error.strerror)
             self.tensorboard = False
 
     def close(self, error: BaseException | None = None) -> None:
         """Write the waiting lines, close the files, and end the trackers unless another job continues the run.
 
-        Raises Failure if lines cannot be written, unless there already is an `error`.
+        Raises Failure if lines cannot be written, unless the run is already ending with an `error`.
         """
         self._write_waiting()
         self.is_closed = True
@@ -145,14 +145,14 @@ class Journal:
         if isinstance(error, Exception):
             status = "FAILED"
         if self.folder.ownership.may_append() and not self.folder.ownership.lost:
-            waits = error is None or isinstance(error, Exception)  # anything else is a second signal: exit immediately
+            waits = error is None or isinstance(error, Exception)  # any other kind is a second signal: exit now
             trackers.end(self.trackers, status, waits=waits)
         if error is None:
             self._raise_failure()
 
 
 def encoded(line: dict[str, Any]) -> bytes:
-    """Return a line as JSON, with null for numbers that are not finite, which JSON does not have."""
+    """Return a line as JSON. NaN and infinity, which JSON lacks, become null."""
     unknown = [key for key, value in line.items() if isinstance(value, float) and not math.isfinite(value)]
     return json.dumps({**line, **dict.fromkeys(unknown)}).encode() + b"\n"
 

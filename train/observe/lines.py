@@ -1,6 +1,6 @@
-"""The reader of metrics.jsonl, on disk or in S3, from the first line or from the last. It does not import torch.
+"""The reader of metrics.jsonl, on disk or in S3, in either direction. It does not import torch.
 
-Damaged lines and an unfinished last line are left out, so that the other lines of the run can still be used.
+Damaged lines and an unfinished last line are skipped, so that the run's other lines can still be used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NAME = "metrics.jsonl"
 
 
 def read_lines(folder: Folder, *, containing: bytes = b"") -> Iterator[Line]:
-    """Yield the lines that contain the bytes `containing`, oldest first; none if the file is missing."""
+    """Yield the lines that contain the bytes `containing`, oldest first. A missing file has no lines."""
     with suppress(FileNotFoundError):
         yield from sound(rows(folder, NAME), containing, [])
 
@@ -31,7 +31,7 @@ def read_back(
 ) -> Iterator[Line]:
     """Yield the lines that `read_lines` yields, newest first, from the last `limit_bytes` of the file.
 
-    The fault of the first damaged line is appended to `damage`. An unfinished last line is not a fault.
+    The error of the first damaged line read is appended to `damage`. An unfinished last line is not an error.
     """
 
     def limited() -> Iterator[bytes]:
@@ -54,7 +54,7 @@ def sound(found: Iterator[bytes], containing: bytes, damage: list[str]) -> Itera
         try:
             line = parse(row)
         except BadContent as error:
-            if number and not damage:  # row 0 of `read_back` may be unfinished
+            if number and not damage:  # row 0 may be the file's unfinished last line
                 damage.append(str(error))
         else:
             yield line

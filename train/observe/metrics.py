@@ -1,4 +1,4 @@
-"""Measurements on every rank during a run, and the metrics lines that rank 0 writes from them.
+"""Measurements on every rank during a run, and the metrics lines in which rank 0 writes them.
 
 Values on the device are copied to the host only every `log_every` steps, so that measuring does not stall the device.
 """
@@ -44,12 +44,12 @@ class Window:
     """Sums since the last metrics line. Checkpoints contain them, so that a resumed run writes the same lines."""
 
     steps: int = 0
-    count: float = 0.0  # labels of this rank; of all ranks once they are summed for a line
-    tokens: float = 0.0  # tokens without padding of this rank; of all ranks once they are summed
+    count: float = 0.0  # labels of this rank; after `_add_up`, of all ranks
+    tokens: float = 0.0  # tokens of this rank, without padding; after `_add_up`, of all ranks
     slots: float = 0.0  # tokens of all ranks, padding included
     flops: float = 0.0  # the model's FLOPs on all ranks; 0 if unknown
     wait_s: float = 0.0  # seconds in which this rank waited for data
-    work_s: float = 0.0  # seconds that this rank spent in forward passes or waiting for data, not for other ranks
+    work_s: float = 0.0  # seconds of this rank's work and waits for data, without waits for other ranks
     busy_s: float = 0.0  # seconds in steps, including waits for data, but not evaluations, saves or compiling
     compile_s: float = 0.0  # seconds of compiling in steps
 
@@ -63,7 +63,7 @@ class Recorder:
     folder: RunFolder
     backend: Backend
     engine: Engine
-    flops_per_example: Callable[[int], float | None]  # the argument is the example's tokens, padding included
+    flops_per_example: Callable[[int], float | None]  # by sequence length (tokens, padding included)
     progress: Progress
     monitor: Monitor
     on_line: Callable[[Recorder, str, dict[str, Any]], None] | None = None  # receives each line; see `train.loop.run`
@@ -73,25 +73,25 @@ class Recorder:
     total_flops: float = 0.0  # the model's FLOPs on all ranks in this attempt
     train_s: float = 0.0
     passes_s: float = 0.0  # seconds of all ranks in forward and backward passes after the first line (warm-up)
-    spans_s: float = 0.0  # seconds from the first to the last pass of steps, summed like passes_s; 0 without a pipeline
+    spans_s: float = 0.0  # seconds from a step's first pass to its last, summed like passes_s; 0 without a pipeline
     steps_done: int = 0  # optimizer steps in this attempt
     steps_of: Counter[int] = field(default_factory=Counter)  # steps_done by sequence length
     last_length: int = 0
     is_first_evaluation: bool = True
-    skipped: int = 0  # steps of this process with a gradient that was not finite
+    skipped: int = 0  # steps that this process skipped, because their gradient was not finite
     skips_in_a_row: int = 0  # consecutive skipped steps, up to the last line
 
     def __post_init__(self) -> None:
         self.world = self.backend.world
-        self.share = self.engine.data_size / self.world.size  # if ranks train on the same rows, each row counts once
-        self.before_s = max(0.0, age_s(os.getpid()) - self.folder.attempt_s())  # seconds before the attempt began
+        self.share = self.engine.data_size / self.world.size  # so that a row counts once if several ranks train on it
+        self.before_s = max(0.0, age_s(os.getpid()) - self.folder.attempt_s())  # from the process's start
         hosts = self.world.all_gather_object(platform.node())
         stages = [rank % self.cfg.parallel.num_stages for rank in range(self.world.size)]
         self.stragglers = Stragglers(hosts, stages)
 
     @property
     def is_first(self) -> bool:
-        """True while batches of the last sequence length may still cause compiling."""
+        """True while batches of the last sequence length may still trigger compilation."""
         return self.is_new(self.last_length)
 
     def is_new(self, seq_len: int) -> bool:
@@ -111,14 +111,14 @@ class Recorder:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        for text in self.monitor.alarms():  # only this machine's: the other ranks may be gone
+        for text in self.monitor.alarms():  # only this machine's alarms: other ranks may have exited
             self.alarm(text)
         if error is not None:
             self.fault(f"{type(error).__name__}: {error}")
         self.console.bar.close()
         if self.journal is not None:
             self.journal.close(error)
-        if self.profiler is not None:  # last: after a device fault this may fail too
+        if self.profiler is not None:  # closed last: after a device fault, this may fail too
             self.profiler.close()
 
     def begin_step(self) -> None:
@@ -132,7 +132,7 @@ class Recorder:
         self.window.work_s += wait_s
 
     def waited(self, wait_s: float) -> None:
-        """Count a wait for data outside of a step: the first batches are not prefetched by an earlier step."""
+        """Count a wait for data outside of a step: no step before the first one prefetches its batches."""
         self.window.wait_s += wait_s
         self.window.work_s += wait_s
         self._busy(wait_s)
@@ -147,9 +147,9 @@ class Recorder:
     ) -> None:
         """Record a step of this rank's `micro_batches`, padded to `seq_len` tokens.
 
-        Every `log_every` steps, or if `reads` is set, read values from the device, sum over the ranks and write a
-        line. Raises FloatingPointError on all ranks if the loss or the gradient norm is not finite although the last
-        step was not skipped.
+        Every `log_every` steps, or if `reads` is set, read values from the device, sum them over the ranks and write a
+        line. Then raises FloatingPointError on all ranks if the loss or the gradient norm is not finite, unless the
+        last step was skipped for it.
         """
         step = self.progress.step
         self._count(micro_batches, seq_len)
@@ -178,8 +178,8 @@ class Recorder:
                 self.alarm(f"{new} steps were skipped: their gradient was not finite (norm {norm})")
             elif not (self.skips_in_a_row or self.backend.collects or all(map(math.isfinite, (loss, norm)))):
                 raise FloatingPointError(
-                    f"the loss is {loss} and the gradient norm {norm} at step {step}: a new run_dir with a lower "
-                    "optim.lr, or fp32, may help"
+                    f"the loss is {loss} and the gradient norm {norm} at step {step}: start again in a new run_dir, "
+                    "with a lower optim.lr or in fp32"
                 )
 
     def _count(self, micro_batches: Sequence[Batch], seq_len: int) -> None:
@@ -198,8 +198,7 @@ class Recorder:
         self.last_length = seq_len
 
     def _add_up(self) -> tuple[dict[str, float], list[float], float]:
-        """Sum the window over the ranks. This waits for the device."""
-        # The result: fields of the line, each rank's seconds of work, and the number of alarms on all machines.
+        """Sum the window over the ranks. Return the line's fields, each rank's seconds of work, and the alarm count."""
         window, world = self.window, self.world
         passes_s, span_s = self.backend.work.take_s(), self.backend.span.take_s()
         local = [self.engine.take_loss(), window.wait_s / world.size, passes_s, span_s]
@@ -208,7 +207,7 @@ class Recorder:
         counts = [window.count, window.tokens, self.own_tokens]
         sums = world.sum([*local, *counts, *works_s, *self.monitor.read().values()])
         loss_sum, wait_s, passes_s, span_s, window.count, window.tokens, self.all_tokens, *others = sums
-        window.tokens = round(window.tokens)  # ranks of a pipeline count shares, which may add up to slightly less
+        window.tokens = round(window.tokens)  # the shares of a pipeline's ranks may add up to slightly less
         if self.steps_done > window.steps:
             self.passes_s, self.spans_s = self.passes_s + passes_s, self.spans_s + span_s
         sample = HardwareSample.from_values(others[world.size :])
@@ -240,7 +239,7 @@ class Recorder:
         if window.compile_s:
             line |= {"compile_s": window.compile_s, "graphs": self.backend.graphs().compiled}
         self.write("train", line, lambda: self.console.train(line))
-        if num_alarms:  # all ranks have the same number, so all join the gather
+        if num_alarms:  # summed over the ranks, so all of them join the gather
             for alarms in self.world.gather(self.monitor.alarms()):
                 for text in alarms:
                     self.alarm(text)
@@ -277,13 +276,13 @@ class Recorder:
         self.console.bar.n = progress.step
 
     def goodput(self) -> float:
-        """Return the share of the time since the run began, pauses included, spent in steps that were not lost."""
+        """Return the time spent in steps that were not lost, divided by the time since the run began."""
         return self.progress.productive_s / max(self.folder.run_s(), self.progress.productive_s, 1e-9)
 
     def owes_summary(self) -> bool:
-        """Return whether this attempt measured something, or the one before was killed without its summary.
+        """Return whether a summary is due: this attempt measured something, or the previous one was killed.
 
-        All ranks call this. A finished run that starts again owes none.
+        All ranks must call this. A finished run that is started again writes no second summary.
         """
         has_measured = self.steps_done > 0 or not self.is_first_evaluation
         return has_measured or self.world.sum([self.journal is not None and self.journal.owes_summary])[0] > 0
@@ -331,7 +330,7 @@ class Recorder:
         return journal.cost_before_usd + price * self.world.num_machines * attempt_s / 3600
 
     def write(self, kind: str, values: dict[str, Any], then: Callable[[], None] = lambda: None) -> None:
-        """Write a line on rank 0, and call `then` on every rank. Rank 0 may do so a little later: see Journal.write."""
+        """Write a line on rank 0, and call `then` on every rank. Rank 0 may do both later: see Journal.write."""
         if self.journal is not None and self.on_line is None:
             cost_usd = self.cost_usd()
             self.journal.write(kind, values if cost_usd is None else {**values, "cost_usd": cost_usd}, then)

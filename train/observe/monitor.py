@@ -1,12 +1,12 @@
 """The hardware monitor of one machine during a run: utilisation, memory, FLOP/s and errors.
 
-neuron   reads neuron-monitor, see `train.observe.monitor_neuron`; never run on hardware
+neuron   reads neuron-monitor, see `train.observe.monitor_neuron`; not tested on hardware
 nvidia   reads NVML
 cpu      reads no device
 
-All kinds also read the host, with psutil. A thread of one process per machine reads about once a second, which does not
-slow training. Values without a source are left out. If a source is missing or fails, one warning is logged; the host is
-still read, and training continues.
+All kinds also read the host, with psutil. One process per machine reads about once a second, in a thread that does not
+slow training. Values that a kind cannot read are left out. If its source is missing or fails, one warning is logged;
+the host is still read, and training continues.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ logger = logging.getLogger("train")
 
 DEVICE = ("device_utilisation", "device_flops_per_s", "device_memory_bytes")
 NAMES = (*DEVICE, "cpu_utilisation", "host_memory_bytes", "device_errors")
-OVER_TIME = ("device_utilisation", "device_flops_per_s", "cpu_utilisation")  # averaged; others are the latest values
-CLOSE_S = 8.0  # seconds to wait for the thread's end, longer than a source needs to stop
+OVER_TIME = ("device_utilisation", "device_flops_per_s", "cpu_utilisation")  # averaged; of others, the latest value
+CLOSE_S = 8.0  # seconds to wait for the thread to end; a source needs fewer to stop
 
 Source = Callable[[threading.Event], Iterator[Reading]]  # yields a reading about once a second until the event is set
 
 
 @dataclass(frozen=True)
 class HardwareSample:
-    """One machine's readings since its last sample. Samples of several machines are added value by value."""
+    """One machine's readings since its last sample. The values of several machines can be summed."""
 
     totals: Totals = field(default_factory=dict)
     num_alarms: float = 0.0
 
     def values(self) -> list[float]:
-        """Return the sample as a list of fixed length, which can be summed over the ranks."""
+        """Return the sample as a list of fixed length, to be summed over the ranks."""
         return [number for name in NAMES for number in self.totals.get(name, (0.0, 0.0))] + [self.num_alarms]
 
     @classmethod
@@ -72,17 +72,17 @@ class HardwareSample:
 class Monitor:
     """A thread that reads a source and the host, and collects the readings.
 
-    Without a source it reads nothing, as on all ranks of a machine but the first. A monitor is a context manager. Its
-    methods neither block the training nor raise.
+    Only the first rank of a machine has a source; without one, a monitor reads nothing. A monitor is a context manager.
+    Its methods neither block training nor raise.
     """
 
     def __init__(self, source: Source | None = None, *, period_s: float = 1.0) -> None:
         self.source, self.period_s = source, period_s
         self.stop, self.lock = threading.Event(), threading.Lock()
-        self.series: dict[str, list[tuple[float, float]]] = defaultdict(list)  # OVER_TIME since the last sample
+        self.series: dict[str, list[tuple[float, float]]] = defaultdict(list)  # OVER_TIME, since the last sample
         self.latest: Totals = {}
         self.num_errors: float | None = None  # errors since the last sample; None if no source counts them
-        self.waiting: Counter[str] = Counter()  # counts by alarm, until `alarms` is called
+        self.waiting: Counter[str] = Counter()  # alarms since the last call to `alarms`, and their counts
         self.thread = threading.Thread(target=self.watch, name="monitor", daemon=True)
 
     def __enter__(self) -> Monitor:
@@ -112,7 +112,7 @@ class Monitor:
     def add(self, reading: Reading) -> None:
         with self.lock:
             for name, (total, num) in reading.totals.items():
-                pair = (float(total), float(num))  # float() raises on a huge integer: the source ends, not the run
+                pair = (float(total), float(num))  # a huge integer raises: this ends the source, not the run
                 if name in OVER_TIME:
                     self.series[name].append(pair)
                 else:
@@ -123,7 +123,7 @@ class Monitor:
             self.waiting.update(dict.fromkeys(reading.warnings, 0))
 
     def read(self) -> HardwareSample:
-        """Return a sample: means since the last call, the latest memory, new errors and the number of alarms."""
+        """Return a sample: means since the last call, the latest memory use, new errors and the number of alarms."""
         with self.lock:
             totals = dict(self.latest)
             for name, pairs in self.series.items():
@@ -144,7 +144,7 @@ class Monitor:
 def open_monitor(
     kind: str, *, num_devices: int, is_first_on_machine: bool, run_tag: str | None = None, period_s: float = 1.0
 ) -> Monitor:
-    """Return a monitor of this machine on its first rank, an idle one on others. `run_tag` is NEURON_PROCESS_TAG."""
+    """Return a machine's monitor on its first rank, an idle one on its other ranks. `run_tag` is NEURON_PROCESS_TAG."""
     sources: dict[str, Source] = {
         "neuron": partial(monitor_neuron.readings, num_devices=num_devices, run_tag=run_tag, period_s=period_s),
         "nvidia": partial(nvidia_readings, num_devices=num_devices, period_s=period_s),
@@ -163,7 +163,7 @@ def host_reading() -> Reading:
 
 
 def nvidia_readings(stop: threading.Event, *, num_devices: int, period_s: float) -> Iterator[Reading]:
-    """Yield NVML's readings of the first `num_devices` GPUs that CUDA shows. NVML does not count FLOPs."""
+    """Yield NVML's readings of the first `num_devices` GPUs that CUDA lists. NVML does not count FLOPs."""
     pynvml.nvmlInit()
     errors_before: dict[int, int] = {}  # uncorrected memory errors by GPU index
     hot: set[int] = set()
@@ -173,7 +173,7 @@ def nvidia_readings(stop: threading.Event, *, num_devices: int, period_s: float)
         try:
             return call(*arguments)
         except pynvml.NVMLError as error:
-            warn_once(call.__name__, f"NVML: {call.__name__}: {error}; left out")
+            warn_once(call.__name__, f"NVML: {call.__name__}: {error}; the report will lack this value")
             return None
 
     heat = pynvml.nvmlClocksThrottleReasonHwThermalSlowdown | pynvml.nvmlClocksThrottleReasonSwThermalSlowdown
@@ -193,7 +193,7 @@ def nvidia_readings(stop: threading.Event, *, num_devices: int, period_s: float)
                 reasons = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu) or 0
                 if reasons & heat and index not in hot:  # reported once per GPU, since throttling comes and goes
                     hot.add(index)
-                    reading.warnings += (f"GPU {index}: slowed down by its temperature",)
+                    reading.warnings += (f"GPU {index}: slowed down: it is too hot",)
             for name, values in (("device_utilisation", shares), ("device_memory_bytes", held)):
                 if values:
                     reading.totals[name] = (sum(values), len(values))
@@ -203,7 +203,7 @@ def nvidia_readings(stop: threading.Event, *, num_devices: int, period_s: float)
 
 
 def cuda_uuids() -> list[str]:
-    """Return the UUIDs, in NVML's form, of the GPUs that CUDA shows this process, in CUDA's order."""
+    """Return the UUIDs of the GPUs that CUDA lists, in CUDA's order and NVML's format."""
     import torch  # imported late: most kinds of monitor do not need it
 
     return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(torch.cuda.device_count())]

@@ -1,4 +1,4 @@
-"""The tool neuron-monitor: a child process that writes a JSON object every second, and the parser of its lines.
+"""The child process neuron-monitor, which writes a JSON object every second, and the parser of its lines.
 
 The parser follows the Neuron SDK's "Neuron Monitor User Guide", except where published recordings from trn1 and inf2
 differ from it. It has not been run on hardware.
@@ -26,16 +26,16 @@ TOOL, FOLDER = "neuron-monitor", "/opt/aws/neuron/bin"
 RUNTIME_GROUPS = ("neuroncore_counters", "memory_used", "execution_stats")
 ECC_COUNTERS = ("mem_ecc_uncorrected", "sram_ecc_uncorrected")
 STOP_S = 3.0  # seconds between SIGTERM and SIGKILL for the tool
-# Two error types are not read: `generic`, which grows by tens of thousands a second in recordings of healthy
+# Two error types are not read: `generic`, which grows by tens of thousands per second in recordings of healthy
 # executions, and `transient`, which counts corrected errors.
 TYPED_ERRORS = {"hardware": "hardware errors", "runtime": "Neuron runtime errors", "model": "model errors"}
 FAILED = {
     "timed_out": "executions timed out",
-    "incorrect_input": "executions rejected for their input",
+    "incorrect_input": "executions rejected because of their input",
     "failed_to_queue": "executions that could not be queued",
 }
 
-Totals = dict[str, tuple[float, float]]  # a sum, and the number of devices or machines in it, by name
+Totals = dict[str, tuple[float, float]]  # by name: a sum, and the number of devices or machines summed
 
 
 @dataclass
@@ -61,7 +61,8 @@ def readings(stop: threading.Event, *, num_devices: int, run_tag: str | None, pe
     of the run's processes. Raises OSError if the tool is missing, does not start or ends.
 
     The child must not outlive the run: it is terminated when this function or the interpreter ends. If the run is
-    killed, the tool gets SIGPIPE at its next line. A `preexec_fn` could deadlock in a process with threads.
+    killed, the tool gets SIGPIPE when it writes its next line. There is no `preexec_fn` that ties the child to the run,
+    because it could deadlock in a process with threads.
     """
     tool = shutil.which(TOOL, path=os.pathsep.join([os.environ.get("PATH", os.defpath), FOLDER]))
     if tool is None:
@@ -120,22 +121,22 @@ class LineParser:
             counters = self.group(report.get("system_data") or {}, "neuron_hw_counters")
             if counters is not None:
                 reading.add(self.new_ecc(counters))
-            self.group(report, "neuron_hardware_info")  # only for its warning: without a driver the group has an error
+            self.group(report, "neuron_hardware_info")  # only to warn: without a driver, this group has an error
             self.read_processes(reading, self.ours(report.get("neuron_runtime_data") or []))
         except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError) as error:
             if line.strip():
-                warn_once("line", f"{TOOL} wrote a line that is not a report; such lines are left out: {error!r:.200}")
+                warn_once("line", f"{TOOL} wrote a line that is not a report; such lines are skipped: {error!r:.200}")
             return None
         return reading
 
     def ours(self, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the processes with the run's tag, or else the untagged ones. The tool may show a pid as a tag."""
+        """Return the processes with the run's tag, or if there are none, those with no tag or their pid as the tag."""
         tagged = [entry for entry in entries if self.run_tag and entry.get("neuron_runtime_tag") == self.run_tag]
         if tagged:
             return tagged
         untagged = [entry for entry in entries if entry.get("neuron_runtime_tag") in (None, "", str(entry.get("pid")))]
         if untagged and self.run_tag:
-            warn_once("tag", f"no Neuron process carries the tag {self.run_tag}: those without a tag are counted")
+            warn_once("tag", f"no Neuron process has the tag {self.run_tag}: processes without tags are read")
         return untagged
 
     def read_processes(self, reading: Reading, entries: list[dict[str, Any]]) -> None:
@@ -191,7 +192,7 @@ class LineParser:
 
 
 def errors_of(stats: dict[str, Any]) -> dict[str, int]:
-    """Count failed executions of one period by cause."""
+    """Count the failed executions of one period by cause."""
     # The tool counts failures by outcome and by type. Where both may count the same failure, the larger count is used.
     outcomes, types = stats.get("execution_summary") or {}, stats.get("error_summary") or {}
     typed = {what: types.get(name) or 0 for name, what in TYPED_ERRORS.items()}

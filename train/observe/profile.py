@@ -1,6 +1,6 @@
-"""The profiler of `profile=true`: PyTorch's trace of some steps of rank 0, and a table of the kernels in it.
+"""The profiler that `profile=true` turns on: a PyTorch trace of some steps of rank 0, and a table of its kernels.
 
-Tracing slows the traced steps: shares of time are meaningful, seconds are not.
+Tracing slows these steps down, so shares of time are meaningful, but seconds are not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from train.parallel.backends import Backend
 
 logger = logging.getLogger("train")
-FIRST, STEPS = 10, 5  # steps to skip, since they compile and fill caches, and steps to trace
+FIRST, STEPS = 10, 5  # number of steps to skip, in which graphs compile and caches fill, and then to trace
 MOST_ROWS = 30  # maximum number of rows in the table
 
 
@@ -54,20 +54,20 @@ class Profiler:
             self.scratch.cleanup()
         if self.steps < FIRST + STEPS:
             last = FIRST + STEPS
-            logger.warning("profile=true traces steps %d to %d of an attempt; it had %d", FIRST + 1, last, self.steps)
+            logger.warning("profile=true traces steps %d to %d of an attempt; this had %d", FIRST + 1, last, self.steps)
 
     def write(self, scratch: Path) -> None:
-        """Write the table, the trace and the files of the device's tools in `scratch` into the run folder."""
+        """Write the table, the trace, and the files of the device's profiler in `scratch` to the run folder."""
         backend, folder = self.backend, self.folder.folder
         rows = self.tracing.key_averages()
         has_device = any(row.self_device_time_total > 0 for row in rows)
         sort_by = "self_device_time_total" if has_device else "self_cpu_time_total"
         table = rows.table(sort_by=sort_by, row_limit=MOST_ROWS, max_name_column_width=60).strip()
-        title = f"{backend.name} on {backend.device_name}, {backend.precision}: {STEPS} steps, traced"
+        title = f"{backend.name} on {backend.device_name}, {backend.precision}: {STEPS} traced steps"
         for file in (scratch / "device").rglob("*"):
             if file.is_file():
                 folder.write(f"profile/{file.relative_to(scratch)}", file.read_bytes())
         self.tracing.export_chrome_trace(str(scratch / "trace.json"))
         folder.write("profile/trace.json.gz", gzip.compress((scratch / "trace.json").read_bytes()))
         folder.write("profile/table.txt", f"{title}\n\n{table}\n{backend.profile_text()}".encode())
-        logger.info("profile: %s/profile/table.txt; the trace next to it opens in ui.perfetto.dev", self.cfg.run_dir)
+        logger.info("profile: %s/profile/table.txt; open trace.json.gz next to it in ui.perfetto.dev", self.cfg.run_dir)

@@ -1,8 +1,8 @@
 """The push of a run to the Hugging Face Hub, in one commit.
 
 The commit contains the exported model with its tokenizer and card, the TensorBoard files, the best evaluation, and the
-numbers of the metrics lines. The configuration and the texts of these lines are not pushed, since they may name private
-paths. The token (from HF_TOKEN or `hf auth login`) is never written to a file or a message.
+numbers in the metrics lines. The configuration and the strings in these lines are not pushed, since they may contain
+private paths. The token (from HF_TOKEN or `hf auth login`) is never written to a file or a message.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ CARD_FILES = ("config.yaml", "environment.json", "metrics.jsonl", "data.json", "
 
 def check_push(cfg: TrainConfig) -> None:
     """Check on rank 0 that the Hub would accept the run. Raises InputError if not."""
-    # If the run has already begun, this only warns: the end may be days ahead, and the run can be pushed later.
+    # If the run has already begun, this only warns: its end may be days away, and it can be pushed later.
     to = cfg.hub.push_to
     if to is None or launched().rank != 0:
         return
     check_name("hub.push_to=", to)
     try:
-        open_hub(to, private=True)  # private, until a person has looked at the run
+        open_hub(to, private=True)  # private until a person has reviewed the run
     except (InputError, Unreachable) as error:
         later = command(cfg.run_dir, to, cfg.s3)
         has_begun = "environment.json" in RunFolder(cfg.run_dir, cfg.s3).folder.names_here()
         check(has_begun, f"{error}; or leave hub.push_to out and push later with {later}")
-        logger.warning("%s; the run starts, and pushes at its end", error)
+        logger.warning("%s; the run starts anyway, and tries to push at its end", error)
 
 
 def push(folder: RunFolder, to: str) -> str:
@@ -60,7 +60,7 @@ def push(folder: RunFolder, to: str) -> str:
         return send(gathered(folder.path, Path(folder.location).name), to, private=True)
     except (InputError, Unreachable) as error:
         again = command(folder.location, to, folder.s3)
-        raise Failure(f"{error}; the run is complete, push it again with {again}") from None
+        raise Failure(f"{error}; the run is complete: push it again with {again}") from None
 
 
 def command(location: str, to: str, s3: S3Config) -> str:
@@ -88,7 +88,7 @@ def gathered(run: Path, name: str) -> dict[str, Path | bytes]:
         files[f"runs/{name}/{'.'.join([*parts[:4], *parts[4:][-2:]])}"] = path
     if is_to_push(run / "evaluation.json", run):
         files["evaluation.json"] = run / "evaluation.json"
-    numbers = (  # Texts are left out, since they may name hosts and paths.
+    numbers = (  # Strings are left out, since they may contain hosts and paths.
         {key: value for key, value in line.items() if key == "kind" or not isinstance(value, str)}
         for line in read_lines(LocalFolder(run))
         if line["kind"] in NUMBERS_OF
@@ -102,15 +102,15 @@ def gathered(run: Path, name: str) -> dict[str, Path | bytes]:
 def is_to_push(path: Path, run: Path) -> bool:
     """Return whether a file is pushed.
 
-    Hidden files are not pushed: they are unfinished, or another tool's. Links to files outside the run are not pushed:
-    in a run folder that came from elsewhere, they may point to private files of this machine.
+    Hidden files are not pushed: they are unfinished or belong to another tool. Links to files outside the run are not
+    pushed: in a run folder that was copied from elsewhere, they may point to private files of this machine.
     """
     return path.is_file() and is_path(path.relative_to(run).as_posix()) and is_inside(path, run)
 
 
 @contextmanager
 def run_here(folder: RunFolder, cache_dir: str | None) -> Iterator[Path]:
-    """Yield the run folder on this machine. For a run in S3, this is a copy of the files to push."""
+    """Yield the run folder on this machine; for a run in S3, a copy of the files to push."""
     check("environment.json" in folder.folder.names_here(), f"{folder.location} is not a run folder; name a run_dir")
     if not folder.is_remote:
         yield folder.path
@@ -141,9 +141,10 @@ def check_name(key: str, to: str) -> None:
 
 
 def open_hub(to: str, *, private: bool) -> HfApi:
-    """Return the Hub's API if the token may write to the repository `to` and if that is private or public as wanted.
+    """Return the Hub's API, after checking that the token may write to the repository `to`.
 
-    Raises InputError if not, or if HF_HUB_OFFLINE is set, and Unreachable if the Hub does not answer.
+    Raises InputError if it may not, if `to` is public where `private` is wanted or the reverse, or if HF_HUB_OFFLINE is
+    set. Raises Unreachable if the Hub does not answer.
     """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import RepositoryNotFoundError
@@ -152,15 +153,15 @@ def open_hub(to: str, *, private: bool) -> HfApi:
         token = get_token()
         check(
             token is not None,
-            f"there is no token of the Hugging Face Hub to push to {to}: run hf auth login, or set HF_TOKEN",
+            f"no token for the Hugging Face Hub to push to {to}: run hf auth login, or set HF_TOKEN",
         )
         api = HfApi(token=token)
         who = api.whoami()
         names = [who.get("name"), *(each.get("name") for each in who.get("orgs") or ())]
         user = to.partition("/")[0]
-        check(user in names, f"the Hub's token belongs to {names[0]}, who is neither {user} nor a member of it: {to}")
+        check(user in names, f"the Hub's token of {names[0]} cannot push to {to}: {names[0]} is not a member of {user}")
         role = ((who.get("auth") or {}).get("accessToken") or {}).get("role")
-        check(role != "read", f"the Hub's token may only read, not write to {to}; create one that may write")
+        check(role != "read", f"the Hub's token is read-only and cannot push to {to}; create one with write access")
         try:
             is_private = bool(api.model_info(to).private)
         except RepositoryNotFoundError:
@@ -168,7 +169,7 @@ def open_hub(to: str, *, private: bool) -> HfApi:
         there, wanted = ("private" if each else "public" for each in (is_private, private))
         check(
             there == wanted,
-            f"{to} is {there} on the Hub, but the run should be {wanted}: choose another name, change it there, or "
+            f"{to} is {there} on the Hub, but the run should be {wanted}: choose another name, make it {wanted}, or "
             f"push the finished run with python -m train.hub RUN --to {to} --{there}",
         )
         return api
@@ -194,10 +195,10 @@ def send(files: dict[str, Path | bytes], to: str, *, private: bool) -> str:
 
 @contextmanager
 def asking(what: str, silence_s: float) -> Iterator[None]:
-    """Turn the Hub's errors into one-line errors without the token.
+    """Turn the Hub's errors into one-line errors that do not contain the token.
 
-    A request fails after `silence_s` without an answer, and huggingface_hub retries it. The new error has no cause,
-    since a traceback would print it, and some errors of httpx quote the request's headers, which contain the token.
+    A request fails after `silence_s` without an answer, and huggingface_hub retries it. The new error has no cause:
+    a traceback would print it, and some httpx errors quote the request's headers, which contain the token.
     """
     from huggingface_hub import get_session, get_token
     from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled

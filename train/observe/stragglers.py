@@ -1,4 +1,4 @@
-"""Detection of stragglers: ranks whose work takes longer than that of other ranks, and longer than before."""
+"""Detection of stragglers: ranks that work longer than other ranks, and longer than they did before."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-FACTOR = 1.5  # a rank is slow if its work is above this multiple of the other ranks' median
-WINDOWS = 5  # consecutive slow lines until a rank is named; twice this number at the start
-WARM_UP = 1  # first lines, which are not counted: their steps compile, open files and fill caches
-MEMORY = 100  # past lines that are kept for each rank
-USUAL = 0.9  # share of a rank's past lines whose ratio a slow line must exceed
+FACTOR = 1.5  # a rank is slow if its work time exceeds this multiple of the other ranks' median
+WINDOWS = 5  # number of consecutive slow lines before a rank is reported; doubled at the start
+WARM_UP = 1  # number of first lines to ignore: their steps compile, open files and fill caches
+MEMORY = 100  # number of past ratios kept for each rank
+USUAL = 0.9  # quantile of a rank's past ratios that a slow line must exceed
 
 
 @dataclass
 class Pace:
-    """One rank's work divided by the median of other ranks. Ratios do not depend on a line's steps and lengths."""
+    """The ratios of one rank's work time to the other ranks' median. They do not depend on step count or lengths."""
 
     past: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))
-    streak: list[float] = field(default_factory=list)  # slow ratios of the newest lines, which are not yet in `past`
+    streak: list[float] = field(default_factory=list)  # newest ratios, all slow, which are not yet in `past`
 
     def see(self, ratio: float) -> int:
-        """Add a line's ratio. Return the length of the streak of slow lines if it names the rank a straggler, else 0.
+        """Add a line's ratio. If it makes the rank a straggler, return the number of slow lines in a row, else 0.
 
-        A slow line must also exceed the rank's earlier slow lines: on a shared machine, some are slow by chance.
+        A slow line must also exceed most past ratios of this rank: on a shared machine, some lines are slow by chance.
         """
         usual = sorted(self.past)[int(USUAL * len(self.past))] if self.past else 0.0
         if ratio <= max(FACTOR, usual):
@@ -45,7 +45,7 @@ class Stragglers:
         self.hosts, self.stages = hosts, stages
         self.paces = [Pace() for _ in hosts]
         self.seen = 0
-        self.fields: dict[str, float] = {}  # fields for the line
+        self.fields: dict[str, float] = {}  # fields of the metrics line
 
     def see(self, works_s: Sequence[float]) -> list[str]:
         """Return a message for each new straggler; `works_s` has each rank's seconds of work [world_size]."""
@@ -57,14 +57,14 @@ class Stragglers:
         self.fields = {"slowest_rank": slowest, "slowest_ratio": ratios[slowest]}
         streaks = {rank: self.paces[rank].see(ratio) for rank, ratio in ratios.items()}
         return [
-            f"rank {rank} on {self.hosts[rank]} holds the others up: its work takes {ratios[rank]:.1f} times the "
-            f"median of the other ranks, {num_lines} lines in a row; look at that machine (train.doctor)"
+            f"rank {rank} on {self.hosts[rank]} slows the other ranks down: its work takes {ratios[rank]:.1f} times "
+            f"their median, {num_lines} lines in a row; check that machine with python -m train.doctor"
             for rank, num_lines in streaks.items()
             if num_lines
         ]
 
     def ratios(self, works_s: Sequence[float]) -> Mapping[int, float]:
-        """Return each rank's work divided by the median of its stage's other ranks; {} if there are none or it is 0."""
+        """Return each rank's work divided by the median of its stage's other ranks; {} if none exist or it is 0."""
         ratios: dict[int, float] = {}
         for stage in sorted(set(self.stages)):
             ranks = [rank for rank, own in enumerate(self.stages) if own == stage]

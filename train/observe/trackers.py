@@ -25,16 +25,16 @@ from train.config import TelemetryConfig, TrainConfig, check, flat
 from train.system.run_folder import RunFolder
 
 logger = logging.getLogger("train")
-MOST_LINES = 1000  # maximum number of lines that wait to be sent
+MOST_LINES = 1000  # maximum number of lines waiting to be sent
 END_WAIT_S = 15.0  # seconds to wait at the end, for all trackers together
-END_TRIES, RETRY_S = 3, 0.5  # tries to send at the end, when no line follows, and the pause between them
-unended: list[Tracker] = []  # trackers whose libraries may make the process wait without limit when it exits
+END_TRIES, RETRY_S = 3, 0.5  # tries to send after the last line, and the seconds between them
+unended: list[Tracker] = []  # trackers whose libraries may keep the process from exiting
 TAG = "baretrain.run_id"
 NO_CURVES = ("kind", "attempt", "time_unix_s", "step", "steps", "examples", "epoch", "train_s", "tokens")
 IN_EVERY_LINE = {"train": "train/step_s", "eval": "eval/eval_s"}  # a figure that every line of a kind has
 MOST_PARAMS, MOST_CHARS = 100, 500  # MLflow's limits: parameters per call, and characters per value
 PACKAGES = {"mlflow": "mlflow-skinny", "wandb": "wandb"}
-ENVIRONMENT = {  # defaults: a server that does not answer blocks the thread only briefly, and nothing is printed
+ENVIRONMENT = {  # defaults that limit the wait for a server that does not answer, and keep the libraries silent
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
@@ -110,7 +110,7 @@ class WandB:
         import wandb
 
         if (os.environ.get("WANDB_MODE") or "online") == "online" and not wandb.login(prompt=False):
-            raise RuntimeError("no key for Weights & Biases: set WANDB_API_KEY, or run wandb login")
+            raise RuntimeError("no API key for Weights & Biases: set WANDB_API_KEY, or run wandb login")
         settings = wandb.Settings(silent=True, console="off", init_timeout=30, finish_timeout=0.8 * END_WAIT_S)
         self.run = wandb.init(
             id=run.id,
@@ -135,7 +135,7 @@ CLIENTS: dict[str, type[MLflow | WandB]] = {"mlflow": MLflow, "wandb": WandB}
 
 @dataclass
 class Tracker:
-    """The thread that sends lines to one tracker, and at last how the attempt ended."""
+    """The thread that sends lines, and finally the status of the attempt, to one tracker."""
 
     name: str
     connect: Callable[[], MLflow | WandB]
@@ -154,7 +154,7 @@ class Tracker:
         if self.waiting.qsize() < MOST_LINES:
             self.waiting.put(line)
         else:
-            self.warn(f"{MOST_LINES} lines wait to be sent; more are dropped")
+            self.warn(f"{MOST_LINES} lines are waiting to be sent; further lines are dropped")
 
     def _work(self) -> None:
         is_over = False
@@ -171,7 +171,7 @@ class Tracker:
             logger.info("tracker %s: %d lines were not sent", self.name, len(self.unsent))
 
     def _try_to_send(self) -> bool:
-        """Send what waits, and return whether all was sent; the rest is retried."""
+        """Send the lines in `unsent`, and return whether all were sent. Those that remain can be sent later."""
         try:
             if self.client is None:
                 self.client = self.connect()
@@ -182,7 +182,7 @@ class Tracker:
                 else:
                     self.client.send(item)
                 self.unsent.popleft()
-        except Exception as error:  # any exception of the library: training continues
+        except Exception as error:  # whatever the library raises, training continues
             self.warn(f"{type(error).__name__}: {error}"[:300])
             return False
         return True
@@ -196,7 +196,7 @@ class Tracker:
 
 
 def check_trackers(cfg: TelemetryConfig) -> None:
-    """Raise InputError if a tracker's package, or the address of its server, is missing."""
+    """Raise InputError if a tracker's package or its server's address is missing."""
     for name in cfg.trackers:
         check(
             importlib.util.find_spec(name) is not None,
@@ -204,7 +204,7 @@ def check_trackers(cfg: TelemetryConfig) -> None:
         )
     check(
         "mlflow" not in cfg.trackers or bool(os.environ.get("MLFLOW_TRACKING_URI")),
-        "telemetry.trackers names mlflow, whose server is not known: set MLFLOW_TRACKING_URI",
+        "telemetry.trackers names mlflow, but its server is unknown: set MLFLOW_TRACKING_URI",
     )
 
 
@@ -234,5 +234,5 @@ def end(trackers: Sequence[Tracker], status: str, *, waits: bool) -> None:
     for tracker in begun if waits else ():
         tracker.thread.join(max(0.0, until_s - time.monotonic()))
         if tracker.thread.is_alive():
-            tracker.warn("it does not answer; the last lines and the final status may be missing there")
+            tracker.warn("it does not answer; its last lines and final status may be missing")
     unended.extend(tracker for tracker in begun if tracker.unsent or tracker.thread.is_alive())

@@ -21,14 +21,14 @@ TONES = {"done": "good", "failed": "bad", "refused": "bad"}
 class Card:
     value: str
     notes: list[str] = field(default_factory=list)
-    rank: float | None = None  # higher is better; compared among runs of the same work with the same `title`
+    rank: float | None = None  # higher is better; compared between runs that did the same work, if `title` is equal
     tone: str = ""  # good | bad
-    key: str = ""  # the figure of the summary whose ratio to the first run is shown
+    key: str = ""  # key of the summary value to be shown as a ratio to the first run's
     title: str = ""  # replaces the card's name if it is more specific
 
 
 def cards(run: Run) -> dict[str, Card]:
-    """Return a run's cards by name. Facts that are unknown or did not happen have no card."""
+    """Return a run's cards by name. There are none for facts that are unknown or did not happen."""
     made = {name: make(run) for name, make in CARDS.items()}
     return {
         name: replace(card, notes=[note for note in card.notes if note])
@@ -38,7 +38,7 @@ def cards(run: Run) -> dict[str, Card]:
 
 
 def outcome(run: Run) -> Card:
-    """Return a card on the last attempt's end and last step. A run that diverged says so, however it ended."""
+    """Return a card on how far the last attempt got and how it ended. If the run diverged, the card says so."""
     steps, planned = run.summary["steps"], run.summary["steps_total"]
     far = f"step {steps:,}" if planned is None else f"step {steps:,} of {planned:,.0f}"
     far += f" ({steps / planned:.0%})" if planned and steps < planned else ""
@@ -70,14 +70,14 @@ def model(run: Run) -> Card | None:
     notes = [
         shape,
         f"{parameters:,.0f} parameters" if parameters else "",
-        f"{plural(batch, 'sequence')}{tokens} a step" if batch else "",
+        f"{plural(batch, 'sequence')}{tokens} per step" if batch else "",
         f"learning rate {lr:g}{f', {shown(optimizer)}' if optimizer else ''}" if lr else "",
     ]
     return Card(shown(name), notes)
 
 
 def quality(run: Run) -> Card:
-    """Return a card with the last value of the task's main metric, and with comparisons that help to judge it."""
+    """Return a card with the last value of the task's main metric, and comparisons that help to judge it."""
     summary, records = run.summary, run.records or Records()
     scores, spec = summary["scores"], TASKS.get(str(summary["task"]))
     declared = [metric.name for metric in spec.metrics] if spec else []
@@ -113,10 +113,10 @@ def against_entropy(loss: float, entropy: float | None) -> str:
 
 
 def against_majority(records: Records) -> str:
-    """Return a text with the accuracy of always predicting the most frequent label of the validation data."""
+    """Describe the accuracy of always predicting the most frequent label of the validation data."""
     counts = next((split.label_counts for split in records.splits if split.name == "validation"), {})
     total = sum(counts.values())
-    return f"accuracy of the most frequent label: {figure(max(counts.values()) / total)}" if total else ""
+    return f"accuracy of guessing the most frequent label: {figure(max(counts.values()) / total)}" if total else ""
 
 
 def loss(run: Run) -> Card | None:
@@ -127,7 +127,7 @@ def loss(run: Run) -> Card | None:
     first = next((each for each in lines if number(each, "loss") is not None), lines[-1])
     earlier = f"{figure(number(first, 'loss'))} at step {first['step']:,}" if first is not lines[-1] else ""
     if value is None:
-        return Card("no number", ["the last line holds no finite loss", earlier], tone="bad")
+        return Card("no number", ["the last line has no finite loss", earlier], tone="bad")
     notes = [earlier, f"validation {figure(validated['last'][0])}" if validated else ""]
     return Card(figure(value), notes, -value)
 
@@ -160,7 +160,7 @@ def cost(run: Run) -> Card | None:
 
 
 def faults(run: Run) -> Card | None:
-    """Return a card on the goodput; None if nothing went wrong."""
+    """Return a card on goodput and faults; None if nothing went wrong."""
     summary = run.summary
     alarms, skipped, rollbacks = (summary[key] or 0 for key in ("alarms", "skipped_steps", "rollbacks"))
     survived, attempts, goodput = summary["faults_survived"], summary["attempts"], summary["goodput"]

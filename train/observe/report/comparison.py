@@ -11,8 +11,8 @@ from train.config.checks import shortlist
 from train.observe.report.run import Run, divergence
 from train.observe.report.texts import as_text, count, percent, printable, shortened
 
-SAME_EXAMPLES = 0.01  # share by which sequence counts may differ: not every epoch is a multiple of the batch
-WORK = ("task.", "model.", "optim.", "seed")  # prefixes of settings that decide what is learnt
+SAME_EXAMPLES = 0.01  # a smaller relative difference is ignored: an epoch need not be a multiple of the batch size
+WORK = ("task.", "model.", "optim.", "seed")  # prefixes of the settings that determine what is learnt
 MACHINE = ("device", "instance", "world_size")
 MOST_TIMES = 1e6  # a ratio beyond this or its inverse is an error
 
@@ -31,7 +31,7 @@ def times(run: Run, baseline: Run, key: str) -> str:
 
 
 def quality(run: Run, baseline: Run, tolerance: float) -> str:
-    """Say whether the last validation scores (best.metric, or else the loss) are equal, if the data is the same."""
+    """Describe whether the last validation scores (best.metric, or else the loss) on the same data are equal."""
     there, here = baseline.summary["scores"], run.summary["scores"]
     wanted = [name for name in (baseline.config.get("best.metric"), "loss") if isinstance(name, str)]
     name = next((name for name in wanted if name in there and name in here), None)
@@ -57,7 +57,7 @@ def quality(run: Run, baseline: Run, tolerance: float) -> str:
 
 
 def work_differences(run: Run, baseline: Run) -> list[str]:
-    """List the settings in which the run's work differs from the baseline's: "key: value there, value here".
+    """List the settings in which the run's work differs from the baseline's ("there").
 
     Larger batches of the same sequences count as the same work.
     """
@@ -79,7 +79,7 @@ def summaries_differ(run: Run, baseline: Run, keys: Sequence[str]) -> list[str]:
 
 
 def differing(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """Return "key: value there, value here" for each key whose values differ."""
+    """Return "key: value there, value here" for each key whose values differ. "There" is the baseline."""
     texts = []
     for key in there | here:
         if there.get(key) != here.get(key):
@@ -92,9 +92,9 @@ def differing(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
 
 
 def over_seeds(runs: Sequence[Run]) -> list[list[str]]:
-    """Return a table with mean and spread of the last best.metric over runs that differ only in their seed.
+    """Return a table of the mean and spread of the last best.metric over runs that differ only in their seed.
 
-    The first row is the header. The spread is the sample standard deviation. [] if no runs differ only in their seed.
+    The first row is the header. The spread is the sample standard deviation. Without such runs, the result is [].
     """
     groups: dict[str, list[Run]] = {}
     for run in runs:
@@ -120,18 +120,18 @@ def sentences(runs: Sequence[Run], tolerance: float) -> list[str]:
 
 
 def is_same_work(runs: Sequence[Run]) -> bool:
-    """Return whether each run does the same work as the first one, as far as `sentence` can tell."""
+    """Return whether no known setting shows that a run did different work from the first one."""
     return not any(work_differences(run, runs[0]) for run in runs[1:])
 
 
 def sentence(run: Run, baseline: Run, tolerance: float) -> str:
-    """Say how throughput and time compare with the baseline's, and whether quality and work are the same."""
+    """Compare throughput and time with the baseline's in words, and say whether quality and work are the same."""
     speed = ratio(run, baseline, "tokens_per_s")
     does = f"{speed:.2f} times the tokens/s" if speed is not None else "an unknown multiple of the tokens/s"
     parts = [f"{run.label} reaches {does} of {baseline.label}{time_text(run, baseline)}"]
     here, there = (each.summary["global_batch_size"] for each in (run, baseline))
     if here != there:
-        parts.append(f"with batches of {count(here)} against {count(there)}")
+        parts.append(f"with batches of {count(here)} instead of {count(there)}")
     parts.append(quality(run, baseline, tolerance))
     for what, differences in (
         ("not the same work", work_differences(run, baseline)),
@@ -154,18 +154,18 @@ def time_text(run: Run, baseline: Run) -> str:
 
 
 def repaid_text(run: Run, baseline: Run) -> str:
-    """Return the number of steps after which faster steps have repaid the compiling; "" if they are not faster."""
+    """Describe after how many steps faster steps make up for the compile time; "" if they are not faster."""
     ours, theirs = run.summary, baseline.summary
     known = [each[key] for each in (ours, theirs) for key in ("train_s", "steps", "compile_s")]
     if None in known or not all((ours["steps"], theirs["steps"])) or ours["examples"] != theirs["examples"]:
         return ""
     saved_s = theirs["train_s"] / theirs["steps"] - ours["train_s"] / ours["steps"]  # seconds per step
     spent_s = ours["compile_s"] - theirs["compile_s"]
-    return f", which {spent_s / saved_s:,.0f} steps repaid" if saved_s > 0 and spent_s > 0 else ""
+    return f", which pays off after {spent_s / saved_s:,.0f} steps" if saved_s > 0 and spent_s > 0 else ""
 
 
 def warnings(runs: Sequence[Run]) -> Iterator[str]:
-    """Yield warnings about runs, for readers who compare them."""
+    """Yield warnings for readers who compare the runs."""
     for run in runs:
         known = run.summary
         if lost := divergence(run):
@@ -177,4 +177,4 @@ def warnings(runs: Sequence[Run]) -> Iterator[str]:
         if known["attempts"] > 1:
             yield f"{run.label} took {known['attempts']} attempts: its billable time includes the pauses between them"
         if known["cost_usd"] is not None and known["cost_partial"]:
-            yield f"{run.label}: the cost is a lower bound: not every attempt recorded its cost to the end"
+            yield f"{run.label}: the cost is a lower bound: some attempt did not record its whole cost"

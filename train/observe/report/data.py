@@ -1,4 +1,4 @@
-"""A run's labelled data and best evaluation, both optional: readers of data.json and evaluation.json, and tables."""
+"""Readers of data.json (labelled data) and evaluation.json (the best evaluation), both optional; and their tables."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from train.observe.report.texts import count, score, share
 from train.system.folders import Folder
 from train.system.schema import BadContent, of_type, record
 
-FIRST = ("train", "validation")  # these splits come first, and the others follow by name
+FIRST = ("train", "validation")  # these splits come first, then the others by name
 SCORES = ("precision", "recall", "f1", "support")  # columns of the table of labels
 ROWS = (  # rows of the table of splits: label and field of SplitFacts
-    ("Rows of the data", "examples"),
-    ("Rows for the model", "rows"),
+    ("Rows in the data", "examples"),
+    ("Rows that the model sees", "rows"),
     ("Used by this run", "used_rows"),
     ("Bad rows, left out", "bad_rows"),
     ("Left out by data.label_map", "left_out"),
@@ -28,7 +28,7 @@ Table = list[list[str]]  # the first row is the header
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """A prepared split, as training or evaluation uses it. None is unknown."""
+    """A prepared split, as training or evaluation uses it. None means unknown."""
 
     name: str
     rows: int | None = None  # rows that the model sees; for question answering, windows
@@ -44,7 +44,7 @@ class SplitFacts:
 
     @property
     def up_to(self) -> list[float]:
-        """Upper ends of the bins: counts[i] rows are longer than up_to[i - 1] and at most up_to[i] tokens."""
+        """Upper bounds of the bins: counts[i] rows have more than up_to[i - 1] and at most up_to[i] tokens."""
         return self.length_histogram.get("up_to", [])
 
     @property
@@ -57,7 +57,7 @@ class Evaluated:
     """The evaluation of a split."""
 
     name: str
-    metrics: Numbers = field(default_factory=dict)  # metrics and related numbers, such as a threshold
+    metrics: Numbers = field(default_factory=dict)  # includes related numbers, such as a threshold
     labels: list[str] = field(default_factory=list)
     per_class: dict[str, Numbers] = field(default_factory=dict)  # precision, recall, f1 and support by label
     confusion: list[list[float]] = field(default_factory=list)  # numbers of examples [true, predicted]
@@ -66,7 +66,7 @@ class Evaluated:
     def __post_init__(self) -> None:
         sides = {len(self.labels), len(self.confusion), *map(len, self.confusion)}
         if self.confusion and len(sides) != 1:
-            raise BadContent(f"the confusion matrix of {len(self.labels)} labels is not square")
+            raise BadContent(f"the confusion matrix does not have {len(self.labels)} rows and columns, one per label")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Records:
 def read_mapping(
     folder: Folder, name: str, parse: Callable[[bytes], Any], convert: Callable[[Any], Any] = dict
 ) -> dict[str, Any]:
-    """Return the mapping in a file, converted; {} without the file. Raises InputError if it is damaged."""
+    """Return the mapping in a file, converted; {} if the file is missing. Raises InputError if it is damaged."""
     try:
         value = parse(folder.read(name))
         if not isinstance(value, dict):
@@ -98,14 +98,14 @@ def read_mapping(
 
 
 def read_records(folder: Folder) -> Records | None:
-    """Read data.json and evaluation.json; None if a run folder has neither. Raises InputError if one is damaged."""
+    """Read data.json and evaluation.json; None if the folder has neither. Raises InputError if one is damaged."""
     data = read_mapping(folder, "data.json", parse, partial(fields_of, DATA, "splits", SplitFacts))
     evaluation = read_mapping(folder, "evaluation.json", parse, partial(fields_of, EVALUATION, "evaluated", Evaluated))
     return Records(**data | evaluation) if data or evaluation else None
 
 
 def parse(content: bytes) -> Any:
-    """Return the JSON of a file without unknown values: null, and the NaN of a run that diverged."""
+    """Parse the JSON of a file, leaving out unknown values: null, and NaN, which a diverged run writes."""
 
     def drop_unknown(table: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in table.items() if value is not None}
@@ -120,7 +120,7 @@ EVALUATION: dict[str, Any] = {"step": int | None}
 def fields_of(
     hints: dict[str, Any], name: str, kind: type[SplitFacts | Evaluated], content: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return fields of Records. `name` has the splits as `kind`, train and validation first, without unknown keys."""
+    """Return fields of Records. The field `name` lists the splits, as objects of `kind`. Unknown keys are ignored."""
     result = {key: of_type(hint, content[key], key) for key, hint in hints.items() if key in content}
     splits: dict[str, dict[str, Any]] = of_type(dict[str, dict[str, Any]], content.get("splits", {}), "splits")
     result[name], known = [], {item.name for item in fields(kind)}
@@ -143,12 +143,12 @@ def with_header(corner: str, columns: Iterable[str], rows: Table) -> Table:
 
 
 def splits_table(records: Records) -> Table:
-    """Return a table with a column per split: its rows, the rows left out or cut, and the share of padding."""
+    """Return a table with a column per split: the numbers of rows used, left out or cut, and the share of padding."""
     splits = records.splits
     rows = [[label, *(count(getattr(split, key)) for split in splits)] for label, key in ROWS]
     for note in {note: None for split in splits for note in split.notes}:
         rows.append([note.replace("_", " ").capitalize(), *(count(split.notes.get(note)) for split in splits)])
-    rows.append(["Padding, of all tokens", *(share(split.padding_share) for split in splits)])
+    rows.append(["Padding (share of all tokens)", *(share(split.padding_share) for split in splits)])
     return with_header("", (split.name for split in splits), rows)
 
 

@@ -1,4 +1,4 @@
-"""PNG figures of a run's labelled data and of its best evaluation."""
+"""PNG figures of a run's labelled data and best evaluation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from train.observe.report.texts import file_name, printable, shortened
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MAX_LABELS, MAX_NUMBERED = 40, 12  # maximum number of labels that a heat map names, or shows with numbers
-MAX_SCATTERED = 8  # maximum number of targets per split with a scatter plot
+MAX_LABELS, MAX_NUMBERED = 40, 12  # maximum number of labels for which a heat map has names, or numbers
+MAX_SCATTERED = 8  # maximum number of scatter plots per split, one for each target
 
 
 def data_figures(records: Records) -> Iterator[tuple[str, str, bytes]]:
@@ -34,7 +34,7 @@ def data_figures(records: Records) -> Iterator[tuple[str, str, bytes]]:
 
 def length_steps(records: Records) -> Figure:
     """Draw a histogram of the row lengths in each split, and the lengths to which batches are padded."""
-    figure, axes = axes_of("Lengths", xlabel="tokens, special ones included", ylabel="share of the split's rows")
+    figure, axes = axes_of("Lengths", xlabel="tokens, including special tokens", ylabel="share of the split's rows")
     for index, split in enumerate(split for split in records.splits if sum(split.counts)):
         shares = [value / sum(split.counts) for value in split.counts]
         padding = "" if split.padding_share is None else f", {split.padding_share:.1%} padding"
@@ -80,7 +80,7 @@ def heat_map(evaluated: Evaluated) -> Figure:
 
 
 def scatter(title: str, pairs: list[list[float]]) -> Figure:
-    """Draw the true and the predicted number of each row, and the line where they are equal."""
+    """Draw each row's true and predicted number, and the line where the two are equal."""
     truth, predicted = zip(*pairs, strict=True)
     ends = [end([*truth, *predicted]) for end in (min, max)]
     name = shortened(printable(title), 40)

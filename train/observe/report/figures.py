@@ -1,4 +1,4 @@
-"""PNG figures of runs: curves, and bar charts of several runs. Matplotlib is imported where it is used."""
+"""PNG figures of runs: curves, and bar charts that compare runs. Matplotlib is imported where it is used."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe-Ito: safe for colour-blind eyes
 DASHES = ("-", "--", ":", "-.")  # runs 7 to 12 are dashed, and so on
-MAX_POINTS = 200  # points per curve: at 600 px, more are noise and make PNGs large
-MARK: Any = {"linestyle": (0, (6, 3)), "lw": 1.2, "color": "#555555"}  # style of a line that is not a curve
+MAX_POINTS = 200  # per curve: in a figure 600 px wide, more points only add noise and file size
+MARK: Any = {"linestyle": (0, (6, 3)), "lw": 1.2, "color": "#555555"}  # style of reference lines
 DPI = 200
-WIDTH = 4.5  # inches: in one of three columns, or on a phone, the texts are as large as those around the figure
-SMALL = 9  # points, the smallest text: pages show a figure with at least one pixel per point
+WIDTH = 4.5  # inches: in a page of three columns, or on a phone, a figure's text is as large as the page's
+SMALL = 9  # size of the smallest text in points; a page shows at least one pixel per point
 STYLE: Any = {
     "font.size": 10,
     "xtick.labelsize": SMALL,
@@ -43,7 +43,7 @@ STYLE: Any = {
     "grid.linewidth": 0.8,
     "lines.linewidth": 1.6,
     "legend.frameon": False,
-    "text.parse_math": False,  # a dollar sign in a run's name is only a dollar sign
+    "text.parse_math": False,  # a run's name may contain dollar signs
 }
 
 
@@ -52,11 +52,11 @@ class Panel:
     name: str  # file name of the PNG
     title: str
     unit: str  # label of the y axis
-    key: str  # key of the metrics lines
+    key: str  # key in the metrics lines
     kind: str = "train"
     percent: bool = False
     from_zero: bool = True
-    at_most: tuple[float, ...] = ()  # candidates for the top of the y axis; the first that no value exceeds is taken
+    at_most: tuple[float, ...] = ()  # possible tops of the y axis: the first that no value exceeds is used
     spikes: bool = False  # use a logarithmic axis if values differ by more than a factor of 100
 
 
@@ -67,7 +67,7 @@ X_LABELS = {
 }
 LOSS = Panel("training_loss", "Training and validation loss", "loss (nats)", "loss", from_zero=False)
 THROUGHPUT = Panel("tokens_per_second", "Throughput", "tokens per second", "tokens_per_s")
-PANELS = (  # shown below the panels of quality
+PANELS = (  # shown below the panels on quality
     Panel("learning_rate", "Learning rate", "learning rate", "lr"),
     Panel("mfu", "Model FLOP/s utilisation (MFU)", "share of peak FLOP/s", "mfu", percent=True),
     Panel("padding_share", "Padding", "share of all tokens", "padding_share", percent=True),
@@ -78,7 +78,7 @@ PANELS = (  # shown below the panels of quality
 
 
 def panels(runs: list[Run]) -> Iterator[Panel]:
-    """Yield the panels of these runs, the most important first: loss, throughput, quality."""
+    """Yield the panels of these runs, most important first: loss, throughput, quality, others."""
     yield from (LOSS, THROUGHPUT)
     for name in {name: None for run in runs for name in run.summary["scores"] if name != "loss"}:
         metric, file = runs[0].metric(name), file_name("validation", name)
@@ -103,7 +103,7 @@ def x_axis(runs: list[Run]) -> str:
 
 
 def last_x(runs: list[Run], x: str) -> float:
-    """Return the end of the x axis, which is the same for all curves. It begins at 0."""
+    """Return the right end of the x axis, which all curves share; its left end is 0."""
     lines = [line for run in runs for kind in ("train", "eval") for line in run.drawn(kind)]
     return max((value for line in lines if (value := number(line, x)) is not None), default=0.0) or 1.0
 
@@ -116,7 +116,7 @@ def look(number: int) -> dict[str, Any]:
 def curve(
     axes: Axes, xs: list[float], ys: list[float], lows: list[float], highs: list[float], *, band: bool, **style: Any
 ) -> None:
-    """Draw a line of at most MAX_POINTS means, and a band from lowest to highest value, so that no spike is lost."""
+    """Draw a line of at most MAX_POINTS means, and a band from the lowest to the highest value, which shows spikes."""
     size = math.ceil(len(xs) / MAX_POINTS) or 1
     groups = [slice(start, start + size) for start in range(0, len(xs), size)]
     middle = [fmean(xs[group]) for group in groups]
@@ -136,14 +136,14 @@ def add_validation(axes: Axes, runs: list[Run], x: str) -> None:
         has_points |= bool(xs)
     if has_points:
         axes.plot([], [], "o", ms=5, color="#bbbbbb", mec="#222222", mew=0.8, label=" validation")
-    # With sentence-order prediction, the loss is not only about tokens.
+    # A loss that includes sentence-order prediction is not comparable with the entropy of tokens.
     of_tokens = [all("sop_loss" not in line for line in run.evaluations) for run in runs]
     entropies = [run.summary["unigram_entropy"] if of else None for run, of in zip(runs, of_tokens, strict=True)]
     add_marks(axes, entropies, "unigram entropy")
 
 
 def add_marks(axes: Axes, values: list[float | None], name: str) -> None:
-    """Draw a horizontal line for each distinct value of the runs, which is named once in the legend."""
+    """Draw a horizontal line at each distinct value. The legend has one entry for all of them."""
     known = {value for value in values if value is not None}
     for value in known:
         axes.axhline(value, **MARK)
@@ -178,7 +178,7 @@ def style() -> Iterator[None]:
     from matplotlib import rc_context
 
     with rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the figure shows a box; the HTML has the name
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # it shows a box; the HTML has the name
         yield
 
 
@@ -190,7 +190,7 @@ def axes_of(title: str, *, width: float = WIDTH, height: float = 3.0, **more: st
 
 
 def draw(panel: Panel, runs: list[Run], x: str) -> bytes | None:
-    """Return the PNG of a panel; None if no run has a value for it, except for a loss that was never finite."""
+    """Return the PNG of a panel; None if no run has a value for it. A loss that was never finite counts as a value."""
     curves = [points(run.drawn(panel.kind), panel.key, x) for run in runs]
     values = [y for each in curves for ys in each[1:] for y in ys]
     lost = [last_finite(run) if panel.key == LOSS.key else None for run in runs]
@@ -210,11 +210,11 @@ def draw(panel: Panel, runs: list[Run], x: str) -> bytes | None:
     if len(runs) == 1 and lost[0] is not None:
         axes.axvspan(number(lost[0], x) or 0.0, end, color=MARK["color"], alpha=0.2, lw=0, label=" no finite loss")
     if panel.key == "masked_accuracy":
-        add_marks(axes, [run.summary["neighbour_accuracy"] for run in runs], "table of neighbours")
+        add_marks(axes, [run.summary["neighbour_accuracy"] for run in runs], "table of neighbouring tokens")
     finish(axes, panel, values, end)
     handles, named = axes.get_legend_handles_labels()
     if len(handles) > 1:
-        widths = [len(name) + 7 for name in named]  # widths in letters; about 60 fit in a row
+        widths = [len(name) + 7 for name in named]  # widths in characters; about 60 fit in a row
         columns = len(widths) if sum(widths) <= 60 else max(1, 60 // max(widths))
         figure.legend(loc="outside lower center", ncols=columns)
         figure.set_figheight(3.0 + 0.19 * math.ceil(len(handles) / columns))  # a long legend must not squeeze the axes
@@ -236,7 +236,7 @@ class Bars(NamedTuple):
     name: str  # file name of the PNG
     title: str
     key: str  # key of the summary
-    form: str  # format of the value beside the bar
+    form: str  # format of the value at the end of the bar
     unit: str
 
 
@@ -254,7 +254,7 @@ def bars_of(runs: list[Run]) -> list[Bars]:
 
 
 def draw_bars(bars: Bars, runs: list[Run]) -> bytes:
-    """Return the PNG of a bar chart. Each bar has its value and the ratio to the first run's."""
+    """Return the PNG of a bar chart. Each bar shows its value and the ratio to the first run's value."""
     from matplotlib.ticker import MaxNLocator
 
     values = [run.summary[bars.key] for run in runs]

@@ -1,7 +1,7 @@
-"""The lines of a run as the report reads them, newest first, in memory that does not grow with their number.
+"""A run's metrics lines, read for the report: newest first, in memory that does not grow with their number.
 
-In this order, a line that is read is superseded if a line of the same kind at the same or an earlier step has already
-been read.
+After a resume, steps are redone, and the lines of the lost steps are superseded. In this order, these are the lines at
+the same or a later step than a line of the same kind that was already read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from train.config.checks import LARGEST_FLOAT
 
 Line = dict[str, Any]
-MAX_LINES = 1000  # lines per kind, five for each point of a curve; lines are thinned out at twice this number
+MAX_LINES = 1000  # per kind, five for each point of a curve; at twice this number, lines are thinned out
 
 
 def number(line: Line, key: str) -> float | None:
@@ -34,13 +34,13 @@ def total(values: Iterable[float | None]) -> float | None:
 
 
 def seconds_in_steps(line: Line) -> float | None:
-    """Return the seconds of the steps of a train line, waits for data included; None if unknown."""
+    """Return how many seconds the steps of a train line took, including waits for data; None if unknown."""
     step_s, steps = number(line, "step_s"), number(line, "steps")
     return step_s * steps if step_s and steps else None
 
 
 class Group(dict[str, Any]):
-    """The mean of several train lines, with the lowest and the highest value of each figure."""
+    """The mean of several train lines, and the lowest and the highest value of each key."""
 
     def __init__(self, lines: list[Line]) -> None:
         columns = {key: numbers(lines, key) for key in dict.fromkeys(key for line in lines for key in line)}
@@ -51,7 +51,7 @@ class Group(dict[str, Any]):
 
 
 def low(line: Line, key: str) -> float:
-    """Return the lowest value of a figure in a line."""
+    """Return the lowest value of a key in a line or group."""
     return float(line.lows[key] if isinstance(line, Group) else line[key])
 
 
@@ -64,7 +64,7 @@ def highest(lines: list[Line], key: str) -> float | None:
 
 
 class Points(NamedTuple):
-    """The points of a curve, with the lowest and the highest value of the lines behind each point."""
+    """The points of a curve, and for each the lowest and the highest value of the lines that it averages."""
 
     xs: list[float]
     ys: list[float]
@@ -111,14 +111,14 @@ def joined(lines: list[Line]) -> Line:
 
 @dataclass
 class Attempt:
-    """Facts of an attempt from all its lines, including lines of redone steps."""
+    """Facts about an attempt, from all its lines, including superseded ones."""
 
     last: Line  # its newest line
-    step: int = 0  # the last step, from the newest line or a checkpoint committed after it
+    step: int = 0  # its last step, from its newest train, eval or summary line, or a later checkpoint line
     is_step_known: bool = False
     has_steps: bool = False  # whether it has a train line or a summary
-    newest: Line = field(default_factory=dict)  # the newest known figures of all lines
-    trained: Line = field(default_factory=dict)  # the newest known figures of train lines; compile_s is a sum
+    newest: Line = field(default_factory=dict)  # the newest known cost_usd and goodput of all lines
+    trained: Line = field(default_factory=dict)  # the newest known values of train lines; the sum of compile_s
     flops_s: float = 0.0  # MFU x seconds in steps
     known_s: float = 0.0  # seconds in steps for which the MFU is known
 
@@ -129,7 +129,7 @@ class Attempt:
         for key in ("cost_usd", "goodput"):
             if key not in self.newest and (value := number(line, key)) is not None:
                 self.newest[key] = value
-        if kind != "fault" and not self.is_step_known:  # a fault line may come before any step
+        if kind != "fault" and not self.is_step_known:  # a fault line may precede the first step
             self.step, self.is_step_known = max(self.step, line["step"]), kind != "checkpoint"
         if kind == "train":
             for key in ("train_s", "tokens", "graphs"):
@@ -143,7 +143,7 @@ class Attempt:
                 self.trained["mfu"] = self.flops_s / self.known_s
 
     def figure(self, key: str) -> float | None:
-        """Return a figure of the attempt, such as train_s, from its summary or, without one, from its train lines."""
+        """Return a value for the attempt, such as train_s, from its summary, or if it has none, its train lines."""
         return number(self.last if self.last["kind"] == "summary" else self.trained, key)
 
 
@@ -165,7 +165,7 @@ class Saves:
 
 @dataclass
 class Faults:
-    """The faults of all attempts, with the newest of the fault lines."""
+    """The faults of all attempts, and the newest fault lines."""
 
     number: int = 0
     survived: int = 0
@@ -185,16 +185,16 @@ class Faults:
 
 @dataclass
 class Reading:
-    """The lines of a run, which are added from the newest to the oldest."""
+    """The lines of a run, which must be added newest first."""
 
-    told: Callable[[list[Line]], set[int | None]]  # returns the steps of evaluations that must not be left out
+    told: Callable[[list[Line]], set[int | None]]  # returns the steps whose evaluations must be kept
     by_number: dict[int, Attempt] = field(default_factory=dict)
     curve: Curve = field(default_factory=Curve)
     evaluations: list[Line] = field(default_factory=list)
     summaries: list[Line] = field(default_factory=list)
     saves: Saves = field(default_factory=Saves)
     faults: Faults = field(default_factory=Faults)
-    reached: dict[str, int] = field(default_factory=dict)  # the lowest step of train and of eval lines so far
+    reached: dict[str, int] = field(default_factory=dict)  # lowest step so far, by kind: train or eval
 
     def add(self, line: Line) -> None:
         kind, step = line["kind"], line["step"]
@@ -225,6 +225,6 @@ class Reading:
             self.faults.add(line)
 
     def attempts(self) -> list[Attempt]:
-        """Return the attempts after all lines were added. Those without steps are left out, unless none has steps."""
+        """Return the attempts with steps, or all if none has any. All lines must have been added."""
         known = list(reversed(self.by_number.values()))
         return [attempt for attempt in known if attempt.has_steps] or known

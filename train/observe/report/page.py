@@ -1,4 +1,4 @@
-"""The page of one or several runs: one HTML file to read, keep and send, with its figures also as PNG files."""
+"""The report on one or several runs: a single HTML file, and its figures as PNG files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from train.system import samples
 from train.system.folders import LocalFolder
 from train.system.schema import BadContent
 
-TITLES = ("Training report: ", "Comparison of ")  # beginnings of the titles in report.html.j2
+TITLES = ("Training report: ", "Comparison of ")  # how the titles in report.html.j2 begin
 
 # ---- table ---------------------------------------------------------------------------------------------------------
 
@@ -54,8 +54,8 @@ ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("Tokens/s over the whole run", "tokens_per_s", COUNT),
     ("Sequences/s", "sequences_per_s", SECONDS),
     ("MFU", "mfu", SHARE),
-    ("Bubble: waiting for other stages", "bubble_share", SHARE),
-    ("Bubble at best", "bubble_share_ideal", SHARE),
+    ("Pipeline bubble", "bubble_share", SHARE),
+    ("Ideal pipeline bubble", "bubble_share_ideal", SHARE),
     ("Compiling (s)", "compile_s", SECONDS),
     ("Compiled graphs", "graphs", COUNT),
     ("Billable time: since the first start (h:mm:ss)", "wall_s", duration),
@@ -68,7 +68,7 @@ ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("Highest peak memory of a rank (GB)", "most_rank_bytes", gigabytes),
     ("Final training loss", "train_loss", "{:,.4f}".format),
     ("Unigram entropy (nats)", "unigram_entropy", "{:.4f}".format),
-    ("Accuracy of a table of neighbours", "neighbour_accuracy", SHARE),
+    ("Accuracy of a table of neighbouring tokens", "neighbour_accuracy", SHARE),
     ("Goodput", "goodput", SHARE),
     ("Faults and alarms", "alarms", COUNT),
     ("Faults survived", "faults_survived", COUNT),
@@ -92,7 +92,7 @@ WITH_RATIO = ("tokens_per_s", "sequences_per_s", "train_s", "wall_s", "wall_with
 
 
 def facts(run: Run, baseline: Run) -> dict[str, str]:
-    """Return the summary's texts by label, in the order of the table, with ratios to the baseline's figures."""
+    """Return the text of each summary value by label, in the table's order, including ratios to the baseline."""
     result, summary = {}, run.summary
     for label, key, form in ROWS:
         value = summary[key]
@@ -109,7 +109,7 @@ def facts(run: Run, baseline: Run) -> dict[str, str]:
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """Return rows of a label and a text per run. Rows unknown for every run are left out, except the most important."""
+    """Return rows of a label and a text per run. Rows unknown for all runs are left out, except the most important."""
     columns = [facts(run, runs[0]) for run in runs]
     labels = {label: None for column in sorted(columns, key=len, reverse=True) for label in column}
     rows = [[label, *(column.get(label, "unknown") for column in columns)] for label in labels]
@@ -135,7 +135,7 @@ def why_unknown(run: Run, figure: str) -> str:
 
 
 def describe(run: Run, index: int) -> dict[str, Any]:
-    """Return the values of one run that the template shows."""
+    """Return the values that the template shows for one run."""
     splits = run.records.splits if run.records else []
     return {
         "label": run.label,
@@ -154,7 +154,7 @@ def describe(run: Run, index: int) -> dict[str, Any]:
 
 
 def sections(records: Records) -> list[tuple[str, list[tuple[str, Table]]]]:
-    """Return (title, [(caption, table)]) of the data and of the best evaluation; empty ones are left out."""
+    """Return (title, [(caption, table)]) for the data and the best evaluation. Empty tables are left out."""
     evaluation = "Best evaluation" if records.step is None else f"Best evaluation, at step {records.step:,}"
     by_label = [(f"Labels of {split.name}", classes_table(split)) for split in records.evaluated]
     titled = (
@@ -174,14 +174,14 @@ def samples_of(run: Run) -> samples.Samples | None:
 
 
 def shown_figures(figures: Sequence[tuple[str, str, bytes]]) -> list[tuple[str, str, int]]:
-    """Return (title, PNG in base64, minimum width in pixels) of figures. At this width, one point is one pixel."""
+    """Return (title, PNG in base64, minimum width in pixels) per figure. At this width, a point is a pixel."""
     widths = [int.from_bytes(png[16:20], "big") * 72 // DPI for _, _, png in figures]  # read from the header of a PNG
     encoded = [(title, base64.b64encode(png).decode()) for _, title, png in figures]
     return [(*each, width) for each, width in zip(encoded, widths, strict=True)]
 
 
 def fill_template(values: dict[str, Any]) -> str:
-    """Return the HTML. Every value is escaped, and made printable, where the template shows it."""
+    """Return the HTML. Every value in it is escaped and made printable."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -198,8 +198,8 @@ def fill_template(values: dict[str, Any]) -> str:
 def render(runs: list[Run], output: Path, *, tolerance: float = TOLERANCE, failed: Sequence[str] = ()) -> Path:
     """Write report.html and its PNGs to the folder `output`; return the path of the HTML.
 
-    `failed` has a line for each run that is missing. The most important facts come first; the long table and all
-    settings are folded below them.
+    `failed` has a line for each run that could not be read. The page begins with the most important facts; the long
+    table and all settings are folded below them.
     """
     tell_apart(runs)
     is_one = len(runs) == 1
@@ -234,7 +234,7 @@ def render(runs: list[Run], output: Path, *, tolerance: float = TOLERANCE, faile
     foreign = [name for name in files if name in folder.names_here() and not is_ours]
     check(
         not foreign,
-        f"{output} holds {', '.join(foreign[:3])} that no report wrote; choose another folder with --output",
+        f"{output} contains files that no report wrote ({', '.join(foreign[:3])}); choose another folder with --output",
     )
     for name, content in files.items():
         folder.write(name, content)

@@ -1,8 +1,8 @@
-"""A run folder as the report reads it: its lines, its attempts and their summary. Nothing here imports torch.
+"""A run folder, read for the report: its lines, its attempts and a summary. This module does not import torch.
 
 It reads metrics.jsonl, config.yaml, environment.json, outcome.json, data.json, evaluation.json and
-export/baretrain.json; page.py also reads samples.json. A figure is written by Recorder (train/observe/metrics.py),
-computed for the whole run by `summarise`, and shown by a row of ROWS in page.py.
+export/baretrain.json; page.py also reads samples.json. Recorder (train/observe/metrics.py) writes a value to
+metrics.jsonl, `summarise` computes it for the whole run, and a row of ROWS in page.py shows it.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ logger = logging.getLogger("train")
 @dataclass
 class Run:
     folder: Folder
-    config: dict[str, Any]  # settings by flat key, such as "optim.lr"
-    environment: dict[str, Any]  # facts by flat key
-    attempts: list[Attempt] = field(default_factory=list)  # attempts with redone steps, for times and costs
+    config: dict[str, Any]  # settings by dotted key, such as "optim.lr"
+    environment: dict[str, Any]  # environment.json, by dotted key
+    attempts: list[Attempt] = field(default_factory=list)  # from all lines, for times and costs
     train: list[Line] = field(default_factory=list)  # train lines for the curves, without superseded ones
     evaluations: list[Line] = field(default_factory=list)  # eval lines, without superseded ones
     summaries: list[Line] = field(default_factory=list)
     saves: Saves = field(default_factory=Saves)
     faults: Faults = field(default_factory=Faults)
     records: Records | None = None  # None if the run has no labelled data
-    outcome: dict[str, Any] = field(default_factory=dict)  # how the last attempt ended; {} if it runs or was killed
-    exported_step: int | None = None  # step of the exported weights; None without an export, or if it states no step
+    outcome: dict[str, Any] = field(default_factory=dict)  # how the last attempt ended; {}: running or killed
+    exported_step: int | None = None  # step of the exported weights; None if there is no export or it has no step
     label: str = ""  # the run's name in a report
 
     def add(self, lines: Iterable[Line]) -> None:
-        """Add all lines, which come newest first."""
+        """Add all lines, newest first."""
         start_s = number(self.environment, "first_started_unix_s")
 
         def told(known: list[Line]) -> set[int | None]:
@@ -92,7 +92,7 @@ def read_run(folder: Folder | Path) -> Run:
     lines = read_back(folder, damage=damage)
     newest = next(lines, None)
     if newest is None:
-        check(folder.size(NAME) is not None, f"{folder.location} is not a run folder: it holds no {NAME}")
+        check(folder.size(NAME) is not None, f"{folder.location} is not a run folder: it has no {NAME}")
         raise InputError(f"{where}: {', '.join(damage) or 'no lines yet, so there is nothing to report'}")
     config = dict(flatten(read_mapping(folder, "config.yaml", read_yaml)))
     environment = dict(flatten(read_mapping(folder, "environment.json", json.loads)))
@@ -106,7 +106,7 @@ def read_run(folder: Folder | Path) -> Run:
 
 
 def tell_apart(runs: list[Run]) -> None:
-    """Label the runs by their folder names, with enough parent folders to make them different."""
+    """Label each run with its folder name, and with the parent folders needed to tell equal names apart."""
     paths = [run.folder.location.split("/") for run in runs]
     for depth in range(1, max(map(len, paths)) + 1):
         for run, parts in zip(runs, paths, strict=True):
@@ -123,7 +123,7 @@ def last(lines: list[Line], key: str) -> float | None:
 
 
 def mean(pairs: list[tuple[float | None, float | None]]) -> float | None:
-    """Return the mean of values weighted by seconds. For MFUs, this is all FLOPs divided by the peak FLOPs."""
+    """Return the mean of (value, seconds), weighted by seconds. For MFUs, this is total FLOPs over peak FLOPs."""
     known = [(value, seconds) for value, seconds in pairs if value is not None and seconds]
     return sum(value * seconds for value, seconds in known) / sum(seconds for _, seconds in known) if known else None
 
@@ -138,7 +138,7 @@ OF_SUMMARY = ("bubble_share", "bubble_share_ideal", "mttf_s", "suggested_interva
 
 
 def scores(run: Run, evaluations: list[Line]) -> dict[str, dict[str, tuple[Any, int]]]:
-    """Return (value, step) for each metric's "last" (None: not finite) and, if its direction is known, "best"."""
+    """Return (value, step) under "last" (value None: not finite) and, if the metric has a direction, "best"."""
     result: dict[str, dict[str, tuple[Any, int]]] = {}
     for name in {key: None for line in evaluations for key in line if not NOT_SCORES.fullmatch(key)}:
         reached = [(value, line["step"]) for line in evaluations if (value := number(line, name)) is not None]
@@ -151,14 +151,14 @@ def scores(run: Run, evaluations: list[Line]) -> dict[str, dict[str, tuple[Any, 
 
 
 def summarise(run: Run) -> Summary:
-    """Return the values of the summary table; None is unknown. Times, tokens and peaks cover all attempts."""
+    """Return the values of the summary table; None means unknown. Times, tokens and peaks cover all attempts."""
     return {**setting(run), **speed(run), **reliability(run), "scores": scores(run, run.evaluations)}
 
 
 def setting(run: Run) -> Summary:
-    """Return what was trained, on which data and machines. Settings left to auto show the value used."""
+    """Return what was trained, on which data and machines. For a setting of auto, this is the value that was used."""
     config, environment = run.config, run.environment
-    from_elsewhere = config.get("model.pretrained") or config.get("model.init_from")  # then the architecture is unknown
+    from_elsewhere = config.get("model.pretrained") or config.get("model.init_from")  # architecture unknown
     model = from_elsewhere or config.get("model.architecture")
     shape = [form.format(config[key]) for form, key in MODEL_SIZES if config.get(key)]
     device = environment.get("device")
@@ -188,11 +188,11 @@ def speed(run: Run) -> Summary:
     )
     steps, wall_s, examples = run.attempts[-1].step, billable_s(run), last(run.train, "examples")
     batch = number(environment, "plan.global_batch_size")
-    if batch and examples is not None:  # a stopped run may have no line for its last step
+    if batch and examples is not None:  # a stopped run may lack a line for its last steps
         examples += batch * max(0, steps - run.train[-1]["step"])
     once = examples if len(run.attempts) == 1 else None  # `examples` leaves out redone steps, `train_s` does not
     without_summary = sum(attempt.last["kind"] != "summary" for attempt in run.attempts)
-    is_cpu = str(environment.get("device")).startswith("cpu")  # XLA on a CPU too; device memory is host memory
+    is_cpu = str(environment.get("device")).startswith("cpu")  # also XLA's CPU: device memory is host memory
     peaks = newest_summary(run).get("peak_bytes_of_ranks", [])
     return {
         "steps": steps,
@@ -222,7 +222,7 @@ def speed(run: Run) -> Summary:
 
 
 def reliability(run: Run) -> Summary:
-    """Return figures of faults and saves. A killed attempt leaves no count of its skipped steps and rollbacks."""
+    """Return figures on faults and saves. Skipped steps and rollbacks are unknown if the last attempt was killed."""
     saves, faults, end = run.saves, run.faults, newest_summary(run)
     planned = number(run.environment, "plan.total_steps")
     of_end = {key: number(end, key) for key in OF_SUMMARY}
@@ -252,12 +252,12 @@ def last_finite(run: Run) -> Line | None:
 
 
 def divergence(run: Run) -> str:
-    """Return a text on when the loss of a diverged run stopped being finite, with advice; "" for other runs."""
+    """Describe when the loss of a diverged run stopped being finite, with advice; "" for other runs."""
     line = last_finite(run)
     if line is None:
         return ""
     since = f"after step {high(line, 'step'):,.0f}" if line else "at any step"
-    return f"no finite loss {since}: try a lower optim.lr, and look at the weights and the data"
+    return f"no finite loss {since}: try a lower optim.lr, and check the weights and the data"
 
 
 def newest_summary(run: Run) -> Line:

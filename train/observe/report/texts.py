@@ -1,4 +1,4 @@
-"""The formatting of values for the report: None becomes "unknown", and no value breaks a terminal or a page."""
+"""Formatting of values for the report: None becomes "unknown", and no value can garble a terminal or a page."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from train.system.folders import sha256_bytes
 
 
 def printable(text: object) -> str:
-    """Return the text with U+FFFD for characters that cannot be shown: control and direction marks, lone surrogates."""
+    """Replace characters that cannot be shown by U+FFFD: control and direction characters, lone surrogates."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(text))
 
 
 def shortened(text: str, length: int = 40) -> str:
-    """Return the text, or its beginning and end if it is longer than `length`."""
+    """Return the text, or only its beginning and end if it is longer than `length`."""
     text, half = printable(text), length // 2
     return text if len(text) <= length else f"{text[: half - 1]}...{text[2 - half :]}"
 
