@@ -68,7 +68,7 @@ TYPED = [
     ("seed", "seed is not key=value; write seed=..."),
     ("seed =1", "write seed=1"),
     ("optim.lr==1", "write optim.lr=1"),
-    ("optim.betas[0]=0.5", "a list is given as a whole, as optim.betas=[a,b]"),
+    ("optim.betas[0]=0.5", "give the whole list, such as optim.betas=[a,b]"),
     ("a b=1", "'a b' is not a name"),
     ("""run_dir=a=b"c'""", """write 'run_dir="a=b\\"c'"'"'"'"""),
     ("run_dir=a (1)", """write 'run_dir="a (1)"'"""),
@@ -77,7 +77,7 @@ TYPED = [
     ("+new=1", "settings cannot be added"),
     ("~max_steps", "settings cannot be removed"),
     *(
-        (f'max_steps="{digits}"', "max_steps must be a number in the digits 0 to 9")
+        (f'max_steps="{digits}"', "max_steps must be a number with the digits 0 to 9")
         for digits in ("\uff11\uff12", "\u0666")
     ),
     ('optim.betas=["\uff10.9",0.95]', "optim.betas[0] must be a number in the digits"),
@@ -91,7 +91,7 @@ TYPED = [
     ("optim.lr.x=1", "optim.lr must be a number"),
     ("model/foo=bar", "model/foo is not a setting"),
     ("data.label_map={a: b}", "data.label_map is not a setting of the data chosen here"),
-    ("backend.batches_per_execution=3", "not a setting of the backend chosen here; it is one of backend=xla"),
+    ("backend.batches_per_execution=3", "not a setting of the backend chosen here; backend=xla has it"),
     # ---- options of groups
     *(
         (f"model={value}", f"model={value}: there is no such model")
@@ -185,11 +185,11 @@ FLAGS = [
     ("records", "task=classify data=csv data.path=CSV model.tokenizer=/nosuch", "model.tokenizer=/nosuch"),
     ("report", "", "required"),
     ("report", "nosuch", "nosuch is not a folder"),
-    ("report", "EMPTY", "holds no metrics.jsonl"),
+    ("report", "EMPTY", "has no metrics.jsonl"),
     ("report", "RUN --output TEXT/x", "TEXT/x"),
     ("compare", "", "required"),
-    ("report", "RUN --tolerance \u0660.1", "--tolerance: \u0660.1 must be a finite number in the digits 0 to 9"),
-    ("compare", "RUN EMPTY", "holds no metrics.jsonl"),
+    ("report", "RUN --tolerance \u0660.1", "\u0660.1 must be a finite number below 2^63, with the digits 0 to 9"),
+    ("compare", "RUN EMPTY", "has no metrics.jsonl"),
     ("compare", "RUN EMPTY --tolerance -1", "--tolerance=-1"),
     ("compare", "RUN seed=1", "RUN is not key=value"),
     ("compare", "seed=1 --tolerance", "--tolerance is not a flag"),

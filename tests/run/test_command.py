@@ -86,7 +86,7 @@ def raises(error: BaseException):
         (OSError("odd"), FAILED, "error: odd\n"),
         (KeyboardInterrupt(), INTERRUPTED, "interrupted\n"),
         (BrokenPipeError(32, "Broken pipe"), FAILED, "error: Broken pipe\n"),  # not of standard output
-        (ValueError("\nInvalid log settings: x"), REJECTED, "error: TORCH_LOGS=None names no torch log; unset it\n"),
+        (ValueError("\nInvalid log settings: x"), REJECTED, "error: TORCH_LOGS=None is not valid; unset it\n"),
         (InputError("two\nlines \x1b[31m"), REJECTED, "error: two lines \\x1b[31m\n"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,

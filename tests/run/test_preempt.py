@@ -274,7 +274,7 @@ def test_the_run_leaves_a_capacity_block_in_time_and_takes_none_without_time_lef
         wall_clock.now = NOW + later
         notices.look_at_clock()
         assert (stop.kind or None) == asked
-    assert stop.reason == "the capacity block ends at 2026-11-20T10:00:00Z, its instances 30 minutes before"
+    assert stop.reason == "the capacity block ends at 2026-11-20T10:00:00Z, and its instances 30 minutes earlier"
     stop.save_s, wall_clock.now = 0, NOW + timedelta(minutes=89)
     rejects(r"block_end=.* it is 2026-11-20T09:29:00Z", watching, stop, block_end=end)
     wall_clock.now -= timedelta(seconds=1)

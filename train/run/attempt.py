@@ -1,4 +1,4 @@
-"""One attempt at a run, from the check of its folder to its exit record."""
+"""One attempt at a run, from the check of the run folder to the exit record."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from train.tasks import Task
 
 logger = logging.getLogger("train")
 KILLED_LOADER = "killed by signal: Killed"
-FULL_SHARED_MEMORY = "killed by signal: Bus error"  # a loader touched a page that a full /dev/shm lacks
+FULL_SHARED_MEMORY = "killed by signal: Bus error"  # a loader process wrote to a full /dev/shm
 OOM_COUNTER = find_oom_counter()
 OOM_KILLS_BEFORE = count_oom_kills(OOM_COUNTER)
 HOST_MEMORY_ERRORS = ("can't allocate memory", "Cannot allocate memory")  # torch's CPU allocator, errno ENOMEM
@@ -50,7 +50,7 @@ KINDS: dict[type[BaseException], str] = {
 
 @dataclass
 class Attempt:
-    """The parts and the state of an attempt."""
+    """The settings, task, run folder and state of an attempt."""
 
     cfg: TrainConfig
     plan: Plan
@@ -60,18 +60,18 @@ class Attempt:
     stop: StopRequest
     saves: bool = True  # False: nothing is saved, and the ranks may have separate run folders
     began_s: float = field(default_factory=lambda: time.monotonic() - started_ago_s())
-    checkpoint: int | None = None  # the step of the newest committed checkpoint, on rank 0
-    asked: str = ""  # the requests to stop, with their ranks
+    checkpoint: int | None = None  # step of the newest committed checkpoint, known on rank 0
+    asked: str = ""  # the requests to stop, and the ranks that received them
     kind: str = ""  # the kind of the first request
-    is_described: bool = False  # whether the run has described itself in its folder
+    is_described: bool = False  # whether the run may have written environment.json
 
     def __post_init__(self) -> None:
         self.watch = Watchdog(self.cfg.watchdog, self.folder)
 
     def joined(self, world: World) -> None:
         """Exchange facts between ranks. Every rank must call this."""
-        # Rank 0 sends the owner of the folder and the outcome of the last attempt. The ranks of a machine send each
-        # other their process ids, for the watchdog.
+        # Rank 0 sends the owner of the folder and the outcome of the last attempt. All ranks send their process ids,
+        # which the watchdogs of their machine need.
         process = read_process(os.getpid())
         here = os.getpid(), process.started if process else 0, self.watch.handle
         everyone = world.all_gather_object((self.folder.previous, self.folder.ownership.owner or "", here))
@@ -80,7 +80,7 @@ class Attempt:
             self.folder.ownership.follow(owner if self.saves else "")
         first = world.rank - world.local_rank
         peers = {rank: everyone[rank][2] for rank in range(first, first + world.local_size) if rank != world.rank}
-        self.watch.joined(peers if launched().is_under_torchrun else {})  # otherwise they may be in other containers
+        self.watch.joined(peers if launched().is_under_torchrun else {})  # else maybe in other containers
 
     def sees_owner(self) -> bool:
         """Return whether this rank sees the lease of rank 0, which it does if they share the folder."""
@@ -95,16 +95,16 @@ class Attempt:
 
 
 def started_ago_s() -> float:
-    """Return the seconds since the run was started: the age of this process, or of the torchrun that restarts it."""
+    """Return the seconds since the run was started: the age of this process, or of torchrun, which restarts it."""
     return age_s(os.getppid() if launched().is_under_torchrun else os.getpid())
 
 
 @contextmanager
 def begin(attempt: Attempt) -> Iterator[Attempt]:
-    """Take the run folder, start the watchdog and the notices, and record the failure if the attempt fails.
+    """Take ownership of the run folder, start the watchdog and the notices, and record the failure of the attempt.
 
-    An attempt that is rejected before the run has described itself leaves no files. Raises InputError if another job
-    owns the folder.
+    An attempt that is rejected before it has written environment.json leaves no files. Raises InputError if another
+    job owns the folder.
     """
     cfg, folder, launch = attempt.cfg, attempt.folder, launched()
     set_up_logging(None)
@@ -137,7 +137,7 @@ def begin(attempt: Attempt) -> Iterator[Attempt]:
 
 
 def record_end(attempt: Attempt, reason: str, step: int) -> None:
-    """Record that the run did not fail. All ranks call this. Raises LeaseLost if another job has taken the folder."""
+    """Record that the run is done or stopped. All ranks must call this. Raises LeaseLost if the folder was lost."""
     folder = attempt.folder
     folder.ownership.check()
     folder.exit_file(reason, step)
@@ -149,11 +149,11 @@ def record_end(attempt: Attempt, reason: str, step: int) -> None:
         folder.outcome(outcome, is_of_all=True)
         if attempt.has_stop_file():
             with suppress(NotPermitted):
-                folder.folder.remove(STOP_FILE)  # obeyed; left here, it would stop the next start too
+                folder.folder.remove(STOP_FILE)  # otherwise it would also stop the next attempt
 
 
 def record_failure(error: BaseException, attempt: Attempt) -> None:
-    """Record that the run failed. If several ranks fail, the outcome of the first is kept."""
+    """Record that the attempt failed. If several ranks fail, the outcome of the first is kept."""
     kind = str(error) if isinstance(error, StoppedEarly) else kind_of(error)
     ownership = attempt.folder.ownership
     if isinstance(error, LeaseLost):  # the error may come from another rank
@@ -175,7 +175,7 @@ def record_failure(error: BaseException, attempt: Attempt) -> None:
 
 
 class OutOfMemory(Failure):
-    """A failure for lack of memory. Its text names the settings to lower, its `kind` the memory that ran out."""
+    """A failure because memory ran out. Its text names the settings to lower, and `kind` says which memory it was."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -183,7 +183,7 @@ class OutOfMemory(Failure):
 
 
 def kind_of(error: BaseException) -> str:
-    """Return the short name of a failure, by which launchers decide whether to start the run again."""
+    """Return the short name of a failure, from which launchers decide whether to start the run again."""
     if isinstance(error, OutOfMemory):
         return error.kind
     kind = next((name for cls, name in KINDS.items() if isinstance(error, cls)), type(error).__name__)
@@ -198,7 +198,7 @@ def kind_of(error: BaseException) -> str:
 
 
 def out_of_memory(kind: str, error: BaseException, cfg: TrainConfig) -> str:
-    """Return the reason of a failure for lack of memory, with the peak memory and the settings to lower."""
+    """Describe an out-of-memory failure: the error, the peak memory, and the settings to lower."""
     first_line = (str(error).strip() or type(error).__name__).split("\n")[0]
     if kind == "out_of_shared_memory":
         return f"out of shared memory: {first_line.partition('. ')[0]}: /dev/shm is full; {LARGER}"

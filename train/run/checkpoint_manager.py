@@ -1,4 +1,4 @@
-"""The checkpoints of a run, which resumes from the newest, saves, rolls back, and exports the best."""
+"""The manager of a run's checkpoints: it resumes from the newest, saves, rolls back, and restores the best."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("train")
 PATIENCE_S = 300.0  # seconds for which the last save is retried while S3 does not answer
-MAX_ROLLBACKS = 2  # instead of a third rollback the run fails, since other data has not helped twice
+MAX_ROLLBACKS = 2  # a third time, the run fails: other data did not help twice
 
 
 class CheckpointManager:
-    """The checkpoints of an attempt. All ranks call `resume`, then other methods inside `saving`, at the same steps."""
+    """The checkpoints of an attempt. All ranks must call `resume`, then, within `saving`, other methods in step."""
 
     def __init__(self, attempt: Attempt, backend: Backend, engine: Engine) -> None:
         self.attempt, self.backend, self.engine = attempt, backend, engine
         self.cfg, self.world, self.on_wait = attempt.cfg, backend.world, attempt.watch.heartbeat
         self.store = open_store(attempt.folder.storage, attempt.folder.staging)
         self.last_rollback: int | None = None  # the step that the run returned to
-        self.lost: goodput.Lost | None = None  # the cost of a fault, until it is reported
+        self.lost: goodput.Lost | None = None  # the cost of the last attempt's fault, until it is reported
 
     # ---- before the loop -----------------------------------------------------------------------------------------
 
     def resume(self) -> Progress:
-        """Restore weights, optimizer and random numbers of the newest valid checkpoint, if any. Returns the progress.
+        """Restore weights, optimizer and random states from the newest valid checkpoint, if any. Return the progress.
 
-        Files that killed attempts left are removed first. Raises NoneValid on all ranks if there is no checkpoint, but
-        metrics.jsonl says that one was saved.
+        Files that killed attempts left behind are removed first. Raises NoneValid on all ranks if there is no
+        checkpoint although metrics.jsonl says that one was saved.
         """
 
         def tidy() -> None:
@@ -84,7 +84,7 @@ class CheckpointManager:
 
     @contextmanager
     def saving(self, recorder: Recorder) -> Iterator[None]:
-        """Continue the metrics where the checkpoint left them, and run a thread that saves during the block."""
+        """Continue the metrics from the checkpoint, and run the thread that saves checkpoints during the block."""
         # The end of the block waits for a pending save, unless a second signal ends the run (SystemExit).
         self.recorder, attempt, ownership = recorder, self.attempt, self.attempt.folder.ownership
         world_size, name, fence = self.world.size, self.backend.name, ownership.number
@@ -112,14 +112,14 @@ class CheckpointManager:
             self.saver.close(waits=waits)
 
     def _restore_window(self, loaded: Loaded) -> None:
-        """Restore each rank's sums for the next metrics line. If the rank count has changed, rank 0 takes the total."""
-        # Counts of labels and tokens are saved as sums over the ranks, so rank 0 always takes them.
+        """Restore each rank's sums for the next metrics line. If the number of ranks has changed, rank 0 gets all."""
+        # Counts of labels and tokens are saved as sums over the ranks, so rank 0 always gets them.
         rank, ranks = self.world.rank, loaded.ranks
         if len(ranks) != self.world.size:
             sums = {key: sum(own[key] for own in ranks) for key in ("loss_sum", "wait_s", "work_s")}
             ranks = [sums, *(dict.fromkeys(sums, 0.0) for _ in range(self.world.size - 1))]
         own = ranks[rank]
-        if not math.isfinite(sum(float(each["loss_sum"]) for each in ranks)):  # the sums include skipped steps
+        if not math.isfinite(sum(float(each["loss_sum"]) for each in ranks)):  # from a skipped step
             self.engine.loss_sum.zero_()
             self.recorder.window = Window()
             return
@@ -132,11 +132,11 @@ class CheckpointManager:
 
     @property
     def failure(self) -> Exception | None:
-        """The reason why the run has to end: saves fail, or the run folder was lost. None if it may continue."""
+        """The reason why the run must end: saves fail, or another job took the run folder. None if it may continue."""
         return self.saver.failure or self.attempt.folder.ownership.failure
 
     def report(self) -> None:
-        """Report saves that have ended and, after the first step, the cost of the fault that ended the last attempt."""
+        """Report finished saves and, after the first step, the cost of the fault that ended the last attempt."""
         self.attempt.folder.ownership.step = self.recorder.progress.step
         if self.lost is not None and self.recorder.steps_done:
             since_s = time.time() - self.lost.last_sign_unix_s
@@ -154,18 +154,18 @@ class CheckpointManager:
         return saves
 
     def is_due(self) -> bool:
-        """Return whether to save after this step, unless it is the last step, which is always saved."""
-        # The first step after a rollback is saved too, so that a restart knows the rollback and the data's position.
+        """Return whether to save after this step. The last step is always saved, whatever this returns."""
+        # The first step after a rollback is saved too, so that a restart knows of it and of the position in the data.
         progress, cfg = self.recorder.progress, self.cfg.checkpoint
         is_best = cfg.best and progress.best_step == progress.step
         is_after_rollback = self.last_rollback is not None and progress.step == self.last_rollback + 1
         return progress.step % cfg.every == 0 or is_best or is_after_rollback
 
     def save(self, metric: float | None, *, is_last: bool) -> None:
-        """Start to save this step. `metric` is the score of its evaluation, or None without one.
+        """Start saving this step. `metric` is the score of its evaluation, None if there was none.
 
-        If the previous save is slow, the step may be left out. The last step, and the best one if it will be exported,
-        wait for the previous save instead.
+        If the previous save is still running, this one may be skipped. The saves of the last step, and of the best step
+        if it will be exported, wait instead.
         """
         progress, window = self.recorder.progress, self.recorder.window
         self.attempt.watch.phase("save", step=progress.step)
@@ -183,8 +183,8 @@ class CheckpointManager:
     def roll_back(self) -> Progress:
         """Restore weights, optimizer and step of the newest checkpoint. The data continues at its current position.
 
-        If the last rollback was to the same checkpoint, the one before it is taken. Raises FloatingPointError if there
-        is no checkpoint, or after MAX_ROLLBACKS rollbacks.
+        If the last rollback was to the same checkpoint, the one before it is restored. Raises FloatingPointError if
+        there is no checkpoint, or after MAX_ROLLBACKS rollbacks.
         """
         now, skips = self.recorder.progress, self.recorder.skips_in_a_row
         text = f"{skips} steps in a row had no finite gradient, up to step {now.step}"
@@ -210,7 +210,7 @@ class CheckpointManager:
         return progress
 
     def _quarantine_what_failed(self) -> None:
-        """Quarantine the checkpoint of the last rollback if the run has saved nothing newer and older ones exist."""
+        """Quarantine the checkpoint of the last rollback if no newer one was saved since, and an older one exists."""
         self.attempt.folder.ownership.check()
         last, steps = self.last_rollback, self.store.steps()
         since = [step for step in steps if last is not None and step in (last, last + 1)]
@@ -223,7 +223,7 @@ class CheckpointManager:
     def finish(self) -> None:
         """Wait until the last save is committed.
 
-        Raises SavesFail on all ranks if this save failed, and LeaseLost if the run folder was lost after the last vote.
+        Raises on all ranks SavesFail if this save failed, or LeaseLost if another job has taken the run folder.
         """
         self.saver.wait(self.on_wait)
         lost = self.attempt.folder.ownership.failure
@@ -238,7 +238,7 @@ class CheckpointManager:
             raise SavesFail(failure)
 
     def facts(self) -> dict[str, Any]:
-        """Return fields of the summary (none unless rank 0): the cost of saves and faults, and how often to save."""
+        """Return fields of rank 0's summary: the cost of saves and faults, and how often to save."""
         stalls_s = self.saver.stalls_s
         if self.world.rank != 0 or not stalls_s:
             return {}
@@ -252,7 +252,7 @@ class CheckpointManager:
         )
 
     def remove_leftovers(self) -> None:
-        """Remove files of unfinished saves by earlier owners, even by an owner that may still be alive."""
+        """Remove files of unfinished saves by earlier owners of the folder, even by one that may still be alive."""
         # The run is done: no later attempt would remove them, and no earlier owner can save a later step.
         if self.world.rank == 0:
             try:
@@ -284,7 +284,7 @@ class CheckpointManager:
             logger.info("exporting step %d, the best by %s", step, self.cfg.best.metric)
             with fitting(path):
                 weights = read_weights(path, manifests[step])
-                for name, value in self.engine.model.state_dict().items():  # load_state_dict may have an engine's hooks
+                for name, value in self.engine.model.state_dict().items():  # load_state_dict might run hooks
                     value.copy_(weights[name])
             self.store.release(path)
             return step
@@ -292,6 +292,6 @@ class CheckpointManager:
 
 
 def last_save_patience_s(cfg: TrainConfig, began_s: float) -> float:
-    """Return the seconds for which the last save is retried: PATIENCE_S, or what max_run_s leaves if that is less."""
+    """Return the seconds for which the last save is retried: PATIENCE_S, or less if max_run_s leaves less."""
     left_s = math.inf if cfg.max_run_s is None else began_s + cfg.max_run_s - time.monotonic()
     return max(0.0, min(PATIENCE_S, left_s))

@@ -1,4 +1,4 @@
-"""Parts that all commands share: exit codes, flags, one-line errors. This module imports neither Hydra nor torch."""
+"""Code that all commands share: exit codes, flags, one-line errors. This module imports neither Hydra nor torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXITS = {DONE: "done", FAILED: "failed, or a service did not answer", REJECTED: 
 
 
 class Once(argparse.Action):
-    """A flag that may be given once. argparse alone silently keeps the last of several values."""
+    """The action of a flag that may be given only once. argparse's default action silently keeps the last value."""
 
     is_given = False
 
@@ -39,10 +39,10 @@ class Once(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of a command's flags, which cannot be abbreviated. It raises InputError if a flag is wrong."""
+    """A parser of a command's flags, which cannot be abbreviated. It raises InputError if a flag is wrong."""
 
     def __init__(self, *, details: Callable[[], str] | None = None, **options: Any) -> None:
-        """Make a parser; `details` returns the last part of --help."""
+        """Make a parser; `details` returns the text at the end of --help."""
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self.details = details
         for kind in (int, float):
@@ -58,12 +58,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def number_flag(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """Return a function that parses a flag's number by the same rules as a setting's."""
+    """Return a function that parses the number in a flag by the rules for settings."""
 
     def read(text: str) -> float:
         value = kind(text)  # `kind` also accepts digits of other alphabets
         if not text.isascii() or not abs(value) < LARGEST:  # rejects NaN too
-            raise argparse.ArgumentTypeError(f"{text} must be a finite number in the digits 0 to 9, below 2^63")
+            raise argparse.ArgumentTypeError(f"{text} must be a finite number below 2^63, with the digits 0 to 9")
         return value
 
     return read
@@ -78,7 +78,7 @@ def command_parser(
     settings: Callable[[], str] | None = None,
     imports: bool = False,
 ) -> Parser:
-    """Make a parser. An example is the command's arguments, or a whole command line that begins with torchrun."""
+    """Make a parser. Each example has the command's arguments, or is a whole command line that begins with torchrun."""
     prog = f"python -m {name}"
     shown = [example if example.startswith("torchrun") else f"{prog} {example}".rstrip() for example in examples]
 
@@ -96,10 +96,10 @@ def command_parser(
 
 
 class Import(argparse.Action):
-    """The flag --import. It imports a file as soon as it is parsed, since later arguments may name what it defines."""
+    """The action of --import: it imports the file immediately, since later arguments may name what the file defines."""
 
     def __call__(self, _parser: object, _namespace: object, value: Any, _flag: object = None) -> None:
-        from train.run.own import take  # late: few command lines have this flag
+        from train.run.own import take  # imported late: few command lines have this flag
 
         take(value)
 
@@ -149,11 +149,11 @@ def guarded(
     """Call `act` and return the exit code.
 
     One rank of each machine prints an error as one line on standard error, after a traceback if the error is a bug.
-    `after_rejection` is called with the reason of a rejection. By default it leaves the reason for the program that
+    `after_rejection` is called with the reason of a rejection. By default, it passes the reason to the program that
     started torchrun. `interrupted` is the line and the exit code after Ctrl-C.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # standard error does so anyway; the C locale has only ASCII
+        sys.stdout.reconfigure(errors="backslashreplace")  # like standard error: the C locale has only ASCII
     line, code = "", DONE
     use_console("stderr")
     try:
@@ -167,13 +167,13 @@ def guarded(
         line, code = interrupted
     except OSError as error:
         if isinstance(error, BrokenPipeError) and is_unread():  # such as `| head`, which has read enough
-            code = code or UNREAD  # an error code of the command wins: `checkpoints verify | head`
+            code = code or UNREAD  # unless the command has an error code: `checkpoints verify | head`
         else:
             line, code = f"error: {explained(error)}", FAILED
         drop_unwritten()
     except Exception as error:
         if str(error).lstrip().startswith("Invalid log settings"):  # torch raises this while it is imported
-            line, code = f"error: TORCH_LOGS={os.environ.get('TORCH_LOGS')} names no torch log; unset it", REJECTED
+            line, code = f"error: TORCH_LOGS={os.environ.get('TORCH_LOGS')} is not valid; unset it", REJECTED
         else:
             traceback.print_exc()
             whose = imported.blamed(error) or "this is a bug, please report it"

@@ -50,8 +50,8 @@ from train.tasks import TASKS, spec_of
 
 __all__ = ["DONE", "FAILED", "REJECTED", "STOPPED"]  # names that actions import from this module
 
-Schema = tuple[str, str, type]  # (group, name, dataclass) of a group's options
-SCHEMAS: list[Schema] = [  # `schemas` adds the schemas of tasks and optimizers
+Schema = tuple[str, str, type]  # (group, option, dataclass)
+SCHEMAS: list[Schema] = [  # `schemas` adds those of tasks and optimizers
     ("data", "shards", ShardsConfig),
     ("data", "records", RecordsConfig),
     ("backend", XLAConfig.name, XLAConfig),
@@ -61,7 +61,7 @@ SCHEMAS: list[Schema] = [  # `schemas` adds the schemas of tasks and optimizers
     ("corpus", "files", FilesCorpusConfig),
     ("corpus", "hf", HFCorpusConfig),
 ]
-CONFIGS: dict[type, str] = {TrainConfig: "train", PrepareConfig: "prepare"}  # files in conf/; `launch` adds its own
+CONFIGS: dict[type, str] = {TrainConfig: "train", PrepareConfig: "prepare"}  # files in conf/; `launch` adds one
 
 NAME = re.compile(r"\w[\w./]*")  # the name of a setting
 
@@ -76,7 +76,7 @@ def schemas() -> list[Schema]:
 
 @functools.cache
 def register(configs: tuple[tuple[type, str], ...], options: tuple[Schema, ...]) -> None:
-    """Register the dataclasses for the defaults lists in `conf/*.yaml`; those in OWN_OPTIONS, as options themselves."""
+    """Register dataclasses with Hydra: as the schemas of files in conf/, or as the options in OWN_OPTIONS."""
     store = ConfigStore.instance()
     for schema, file in configs:
         store.store(name=f"{file}_schema", node=schema)
@@ -85,7 +85,7 @@ def register(configs: tuple[tuple[type, str], ...], options: tuple[Schema, ...])
 
 
 def add_schema(schema: type, name: str, options: Sequence[tuple[str, str, type]]) -> None:
-    """Register a schema with the file conf/`name`.yaml, and the dataclasses of its groups' options."""
+    """Add the schema of conf/`name`.yaml, and the dataclasses of its groups' options."""
     CONFIGS[schema] = name
     SCHEMAS.extend(option for option in options if option not in SCHEMAS)
 
@@ -166,8 +166,8 @@ def check_override(schema: type, override: str) -> None:
     check(key != "" and parsed.package is None, f"{override} is not key=value: {key!r} is not a name")
     check(
         not parsed.is_sweep_override(),
-        f"{override} is more than one value, and sweeps are not supported: start one run for each; quotes make it one "
-        f"""value, '{key}="{value}"'""",
+        f"{override} has several values, but sweeps are not supported: start one run for each, or quote a single "
+        f"""value, as in '{key}="{value}"'""",
     )
     listed = groups(CONFIGS[schema])
     top = key.split(".")[0].split("/")[0]
@@ -190,7 +190,7 @@ def spelling(key: str, equals: str, value: str) -> str:
         return f"write {name}=..." if NAME.fullmatch(name) else "quote special characters, as in 'key=\"a (b)\"'"
     if re.fullmatch(rf"{NAME.pattern}\[.*", name):
         name = name.partition("[")[0]
-        return f"a list is given as a whole, as {name}=[a,b]"
+        return f"give the whole list, such as {name}=[a,b]"
     if not NAME.fullmatch(name):
         return f"{name!r} is not a name"
     if name != key or value.startswith("="):
@@ -199,7 +199,7 @@ def spelling(key: str, equals: str, value: str) -> str:
 
 
 def preferred(schema: type, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the settings that the overrides imply, to replace a recipe's; see `train.run.precedence`."""
+    """Return the settings that follow from the overrides and replace a recipe's; see `train.run.precedence`."""
     parse = OverridesParser.create().parse_override
     given = {override.partition("=")[0]: parse(override).value() for override in overrides}
     return over_recipe(dict(flatten(given)), groups(CONFIGS[schema]))
@@ -217,7 +217,7 @@ KINDS = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or f
 
 
 def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -> str:
-    """Return a one-line message for the user from an error of Hydra or OmegaConf that has several lines."""
+    """Turn an error of Hydra or OmegaConf, which has several lines, into a one-line message for the user."""
     while isinstance(cause := error.__cause__, HydraException) or getattr(cause, "full_key", None) is not None:
         assert cause is not None  # under a debugger OmegaConf adds another cause, which names no setting
         error = cause
@@ -233,9 +233,7 @@ def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -
             where = f"of the {group} chosen here" if group else "at the top level but in a group"
             options = ((f"{kind}={option}", fields(node)) for kind, option, node in schemas() if kind == group)
             others = " or ".join(option for option, settings in options if name in {each.name for each in settings})
-            return (
-                f"{full_key} is not a setting {where}; {f'it is one of {others}' if others else '--cfg job lists all'}"
-            )
+            return f"{full_key} is not a setting {where}; {f'{others} has it' if others else '--cfg job lists all'}"
         return f"{full_key} is not a setting; {close_to(full_key, keys)}"
     seen = ([full_key] + [override for override in overrides if is_of(override, full_key)])[-1]
     if match := re.search(r"could not be converted to (\w+)|Cannot convert .* to (\w+)", first):
@@ -266,7 +264,7 @@ def known_keys(schema: type) -> list[str]:
 def settings_parser(
     name: str, schema: type, purpose: str, *, examples: Sequence[str], keys: Sequence[str], model: str = ""
 ) -> Parser:
-    """Make the parser of a command with settings: --help explains `keys`, and `model` ("": none) the argument MODEL."""
+    """Make the parser of a command with settings. --help explains `keys`, and MODEL with the text `model` ("": none)."""
     exits = {**EXITS, STOPPED: "stopped on request; the same command resumes it"}
     settings = partial(settings_help, schema, CONFIGS[schema], keys)
     imports = issubclass(schema, TrainConfig)
@@ -289,8 +287,8 @@ def run(
 ) -> int:
     """Read and check the command line, call `action` with the settings, and return the exit code.
 
-    `given` are further overrides, or a function from the flags to them; the command line wins over them. The reason of
-    a rejection is printed and then passed to `after_rejection`.
+    `given` are further overrides, or a function that returns them for the parsed flags; the command line takes
+    precedence. The reason of a rejection is printed and then passed to `after_rejection`.
     """
 
     def act() -> int:
@@ -313,7 +311,7 @@ def run(
             return action(cfg)
         composed = compose_config(schema, overrides)
         shown = OmegaConf.to_yaml(composed)
-        if "???" not in shown:  # all that a run needs is given
+        if "???" not in shown:  # no required setting is missing
             checked(composed, schema, overrides)
         print(shown, end="")
         return DONE

@@ -1,10 +1,10 @@
-"""Evaluations, whose metrics are the same on any number of ranks, since each example is counted once.
+"""Evaluation. Its metrics do not depend on the number of ranks, since each example is counted once.
 
 Ranks compute statistics for each row. Rank 0 puts the rows in the order of the data and computes the metrics in float64
-(`eval_metrics` of the task). A masked language model masks the same tokens at every step, as in epoch EVAL_EPOCH
-(train/data/batches/loader.py). Metrics are bit-identical only for the same eval_batch_size: at a different batch size
-matrix products may add in a different order. The default is the micro batch size, which may depend on the number of
-ranks (train/config/plan.py).
+(`eval_metrics` of the task). For masked language models, all evaluations mask the same tokens, those of epoch
+EVAL_EPOCH (train/data/batches/loader.py). Metrics are bit-identical only for the same eval_batch_size: at a different
+batch size, matrix products may add in a different order. The default is the micro batch size, which may depend on the
+number of ranks (train/config/plan.py).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ logger = logging.getLogger("train")
 
 
 def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recorder) -> float | None:
-    """Evaluate and record the metrics. Returns the score by best.metric (lower is better), or None at step 0.
+    """Evaluate and record the metrics. Return the score by best.metric (lower is better), or None at step 0.
 
-    Also returns None if a rank is asked to stop meanwhile. The run then owes the evaluation.
+    Also return None if a rank is asked to stop during the evaluation, which is then due after a resume.
     """
     began_s = time.perf_counter()
     votes = Votes(backend.world, attempt.stop)
@@ -58,7 +58,7 @@ def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recor
     score = -best_metric(attempt.cfg).sign * metrics[best.metric]
     if recorder.progress.saw(score, best.metric, min_delta=attempt.cfg.early_stop.min_delta):
 
-        def write() -> str | None:  # returns a failure, since a full disk must not stop training
+        def write() -> str | None:  # returns failures: a full disk must not stop training
             try:
                 attempt.task.write_evaluation(rows, attempt.folder.folder, step=step)
             except (InputError, Unreachable, OSError) as error:
@@ -99,8 +99,8 @@ def evaluate_alone(
 ) -> Evaluated:
     """Evaluate the model that training would start from, in the way that training does. `load` may replace its weights.
 
-    Every rank calls this with a separate, empty cfg.run_dir. `run` is the folder of the run that trained the model, and
-    `step` the step of its weights. Raises StoppedEarly if a rank is asked to stop.
+    Every rank must call this with a separate, empty cfg.run_dir. `run` is the folder of the run that trained the model,
+    and `step` the step of its weights. Raises StoppedEarly if a rank is asked to stop.
     """
     with stop.nothing_to_save():
         check_launch(cfg.instance, launched())
@@ -136,12 +136,12 @@ def evaluate_model(
 
     def build() -> Network:
         steps = world.all_gather_object(step)
-        check(len(set(steps)) == 1, f"ranks read steps {shortlist(set(steps))}: the run is being trained; try again")
+        check(len(set(steps)) == 1, f"ranks read steps {shortlist(set(steps))}: the run is still training; try again")
         model = task.build_model()
         load(model)
         return model
 
-    torch.manual_seed(cfg.seed)  # weights that a checkpoint lacks are the same on every rank
+    torch.manual_seed(cfg.seed)  # so that weights that a checkpoint lacks are the same on every rank
     model = world.agree(build)
     lengths = 1 if task.buckets is None else len(task.buckets.lengths)
     engine = build_engine(cfg.parallel, cfg.optim, backend, model, task.loss, accumulation=1, lengths=lengths)
@@ -171,14 +171,14 @@ def measure(
         num_workers=0,
         prefetch=1,
         pin_memory=False,
-        multi_batch=None if task.buckets is None else 1,  # batches that are drawn together have one shape
+        multi_batch=None if task.buckets is None else 1,  # batches drawn together have the same shape
     )
     statistics = []  # kept on the device until the end, so that the device never waits for the host
     num_done = 0
     engine.model.eval()
     try:
         for batch in agreed(iter(batched(backend.to_device(batches), 1)), votes):
-            attempt.watch.phase("evaluate", is_start=is_first)  # the first batch compiles
+            attempt.watch.phase("evaluate", is_start=is_first)  # the first batch triggers compilation
             with torch.no_grad():
                 own = engine.evaluate(task.eval_statistics, batch["inputs"])
             if own is not None:
@@ -186,7 +186,7 @@ def measure(
             num_done += 1
     finally:
         engine.model.train()
-    if num_done < len(order):  # all ranks have the same number of batches
+    if num_done < len(order):  # stopped, after the same batch on all ranks
         return None
     rows = torch.cat(backend.to_host(statistics)).numpy() if statistics else None
     gathered = backend.world.gather((engine.data_rank, rows))

@@ -30,7 +30,7 @@ def check_same_data(ids: list[str]) -> None:
     for rank, data_id in enumerate(ids):
         check(
             data_id == ids[0],
-            f"rank {rank} does not read rank 0's data (id {data_id[:12]} and {ids[0][:12]}): data.path must lead "
+            f"rank {rank} reads other data (id {data_id[:12]}) than rank 0 (id {ids[0][:12]}): data.path must point "
             "to the same data on every machine; does one have an older copy?",
         )
 
@@ -62,9 +62,9 @@ class TrainData:
             "batch_size": plan.micro_batch_size,
             "num_workers": cfg.data.num_workers,
             "prefetch": MICRO_BATCHES_AHEAD,
-            "multi_batch": multi_batch if task.buckets is None else 1,  # batches that are drawn together have one shape
+            "multi_batch": multi_batch if task.buckets is None else 1,  # batches drawn together have the same shape
         }
-        shortest = task.seq_len if task.buckets is None else 1  # with buckets, the lengths of batches are unknown here
+        shortest = task.seq_len if task.buckets is None else 1  # with buckets, batch lengths are not known here
         world.agree(lambda: check_shared_memory(num_ranks=world.local_size, seq_len=shortest, **loading))
         micro_batches = Batches(
             task.train_data(),
@@ -86,10 +86,10 @@ class TrainData:
 def train_order(
     cfg: TrainConfig, plan: Plan, task: Task, world: World, engine: Engine, progress: Progress
 ) -> ShardSampler:
-    """Return this rank's order of the data after the run's position. A new run chooses windows that fit the caches.
+    """Return this rank's order of the data from the run's position. A new run chooses windows that fit the caches.
 
     The position is `examples`, `lanes` and `window_shards` of `progress`, which train/checkpoints/loader.py:load has
-    read. With batches of several lengths it is `examples` alone.
+    read. With batches of several lengths, it is only `examples`.
     """
     data_ranks = world.all_gather_object(engine.data_rank)
     machines = [data_ranks[first : first + world.local_size] for first in range(0, world.size, world.local_size)]
@@ -140,7 +140,7 @@ def draw(steps: Iterator[list[Batch]]) -> tuple[list[Batch], Exception | None]:
 
 
 def eval_order(task: Task, engine: Engine, *, batch_size: int, collects: bool) -> EvalOrder | BucketEvalOrder:
-    """Return this rank's batches of an evaluation; with `collects` only one per length and rank, to collect graphs."""
+    """Return this rank's batches of an evaluation; if `collects`, only one per length and rank, to collect graphs."""
     rank, size = engine.data_rank, engine.data_size
     if task.buckets is None:
         return EvalOrder(task.eval_rows, batch_size, rank, size, 1 if collects else None)

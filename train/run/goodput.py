@@ -1,4 +1,4 @@
-"""The cost of a run's faults and saves, and how often to save, from metrics.jsonl. It does not import torch."""
+"""The cost of a run's faults and saves, and how often to save, computed from metrics.jsonl without torch."""
 
 from __future__ import annotations
 
@@ -80,6 +80,6 @@ def suggested_interval_s(stall_s: float, mttf_s: float | None, *, max_loss_s: fl
 
 
 def newest_saved(run: Folder) -> int | None:
-    """Return the last step that was committed, if any."""
+    """Return the newest step whose checkpoint was committed, None if there is none."""
     lines = read_back(run, containing=b'"checkpoint"')
     return next((line["step"] for line in lines if line["kind"] == "checkpoint"), None)

@@ -1,4 +1,4 @@
-"""Help on settings, from the comments in train/config and the groups and options in conf/. It imports no Hydra."""
+"""Help on settings, made from comments in train/config and from the files in conf/. It does not import Hydra."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from omegaconf import MISSING
 
 from train.config.checks import LIMITS
 
-OWN_OPTIONS: dict[tuple[str, str], type] = {}  # settings of each (group, option) without a file in conf/
+OWN_OPTIONS: dict[tuple[str, str], type] = {}  # settings of each (group, option) that has no file in conf/
 WIDTH = 110  # columns
 TYPES: dict[object, str] = {
     bool: "true or false",
@@ -33,7 +33,7 @@ TYPES: dict[object, str] = {
 
 
 def settings_help(schema: type, name: str, keys: Sequence[str]) -> str:
-    """Return the most used settings of a schema with defaults and meaning, and the groups of conf/`name`.yaml."""
+    """Return help on the settings `keys` of a schema, and on the groups of conf/`name`.yaml."""
     lines = ["most used settings (key=value; --cfg job prints all, python -m train.settings explains all):"]
     for key in keys:
         item, meaning = explained_field(schema, key)
@@ -69,19 +69,19 @@ def explained_field(schema: type, key: str) -> tuple[Field, str]:
 
 
 def comment(kind: type, name: str) -> str:
-    """Return the comment of a field in the words of the command line, where None is null."""
+    """Return the comment of a field, with None replaced by null, as on the command line."""
     return comments(kind).get(name, "").replace("None", "null")
 
 
 def shown_default(item: Field) -> str:
-    """Return the default in the form of the command line; "..." for a setting without a default."""
+    """Return the default as the command line spells it; "..." if there is none."""
     if callable(item.default_factory):
         return plain(item.default_factory())
     return "..." if item.default in (NO_DEFAULT, MISSING) else plain(item.default)
 
 
 def plain(value: Any) -> str:
-    """Return a value in the form of the command line."""
+    """Return a value as the command line spells it."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, dict):
@@ -156,7 +156,7 @@ def add_option(group: str, name: str, settings: type) -> None:
 
 
 def option_values(group: str, option: str) -> dict[str, Any]:
-    """Return the settings that an option's file, or its class if it has no file, sets itself: none that it inherits."""
+    """Return the settings in an option's file, or in its class if it has no file, without inherited settings."""
     if (own := OWN_OPTIONS.get((group, option))) is not None:
         named = {item.name: item.default for item in fields(own) if item.name in inspect.get_annotations(own)}
         return {name: value for name, value in named.items() if value is not NO_DEFAULT}
@@ -167,7 +167,7 @@ def option_values(group: str, option: str) -> dict[str, Any]:
 
 @contextmanager
 def words_as_text() -> Iterator[None]:
-    """Make YAML read `no`, `off`, `yes` and `on` as words in this block, as in overrides: labels may be such words."""
+    """Make YAML read `no`, `off`, `yes` and `on` as text, as in overrides: labels may be such words."""
     known = yaml.SafeLoader.yaml_implicit_resolvers
     truths = re.compile("(true|True|TRUE|false|False|FALSE)$")
     yaml.SafeLoader.yaml_implicit_resolvers = {

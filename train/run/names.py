@@ -1,4 +1,4 @@
-"""Settings whose values are the user's names: labels, values of columns, files."""
+"""Settings whose values contain names that the user has chosen: labels, values of columns, files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LABELS = "data.labels"
 
 
 def opened(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Split overrides into those for Hydra and the user's names: its grammar accepts neither {-1: neg} nor [don't]."""
+    """Split overrides into those for Hydra and those with names, as Hydra's grammar rejects {-1: neg} and [don't]."""
     for_hydra: list[str] = []
     users_own: dict[str, Any] = {}
     for override in overrides:
@@ -48,7 +48,7 @@ def own_table(key: str, text: str) -> dict[str, str | None]:
 
 
 def own_list(key: str, text: str) -> list[str]:
-    """Parse a list of names, each taken literally: [no, null, 1e3] holds these three words."""
+    """Parse a list of names, each taken literally: [no, null, 1e3] contains these three words."""
     value = as_written(text)
     ok = isinstance(value, list) and all(isinstance(name, str) for name in value)
     check(ok, f"{key}={text}: {key} must be a list, such as [a, b]")

@@ -1,4 +1,4 @@
-"""The user's own tasks, optimizers and schedules: a file named by `--import` adds its tables to the program's tables.
+"""The user's own tasks, optimizers and schedules: the tables in an `--import` file are added to the program's tables.
 
 This module does not import torch.
 """
@@ -26,7 +26,7 @@ TABLES: dict[str, tuple[dict[str, Any], Any, str]] = {
 
 
 def take(given: str) -> None:
-    """Import a file and add its tables' entries. Raises InputError if it has none, or one is wrong or taken."""
+    """Import a file and add its entries. Raises InputError if it has no table, or an entry is invalid or exists."""
     module = imported.load(given)
     own = {name: vars(module)[name] for name in TABLES if name in vars(module)}
     check(bool(own), f"{imported.FLAG} {given}: it has no table; define one of {', '.join(TABLES)}, as {{name: entry}}")
@@ -53,11 +53,11 @@ def check_name(spec: Any, group: str, name: str, where: str) -> None:
 
 
 def check_imports(overrides: Sequence[str]) -> None:
-    """Raise InputError if the run in run_dir, unless that is in S3, used --import files that are not imported now."""
+    """Raise InputError if the run in run_dir used --import files that are not imported now. S3 is not checked."""
     run_dir = [each.removeprefix("run_dir=").strip("'\"") for each in overrides if each.startswith("run_dir=")]
     if run_dir and not is_s3(run_dir[-1]):
         try:
             identity = find_identity(LocalFolder(local_path(run_dir[-1]))) or {}
         except InputError:
-            return  # no run can be read there, and the caller has an error to report
+            return  # no run can be read there; the caller reports its error
         imported.check_repeated(identity, run_dir[-1])

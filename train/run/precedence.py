@@ -29,7 +29,7 @@ TOGETHER = {*LENGTHS, *OF_NEW_MODEL}  # may be typed together with the setting t
 
 
 def over_recipe(given: Mapping[str, Any], groups: Collection[str]) -> dict[str, Any]:
-    """Return further settings that the given ones imply, to replace a recipe's.
+    """Return further settings that follow from the given ones and replace those of a recipe.
 
     The values of a given option replace the recipe's, and a given setting resets those that REPLACED lists for it.
     Raises InputError if two given settings choose the same thing.
@@ -50,15 +50,15 @@ def over_recipe(given: Mapping[str, Any], groups: Collection[str]) -> dict[str, 
 
 
 def check_digits(composed: DictConfig, given: Mapping[str, Any]) -> None:
-    """Raise InputError if a number has digits other than 0 to 9, which Python reads too. `given`: value by override."""
+    """Raise InputError if a number has digits other than 0 to 9, which Python accepts. `given`: value by override."""
     for override, values in given.items():
         for name, value in leaves(values, override.partition("=")[0]):
             is_number = isinstance(OmegaConf.select(composed, name), int | float)
-            check(not is_number or str(value).isascii(), f"{override}: {name} must be a number in the digits 0 to 9")
+            check(not is_number or str(value).isascii(), f"{override}: {name} must be a number with the digits 0 to 9")
 
 
 def check_switches(composed: DictConfig, overrides: Iterable[str]) -> None:
-    """Raise InputError if a switch is set to a number other than 0 and 1, which Hydra would take for true."""
+    """Raise InputError if a switch is set to a number other than 0 and 1, which Hydra would read as true."""
     for override in overrides:
         key, _, text = override.partition("=")
         is_other = re.fullmatch(r"[+-]?\d[\d.e_]*", text) and text not in ("0", "1")

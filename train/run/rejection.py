@@ -1,4 +1,4 @@
-"""The messages of a rejected rank to programs that do not see its exit code. Only a rejection imports torch."""
+"""Messages from a rejected rank to programs that do not see its exit code. Torch is imported only then."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ INFORM_S = 60.0  # seconds for which a rejected first machine waits for machines
 
 
 def inform_others(rejection: str) -> None:
-    """Tell other machines and the program that started torchrun, which ends this machine's ranks, of a rejection."""
+    """Tell the other machines, and the program that started torchrun on this machine, about a rejection."""
     leave_rejection(rejection)
-    with suppress(InputError, KeyboardInterrupt):  # the launcher's variables may be what was rejected
+    with suppress(InputError, KeyboardInterrupt):  # the launcher's variables may be what is wrong
         launch = launched()
         if not launch.is_one_machine:
-            from train.parallel import rendezvous  # late: torch takes seconds to import
+            from train.parallel import rendezvous  # imported late, since torch takes seconds
 
             rendezvous.announce(f"rank {launch.rank} on {socket.gethostname()} was rejected: {rejection}", INFORM_S)

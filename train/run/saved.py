@@ -20,9 +20,9 @@ from train.tasks import TASKS
 def read_config(folder: Folder) -> TrainConfig:
     """Return the configuration that a run was last started with. Raises InputError if this version cannot read it.
 
-    Others may have written the file. So references (`${oc.env:...}`) are rejected, and the file can choose neither the
-    server that gets this machine's credentials nor a place to write to: `s3`, `data.cache_dir` and `hub` are reset to
-    their defaults, and `run_dir` to the folder that was read. The file may name data, and weights by a path or Hub id.
+    Others may have written the file. Therefore, references (`${oc.env:...}`) are rejected, and the file can choose
+    neither the server that gets this machine's credentials nor a place to write to: `s3`, `data.cache_dir` and `hub`
+    are reset to their defaults, and `run_dir` to the folder that was read. The file may name data and weights.
     """
     config_path = f"{folder.location}/config.yaml"
     try:
@@ -44,7 +44,9 @@ def read_config(folder: Folder) -> TrainConfig:
         raise InputError(f"{config_path} is damaged: {error}") from error
     except (OmegaConfBaseException, LookupError, AttributeError, TypeError, ValueError) as error:
         imported.check_repeated(find_identity(folder) or {}, folder.location)  # files that may define the task
-        raise InputError(f"{config_path} is damaged or another version's: {cli.explain(error, TrainConfig)}") from error
+        raise InputError(
+            f"{config_path} is damaged or of another version: {cli.explain(error, TrainConfig)}"
+        ) from error
     assert isinstance(config, TrainConfig)
     config.s3, config.hub, config.run_dir, config.data.cache_dir = S3Config(), HubConfig(), folder.location, None
     return config

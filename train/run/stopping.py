@@ -6,7 +6,7 @@
     3. `train.loop` names the ranks (`who_asked`), saves with `is_last=True` and waits until the save is committed.
     4. `attempt.record_end` writes exit records and outcome.json, which launchers read, since torchrun returns 1 for
        every exit code but 0.
-    5. `train.entry.attempt` returns 75 (`STOPPED` of train/run/command.py), also after StoppedEarly.
+    5. `train.entry.attempt` returns 75 (`STOPPED` in train/run/command.py), also after StoppedEarly.
 
 A second signal skips 2 to 4: `handle` raises SystemExit(128 + the signal's number), and `train.entry` exits immediately
 with that code. If the main thread is in a call that runs no Python handler, the thread of `listen` exits with that code
@@ -16,9 +16,9 @@ When torchrun itself dies, the kernel sends its ranks SIGTERM (train/system/torc
 EC2 publishes notices in its instance metadata, which answers 404 while there is no notice (EC2 user guide):
 
 - spot/instance-action: EC2 will take this spot instance back, at best two minutes after the notice.
-- events/maintenance/scheduled: EC2 will stop or retire the instance for good. It says so days ahead, and the run stops
-  shortly before. The notice of a reboot is ignored, and the run stops on the reboot's SIGTERM. Otherwise a run that is
-  restarted on the machine before the reboot would stop again and again.
+- events/maintenance/scheduled: EC2 will stop or retire the instance for good. The notice comes days ahead, and the run
+  stops shortly before the event. The notice of a reboot is ignored, and the run stops on the reboot's SIGTERM:
+  otherwise, a run that is restarted on the machine before the reboot would stop again and again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ GRACE_S = 5.0  # seconds after a second signal in which the main thread may stil
 REPEAT_S = 2.0  # seconds in which a signal counts as the same request: torchrun repeats the terminal's Ctrl-C
 BLOCK_LEAD_S = 1800  # EC2 ends the instances of a capacity block this long before the block ends (EC2 user guide)
 BLOCK_MARGIN_S = 60  # seconds added to the save, for the steps until all ranks agree and for clock differences
-EVENT_LEAD_S = 120  # seconds before a scheduled stop at which the run leaves; equal to the time after a spot notice
+EVENT_LEAD_S = 120  # the run stops this many seconds before a scheduled stop: the time that a spot notice leaves
 FOR_GOOD = ("instance-stop", "instance-retirement")
 POLL_S = 5.0  # seconds between requests, as AWS recommends; a spot notice comes two minutes before the end
 CLOSE_S = 5.0  # seconds to wait for a thread's last request; a thread that waits longer for S3 ends with the process
@@ -71,9 +71,9 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.reason: str | None = None  # the reason to leave at the next step with a checkpoint; None: no request
+        self.reason: str | None = None  # the reason to save and exit at the next step; None: no request
         self.kind = ""  # an identifier of the reason, for programs; empty if the reason itself is one
-        self.save_s = 0.0  # the duration of the last save
+        self.save_s = 0.0  # how long the last save took
         self.signal: str | None = None  # the name of the first signal
         self.at_s = 0.0  # the time.monotonic() of the first signal
         self.has_nothing_to_save = False
@@ -122,7 +122,7 @@ class StopRequest:
                 first_s = first_s or now_s
 
     def ask(self, reason: str, *, kind: str = "") -> None:
-        """Ask the run to leave at the next step. Only the first reason counts. Any thread may call this."""
+        """Ask the run to stop at the next step. Only the first reason counts. Any thread may call this."""
         with self.lock:
             if self.reason is None:
                 self.reason, self.kind = reason, kind
@@ -130,7 +130,7 @@ class StopRequest:
     def handle(self, number: int, _frame: FrameType | None) -> None:
         now_s = time.monotonic()
         if self.signal is not None and now_s - self.at_s > REPEAT_S:
-            sys.exit(128 + number)  # safe: files get their names when they are complete
+            sys.exit(128 + number)  # safe: a file gets its name only when it is complete
         if self.signal is None:
             self.signal, self.at_s = signal.Signals(number).name, now_s
             self.ask(self.signal)
@@ -146,12 +146,12 @@ class Notices:
 
     Each source of notices has a separate thread, which looks immediately and then every POLL_S: S3 may take minutes to
     answer whether a file exists, but a spot notice leaves only two minutes. A source that fails is reported once and
-    asked again. Before a known end, the run leaves time for a save: the duration of the last one (`stop.save_s`).
-    Raises InputError if a capacity block has no time left or an address is invalid.
+    asked again. Before a known end, the run stops early enough to save, which may take as long as last time
+    (`stop.save_s`). Raises InputError if a capacity block has no time left or an address is invalid.
     """
 
     def __init__(self, cfg: TrainConfig, stop: StopRequest, has_stop_file: Callable[[], bool], began_s: float) -> None:
-        """Prepare the threads. The attempt began at `began_s` of time.monotonic()."""
+        """Prepare the threads. `began_s` is the time.monotonic() at which the attempt began."""
         self.cfg, self.max_run_s = cfg.preempt, cfg.max_run_s
         self.stop, self.has_stop_file, self.began_s = stop, has_stop_file, began_s
         end = self.cfg.block_end
@@ -189,7 +189,7 @@ class Notices:
                 fails = False
             except (OSError, HTTPException, ValueError, LookupError, TypeError, InputError, Unreachable) as error:
                 if not fails:
-                    logger.warning("%s: %s; asked again every %g s", name, error, POLL_S)
+                    logger.warning("%s: %s; trying again every %g s", name, error, POLL_S)
                 fails = True
             if self.closed.wait(POLL_S):
                 return
@@ -198,7 +198,7 @@ class Notices:
         if self.max_run_s is not None and time.monotonic() - self.began_s >= self.max_run_s - self.stop.save_s:
             self.stop.ask(f"max_run_s={self.max_run_s:g} has passed", kind="max_run_s")
         if self.block_end is not None and now() >= self.block_leave_at(self.block_end):
-            ends = f"the capacity block ends at {as_text(self.block_end)}, its instances 30 minutes before"
+            ends = f"the capacity block ends at {as_text(self.block_end)}, and its instances 30 minutes earlier"
             self.stop.ask(ends, kind="capacity_block")
 
     def block_leave_at(self, end: datetime) -> datetime:
@@ -248,18 +248,18 @@ def as_text(at: datetime) -> str:
 class Votes:
     """The ranks' votes on whether the run stops or fails after a step.
 
-    No step waits for the votes, which are sent while the devices compute (benchmarks/notes.md). Every rank calls each
-    method at the same steps.
+    No step waits for the votes, which are sent while the devices compute (benchmarks/notes.md). Every rank must call
+    each method at the same steps.
     """
 
     def __init__(self, world: World, stop: StopRequest) -> None:
         self.world, self.stop = world, stop
         self.failure: Exception | None = None
         self.counting: Callable[[], list[float]] = list
-        self.stops = self.failures = 0.0  # the ranks that voted to stop, and those that reported a failure
+        self.stops = self.failures = 0.0  # numbers of ranks that voted to stop, and that failed
 
     def cast(self, failure: Exception | None) -> None:
-        """Send this rank's vote. A `failure` is why the run cannot continue after the step that begins now."""
+        """Send this rank's vote. `failure` is the reason why the run cannot continue after the step that begins now."""
         self.failure = failure
         self.counting = self.world.begin_sum([self.stop.reason is not None, failure is not None])
 
@@ -268,7 +268,7 @@ class Votes:
         self.stops, self.failures = self.counting()
 
     def raise_failure(self) -> None:
-        """Raise one rank's failure on all ranks, if the last count has a failure."""
+        """If the last count includes a failure, raise one rank's failure on all ranks."""
         if self.failures:
             self.world.raise_failure(self.failure)
 

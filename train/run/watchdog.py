@@ -37,7 +37,7 @@ from train.system.run_folder import RunFolder
 STDERR = 2
 PERIOD_S = 1.0  # seconds between two checks, or a tenth of the shorter limit if that is less
 MARGIN_PERIODS = 10  # periods from a rank's limit to the end of the C timer, so that the thread can report first
-OTHERS_PERIODS = 3  # periods before this rank exits and torchrun kills the other ranks, which write their stacks first
+OTHERS_PERIODS = 3  # periods for the other ranks to write their stacks: once this rank exits, torchrun kills them
 LEFT = 2**62  # the step of a rank whose watchdog was closed: no other rank waits for it
 OOM_LOOKS = 60  # kill counts to keep: the kernel counts a kill long before a large process has ended
 PEER_ENDS_S = 2.0  # seconds to wait, after a collective breaks, for the end of the process that broke it
@@ -55,7 +55,7 @@ class Heartbeat(ctypes.Structure):
         ("limit_s", ctypes.c_double),
         ("step", ctypes.c_int64),  # -1: the phase belongs to no step
         ("count", ctypes.c_int64),  # heartbeats in this step
-        ("may_wait", ctypes.c_bool),  # at its last check the main thread was in PyTorch's backward pass or collectives
+        ("may_wait", ctypes.c_bool),  # when last checked, the main thread was in a backward pass or collective
         ("phase", ctypes.c_char * 40),
     )
 
@@ -94,7 +94,7 @@ class Watchdog:
         self.compiles: Callable[[], bool] = lambda: False  # returns whether this or another rank is compiling
         self.is_compiling = False  # a rank compiles, so this phase has the time limit of a start
         self.peers: dict[int, Peer] = {}  # the other ranks of this machine
-        self.suspects: dict[int, float] = {}  # times of the heartbeats that were late at the last check
+        self.suspects: dict[int, float] = {}  # by rank: the time of a heartbeat that was late at the last check
         self.oom_counter = oom_counter or find_oom_counter()
         self.oom_kills = deque([count_oom_kills(self.oom_counter)], maxlen=OOM_LOOKS)
         self.closed = threading.Event()
@@ -124,9 +124,9 @@ class Watchdog:
         os.close(self.handle)
 
     def phase(self, name: str, *, step: int | None = None, is_start: bool = False) -> None:
-        """Begin a phase; this is a heartbeat. `is_start` sets the limit watchdog.start_s, to join, load or compile."""
+        """Begin a phase, which counts as a heartbeat. `is_start` sets the limit watchdog.start_s, as for compiling."""
         number = -1 if step is None else step
-        self.own.at_s = time.monotonic()  # first, since the next limit may be shorter
+        self.own.at_s = time.monotonic()  # set first, since the next limit may be shorter
         if number != self.own.step:
             self.own.count = 0
         self.is_start, self.is_compiling = is_start, False
@@ -136,7 +136,7 @@ class Watchdog:
         self.heartbeat()
 
     def heartbeat(self) -> None:
-        """Record progress, such as a micro batch, a batch of an evaluation or a file of a checkpoint."""
+        """Record progress, such as a micro batch, an evaluation batch or a checkpoint file."""
         self.own.at_s = now_s = time.monotonic()
         self.own.count += 1
         if now_s >= self.rearm_s and self.is_open:
@@ -193,8 +193,8 @@ class Watchdog:
 
         The run is stuck if two checks in a row find the same late heartbeats for all ranks at the lowest step. A single
         check could read a heartbeat that is just being written. The result is one of these ranks: a stopped rank
-        (SIGSTOP) if there is one, otherwise the least advanced. Of ranks that are equally far, a rank that may wait for
-        others in a collective is the last to be named.
+        (SIGSTOP) if there is one, otherwise the least advanced. Among equally advanced ranks, those that may be waiting
+        for others in a collective come last.
         """
         ranks = self.heartbeats()
         lowest = min(each.step for each in ranks.values())
@@ -211,15 +211,15 @@ class Watchdog:
         return min(behind, key=order)
 
     def is_stopped(self, rank: int) -> bool:
-        """Return whether another rank of this machine is stopped (SIGSTOP) and thus cannot exit."""
+        """Return whether another rank of this machine is stopped (SIGSTOP), so that it cannot exit."""
         peer = self.peers.get(rank)
         process = read_process(peer.pid) if peer is not None else None
         return process is not None and process.state == "T"
 
     def end(self, stuck: int) -> None:
         """Report which rank is stuck, kill ranks that are stopped (SIGSTOP), and exit."""
-        self.is_open = False  # a heartbeat may no longer arm the timer
-        # The timer guards this report: the file system of the run folder may hang too.
+        self.is_open = False  # heartbeats must no longer arm the timer
+        # The timer limits the time of this report: the file system of the run folder may hang, too.
         faulthandler.dump_traceback_later(MARGIN_PERIODS * self.period_s, exit=True, file=STDERR)
         ranks = self.heartbeats()
         last, is_alike = ranks[stuck], len({(each.step, each.phase, each.count) for each in ranks.values()}) == 1
@@ -242,7 +242,7 @@ class Watchdog:
             process = read_process(peer.pid)
             if process is not None and process.started == peer.started and process.state not in ENDED_STATES:
                 continue
-            is_reported = self.peers.pop(rank, None) is None  # the main thread reports too while the context exits
+            is_reported = self.peers.pop(rank, None) is None  # __exit__ calls this in the main thread, too
             if is_reported or (self.folder.log / f"exit_rank_{rank:04d}.json").is_file():
                 continue
             kind, reason = "killed", f"killed: rank {rank} ended without an exit record around {self.own.where}"
@@ -255,7 +255,7 @@ class Watchdog:
     def report(
         self, kind: str, reason: str, ranks: Collection[int], last: Heartbeat, *, writes_stacks: bool = False
     ) -> None:
-        """Write the outcome with the step of `last`, exit records for `ranks`, and this process's stacks if wanted.
+        """Write the outcome with the step of `last`, exit records for `ranks` and, if wanted, this process's stacks.
 
         The first rank that records the failure also prints it. Nothing is written if another job owns the folder.
         """
