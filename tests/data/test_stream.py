@@ -146,7 +146,7 @@ def test_the_end_of_a_run_waits_for_no_shard(bucket, shards, tmp_path):
 
 def test_ranks_that_read_different_data_are_rejected():
     check_same_data(["a" * 64] * 2)
-    rejects(r"rank 1 reads other data \(id b{12}\) than rank 0 \(id a{12}\)", check_same_data, ["a" * 64, "b" * 64])
+    rejects(r"rank 1 reads different data \(id b{12}\) from rank 0 \(id a{12}\)", check_same_data, ["a" * 64, "b" * 64])
 
 
 @pytest.fixture

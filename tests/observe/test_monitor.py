@@ -300,7 +300,7 @@ def test_nvml_gives_the_devices_of_the_run_and_its_errors_and_heat_are_alarms(gp
     assert fields["device_utilisation"] == pytest.approx(0.6) and fields["device_memory_bytes"] == 20_000
     assert fields["device_errors"] == 0 and "hardware_mfu" not in fields  # errors of before the run are not the run's
     host = platform.node()
-    assert result == [f"{host}: GPU 1: uncorrected memory errors: 2", f"{host}: GPU 1: slowed down: it is too hot"]
+    assert result == [f"{host}: GPU 1: uncorrected memory errors: 2", f"{host}: GPU 1: thermal throttling"]
     assert again == [f"{host}: GPU 1: uncorrected memory errors: 1"]
     assert not gpus and not log.records  # it was shut down
 

@@ -80,7 +80,7 @@ TYPED = [
         (f'max_steps="{digits}"', "max_steps must be a number with the digits 0 to 9")
         for digits in ("\uff11\uff12", "\u0666")
     ),
-    ('optim.betas=["\uff10.9",0.95]', "optim.betas[0] must be a number in the digits"),
+    ('optim.betas=["\uff10.9",0.95]', "optim.betas[0] must be a number with the digits"),
     ("run_dir=$HOME/x", "$HOME is not expanded here"),
     # ---- names
     ("max_step=3", "did you mean max_steps?"),

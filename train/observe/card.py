@@ -27,7 +27,7 @@ SETTINGS = (  # (label, key in config.yaml or environment.json)
     ("Schedule", "optim.schedule"),
     ("Warm-up (steps)", "plan.warmup_steps"),
     ("Weight decay", "optim.weight_decay"),
-    ("Gradient clipped to the norm", "optim.max_grad_norm"),
+    ("Gradient clipping norm", "optim.max_grad_norm"),
     ("Global batch (sequences)", "plan.global_batch_size"),
     ("Micro batch (sequences per rank)", "plan.micro_batch_size"),
     ("Padded to (tokens)", "identity.data.lengths"),
@@ -111,7 +111,7 @@ def metadata(run: Run, records: Records, name: str) -> str:
 def results_of(run: Run, records: Records) -> list[tuple[str, str, float]]:
     """Return (split, metric, value) for each score of the exported weights."""
     line = exported_evaluation(run)
-    others = [split.name for split in records.evaluated if split.name != "validation"]  # scores are named <split>_...
+    others = [split.name for split in records.evaluated if split.name != "validation"]  # names begin with <split>_
     triples = []
     for name, points in scores(run, [line] if line else []).items():
         split = next((each for each in others if name.startswith(f"{each}_")), "validation")
@@ -128,7 +128,7 @@ def exported_evaluation(run: Run) -> Line | None:
 
 
 def hub_id(run: Run, key: str) -> str | None:
-    """Return a setting's value if it is a Hub id, None if it is a path. The name of an existing folder is a path."""
+    """Return a setting's value if it is a Hub id, None if it is a path. An existing folder counts as a path."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     value = str(run.config.get(key) or "")
@@ -169,7 +169,7 @@ def about(run: Run, records: Records) -> str:
     shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
     parameters = "" if summary["parameters"] is None else f", {summary['parameters']:,.0f} parameters"
     pretrains = task is not None and task.settings.learns_from is ShardsConfig
-    model = f"Its training continued from {text(base)}" if pretrains else f"It is fine-tuned from {text(base)}"
+    model = f"Its training continued from {text(base)}" if pretrains else f"It was fine-tuned from {text(base)}"
     model = model if base is not None else f"It was trained from random weights ({text(summary['model'])})"
     sentence = task.sentence.format(labels=len(names) or "several", names=shown or "unknown") if task else ""
     return f"{sentence}\n{model}{parameters}."

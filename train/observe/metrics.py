@@ -1,4 +1,4 @@
-"""Measurements on every rank during a run, and the metrics lines in which rank 0 writes them.
+"""Measurements on every rank during a run, which rank 0 writes to metrics lines.
 
 Values on the device are copied to the host only every `log_every` steps, so that measuring does not stall the device.
 """
@@ -84,7 +84,7 @@ class Recorder:
     def __post_init__(self) -> None:
         self.world = self.backend.world
         self.share = self.engine.data_size / self.world.size  # so that a row counts once if several ranks train on it
-        self.before_s = max(0.0, age_s(os.getpid()) - self.folder.attempt_s())  # from the process's start
+        self.before_s = max(0.0, age_s(os.getpid()) - self.folder.attempt_s())  # seconds before the attempt began
         hosts = self.world.all_gather_object(platform.node())
         stages = [rank % self.cfg.parallel.num_stages for rank in range(self.world.size)]
         self.stragglers = Stragglers(hosts, stages)
@@ -149,7 +149,7 @@ class Recorder:
 
         Every `log_every` steps, or if `reads` is set, read values from the device, sum them over the ranks and write a
         line. Then raises FloatingPointError on all ranks if the loss or the gradient norm is not finite, unless the
-        last step was skipped for it.
+        last step was skipped for that reason.
         """
         step = self.progress.step
         self._count(micro_batches, seq_len)
@@ -271,7 +271,7 @@ class Recorder:
         logger.warning(f"step {self.progress.step}: {text}")
 
     def go_back(self, progress: Progress) -> None:
-        """Continue from the earlier step of `progress`."""
+        """Continue from the earlier step in `progress`."""
         self.progress, self.window, self.skips_in_a_row = progress, Window(), 0
         self.console.bar.n = progress.step
 

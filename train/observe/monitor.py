@@ -32,8 +32,8 @@ logger = logging.getLogger("train")
 
 DEVICE = ("device_utilisation", "device_flops_per_s", "device_memory_bytes")
 NAMES = (*DEVICE, "cpu_utilisation", "host_memory_bytes", "device_errors")
-OVER_TIME = ("device_utilisation", "device_flops_per_s", "cpu_utilisation")  # averaged; of others, the latest value
-CLOSE_S = 8.0  # seconds to wait for the thread to end; a source needs fewer to stop
+OVER_TIME = ("device_utilisation", "device_flops_per_s", "cpu_utilisation")  # averaged; of others, the latest counts
+CLOSE_S = 8.0  # seconds to wait for the thread to end; sources stop sooner
 
 Source = Callable[[threading.Event], Iterator[Reading]]  # yields a reading about once a second until the event is set
 
@@ -193,7 +193,7 @@ def nvidia_readings(stop: threading.Event, *, num_devices: int, period_s: float)
                 reasons = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu) or 0
                 if reasons & heat and index not in hot:  # reported once per GPU, since throttling comes and goes
                     hot.add(index)
-                    reading.warnings += (f"GPU {index}: slowed down: it is too hot",)
+                    reading.warnings += (f"GPU {index}: thermal throttling",)
             for name, values in (("device_utilisation", shares), ("device_memory_bytes", held)):
                 if values:
                     reading.totals[name] = (sum(values), len(values))

@@ -136,7 +136,7 @@ class LineParser:
             return tagged
         untagged = [entry for entry in entries if entry.get("neuron_runtime_tag") in (None, "", str(entry.get("pid")))]
         if untagged and self.run_tag:
-            warn_once("tag", f"no Neuron process has the tag {self.run_tag}: processes without tags are read")
+            warn_once("tag", f"no Neuron process has the tag {self.run_tag}: those without a tag are read instead")
         return untagged
 
     def read_processes(self, reading: Reading, entries: list[dict[str, Any]]) -> None:
@@ -179,7 +179,7 @@ class LineParser:
         return group
 
     def new_ecc(self, counters: dict[str, Any]) -> dict[str, int]:
-        """Return the increase of each counter of uncorrected errors; the tool may count per period or in total."""
+        """Return the increase of each counter of uncorrected errors, whether the tool counts per period or in total."""
         new = {}
         for device in counters.get("neuron_devices") or []:
             for name in ECC_COUNTERS:

@@ -1,4 +1,4 @@
-"""The push of a run to the Hugging Face Hub, in one commit.
+"""Pushing a run to the Hugging Face Hub, in one commit.
 
 The commit contains the exported model with its tokenizer and card, the TensorBoard files, the best evaluation, and the
 numbers in the metrics lines. The configuration and the strings in these lines are not pushed, since they may contain
@@ -143,8 +143,8 @@ def check_name(key: str, to: str) -> None:
 def open_hub(to: str, *, private: bool) -> HfApi:
     """Return the Hub's API, after checking that the token may write to the repository `to`.
 
-    Raises InputError if it may not, if `to` is public where `private` is wanted or the reverse, or if HF_HUB_OFFLINE is
-    set. Raises Unreachable if the Hub does not answer.
+    Raises InputError if it may not, if `to` exists with the wrong visibility, or if HF_HUB_OFFLINE is set. Raises
+    Unreachable if the Hub does not answer.
     """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import RepositoryNotFoundError

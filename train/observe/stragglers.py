@@ -15,7 +15,7 @@ USUAL = 0.9  # quantile of a rank's past ratios that a slow line must exceed
 
 @dataclass
 class Pace:
-    """The ratios of one rank's work time to the other ranks' median. They do not depend on step count or lengths."""
+    """One rank's work times, divided by the other ranks' median so that lines of different steps are comparable."""
 
     past: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))
     streak: list[float] = field(default_factory=list)  # newest ratios, all slow, which are not yet in `past`
@@ -64,7 +64,7 @@ class Stragglers:
         ]
 
     def ratios(self, works_s: Sequence[float]) -> Mapping[int, float]:
-        """Return each rank's work divided by the median of its stage's other ranks; {} if none exist or it is 0."""
+        """Return each rank's work divided by its stage's other ranks' median; {} if there is none or it is 0."""
         ratios: dict[int, float] = {}
         for stage in sorted(set(self.stages)):
             ranks = [rank for rank, own in enumerate(self.stages) if own == stage]

@@ -101,7 +101,7 @@ def started_ago_s() -> float:
 
 @contextmanager
 def begin(attempt: Attempt) -> Iterator[Attempt]:
-    """Take ownership of the run folder, start the watchdog and the notices, and record the failure of the attempt.
+    """Take ownership of the run folder, start the watchdog and the notices, and record a failure of the attempt.
 
     An attempt that is rejected before it has written environment.json leaves no files. Raises InputError if another
     job owns the folder.
@@ -137,7 +137,7 @@ def begin(attempt: Attempt) -> Iterator[Attempt]:
 
 
 def record_end(attempt: Attempt, reason: str, step: int) -> None:
-    """Record that the run is done or stopped. All ranks must call this. Raises LeaseLost if the folder was lost."""
+    """Record that the run is done or stopped, on all ranks. Raises LeaseLost if another job has taken the folder."""
     folder = attempt.folder
     folder.ownership.check()
     folder.exit_file(reason, step)

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("train")
 PATIENCE_S = 300.0  # seconds for which the last save is retried while S3 does not answer
-MAX_ROLLBACKS = 2  # a third time, the run fails: other data did not help twice
+MAX_ROLLBACKS = 2  # instead of a third rollback, the run fails: other data has not helped twice
 
 
 class CheckpointManager:
-    """The checkpoints of an attempt. All ranks must call `resume`, then, within `saving`, other methods in step."""
+    """The checkpoints of an attempt. All ranks must call `resume`, then, inside `saving`, the same methods."""
 
     def __init__(self, attempt: Attempt, backend: Backend, engine: Engine) -> None:
         self.attempt, self.backend, self.engine = attempt, backend, engine
@@ -112,14 +112,14 @@ class CheckpointManager:
             self.saver.close(waits=waits)
 
     def _restore_window(self, loaded: Loaded) -> None:
-        """Restore each rank's sums for the next metrics line. If the number of ranks has changed, rank 0 gets all."""
+        """Restore each rank's sums for the next metrics line. If the number of ranks has changed, rank 0 gets them."""
         # Counts of labels and tokens are saved as sums over the ranks, so rank 0 always gets them.
         rank, ranks = self.world.rank, loaded.ranks
         if len(ranks) != self.world.size:
             sums = {key: sum(own[key] for own in ranks) for key in ("loss_sum", "wait_s", "work_s")}
             ranks = [sums, *(dict.fromkeys(sums, 0.0) for _ in range(self.world.size - 1))]
         own = ranks[rank]
-        if not math.isfinite(sum(float(each["loss_sum"]) for each in ranks)):  # from a skipped step
+        if not math.isfinite(sum(float(each["loss_sum"]) for each in ranks)):  # skipped steps are included
             self.engine.loss_sum.zero_()
             self.recorder.window = Window()
             return

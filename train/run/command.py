@@ -78,7 +78,7 @@ def command_parser(
     settings: Callable[[], str] | None = None,
     imports: bool = False,
 ) -> Parser:
-    """Make a parser. Each example has the command's arguments, or is a whole command line that begins with torchrun."""
+    """Make a parser. An example is the command's arguments, or a whole command line that begins with torchrun."""
     prog = f"python -m {name}"
     shown = [example if example.startswith("torchrun") else f"{prog} {example}".rstrip() for example in examples]
 
@@ -110,7 +110,7 @@ def add_import_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def add_s3_flags(parser: argparse.ArgumentParser, *, caches: bool = True) -> None:
-    """Add the flags that `s3_of` reads and, with `caches`, --cache-dir."""
+    """Add the flags that `s3_of` reads and, if `caches`, --cache-dir."""
     parser.add_argument("--endpoint", metavar="URL", help="address of an S3-compatible server")
     parser.add_argument("--region", help="region of the bucket")
     parser.add_argument("--profile", help="profile in ~/.aws whose credentials are used")

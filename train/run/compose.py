@@ -264,7 +264,7 @@ def known_keys(schema: type) -> list[str]:
 def settings_parser(
     name: str, schema: type, purpose: str, *, examples: Sequence[str], keys: Sequence[str], model: str = ""
 ) -> Parser:
-    """Make the parser of a command with settings. --help explains `keys`, and MODEL with the text `model` ("": none)."""
+    """Make the parser of a command with settings. --help explains `keys`, and MODEL by the text `model` ("": none)."""
     exits = {**EXITS, STOPPED: "stopped on request; the same command resumes it"}
     settings = partial(settings_help, schema, CONFIGS[schema], keys)
     imports = issubclass(schema, TrainConfig)

@@ -30,8 +30,8 @@ def check_same_data(ids: list[str]) -> None:
     for rank, data_id in enumerate(ids):
         check(
             data_id == ids[0],
-            f"rank {rank} reads other data (id {data_id[:12]}) than rank 0 (id {ids[0][:12]}): data.path must point "
-            "to the same data on every machine; does one have an older copy?",
+            f"rank {rank} reads different data (id {data_id[:12]}) from rank 0 (id {ids[0][:12]}): data.path must be "
+            "the same data on every machine; does one have an older copy?",
         )
 
 

@@ -26,7 +26,7 @@ TABLES: dict[str, tuple[dict[str, Any], Any, str]] = {
 
 
 def take(given: str) -> None:
-    """Import a file and add its entries. Raises InputError if it has no table, or an entry is invalid or exists."""
+    """Import a file and add its entries. Raises InputError if it has no table, or an entry is invalid or not new."""
     module = imported.load(given)
     own = {name: vars(module)[name] for name in TABLES if name in vars(module)}
     check(bool(own), f"{imported.FLAG} {given}: it has no table; define one of {', '.join(TABLES)}, as {{name: entry}}")
@@ -37,7 +37,7 @@ def take(given: str) -> None:
         for name, entry in entries.items():
             if known.get(name) is entry:  # this file was imported before
                 continue
-            check(isinstance(entry, kind), f"{where}: {name} must be a {kind.__name__}, and is {entry!r}")
+            check(isinstance(entry, kind), f"{where}: {name} must be a {kind.__name__}, not {entry!r}")
             check(name not in known, f"{where}: {key}={name} exists already; choose another name")
             if not callable(entry):
                 check_name(entry, key, name, where)
@@ -49,7 +49,7 @@ def check_name(spec: Any, group: str, name: str, where: str) -> None:
     """Raise InputError unless the settings of a task or an optimizer have its name as `kind` or `name`."""
     field = "kind" if group == "task" else "name"
     named = getattr(spec.settings, field, None)
-    check(named == name, f"{where}: {spec.settings.__name__} must have {field}: str = {name!r}, and has {named!r}")
+    check(named == name, f"{where}: {spec.settings.__name__} must have {field}: str = {name!r}, not {named!r}")
 
 
 def check_imports(overrides: Sequence[str]) -> None:

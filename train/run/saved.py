@@ -39,7 +39,7 @@ def read_config(folder: Folder) -> TrainConfig:
         schema.backend = kinds.get(saved.backend.name, BackendConfig)
         config = OmegaConf.to_object(OmegaConf.merge(schema, saved))
     except FileNotFoundError as error:
-        raise InputError(f"{config_path} is missing: it has the model's sizes") from error
+        raise InputError(f"{config_path} is missing, which has the model's sizes") from error
     except BadContent as error:
         raise InputError(f"{config_path} is damaged: {error}") from error
     except (OmegaConfBaseException, LookupError, AttributeError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The way from a request to stop to the exit code.
+"""The path from a stop request to the exit code.
 
     1. A signal (`StopRequest.handle`), a notice from EC2, the file STOP or the clock (`Notices`) records a request.
        During the start, where there is nothing to save (`nothing_to_save`), a signal raises StoppedEarly instead.

@@ -41,7 +41,7 @@ OTHERS_PERIODS = 3  # periods for the other ranks to write their stacks: once th
 LEFT = 2**62  # the step of a rank whose watchdog was closed: no other rank waits for it
 OOM_LOOKS = 60  # kill counts to keep: the kernel counts a kill long before a large process has ended
 PEER_ENDS_S = 2.0  # seconds to wait, after a collective breaks, for the end of the process that broke it
-LOST_PEER = ("RuntimeError", "DistBackendError")  # torch's errors of a broken collective
+LOST_PEER = ("RuntimeError", "DistBackendError")  # torch's errors when a collective breaks
 WAITING = ("torch.autograd", "torch.distributed")  # packages in which the main thread waits for other ranks
 
 logger = logging.getLogger("train")
@@ -124,7 +124,7 @@ class Watchdog:
         os.close(self.handle)
 
     def phase(self, name: str, *, step: int | None = None, is_start: bool = False) -> None:
-        """Begin a phase, which counts as a heartbeat. `is_start` sets the limit watchdog.start_s, as for compiling."""
+        """Begin a phase: a heartbeat. `is_start` sets the limit watchdog.start_s, for joining, loading or compiling."""
         number = -1 if step is None else step
         self.own.at_s = time.monotonic()  # set first, since the next limit may be shorter
         if number != self.own.step:

@@ -23,7 +23,7 @@ class Card:
     notes: list[str] = field(default_factory=list)
     rank: float | None = None  # higher is better; compared between runs that did the same work, if `title` is equal
     tone: str = ""  # good | bad
-    key: str = ""  # key of the summary value to be shown as a ratio to the first run's
+    key: str = ""  # key of the summary value whose ratio to the first run's is shown
     title: str = ""  # replaces the card's name if it is more specific
 
 

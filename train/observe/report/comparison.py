@@ -120,7 +120,7 @@ def sentences(runs: Sequence[Run], tolerance: float) -> list[str]:
 
 
 def is_same_work(runs: Sequence[Run]) -> bool:
-    """Return whether no known setting shows that a run did different work from the first one."""
+    """Return whether all runs did the same work as the first one, as far as `work_differences` can tell."""
     return not any(work_differences(run, runs[0]) for run in runs[1:])
 
 
@@ -177,4 +177,4 @@ def warnings(runs: Sequence[Run]) -> Iterator[str]:
         if known["attempts"] > 1:
             yield f"{run.label} took {known['attempts']} attempts: its billable time includes the pauses between them"
         if known["cost_usd"] is not None and known["cost_partial"]:
-            yield f"{run.label}: the cost is a lower bound: some attempt did not record its whole cost"
+            yield f"{run.label}: the cost is a lower bound: an attempt did not record its whole cost"

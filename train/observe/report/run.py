@@ -138,7 +138,7 @@ OF_SUMMARY = ("bubble_share", "bubble_share_ideal", "mttf_s", "suggested_interva
 
 
 def scores(run: Run, evaluations: list[Line]) -> dict[str, dict[str, tuple[Any, int]]]:
-    """Return (value, step) under "last" (value None: not finite) and, if the metric has a direction, "best"."""
+    """Return, by metric, (value, step) as "last" (value None: not finite) and, if it has a direction, as "best"."""
     result: dict[str, dict[str, tuple[Any, int]]] = {}
     for name in {key: None for line in evaluations for key in line if not NOT_SCORES.fullmatch(key)}:
         reached = [(value, line["step"]) for line in evaluations if (value := number(line, name)) is not None]

@@ -10,7 +10,7 @@ from train.system.folders import sha256_bytes
 
 
 def printable(text: object) -> str:
-    """Replace characters that cannot be shown by U+FFFD: control and direction characters, lone surrogates."""
+    """Replace unprintable characters with U+FFFD: control and direction characters, and lone surrogates."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(text))
 
 
