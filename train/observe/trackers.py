@@ -31,7 +31,7 @@ END_TRIES, RETRY_S = 3, 0.5  # tries to send after the last line, and the second
 unended: list[Tracker] = []  # trackers whose libraries may keep the process from exiting
 TAG = "baretrain.run_id"
 NO_CURVES = ("kind", "attempt", "time_unix_s", "step", "steps", "examples", "epoch", "train_s", "tokens")
-IN_EVERY_LINE = {"train": "train/step_s", "eval": "eval/eval_s"}  # a figure that every line of a kind has
+IN_EVERY_LINE = {"train": "train/step_s", "eval": "eval/eval_s"}  # a value that every line of this kind has
 MOST_PARAMS, MOST_CHARS = 100, 500  # MLflow's limits: parameters per call, and characters per value
 PACKAGES = {"mlflow": "mlflow-skinny", "wandb": "wandb"}
 ENVIRONMENT = {  # defaults that limit the wait for a server that does not answer, and keep the libraries silent
@@ -46,7 +46,7 @@ ENVIRONMENT = {  # defaults that limit the wait for a server that does not answe
 
 @dataclass(frozen=True)
 class Line:
-    """The figures of a line of metrics.jsonl, by names such as train/loss."""
+    """The numbers in a line of metrics.jsonl, under names such as train/loss."""
 
     kind: str
     step: int
@@ -104,7 +104,7 @@ def mlflow_key(name: str) -> str:
 
 
 class WandB:
-    """The run in Weights & Biases with our run's id. If a step is sent twice, the server keeps the first figures."""
+    """The run in Weights & Biases with our run's id. If a step is sent twice, the server keeps the first values."""
 
     def __init__(self, run: Run) -> None:
         import wandb
@@ -217,7 +217,7 @@ def open_trackers(cfg: TrainConfig, folder: RunFolder) -> list[Tracker]:
 
 
 def track(trackers: Sequence[Tracker], line: dict[str, Any]) -> None:
-    """Queue a line of metrics.jsonl for all trackers. Figures that are not finite are left out."""
+    """Queue a line of metrics.jsonl for all trackers. Numbers that are not finite are left out."""
     kind = line["kind"]
     numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key not in NO_CURVES}
     figures = {f"{kind}/{key}": float(value) for key, value in numbers.items() if math.isfinite(value)}

@@ -223,7 +223,7 @@ class CheckpointManager:
     def finish(self) -> None:
         """Wait until the last save is committed.
 
-        Raises on all ranks SavesFail if this save failed, or LeaseLost if another job has taken the run folder.
+        Raises SavesFail on all ranks if this save failed, or LeaseLost if another job has taken the run folder.
         """
         self.saver.wait(self.on_wait)
         lost = self.attempt.folder.ownership.failure

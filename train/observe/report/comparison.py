@@ -11,14 +11,14 @@ from train.config.checks import shortlist
 from train.observe.report.run import Run, divergence
 from train.observe.report.texts import as_text, count, percent, printable, shortened
 
-SAME_EXAMPLES = 0.01  # a smaller relative difference is ignored: an epoch need not be a multiple of the batch size
+SAME_EXAMPLES = 0.01  # a smaller relative difference is ignored: epochs need not be multiples of the batch size
 WORK = ("task.", "model.", "optim.", "seed")  # prefixes of the settings that determine what is learnt
 MACHINE = ("device", "instance", "world_size")
-MOST_TIMES = 1e6  # a ratio beyond this or its inverse is an error
+MOST_TIMES = 1e6  # a ratio above this, or below its inverse, is an error
 
 
 def ratio(run: Run, baseline: Run, key: str) -> float | None:
-    """Return a run's figure divided by the baseline's; None if either is unknown or implausible."""
+    """Return a run's value divided by the baseline's; None if either is unknown or the ratio is implausible."""
     value, base = run.summary[key] or 0.0, baseline.summary[key] or 0.0
     quotient = value / base if base > 0 else 0.0
     return quotient if 1 / MOST_TIMES < quotient < MOST_TIMES else None

@@ -231,7 +231,7 @@ def png_of(figure: Figure) -> bytes:
 
 
 class Bars(NamedTuple):
-    """A bar chart of one figure of the summary, with a bar for each run."""
+    """A bar chart of one value in the summary, with a bar for each run."""
 
     name: str  # file name of the PNG
     title: str

@@ -115,7 +115,7 @@ def tell_apart(runs: list[Run]) -> None:
             break
 
 
-# ---- figures of lines ----------------------------------------------------------------------------------------------
+# ---- values of lines -----------------------------------------------------------------------------------------------
 
 
 def last(lines: list[Line], key: str) -> float | None:
@@ -222,7 +222,7 @@ def speed(run: Run) -> Summary:
 
 
 def reliability(run: Run) -> Summary:
-    """Return figures on faults and saves. Skipped steps and rollbacks are unknown if the last attempt was killed."""
+    """Return values on faults and saves. Skipped steps and rollbacks are unknown if the last attempt was killed."""
     saves, faults, end = run.saves, run.faults, newest_summary(run)
     planned = number(run.environment, "plan.total_steps")
     of_end = {key: number(end, key) for key in OF_SUMMARY}
