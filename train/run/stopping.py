@@ -9,8 +9,8 @@
     5. `train.entry.attempt` returns 75 (`STOPPED` in train/run/command.py), also after StoppedEarly.
 
 A second signal skips 2 to 4: `handle` raises SystemExit(128 + the signal's number), and `train.entry` exits immediately
-with that code. If the main thread is in a call that runs no Python handler, the thread of `listen` exits with that code
-after GRACE_S: on a second signal or, inside `nothing_to_save` (a library opens a device or joins ranks), on the first.
+with that code. In a long C call, the main thread runs no Python handler. Then the thread of `listen` exits with that
+code after GRACE_S: on a second signal or, in `nothing_to_save` (a library opens a device or joins ranks), on the first.
 When torchrun itself dies, the kernel sends its ranks SIGTERM (train/system/torchrun.py). Torch is not imported here.
 
 EC2 publishes notices in its instance metadata, which answers 404 while there is no notice (EC2 user guide):

@@ -4,8 +4,8 @@ In each rank, a thread watches all ranks of the machine: each has a time limit f
 each other in every step, so the run is stuck when all local ranks at the lowest step have exceeded their limits. Then
 `outcome.json` names the least advanced rank. The thread also reports ranks that ended without an exit record.
 
-The thread cannot run while another thread holds Python's global lock. So heartbeats also arm a timer of `faulthandler`,
-whose C thread dumps the stacks to standard error and exits. Only Linux is supported. This module does not import torch.
+The thread cannot run while another thread holds the GIL. So heartbeats also arm a timer of `faulthandler`, whose C
+thread dumps the stacks to standard error and exits. Only Linux is supported. This module does not import torch.
 """
 
 from __future__ import annotations
