@@ -88,7 +88,7 @@ def test_a_checkpoint_of_another_version_is_left_alone(run_dir, prepared):
     path = step_folder(run_dir, 6) / "manifest.json"
     path.write_text(path.read_text().replace('"format": 4', '"format": 2'))
     before = path.read_bytes()
-    rejects("of step 6 has format 2, this version reads 4", train_here, run_dir, prepared, error=OtherVersion)
+    rejects("of step 6 has format 2; this version reads 4", train_here, run_dir, prepared, error=OtherVersion)
     assert store_of(run_dir).steps() == [3, 6] and path.read_bytes() == before
     assert (outcome(run_dir)["kind"], outcome(run_dir)["goes_on"]) == ("other_version", False)
 

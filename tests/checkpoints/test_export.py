@@ -90,7 +90,7 @@ def test_a_step_of_other_data_is_rejected(unexported, tmp_path, capsys):
     path.write_text(json.dumps(content))
     assert command.main([str(unexported), "export", str(tmp_path / "out")]) == 2
     result = capsys.readouterr().err
-    assert "step 2 was trained on other data than" in result and result.count("\n") == 1
+    assert "step 2 was trained on data that" in result and result.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 

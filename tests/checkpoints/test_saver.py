@@ -281,7 +281,7 @@ def test_a_state_that_is_no_longer_finite_is_not_saved(tmp_path, name, value):
     broken = model[1].bias if name.startswith("weights") else optimizer.state[model[0].weight]["exp_avg"]
     broken.detach().view(-1)[-1] = value
     failure = saved(saver, 6, (model, optimizer))
-    assert failure == f"FloatingPointError: {name} is no longer finite; such a state is not saved"
+    assert failure == f"FloatingPointError: {name} contains NaN or infinity; such a state is not saved"
     assert (store.steps(), left(store)) == ([3], [])
 
 

@@ -118,7 +118,7 @@ def test_the_last_save_is_tried_again_while_there_is_time(bucket, store, caplog)
     assert [result.failure for result in saver.take()] == [None]
     assert store.steps() == [6] and copies(store) == []
     (line,) = [line for line in caplog.messages if line.startswith("saving step 6: s3://")]
-    assert "S3 answers 503" in line and "tried again for up to" in line
+    assert "S3 answers 503" in line and "retrying for up to" in line
     assert len({key.split("/")[3] for key in bucket.keys("run/checkpoints/") if key.endswith(".pt")}) == 1
 
 

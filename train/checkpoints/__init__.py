@@ -1,11 +1,12 @@
-"""Checkpoints: a step is whole and verified, or absent.
+"""Checkpoints. Each step is either complete, with checksums, or absent.
 
-`checkpoints/step_00001000/` holds `model.pt`, `optimizer.pt` and `ranks.pt`: tensors and plain containers, the same for
-every backend. `manifest.json`, written last, records the length and sha256 of each file, and the run's identity,
-settings and progress. If an engine splits the state over ranks, each rank writes its part, such as `model_00001.pt`.
+`checkpoints/step_00001000/` contains `model.pt`, `optimizer.pt` and `ranks.pt`. They hold only tensors and plain
+containers, and every backend can load them. `manifest.json`, written last, records the length and sha256 of each file,
+and the run's identity, settings and progress. If an engine splits the state over the ranks, each rank writes separate
+files, such as `model_00001.pt`.
 
-Readers rely on the manifests only; `LATEST`, on disk, is a hint for people. Checksums are verified before a file is
-loaded.
+Readers rely only on manifests; the file `LATEST`, which only a disk has, is for people. Checksums are verified before a
+file is loaded.
 
     manifest    describes a step              store, store_s3   steps on disk and in S3
     staging     the copy in host memory       retention         which steps to keep
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def open_store(folder: Folder, scratch: Path) -> Store:
-    """Return the checkpoints of a run folder. `scratch` is a local folder for files on their way to and from S3."""
+    """Return the checkpoints of a run folder. `scratch` is a local folder for transfers to and from S3."""
     if isinstance(folder, LocalFolder):
         from train.checkpoints.store import LocalStore
 

@@ -21,8 +21,8 @@ from train.tasks import build_task, spec_of
 def export_step(source: Path, manifest: Manifest, cfg: TrainConfig, target: Path, *, run: Folder) -> None:
     """Write the weights in `source`, a verified step, to `target`.
 
-    The other files of the export come from the run folder `run` after fine-tuning, and from the data after pretraining.
-    Raises InputError if the data or the configuration is not the checkpoint's, or if the data can no longer be read.
+    The other files of the export come from the run folder `run` if the model was fine-tuned, and from the data if it
+    was pretrained. Raises InputError if the data or configuration belongs to another run, or if the data is unreadable.
     """
     known = {key: value for key, value in manifest.identity.items() if key.startswith(("model.", "task."))}
     now = flat(cfg)
@@ -35,15 +35,15 @@ def export_step(source: Path, manifest: Manifest, cfg: TrainConfig, target: Path
             raise InputError(f"{run.location}/environment.json is damaged")
         check(
             identity.get("data") == data,
-            f"step {manifest.step} was trained on other data than {run.location}/model is for",
+            f"step {manifest.step} was trained on data that {run.location}/model does not belong to",
         )
         export_described(source, manifest, spec_of(cfg.task).head, run, target)
         return
     task = build_task(cfg)
     check(
         task.data_id == data,
-        f"{cfg.data.path} has the id {task.data_id[:12]}, the run's data has {data[:12]}: the tokenizer may differ; "
-        "give the location of the run's data with --data",
+        f"{cfg.data.path} has the id {task.data_id[:12]}, but the run's data has {data[:12]}: the tokenizer may "
+        "differ; give the location of the run's data with --data",
     )
     export_mapped(task.build_model, source, manifest, lambda model: task.export(model, make_folder(target)))
 
@@ -51,7 +51,7 @@ def export_step(source: Path, manifest: Manifest, cfg: TrainConfig, target: Path
 def export_mapped(
     build: Callable[[], Network], source: Path, manifest: Manifest, write: Callable[[Network], None]
 ) -> None:
-    """Build a model, map its weights from the files of a checkpoint, and have `write` export it."""
+    """Build a model, memory-map its weights from a checkpoint's files, and have `write` export it."""
     with torch.device("meta"):
         model = build()
     with fitting(source):
@@ -60,7 +60,7 @@ def export_mapped(
 
 
 def export_described(source: Path, manifest: Manifest, head: str, run: Folder, target: Path) -> None:
-    """Export a model with transformers' config.json and the tokenizer, both of which the run left in model/."""
+    """Export a model with transformers' config.json and the tokenizer, which the run stored in model/."""
     names = [name for name in run.names("model/") if name.count("/") == 1]
     with scratch_folder() as scratch:
         for name in names:

@@ -1,4 +1,4 @@
-"""The loader of the newest valid checkpoint. All ranks load the same one, whatever their count and backend."""
+"""The loader of the newest valid checkpoint. The number of ranks and the backend may differ from those of the save."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ logger = logging.getLogger("train")
 @dataclass
 class Loaded:
     progress: Progress = field(default_factory=Progress)
-    faults: list[str] = field(default_factory=list)  # faults of newer checkpoints, known only to rank 0
-    ranks: list[State] = field(default_factory=list)  # state of each rank of the run that saved the checkpoint
+    faults: list[str] = field(default_factory=list)  # faults of newer checkpoints
+    ranks: list[State] = field(default_factory=list)  # small state of each rank that saved the checkpoint
 
 
 def newest_valid(
@@ -45,11 +45,11 @@ def newest_valid(
 ) -> tuple[Manifest | None, list[str]]:
     """Fetch the newest valid checkpoint. Each machine fetches the files that `names` returns there.
 
-    All ranks of the `world` call this function; None stands for this process alone. Returns the checkpoint's manifest
-    (None if there never was a checkpoint), and the faults of newer checkpoints, which are put in quarantine after
-    `check_owner`.
+    All ranks of `world` must call this function; None stands for this process alone. Returns the checkpoint's manifest
+    (None if there never was a checkpoint), and the faults of newer checkpoints. Unless `check_owner` raises an error,
+    these checkpoints are put in quarantine.
 
-    Raises NoneValid if checkpoints exist but none is valid. They are then all left as they are.
+    Raises NoneValid if checkpoints exist but none is valid. None of them is then changed.
     """
     world, faults = world or World(), dict[int, str]()
     while (manifest := world.run_on_rank0(lambda: newest_whole(store, faults), on_wait)) is not None:
@@ -61,14 +61,14 @@ def newest_valid(
     def quarantine_faulty() -> list[str]:
         check_owner()
         for damaged in faults if manifest is not None else ():
-            logger.warning("put in quarantine as %s", store.quarantine(damaged, "damaged"))
+            logger.warning("a damaged checkpoint is put in quarantine as %s", store.quarantine(damaged, "damaged"))
         return list(faults.values())
 
     return manifest, world.run_on_rank0(quarantine_faulty, on_wait)
 
 
 def newest_whole(store: Store, faults: dict[int, str]) -> Manifest | None:
-    """Return the newest step without a known fault whose files have the right lengths. Add new faults to `faults`."""
+    """Return the newest step, except those in `faults`, whose files have the right lengths. Adds new faults."""
     for step in reversed(store.steps()):
         if step not in faults:
             try:
@@ -91,7 +91,7 @@ def add_fault(faults: dict[int, str], step: int, fault: str) -> None:
 def fetch_everywhere(
     store: Store, manifest: Manifest, names: Collection[str], world: World, on_wait: Callable[[], None]
 ) -> str | None:
-    """Fetch these files of a step to each machine, and verify them. Returns a fault, or None, the same on all ranks."""
+    """Fetch and verify these files of a step on each machine. Returns the first fault, or None, on all ranks."""
     # Raises Failure on all ranks if a file is damaged for another rank but valid for rank 0.
 
     def fetch(names: Collection[str]) -> str | None:
@@ -123,16 +123,16 @@ def load(
     on_wait: Callable[[], None] = no_wait,
     check_owner: Callable[[], None] = lambda: None,
 ) -> Loaded:
-    """Restore weights, optimizer and random number generators from the newest valid checkpoint. All ranks call this.
+    """Restore weights, optimizer and random number generators from the newest valid checkpoint. Call it on all ranks.
 
-    Raises InputError if the checkpoint is another run's (unless `force`), and NoneValid on all ranks if every
+    Raises InputError if the checkpoint belongs to another run (unless `force`), and NoneValid on all ranks if every
     checkpoint is damaged.
     """
     world = backend.world
     here = range(world.rank - world.local_rank, world.rank - world.local_rank + world.local_size)
 
     def of_ranks(manifest: Manifest, ranks: Iterable[int]) -> Manifest:
-        """Keep the files that these ranks load."""
+        """Return the manifest with only the files that these ranks load."""
         sources = [engine.sources(rank, manifest.world_size, manifest.settings) for rank in ranks]
         return manifest.of_ranks(None if None in sources else set().union(*filter(None, sources)))
 
@@ -162,8 +162,8 @@ def load(
     logger.info("resuming from the checkpoint of step %d", manifest.step)
     if not backend.continues_dropout and has_dropout(engine.model):
         logger.warning(
-            "dropout on a %s is not known to continue where a checkpoint left it: losses may differ from those of an "
-            "uninterrupted run, as they differ between two seeds; without dropout a resume is exact",
+            "dropout may not repeat exactly on a %s: after this resume, losses may differ from those of an "
+            "uninterrupted run as much as between two seeds; without dropout, a resume is exact",
             backend.device_name,
         )
     return Loaded(Progress(**manifest.progress), faults, plain)
@@ -175,7 +175,7 @@ def has_dropout(model: nn.Module) -> bool:
 
 @contextmanager
 def fitting(path: Path) -> Iterator[None]:
-    """Raise Untrusted if files that the block reads from a checkpoint do not hold the state of this model."""
+    """Raise Untrusted if the checkpoint that the block reads does not hold the state of this model."""
     try:
         yield
     except (torch.OutOfMemoryError, Failure):
@@ -191,13 +191,13 @@ def fitting(path: Path) -> Iterator[None]:
 def read_weights(folder: Path, manifest: Manifest, *, are_all: bool = True) -> Tensors:
     """Read the weights of a verified checkpoint from the files of all ranks that wrote weights.
 
-    Unless `are_all`, the manifest names only some of the files, and only these are read. Call this inside `fitting`.
+    Set `are_all` to False if the manifest names only some of the files. Call this inside `fitting`.
     """
     return Tensors({name: read(folder / name) for name in manifest.files_of("model")}, are_all=are_all)
 
 
 def read_optimizer(folder: Path, manifest: Manifest, *, are_all: bool = True) -> State:
-    """Read the optimizer's state as `read_weights` reads weights. Its "state" maps a parameter's index to tensors."""
+    """Read the optimizer's state; see `read_weights`. Its "state" maps each parameter's index to tensors."""
     contents = {name: read(folder / name) for name in manifest.files_of("optimizer")}
     first, *others = contents.values()
     by_number: dict[Any, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""A checkpoint's manifest, with the run's progress, and the verification of files against it. It needs no torch."""
+"""The manifest of a checkpoint: its files' checksums, and the run's progress. Importing this does not import torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from train.system.folders import canonical_json
 from train.system.schema import FileEntry, FileName, read_object, record, shown
 
 FORMAT = 4
-FORMAT_OF_PARTS = 5  # format with files of several ranks; versions that read only FORMAT would leave these files out
+FORMAT_OF_PARTS = 5  # if several ranks wrote files: versions that know only FORMAT would ignore all but rank 0's
 FILE = "manifest.json"
 LATEST = "LATEST"
 PART = re.compile(r"(?:model|optimizer)_(\d{5,})\.pt")  # a file that a rank other than rank 0 wrote
@@ -40,31 +40,29 @@ class OtherVersion(Failure):
 
 @dataclass
 class Progress:
-    """The progress of a run."""
-
     step: int = 0  # optimizer steps done, including skipped steps
     lr: float | None = None  # learning rate of the last step
-    examples: int = 0  # sequences drawn by all ranks: the position in the data; above step * batch after a rollback
+    examples: int = 0  # sequences drawn by all ranks: the position in the data; a rollback does not reset it
     lanes: int | None = None  # lanes in the order of the data; None: not yet decided
     window_shards: int | None = None  # shards shuffled together in each lane; None: not yet decided
     best_loss: float | None = None  # the best value of best_metric so far, negated if higher is better
     best_metric: str = "loss"
     best_step: int | None = None
     evals_since_best: int = 0
-    owes_evaluation: bool = False  # whether a request to stop left no time for the evaluation of this step
+    owes_evaluation: bool = False  # whether this step must still be evaluated: a request to stop left no time
     rollbacks: int = 0
     skipped: int = 0  # steps whose gradient was not finite
-    productive_s: float = 0.0  # seconds in steps that were not lost
-    window: dict[str, float] = field(default_factory=dict)  # sums since the last line of the metrics
+    productive_s: float = 0.0  # training time in seconds, without steps that a failure lost
+    window: dict[str, float] = field(default_factory=dict)  # sums since the last line of metrics.jsonl
 
     def advance(self, examples: int, lr: float) -> None:
-        """Count a step with this number of examples of all ranks, at the learning rate `lr`."""
+        """Count a step at the learning rate `lr`, in which all ranks together drew `examples` sequences."""
         self.step += 1
         self.examples += examples
         self.lr = lr
 
     def saw(self, score: float, metric: str = "loss", *, min_delta: float) -> bool:
-        """Record an evaluation, and return whether its score is the best by this metric so far. Lower is better.
+        """Record an evaluation. Returns whether its score is the best (the lowest) of this metric so far.
 
         An improvement resets the count for early stopping only if it exceeds `min_delta`.
         """
@@ -83,14 +81,14 @@ class Manifest:
     step: int
     fence: int  # number of the lease under which the checkpoint was written
     identity: dict[str, Any]  # settings that must not change when the run resumes
-    settings: dict[str, Any]  # all settings, flat: "optim.lr"
+    settings: dict[str, Any]  # all settings by their full names, such as "optim.lr"
     progress: dict[str, Any]
     world_size: int
     backend: str
-    metric: float | None  # best.metric in an evaluation of this step, negated if higher is better
+    metric: float | None  # value of best.metric at this step, negated if higher is better; None: not evaluated
     versions: dict[str, Any] = field(default_factory=dict)
     files: dict[FileName, FileEntry] = field(default_factory=dict)
-    folder: FileName | None = None  # folder of the files inside the step, in S3 only
+    folder: FileName | None = None  # subfolder of the step that contains the files; only in S3
 
     @property
     def num_bytes(self) -> int:
@@ -106,7 +104,7 @@ class Manifest:
         return replace(self, files=files)
 
     def files_of(self, content: str) -> list[FileName]:
-        """Return the files of "model" or "optimizer". Rank 0's file comes first, even if the manifest lacks it."""
+        """Return the names of the files of "model" or "optimizer". Rank 0's is first, even if the manifest lacks it."""
         first = file_name(content, 0)
         return [first, *sorted(name for name in self.files if rank_of(name) and name.startswith(f"{content}_"))]
 
@@ -116,12 +114,12 @@ class Manifest:
 
     @classmethod
     def from_json(cls, content: bytes, *, step: int | None = None) -> Manifest:
-        """Parse a manifest. Raises Damaged if it was changed or is not of `step`, OtherVersion on another format."""
+        """Parse a manifest. Raises Damaged if it is invalid or not for `step`, OtherVersion on an unknown format."""
         try:
             body = read_object(content)
             if isinstance(body.get("format"), int) and body["format"] not in (FORMAT, FORMAT_OF_PARTS):
                 raise OtherVersion(
-                    f"the checkpoint of step {shown(body.get('step'))} has format {body['format']}, this version "
+                    f"the checkpoint of step {shown(body.get('step'))} has format {body['format']}; this version "
                     f"reads {FORMAT} and {FORMAT_OF_PARTS}; resume with the version that wrote it, or choose another "
                     "run_dir"
                 )
@@ -132,7 +130,7 @@ class Manifest:
         except (ValueError, RecursionError) as error:
             raise Damaged(f"{FILE} cannot be read: {error}") from error
         if step not in (None, manifest.step):
-            raise Damaged(f"{FILE} names step {manifest.step}")
+            raise Damaged(f"{FILE} is for step {manifest.step}, not {step}")
         return manifest
 
 
@@ -164,6 +162,6 @@ def check_files(folder: Path, manifest: Manifest) -> None:
                 if (fault := fault_of_file(folder / name, entry, checksum=checksum)) is not None:
                     raise Damaged(f"{name} {fault}")
     except OSError as error:
-        if error.errno != errno.EIO:  # EIO: the disk lost the data; others, like a stale NFS handle, may be temporary
+        if error.errno != errno.EIO:  # EIO: the data is lost; other errors (a stale NFS handle) may be temporary
             raise
         raise Damaged(f"{error.filename}: {error.strerror}") from error

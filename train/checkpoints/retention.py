@@ -11,7 +11,7 @@ ALWAYS_VALID = 2
 
 
 def prune(store: Store, keep: int, verified: set[int] | None = None) -> list[int]:
-    """Remove the steps for which `retention` has no reason, and return these steps. Raises NotPermitted."""
+    """Remove the steps that `retention` has no reason to keep, and return them. Raises NotPermitted."""
     removed = [step for step, reason in retention(store, keep, verified).items() if reason is None]
     for step in removed:
         store.remove(step)
@@ -21,8 +21,9 @@ def prune(store: Store, keep: int, verified: set[int] | None = None) -> list[int
 def retention(store: Store, keep: int, verified: set[int] | None = None) -> dict[int, str | None]:
     """Return the reason to keep each step; None for a step that may be removed.
 
-    The newest `keep` steps are kept (0: all steps), and so are damaged steps, since somebody may repair them. Each step
-    is read once to verify it, unless S3 compared its checksums during the upload, and is added to `verified`.
+    The newest `keep` steps are kept (0: all steps), and so are damaged steps, since somebody may repair them. To find
+    valid steps, this reads those that are not in `verified`, unless S3 compared their checksums during the upload. It
+    adds valid steps to `verified`.
     """
     known: set[int] = set() if verified is None else verified
 
@@ -51,8 +52,8 @@ def retention(store: Store, keep: int, verified: set[int] | None = None) -> dict
 def best(manifests: dict[int, Manifest]) -> int | None:
     """Return the step with the best evaluation by the run's current metric; None without evaluations.
 
-    Among equal evaluations, the first wins. A step may be evaluated after it was saved. Then only the newest checkpoint
-    records that this step is the best.
+    Among equal evaluations, the first wins. If a step is evaluated after it was saved, only later
+    checkpoints record that it is the best.
     """
     if not manifests:
         return None

@@ -1,8 +1,8 @@
 """Saves that run while training continues. Training waits only for a copy to host memory.
 
 On each rank that has a part of the state, a thread writes and uploads that part. Rank 0's thread commits the step. The
-threads communicate in a separate process group. At most one save is pending. A failed save raises an alarm, and several
-failures in a row end the run.
+threads communicate over a separate process group. At most one save is pending. A failed save raises an alarm, and
+several failures in a row end the run.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("train")
 UNSENT = (InputError, Unreachable)  # the service rejects files or cannot be reached; it may accept them later
-MAX_WAIT_S = 10.0  # longest wait of training for the previous save; after that, the new save is left out
-MAX_LOSS_S = 1800.0  # seconds of work that a fault may cost
-MAX_FAILURES = 3  # failures in a row that end the run; a single failure may be a temporary fault of the service
-LONGEST_PAUSE_S = 10.0  # longest pause between two attempts at a request of the run's last save
+MAX_WAIT_S = 10.0  # seconds that training waits for the previous save before it skips the new one
+MAX_LOSS_S = 1800.0  # seconds of work that a fault should cost at most
+MAX_FAILURES = 3  # this many failures in a row end the run; fewer may be a temporary fault of the service
+LONGEST_PAUSE_S = 10.0  # longest pause before the run's last save repeats a failed request
 Result = TypeVar("Result")
 
 
@@ -97,10 +97,10 @@ class AsyncSaver:
         patience_s: float = 0.0,
         on_wait: Callable[[], None] = no_wait,
     ) -> None:
-        """Begin to save this step, with this rank's small state `own`.
+        """Begin to save this step. `own` is small state of this rank, saved in addition to the engine's state.
 
-        If the previous save is still pending, this waits up to MAX_WAIT_S, and then leaves the step out. With `must` it
-        waits without a limit. Failed requests to S3 are retried for `patience_s`.
+        If the previous save is still running after MAX_WAIT_S, this step is not saved; `must` waits without a limit.
+        Failed requests to S3 are retried for `patience_s`.
         """
         began_s = time.monotonic()
         if must:
@@ -151,7 +151,7 @@ class AsyncSaver:
         now_s = time.monotonic()
         why = f"left out: the previous save has been running for {now_s - self.pending_began_s:.0f} s"
         self.results.append(Saved(step, now_s - began_s, now_s - began_s, 0, why))
-        # A slow save counts as a failure once more work is at risk than may be lost.
+        # A slow save counts as a failure once more work is at risk than a fault should cost.
         if now_s - self.pending_began_s > MAX_LOSS_S:
             self.failures.append(why)
         return False
@@ -205,7 +205,7 @@ class AsyncSaver:
         try:
             num_bytes = self._write(state, manifest, time.monotonic() + patience_s)
             if self.world.rank == 0:
-                self.folder.ownership.check()  # the last check before older checkpoints are removed
+                self.folder.ownership.check()  # only the owner may remove older checkpoints
                 if self.failures:
                     with suppress(NotPermitted):
                         self.store.remove_uncommitted(range(self.draft.fence, self.draft.fence + 1))
@@ -215,7 +215,7 @@ class AsyncSaver:
                     self.keep = 0  # keep all steps from now on
         except Exception as error:
             failure = f"{type(error).__name__}: {error}" if not num_bytes else f"it is saved, but {error}"
-            if isinstance(error, LeaseLost) and self.world.rank == 0:  # no other job may remove the files sent so far
+            if isinstance(error, LeaseLost) and self.world.rank == 0:  # no other job will remove the files sent so far
                 with suppress(InputError, Failure):
                     self.store.remove_uncommitted(range(self.draft.fence, self.draft.fence + 1))
             level = logging.ERROR if self.world.rank == 0 else logging.WARNING  # rank 0's error names the failed rank
@@ -225,10 +225,10 @@ class AsyncSaver:
         return Saved(manifest.step, stall_s, time.monotonic() - began_s, num_bytes, failure)
 
     def _write(self, state: State, manifest: Manifest, until_s: float) -> int:
-        """Write this rank's files of a step. Rank 0 commits the step, or removes all of it.
+        """Write this rank's files of a step. Rank 0 then commits the step, and returns the bytes of all files.
 
-        Returns the bytes of all ranks' files. Requests to S3 are retried until `until_s`, by time.monotonic(). A step
-        that is complete but was not accepted by S3 is kept on this machine, as `unsent`.
+        Requests to S3 are retried until `until_s`, by time.monotonic(). If the save fails, its local files are removed,
+        except that rank 0 keeps a complete step that S3 did not accept, as `unsent`.
         """
         is_first, num_bytes = self.world.rank == 0, num_bytes_of(state)
         retried = partial(self._retried, step=manifest.step, until_s=until_s)
@@ -251,7 +251,7 @@ class AsyncSaver:
                 return manifest.folder
 
             parts = self.writers.run_and_gather(write_files)
-            # Only rank 0's manifest names the files of all ranks. The other ranks only need the folder of their files.
+            # Only rank 0's manifest names the files of all ranks. The other ranks only need to know where to upload to.
             manifest = replace(manifest, files={name: entry for part in parts for name, entry in part.items()})
             manifest = replace(manifest, folder=self.writers.run_and_broadcast(prepare))
             self.writers.run_and_gather(
@@ -268,16 +268,16 @@ class AsyncSaver:
             raise
         finally:
             is_own = folder is not None and (is_first or folder.name != scratch.name)
-            if folder is not None and is_own and not keeps and folder.is_dir():  # on disk, a commit has renamed it
+            if folder is not None and is_own and not keeps and folder.is_dir():  # a commit on disk renames it
                 discard(folder)
 
     def _prepare_folder(self) -> None:
-        """Upload the metrics before the commit, so that the run folder has metrics of all steps of the checkpoint."""
+        """Upload the metrics before the commit, so that the run folder has the metrics up to the checkpoint's step."""
         self.folder.ownership.check()
         self.folder.mirror()
 
     def _retried(self, action: Callable[[], Result], step: int, until_s: float) -> Result:
-        """Run `action`. While the service does not answer or rejects it, run it again until `until_s`."""
+        """Return the result of `action`. While the service rejects it or does not answer, repeat it until `until_s`."""
         while True:
             try:
                 return action()
@@ -285,13 +285,13 @@ class AsyncSaver:
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
                     raise
-                logger.warning("saving step %d: %s; tried again for up to %.0f s", step, error, left_s)
+                logger.warning("saving step %d: %s; retrying for up to %.0f s", step, error, left_s)
                 time.sleep(min(random.uniform(0, LONGEST_PAUSE_S), left_s))
 
     def _write_files(self, state: State, folder: Path) -> dict[FileName, FileEntry]:
         name = first_not_finite({"weights": state.get("model"), "moments": state.get("optimizer")})
         if name is not None:
-            raise FloatingPointError(f"{name} is no longer finite; such a state is not saved")
+            raise FloatingPointError(f"{name} contains NaN or infinity; such a state is not saved")
         files = {}
         for content, value in state.items():
             own = file_name(content, self.world.rank)
@@ -300,7 +300,7 @@ class AsyncSaver:
                 try:
                     self.backend.save(value, file)  # type: ignore[arg-type]
                 except RuntimeError as error:
-                    raise file.failure or error from None  # torch's error only names its archive: "unexpected pos"
+                    raise file.failure or error from None  # torch hides the disk's error behind "unexpected pos"
                 raw.flush()
                 os.fsync(raw.fileno())
             files[own] = FileEntry(bytes=file.num_bytes, sha256=Sha256(file.digest.hexdigest()))
@@ -308,11 +308,11 @@ class AsyncSaver:
 
 
 class Hashing:
-    """A file that computes the checksum of the bytes written to it, whatever the disk stores."""
+    """A file that computes the checksum of the bytes as they are written, not as the disk stores them."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.digest, self.num_bytes = file, hashlib.sha256(), 0
-        self.failure: OSError | None = None  # the disk's error
+        self.failure: OSError | None = None  # why the disk could not write
 
     def write(self, content: bytes | memoryview) -> int:
         self.digest.update(content)

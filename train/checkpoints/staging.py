@@ -1,4 +1,4 @@
-"""The copy of the state in host memory from which a save is written while training continues."""
+"""The copy of the state in host memory, which a save writes while training continues."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ State = dict[str, Any]  # tensors and plain containers
 
 
 class Staging:
-    """Host memory that all saves reuse: touching a new page costs many times as much as a copy (benchmarks/notes.md).
+    """Host memory that all saves reuse: touching a new page takes many times as long as a copy (benchmarks/notes.md).
 
     It is as large as the state. Only one save at a time may use it.
     """

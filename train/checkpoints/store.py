@@ -1,6 +1,6 @@
-"""The protocol for checkpoints on disk or in S3, and its implementation on disk.
+"""The interface of a run's store of checkpoints, and the store on disk. Importing this does not import torch.
 
-All ranks must see the disk. On disk, a step is a folder that gets its name by a rename. It does not import torch.
+The disk must be shared by all ranks. A step is written to a temporary folder, whose renaming is the commit.
 """
 
 from __future__ import annotations
@@ -17,89 +17,90 @@ from train.system.checksums import fault_of
 from train.system.folders import LocalFolder, at_once, check_space
 from train.system.schema import FileName
 
-Looked = tuple[dict[int, Manifest], dict[int, Damaged]]  # checkpoints by step
+Looked = tuple[dict[int, Manifest], dict[int, Damaged]]  # valid manifests and faults, both by step
 TEMPORARIES = rf"step_\d{{8,}}|{LATEST}"
 
 
 class Store(Protocol):
-    """The checkpoints of a run, by step. A damaged checkpoint is put in quarantine under another name, never deleted.
+    """The checkpoints of a run, by step. A damaged checkpoint is renamed (put in quarantine), never deleted.
 
-    A save calls `begin` on rank 0, `join` on each other rank with a part of the state, `prepare` on rank 0, `send` on
-    every rank with files, and `commit` on rank 0. A load calls `look`, and on each machine `fetch`, `path_of` and
-    `release`. Methods that a disk does not need have a body here.
+    A save calls `begin` on rank 0, `join` on other ranks that hold a part of the state, `prepare` on rank 0, `send` on
+    each rank that wrote files, and `commit` on rank 0. A load calls `look` on rank 0, and then `fetch`, `path_of` and
+    `release` on each machine. By default, methods that a disk does not need do nothing.
     """
 
     location: str
     compares_when_written: bool = False  # whether the service verifies checksums during an upload, as S3 does
 
     def steps(self) -> list[int]:
-        """Return the steps in ascending order, whether valid or not."""
+        """Return all steps in ascending order, including damaged ones."""
 
     def quarantined(self) -> list[str]:
         """Return the names of the checkpoints in quarantine."""
 
     def manifest(self, step: int) -> Manifest:
-        """Read a step's manifest. Raises Damaged."""
+        """Read a step's manifest. Raises Damaged if it is missing or invalid."""
 
     def look(self, step: int) -> Manifest:
-        """Return the manifest of a step after comparing the length of each file. Raises Damaged."""
+        """Return a step's manifest. Raises Damaged if a file's length differs from it."""
 
     def look_at_all(self) -> Looked:
         """Return the manifests of steps whose files have the right lengths, and the faults of other steps."""
         return looked(self.look, self.steps())
 
     def fetch(self, step: int, names: Collection[str] | None = None) -> Path:
-        """Return a local folder with these files of the step (None: all files), all verified. Raises Damaged."""
+        """Return a local folder with the step's files `names` (None: all). Raises Damaged if a checksum differs."""
 
     def path_of(self, manifest: Manifest) -> Path:
-        """Return the folder to which a rank of this machine fetched the step."""
+        """Return the local folder that contains the step's files after `fetch`."""
 
     def release(self, fetched: Path) -> None:
         """Remove the files that `fetch` copied."""
         return
 
     def begin(self, step: int, num_bytes: int) -> Path:
-        """Make an empty local folder for rank 0's files of a step. Raises OSError if its disk is too full."""
+        """Make an empty local folder for rank 0's files of a step. Raises OSError if the disk lacks the space."""
 
     def join(self, name: str, num_bytes: int) -> Path:
-        """Return the folder for another rank's files; `name` is the name of rank 0's folder.
+        """Return the local folder for the files of another rank. `name` is the name of rank 0's folder.
 
-        Raises OSError if rank 0's folder is gone, or if the disk is too full.
+        Raises OSError if rank 0's folder is needed and gone, or if the disk lacks the space.
         """
 
     def prepare(self, scratch: Path, manifest: Manifest) -> Manifest:
-        """Return the manifest to commit. All files of the step must be written on their ranks' machines.
+        """Return the manifest to commit. All ranks must have written their files to local folders.
 
-        In S3, the manifest then names the folder for the files. If `scratch` has all files, it becomes a checkpoint
-        that can be uploaded by hand.
+        In S3, the result also names the folder to upload to. If rank 0's folder `scratch` contains all files, the
+        manifest is written there too, so that the checkpoint can be uploaded by hand.
         """
         return manifest
 
     def send(self, folder: Path, manifest: Manifest, names: list[FileName]) -> None:
-        """Bring a rank's files, which must be synced, to the place where `commit` needs them."""
+        """Upload a rank's files, which must be synced, to S3."""
         return
 
     def commit(self, scratch: Path, manifest: Manifest) -> None:
-        """Turn the files that were sent into a step. The step exists only once this returns."""
+        """Commit a step. All ranks must have sent their files. Readers do not see the step before."""
 
     def quarantine(self, step: int, why: str) -> str:
-        """Rename a step so that it no longer counts, and return the new name, which contains `why`."""
+        """Rename a step so that readers ignore it, and return the new name, which contains `why`."""
 
     def remove(self, step: int) -> None: ...
 
     def remove_uncommitted(self, leases: range, *, dry: bool = False) -> list[str]:
-        """Remove the files of uncommitted saves under `leases`, and return their folders' names; `dry` removes nothing.
+        """Remove the files of saves that were not committed. Returns their folders' names; `dry` removes nothing.
 
-        All saves under these leases must have ended. On disk, a failed save has already removed its files.
+        Only saves that began under `leases` are removed, and all these must have ended. On disk, a failed save has
+        already removed its files.
         """
         return []
 
     def leftovers(self) -> list[str]:
-        """Return the folder names of uncommitted saves, whether running or abandoned."""
+        """Return the folder names of saves that are not committed, whether running or killed."""
         return self.remove_uncommitted(range(sys.maxsize), dry=True)
 
     def collect_garbage(self, *, ended_below: int) -> list[str]:
-        """Remove the leftovers of killed saves under leases below `ended_below`; return their names. For the owner."""
+        """Remove the folders of killed saves under leases below `ended_below`; return their names. For the owner."""
 
 
 class LocalStore(Store):
@@ -131,7 +132,7 @@ class LocalStore(Store):
         return self.path_of(manifest)
 
     def path_of(self, manifest: Manifest) -> Path:
-        return self.path / step_name(manifest.step) / (manifest.folder or "")  # a step copied from S3 has a folder
+        return self.path / step_name(manifest.step) / (manifest.folder or "")  # a step copied from S3 has a subfolder
 
     def begin(self, step: int, num_bytes: int) -> Path:
         folder = begin_folder(self.path / step_name(step))
@@ -140,7 +141,7 @@ class LocalStore(Store):
 
     def join(self, name: str, num_bytes: int) -> Path:
         check_space(self.path / name, num_bytes)
-        return self.path / name  # The folder is not made here: a new owner of the run folder may have removed it
+        return self.path / name  # not created if missing: a new owner may have removed it to stop the save
 
     def commit(self, scratch: Path, manifest: Manifest) -> None:
         # If a new owner of the run folder has removed `scratch`, this fails and changes nothing.
@@ -172,7 +173,7 @@ class LocalStore(Store):
 
 
 def looked(look: Callable[[int], Manifest], steps: Sequence[int]) -> Looked:
-    """Call `look` for each step, and return the result of `look_at_all`."""
+    """Call `look` for each step. Returns the manifests, and the faults of the other steps."""
     manifests: dict[int, Manifest] = {}
     damaged: dict[int, Damaged] = {}
     for step in steps:

@@ -24,11 +24,11 @@ from train.system.schema import BadContent, FileName, Head, of_type, read_object
 
 logger = logging.getLogger("train")
 PREFIX = "checkpoints/"
-SAVING, PARTS = "saving", "parts"  # local folders; a save in SAVING that has a manifest is complete, but not in S3
-UNFINISHED = re.compile(r"((\d{8,})-[0-9a-f]{8})\.unfinished")  # an object next to the folder of a save
+SAVING, PARTS = "saving", "parts"  # local folders; a save in SAVING with a manifest is complete but not in S3
+UNFINISHED = re.compile(r"((\d{8,})-[0-9a-f]{8})\.unfinished")  # the mark of a save, next to its folder
 
 DOWNLOADS = 8  # files downloaded at the same time, each over several connections
-READS = 3  # attempts before a file that does not match its checksum counts as damaged
+READS = 3  # a file counts as damaged if it does not match its checksum this many times
 read_again = retry(retry=retry_if_exception_type(Damaged), stop=stop_after_attempt(READS), reraise=True)
 
 
@@ -38,10 +38,10 @@ class S3Store(Store):
     checkpoints/step_00001000/manifest.json                  its creation is the commit
     checkpoints/step_00001000/00000007-5f0c1a2b/model.pt     lease number and a random number: unique to a save
     checkpoints/step_00001000/00000007-5f0c1a2b.unfinished   a mark: names the files that are being written or removed
-    checkpoints/step_00001000/manifest.damaged-9e1f.json     in quarantine, with the files it names
+    checkpoints/step_00001000/manifest.damaged-9e1f.json     a manifest in quarantine; its files are kept
 
-    Only files that a mark names are ever removed. If somebody deletes a manifest, the files of its checkpoint are
-    therefore kept. The user's objects are kept too.
+    Only files that a mark names are ever removed. The user's objects are therefore kept, and so are the files of a
+    checkpoint whose manifest somebody deleted.
     """
 
     compares_when_written = True
@@ -58,7 +58,7 @@ class S3Store(Store):
         return self.key(manifest.step, below(manifest, name))
 
     def objects(self, prefix: str = "step_") -> dict[int, dict[str, Head]]:
-        """Return the objects of each step, by their names inside the step."""
+        """Return the objects of each step, by their names relative to the step."""
         steps: dict[int, dict[str, Head]] = {}
         for name, item in self.folder.listing(PREFIX + prefix).items():
             head, _, below = name.removeprefix(PREFIX).partition("/")
@@ -91,7 +91,7 @@ class S3Store(Store):
         return looked(lambda step: self.compare(step, objects[step]), steps)
 
     def compare(self, step: int, objects: Mapping[str, Head]) -> Manifest:
-        """Return the manifest if these objects have its files' lengths. Each version of a manifest is read once."""
+        """Return a step's manifest. Raises Damaged if the lengths of `objects` differ from it."""
         version = objects[FILE].version if FILE in objects else ""
         known, manifest = self.known.get(step, ("", None))
         if manifest is None or known != version:
@@ -103,8 +103,8 @@ class S3Store(Store):
 
     def fetch(self, step: int, names: Collection[str] | None = None) -> Path:
         manifest = self.look(step).only(names)
-        self.clear("fetched")  # holds the step of an earlier call, or files that could not be verified
-        self.clear(PARTS)  # holds only leftovers of killed saves: no step is loaded while another is saved
+        self.clear("fetched")  # an earlier call's step, or files whose verification failed
+        self.clear(PARTS)  # only leftovers of killed saves: no save runs during a load
         target = self.path_of(manifest)
         target.mkdir(parents=True, exist_ok=True)  # files that cannot be removed are overwritten
         check_space(target, manifest.num_bytes)
@@ -147,7 +147,7 @@ class S3Store(Store):
 
     def prepare(self, scratch: Path, manifest: Manifest) -> Manifest:
         manifest = replace(manifest, folder=FileName(f"{manifest.fence:08d}-{uuid.uuid4().hex[:8]}"))
-        if not any(map(rank_of, manifest.files)):  # other ranks' parts may be on other machines
+        if not any(map(rank_of, manifest.files)):  # otherwise `scratch` lacks the other ranks' files
             write_atomic(scratch / FILE, manifest.to_json())
             for older in scratch.parent.iterdir():
                 if older != scratch:
@@ -173,11 +173,11 @@ class S3Store(Store):
         return self.key(manifest.step, f"{manifest.folder}.unfinished")
 
     def mark(self, manifest: Manifest) -> None:
-        """Mark the files of a manifest as leftovers. The mark has no effect while their manifest exists."""
+        """Mark the files of a manifest for removal. The mark has no effect while the manifest exists."""
         self.folder.write(self.mark_of(manifest), canonical_json({"files": sorted(manifest.files)}))
 
     def remove_mark(self, manifest: Manifest) -> None:
-        with suppress(InputError, Failure):  # a remaining mark has no effect: its manifest exists, or its files do not
+        with suppress(InputError, Failure):  # a mark that remains is harmless: its manifest exists, or its files do not
             self.folder.remove(self.mark_of(manifest))
 
     def check_fence(self, fence: int) -> None:
@@ -206,7 +206,7 @@ class S3Store(Store):
         return self.remove_uncommitted(range(ended_below))
 
     def remove_uncommitted(self, leases: range, *, dry: bool = False) -> list[str]:
-        # A manifest in quarantine may be unreadable, so its step is left alone. So are marks of unknown form.
+        # If a manifest is in quarantine, its step is left alone: the manifest may be unreadable, and its files unknown.
         left = []
         found = self.objects()
         in_doubt = {step for step, objects in found.items() if any(map(in_quarantine, objects))}
@@ -215,19 +215,19 @@ class S3Store(Store):
             if not match or int(match[2]) not in leases or step in in_doubt:
                 continue
             folder, mark, files = match[1], self.key(step, name), []
-            with suppress(Damaged, OtherVersion, FileNotFoundError, BadContent):
+            with suppress(Damaged, OtherVersion, FileNotFoundError, BadContent):  # an unreadable mark is kept
                 if FILE not in found[step] or self.manifest(step).folder != folder:
                     files = of_type(list[FileName], read_object(self.folder.read(mark)).get("files"), "files")
                 if not dry:
                     list(at_once(self.folder.remove, [self.key(step, f"{folder}/{file}") for file in files]))
-                    self.folder.remove(mark)  # last: after a kill, a later call finds the rest
+                    self.folder.remove(mark)  # last, so that a later call can finish what a kill interrupts
                 left += [f"{step_name(step)}/{folder}"] if files else []
         return left
 
     def tidy_saving(self, newest: int) -> None:
-        """Remove local leftovers of killed saves, and local saves that S3 has. Warn of saves that S3 lacks."""
+        """Remove local files of killed saves, and of saves that are in S3. Warn about saves that are not in S3."""
         for folder in (self.local / SAVING).glob("*"):
-            step = None  # if the manifest cannot be read
+            step = None  # remains None if the manifest cannot be read
             with suppress(Damaged, OtherVersion):
                 step = Manifest.from_json((folder / FILE).read_bytes()).step if (folder / FILE).is_file() else 0
             if step is not None and step <= newest:
@@ -238,7 +238,7 @@ class S3Store(Store):
 
 
 def below(manifest: Manifest, name: str) -> str:
-    """Return the name of a file in its step. It includes the save's folder, which a run copied from a disk lacks."""
+    """Return a file's name relative to its step. A step that was copied from a disk has no folder per save."""
     return f"{manifest.folder}/{name}" if manifest.folder else name
 
 
