@@ -323,9 +323,9 @@ def test_shards_go_the_way_of_boto3(bucket, opened, https, monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"http_proxy": "socks5://u:secret@h:1"}, "proxy=socks5://h:1: S3 is reached through a proxy http://HOST:"),
+        ({"http_proxy": "socks5://u:secret@h:1"}, "proxy=socks5://h:1: a proxy for S3 must be http://HOST:"),
         ({"http_proxy": "http://u:p%40secret@h"}, "the proxy h: shards .* if its user or password contains @, / or ?"),
-        ({"AWS_CA_BUNDLE": "nosuch.pem", "endpoint": "https://h"}, "there is no file nosuch.pem of certificates"),
+        ({"AWS_CA_BUNDLE": "nosuch.pem", "endpoint": "https://h"}, "there is no certificate file nosuch.pem"),
     ],
 )
 def test_what_cannot_lead_to_shards_is_rejected_before_the_first(bucket, monkeypatch, variables, message):

@@ -206,7 +206,7 @@ TRN1 = {
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"torch": "2.15.0"}, "torch 2.15.0 with torch-xla 2.9.0: both must be of the same release"),
+        ({"torch": "2.15.0"}, "torch 2.15.0 with torch-xla 2.9.0: both must have the same release"),
         ({"torch": ""}, "torch is missing with torch-xla 2.9.0"),
         ({"torch": "2.10.0", "torch-xla": "2.1.0"}, "pip install 'torch==2.1.*'"),  # 2.1 is no beginning of 2.10
         ({"torch-neuronx": "1.0"}, "torch-neuronx 1.0 is the public index's empty stub; pip uninstall"),

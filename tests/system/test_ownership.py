@@ -98,7 +98,7 @@ def test_an_environment_that_is_damaged_or_another_programs_makes_no_run_folder(
 def test_a_name_of_a_run_that_is_of_another_kind_is_rejected(folder, name, make):
     folder.path.mkdir()
     make(folder.path / name)
-    rejects(f"{name} is not a f(ile|older), as in a run", check, folder)
+    rejects(f"{name} must be a f(ile|older)", check, folder)
     if make is os.mkfifo:
         rejects("it is a pipe", folder.storage.read, name)
 

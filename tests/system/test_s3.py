@@ -391,7 +391,7 @@ def test_what_is_waited_for_is_reported_and_not_too_often(bucket, monkeypatch, c
         folder.read("a")
     (line,) = caplog.messages
     assert re.fullmatch(
-        rf'waiting for S3: Could not connect .*"{nobody}/.*runs/data/a.*; retried for up to \d+ s', line
+        rf'waiting for S3: Could not connect .*"{nobody}/.*runs/data/a.*; retrying for up to \d+ s', line
     )
 
 

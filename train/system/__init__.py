@@ -1,1 +1,1 @@
-"""Facts about the machine and this process's start, and access to files on disk and in S3. It does not import torch."""
+"""Facts about the machine and this process, and access to files on disk and in S3. Does not import torch."""

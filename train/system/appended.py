@@ -1,11 +1,11 @@
-"""Files to which a run appends, as they are stored in S3: NAME holds the newest lines, and parts hold the older lines.
+"""Files to which a run appends, as they are stored in S3: NAME holds the newest lines, and parts hold older lines.
 
     metrics.jsonl  metrics/00000002-000001.jsonl  (lease number of the writer, number of its part)
 
 When NAME grows beyond PART_BYTES, its older lines move to a part, which never changes. NAME then begins with a line
 that counts the parts. NAME is written after the parts, so a reader finds each line exactly once at any time. A part
-that is not counted comes from a job that was killed between the two writes, or that has lost the folder: NAME has its
-lines too. This module does not import torch.
+that is not counted is left by a job that was killed between the two writes, or that lost the folder: NAME still has
+these lines. Importing this does not import torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from train.system.atomic_io import open_whole
 from train.system.folders import Folder
 from train.system.schema import BadContent, FileName, of_type, read_object
 
-PART_BYTES = 2**18  # maximum uploaded at a save, unless more was written since the previous save
+PART_BYTES = 2**18  # size of a part; a save uploads no more, unless more was written since the previous save
 BLOCK_BYTES = 2**16  # bytes read at a time when reading backwards
 MARK = b'{"kind": "parts", '
 
@@ -43,7 +43,7 @@ class Parts:
         return [of(name, writer, part) for writer, count in self.counts.items() for part in range(1, count + 1)]
 
     def next_of(self, writer: str, num_bytes: int) -> tuple[str, int, Parts]:
-        """Return the next part's writer and number, and the parts with it. A later part never has a lower lease."""
+        """Return the next part's writer and number, and the parts including it. Parts' lease numbers never decrease."""
         writer = max([writer, *self.counts])
         number = self.counts.get(writer, 0) + 1
         return writer, number, Parts({**self.counts, writer: number}, self.num_bytes + num_bytes)
@@ -56,7 +56,7 @@ def of(name: str, writer: str, number: int) -> str:
 
 
 def read_head(file: BinaryIO, where: str) -> Parts:
-    """Read which parts a file continues, and leave it at its first line. Raises InputError if line 1 is damaged."""
+    """Return the parts that precede a file, and seek to its first line. Raises InputError if line 1 is damaged."""
     if file.read(len(MARK)) != MARK:
         file.seek(0)
         return Parts()
@@ -74,11 +74,11 @@ def open_part(folder: Folder, name: str) -> BinaryIO:
     try:
         return folder.open(name)
     except FileNotFoundError as error:
-        raise InputError(f"{folder.location}/{name} is missing: it holds some of the run's lines") from error
+        raise InputError(f"{folder.location}/{name} is missing: it contains older lines of the run") from error
 
 
 def rows(folder: Folder, name: str) -> Iterator[bytes]:
-    """Yield the lines of a file and its parts, oldest first, without line ends. Raises FileNotFoundError."""
+    """Yield a file's lines, including its parts', oldest first. Raises FileNotFoundError if the file is missing."""
     with folder.open(name) as newest:
         for part in read_head(newest, f"{folder.location}/{name}").names(name):
             with open_part(folder, part) as file:
@@ -87,7 +87,7 @@ def rows(folder: Folder, name: str) -> Iterator[bytes]:
 
 
 def rows_back(folder: Folder, name: str) -> Iterator[bytes]:
-    """Yield the lines that `rows` yields, but newest first, and read them in blocks only as needed."""
+    """Yield the lines of `rows` newest first, reading blocks only as needed."""
     with folder.open(name) as newest:
         parts = read_head(newest, f"{folder.location}/{name}").names(name)
         yield from back(newest, newest.tell())
@@ -97,7 +97,7 @@ def rows_back(folder: Folder, name: str) -> Iterator[bytes]:
 
 
 def back(file: BinaryIO, first: int) -> Iterator[bytes]:
-    """Yield the lines after byte `first`, newest first, without line ends. The newest is empty or half written."""
+    """Yield the lines after byte `first`, newest first, without line ends. The first one is empty or half written."""
     pieces: list[bytes] = []
     end = file.seek(0, 2)
     while end > first:
@@ -138,8 +138,8 @@ class Mirrored:
     def download(self, folder: Folder) -> None:
         """Copy the file from S3.
 
-        The local copy is kept only if it begins with all whole lines of the file in S3. Otherwise the run has continued
-        on another machine since, or was removed from S3 for a new run.
+        A local copy is kept if it begins with all complete lines of the file in S3. Otherwise the run has continued on
+        another machine since, or was removed from S3 for a new run.
         """
         self.parts = Parts()
         try:

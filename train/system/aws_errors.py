@@ -1,4 +1,4 @@
-"""A table of the errors of S3, EC2, SSM and IAM, with the meaning and the cure of each error in one line."""
+"""A table of S3, EC2, SSM and IAM errors, with a one-line explanation and cure for each."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ UNKNOWN = ["InvalidAccessKeyId", "InvalidClientTokenId", "InvalidToken", "AuthFa
 UNKNOWN += ["UnrecognizedClientException"]
 NOT_ALLOWED = ["AccessDenied", "AccessDeniedException", "UnauthorizedOperation"]
 DISABLED = ["AllAccessDisabled", "AccountProblem", "InvalidPayer", "NotSignedUp"]
-KMS = "KMS."  # the prefix of codes that S3 passes on from AWS's key service
+KMS = "KMS."  # prefix of the codes that S3 forwards from AWS's key service
 TEMPORARY_CODES = ["RequestLimitExceeded", "Throttling", "ThrottlingException", "BandwidthLimitExceeded"]
 TEMPORARY_CODES += ["InternalError", "InternalFailure", "InternalServerError", "Unavailable", "ServiceUnavailable"]
-# S3 answers with status 400 and one of these codes if a body arrived late or damaged.
+# S3 answers with status 400 and one of these codes if a request's body arrived late or damaged.
 TEMPORARY_CODES += ["RequestTimeout", "IncompleteBody", "BadDigest"]
 TEMPORARY_CODES += ["XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"]
 TEMPORARY_STATUS = (429, 500, 502, 503, 504)
@@ -25,7 +25,7 @@ NO_RENEWAL = ["CredentialRetrievalError", "SSOError", "TokenRetrievalError"]
 NO_ANSWER = ["ConnectionError", "HTTPClientError", "EndpointConnectionError"]
 # These codes concern the credentials, not the request.
 CREDENTIALS = [*EXPIRED, *UNKNOWN, *NO_RENEWAL, "NoCredentialsError", "PartialCredentialsError"]
-SAID = "{service} answers {answer}: {text}"  # the text is AWS's
+SAID = "{service} answers {answer}: {text}"  # {text} is AWS's message
 RENEW = "renew them (aws sso login)"
 GET_SOME = "attach a role to the instance; elsewhere aws configure sso makes a profile, which AWS_PROFILE=... chooses"
 WHOSE = "aws sts get-caller-identity shows the user"
@@ -59,7 +59,7 @@ TABLE = {code: (problem, cure) for codes, problem, cure in ROWS for code in code
 
 
 class Rejected(InputError):
-    """An error raised because AWS rejected a request, with the code of AWS's answer."""
+    """An error raised because AWS rejected a request. `code` is from AWS's answer."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
@@ -75,7 +75,7 @@ def one_line(error: object) -> str:
 
 
 def code_of(error: BaseException) -> str:
-    """Return the code in AWS's answer; without an answer, the name of the error's class or base in TABLE, or ""."""
+    """Return the code in AWS's answer. Without an answer, return the error's class or base class in TABLE, or ""."""
     if isinstance(error, ClientError):
         return str(error.response.get("Error", {}).get("Code", ""))
     return next((each.__name__ for each in type(error).__mro__ if each.__name__ in TABLE), "")

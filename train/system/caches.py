@@ -1,4 +1,4 @@
-"""Folders of compiled graphs and kernels, private to this user since later runs load them as code."""
+"""Folders of compiled graphs and kernels. They are private to this user, because later runs execute their files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from train.system import machine
 from train.system.atomic_io import made_once
 
 KERNELS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-IMAGE_GRAPHS = Path("/opt/baretrain/graphs")  # owned by root, on an image built with compile_cache (ami/provision)
+IMAGE_GRAPHS = Path("/opt/baretrain/graphs")  # only on images built with compile_cache (ami/provision); owned by root
 NOBODY = 65534  # the owner of root's files, as a container with mapped users shows it (user_namespaces(7))
 
 
 def unshared_folder(path: Path, name: str) -> Path:
-    """Make a folder of mode 0700, or take an existing one. Returns its path with links resolved.
+    """Make a folder with mode 0700, or use an existing one. Returns its path with links resolved.
 
     Raises InputError if another user could write to the folder. The message says that `name` sets the folder's path.
     """
@@ -42,7 +42,7 @@ def unshared_folder(path: Path, name: str) -> Path:
 
 
 def private_folder(path: Path, name: str) -> Path:
-    """Make or take a folder as `unshared_folder` does, and set its mode to 0700: subfolders may be open to others."""
+    """Make or use a folder as `unshared_folder` does, and set its mode to 0700: subfolders may be open to others."""
     real = unshared_folder(path, name)
     real.chmod(0o700)
     return real
@@ -61,7 +61,7 @@ def foreign_fault(status: os.stat_result, *, is_parent: bool) -> str | None:
 
 
 def place_kernels() -> None:
-    """Set where TorchInductor and Triton keep kernels, unless the user has. Call this before Inductor is imported.
+    """Set TorchInductor's and Triton's folders, unless the user has. Call this before Inductor is imported.
 
     Raises InputError if others could write to one of the folders.
     """
@@ -75,13 +75,13 @@ def place_kernels() -> None:
 
 
 def headers_folder() -> Path:
-    """Return where TorchInductor keeps compiled C++ headers: in its default folder, whatever its variable says."""
+    """Return where TorchInductor keeps compiled C++ headers: in its default folder, even if another is set."""
     user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
     return Path(tempfile.gettempdir(), f"torchinductor_{user}")
 
 
 def place_graphs(environ: Mapping[str, str], *, is_native: bool) -> dict[str, str]:
-    """Return the variable that names Neuron's cache, with the cache's folder; {} if the cache is in a bucket.
+    """Return the environment variable that sets the folder of Neuron's cache; {} if the cache is in a bucket.
 
     A new folder begins as a copy of the image's graphs. Raises InputError if others could write to the folder.
     """

@@ -16,7 +16,7 @@ SHOWN_DIGITS = 12  # digits of a sha256 in a message
 
 
 def fault_of(entry: FileEntry, size: int | None, sha256: Callable[[], str] | None = None) -> str | None:
-    """Return how a file differs from its manifest entry, as text to follow the file's name; None if it does not differ.
+    """Return how a file differs from its manifest entry, such as "is missing"; None if it does not differ.
 
     `size` is the length in bytes, or None if the file is missing. `sha256` computes the checksum; if it is None, only
     the length is compared.
@@ -38,7 +38,7 @@ def fault_of_file(path: Path, entry: FileEntry, *, checksum: bool) -> str | None
 
 
 def first_fault(examine: Callable[[Item], str | None], items: Iterable[Item]) -> str | None:
-    """Return the fault that `examine` finds in the first faulty item, or None. Several items are examined at a time."""
+    """Return the fault that `examine` finds in the first faulty item, or None. Items are examined in parallel."""
     with closing(at_once(examine, items)) as faults:
         return next(filter(None, faults), None)
 
@@ -59,8 +59,8 @@ def read_verified(
 ) -> bytes:
     """Read a file that a manifest names, and compare its checksum with `sha256`, which is None if unknown.
 
-    Raises InputError if the file is missing, or with the text `fault` if its checksum differs. Both messages end with
-    `advice`, which says what to do.
+    Raises InputError if the file is missing or its checksum differs. `fault` is the text for a wrong checksum.
+    Both messages end with `advice`.
     """
     try:
         content = source.read(name)

@@ -20,7 +20,7 @@ PACKAGES += ("tokenizers", "datasets", "numpy", "safetensors", "hydra-core")
 
 
 def environment() -> dict[str, Any]:
-    """Return versions, commit, code folders, machine and NEURON_CC_FLAGS. Other variables may be secret."""
+    """Return versions, commit, code folders, machine, and NEURON_CC_FLAGS alone: other variables may be secret."""
     return {
         "baretrain": train.__version__,
         "python": platform.python_version(),
@@ -37,7 +37,7 @@ def environment() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of PACKAGES; None for one that is not installed."""
+    """Return the versions of PACKAGES; None for packages that are not installed."""
     installed = installed_versions(*PACKAGES)
     return {package: installed.get(package) for package in PACKAGES}
 
@@ -49,7 +49,7 @@ def processor() -> str | None:
 
 
 def commit() -> str | None:
-    """Return the git commit of the code, followed by "+" if the code was changed; None outside a checkout."""
+    """Return the git commit of the code, followed by "+" if it has uncommitted changes; None outside a checkout."""
     if shutil.which("git") is None:
         return None
     folder = Path(train.__file__).parent

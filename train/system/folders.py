@@ -1,6 +1,6 @@
 """Folders on this machine or in S3 that contain the files of a run or a data set.
 
-A reader sees a whole file or none: atomic_io.py ensures it on disk, and S3 shows only objects that arrived completely.
+Readers never see incomplete files: atomic_io.py ensures this on disk, and S3 shows only complete objects.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 
 class Folder(Protocol):
-    """Files, named by relative paths: `tokenizer/tokenizer.json`. Faults that a user can fix raise InputError."""
+    """Files named by relative paths, such as `model/config.json`. Faults that a user can fix raise InputError."""
 
     location: str  # as the user wrote it
 
@@ -49,12 +49,12 @@ class Folder(Protocol):
         """Write a whole file, replacing an earlier one."""
 
     def create(self, name: str, content: bytes) -> bool:
-        """Write a whole file unless it exists, and return whether it was written: only one of several writers wins."""
+        """Write a whole file unless it exists. Returns whether it was written: True for only one of several writers."""
 
     def replace(self, name: str, content: bytes, version: str | None) -> str:
         """Write a whole file if its current version is `version` (None: any), and return the new version.
 
-        Raises FileExistsError or FileNotFoundError if the version differs. This is one atomic operation only in S3.
+        Raises FileExistsError or FileNotFoundError if the version differs. Only in S3 is this atomic.
         """
 
     def upload(self, name: str, path: Path) -> None:
@@ -73,7 +73,7 @@ class Folder(Protocol):
         """Remove a file if it exists. Raises NotPermitted if it cannot be removed."""
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the sorted names that begin with `prefix`, in subfolders too. Names unfit for a path are left out."""
+        """Return the sorted names, at any depth, that begin with `prefix`. Names that are invalid paths are skipped."""
 
     def listing(self, prefix: str = "") -> dict[str, Head]:
         """Return the length and version of each file that `names` returns. S3 lists 1,000 files per request."""
@@ -97,7 +97,7 @@ def open_folder(location: str, s3: S3Config) -> Folder:
 
 
 class LocalFolder:
-    """A folder on this machine. If it is new, it is private whatever the umask, since it may hold users' texts."""
+    """A folder on this machine. A new one is private, whatever the umask: it may contain users' texts."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.location = path, str(path)
@@ -115,7 +115,7 @@ class LocalFolder:
     def open(self, name: str) -> BinaryIO:
         path = self.at(name)
         with disk_errors("read", path):
-            if not path.is_file():  # a pipe counts as missing too: its reader could wait forever
+            if not path.is_file():  # a pipe counts as missing: reading it could block forever
                 raise FileNotFoundError(path)
             return path.open("rb")
 
@@ -188,7 +188,7 @@ def head_of(path: Path) -> Head:
 
 
 def files_below(top: Path) -> Iterator[Path]:
-    """Yield the files in a folder and its subfolders, without temporary ones.
+    """Yield the files in a folder and its subfolders, except temporary files.
 
     A subfolder that another process removes meanwhile is skipped. Raises InputError if a folder cannot be read.
     """
@@ -228,7 +228,7 @@ def local_path(location: str) -> Path:
     if "://" in location and not location.startswith("file://"):
         raise InputError(f"{location}: only local folders are supported here; copy it to this machine first")
     if "://" not in location and NO_URL.match(location):  # a path library may have turned "//" into "/"
-        raise InputError(f"{location} is neither a URL (s3://bucket/name) nor a usual path; begin a local path with ./")
+        raise InputError(f"{location} is neither a URL (s3://bucket/name) nor a plain path; begin a local path with ./")
     if not location.removeprefix("file://"):
         raise InputError("a path is empty (a variable that is not set?); name a file or folder")
     try:
@@ -246,8 +246,8 @@ def make_folder(path: Path) -> Path:
     try:
         path.mkdir(PRIVATE, parents=True, exist_ok=True)
         handle, probe = tempfile.mkstemp(prefix=".write-test-", dir=path)  # each rank gets a different name
-        os.close(handle)  # first, since NFS renames an open file instead of removing it
-        discard(Path(probe))  # some folders accept new files, but let nobody remove them
+        os.close(handle)  # before the removal: NFS would rename an open file instead
+        discard(Path(probe))  # only warns if the folder lets nobody remove files
     except OSError as error:
         raise InputError(f"cannot write to {path}: {error.strerror}; choose a folder of your own") from error
     return path
@@ -257,7 +257,7 @@ def make_folder(path: Path) -> Path:
 def empty_folders_removed(*paths: Path) -> Iterator[None]:
     """If the run is rejected in the block, remove all new and empty folders among `paths` and their parents.
 
-    The ranks that torchrun started on this machine make these folders together. The last rank to leave removes them.
+    All ranks that torchrun started on this machine may create these folders. The last rank to leave removes them.
     """
     all_paths = {folder for path in paths for folder in (path, *path.parents)}
     made = sorted((folder for folder in all_paths if not folder.exists()), reverse=True)  # innermost first
@@ -323,7 +323,7 @@ def sha256_bytes(content: bytes) -> str:
 
 
 def canonical_json(value: Any) -> bytes:
-    """Return readable JSON. Equal values give equal bytes."""
+    """Return indented JSON. Equal values give equal bytes."""
     return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 

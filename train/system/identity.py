@@ -1,7 +1,7 @@
 """The identity of a run: the settings that a resume must keep, and the files that mark a run folder.
 
-A run folder has environment.json, which describes the run, or a lease. An empty folder may become a run folder. This
-module does not import torch.
+A run folder contains environment.json, which describes the run, or at least a lease. An empty folder may become a run
+folder. Importing this does not import torch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ENVIRONMENT = "environment.json"
 FILES = (ENVIRONMENT, "config.yaml", "data.json", "metrics.jsonl", "outcome.json", "samples.json")
 FOLDERS = ("checkpoints", "export", "lease", "log", "model", "predictions", "tensorboard")
 WRITTEN = re.compile(r"checkpoints|lease|log|metrics\.jsonl|rank_\d{4,}\.txt")  # changed in place; others are replaced
-# Settings of the model and the optimizer that may change. The first only selects an implementation. The second only
-# changes the end of a run: `check_continues` in train/parallel/optimizers.py rejects a change to steps already done.
+# Settings of the model and the optimizer that a resume may change. The first only selects an implementation. The second
+# only changes the end of a run: `check_continues` in train/parallel/optimizers.py rejects a change to earlier steps.
 FREE = ("model.attention", "optim.decay_fraction")
 IDENTITY_KEYS = {"data", "seed", "global_batch_size"}
 # These files are written by other ranks before rank 0 has taken the folder, or exist on every new disk.
@@ -37,7 +37,7 @@ NEUTRAL = re.compile(
 
 
 def identity_of(cfg: TrainConfig, plan: Plan, data_id: str, lengths: Sequence[int] | None) -> dict[str, Any]:
-    """Return the settings that a run must keep to resume, as one flat table."""
+    """Return the settings that a resume must keep, by their full names."""
     plain = to_dict(cfg)
     sections = {f"{name}.{key}": value for name in ("task", "model", "optim") for key, value in plain[name].items()}
     for key in FREE:
@@ -53,15 +53,15 @@ def identity_of(cfg: TrainConfig, plan: Plan, data_id: str, lengths: Sequence[in
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return "key: old -> new" for each key whose value differs between two flat tables."""
+    """Return "key: old -> new" for each key whose value differs between `before` and `now`."""
     now = json.loads(canonical_json(now))
     keys = sorted({**before, **now})
     return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
 
 
 def check_same_run(before: dict[str, Any], identity: dict[str, Any], *, source: object, force: bool) -> None:
-    """Compare `identity` with `before` from `source`. Raise InputError with all differences, or warn if `force`."""
-    known = {key: value for key, value in identity.items() if key in before or value}  # omits new settings that are off
+    """Compare `identity` with `before`, read from `source`. Raise InputError with the differences, or warn if `force`."""
+    known = {key: value for key, value in identity.items() if key in before or value}  # drops new settings that are off
     changed = differences(before, known)
     if changed and force:
         logger.warning("resume.force=true: resuming although the run differs from %s: %s", source, ", ".join(changed))
@@ -72,8 +72,8 @@ def check_same_run(before: dict[str, Any], identity: dict[str, Any], *, source: 
     hint = "" if is_same else f"; data.lengths=[{lengths}] keeps its batches; other devices choose other lengths"
     check(
         not changed,
-        f"{source} belongs to another run ({', '.join(changed)}); choose another run_dir, or resume with the new "
-        f"settings by resume.force=true{hint}",
+        f"{source} belongs to another run ({', '.join(changed)}); choose another run_dir, or set "
+        f"resume.force=true to resume with the new settings{hint}",
     )
 
 
@@ -81,7 +81,7 @@ def check_same_run(before: dict[str, Any], identity: dict[str, Any], *, source: 
 
 
 def check_layout(location: str) -> None:
-    """Raise InputError if the folder has a link to a file, a file of the wrong kind, or one that cannot be written."""
+    """Raise InputError if an entry of the folder is a link to a file, of the wrong kind, or not writable."""
     path = local_path(location)
     with disk_errors("list", path):
         files = [*path.iterdir()] if path.is_dir() else []
@@ -90,7 +90,7 @@ def check_layout(location: str) -> None:
         kind = "folder" if file.name in FOLDERS else "file"
         check(
             is_right is None or is_right(),
-            f"run_dir={location}: {file.name} is not a {kind}, as in a run; move it away, or choose another folder",
+            f"run_dir={location}: {file.name} must be a {kind}; move it away, or choose another folder",
         )
     for file in (file for folder in (path, path / "log") if folder.is_dir() for file in folder.iterdir()):
         is_link = file.is_symlink() and not file.is_dir()
@@ -100,7 +100,7 @@ def check_layout(location: str) -> None:
 
 
 def find_identity(folder: Folder) -> dict[str, Any] | None:
-    """Return the identity of the run in the folder; None if environment.json is missing or not a run's."""
+    """Return the identity of the run in the folder; None if environment.json is missing or not from a run."""
     with suppress(FileNotFoundError, BadContent):
         identity = read_object(folder.read(ENVIRONMENT)).get("identity")
         if isinstance(identity, dict) and identity.keys() >= IDENTITY_KEYS:

@@ -1,7 +1,7 @@
 """Files of user code that `--import` names. Each file is run once, and is identified by its name and checksum.
 
-Only the command line can name these files. No setting can, so that nothing in a run folder runs code. This module
-does not import torch.
+Only the command line can name these files. Settings cannot, so that no run folder can make this program run code.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def load(given: str) -> ModuleType:
 
 
 def flags() -> list[str]:
-    """Return the flags with which another process imports the same files."""
+    """Return the flags that make another process import the same files."""
     return [f"{FLAG}={each.path}" for each in IMPORTED.values()]
 
 
@@ -67,9 +67,9 @@ def identity() -> dict[str, str]:
 
 
 def check_repeated(identity: Mapping[str, object], source: object) -> None:
-    """Raise InputError if this identity's run began with files that are not imported now; the message names them."""
+    """Raise InputError if the run with this `identity` imported files that are not imported now, and name them."""
     missing = [key for key in identity if key.startswith(FLAG) and key.removeprefix(f"{FLAG} ") not in IMPORTED]
-    check(not missing, f"{source} is of a run with {' '.join(missing)}: repeat the flag with the file's path")
+    check(not missing, f"{source} belongs to a run with {' '.join(missing)}; repeat the flag with the file's path")
 
 
 def code_of(kind: type) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The launcher of this process (torchrun, Slurm or none) and the ranks, from environment variables."""
+"""The launch of this process (by torchrun, Slurm or neither), and its rank, from environment variables."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Launched:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    local_world_size: int = 1  # count of ranks on this machine
-    is_distributed: bool = False  # whether ranks must connect, even a single one
+    local_world_size: int = 1  # number of ranks on this machine
+    is_distributed: bool = False  # whether ranks must connect, as even a single rank of torchrun must
     master_addr: str = ""  # the address at which ranks connect
     master_port: int = 0
     run_id: str | None = None  # torchrun's run id; None: not started by torchrun
-    restart_count: int = 0  # count of restarts by torchrun
+    restart_count: int = 0  # number of restarts by torchrun
     uses_agent_store: bool = False  # whether torchrun, not rank 0, holds the store through which ranks connect
-    slurm_tasks: int = 1  # count of tasks that one srun has started
+    slurm_tasks: int = 1  # number of tasks that srun started
 
     @property
     def is_under_torchrun(self) -> bool:
@@ -38,7 +38,7 @@ class Launched:
 
     @property
     def torchrun(self) -> list[str]:
-        """Values that identify a torchrun, and are the same in all its restarts."""
+        """Values that identify a torchrun, and do not change when it restarts the ranks."""
         return [self.run_id or "", self.master_addr, str(self.master_port or "")]
 
 
@@ -93,8 +93,8 @@ def whole(given: Mapping[str, str], name: str, default: int, *, least: int = 0, 
 def check_launch(instance: InstanceConfig, launch: Launched) -> None:
     """Raise InputError if the instance cannot run this many ranks, or if Slurm started several tasks without torchrun.
 
-    The valid counts of trn1 are from the Neuron SDK guide "torch-neuron-envvars". With other counts, ranks hang or are
-    rejected by the runtime.
+    The valid numbers of ranks on trn1 are from the Neuron SDK guide "torch-neuron-envvars". With other numbers, ranks
+    hang or are rejected by the runtime.
     """
     world, local = launch.world_size, launch.local_world_size
     check(

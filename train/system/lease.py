@@ -1,6 +1,6 @@
-"""The lease files, one for each owner of a run folder. ownership.py has the rules. This module does not import torch.
+"""The lease files of a run folder, one per owner. ownership.py has the rules. Importing this does not import torch.
 
-lease/00000007.json   see KINDS; the highest number is the current owner's
+lease/00000007.json   see KINDS; the current owner's file has the highest number
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEASES = "lease/"
 LEASE_FILE = re.compile(rf"{LEASES}(\d{{8,}})\.json")
 KINDS: dict[str, Any] = {
     "number": int,
-    "owner": str,  # an id, unique to each lease
+    "owner": str,  # a unique id
     "host": str,
     "pid": int,
     "process_start": int | None,  # clock ticks after the boot; None: not Linux
@@ -56,7 +56,7 @@ def newest(folder: Folder) -> tuple[int, bytes]:
 
 
 def parse(content: bytes) -> dict[str, Any] | None:
-    """Return the fields of a lease file (see KINDS); None if it is damaged or another program's."""
+    """Return the fields of a lease file (see KINDS); None if it is damaged or from another program."""
     with suppress(BadContent):
         lease = read_object(content)
         fits = all(name in lease and isinstance(lease[name], kind) for name, kind in KINDS.items())
@@ -66,7 +66,7 @@ def parse(content: bytes) -> dict[str, Any] | None:
 
 
 def describe(content: bytes) -> str:
-    """Describe the owner for a message."""
+    """Return a description of the owner for messages."""
     lease = parse(content)
     if lease is None:
         return "an owner whose lease file cannot be read"
@@ -75,7 +75,7 @@ def describe(content: bytes) -> str:
 
 
 def identity() -> dict[str, Any]:
-    """Return the lease fields that identify this process and its job. A field that the system does not know is None."""
+    """Return the lease fields that identify this process and its job; None for fields that the system lacks."""
     process, run_id = read_process(os.getpid()), launched().run_id
     boot_id: str | None = None
     pid_namespace: str | None = None

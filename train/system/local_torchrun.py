@@ -1,7 +1,7 @@
-"""torchrun for ranks on one machine that other machines cannot reach: `python -m train.system.local_torchrun`.
+"""A torchrun for one machine that listens only on the loopback address: `python -m train.system.local_torchrun`.
 
-Ranks join through torch's TCPStore. Unless it is given a socket, the store listens on every interface, whatever address
-it is given. A machine that reaches the store decides which objects the ranks unpickle.
+Ranks connect through torch's TCPStore. Unless it is given a socket, the store listens on every interface, whatever
+address it is given. Any machine that reaches the store could make the ranks unpickle arbitrary objects.
 """
 
 from __future__ import annotations
@@ -35,5 +35,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     here = str(Path(__file__).parent)
-    sys.path = [each for each in sys.path if each != here]  # modules in the script's folder would hide libraries
+    sys.path = [each for each in sys.path if each != here]  # otherwise modules in this folder would hide libraries
     main()

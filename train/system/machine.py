@@ -1,7 +1,7 @@
-"""Facts about a machine and its environment that can be read without opening a device. It does not import torch.
+"""Facts about a machine and its environment, read without opening a device. Importing this does not import torch.
 
 Sources: the Neuron SDK's guides for PyTorch/XLA (training-troubleshooting, torch-neuron-envvars, neuron-caching) in
-SDK 2.31, the last one with PyTorch/XLA.
+SDK 2.31, the last with PyTorch/XLA.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from train.config import InputError, check, check_printable
 from train.config.backend import NEURON_TIMEOUT_S
 from train.system.versions import read_versions, release
 
-NATIVE = ("trn2", "trn3")  # prefixes of the instance types with native PyTorch
+NATIVE = ("trn2", "trn3")  # prefixes of the instance types that have native PyTorch
 NATIVE_CACHE = "TORCH_NEURONX_NEFF_CACHE_DIR"  # the variable that names native PyTorch's folder of compiled operators
-LOCAL_ROOT = "/var/tmp/baretrain-{}"  # `compile_root` of a user whose home folder is on the network
+LOCAL_ROOT = "/var/tmp/baretrain-{}"  # `compile_root` if the cache is on a network file system
 MOUNTINFO, SYS_BLOCK = Path("/proc/self/mountinfo"), Path("/sys/class/block")
 NETWORK_FILESYSTEMS = ("nfs", "efs", "lustre", "smb", "cifs", "ceph", "beegfs", "gpfs", "fuse.s3")
-ROOT_COMM_PORT = 62182  # port of Neuron's collectives, as in torch_xla; above the ports of outgoing connections
+ROOT_COMM_PORT = 62182  # port of Neuron's collectives, as in torch_xla; above Linux's ephemeral ports
 
 
 @dataclass(frozen=True)
 class Knob:
-    """An environment variable whose effect its user may not expect."""
+    """An environment variable with an effect that users may not expect."""
 
     name: str
     why: str
-    is_dangerous: bool = False  # it changes the results
+    is_dangerous: bool = False  # whether it changes the results
 
 
 KNOBS = (
@@ -50,8 +50,8 @@ KNOBS = (
     Knob("XRT_WORKERS", "belongs to XRT, which torch-xla dropped in 2.7; unset it"),
     Knob("XRT_DEVICE_MAP", "belongs to XRT, which torch-xla dropped in 2.7; unset it"),
     Knob("NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS", "has had no effect since SDK 2.31; unset it"),
-    Knob("BUCKET_CAP_MB", "is not read; the name is ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB"),
-    Knob("FI_EFA_FORK_SAFE", "is for kernels before 5.15 only; unset it on newer ones"),
+    Knob("BUCKET_CAP_MB", "is not read; set ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB instead"),
+    Knob("FI_EFA_FORK_SAFE", "is only for kernels before 5.15; unset it on newer ones"),
 )
 
 
@@ -87,7 +87,7 @@ def split_flags(flags: str) -> list[str]:
     try:
         return shlex.split(flags)
     except ValueError as error:
-        raise InputError(f"NEURON_CC_FLAGS={flags} is not a line of options ({error}); fix its quotes") from error
+        raise InputError(f"NEURON_CC_FLAGS={flags} cannot be split into options ({error}); fix its quotes") from error
 
 
 def filesystem(path: str | Path) -> str:
@@ -110,7 +110,7 @@ def mounts() -> Iterator[tuple[Path, str, str]]:
 
 
 def cache_fault(environ: Mapping[str, str]) -> str | None:
-    """Return why the compile cache must be moved elsewhere; None if its place is fine."""
+    """Return why the compile cache must be moved; None if its location is fine."""
     location = cache_location(environ)
     if "://" in location:
         is_usable = location.startswith("s3://")
@@ -138,10 +138,10 @@ def cached_graphs(cache: str, name: str = "model.done") -> set[str] | None:
 
 
 def runtime_environment(environ: Mapping[str, str], *, nodes: int, timeout_s: float) -> dict[str, str]:
-    """Return variables for the Neuron runtime to read when it starts, without those that the user has set."""
+    """Return the variables that the Neuron runtime reads at its start, except those that the user has set."""
     wanted = {"NEURON_RT_EXEC_TIMEOUT": f"{math.ceil(timeout_s)}"}
     if "TORCHELASTIC_RUN_ID" not in environ and "NEURON_RT_VISIBLE_CORES" not in environ:
-        wanted["NEURON_RT_NUM_CORES"] = "1"  # otherwise a process that is the only rank takes all cores
+        wanted["NEURON_RT_NUM_CORES"] = "1"  # otherwise a single process takes all cores
     if nodes > 1:
         wanted |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}
     return {name: value for name, value in wanted.items() if name not in environ}
@@ -154,10 +154,10 @@ def neuron_environment(
 
     The user's variables are kept. Compiler flags are added to the user's flags.
 
-    `timeout_s` limits the time of an execution, which waits for the other ranks of its collectives. AWS's samples use
-    600 s, too short for another machine to compile. If nothing has to be compiled, the watchdog ends a hang sooner.
+    `timeout_s` limits one execution, including its waits for other ranks. AWS's samples use 600 s, which is too short
+    if another machine must compile first. If nothing must be compiled, the watchdog ends a hang sooner.
 
-    Raises InputError if a variable of the user would round silently, or give the ranks an address that is in use.
+    Raises InputError if the user's variables disable stochastic rounding, or give the ranks an unusable address.
     """
     wanted = runtime_environment(environ, nodes=nodes, timeout_s=timeout_s) | {
         "XLA_TRANSFER_SEED_ASYNC": "1",
@@ -203,7 +203,7 @@ def first_slurm_host(environ: Mapping[str, str]) -> str | None:
 
 
 def installed_versions(*names: str) -> dict[str, str]:
-    """Return the versions of the packages `names`, without packages that are not installed."""
+    """Return the versions of those packages among `names` that are installed."""
     versions = {}
     for name in names:
         with suppress(metadata.PackageNotFoundError):
@@ -217,7 +217,7 @@ def package_faults(versions: Mapping[str, str]) -> list[str]:
     torch, xla = versions.get("torch", ""), versions.get("torch-xla", "")
     if xla and release(torch) != release(xla):
         faults.append(
-            f"torch {torch or 'is missing'} with torch-xla {xla}: both must be of the same release; "
+            f"torch {torch or 'is missing'} with torch-xla {xla}: both must have the same release; "
             f"pip install 'torch=={'.'.join(map(str, release(xla)))}.*'"
         )
     neuronx = versions.get("torch-neuronx", "")
@@ -248,7 +248,7 @@ class Chip:
 
     number: int
     num_cores: int  # logical cores
-    holders: tuple[tuple[int, str], ...]  # process id and command (may be empty) of each process on the chip
+    holders: tuple[tuple[int, str], ...]  # process id and command (may be empty) of processes that use it
     address: str  # PCI address with its domain; may be empty
 
 
@@ -296,7 +296,7 @@ def instance_names() -> list[str]:
 
 
 def instance_type(product: Path = Path("/sys/devices/virtual/dmi/id/product_name")) -> str:
-    """Return EC2's instance type of this machine ("trn1.32xlarge"); elsewhere the maker's name or an empty text."""
+    """Return EC2's instance type of this machine ("trn1.32xlarge"); elsewhere the product's name or an empty text."""
     return product.read_text().strip() if product.is_file() else ""
 
 
@@ -339,6 +339,6 @@ def cache_root() -> Path:
 
 
 def compile_root() -> Path:
-    """Return the folder for compiled graphs and kernels. It is on a local disk: a network's file locks may fail."""
+    """Return the folder for compiled graphs and kernels. It is on a local disk: file locks on a network may fail."""
     root = cache_root()
     return Path(LOCAL_ROOT.format(os.geteuid())) if filesystem(root).startswith(NETWORK_FILESYSTEMS) else root

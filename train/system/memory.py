@@ -1,4 +1,4 @@
-"""The memory and processors that this process may use, its peak memory, and the kernel's count of OOM kills."""
+"""The memory and processors that this process may use, its peak memory, and the number of OOM kills."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ CGROUPS, PROC = Path("/sys/fs/cgroup"), Path("/proc")
 
 
 def own_peak_bytes() -> int:
-    """Return the peak memory of this process in bytes, without its loader workers."""
+    """Return the peak memory of this process in bytes, not counting its loader workers."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # ru_maxrss is in KiB on Linux, see getrusage(2)
 
 
 def total_memory_bytes() -> int:
-    """Return the bytes of memory that this process can have: the machine's memory, or its container's limit."""
+    """Return the bytes of memory that this process can use: the machine's memory, or the container's limit if lower."""
     limits = [limit for _, limit in memory_limits()]
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits])
 
@@ -48,7 +48,7 @@ def memory_limits() -> list[tuple[Path, int]]:
 
 
 def usable_cpus() -> int:
-    """Return the count of processors that this process may run on, or its container's CPU quota if that is lower."""
+    """Return the number of processors that this process may use, or its container's CPU quota if that is lower."""
     num_cpus = len(os.sched_getaffinity(0))
     for folder in cgroup_folders("cpu"):
         path = folder / "cpu.max"
@@ -97,7 +97,7 @@ def find_oom_counter() -> Path | None:
 
 
 def count_oom_kills(counter: Path | None) -> int:
-    """Return the count of OOM kills in a file from `find_oom_counter`; 0 without a file."""
+    """Return the number of OOM kills in a file that `find_oom_counter` found; 0 without a file."""
     if counter is None:
         return 0
     return next(int(line.split()[1]) for line in counter.read_text().splitlines() if line.startswith("oom_kill "))

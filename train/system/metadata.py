@@ -28,7 +28,7 @@ class Metadata:
     def get(self, path: str) -> Any:
         """Return the JSON of a category under /latest/meta-data/; None if the category does not exist.
 
-        Raises OSError, HTTPException or ValueError if the service does not answer as it should.
+        Raises OSError, HTTPException or ValueError if the service does not answer, or if its answer is invalid.
         """
         content = self.content(path)
         return None if content is None else json.loads(content)
@@ -37,11 +37,11 @@ class Metadata:
         """Return the text of a category that every machine has. Raises the same errors as `get`."""
         content = self.content(path)
         if content is None:
-            raise OSError(f"{path} is answered with status 404")
+            raise OSError(f"the request for {path} failed with status 404")
         return content.decode("ascii")
 
     def content(self, path: str) -> bytes | None:
-        for _ in range(2):  # two attempts: the service may have forgotten its tokens
+        for _ in range(2):  # the second attempt has a new token, in case the service has lost the first
             if time.monotonic() >= self.renew_at_s:
                 self.renew()
             status, body = self.request("GET", f"/latest/meta-data/{path}", {"X-aws-ec2-metadata-token": self.token})
@@ -49,7 +49,7 @@ class Metadata:
                 break
             self.renew_at_s = 0.0
         if status not in (200, 404):
-            raise OSError(f"{path} is answered with status {status}")
+            raise OSError(f"the request for {path} failed with status {status}")
         return body if status == 200 else None
 
     def renew(self) -> None:
@@ -62,7 +62,7 @@ class Metadata:
             hint = "for containers the instance needs HttpPutResponseHopLimit=2"
             raise TimeoutError(f"no token within {TIMEOUT_S:g} s ({hint})") from error
         if status != 200:
-            raise OSError(f"a token is denied with status {status}")
+            raise OSError(f"the request for a token failed with status {status}")
         self.token, self.renew_at_s = body.decode("ascii"), asked_s + TOKEN_S - RENEWS_S
 
     def request(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, bytes]:

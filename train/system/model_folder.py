@@ -1,6 +1,6 @@
-"""Checks of the JSON files of a model or tokenizer from elsewhere, before transformers sees the folder.
+"""Checks of the JSON files in somebody else's model or tokenizer folder, before transformers reads the folder.
 
-transformers reads the names of classes, further files and code from these JSON files.
+These files can name classes, further files and code, which transformers would load.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from train.config import shortlist
 from train.system.schema import BadContent, of_type, read_object, shown
 
-# For these text encoders, the code in transformers loads nothing else: no kernels from the Hub and no inner model.
+# For these text encoders, transformers loads no further code or models: no kernels from the Hub, no inner model.
 ENCODERS = """
     albert bert big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie eurobert flaubert
     fnet funnel ibert jina_embeddings_v3 longformer luke megatron-bert mobilebert modernbert mpnet nomic_bert
@@ -27,7 +27,7 @@ WAS_SET = "_attn_implementation_autoset"  # a boolean that transformers 4.46 to 
 FOR_THE_CLASS = ("init_inputs", "vocab", "merges", "tokenizer_object")  # arguments that no saved tokenizer contains
 IGNORED_PATHS = ("tokenizer_file", "special_tokens_map_file")  # paths on another machine, which transformers replaces
 LARGEST, DEEPEST = 10**9, 1000  # limits of a size and of a layer count; building more layers could hang a machine
-MOST_NAMED = 5  # folders named in an error
+MOST_NAMED = 5  # folders that an error message names
 MOST_LABELS = 10**6  # transformers makes a name for each label
 WIDTHS = ("vocab_size", "hidden_size", "dim", "embedding_size", "intermediate_size", "hidden_dim")
 COUNTS = ("num_attention_heads", "n_heads", "max_position_embeddings")
@@ -50,7 +50,7 @@ def read_model_json(folder: Path) -> dict[str, Any] | None:
     check_encoder(path, values.get("model_type"))
     for name in ("is_decoder", "is_encoder_decoder", "add_cross_attention"):
         if values.get(name):
-            raise BadContent(f"{path}: {name} is {shown(values[name])}, and only encoders are read here")
+            raise BadContent(f"{path}: {name} is {shown(values[name])}; only encoders can be loaded")
     of_type(list[str] | None, values.get("architectures"), f"{path}: architectures")
     for name in (*WIDTHS, *COUNTS, *DEPTHS):
         most = DEEPEST if name in DEPTHS else LARGEST
@@ -68,7 +68,7 @@ def read_model_json(folder: Path) -> dict[str, Any] | None:
 
 
 def models_below(folder: Path) -> str:
-    """Return the end of a message about a folder without a model: the subfolders that contain one."""
+    """Return the end of an error message about a folder without a model: it names subfolders that contain models."""
     found = [path for pattern in ("*/config.json", "*/*/config.json") for path in sorted(folder.glob(pattern))]
     names = [name for path in found if (name := path.parent.relative_to(folder).as_posix()).isprintable()]
     return f"; there are models in {shortlist(names, MOST_NAMED)}: name one" if names else ""
@@ -93,7 +93,7 @@ def read_tokenizer_json(folder: Path) -> dict[str, Any]:
 
 
 def read_checked(path: Path) -> dict[str, Any] | None:
-    """Return the object in a file; None without the file. Raises BadContent if a key, at any depth, loads something."""
+    """Return the object in a file; None without the file. Raises BadContent if a key loads code or files."""
     if not path.is_file():
         return None
     try:

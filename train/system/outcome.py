@@ -14,7 +14,7 @@ from train.system.schema import BadContent, read_object
 
 NAME = "outcome.json"
 STOP_FILE = "STOP"  # a file in the run folder that makes the run save a checkpoint and stop at its next step
-ENDS = ("done", "early_stop")  # reasons that make a run complete
+ENDS = ("done", "early_stop")  # kinds of outcome after which a run is complete
 FOR_GOOD = ("refused", "no_valid_checkpoint", "untrusted_checkpoint", "other_version", "not_finite", "lease_lost")
 OUT_OF_MEMORY = ("out_of_device_memory", "out_of_host_memory", "out_of_shared_memory")
 
@@ -22,7 +22,7 @@ OUT_OF_MEMORY = ("out_of_device_memory", "out_of_host_memory", "out_of_shared_me
 @dataclass(frozen=True)
 class Outcome:
     outcome: str  # done | stopped | failed | refused
-    kind: str  # an identifier, for programs
+    kind: str  # the reason as an identifier, for programs
     reason: str
     step: int | None  # the last step that the run reached
     checkpoint: int | None  # the newest step known to be committed; the work up to it is safe
@@ -37,7 +37,7 @@ KEYS = {each.name for each in fields(Outcome)}
 def may_continue(kind: str, previous: str) -> bool:
     """Return whether the same command may succeed after a failure of this `kind`.
 
-    `previous` is the kind of the previous attempt's end. After memory ran out, one more attempt is allowed, since
+    `previous` is the kind of the previous attempt's outcome. If memory ran out, one more attempt is allowed, since
     another program may have taken the memory.
     """
     return kind not in FOR_GOOD and not (kind in OUT_OF_MEMORY and kind == previous)

@@ -9,7 +9,7 @@ heartbeats. A job that cannot see the owner's process watches this count; clocks
 We list the folder to find the owner: probing only the next number would miss later owners if this process was
 suspended.
 
-This table lists, for each change to the run folder, the check of `Ownership` that comes first:
+This table lists the changes to the run folder, and the check of `Ownership` that precedes each:
 
     most files                       `check`, each time: OwnedFolder
     settings, a half-written line    `check`: train/system/run_folder.py (describe, cut_half_written_line)
@@ -23,8 +23,8 @@ This table lists, for each change to the run folder, the check of `Ownership` th
     report/                          nothing: train/tools/report.py
 
 A new writer uses `RunFolder.folder`, which is an OwnedFolder, and adds its file to this table. A file that grows on
-this machine also needs an entry in `GROWING` of run_folder.py, else a run in S3 does not upload it. A command that is
-not the run takes a lease of its own.
+this machine also needs an entry in `GROWING` of run_folder.py; otherwise a run in S3 does not upload it. A command
+other than the run itself must take a lease.
 
 If the run folder is in S3, this machine's metrics and logs are copies, which may always grow. A change that was allowed
 may reach S3 after another job took the folder. S3 itself then rejects a commit (train/checkpoints/store_s3.py), or an
@@ -48,7 +48,7 @@ from train.system.lease import describe, identity, name_of, newest, numbers, par
 from train.system.processes import is_alive
 
 logger = logging.getLogger("train")
-HEARTBEATS, LOOKS = 6, 12  # in each `ttl_s`: heartbeats of an owner, and checks for them by a waiting job
+HEARTBEATS, LOOKS = 6, 12  # per `ttl_s`: the owner's heartbeats, and a waiting job's checks for them
 
 
 class LeaseLost(Failure):
@@ -59,23 +59,23 @@ class Ownership:
     """The right of this process to write a run folder.
 
     Rank 0 of a job takes the folder (as a context manager, or by `take` and `release`), and a thread renews the lease.
-    The other ranks `follow` rank 0. Other programs write at their own risk.
+    The other ranks `follow` rank 0. Programs that do neither write at their own risk.
 
     Call `check` before each change: after `ttl_s` without a heartbeat, another job may take the folder. Heartbeats stop
-    while a job is suspended, cut off, or in a call that holds Python's lock.
+    while a job is suspended, cut off from the folder, or in a call that holds Python's GIL.
     """
 
     def __init__(
         self, folder: Folder, ttl_s: float = LeaseConfig.ttl_s, *, on_wait: Callable[[str], None] = logger.info
     ) -> None:
         self.folder, self.ttl_s, self.on_wait = folder, ttl_s, on_wait
-        self.owner: str | None = None  # the job's id in its lease; "": nothing is checked; None: not known yet
+        self.owner: str | None = None  # the job's id in its lease; "": nothing is checked; None: not yet known
         self.lost: str | None = None  # the reason, once another job owns the folder
         # The fields below are set only in the process that took the folder.
         self.number = 0  # the fencing number, at least 1
         self.step = 0  # the training step, set by the loop and written with each heartbeat
         self.previous: dict[str, Any] | None = None  # the previous lease, see lease.KINDS; None: absent or damaged
-        self.ended_below = 1  # owners with lower numbers have certainly ended; the previous owner may merely be silent
+        self.ended_below = 1  # owners with lower numbers have certainly ended; the previous owner may only be silent
         self.claim: dict[str, Any] = {}
         self.heartbeats = 0
         self.is_withdrawn = False  # whether this job is rejected; `release` then removes its lease
@@ -106,7 +106,7 @@ class Ownership:
                 self.check()
         except LeaseLost:
             return False
-        except (InputError, OSError):  # the lease cannot be read now; a line that cannot be written either waits
+        except (InputError, OSError):  # the lease cannot be read now; if the line cannot be written either, it waits
             pass
         return True
 
@@ -118,7 +118,7 @@ class Ownership:
         self.release()
 
     def take(self) -> None:
-        """Take the folder. If nothing else can show that the owner has ended, wait up to `ttl_s` for a heartbeat.
+        """Take the folder. If it is unknown whether the owner has ended, wait up to `ttl_s` for its heartbeat.
 
         Raises InputError if the owner is alive, or if the server would let two jobs own the folder.
         """
@@ -156,7 +156,7 @@ class Ownership:
         self.thread.join(self.ttl_s)
         try:
             if self.thread.is_alive():
-                raise TimeoutError("a heartbeat is still on its way")
+                raise TimeoutError("a heartbeat is still being written")
             with suppress(LeaseLost):  # another job owns the folder, so there is nothing to release
                 self.heartbeat(released=True)
                 older = [number for number in numbers(self.folder) if number < self.number - 1]
@@ -195,7 +195,7 @@ class Ownership:
     # ---- is the owner gone? -----------------------------------------------------------------------------------------
 
     def is_over(self, number: int, content: bytes) -> bool:
-        """Return whether this lease has ended; False if its file changes. Raises InputError if its owner is alive."""
+        """Return whether this lease has ended; False if it has changed. Raises InputError if its owner is alive."""
         lease = parse(content)
         if lease is not None:
             alive = is_alive(lease["pid"], lease["process_start"]) if same_machine(lease, self.claim) else None
@@ -211,7 +211,7 @@ class Ownership:
             f"{self.folder.location} was last used by {describe(content)}, which may still be running: watching for "
             f"its heartbeat for up to {ttl_s:g} s (until {until})"
         )
-        for _ in range(LOOKS):  # a deadline would count a slow response as the owner's silence
+        for _ in range(LOOKS):  # with a deadline, a slow response would count as silence
             time.sleep(ttl_s / LOOKS)
             now = newest(self.folder)
             if now != (number, content):

@@ -17,11 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-ENDED_STATES = "ZX"  # states of proc(5) in which a process has ended, before its parent has waited for it
+ENDED_STATES = "ZX"  # states (proc(5)) of processes that have ended, but that their parents have not yet waited for
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # constants of <sys/prctl.h>
 POLL_S, ORPHANS_POLL_S = 1.0, 0.1
-ENDING_S = 10.0  # seconds for a process to end after SIGTERM
+ENDING_S = 10.0  # seconds that a process may take to end after SIGTERM
 TIMED_OUT = 124  # the exit code of timeout(1)
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # variables that make a process one of several ranks
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -54,7 +54,7 @@ def age_s(pid: int) -> float:
 
 
 def is_alive(pid: int, started: int | None) -> bool | None:
-    """Return whether the process with this id and start time still runs; None if the kernel does not say."""
+    """Return whether the process with this id and start time is running; None if the kernel does not say."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):  # OverflowError: the id is too large for a process
@@ -114,8 +114,8 @@ def exit_code(
 ) -> int:
     """Wait for a process, call `meanwhile` every POLL_S, and return its exit code as shells report it.
 
-    After `limit_s`, the process is ended and the code is TIMED_OUT. A process that cannot be ended, such as one that
-    waits for a driver, is left alone.
+    After `limit_s`, the process is killed and the code is TIMED_OUT. A process that waits for a driver may survive
+    SIGKILL; it is not waited for.
     """
     until_s = time.monotonic() + limit_s
     while True:
@@ -141,7 +141,7 @@ def adopt_orphans() -> None:
 def end_orphans(limit_s: float) -> None:
     """Wait for the adopted processes, which may be saving. Kill processes that take longer than `limit_s`.
 
-    Call this while this process has no child that it started itself.
+    This process must have no running child that it started itself.
     """
     until_s = time.monotonic() + limit_s
     with suppress(ChildProcessError):  # all adopted processes have ended

@@ -15,7 +15,7 @@ FIRST_S, EVERY_S = 1.5, 10.0  # seconds until the first line, and between lines
 @dataclass
 class Phase:
     name: str
-    total: int | None = None  # the amount at which the phase is done; None if unknown
+    total: int | None = None  # the value of `done` at the end of the phase; None if unknown
     unit: str = "rows"  # "bytes" are shown in MB
     has_bar: bool = False  # on a terminal, a progress bar replaces the lines
     done: int = 0
@@ -42,13 +42,13 @@ def begin(phase: Phase) -> None:
 
 
 def advance(count: int) -> None:
-    """Add `count` to the amount that is done in the current phase."""
+    """Add `count` to the current phase's `done`."""
     _phase.done += count
 
 
 @contextmanager
 def reported(*, speaks: bool = True) -> Iterator[None]:
-    """Print the current phase and its progress every few seconds while the block runs, if `speaks` is set."""
+    """While the block runs, print the current phase and its progress every few seconds, unless `speaks` is False."""
     ends = threading.Event()
 
     def report() -> None:

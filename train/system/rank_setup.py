@@ -1,7 +1,7 @@
-"""The setup of a rank before the ranks join: network card, open files, EFA, processors. It does not import torch.
+"""The setup of a rank before the ranks connect: network card, open files, EFA, processors. Does not import torch.
 
-Settings of the user or the launcher are kept. This module has not been run on EFA or Neuron hardware, nor on several
-GPUs.
+Variables that the user or the launcher has set are kept. This module has not been run on EFA or Neuron hardware, nor on
+several GPUs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOOL_TIMEOUT_S = 20.0
 
 
 def prepare(launch: Launched, *, forks: bool) -> None:
-    """Set this rank's variables and limits. Call it before the ranks join. `forks`: the data loader forks workers."""
+    """Set this rank's variables and limits before the ranks connect. `forks`: whether the data loader forks workers."""
     os.environ.update(rank_environment(os.environ, launch, forks=forks))
     if not launch.is_one_machine and launch.local_rank == 0 and "GLOO_SOCKET_IFNAME" not in os.environ:
         text = "no network card leads to MASTER_ADDR=%s, and there is no default route: set GLOO_SOCKET_IFNAME"
@@ -40,15 +40,15 @@ def prepare(launch: Launched, *, forks: bool) -> None:
 
 
 def rank_environment(environ: Mapping[str, str], launch: Launched, *, forks: bool) -> dict[str, str]:
-    """Return the variables to set, without those that the user has set.
+    """Return the environment variables to set, except those that the user has set.
 
-    Since libfabric 1.18 and aws-ofi-nccl 1.7, NCCL over EFA needs FI_EFA_USE_HUGE_PAGE=0: otherwise forks can fail for
-    lack of huge pages (awsome-distributed-training, 1.architectures/efa-cheatsheet.md).
+    Since libfabric 1.18 and aws-ofi-nccl 1.7, NCCL over EFA needs FI_EFA_USE_HUGE_PAGE=0: otherwise forks can fail if
+    huge pages run out (awsome-distributed-training, 1.architectures/efa-cheatsheet.md).
     """
     wanted = {"FI_EFA_USE_HUGE_PAGE": "0"} if forks and efa_devices(SYSFS) else {}
     if not launch.is_one_machine and (card := network_card(launch.master_addr)):
         # Otherwise gloo takes the address of the host name, which Debian and Ubuntu map to 127.0.1.1, and NCCL and
-        # Neuron's collectives take the first card that they see. "=" tells NCCL to compare the whole name.
+        # Neuron's collectives take the first card they find. "=" tells NCCL to compare the whole name.
         wanted |= {"GLOO_SOCKET_IFNAME": card, "NCCL_SOCKET_IFNAME": f"={card}", "CCOM_SOCKET_IFNAME": card}
     elif launch.is_one_machine and launch.is_distributed:  # other machines cannot reach the loopback card
         wanted |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
@@ -57,20 +57,20 @@ def rank_environment(environ: Mapping[str, str], launch: Launched, *, forks: boo
 
 def network_card(master: str) -> str | None:
     """Return the network card through which this machine reaches the master; None if there is no such card."""
-    # On the master, its name may resolve to a loopback address. Then the card of the default route is returned.
+    # On the master itself, its name may resolve to a loopback address. The default route's card is then returned.
     known = ((name, at) for name, addresses in psutil.net_if_addrs().items() for at in addresses)
     cards = {at.address: name for name, at in known if name != "lo" and at.family in (socket.AF_INET, socket.AF_INET6)}
     return cards.get(source_address(master)) or cards.get(source_address(OUTSIDE))
 
 
 def source_address(host: str) -> str:
-    """Return this machine's source address in packets to a host, from the kernel's routes; empty without a route."""
+    """Return the address from which this machine would send packets to a host; an empty text if there is no route."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as unused:
             unused.connect(address)  # UDP: nothing is sent
             return str(unused.getsockname()[0])
-    except OSError:  # the later joining of the ranks reports why the master cannot be reached
+    except OSError:  # connecting the ranks will report why the master cannot be reached
         return ""
 
 
@@ -83,14 +83,14 @@ def efa_devices(sysfs: Path) -> list[str]:
 
 
 def pin(address: str | None) -> None:
-    """Bind this thread, and threads that it starts later, to the processors next to a PCI device, if they are known."""
+    """Bind this thread, and threads that it starts later, to the processors near a PCI device, if these are known."""
     if address and (near := near_cpus(address, os.sched_getaffinity(0))):
         os.sched_setaffinity(0, near)
         logger.info("bound to the %d processors of the NUMA node of device %s", len(near), address)
 
 
 def near_cpus(address: str, allowed: set[int]) -> set[int]:
-    """Return the processors of a PCI device's NUMA node (sysfs-bus-pci of Linux's ABI).
+    """Return the processors of a PCI device's NUMA node (see sysfs-bus-pci in Linux's ABI documentation).
 
     The set is empty if the node has all processors of the machine, or if the launcher restricts this process to some of
     them.
@@ -109,12 +109,12 @@ def read_cpus(text: str) -> set[int]:
 
 
 def neuron_address(environ: Mapping[str, str], core: int) -> str | None:
-    """Return the PCI address of the chip that has a local rank's core, from neuron-ls; None if it is unknown."""
+    """Return the PCI address of the chip with a local rank's core, as neuron-ls lists it; None if it is unknown."""
     tool = shutil.which("neuron-ls", path=os.pathsep.join([environ.get("PATH", ""), NEURON_TOOLS]))
     if tool is None or environ.get("NEURON_RT_VISIBLE_CORES") or environ.get("NEURON_RT_NUM_CORES"):
         return None  # the user has chosen the ranks' cores
     if "TORCHELASTIC_RUN_ID" not in environ:
-        return None  # a process without a launcher takes any core that is free
+        return None  # a process without a launcher takes any free core
     try:
         done = subprocess.run([tool, "-j"], capture_output=True, text=True, check=True, timeout=TOOL_TIMEOUT_S)
         chips = sorted(read_neuron_ls(done.stdout), key=lambda chip: chip.number)

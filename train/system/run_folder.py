@@ -57,8 +57,8 @@ GROWING = ("metrics.jsonl", "log/rank_0000.txt")
 class RunFolder:
     """The files of a run.
 
-    A run writes to `folder`, which checks before every change that this job is still the owner, and raises LeaseLost if
-    not. `storage` is the same folder without these checks. It is for the lease itself.
+    A run writes to `folder`, which raises LeaseLost unless this job is still the owner. `storage` is the same folder
+    without this check, for the lease itself.
     """
 
     def __init__(self, location: str, s3: S3Config | None = None, *, ttl_s: float = LeaseConfig.ttl_s) -> None:
@@ -87,7 +87,7 @@ class RunFolder:
         self.staging = self.path / "staging"  # files that are being copied to or from S3
 
     def check_is_ours(self, identity: dict[str, Any], *, force: bool) -> None:
-        """Raise InputError if the folder is another run's, or not a run folder. Nothing is written to it."""
+        """Raise InputError if the folder belongs to another run or is not a run folder. Writes nothing."""
         if not self.is_remote:
             check_layout(self.location)
         names = self.storage.names_here()
@@ -125,14 +125,14 @@ class RunFolder:
                 each.download(self.folder)
 
     def _take_away(self, name: str) -> None:
-        """Remove a record of the previous attempt. Keep it for `take_back`, except exit records in S3 (too many)."""
+        """Remove a record of the previous attempt, and keep it for `take_back` (not exit records in S3: too many)."""
         if name == NAME or not self.is_remote:
             with suppress(FileNotFoundError):
                 self.removed[name] = self.folder.read(name)
         self.folder.remove(name)
 
     def take_back(self) -> None:
-        """Put the folder back as `open` found it, after a rejected start. Only the owner may shorten a log file."""
+        """Undo `open` after a rejected start. Only the owner may shorten a log file."""
         with self.logging_failures():
             self.ownership.check()
             if self.log_bytes is None:
@@ -147,7 +147,7 @@ class RunFolder:
     def describe(
         self, cfg: TrainConfig, identity: dict[str, Any], facts: dict[str, Any], details: dict[str, Any]
     ) -> None:
-        """Write config.yaml and environment.json, and data.json if there are `details` of the data, on rank 0."""
+        """Write config.yaml, environment.json and, if the data has `details`, data.json. Only rank 0 calls this."""
         self.ownership.check()
         # environment.json comes first: it marks the folder as a run folder.
         description = {
@@ -188,7 +188,7 @@ class RunFolder:
         return max(time.time() - self.first_started_unix_s, self.attempt_s())
 
     def mirror(self) -> None:
-        """Upload rank 0's files to S3, or sync local metrics. The caller must have just checked the ownership."""
+        """Upload rank 0's files to S3; on disk, sync the metrics. The caller must have just checked the ownership."""
         with self.mirroring:
             if not self.is_remote and self.metrics.is_file():
                 sync(self.metrics)
@@ -203,7 +203,7 @@ class RunFolder:
                     self.mirrored[name] = state
 
     def replace(self, name: str, content: bytes) -> None:
-        """Write a file of this process to S3. S3 rejects a late request if another job has written the file since."""
+        """Write a file of this job to S3. S3 rejects a delayed request if another job has written the file since."""
         with suppress(FileExistsError, FileNotFoundError):  # also raised if S3's response to our first request was lost
             if name in self.versions:
                 self.versions[name] = self.storage.replace(name, content, self.versions[name])
@@ -252,7 +252,7 @@ class RunFolder:
 
     @contextmanager
     def logging_failures(self) -> Iterator[None]:
-        """Log a failure to record the end of the attempt: raising it would hide the error that is to be recorded."""
+        """Log a failure to record the attempt's end. Raising it would hide the error that ended the attempt."""
         try:
             yield
         except LeaseLost as error:

@@ -1,4 +1,4 @@
-"""Limits on garbage collection and on PyTorch's compute threads, which could slow the training down."""
+"""Limits on garbage collection and on PyTorch's compute threads: both could slow down training."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import gc
 from concurrent.futures import ThreadPoolExecutor
 
 USUAL = gc.get_threshold()
-RARE = 100_000  # new objects between collections; not 0 (never), since preparing a task's data may leave garbage
+RARE = 100_000  # new objects between collections; not 0 (no collections): preparing a task's data may leave garbage
 
 
 def search_rarely() -> None:
-    """Collect garbage rarely. Call it before the heavy imports.
+    """Collect garbage rarely. Call this before the slow imports.
 
     torch and transformers create half a million objects and hardly any garbage, but with Python's usual threshold, a
     collection runs after every 700 new objects (benchmarks/notes.md).
@@ -29,14 +29,14 @@ def search_as_usual() -> None:
 
 
 def pool_beside_training(name: str) -> ThreadPoolExecutor:
-    """Return a pool of one thread, whose torch operations use no further threads.
+    """Return a pool of one thread, which runs torch operations without further threads.
 
     PyTorch splits a CPU operation over a team of threads, and every thread that computes gets a separate team. A team
     spins for a while after each operation, on cores that the training's team needs.
     """
     import torch  # late: this package works without it
 
-    # At its first request, a thread fixes its thread count to the count that any thread set last. So request it here
-    # before the pool's thread sets 1.
+    # When a thread first asks for its thread count, it adopts the value that any thread set last. So let this thread
+    # ask before the pool's thread sets 1.
     torch.get_num_threads()
     return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=torch.set_num_threads, initargs=(1,))

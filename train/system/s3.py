@@ -1,7 +1,7 @@
 """S3 through boto3: small files, uploads, credentials. Shards are read by train/data/shards/download.py.
 
-boto3 retries throttling, 5xx and lost connections for as long as s3_retry.py allows. An error that remains is raised
-with a one-line message.
+boto3 retries after throttling, 5xx responses and lost connections for as long as s3_retry.py allows. If a request still
+fails, the error has a one-line message.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ TRANSFER = TransferConfig(
 TRANSFER.max_in_memory_upload_chunks = UPLOAD_THREADS  # the default is ten
 BODY_BROKEN = (ReadTimeoutError, ResponseStreamingError, IncompleteReadError, FlexibleChecksumError)
 BROKEN_OFF = (NotAnswered, ConnectionError, HTTPClientError, RetriesExceededError, *BODY_BROKEN)
-MISSING = ("NoSuchKey", "NotFound", "404")  # "404" is the code for HEAD, whose responses have no text
+MISSING = ("NoSuchKey", "NotFound", "404")  # "404" is the code for HEAD, whose responses have no body
 UNSAID = " (or it is missing, which S3 says only to users who may list the bucket; or the bucket makes requesters pay:"
 UNSAID += " copy it with aws s3 cp --request-payer requester)"
 TAKEN = ("PreconditionFailed", "ConditionalRequestConflict")
 ELSEWHERE = ("AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
 USUAL_ENDPOINT = re.compile(r"https://s3(\.[a-z0-9-]+)?\.amazonaws\.com(\.cn)?")
-WRITER = "writer"  # metadata key of a created object; its value marks the call that created the object
+WRITER = "writer"  # metadata key of created objects; the value identifies the call that created the object
 DEFAULT_REGION = "us-east-1"  # the default of AWS's tools; compatible servers accept it
 
 
@@ -69,7 +69,7 @@ def split(location: str) -> tuple[str, str]:
     bucket, _, prefix = location.removeprefix("s3://").partition("/")
     check(bool(bucket), f"{location} names no bucket; write s3://bucket/folder")
     check(
-        "@" not in bucket, "s3://...@... holds credentials; write s3://bucket/folder, and give them as AWS's tools do"
+        "@" not in bucket, "s3://...@... holds credentials; write s3://bucket/folder, and set them as for AWS's tools"
     )
     return bucket, prefix.strip("/")
 
@@ -93,7 +93,7 @@ def open_client(session: Any, s3: S3Config) -> Any:
         connect_timeout=retries.attempt_s / 2,
         read_timeout=retries.attempt_s,
         max_pool_connections=CONNECTIONS,
-        # The newer modes pause for only 3 s in total, and stop retrying after a few dozen errors of a client.
+        # The newer modes pause for only 3 s in total, and stop retrying after a few dozen errors per client.
         retries={"mode": "legacy", "total_max_attempts": ATTEMPTS},
         s3={"addressing_style": "path" if s3.path_style else "virtual"},
     )
@@ -113,7 +113,7 @@ def renew_credentials(
     session: Any, s3: S3Config, response: tuple[Any, dict[str, Any]] | None, attempts: int, **_: object
 ) -> float | None:
     """If S3 rejects the keys of the first attempt, retry immediately with the keys that ~/.aws holds now."""
-    # boto3 reads these keys only once, and renews all other kinds of credentials.
+    # boto3 reads these keys only once, but renews all other kinds of credentials.
     held, code = session.get_credentials(), response and response[1].get("Error", {}).get("Code")
     if attempts > 1 or code not in (*EXPIRED, *UNKNOWN) or isinstance(held, RefreshableCredentials):
         return None
@@ -125,12 +125,12 @@ def renew_credentials(
 
 
 def reject_another_region(response: tuple[Any, dict[str, Any]] | None, operation: Any, **_: object) -> None:
-    """Reject a bucket in another region. boto3 would follow it silently, but the connector's first shard would fail."""
+    """Reject a bucket in another region. boto3 would silently use that region, but the shards' connector would fail."""
     if response is None:
         return
     parsed = response[1]
     status, code = parsed["ResponseMetadata"].get("HTTPStatusCode"), parsed.get("Error", {}).get("Code")
-    if status == 301 or code in (*ELSEWHERE, "400"):  # "400" is the code for HEAD, whose responses have no text
+    if status == 301 or code in (*ELSEWHERE, "400"):  # "400" is the code for HEAD, whose responses have no body
         raise ClientError(parsed, operation.name)
 
 
@@ -191,7 +191,7 @@ class S3Folder:
                 with self.explained("write", name):
                     self.client.put_object(**self.address(name), Body=content, IfNoneMatch="*", Metadata={WRITER: mark})
                 return True
-            except FileExistsError:  # our first attempt may have created it, and its response was lost
+            except FileExistsError:  # an earlier attempt may have created it, but its response was lost
                 answer = self._head(name)
                 if answer is not None:
                     return bool(answer["Metadata"].get(WRITER) == mark)
@@ -236,7 +236,7 @@ class S3Folder:
         # The console's "folders" are empty objects whose names end in a slash.
         listed = {name: item for name, item in sorted(self._list(prefix).items()) if not name.endswith("/")}
         if odd := [name for name in listed if not is_path(name)]:
-            text = f"objects whose names no file can have are left out: {odd[:3]}"
+            text = f"objects whose names are not valid file names are skipped: {odd[:3]}"
             warn_once(("names", self.location), f"{self.location}: {text}")
         return {name: item for name, item in listed.items() if is_path(name)}
 
@@ -267,7 +267,7 @@ class S3Folder:
             raise aws_errors.explain(error, url, service="S3") from error
 
     def explain(self, error: ClientError, action: str, url: str) -> Exception:
-        """Return the exception for an error response of S3. `action` is what was tried: read, write, delete or list."""
+        """Return the exception for an error response of S3. `action` is what failed: read, write, delete or list."""
         code, answer = code_of(error), error.response.get("ResponseMetadata", {})
         if code in MISSING:
             return FileNotFoundError(url)

@@ -1,6 +1,6 @@
 """A deadline for all attempts of an S3 request, hooked into a boto3 client.
 
-boto3 makes the attempts. This module decides whether another attempt follows, and after which pause.
+boto3 sends the requests. This module decides whether and when it retries.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from train.system.aws_errors import is_temporary
 from train.system.launched import is_first
 
 logger = logging.getLogger("train")
-ATTEMPTS = 7  # maximum for a request that fails immediately; the pauses between attempts take about 30 s
-SILENT_ATTEMPTS = 6  # attempts of a request without a response, within s3.timeout_s
+ATTEMPTS = 7  # at most; if each fails immediately, the pauses between them take about 30 s
+SILENT_ATTEMPTS = 6  # attempts that fit into s3.timeout_s if none gets a response
 FIRST_WARNING_S, NEXT_WARNING_S = 3.0, 10.0  # seconds until the first warning, and between warnings
 
 
@@ -76,5 +76,5 @@ class RetryPolicy:
         now_s = time.monotonic()
         if waited_s >= FIRST_WARNING_S and now_s - self.warned_s >= NEXT_WARNING_S:
             self.warned_s = now_s
-            text = "waiting for S3: %s; retried for up to %.0f s"
+            text = "waiting for S3: %s; retrying for up to %.0f s"
             logger.log(logging.WARNING if is_first() else logging.DEBUG, text, reason, self.timeout_s - waited_s)

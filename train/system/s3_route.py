@@ -1,4 +1,4 @@
-"""boto3's route to S3, for a client other than boto3: the proxy and the certificate authorities."""
+"""The proxy and certificate authorities through which boto3 reaches S3, for use by another S3 client."""
 
 from __future__ import annotations
 
@@ -14,22 +14,20 @@ from botocore.utils import get_environ_proxies
 from train.config import check
 
 PROXIES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
-AUTHORITIES = "SSL_CERT_FILE"  # the variable that names the file of authorities, for programs that use OpenSSL
+AUTHORITIES = "SSL_CERT_FILE"  # the environment variable by which OpenSSL finds the file of authorities
 PORTS = {"http": 80, "https": 443}
 
 
 def proxy_to(endpoint: str) -> str | None:
-    """Return the URL of boto3's proxy to a server; None without one. Raises InputError if the proxy is unusable."""
+    """Return the URL of boto3's proxy for a server; None without a proxy. Raises InputError if it is unusable."""
     scheme = urlsplit(endpoint).scheme
     given = get_environ_proxies(endpoint).get(scheme)
     if not given:
         return None
-    url = given if "://" in given else f"http://{given.removeprefix('//')}"  # botocore completes it in the same way
+    url = given if "://" in given else f"http://{given.removeprefix('//')}"  # as botocore does
     is_usable = re.fullmatch(r"https?://([^/?#]*@)?([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?([/?#].*)?", url, re.ASCII)
     shown = re.sub("//.*@", "//", url)  # without a password
-    check(
-        bool(is_usable), f"{scheme}_proxy={shown}: S3 is reached through a proxy http://HOST:PORT or https://HOST:PORT"
-    )
+    check(bool(is_usable), f"{scheme}_proxy={shown}: a proxy for S3 must be http://HOST:PORT or https://HOST:PORT")
     return url
 
 
@@ -44,11 +42,11 @@ def check_route(endpoint: str, session: Any) -> None:
     proxy_to(endpoint)
     file = authorities(session)
     is_there = not endpoint.startswith("https:") or Path(file).is_file()
-    check(is_there, f"there is no file {file} of certificates (AWS_CA_BUNDLE, ca_bundle of ~/.aws, REQUESTS_CA_BUNDLE)")
+    check(is_there, f"there is no certificate file {file} (AWS_CA_BUNDLE, ca_bundle of ~/.aws, REQUESTS_CA_BUNDLE)")
 
 
 def variables(endpoint: str, session: Any) -> dict[str, str | None]:
-    """Return the environment variables with which the shards' connector takes boto3's route.
+    """Return the environment variables that make the shards' connector use boto3's proxy and authorities.
 
     A variable with the value None must be unset, because the connector does not know NO_PROXY. Raises InputError if the
     connector cannot send the proxy's user or password.
@@ -57,7 +55,7 @@ def variables(endpoint: str, session: Any) -> dict[str, str | None]:
     if proxy is not None:
         parts = urlsplit(proxy)
         user, at, host = parts.netloc.rpartition("@")
-        is_plain = not re.search("[@/?]", unquote(user))  # the connector does not decode user and password
+        is_plain = not re.search("[@/?]", unquote(user))  # the connector does not URL-decode these
         check(is_plain, f"the proxy {host}: shards cannot be fetched if its user or password contains @, / or ?")
         port = "" if parts.port else f":{PORTS[parts.scheme]}"  # the connector has no default port
         proxy = f"{parts.scheme}://{unquote(user)}{at}{host.rstrip(':')}{port}"

@@ -1,7 +1,7 @@
 """Checks of files that somebody else may have written: file names in them, their fields, and the fields' types.
 
 A manifest, an index or a bucket's listing names files that are then read, written or deleted here. Each of these names
-is checked as a `FileName` or `RelativePath` before it becomes a path, so that none leads out of its folder.
+is checked as a `FileName` or `RelativePath` before it becomes a path, so that no path leads out of its folder.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ T = TypeVar("T")
 
 
 class BadContent(InputError, ValueError):
-    """An error raised because a file from elsewhere has invalid content. The message is one line.
+    """An error raised because a file that others may have written is invalid. The message is one line.
 
-    It is also a ValueError, so that code around a parser treats it as damage.
+    It is also a ValueError, so that callers of a parser treat it as damage.
     """
 
 
@@ -94,7 +94,7 @@ class FileEntry(TypedDict):
 
 
 class Head(NamedTuple):
-    """The length and version of a file, which a folder knows without reading the file."""
+    """The length and version of a file, which can be found without reading the file."""
 
     size: int  # bytes
     version: str  # changes with the content; in S3 it is the ETag
@@ -104,7 +104,7 @@ class Head(NamedTuple):
 
 
 def read_object(content: bytes) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises BadContent if the file holds anything else."""
+    """Return the JSON object in a file. Raises BadContent if the file contains anything else."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -171,7 +171,7 @@ def of_type(hint: Any, value: object, where: str) -> Any:
     if isinstance(hint, type) and issubclass(hint, FileName | RelativePath | Sha256):
         return checked(hint, value, where)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    kinds = {  # whether the value has each type, and the type's name in an error
+    kinds = {  # whether the value has this type, and the type's name in an error
         int: (is_number and isinstance(value, int) and 0 <= value <= MAX_COUNT, "a count"),
         float: (is_number, "a number"),
         bool: (isinstance(value, bool), "true or false"),

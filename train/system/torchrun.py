@@ -15,7 +15,7 @@ from pathlib import Path
 from train.system.processes import end_with_parent, read_process
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-REJECTION = "rejected.txt"  # holds the error that rejected a start of the ranks, in torchrun's folder for that start
+REJECTION = "rejected.txt"  # a file in torchrun's folder for one start of the ranks: the error that rejected this start
 
 
 def is_under_torchrun() -> bool:
@@ -23,10 +23,10 @@ def is_under_torchrun() -> bool:
 
 
 def die_with_torchrun() -> None:
-    """Have the kernel send SIGTERM to this rank when torchrun ends: an orphan would hold the device and the run folder.
+    """Have the kernel send SIGTERM to this rank when torchrun ends: an orphan would keep the device and the run folder.
 
-    The signal comes when the thread that started this process ends: torchrun's main thread, which ends last. The rank
-    can still save. Raises SystemExit if torchrun has already ended: the rank would wait for a store that is gone.
+    The kernel sends it when the thread that started this process ends. This is torchrun's main thread, which ends last.
+    The rank can still save. Raises SystemExit if torchrun has already ended: its store, which the ranks need, is gone.
     """
     if is_under_torchrun():
         end_with_parent(os.getppid())
@@ -37,14 +37,14 @@ def die_with_torchrun() -> None:
 def find_torchrun() -> int | None:
     """Return the process id of torchrun: the nearest Python process above this one. A user's script may be in between.
 
-    Returns None if torchrun has ended. In a container, torchrun may be process 1. Any other process 1 is the new parent
-    of processes whose parent has ended.
+    Returns None if torchrun has ended. In a container, torchrun may be process 1. If process 1 is another program, it
+    has adopted this process because torchrun ended.
     """
     pid = os.getppid()
     while pid > 0:
         try:
             is_python = "python" in Path(f"/proc/{pid}/exe").readlink().name
-        except OSError:  # the process is another user's, as process 1 usually is
+        except OSError:  # another user's process, as process 1 usually is
             is_python = pid != 1
         if is_python:
             return pid
@@ -69,21 +69,21 @@ def is_first(action: str) -> bool:
         file_of_start(action).touch(exist_ok=False)
     except FileExistsError:
         return False
-    except OSError:  # torchrun keeps no such files: acting twice is better than not acting
+    except OSError:  # without torchrun's folder, two ranks may act, which is better than none
         pass
     return True
 
 
 def is_reported() -> bool:
-    """Return whether another rank of this machine has reported an error, so that this one need not."""
+    """Return whether another rank of this machine has already reported an error, so that this rank need not."""
     return not is_first("reported")
 
 
 def leave_rejection(rejection: str) -> None:
-    """Write a rejection to a file for the program that started torchrun, which exits with 1 after every failure."""
-    with suppress(OSError), file_of_start(REJECTION).open("a") as file:  # torchrun may keep no such files
-        with suppress(OSError):  # the file system may have no locks
-            fcntl.flock(file, fcntl.LOCK_EX)  # a rank that would end torchrun waits here until the text is written
+    """Write a rejection to a file for the program that started torchrun, whose exit code is 1 after any failure."""
+    with suppress(OSError), file_of_start(REJECTION).open("a") as file:  # torchrun's folder may be missing
+        with suppress(OSError):  # the file system may not support locks
+            fcntl.flock(file, fcntl.LOCK_EX)  # another rank waits here before it ends torchrun
         if os.fstat(file.fileno()).st_size == 0:
             file.write(rejection)
             file.flush()
@@ -99,7 +99,7 @@ def end_torchrun() -> None:
     restarts, limit = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     pid = find_torchrun() if is_under_torchrun() and restarts != limit else None
     if pid is not None and is_first("ended"):
-        print("torchrun, which would restart the run, is asked to end; its report follows", file=sys.stderr)
+        print("torchrun would restart the run, so it is asked to end; its report follows", file=sys.stderr)
         os.kill(pid, signal.SIGTERM)
 
 

@@ -1,4 +1,4 @@
-"""Versions that belong together, from ami/versions.yaml. Images, constraints, the doctor and launch use them."""
+"""Versions of packages that work together, from ami/versions.yaml. Images, constraints, doctor and launch use them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib import resources
 import yaml
 
 INDEX = "https://pip.repos.neuron.amazonaws.com"  # Neuron's index; the public index has only stubs of these packages
-TORCH = "2.9.0"  # the torch release at the beginning of torch-neuronx's version
+TORCH = "2.9.0"  # the torch release with which torch-neuronx's version begins
 
 
 def from_index(packages: str) -> str:
@@ -27,7 +27,7 @@ class Sdk:
     """Versions that one release of the Neuron SDK ships together."""
 
     name: str
-    torch_neuronx: str  # version without the leading torch release
+    torch_neuronx: str  # without the torch release at the beginning
     neuronx_cc: str
     libneuronxla: str
     runtime: str
@@ -65,7 +65,7 @@ class Native:
         torch, neuronx = versions.get("torch", ""), versions.get("torch-neuronx", "")
         if release(neuronx) not in map(release, self.torch_neuronx):
             wanted, here = " or ".join(self.torch_neuronx), neuronx or "none"
-            return [f"torch-neuronx {wanted} is for trn2 and trn3, and this machine has {here}; {self.install}"]
+            return [f"trn2 and trn3 need torch-neuronx {wanted}, and this machine has {here}; {self.install}"]
         if release(neuronx) != release(torch):
             return [f"torch-neuronx {neuronx} needs torch of the same release, and torch is {torch}; {self.install}"]
         compiler = versions.get("neuronx-cc", "")
@@ -75,7 +75,7 @@ class Native:
 
 
 def release(version: str) -> tuple[int, int]:
-    """Return a version's major and minor number: (2, 9) for "2.9.0.2.15.32035"; (0, 0) for an empty text."""
+    """Return the major and minor number of a version: (2, 9) for "2.9.0.2.15.32035"; (0, 0) for an empty text."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
@@ -114,7 +114,7 @@ class Versions:
         }
 
     def system_packages(self) -> dict[str, str]:
-        """Return Neuron's Debian packages, each with the beginning of its version."""
+        """Return Neuron's Debian packages, each with a prefix of its version."""
         return {
             "aws-neuronx-collectives": self.sdk.collectives,
             "aws-neuronx-dkms": self.sdk.dkms,
