@@ -60,7 +60,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def check_same_run(before: dict[str, Any], identity: dict[str, Any], *, source: object, force: bool) -> None:
-    """Compare `identity` with `before`, read from `source`. Raise InputError with the differences, or warn if `force`."""
+    """Compare `identity` with `before`, read from `source`. If they differ, raise InputError, or warn if `force`."""
     known = {key: value for key, value in identity.items() if key in before or value}  # drops new settings that are off
     changed = differences(before, known)
     if changed and force:
