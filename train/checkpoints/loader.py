@@ -33,7 +33,7 @@ logger = logging.getLogger("train")
 class Loaded:
     progress: Progress = field(default_factory=Progress)
     faults: list[str] = field(default_factory=list)  # faults of newer checkpoints
-    ranks: list[State] = field(default_factory=list)  # small state of each rank that saved the checkpoint
+    ranks: list[State] = field(default_factory=list)  # what each rank saved as `own`, see `AsyncSaver.save`
 
 
 def newest_valid(
@@ -43,7 +43,7 @@ def newest_valid(
     on_wait: Callable[[], None] = no_wait,
     check_owner: Callable[[], None] = lambda: None,
 ) -> tuple[Manifest | None, list[str]]:
-    """Fetch the newest valid checkpoint. Each machine fetches the files that `names` returns there.
+    """Fetch the newest valid checkpoint. `names` selects the files that this machine fetches.
 
     All ranks of `world` must call this function; None stands for this process alone. Returns the checkpoint's manifest
     (None if there never was a checkpoint), and the faults of newer checkpoints. Unless `check_owner` raises an error,
@@ -68,7 +68,7 @@ def newest_valid(
 
 
 def newest_whole(store: Store, faults: dict[int, str]) -> Manifest | None:
-    """Return the newest step, except those in `faults`, whose files have the right lengths. Adds new faults."""
+    """Return the newest step, not in `faults`, whose files have the right lengths. Adds new faults to `faults`."""
     for step in reversed(store.steps()):
         if step not in faults:
             try:

@@ -35,7 +35,7 @@ class Untrusted(Failure):
 
 
 class OtherVersion(Failure):
-    """An error raised because another version wrote a checkpoint in another format. The checkpoint is not changed."""
+    """An error raised because this version cannot read the format of a checkpoint. The checkpoint is not changed."""
 
 
 @dataclass
@@ -43,8 +43,8 @@ class Progress:
     step: int = 0  # optimizer steps done, including skipped steps
     lr: float | None = None  # learning rate of the last step
     examples: int = 0  # sequences drawn by all ranks: the position in the data; a rollback does not reset it
-    lanes: int | None = None  # lanes in the order of the data; None: not yet decided
-    window_shards: int | None = None  # shards shuffled together in each lane; None: not yet decided
+    lanes: int | None = None  # number of lanes in the data order; None: not yet decided
+    window_shards: int | None = None  # number of shards shuffled together in each lane; None: not yet decided
     best_loss: float | None = None  # the best value of best_metric so far, negated if higher is better
     best_metric: str = "loss"
     best_step: int | None = None

@@ -21,9 +21,8 @@ def prune(store: Store, keep: int, verified: set[int] | None = None) -> list[int
 def retention(store: Store, keep: int, verified: set[int] | None = None) -> dict[int, str | None]:
     """Return the reason to keep each step; None for a step that may be removed.
 
-    The newest `keep` steps are kept (0: all steps), and so are damaged steps, since somebody may repair them. To find
-    valid steps, this reads those that are not in `verified`, unless S3 compared their checksums during the upload. It
-    adds valid steps to `verified`.
+    The newest `keep` steps are kept (0: all steps), and so are damaged steps, since somebody may repair them. To
+    verify a step, its files are read, and it is added to `verified`. S3 compared checksums during the upload instead.
     """
     known: set[int] = set() if verified is None else verified
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("train")
 UNSENT = (InputError, Unreachable)  # the service rejects files or cannot be reached; it may accept them later
 MAX_WAIT_S = 10.0  # seconds that training waits for the previous save before it skips the new one
-MAX_LOSS_S = 1800.0  # seconds of work that a fault should cost at most
+MAX_LOSS_S = 1800.0  # a fault should cost at most this many seconds of work
 MAX_FAILURES = 3  # this many failures in a row end the run; fewer may be a temporary fault of the service
 LONGEST_PAUSE_S = 10.0  # longest pause before the run's last save repeats a failed request
 Result = TypeVar("Result")
@@ -78,7 +78,7 @@ class AsyncSaver:
         self.pending: Future[Saved | None] | None = None  # returns None except on rank 0
         self.pending_began_s = 0.0
         self.results: list[Saved] = []  # saves that ended since the last call of `take`
-        self.failures: list[str] = []  # reasons of the most recent saves, all of which failed
+        self.failures: list[str] = []  # why the most recent saves failed; empty after a successful save
         self.newest: int | None = None  # the newest committed step, or the step from which the run resumed
         self.unsent: tuple[int, Path] | None = None  # step and local copy of a save that could not be uploaded
         self.stalls_s: list[float] = []

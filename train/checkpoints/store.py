@@ -1,6 +1,6 @@
 """The interface of a run's store of checkpoints, and the store on disk. Importing this does not import torch.
 
-The disk must be shared by all ranks. A step is written to a temporary folder, whose renaming is the commit.
+The disk must be shared by all ranks. A step is written to a temporary folder. Renaming this folder is the commit.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Store(Protocol):
     def join(self, name: str, num_bytes: int) -> Path:
         """Return the local folder for the files of another rank. `name` is the name of rank 0's folder.
 
-        Raises OSError if rank 0's folder is needed and gone, or if the disk lacks the space.
+        Raises OSError if the disk lacks the space or, on a shared disk, if rank 0's folder is gone.
         """
 
     def prepare(self, scratch: Path, manifest: Manifest) -> Manifest:
@@ -76,11 +76,11 @@ class Store(Protocol):
         return manifest
 
     def send(self, folder: Path, manifest: Manifest, names: list[FileName]) -> None:
-        """Upload a rank's files, which must be synced, to S3."""
+        """Upload a rank's files if the store is in S3. They must already be synced to the local disk."""
         return
 
     def commit(self, scratch: Path, manifest: Manifest) -> None:
-        """Commit a step. All ranks must have sent their files. Readers do not see the step before."""
+        """Commit a step whose files all ranks have sent. Until then, readers do not see it."""
 
     def quarantine(self, step: int, why: str) -> str:
         """Rename a step so that readers ignore it, and return the new name, which contains `why`."""
@@ -100,7 +100,7 @@ class Store(Protocol):
         return self.remove_uncommitted(range(sys.maxsize), dry=True)
 
     def collect_garbage(self, *, ended_below: int) -> list[str]:
-        """Remove the folders of killed saves under leases below `ended_below`; return their names. For the owner."""
+        """Remove leftovers of saves under leases below `ended_below`; return their names. Only the owner calls this."""
 
 
 class LocalStore(Store):

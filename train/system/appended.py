@@ -35,7 +35,7 @@ class Parts:
 
     @property
     def head(self) -> bytes:
-        """The first line of the file that continues these parts; empty without parts."""
+        """The first line of a file NAME that follows these parts; empty without parts."""
         values = {"kind": "parts", "parts": self.counts, "bytes": self.num_bytes}
         return json.dumps(values).encode() + b"\n" if self.counts else b""
 
@@ -78,7 +78,7 @@ def open_part(folder: Folder, name: str) -> BinaryIO:
 
 
 def rows(folder: Folder, name: str) -> Iterator[bytes]:
-    """Yield a file's lines, including its parts', oldest first. Raises FileNotFoundError if the file is missing."""
+    """Yield a file's lines, parts included, oldest first, without line ends. Raises FileNotFoundError if missing."""
     with folder.open(name) as newest:
         for part in read_head(newest, f"{folder.location}/{name}").names(name):
             with open_part(folder, part) as file:
@@ -120,7 +120,7 @@ class Mirrored:
         self.path, self.name, self.parts = path, name, Parts()
 
     def upload(self, folder: Folder, replace: Callable[[str, bytes], None], writer: str) -> None:
-        """Write the parts that S3 lacks to `folder`, and newer lines by `replace`. The last line may be unfinished."""
+        """Write parts that S3 lacks to `folder`; `replace` writes newer lines. The last line may be half written."""
         size = self.path.stat().st_size
         with self.path.open("rb") as file:
             file.seek(self.parts.num_bytes)

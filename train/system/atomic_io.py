@@ -1,4 +1,4 @@
-"""Functions that write a file or folder whole or not at all, even if the process is killed or the power fails.
+"""Functions that write a file or folder completely or not at all, even if the process is killed or the power fails.
 
 A file or folder is made under a temporary name next to its final name, synced, and renamed. A new file is as private as
 its folder, or more private if the umask is stricter: whoever may read a run folder may also read files that are added
@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 logger = logging.getLogger("train")
-TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{32}")  # matches the final name plus 38 bytes
+TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{32}")  # 38 bytes longer than the final name
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # errors of rename() if the new name is taken
 LINKLESS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # errors of link() on SMB, exFAT and gcsfuse
-UNSYNCED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)  # errors of fsync() on folders of such disks
+UNSYNCED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)  # errors of fsync() on folders on such disks
 said = set[object]()  # keys of the warnings that this process has logged
 
 
@@ -51,7 +51,7 @@ def remove_temporaries(folder: Path, name: str, *, dry: bool = False) -> list[st
 
 def discard(path: Path) -> None:
     """Remove a file, or a folder with its contents, that is no longer needed."""
-    # A file that is open on NFS, or belongs to another user, cannot be removed. A single warning is then logged.
+    # Files that are open on NFS, or that belong to another user, cannot be removed. One warning is then logged.
     failures = list[OSError]()
 
     def remember(_function: object, _path: str, info: Any) -> None:
@@ -131,8 +131,8 @@ def create_atomic(path: Path, content: bytes) -> bool:
 def link(temporary: Path, path: Path) -> None:
     """Give a file a second name.
 
-    Unlike a rename, this raises FileExistsError if the name is taken. On a disk without links, an empty file takes the
-    name first, and a reader may see that file for a moment.
+    Unlike a rename, this raises FileExistsError if the name is taken. On a disk without hard links, an empty file with
+    this name is created first, and readers may see it briefly.
     """
     try:
         os.link(temporary, path)
@@ -144,7 +144,7 @@ def link(temporary: Path, path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file's content, or the renames inside a folder, durable: POSIX stores a rename in the folder."""
+    """Sync a file's content, or a folder's entries, to disk: a rename changes the folder, not the file."""
     try:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -204,7 +204,7 @@ def publish_folder(temporary: Path, path: Path, *, replaces: bool = False) -> No
 
 
 def remove_folder(path: Path, *, instead: Path | None = None) -> None:
-    """Remove a folder so that others see it whole or not at all. The folder `instead`, if given, takes over its name.
+    """Remove a folder in one step, as other processes see it. The folder `instead`, if given, takes over its name.
 
     A folder that this user may not write to is kept, since somebody may have protected it. One warning is logged.
     """

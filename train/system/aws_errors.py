@@ -91,7 +91,7 @@ def is_temporary(status: int, code: str | None) -> bool:
 def problem_and_cure(
     code: str, text: str = "", *, status: int = 0, service: str = "AWS", cures: Mapping[str, str] | None = None
 ) -> tuple[str, str]:
-    """Return the meaning of a code, with AWS's text, and its cure ("" if unknown). `cures` overrides TABLE."""
+    """Return the meaning of a code, including AWS's text, and its cure ("" if unknown). `cures` overrides TABLE."""
     problem, cure = TABLE.get(KMS if code.startswith(KMS) else code, (SAID if code or status else "{text}", ""))
     answer = f"{status or ''} {code}".strip()
     if is_temporary(status, code):

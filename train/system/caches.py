@@ -17,13 +17,13 @@ from train.system.atomic_io import made_once
 
 KERNELS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 IMAGE_GRAPHS = Path("/opt/baretrain/graphs")  # only on images built with compile_cache (ami/provision); owned by root
-NOBODY = 65534  # the owner of root's files, as a container with mapped users shows it (user_namespaces(7))
+NOBODY = 65534  # the owner that containers with mapped users show for root's files (user_namespaces(7))
 
 
 def unshared_folder(path: Path, name: str) -> Path:
     """Make a folder with mode 0700, or use an existing one. Returns its path with links resolved.
 
-    Raises InputError if another user could write to the folder. The message says that `name` sets the folder's path.
+    Raises InputError, which names the variable `name`, if another user could write to the folder.
     """
     real = Path(os.path.realpath(path.expanduser()))
     try:

@@ -20,7 +20,7 @@ PACKAGES += ("tokenizers", "datasets", "numpy", "safetensors", "hydra-core")
 
 
 def environment() -> dict[str, Any]:
-    """Return versions, commit, code folders, machine, and NEURON_CC_FLAGS alone: other variables may be secret."""
+    """Return versions, commit, code folders, machine and one variable, NEURON_CC_FLAGS: others may be secret."""
     return {
         "baretrain": train.__version__,
         "python": platform.python_version(),

@@ -45,7 +45,7 @@ def mirror(folder: RunFolder) -> None:
 def is_outdated(run: Folder) -> bool:
     """Return whether a run has saved a checkpoint after its export, or is writing the export now."""
     step = marked(run, "step")
-    return step is None or step < max(saved_steps(run), default=0)  # without a valid mark, use a checkpoint
+    return step is None or step < max(saved_steps(run), default=0)  # without a valid mark, do not trust it
 
 
 def marked(run: Folder, key: str) -> int | None:

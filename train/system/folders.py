@@ -29,7 +29,7 @@ NO_URL = re.compile(
 )
 PRIVATE = 0o700  # mode of a new folder; an existing one keeps its mode
 SPACE_FACTOR = 1.1  # required free bytes / bytes to write
-AT_ONCE = 16  # threads: hashing releases Python's lock, and requests to S3 or a shared disk wait for the network
+AT_ONCE = 16  # threads: hashing releases the GIL, and requests to S3 or a shared disk wait for the network
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 

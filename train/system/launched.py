@@ -21,7 +21,7 @@ class Launched:
     local_rank: int = 0
     local_world_size: int = 1  # number of ranks on this machine
     is_distributed: bool = False  # whether ranks must connect, as even a single rank of torchrun must
-    master_addr: str = ""  # the address at which ranks connect
+    master_addr: str = ""  # the host to which all ranks connect
     master_port: int = 0
     run_id: str | None = None  # torchrun's run id; None: not started by torchrun
     restart_count: int = 0  # number of restarts by torchrun

@@ -24,11 +24,11 @@ KINDS: dict[str, Any] = {
     "owner": str,  # a unique id
     "host": str,
     "pid": int,
-    "process_start": int | None,  # clock ticks after the boot; None: not Linux
+    "process_start": int | None,  # clock ticks since boot; None: not Linux
     "boot_id": str | None,
     "pid_namespace": str | None,
     "job": str | None,  # the id of the Slurm job, or of torchrun's run
-    "started": str,  # shown to people, and never parsed
+    "started": str,  # only shown to people, never parsed
     "ttl_s": float | int,
     "beats": int,
     "step": int,
@@ -88,7 +88,7 @@ def identity() -> dict[str, Any]:
         "process_start": process.started if process else None,
         "boot_id": boot_id,
         "pid_namespace": pid_namespace,
-        "job": os.environ.get("SLURM_JOB_ID") or (None if run_id == "none" else run_id),  # torchrun's default
+        "job": os.environ.get("SLURM_JOB_ID") or (None if run_id == "none" else run_id),  # "none": torchrun's default
     }
 
 

@@ -56,7 +56,7 @@ KNOBS = (
 
 
 def bad_knobs(environ: Mapping[str, str]) -> list[Knob]:
-    """Return the KNOBS that are set to anything but an empty text or 0."""
+    """Return the KNOBS that are set to anything but an empty string or 0."""
     return [knob for knob in KNOBS if environ.get(knob.name, "") not in ("", "0")]
 
 
@@ -70,7 +70,7 @@ def with_flags(flags: str, wanted: Iterable[str]) -> str:
 
 
 def cache_location(environ: Mapping[str, str]) -> str:
-    """Return where compiled graphs are kept: --cache_dir, else NEURON_COMPILE_CACHE_URL, else this project's folder."""
+    """Return where compiled graphs are kept: --cache_dir, else NEURON_COMPILE_CACHE_URL, else a project folder."""
     flags = split_flags(environ.get("NEURON_CC_FLAGS", ""))
     given = [flag.removeprefix("--cache_dir=") for flag in flags if flag.startswith("--cache_dir=")]
     given += [value for flag, value in itertools.pairwise(flags) if flag == "--cache_dir"]
@@ -296,7 +296,7 @@ def instance_names() -> list[str]:
 
 
 def instance_type(product: Path = Path("/sys/devices/virtual/dmi/id/product_name")) -> str:
-    """Return EC2's instance type of this machine ("trn1.32xlarge"); elsewhere the product's name or an empty text."""
+    """Return EC2's instance type of this machine ("trn1.32xlarge"); elsewhere the product's name or an empty string."""
     return product.read_text().strip() if product.is_file() else ""
 
 

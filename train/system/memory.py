@@ -26,8 +26,8 @@ def total_memory_bytes() -> int:
 def available_bytes() -> int:
     """Return the bytes of memory that programs can still take without swapping.
 
-    In a container this is at most the limit minus the memory in use, not counting files in the page cache that the
-    kernel can drop.
+    In a container this is at most the limit minus the memory in use, not counting page cache that the kernel can
+    drop.
     """
     free = [psutil.virtual_memory().available]
     for folder, limit in memory_limits():
@@ -43,7 +43,7 @@ def memory_limits() -> list[tuple[Path, int]]:
     found = []
     for folder in cgroup_folders("memory"):
         limit = read_number(folder / "memory.max") or read_number(folder / "memory.limit_in_bytes")
-        found += [] if limit is None or limit >= 2**60 else [(folder, limit)]  # version 1: about 2**63 if unlimited
+        found += [] if limit is None or limit >= 2**60 else [(folder, limit)]  # cgroup v1: about 2**63 if unlimited
     return found
 
 
@@ -68,7 +68,7 @@ def cgroup_folders(controller: str) -> list[Path]:
     lines = os.fsdecode(file.read_bytes()).split("\n") if file.is_file() else []  # names may contain any bytes
     for line in filter(None, lines):
         _, controllers, path = line.split(":", 2)
-        if controllers == "" or controller in controllers.split(","):  # version 2 has one tree for all controllers
+        if controllers == "" or controller in controllers.split(","):  # cgroup v2 has one tree for all controllers
             root = CGROUPS / controller if controllers else CGROUPS
             inside = Path("" if ".." in path else path.lstrip("/"))  # "..": the cgroup is above the container's root
             found += [root / each for each in (inside, *inside.parents)]
@@ -90,7 +90,7 @@ def limit_allocations(most_bytes: int) -> None:
 
 def find_oom_counter() -> Path | None:
     """Return the file that counts OOM kills in this process's cgroup, or on the machine; None without such a file."""
-    names = ("memory.events", "memory.oom_control")  # cgroup version 2, version 1
+    names = ("memory.events", "memory.oom_control")  # cgroup v2, v1
     paths = (folder / name for folder in cgroup_folders("memory") for name in names)
     files = (path for path in (*paths, PROC / "vmstat") if path.is_file())
     return next((path for path in files if "oom_kill " in path.read_text()), None)

@@ -13,7 +13,7 @@ from train.config import check
 
 ENDPOINTS = {"ipv4": "http://169.254.169.254", "ipv6": "http://[fd00:ec2::254]"}
 TIMEOUT_S = 1.0  # seconds per request; the service runs on the machine's host
-TOKEN_S, RENEWS_S = 21600, 300  # the longest lifetime of a token, and the time before its end at which it is renewed
+TOKEN_S, RENEWS_S = 21600, 300  # the longest lifetime of a token, and how long before its end it is renewed
 
 
 class Metadata:

@@ -26,7 +26,7 @@ LOADS = re.compile(
 WAS_SET = "_attn_implementation_autoset"  # a boolean that transformers 4.46 to 4.50 wrote into every config.json
 FOR_THE_CLASS = ("init_inputs", "vocab", "merges", "tokenizer_object")  # arguments that no saved tokenizer contains
 IGNORED_PATHS = ("tokenizer_file", "special_tokens_map_file")  # paths on another machine, which transformers replaces
-LARGEST, DEEPEST = 10**9, 1000  # limits of a size and of a layer count; building more layers could hang a machine
+LARGEST, DEEPEST = 10**9, 1000  # the largest size and layer count; building more layers could hang a machine
 MOST_NAMED = 5  # folders that an error message names
 MOST_LABELS = 10**6  # transformers makes a name for each label
 WIDTHS = ("vocab_size", "hidden_size", "dim", "embedding_size", "intermediate_size", "hidden_dim")
@@ -77,7 +77,7 @@ def models_below(folder: Path) -> str:
 def read_tokenizer_json(folder: Path) -> dict[str, Any]:
     """Return the content of tokenizer_config.json; {} without the file.
 
-    Raises BadContent if a key in it, or in special_tokens_map.json, makes transformers read files from elsewhere.
+    Raises BadContent if a key in it, or in special_tokens_map.json, makes transformers read files outside the folder.
     """
     path = folder / "tokenizer_config.json"
     values = read_checked(path) or {}

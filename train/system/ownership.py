@@ -62,7 +62,7 @@ class Ownership:
     The other ranks `follow` rank 0. Programs that do neither write at their own risk.
 
     Call `check` before each change: after `ttl_s` without a heartbeat, another job may take the folder. Heartbeats stop
-    while a job is suspended, cut off from the folder, or in a call that holds Python's GIL.
+    while a job is suspended, cut off from the folder, or in a call that holds the GIL.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Ownership:
         self.thread.start()
 
     def check_creates_once(self) -> None:
-        """Raise InputError if the folder lets a file be created twice: two jobs could own it. The lease is removed."""
+        """Raise InputError, after removing the lease, if a file can be created twice: two jobs could own the folder."""
         if self.folder.create(name_of(self.number), self.content()):
             self.folder.remove(name_of(self.number))
             raise InputError(
@@ -149,7 +149,7 @@ class Ownership:
             )
 
     def release(self) -> None:
-        """Let the next job take the folder immediately. This never raises an error; if it fails, the next job waits."""
+        """Let the next job take the folder immediately. Never raises an error: if this fails, the next job waits."""
         self.stop.set()
         if self.thread.ident is None:  # this process never took the folder
             return
@@ -205,7 +205,7 @@ class Ownership:
                 self.ended_below = number + 1
                 return True
         self.ended_below = number
-        ttl_s = max(self.ttl_s, lease["ttl_s"] if lease else 0)  # the owner's heartbeats may be rarer than ours
+        ttl_s = max(self.ttl_s, lease["ttl_s"] if lease else 0)  # the owner's heartbeats may be less frequent than ours
         until = time.strftime("%H:%M:%S UTC", time.gmtime(time.time() + ttl_s))
         self.on_wait(
             f"{self.folder.location} was last used by {describe(content)}, which may still be running: watching for "

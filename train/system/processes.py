@@ -31,11 +31,11 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 class Process:
     state: str  # R runs, S sleeps, D waits for a device or a disk, T is stopped, Z has ended; see proc(5)
     parent: int
-    started: int  # start time in clock ticks after the boot; together with the id, it identifies one process
+    started: int  # clock ticks from boot to start; together with the id, this identifies the process
 
 
 def read_process(pid: int) -> Process | None:
-    """Return a process's entry in /proc; None if it has none."""
+    """Return a process's state from /proc; None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

@@ -23,7 +23,7 @@ from train.system.machine import read_neuron_ls
 logger = logging.getLogger("train")
 SYSFS = Path("/sys")
 AMAZON = "0x1d0f"  # Amazon's PCI vendor id
-OPEN_FILES = 65_535  # the limit in AWS's scripts for Trainium; the hard limit of a container may be a billion
+OPEN_FILES = 65_535  # as in AWS's scripts for Trainium; a container's hard limit may be as high as a billion
 OUTSIDE = "192.0.2.1"  # an address reserved for documentation (RFC 5737), to which the default route leads
 NEURON_TOOLS = "/opt/aws/neuron/bin"
 TOOL_TIMEOUT_S = 20.0
@@ -50,7 +50,7 @@ def rank_environment(environ: Mapping[str, str], launch: Launched, *, forks: boo
         # Otherwise gloo takes the address of the host name, which Debian and Ubuntu map to 127.0.1.1, and NCCL and
         # Neuron's collectives take the first card they find. "=" tells NCCL to compare the whole name.
         wanted |= {"GLOO_SOCKET_IFNAME": card, "NCCL_SOCKET_IFNAME": f"={card}", "CCOM_SOCKET_IFNAME": card}
-    elif launch.is_one_machine and launch.is_distributed:  # other machines cannot reach the loopback card
+    elif launch.is_one_machine and launch.is_distributed:  # other machines cannot reach the loopback interface
         wanted |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     return {name: value for name, value in wanted.items() if not environ.get(name)}
 
@@ -64,7 +64,7 @@ def network_card(master: str) -> str | None:
 
 
 def source_address(host: str) -> str:
-    """Return the address from which this machine would send packets to a host; an empty text if there is no route."""
+    """Return the address from which this machine would send packets to a host; "" if there is no route."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as unused:
@@ -92,8 +92,8 @@ def pin(address: str | None) -> None:
 def near_cpus(address: str, allowed: set[int]) -> set[int]:
     """Return the processors of a PCI device's NUMA node (see sysfs-bus-pci in Linux's ABI documentation).
 
-    The set is empty if the node has all processors of the machine, or if the launcher restricts this process to some of
-    them.
+    The set is empty if the node has all processors of the machine, or if the launcher restricts this process to a
+    subset.
     """
     files = SYSFS / "devices/system/cpu/online", SYSFS / "bus/pci/devices" / address / "local_cpulist"
     if not all(file.is_file() for file in files):

@@ -1,4 +1,4 @@
-"""The run folder: the only thing a run writes to and the only thing a report reads.
+"""The run folder: a run writes to nothing else, and a report reads nothing else.
 
     config.yaml  environment.json  metrics.jsonl  outcome.json  checkpoints/step_00001000/  lease/
     model/  tensorboard/  wandb/  log/  export/  report/
@@ -64,7 +64,7 @@ class RunFolder:
     def __init__(self, location: str, s3: S3Config | None = None, *, ttl_s: float = LeaseConfig.ttl_s) -> None:
         self.location, self.s3 = location, s3 or S3Config()
         self.storage, self.is_remote = open_folder(location, self.s3), is_s3(location)
-        name = f"{sha256_bytes(location.rstrip('/').encode())[:16]}-{platform.node()}"  # machines may share a disk
+        name = f"{sha256_bytes(location.rstrip('/').encode())[:16]}-{platform.node()}"  # machines may share this disk
         self.path = machine.cache_root() / "runs" / name if self.is_remote else local_path(location)
         self.ownership = Ownership(self.storage, ttl_s)
         self.folder: Folder = OwnedFolder(self.storage, self.ownership)
@@ -184,7 +184,7 @@ class RunFolder:
         return time.monotonic() - self.began_s
 
     def run_s(self) -> float:
-        """Return the seconds since the first attempt began, but at least `attempt_s`: clocks of machines differ."""
+        """Return the seconds since the first attempt began, but at least `attempt_s`: machines' clocks differ."""
         return max(time.time() - self.first_started_unix_s, self.attempt_s())
 
     def mirror(self) -> None:
@@ -233,7 +233,7 @@ class RunFolder:
                 self.folder.write(f"log/{self.exit_path.name}", content)
 
     def outcome(self, outcome: Outcome, *, is_of_all: bool = False) -> None:
-        """Record how the attempt ended. Launchers treat a missing outcome as a kill.
+        """Record how the attempt ended. If it is missing, launchers assume that the attempt was killed.
 
         The outcome of the first rank that failed is kept. `is_of_all` says that all ranks ended without a failure: an
         existing outcome is then another attempt's, and is replaced. If S3 cannot be reached, the outcome is written on

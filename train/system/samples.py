@@ -18,7 +18,7 @@ MOST_CHARS, MOST_BYTES = 200, 2**20  # characters per text, bytes per file
 
 @dataclass(frozen=True)
 class Guess:
-    """An answer that the model considers."""
+    """One of the model's candidate answers."""
 
     text: str  # empty for the guess that there is no answer
     probability: float | None  # None if the task computes no probabilities
@@ -35,7 +35,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Sample:
-    """A text that the model read, with its answers."""
+    """A text from the validation data, with the model's answers."""
 
     text: str
     answers: list[Answer]  # one answer, or one for each blank [1], [2], ... in the text

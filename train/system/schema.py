@@ -19,7 +19,7 @@ import yaml
 from train.config import InputError
 
 MAX_NAME_BYTES = 200  # file systems allow 255; temporary names add up to 54 bytes
-MAX_PATH_BYTES = 1000  # S3 allows keys of 1024
+MAX_PATH_BYTES = 1000  # S3 allows 1024 for a key
 MAX_COUNT = 2**63 - 1
 SHOWN_CHARS = 80  # characters of a value that an error shows
 
@@ -34,7 +34,7 @@ class BadContent(InputError, ValueError):
 
 
 class FileName(str):
-    """The name of a file in a folder: printable, without slashes, not hidden, and not an option of a command."""
+    """The name of a file in a folder: printable, without slashes, not hidden, and not like a command-line option."""
 
     def __new__(cls, name: object) -> FileName:
         ok = isinstance(name, str) and name.isprintable() and not re.search(r"[/\\]|^[.-]|^$", name)
@@ -115,7 +115,7 @@ def read_object(content: bytes) -> dict[str, Any]:
 
 
 class PlainLoader(yaml.SafeLoader):
-    """A YAML loader that rejects aliases, with which a short file could expand into an endless one."""
+    """A YAML loader that rejects aliases, which could make a short file expand endlessly."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
