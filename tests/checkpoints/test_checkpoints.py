@@ -147,7 +147,7 @@ class Bomb:
 def test_a_planted_state_is_one_line_and_not_executed(run_dir, prepared, tmp_path, monkeypatch, name, state, words):
     plant(run_dir, name, state)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(Untrusted, match=rf"{words}.*who wrote it\?$") as rejected:
+    with pytest.raises(Untrusted, match=rf"{words}.*who wrote it$") as rejected:
         train_here(run_dir, prepared)
     assert "\n" not in str(rejected.value) and not (tmp_path / "executed").exists()
 

@@ -138,7 +138,7 @@ def test_a_save_that_comes_too_early_is_left_out_and_reported(tmp_path, monkeypa
     save(saver, 6, trained)
     (skipped,) = saver.take()
     assert (skipped.step, skipped.num_bytes) == (6, 0)
-    assert "left out: the previous save has been running for 0 s" in skipped.failure
+    assert "skipped: the previous save has been running for 0 s" in skipped.failure
     seen = [saver.failure]
     monkeypatch.setattr("train.checkpoints.saver.MAX_LOSS_S", 1e-9)
     for number in (9, 12, 15):

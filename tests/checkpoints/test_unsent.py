@@ -49,7 +49,7 @@ def unsent(bucket, store):
 def test_a_save_that_s3_does_not_take_stays_whole_and_its_folder_is_named(store, unsent, caplog):
     (folder,) = copies(store)
     assert Manifest.from_json((folder / FILE).read_bytes()).step == 6
-    words = f"; step 6 is whole in {folder}; docs/faults.md says how to upload it"
+    words = f"; step 6 is complete in {folder}; docs/faults.md says how to upload it"
     assert unsent.saver.newest_text == f"the newest checkpoint is of step 3 ({store.location}){words}"
     (line,) = [line.message for line in caplog.get_records("setup") if line.levelname == "ERROR"]
     assert line.startswith("saving step 6: Unreachable: s3://") and line.endswith(words)
@@ -75,7 +75,7 @@ def test_a_newer_save_takes_the_place_of_the_copy(bucket, store, unsent):
     bucket.proxy.set(AWAY)
     saved(unsent.saver, 9, unsent.trained)
     (folder,) = copies(store)
-    assert f"step 9 is whole in {folder}" in unsent.saver.newest_text
+    assert f"step 9 is complete in {folder}" in unsent.saver.newest_text
     bucket.proxy.set()
     assert saved(unsent.saver, 12, unsent.trained) is None
     assert copies(store) == [] and "whole" not in unsent.saver.newest_text

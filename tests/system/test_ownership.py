@@ -77,7 +77,7 @@ def check(folder):
 )
 def test_a_folder_with_files_that_are_not_a_runs_is_rejected(folder, name):
     put(folder, name, b"mine")
-    rejects(r"^run_dir=.*run holds files that are not a run's \(.*\); choose another folder$", check, folder)
+    rejects(r"^run_dir=.*run has files that no run writes \(.*\); choose another folder$", check, folder)
     kept = {} if name.startswith("lease/") else {name: b"mine"}
     assert content(folder) == kept if name != ".gitignore" else "outcome.json" not in folder.storage.names()
 
@@ -88,7 +88,7 @@ def test_an_environment_that_is_damaged_or_another_programs_makes_no_run_folder(
         folder.storage.write("environment.json", content)
         rejects("environment.json is damaged; remove only that file, and the same command resumes", check, folder)
     (folder.path / "lease/00000001.json").unlink()  # without which it may be another program's
-    rejects(r"holds files that are not a run's \(environment.json\)", check, folder)
+    rejects(r"has files that no run writes \(environment.json\)", check, folder)
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_a_run_whose_last_save_s3_did_not_take_goes_on_from_it_once_it_is_upload
             bucket.proxy.set(Fault("status"))
         return checkpoints.recorder.progress.step == 3
 
-    with monkeypatch.context() as away, pytest.raises(SavesFail, match="saving step 6: .*; step 6 is whole in "):
+    with monkeypatch.context() as away, pytest.raises(SavesFail, match="saving step 6: .*; step 6 is complete in "):
         away.setattr(CheckpointManager, "is_due", leave)
         away.setattr(checkpoint_manager, "PATIENCE_S", 0)
         train(bucket, prepared)
@@ -158,7 +158,7 @@ def test_a_run_whose_last_save_s3_did_not_take_goes_on_from_it_once_it_is_upload
     (kept,) = (local / "staging/saving").iterdir()
     assert bucket.keys("run/outcome.json") == []
     outcome = json.loads((local / "outcome.json").read_bytes())
-    assert outcome["goes_on"] and f"step 6 is whole in {kept}" in outcome["reason"]
+    assert outcome["goes_on"] and f"step 6 is complete in {kept}" in outcome["reason"]
 
     bucket.client.delete_object(Bucket=bucket.name, Key="run/lease/00000001.json")  # this process holds it for ever
     step = f"run/checkpoints/{kept.name.partition('.')[0]}"

@@ -107,8 +107,8 @@ def fetch_everywhere(
     if fault is None or rank == 0 or world.run_on_rank0(lambda: fetch(suspects), on_wait) is not None:
         return fault
     raise Failure(
-        f"checkpoint of step {manifest.step} is valid for rank 0 and damaged for rank {rank} ({fault}); the same "
-        "command tries again"
+        f"checkpoint of step {manifest.step} is valid for rank 0 and damaged for rank {rank} ({fault}); to "
+        "retry, run the same command again"
     )
 
 
@@ -142,7 +142,7 @@ def load(
     check_same_run(manifest.identity, identity, source=f"{store.location} at step {manifest.step}", force=force)
     changed = differences(manifest.settings, {key: settings[key] for key in settings if key in manifest.settings})
     if changed:
-        logger.info("changed since step %d: %s", manifest.step, ", ".join(changed))
+        logger.info("settings changed since step %d: %s", manifest.step, ", ".join(changed))
     path = store.path_of(manifest)
 
     def restore() -> list[State]:
@@ -184,7 +184,7 @@ def fitting(path: Path) -> Iterator[None]:
         reason = (str(error).splitlines() or [""])[0]
         raise Untrusted(
             f"{path} does not hold the state of this model, though its checksums are right "
-            f"({type(error).__name__}: {reason}); who wrote it?"
+            f"({type(error).__name__}: {reason}); find out who wrote it"
         ) from error
 
 
@@ -223,14 +223,16 @@ def read(path: Path) -> State:
         is_missing = isinstance(error, FileNotFoundError)
         content = "contains more than tensors and plain containers, though its checksum is right"
         fault = "is missing, and its manifest does not name it" if is_missing else content
-        raise Untrusted(f"{path} is rejected: it {fault}; who wrote it?") from error
+        raise Untrusted(f"{path} is rejected: it {fault}; find out who wrote it") from error
     inner: list[Any] = [state]
     seen = set[int]()
     for value in inner:  # `inner` grows in this loop
         if isinstance(value, torch.Tensor):
             plain = type(value) is torch.Tensor and value.layout is torch.strided and value.device.type == "cpu"
             if not plain or value.is_quantized or value.is_nested:
-                raise Untrusted(f"{path} is rejected: it holds a tensor that is not plain numbers; who wrote it?")
+                raise Untrusted(
+                    f"{path} is rejected: it holds a tensor that is not plain numbers; find out who wrote it"
+                )
         elif isinstance(value, dict | list | tuple) and id(value) not in seen:  # a list may contain itself
             seen.add(id(value))
             inner += value.values() if isinstance(value, dict) else value

@@ -149,7 +149,7 @@ class AsyncSaver:
         if self.pending is None:
             return True
         now_s = time.monotonic()
-        why = f"left out: the previous save has been running for {now_s - self.pending_began_s:.0f} s"
+        why = f"skipped: the previous save has been running for {now_s - self.pending_began_s:.0f} s"
         self.results.append(Saved(step, now_s - began_s, now_s - began_s, 0, why))
         # A slow save counts as a failure once more work is at risk than a fault should cost.
         if now_s - self.pending_began_s > MAX_LOSS_S:
@@ -193,7 +193,7 @@ class AsyncSaver:
         if self.unsent is None or not (self.unsent[1] / FILE).is_file():  # a newer save may have replaced it
             return ""
         step, folder = self.unsent
-        return f"; step {step} is whole in {folder}; docs/faults.md says how to upload it"
+        return f"; step {step} is complete in {folder}; docs/faults.md says how to upload it"
 
     # ---- in the thread of each rank that writes -------------------------------------------------------------------
 

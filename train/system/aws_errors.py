@@ -27,13 +27,13 @@ NO_ANSWER = ["ConnectionError", "HTTPClientError", "EndpointConnectionError"]
 CREDENTIALS = [*EXPIRED, *UNKNOWN, *NO_RENEWAL, "NoCredentialsError", "PartialCredentialsError"]
 SAID = "{service} answers {answer}: {text}"  # {text} is AWS's message
 RENEW = "renew them (aws sso login)"
-GET_SOME = "attach a role to the instance; elsewhere aws configure sso makes a profile, which AWS_PROFILE=... chooses"
+GET_SOME = "attach a role to the instance; elsewhere create a profile (aws configure sso) and set AWS_PROFILE to it"
 WHOSE = "aws sts get-caller-identity shows the user"
 ROWS: list[tuple[list[str], str, str]] = [  # AWS's codes or botocore's error classes, the problem, and the cure
     (EXPIRED, "the AWS credentials have expired ({code})", RENEW),
     (["RequestExpired"], "the AWS credentials have expired, or this machine's clock is wrong ({code})", RENEW),
     (UNKNOWN, "{service} does not recognise these credentials ({code})", f"{WHOSE}, aws configure sets others"),
-    (NOT_ALLOWED, "no permission ({code}): {text}", f"the role or user needs it in its policy; {WHOSE}"),
+    (NOT_ALLOWED, "no permission ({code}): {text}", f"add it to the policy of the role or user; {WHOSE}"),
     (["RequestTimeTooSkewed"], "this machine's clock is wrong: {service} rejects its signature", "set it (chrony)"),
     (["NoSuchBucket"], "there is no such bucket", "check the name (aws s3 ls)"),
     (
@@ -46,7 +46,7 @@ ROWS: list[tuple[list[str], str, str]] = [  # AWS's codes or botocore's error cl
         "its KMS key cannot be used ({code}): {text}",
         "enable the key, or cancel its deletion (aws kms describe-key)",
     ),
-    (DISABLED, SAID, "the account or the bucket is disabled: see its bills, ask AWS's support"),
+    (DISABLED, SAID, "the account or the bucket is disabled: check its bills, or ask AWS support"),
     (["OptInRequired"], SAID, "enable the region, or the service, in the console"),
     (["NoCredentialsError"], "no AWS credentials on this machine", GET_SOME),
     (["PartialCredentialsError"], "{text}", GET_SOME),

@@ -109,7 +109,7 @@ class LocalFolder:
     def read(self, name: str) -> bytes:
         path = self.at(name)
         with disk_errors("read", path):
-            check(not path.is_fifo(), f"cannot read {path}: it is a pipe, which may have no end")
+            check(not path.is_fifo(), f"cannot read {path}: it is a pipe, which may never end")
             return path.read_bytes()
 
     def open(self, name: str) -> BinaryIO:
@@ -219,7 +219,7 @@ def check_place(location: str) -> None:
     """Raise InputError if a path or URL contains control characters, or a variable that no shell has expanded."""
     check_printable(location)
     if variable := re.search(r"\$[A-Za-z_]\w*", location):
-        raise InputError(f"{location}: {variable[0]} is not expanded here; let the shell do it, without single quotes")
+        raise InputError(f"{location}: {variable[0]} is not expanded here; let the shell expand it (no single quotes)")
 
 
 def local_path(location: str) -> Path:
@@ -230,11 +230,11 @@ def local_path(location: str) -> Path:
     if "://" not in location and NO_URL.match(location):  # a path library may have turned "//" into "/"
         raise InputError(f"{location} is neither a URL (s3://bucket/name) nor a plain path; begin a local path with ./")
     if not location.removeprefix("file://"):
-        raise InputError("a path is empty (a variable that is not set?); name a file or folder")
+        raise InputError("a path is empty (is a variable unset?); name a file or folder")
     try:
         path = Path(location.removeprefix("file://")).expanduser()
     except RuntimeError as error:  # the user is unknown or has no home folder
-        raise InputError(f"{location}: {error}; write the whole path") from error
+        raise InputError(f"{location}: {error}; write the full path") from error
     check_printable(str(path.absolute()))  # a relative path is checked together with the working folder
     with disk_errors("open", path), suppress(FileNotFoundError, NotADirectoryError):  # the caller may create it
         path.stat()
@@ -282,7 +282,7 @@ def check_space(folder: Path, num_bytes: int) -> None:
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < num_bytes * SPACE_FACTOR:
         discard(folder)
-        text = f"{num_bytes * SPACE_FACTOR / 1e9:.3g} GB are needed, {free_bytes / 1e9:.3g} GB free"
+        text = f"{num_bytes * SPACE_FACTOR / 1e9:.3g} GB are needed, {free_bytes / 1e9:.3g} GB are free"
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {text}", str(folder.parent))
 
 

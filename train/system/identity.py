@@ -69,7 +69,7 @@ def check_same_run(before: dict[str, Any], identity: dict[str, Any], *, source: 
     imported.check_repeated(before, source)
     lengths = ",".join(map(str, before.get("data.lengths") or ()))
     is_same = not any(each.startswith("data.lengths: ") for each in changed)
-    hint = "" if is_same else f"; data.lengths=[{lengths}] keeps its batches; other devices choose other lengths"
+    hint = "" if is_same else f"; data.lengths=[{lengths}] keeps its batches (the default depends on the device)"
     check(
         not changed,
         f"{source} belongs to another run ({', '.join(changed)}); choose another run_dir, or set "
@@ -120,13 +120,13 @@ def check_is_run_folder(folder: Folder, names: set[str]) -> dict[str, Any]:
         check(
             ENVIRONMENT not in names,
             f"run_dir={folder.location}: {ENVIRONMENT} is damaged; remove only that file, and the same command resumes "
-            "from the checkpoints, which also name their run",
+            "from the checkpoints, which also record the run's identity",
         )
         return {}
     inner = [name for top in ("lease/", "log/") if top.rstrip("/") in names for name in folder.names(top)]
     strange = [name for name in sorted({*names, *inner} - {"lease", "log"}) if not NEUTRAL.fullmatch(name)]
     check(
         not strange,
-        f"run_dir={folder.location} holds files that are not a run's ({', '.join(strange[:3])}); choose another folder",
+        f"run_dir={folder.location} has files that no run writes ({', '.join(strange[:3])}); choose another folder",
     )
     return {}

@@ -120,7 +120,7 @@ def cache_fault(environ: Mapping[str, str]) -> str | None:
         return None
     return (
         f"compile cache {location} is on {kind}, whose file locks break neuronx-cc; set NEURON_COMPILE_CACHE_URL to a "
-        f"folder of this machine's own disk ({LOCAL_ROOT.format(os.geteuid())}/neuron) or to s3://bucket/folder"
+        f"folder on a local disk ({LOCAL_ROOT.format(os.geteuid())}/neuron) or to s3://bucket/folder"
     )
 
 

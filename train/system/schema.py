@@ -175,7 +175,7 @@ def of_type(hint: Any, value: object, where: str) -> Any:
         int: (is_number and isinstance(value, int) and 0 <= value <= MAX_COUNT, "a count"),
         float: (is_number, "a number"),
         bool: (isinstance(value, bool), "true or false"),
-        str: (isinstance(value, str), "a text"),
+        str: (isinstance(value, str), "a string"),
         list: (False, "a list"),
         dict: (False, "an object"),
     }

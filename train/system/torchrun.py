@@ -31,7 +31,7 @@ def die_with_torchrun() -> None:
     if is_under_torchrun():
         end_with_parent(os.getppid())
         if find_torchrun() is None:
-            sys.exit("error: torchrun, which started this rank, has ended: no Python process is above it")
+            sys.exit("error: torchrun, which started this rank, has ended: no parent process is Python")
 
 
 def find_torchrun() -> int | None:
