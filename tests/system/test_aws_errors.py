@@ -39,7 +39,7 @@ CURES_OF = {  # what stands in the line, and for which codes
     "aws sts get-caller-identity": "AuthFailure InvalidClientTokenId",
     "aws configure": "SignatureDoesNotMatch",
     "enable the region": "OptInRequired",
-    "AWS's support": "AllAccessDisabled AccountProblem",
+    "AWS support": "AllAccessDisabled AccountProblem",
     "aws s3api restore-object": "InvalidObjectState",
     "enable the key": "KMS.DisabledException KMS.KMSInvalidStateException",
     "cluster.image": "InvalidAMIID.NotFound",

@@ -230,9 +230,7 @@ def read(path: Path) -> State:
         if isinstance(value, torch.Tensor):
             plain = type(value) is torch.Tensor and value.layout is torch.strided and value.device.type == "cpu"
             if not plain or value.is_quantized or value.is_nested:
-                raise Untrusted(
-                    f"{path} is rejected: it holds a tensor that is not plain numbers; find out who wrote it"
-                )
+                raise Untrusted(f"{path} is rejected: it has a tensor that is not plain numbers; find out who wrote it")
         elif isinstance(value, dict | list | tuple) and id(value) not in seen:  # a list may contain itself
             seen.add(id(value))
             inner += value.values() if isinstance(value, dict) else value
