@@ -196,7 +196,7 @@ def test_a_shard_comes_whole_through_faults(bucket, large, name):
     ("fault", "kind", "message"),
     [
         (answer(404, "NoSuchKey"), Unreachable, "it is not in the bucket"),
-        (answer(403, "AccessDenied"), Unreachable, "no permission .*; the role or user"),
+        (answer(403, "AccessDenied"), Unreachable, "no permission .*; add the permission to the role's"),
         (answer(403, "InvalidObjectState"), InputError, "archived .*restore it .*3 times"),
         (answer(400, "KMS.DisabledException"), InputError, "KMS key .*by the.*; enable the"),
         (answer(403, "InvalidAccessKeyId"), Unreachable, "does not recognise these credentials"),

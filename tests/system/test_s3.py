@@ -337,7 +337,7 @@ def test_a_missing_permission_is_named(bucket, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
     for action, act in everything(in_s3(bucket)):
-        says = f"/[ab]: no permission to {action} it.*; the role or user needs"
+        says = f"/[ab]: no permission to {action} it.*; add the permission to the role's"
         with pytest.raises(InputError, match=says) as raised:
             act()
         assert ("or it is missing" in str(raised.value)) == (action == "read")

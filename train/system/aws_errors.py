@@ -33,7 +33,7 @@ ROWS: list[tuple[list[str], str, str]] = [  # AWS's codes or botocore's error cl
     (EXPIRED, "the AWS credentials have expired ({code})", RENEW),
     (["RequestExpired"], "the AWS credentials have expired, or this machine's clock is wrong ({code})", RENEW),
     (UNKNOWN, "{service} does not recognise these credentials ({code})", f"{WHOSE}, aws configure sets others"),
-    (NOT_ALLOWED, "no permission ({code}): {text}", f"add it to the policy of the role or user; {WHOSE}"),
+    (NOT_ALLOWED, "no permission ({code}): {text}", f"add the permission to the role's or user's policy; {WHOSE}"),
     (["RequestTimeTooSkewed"], "this machine's clock is wrong: {service} rejects its signature", "set it (chrony)"),
     (["NoSuchBucket"], "there is no such bucket", "check the name (aws s3 ls)"),
     (
