@@ -146,7 +146,7 @@ def test_a_step_without_a_finite_gradient_is_skipped_and_counted(toy):
     toy.scale = spoilt([4])
     assert toy.train() == ("done", 6)
     assert [loss is None for loss in toy.values("train", "loss")] == [False, False, False, True, False, False]
-    assert "1 steps were skipped: their gradient was not finite" in toy.faults()[0]
+    assert "skipped steps: 1; the gradient was not finite" in toy.faults()[0]
     (summary,) = toy.lines("summary")
     assert (summary["skipped_steps"], summary["rollbacks"]) == (1, 0)
     assert toy.saved()[6]["skipped"] == 1

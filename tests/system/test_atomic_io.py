@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -99,6 +100,17 @@ def test_what_cannot_be_removed_is_left_with_one_warning(tmp_path, busy, caplog)
     with pytest.raises(NotPermitted, match="busy"):
         LocalFolder(tmp_path).remove("file")
     assert [("Device or resource busy" in each.message) for each in caplog.records] == [True]
+
+
+def test_what_is_missing_needs_no_removal(tmp_path, caplog, monkeypatch):
+    """Without torchrun, files that the ranks of a start share would be below /dev/null."""
+    monkeypatch.setattr(atomic_io, "said", set())
+    (tmp_path / "file").touch()
+    for missing in (tmp_path / "new", tmp_path / "file/new"):
+        atomic_io.discard(missing)
+        with contextlib.suppress(OSError):
+            atomic_io.create_atomic(missing / "made", b"")
+    assert caplog.text == ""
 
 
 def test_a_folder_whose_files_nobody_may_remove_can_be_written_to(tmp_path, monkeypatch):

@@ -175,7 +175,7 @@ class Recorder:
             new, self.skipped = skipped - self.skipped, skipped
             self.progress.skipped += new
             if new:
-                self.alarm(f"{new} steps were skipped: their gradient was not finite (norm {norm})")
+                self.alarm(f"skipped steps: {new}; the gradient was not finite (norm {norm})")
             elif not (self.skips_in_a_row or self.backend.collects or all(map(math.isfinite, (loss, norm)))):
                 raise FloatingPointError(
                     f"the loss is {loss} and the gradient norm {norm} at step {step}: start again in a new run_dir, "

@@ -15,7 +15,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -24,6 +24,7 @@ TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{32}")  # 38 bytes longer than the 
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # errors of rename() if the new name is taken
 LINKLESS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # errors of link() on SMB, exFAT and gcsfuse
 UNSYNCED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)  # errors of fsync() on folders on such disks
+MISSING = (FileNotFoundError, NotADirectoryError)  # errors of unlink() if there is nothing to remove
 said = set[object]()  # keys of the warnings that this process has logged
 
 
@@ -55,14 +56,15 @@ def discard(path: Path) -> None:
     failures = list[OSError]()
 
     def remember(_function: object, _path: str, info: Any) -> None:
-        if not isinstance(info[1], FileNotFoundError):
+        if not isinstance(info[1], MISSING):
             failures.append(info[1])
 
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, onerror=remember)
     else:
         try:
-            path.unlink(missing_ok=True)
+            with suppress(*MISSING):
+                path.unlink()
         except OSError as error:
             failures.append(error)
     if failures:
