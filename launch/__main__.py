@@ -1,7 +1,6 @@
-"""`python -m launch key=value ... -- settings of the run`: the plan of a run on N machines; submit=true starts it.
+"""The command `python -m launch key=value ... -- settings of the run`: it plans a run on N machines, and can start it.
 
-`python -m launch list | status | logs | stop | resume | cancel`, and clean | iam | quota for EC2: see
-launch/commands.py.
+The subcommands (list, status, logs, stop, resume, cancel; clean, iam and quota for EC2) are in launch/commands.py.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     purpose = "Plan a run on N machines; submit=true starts it. Settings of the run follow --. Other commands: "
     purpose += f"{' | '.join(commands.COMMANDS)}, each with --help."
     parser = cli.settings_parser("launch", LaunchConfig, purpose, examples=EXAMPLES, keys=USED)
-    add_import_flag(parser)  # files that the run imports
+    add_import_flag(parser)  # --import names Python files that the run imports
     split = arguments.index("--") if "--" in arguments else len(arguments)
     own, of_run = with_unknown_type(arguments[:split]), arguments[split + 1 :]
     settings = [each for each in own if "=" in each and not each.startswith("-")]
@@ -79,7 +78,7 @@ def rejected(message: str) -> int:
 
 
 def with_unknown_type(own: list[str]) -> list[str]:
-    """Return the arguments. A type that conf/instance does not list becomes an EC2 type whose facts are unknown yet."""
+    """Replace instance=TYPE with instance.name=TYPE if conf/instance does not list the type, but EC2 may know it."""
     names = [each.removeprefix("instance=") for each in own if each.startswith("instance=")]
     if not names or names[-1] in instance_names() or re.fullmatch(INSTANCE_TYPE, names[-1]) is None:
         return own
@@ -92,14 +91,14 @@ def with_unknown_type(own: list[str]) -> list[str]:
 
 
 def is_unknown(cfg: LaunchConfig) -> bool:
-    """Return whether to ask EC2 about the machine type. Raises InputError if nothing says how many ranks it runs."""
+    """Return whether to ask EC2 about the machine type. Raises InputError if this is needed, but was not requested."""
     instance = cfg.instance
     if instance.name in instance_names() or instance.devices is not None or not cfg.cluster.finds_types:
         return False
     check(
         cfg.check or cfg.submit or cfg.processes_per_node is not None,
-        f"nothing in conf/instance says how many devices {instance.name} has: check=true asks EC2, or give "
-        "instance.devices=8",
+        f"no file in conf/instance says how many devices {instance.name} has: set check=true to ask EC2, or set the "
+        "number, such as instance.devices=8",
     )
     return cfg.check or cfg.submit
 
@@ -138,7 +137,7 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str]) ->
 
 
 def expect(cfg: LaunchConfig, run: TrainConfig) -> Estimate:
-    """Return the estimate. It uses the length and number of the sequences if the data can be read from here."""
+    """Return the estimate. If this computer can read the data, it uses the number of sequences and their length."""
     rows, seq_len, vocab_size, manifest = None, run.seq_len, None, None
     if isinstance(run.data, ShardsConfig):
         try:

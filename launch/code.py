@@ -1,7 +1,7 @@
 """The code of a job: a bundle that is packed when the job is submitted, and unpacked once on every node.
 
-A job thus runs the code of its submission, even if files are edited later, another branch is checked out, or the run
-is resumed next week. A bundle is named after its checksum.
+So a job always runs the code with which it was submitted, even if files are edited later, another branch is checked
+out, or the run is resumed next week. A bundle is named after its checksum.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from train.system.environment import commit
 from train.system.folders import sha256_bytes
 from train.system.schema import FileName, Sha256
 
-PACKAGES = ["train", "conf", "launch", "ami"]  # packages in one folder; train.system.versions reads ami/versions.yaml
-START = "start.py"  # file in the bundle's root, from which Python then imports before the working folder
-IMPORTS = "imports"  # folder of the bundle with the files of `launch --import`
+PACKAGES = ["train", "conf", "launch", "ami"]  # ami is needed because train.system.versions reads ami/versions.yaml
+START = "start.py"  # the program to run; Python then imports from its folder, the bundle's root, first
+IMPORTS = "imports"  # the bundle's folder for the files of `launch --import`
 START_CODE = b"""import os, runpy, sys
 from pathlib import Path
 
@@ -36,13 +36,13 @@ if __name__ == "__main__":  # spawned processes import this file, too
         sys.argv += [f"--import={path}" for path in sorted(Path(here, "imports").glob("*.py"))]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
-MOST_BYTES = 64 * 2**20  # largest code of a job, which every node fetches
+MOST_BYTES = 64 * 2**20  # maximum size of a job's code, since every node fetches it
 
 
 def pack() -> tuple[bytes, Code]:
-    """Pack the packages that this process runs, and the files of --import. The same files make the same bytes.
+    """Pack this process's packages and the files of --import. Equal files give equal bytes.
 
-    Raises InputError if they are too big.
+    Raises InputError if they are too large.
     """
     files = dict[str, Path]()
     for package in PACKAGES:
@@ -54,7 +54,7 @@ def pack() -> tuple[bytes, Code]:
     largest = max(sizes, key=sizes.__getitem__)
     check(
         len(START_CODE) + sum(sizes.values()) <= MOST_BYTES,
-        f"the code has {sum(sizes.values()) / 1e6:.0f} MB, and a job takes {MOST_BYTES / 1e6:.0f} MB at most; the "
+        f"the code has {sum(sizes.values()) / 1e6:.0f} MB, but a job may have at most {MOST_BYTES / 1e6:.0f} MB; the "
         f"largest file is {largest} ({sizes[largest] / 1e6:.0f} MB): move it elsewhere",
     )
     packed = io.BytesIO()
@@ -77,11 +77,11 @@ def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def unpack(content: bytes, sha256: str, folder: Path) -> Path:
-    """Unpack a bundle into `folder`, if needed; return its folder. Raises InputError if the bundle was changed."""
+    """Unpack a bundle below `folder`, unless it already was; return its folder. Raises InputError if it was changed."""
     matches = sha256_bytes(content) == sha256
     check(matches, f"the code bundle does not match its checksum {sha256[:16]}...; launch the run again")
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-        # Its paths are not checked, since whoever made this bundle chooses the code that runs next.
+        # The paths inside need no check: whoever made the bundle chooses the code that runs anyway.
         return made_once(
             private_folder(folder, "XDG_CACHE_HOME") / sha256[:32], partial(archive.extractall, filter="data")
         )

@@ -1,4 +1,4 @@
-"""`python -m launch list | status | logs | stop | resume | cancel` for launched runs. EC2's commands are in ec2/."""
+"""The commands `python -m launch list | status | logs | stop | resume | cancel`. Those for EC2 are in launch/ec2."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from train.system.folders import LocalFolder, open_folder
 from train.system.outcome import STOP_FILE
 from train.system.schema import is_path
 
-EVERY_S = 5.0  # seconds between two requests of status --watch
+EVERY_S = 5.0  # default interval of status --watch
 
 
 @dataclass(frozen=True)
@@ -134,11 +134,11 @@ def stop(options: argparse.Namespace, s3: S3Config) -> int:
         return DONE
     check(
         seen.kind == "train",
-        f"a preparation keeps what is done, so cancel it instead: python -m launch cancel {record.run_dir} --yes",
+        f"a preparation keeps finished shards, so cancel it instead: python -m launch cancel {record.run_dir} --yes",
     )
-    if not (seen.answer.nodes and seen.progress.exists):  # the trainer rejects a folder with only STOP
+    if not (seen.answer.nodes and seen.progress.exists):  # the trainer rejects a folder that contains only STOP
         end(record, seen)
-        print(printable(f"{record.run_dir}: the job was cancelled: it had not begun to train ({seen.answer.text})"))
+        print(printable(f"{record.run_dir}: the job was cancelled, since training had not begun ({seen.answer.text})"))
         return DONE
     if seen.history.stop_asked_unix_s is None:
         # Write the event first: a supervisor removes a STOP file for which there is no event.
@@ -180,7 +180,7 @@ def cancel(options: argparse.Namespace, s3: S3Config) -> int:
 
 
 def active(record: Record, name: str) -> Status | None:
-    """Return the status of a run with an active job; for any other, print a line and return None.
+    """Return the status of a run with an active job. Without one, print that there is nothing to do, and return None.
 
     Raises Failure if the scheduler does not answer.
     """
@@ -197,12 +197,12 @@ def end(record: Record, seen: Status) -> None:
     submission = seen.history.submission
     assert submission is not None
     name, expected = submission.scheduler, record.job().scheduler
-    if name != expected:  # the run's machines write events, too, and must not choose which job ends on this computer
+    if name != expected:  # the run's machines can write events, but must not make this computer end another job
         raise Failure(f"{record.location}/events names cluster={name}, but {JOB} cluster={expected}: nothing was ended")
-    # Write the event first: once it exists, a supervisor starts no attempt, and a launch on EC2 no machine.
+    # Write the event first: it keeps supervisors from starting attempts, and launches on EC2 from starting machines.
     record.append_event("cancelled", step=seen.progress.step, checkpoint=seen.progress.checkpoint)
     if record.run.size(STOP_FILE) is not None:
-        record.run.remove(STOP_FILE)  # otherwise the next start would obey it
+        record.run.remove(STOP_FILE)  # otherwise it would stop the next job
     scheduler(name).cancel(record, submission.handle)
 
 
@@ -215,7 +215,7 @@ def lost(seen: Status) -> str:
         return "no step is lost"
     if checkpoint is None:
         return f"all {step:,} steps may be lost: there is no checkpoint yet"
-    return f"step {step:,} was reached, and the newest checkpoint is of step {checkpoint:,}: later steps may be lost"
+    return f"step {step:,} was reached, but the newest checkpoint is from step {checkpoint:,}: later steps may be lost"
 
 
 # ---- table -----------------------------------------------------------------------------------------------------------

@@ -14,16 +14,16 @@ INSTANCE_TYPE = r"[a-z][a-z0-9-]*\.[a-z0-9-]+"  # the form of an EC2 instance ty
 
 @dataclass(kw_only=True)
 class ClusterConfig(Section, prefix="cluster."):
-    """The scheduler that provides the machines. Class variables, not its name, say how it differs from others."""
+    """The scheduler that provides the machines. Other code checks the class variables, never the scheduler's name."""
 
-    is_here: ClassVar[bool] = False  # the job runs on this machine
-    signals_ranks: ClassVar[bool] = False  # a SIGTERM to the ranks alone means that the machines are taken back
-    finds_types: ClassVar[bool] = False  # it knows machine types that conf/instance does not list
-    has_check: ClassVar[bool] = False  # it supports check=true
+    is_here: ClassVar[bool] = False  # whether the job runs on this machine
+    signals_ranks: ClassVar[bool] = False  # whether a SIGTERM only to the ranks means that the machines are taken back
+    finds_types: ClassVar[bool] = False  # whether the scheduler knows machine types that conf/instance does not list
+    has_check: ClassVar[bool] = False  # whether check=true is supported
 
     kind: str = "local"  # The name of the scheduler in launch/schedulers.py; cluster=... sets it.
-    gate: bool = False  # Run train.doctor on every machine, and collectives over all, before the trainer starts.
-    attempts: int = setting(20, above=0)  # The number of failed attempts to train after which the job gives up.
+    gate: bool = False  # Before training, run train.doctor on every machine, and collectives over all machines.
+    attempts: int = setting(20, above=0)  # The number of failed attempts after which the job gives up.
 
     def interpreter(self) -> str:
         """Return the path of the Python interpreter on the nodes."""
@@ -49,9 +49,9 @@ class LaunchConfig(Section):
     check: bool = False  # Ask EC2 whether it would start the machines in each subnet (DryRun), and start nothing.
     calibrate: str | None = None  # The folder of a finished run, whose measured speed the estimate uses; None uses a
     # published figure for the device.
-    prepare: bool = False  # Prepare a corpus instead of training. The settings of train.prepare then follow --.
-    parts: int | None = setting(None, above=0, most=100_000)  # The number of tasks of a job array into which
-    # prepare=true splits the corpus; None does not split it.
+    prepare: bool = False  # Prepare a corpus instead of training. Settings of train.prepare then follow the --.
+    parts: int | None = setting(None, above=0, most=100_000)  # The number of parts into which prepare=true splits the
+    # corpus, each a task of a job array; None does not split it.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,17 +59,17 @@ class LaunchConfig(Section):
         is_local = self.cluster.is_here
         check(
             not is_local or (self.nodes == 1 and self.spares == 0),
-            f"cluster=local has one machine, this one, not {self.nodes + self.spares}; choose cluster=slurm or "
+            f"cluster=local uses only this machine, not {self.nodes + self.spares}; choose cluster=slurm or "
             "cluster=ec2",
         )
         gpus = OLD_GPUS.get(self.instance.name[:2])
         check(
             is_local or gpus is None,
-            f"instance={self.instance.name} has {gpus}: our image's open driver does not support them, nor does CUDA "
-            "13, with which PyTorch is built today, and ParallelCluster has rejected p3 since 3.9. Take g6.12xlarge, "
+            f"instance={self.instance.name} has {gpus}, which neither our image's open driver nor CUDA 13 (used by "
+            "current PyTorch builds) supports; ParallelCluster has rejected p3 since 3.9. Take g6.12xlarge, "
             "g6e.12xlarge or p4d.24xlarge",
         )
-        check(not self.check or self.cluster.has_check, "check=true is for cluster=ec2; Slurm is asked for every plan")
+        check(not self.check or self.cluster.has_check, "check=true is for cluster=ec2; every plan asks Slurm anyway")
         check(
             self.spares == 0 or self.cluster.gate,
             f"spares={self.spares} can only replace machines that fail the preflight: set cluster.gate=true",

@@ -14,7 +14,7 @@ from train.models.memory_estimate import GIB, advice, memory_of
 from train.models.model_sizes import Shape, check_layers, find_shape, knows_vocabulary
 from train.system.launched import Launched, check_launch
 
-MANY_ROWS = 2**50  # more than any run reads, so that the data is not a limit
+MANY_ROWS = 2**50  # used for data of unknown size: more sequences than any run reads
 COUNTS = (1, 2, 4, 8, 16)
 NETWORK_HOP_S = 50e-6  # assumed time per message between two machines, software included
 DEVICE_HOP_S = 10e-6  # assumed time per message between two devices of a machine
@@ -59,10 +59,10 @@ def estimate(
     counts: Sequence[int] = COUNTS,
     vocab_size: int | None = None,
 ) -> Estimate:
-    """Estimate a run on `nodes` machines and on the other numbers in `counts`.
+    """Estimate a run on `nodes` machines, and on each number of machines in `counts`.
 
-    `rows` is the number of training sequences, each of up to `seq_len` tokens. `vocab_size` is their tokenizer's. None
-    means unknown. Raises InputError if the calibration says nothing about these machines.
+    `rows` is the number of training sequences, each of up to `seq_len` tokens. `vocab_size` is the tokenizer's. None
+    means unknown. Raises InputError if the calibration cannot be applied to these machines.
     """
     flops_per_s, speed_note = speed(cfg, calibration)
     shape, processes = find_shape(cfg.model, vocab_size=vocab_size), processes_per_node
@@ -83,7 +83,7 @@ def estimate(
             notes.append(f"a vocabulary of {shape.vocab_size:,}, the default of {shape.model_type}")
     if rows is None and cfg.max_epochs is not None:
         notes.append(f"max_epochs={cfg.max_epochs:g} is ignored: the size of the data is unknown")
-    notes += [*notes_of_price(cfg.instance), "hours of steps only, without starts, compilation, evaluations and saves"]
+    notes += [*notes_of_price(cfg.instance), "hours count only steps, not starts, compilation, evaluations or saves"]
     return Estimate(tuple(table), tuple(notes))
 
 
@@ -97,7 +97,7 @@ def planned(cfg: TrainConfig, nodes: int, processes: int, *, rows: int | None, s
         plan = make_plan(cfg, world_size=world, rows=MANY_ROWS if rows is None else rows, seq_len=seq_len)
     except InputError as error:
         return ClusterSize(nodes, world, reason=str(error))
-    is_open = rows is None and cfg.max_steps is cfg.max_examples is None  # the length is in epochs of unknown data
+    is_open = rows is None and cfg.max_steps is cfg.max_examples is None  # the length is in epochs of unknown size
     sizes = plan.global_batch_size, plan.micro_batch_size, plan.accumulation
     return ClusterSize(nodes, world, plan.replicas, *sizes, None if is_open else plan.total_steps)
 
@@ -105,7 +105,7 @@ def planned(cfg: TrainConfig, nodes: int, processes: int, *, rows: int | None, s
 def timed(
     row: ClusterSize, instance: InstanceConfig, sequence_s: float, gradient_bytes: int, seq_len: int
 ) -> ClusterSize:
-    """Return the row with times and prices. `sequence_s` is the time that one rank takes for a sequence."""
+    """Return the row with times and prices. `sequence_s` is the time that one rank needs for one sequence."""
     if row.global_batch_size is None:
         return row
     compute_s = sequence_s * row.global_batch_size / row.world_size
@@ -142,11 +142,11 @@ def gradient_bytes(cfg: TrainConfig, shape: Shape) -> int:
 
 
 def all_reduce_s(num_bytes: float, instance: InstanceConfig, *, nodes: int, processes_per_node: int) -> float | None:
-    """Return the seconds of a ring all-reduce, first among the devices of each machine, then among the machines.
+    """Return the seconds that a ring all-reduce takes, first among the devices of each machine, then among machines.
 
-    A ring of n members takes 2 (n - 1) messages in sequence, and sends 2 (n - 1) / n of the bytes over each link.
-    Between machines, all network cards work in parallel. Links of unknown bandwidth are left out. The result is None if
-    several ranks communicate and no bandwidth is known.
+    A ring of n members needs 2 (n - 1) messages in sequence, and sends 2 (n - 1) / n of the bytes over each link.
+    Between machines, all network cards work in parallel. Links of unknown bandwidth are not counted. The result is None
+    if several ranks communicate and no bandwidth is known.
     """
     inside, between = instance.device_link_gbyte_per_s, instance.network_gbit_per_s
     rings = [(processes_per_node, inside and inside * 1e9, DEVICE_HOP_S)]
@@ -171,7 +171,7 @@ def notes_of_network(cfg: TrainConfig, num_bytes: int, processes: int) -> list[s
     if cfg.parallel.held(2) != Held():
         notes.append("weights that ranks send to one another, because each holds only a shard, are not counted")
     if known:
-        # For that run, the estimate is 53,000 sequences/s, and AWS's figure 25,853 (aws-neuron-sdk, Neuron 2.20).
+        # For AWS's run in this note, the estimate is 53,000 sequences/s; AWS reports 25,853 (Neuron SDK 2.20).
         notes.append(
             "bandwidths are from data sheets, and the weight update is not counted: with few micro batches per step, "
             "many machines take longer (twice as long in AWS's BERT-large with batches of 16,384 on 16 trn1.32xlarge)"
@@ -181,7 +181,7 @@ def notes_of_network(cfg: TrainConfig, num_bytes: int, processes: int) -> list[s
 
 
 def notes_of_memory(cfg: TrainConfig, shape: Shape, at: ClusterSize, seq_len: int) -> list[str]:
-    """Say how much memory a rank of the planned machines needs, and whether its device has that much."""
+    """Return a note on how much memory a rank of the planned machines needs, and whether its device has that much."""
     if at.micro_batch_size is None or at.accumulation is None:
         return []
     needed = memory_of(
@@ -202,7 +202,7 @@ def notes_of_memory(cfg: TrainConfig, shape: Shape, at: ClusterSize, seq_len: in
 
 
 def notes_of_data(cfg: TrainConfig, at: ClusterSize, manifest: DataManifest) -> list[str]:
-    """Say how much each of the planned machines fetches from S3, if its ranks read different rows."""
+    """Return notes on how much data each planned machine fetches from S3; none if some ranks read the same rows."""
     if at.global_batch_size is None or at.replicas != at.world_size or not isinstance(cfg.data, ShardsConfig):
         return []
     shards, ranks = manifest.splits["train"], at.world_size // at.nodes
@@ -243,7 +243,7 @@ FORMATS |= {"hours": "{:,.3g}", "usd_on_demand": "${:,.2f}", "usd_spot": "${:,.2
 
 
 def cells(each: ClusterSize) -> list[str]:
-    """Return the cells of a row. If the number of machines is impossible, the third cell is the reason."""
+    """Return the cells of a row. If the number of machines is impossible, the third and last cell is the reason."""
     ranks = [str(each.nodes), str(each.world_size)]
     if each.reason is not None:
         return [*ranks, each.reason]

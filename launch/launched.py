@@ -1,7 +1,7 @@
-"""The launches from this computer: the checksum of each job and its scheduler's answer, in the user's folder.
+"""Files in the user's home about the launches from this computer: each job's checksum and its scheduler's answer.
 
-A record in S3 can be changed by others, such as the machines of its run. So before this computer starts a job from a
-record, it compares the job with the checksum kept here, which those machines cannot change.
+Others, such as the run's machines, can change a record in S3. Before this computer starts a job from a record, it
+therefore compares the job with the checksum in these files, which the machines cannot change.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def read(record: Record) -> dict[str, Any]:
 
 
 def keep(record: Record, handle: dict[str, Any] | None = None) -> None:
-    """Store the checksum of the job that is about to start and, once it is known, the scheduler's answer."""
+    """Store the checksum of the job that is about to start and, once known, the scheduler's answer."""
     folder, name = file_of(record)
     folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle = last_handle(record) if handle is None else handle
@@ -45,7 +45,7 @@ def last_handle(record: Record) -> dict[str, Any]:
 
 
 def job_to_start(record: Record) -> Job:
-    """Return the job of a record, and pin its checksum, so that all programs of the job read the same file.
+    """Return the job of a record, and pin its checksum, so that all programs of the job accept only this job.json.
 
     Raises InputError if the record is in S3, this computer did not launch the job, and the user gave no checksum.
     """
@@ -56,9 +56,9 @@ def job_to_start(record: Record) -> Job:
         )
         check(
             bool(record.job_sha256),
-            f"this computer has not launched {record.run_dir}, and {record.location}/{JOB} may be from anybody who can "
-            "write there: resume the run where it was launched, or give the checksum that the launch printed: "
-            "--job-sha256=DIGEST",
+            f"this computer has not launched {record.run_dir}, and anybody who can write to {record.location} may have "
+            f"changed its {JOB}: resume the run on the computer that launched it, or give the checksum that the launch "
+            "printed: --job-sha256=DIGEST",
         )
         job = record.job()
     return job

@@ -1,4 +1,4 @@
-"""Jobs on this machine: a supervisor in the background, which survives the terminal and ends with the run."""
+"""Jobs on this machine, each run by a background supervisor that survives the terminal and ends with the run."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Scheduler(spec.Scheduler):
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=job.folder,
-                start_new_session=True,  # Ctrl-C is for the command that waits in the terminal
+                start_new_session=True,  # Ctrl-C in the terminal must not reach the supervisor
             )
         seen = read_process(process.pid)
         return {"host": platform.node(), "pid": process.pid, "started": seen.started if seen else 0}
 
     def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
-        """Show the logs until the job ends. Ctrl-C asks the run to stop with a checkpoint, a second Ctrl-C ends it."""
+        """Show the logs until the job ends. Ctrl-C asks the run to save and stop; a second Ctrl-C cancels the job."""
         from launch import commands, logs  # imported here, since the supervisor needs neither
 
         if detach:
@@ -71,8 +71,8 @@ class Scheduler(spec.Scheduler):
         check(pid > 1, f"the record names no process: {handle.get('pid')!r}")
         if host != platform.node():
             raise Unreachable(
-                f"the job runs on {host}, this is {platform.node()}: ask there; if that machine is gone, remove "
-                "the record (the folder RUN.launch) and launch the run again"
+                f"the job runs on {host}, but this is {platform.node()}: run the command there; if that machine is "
+                "gone, remove the record (the folder RUN.launch) and launch the run again"
             )
         if is_alive(pid, started):
             return State(True, f"process {pid} on {host}", [str(host)])
@@ -93,7 +93,7 @@ def supervisor(job: Job, record: Record) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    purpose = "Supervise a job on this machine. python -m launch cluster=local starts this."
+    purpose = "Supervise a job on this machine. python -m launch cluster=local starts this program."
     parser = command_parser("launch.local", purpose, examples=("runs/mine",))
     parser.add_argument("run", help="run folder")
     add_record_flags(parser)
@@ -109,7 +109,7 @@ def run_job(record: Record) -> int:
 
 
 def prepare(record: Record, job: Job) -> Decision:
-    """Prepare the parts one after another, since each may use several processes, and merge them."""
+    """Prepare the parts one after another, since each may use several processes; then merge them."""
     steps = [["--part", str(part)] for part in range(1, job.parts + 1)] + ([["--merge"]] if job.parts > 1 else [])
     for step in steps:
         if code := on_this_machine(record, job, "prepare", *step):
@@ -137,12 +137,12 @@ def train(record: Record, job: Job) -> Decision:
 
 
 def on_this_machine(record: Record, job: Job, command: str, *arguments: str, stop: StopFile | None = None) -> int:
-    """Run a command of launch.node, and wait for the ranks that outlive it; return its exit code."""
+    """Run a command of launch.node, and wait for ranks that outlive it; return the command's exit code."""
     processes.adopt_orphans()
     words = [job.python, "-m", "launch.node", command, record.run_dir, *arguments, *record.flags()]
     process = processes.start(words, env=os.environ)
     code = processes.exit_code(process, meanwhile=stop.write if stop is not None else lambda: None)
-    processes.end_orphans(ORPHANS_S)  # ranks without torchrun may write to the run folder
+    processes.end_orphans(ORPHANS_S)  # ranks whose torchrun is gone could still write to the run folder
     return code
 
 

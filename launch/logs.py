@@ -1,4 +1,4 @@
-"""The logs of a job's supervisor, machines and ranks, as they are now or as they grow.
+"""The logs of a job's supervisor, machines and ranks, shown once or followed as they grow.
 
 logs/job.txt                                        the scheduler's script and the supervisor
 logs/attempt_0001/HOST.txt                          torchrun on a machine, and its first rank
@@ -25,7 +25,7 @@ from train.system.schema import is_path
 
 LINES = 100  # number of lines shown from the end of each file
 MAX_BYTES = 2**20  # bytes read from the end of a new file
-POLL_S, POLL_S3_S, ASK_S = 1.0, 5.0, 10.0  # seconds between looks at local files, at files in S3, at the job's state
+POLL_S, POLL_S3_S, ASK_S = 1.0, 5.0, 10.0  # seconds between reads of local files, of S3, and of the job's state
 LOGS = "logs/"
 OF_NODE = re.compile(r"attempt_(\d{4,9})/([^/]+)\.txt")
 OF_RANK = re.compile(r"attempt_(\d{4,9})/([^/]+)/(?:.+/)?attempt_\d+/(\d{1,5})/(?:stdout|stderr)\.log")
@@ -44,7 +44,7 @@ class Wanted:
 
 @dataclass
 class Log:
-    """A file that grows, and the position up to which its lines have been taken."""
+    """A growing file, and the position up to which its lines have been read."""
 
     title: str
     folder: Folder
@@ -52,9 +52,9 @@ class Log:
     position: int = 0
 
     def take(self, *, is_last: bool = False, lines: int | None = None) -> list[str]:
-        """Return the new lines, safe to print, or only the last `lines`. `is_last` includes an unfinished line."""
+        """Return the new lines, or the last `lines` of them, safe to print. `is_last` includes an unfinished line."""
         size = self.folder.size(self.name) or 0
-        self.position = 0 if size < self.position else self.position  # another file has this name now
+        self.position = 0 if size < self.position else self.position  # a shorter file has replaced this one
         begin = self.position if lines is None else max(self.position, size - MAX_BYTES)
         if begin == size:
             return []
@@ -78,7 +78,7 @@ def safe(line: bytes) -> str:
 
 
 def all_logs(record: Record) -> dict[str, Log]:
-    """Return the logs here and in S3 by their names in logs/. This machine's logs are newest here."""
+    """Return the logs on this machine and in S3, by name. A local log replaces its copy in S3, which is older."""
     here, there = LocalFolder(record.local_folder() / "logs"), record.folder.names(LOGS) if record.is_remote else []
     logs = [Log(name.removeprefix(LOGS), record.folder, name) for name in there]
     logs += [Log(name, here, name) for name in here.names() if is_path(name)]
@@ -110,7 +110,7 @@ def select(record: Record, wanted: Wanted, history: History) -> list[Log]:
 def of_rank(
     record: Record, logs: dict[str, Log], attempt: int, hosts: list[str], rank: int, *, is_last: bool
 ) -> list[Log]:
-    """Return torchrun's files of a rank and, for the last attempt, its trainer's log, which covers all attempts."""
+    """Return a rank's logs from torchrun and, for the last attempt, its trainer's log, which covers all attempts."""
     per_node = record.job().processes_per_node
     ranks = len(hosts) * per_node
     check(0 <= rank < ranks, f"there is no rank {rank} in attempt {attempt}, which has {ranks} ranks")
@@ -129,12 +129,12 @@ def of_trainer(record: Record, rank: int) -> list[Log]:
 
 
 class Printer:
-    """A printer of logs, which remembers how far each log was shown, and prints a title when the log changes."""
+    """A printer that remembers how much of each log it has shown, and prints a title before lines of another log."""
 
     def __init__(self, record: Record, wanted: Wanted) -> None:
         self.record, self.wanted, self.title = record, wanted, ""
         self.logs: dict[str, Log] = {}
-        self.lines: int | None = wanted.lines  # None after the first look: new files are shown whole
+        self.lines: int | None = wanted.lines  # None after the first call: later files are shown in full
 
     def show_new(self, history: History, *, is_over: bool) -> None:
         """Print new lines. A file that is no longer selected is shown to its end."""
@@ -166,7 +166,7 @@ def follow(record: Record, wanted: Wanted) -> None:
         before = problem
         try:
             history = record.history()
-            # Ask the scheduler before reading the files: if the job has ended by then, all of its lines are there.
+            # Ask the scheduler before reading the files: once it says that the job has ended, the files are complete.
             if history.has_end or time.monotonic() - asked_s >= ASK_S:
                 answer, asked_s = ask(record, history.submission), time.monotonic()
                 is_unanswered = history.submission is not None and not history.submission.handle

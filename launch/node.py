@@ -30,9 +30,9 @@ from train.system.schema import FileName
 from train.system.torchrun import REJECTION
 
 DOCTOR_S = 300.0  # time limit of train.doctor, which takes seconds
-LIMITS_S = {"preflight": DOCTOR_S + 60, "collectives": 1800.0}  # time limits: one machine must not delay all others
+LIMITS_S = {"preflight": DOCTOR_S + 60, "collectives": 1800.0}  # so that one machine cannot delay all others
 FIRST_PORT, PORTS = 20_000, 10_000  # below the ports that Linux assigns to clients
-JOIN_S = 120  # time limit to join for collectives, since all machines have just answered; torchrun's is 900 s
+JOIN_S = 120  # time for machines to join for collectives: all have just answered; torchrun would wait for 900 s
 PREFLIGHT = "gate/{}/{}.json"
 
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", help="run folder")
     parser.add_argument("--hosts", default="", help="machines of the job, in rank order")
     parser.add_argument("--addresses", default="", help="addresses of --hosts; the first is enough without --group")
-    parser.add_argument("--group", type=int, default=0, help="number of neighbouring machines that join; 0: all")
+    parser.add_argument("--group", type=int, default=0, help="join only in groups of this number of machines; 0: all")
     parser.add_argument("--port", type=int, default=0, help="port at which the machines join")
     parser.add_argument("--attempt", default="", help="name of the attempt or test, for logs and answers")
     parser.add_argument("--part", type=int, help="part to prepare, counted from 1")
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def join_flags(
     hosts: Sequence[str], addresses: Sequence[str], *, job: int, step: int, name: str, group: int
 ) -> list[str]:
-    """Return the flags of launch.node for machines that join."""
+    """Return the flags with which the launch.node of each machine joins the others."""
     # The port differs between jobs, which may share a machine, and between steps of a job, so that late packets of an
     # earlier attempt reach no process.
     port = FIRST_PORT + (job * 101 + step) % PORTS
@@ -68,24 +68,24 @@ def join_flags(
 
 def act(options: argparse.Namespace, s3: S3Config) -> int:
     for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # torchrun inherits this; a signal would orphan its ranks
+        signal.signal(number, signal.SIG_IGN)  # torchrun inherits this: the signal would end it and orphan its ranks
     record = Record(options.run, s3, options.job_sha256)
     try:
         return COMMANDS[options.command](Node(record, record.job(), options))
     except InputError as error:
-        if options.command == "train":  # exit code 2 alone may be srun's, for a missing program
+        if options.command == "train":  # the exit code 2 alone is ambiguous: srun uses it for a missing program
             record.append_event("refused", attempt=options.attempt, node=platform.node(), reason=str(error))
         raise
 
 
 class Node:
-    """The job's view of this machine: its name, its place among the hosts that join, and its logs."""
+    """A machine of a job: its name, its position among the hosts that join, and its logs."""
 
     def __init__(self, record: Record, job: Job, options: argparse.Namespace) -> None:
         self.record, self.job, self.options = record, job, options
         self.name = FileName(os.environ.get("SLURMD_NODENAME") or platform.node())
         self.hosts = options.hosts.split(",") if options.hosts else [self.name]
-        check(self.name in self.hosts, f"this machine is {self.name}, not one of the job's: {', '.join(self.hosts)}")
+        check(self.name in self.hosts, f"this machine, {self.name}, is not one of the job's: {', '.join(self.hosts)}")
         self.addresses = options.addresses.split(",")
         if options.group:
             first = self.hosts.index(self.name) // options.group * options.group
@@ -107,7 +107,7 @@ class Node:
         logs = [f"--log-dir={self.logs / self.name}", "--redirects=3", "--tee=0:3"]
         size = [f"--nnodes={len(self.hosts)}", f"--nproc-per-node={self.job.processes_per_node}"]
         start = self.start_py()
-        # local_torchrun comes from this program's code, since the job's code may be an earlier version without it.
+        # Use this program's local_torchrun: the job's code may be from an older version, which has none.
         torchrun = ["-m", "torch.distributed.run"] if len(self.hosts) > 1 else [str(Path(local_torchrun.__file__))]
         head = [self.job.python, *torchrun, *size, *joined, "--max-restarts=0", *logs]
         return [*head, start, module, *arguments]
@@ -117,7 +117,7 @@ class Node:
         make_alike(self.logs)
         with open_alike(self.logs / log, "ab") as output:
             process = processes.start(command, env=self.environment, output=output)
-            for number in processes.FORWARDED:  # a user's kill reaches only this process; schedulers signal all
+            for number in processes.FORWARDED:  # schedulers signal all processes, but a user's kill only this one
                 signal.signal(number, lambda number, _: process.send_signal(number))
             code = processes.exit_code(process)
         for path in sorted(self.logs.rglob("*")) if self.record.is_remote else ():
@@ -132,8 +132,8 @@ class Node:
 
 
 def rendezvous(node: Node, *, is_train: bool) -> list[str]:
-    """Return the options with which the machines' torchruns join. Rank 0 is on the first machine."""
-    # The id is new for every attempt, which keeps stale agents out.
+    """Return the options with which this machine's torchrun joins the others. Rank 0 is on the first machine."""
+    # The id is new for every attempt, so that agents of an earlier attempt cannot join.
     ident = f"--rdzv-id={node.job.id}.{node.options.attempt}"
     if len(node.hosts) == 1:
         return [ident]
@@ -143,7 +143,7 @@ def rendezvous(node: Node, *, is_train: bool) -> list[str]:
 
 def train(node: Node) -> int:
     code = node.run(node.torchrun("train", node.job.overrides), f"{node.name}.txt")
-    for path in sorted((node.logs / node.name).rglob(REJECTION))[-1:]:  # torchrun exits with 1 whatever the cause
+    for path in sorted((node.logs / node.name).rglob(REJECTION))[-1:]:  # torchrun's exit code is 1 for any failure
         reason = printable(path.read_text(errors="replace"))
         node.record.append_event("refused", attempt=node.options.attempt, node=node.name, reason=reason)
     return code
@@ -157,7 +157,7 @@ def preflight(node: Node) -> int:
         code = processes.exit_code(subprocess.Popen(command, env=node.environment, stdout=output), limit_s=DOCTOR_S)
         output.seek(0)
         answer = output.read()
-    if code == processes.TIMED_OUT or not answer:  # a driver or a file system never answered
+    if code == processes.TIMED_OUT or not answer:  # it may have waited for a driver or a file system that hangs
         answer = canonical_json(
             {"ok": False, "fault": f"train.doctor ended with exit code {code}; its time limit is {DOCTOR_S:g} s"}
         )
@@ -166,7 +166,7 @@ def preflight(node: Node) -> int:
 
 
 def collectives(node: Node) -> int:
-    """Test the connections among the ranks of this machine and of its group."""
+    """Test the connections among the ranks of this machine's group."""
     settings = [each for each in node.job.overrides if each.partition("=")[0].split(".")[0] in ("backend", "instance")]
     code = node.run(node.torchrun("train.doctor", ["--collectives", *settings]), f"{node.name}.collectives.txt")
     fault = f"train.doctor --collectives ended with exit code {code}, see its log"

@@ -1,4 +1,4 @@
-"""Functions that make a job from settings. They read no file and start nothing."""
+"""Functions that make a job from the settings of a launch and a run. They read no file and start nothing."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from train.system.identity import FREE, differences
 from train.system.memory import usable_cpus
 from train.system.schema import FileName, Sha256
 
-FIXED = ("task.", "model.", "optim.")  # settings that never change in a run, see train/system/identity.py
+FIXED = ("task.", "model.", "optim.")  # prefixes of settings that a run must keep, see train/system/identity.py
 FIXED_KEYS = ("seed", "global_batch_size", "data.path", "seq_len")
 RANKS_PER_CPU = 4  # more ranks would only wait for one another
 
 
 def run_overrides(given: Sequence[str], launch: Sequence[str]) -> list[str]:
-    """Return the run's overrides: the given ones, and the launch's instance settings that these do not set."""
+    """Return the run's overrides: those given, and the launch's settings of the instance that they do not set."""
     keys = {override.partition("=")[0] for override in given}
     instance = [each for each in launch if each.partition("=")[0].split(".")[0] == "instance"]
     return [*(each for each in instance if each.partition("=")[0] not in keys), *given]
@@ -43,7 +43,7 @@ def absolute(location: str) -> str:
 def make_job(
     cfg: LaunchConfig, run: TrainConfig | PrepareConfig, overrides: Sequence[str], code: Code, *, folder: str
 ) -> Job:
-    """Return the job that launches `run` with `overrides`. Raises InputError if the machines cannot run its ranks."""
+    """Return the job for `run`, made from `overrides`. Raises InputError if the machines cannot run its ranks."""
     ranks = cfg.ranks_per_node
     if isinstance(run, TrainConfig):
         kind, key, where = "train", "run_dir", absolute(run.run_dir)
@@ -51,7 +51,7 @@ def make_job(
         check_backend(run.backend, cfg.instance)
     else:
         kind, key, where = "prepare", "output", absolute(run.output)
-        message = f"nodes={cfg.nodes} is for training: a preparation takes parts={cfg.nodes}, one machine for each part"
+        message = f"nodes={cfg.nodes} is for training: a preparation uses parts={cfg.nodes}, with one machine per part"
         check(cfg.nodes == 1, message)
     settings = to_dict(run)
     return Job(
@@ -76,7 +76,7 @@ def make_job(
 
 
 def check_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> None:
-    """Raise InputError if a machine would run more ranks than devices or, without devices, RANKS_PER_CPU per CPU."""
+    """Raise InputError if a machine would run more than one rank per device or, without any, RANKS_PER_CPU per CPU."""
     instance, ranks = cfg.instance, cfg.ranks_per_node
     if instance.rank_counts is not None:
         valid = instance.rank_counts if cfg.nodes == 1 else [max(instance.rank_counts)]
@@ -92,16 +92,16 @@ def check_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> None:
 
 
 def environment(instance: InstanceConfig, *, nodes: int, processes_per_node: int) -> dict[str, str]:
-    """Return the environment variables of every process of a job. A variable that the user sets has precedence.
+    """Return the environment variables of every process of a job. Variables that the user sets take precedence.
 
-    Some are left out. `python -m train` sets the variables of network cards, huge pages, open files and processors
-    (train.system.rank_setup), and of Neuron's runtime and compiler (train.system.machine), before the ranks join.
-    FI_EFA_FORK_SAFE is only for kernels before 5.15, for which train.doctor checks. Others are PyTorch's defaults
-    (TORCH_NCCL_ASYNC_ERROR_HANDLING).
+    `python -m train` sets the variables for network cards, huge pages, open files and processors
+    (train.system.rank_setup), and for Neuron's runtime and compiler (train.system.machine), before the ranks join.
+    FI_EFA_FORK_SAFE is not set, since only kernels before 5.15 need it (train.doctor warns of these), nor are variables
+    whose value is PyTorch's default, such as TORCH_NCCL_ASYNC_ERROR_HANDLING.
     """
     variables = {}
     if nodes > 1 and instance.efa_interfaces:
-        # With this, libfabric fails if EFA is missing, and does not use TCP. instance.efa_interfaces=0 leaves it out.
+        # libfabric then fails if EFA is missing, instead of using TCP. instance.efa_interfaces=0 does not set this.
         variables["FI_PROVIDER"] = "efa"
     if instance.device == "neuron":
         # glibc's arenas grow with every thread, and 32 ranks share the host's memory. optimum-neuron sets this, too.
@@ -110,7 +110,7 @@ def environment(instance: InstanceConfig, *, nodes: int, processes_per_node: int
         # Batches of different lengths fragment the device's memory.
         variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if instance.vcpus is not None:
-        # If torchrun starts several processes, it sets one thread for each. Set each one's share of the CPUs instead.
+        # torchrun limits each of several processes to one thread. Give each process its share of the CPUs instead.
         variables["OMP_NUM_THREADS"] = str(max(1, instance.vcpus // processes_per_node))
     return variables
 
@@ -131,6 +131,6 @@ def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], *, run_di
     changed = differences(fixed(before), fixed(now))
     check(
         not changed,
-        f"the settings of {run_dir} changed since it began ({', '.join(changed)}); launch it with the old "
-        f"ones, choose another folder, or resume the launched job: python -m launch resume {run_dir}",
+        f"the settings of {run_dir} have changed since the run began ({', '.join(changed)}); launch it with the old "
+        f"settings, choose another folder, or resume the launched job: python -m launch resume {run_dir}",
     )

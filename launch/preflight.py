@@ -1,4 +1,4 @@
-"""The preflight: it tests each machine with train.doctor, chooses those to train on, and runs collectives over them."""
+"""The preflight: run train.doctor on each machine, choose machines to train on, and run collectives over these."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from launch.supervise import retry
 from train.run.command import printable
 from train.system.schema import BadContent, read_object
 
-MAX_CHARS = 300  # length of a reason
+MAX_CHARS = 300  # maximum length of a reason
 
 # A function (command, nodes, *, name, group=0) that runs a command of launch.node on machines and returns 0 if all of
-# them succeed. All machines join together or, with `group`, that number of neighbours at a time.
+# them succeed. The machines join as one group or, if `group` is not 0, in groups of that many neighbours.
 Run = Callable[..., int]
 
 
 def run_preflight(
     record: Record, job: Job, nodes: Sequence[str], run: Run, *, name: str
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the machines to train on, and a dict with the reason for each machine that failed.
+    """Return the machines to train on, and the reasons by machine for those that failed.
 
-    If too few machines are fit, fewer than the job needs are returned. If collectives over the chosen machines fail,
-    the machines are tested alone and then in pairs. Those that fail are left out, and spares take their ranks.
+    If too few machines pass, fewer machines are returned than the job needs. If collectives over the chosen machines
+    fail, each machine is tested alone, and then in pairs. Spares replace the machines that fail.
     """
     run("preflight", nodes, name=name)
     failed = failures(record, name, nodes)
@@ -41,7 +41,7 @@ def run_preflight(
 
 
 def suspects(record: Record, nodes: Sequence[str], run: Run, *, name: str) -> dict[str, str]:
-    """Return the machines whose collectives fail alone, else the machines of failing pairs, else all machines."""
+    """Return the machines whose collectives fail alone; if there are none, those of failing pairs; else all of them."""
     for group, which in ((1, "alone"), (2, "in pairs")):
         if group < len(nodes):
             attempt = f"{name}_{group}"
@@ -62,7 +62,7 @@ def failure_of(record: Record, name: str) -> str:
         answer = read_object(record.folder.read(name))
     except FileNotFoundError:
         return f"no answer in {record.location}: the machine does not see that folder, or cannot start train.doctor"
-    except BadContent as error:  # the doctor's output, which other programs may write to, too
+    except BadContent as error:  # other programs may write to the doctor's output, too
         return f"its answer cannot be read: {error}"
     if answer.get("ok") is True:
         return ""
@@ -78,5 +78,5 @@ def too_few(nodes: Sequence[str], failed: Mapping[str, str], job: Job) -> str:
 
 
 def is_shared(failed: Mapping[str, str], nodes: Sequence[str]) -> bool:
-    """Return whether all of several machines failed. The cause is then shared, and other machines would fail, too."""
+    """Return whether all of several machines failed: their common cause would make other machines fail, too."""
     return 1 < len(failed) == len(nodes)

@@ -53,7 +53,7 @@ class Job:
     overrides: list[str]  # settings of train or train.prepare
     config_sha256: Sha256  # checksum of the resolved settings
     python: str  # path of the interpreter on the nodes
-    folder: str  # working folder of the submission, to which paths in the settings may be relative
+    folder: str  # the submission's working folder; relative paths in the settings start there
     code: Code
     scheduler: str
     cluster: dict[str, Any]  # the scheduler's settings
@@ -75,14 +75,14 @@ class Job:
 
     @classmethod
     def from_json(cls, content: bytes) -> Job:
-        """Parse a job. Raises BadContent if the content is not a job, InputError if its format is another version's."""
+        """Parse a job. Raises BadContent if the content is not a job, InputError if another version wrote it."""
         values = read_object(content)
         check(
             values.get("format") == FORMAT,
             f"the job has format {values.get('format')!r}, this version reads {FORMAT}; use the version that wrote it",
         )
         job = record(cls, values)
-        check(job.kind in MODULES, f"kind {job.kind!r} of the job is not known")
+        check(job.kind in MODULES, f"the job's kind {job.kind!r} is not known")
         return job
 
     @property
@@ -98,7 +98,7 @@ class Event:
     details: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.time_unix_s < LAST_UNIX_S:  # NaN, too
+        if not 0 <= self.time_unix_s < LAST_UNIX_S:  # also true for NaN
             raise BadContent("time_unix_s is not a time that can be shown")
 
 
@@ -109,9 +109,9 @@ def add_record_flags(parser: Parser) -> None:
 
 class Record:
     def __init__(self, run_dir: str, s3: S3Config, job_sha256: str = "") -> None:
-        """Open a run's record. `run_dir` is the run folder or its record, and need not exist.
+        """Open a run's record. `run_dir` is the run folder or its record; neither has to exist.
 
-        `job_sha256` is the checksum of job.json, from whoever launched the run. If it is empty, any job is accepted.
+        `job_sha256` is the checksum that job.json must have. If it is empty, any job is accepted.
         """
         self.run_dir = run_dir.rstrip("/").removesuffix(SUFFIX)
         check(bool(self.run_dir.strip("/.")), f"{run_dir} is not the name of a run folder")
@@ -192,7 +192,7 @@ class Record:
         return read_history(self.events())
 
     def events(self) -> list[Event]:
-        """Return all events in order. A damaged one has the kind "damaged" and raises no error, so that stop works."""
+        """Return all events in order. Damaged events get the kind "damaged", so that `launch stop` still works."""
         return list(at_once(self.event, self.event_names()))
 
     def event(self, name: str) -> Event:
@@ -212,8 +212,8 @@ class Submission:
     scheduler: str
     time_unix_s: float
     nodes: int | None = None
-    handle: dict[str, Any] = field(default_factory=dict)  # the job's identifier; empty if no answer is known
-    rejection: str = ""  # why the job could not be started; empty if it was
+    handle: dict[str, Any] = field(default_factory=dict)  # the job's identifier; empty before the scheduler answers
+    rejection: str = ""  # why the job could not be started; empty if it could
 
 
 def attempt_name(number: int) -> str:
@@ -246,7 +246,7 @@ class Ended:
 
 @dataclass
 class History:
-    """All attempts of a run. The other fields describe the last submission."""
+    """All attempts of a run, and the state of its last submission."""
 
     submissions: int = 0
     submission: Submission | None = None
@@ -257,10 +257,10 @@ class History:
     cancelled_unix_s: float | None = None
     excluded: list[str] = field(default_factory=list)  # nodes that the requeued job must not get
     ended: Ended | None = None
-    faults: int = 0  # attempts that failed or saved nothing new, and requeues without an attempt
-    idle: int = 0  # number of consecutive tries until now that began but saved nothing new
+    faults: int = 0  # number of attempts that failed or saved nothing new, plus requeues without an attempt
+    idle: int = 0  # number of most recent attempts, without a gap, that began but saved nothing new
     requeued: str = ""  # why the job was requeued; empty once an attempt begins or the job ends
-    is_tried: bool = False  # an attempt was made since the last requeue
+    is_tried: bool = False  # whether an attempt was made since the last requeue
 
     @property
     def has_end(self) -> bool:
@@ -290,7 +290,7 @@ class History:
                 self.submission.rejection = text(details, "reason") or "rejected"
             case "attempt_began":
                 begun_at = count(details, "checkpoint") or 0
-                if last is not None and not last.is_over:  # its machine was lost: only checkpoints show its progress
+                if last is not None and not last.is_over:  # its machine was lost; only checkpoints show its progress
                     self.add_try(progressed=begun_at > last.begun_at)
                 number, nodes = count(details, "number") or 0, texts(details, "nodes")
                 self.attempts.append(AttemptEntry(number, nodes, at_unix_s, begun_at=begun_at))

@@ -1,4 +1,4 @@
-"""The progress of a run, read from its folder. The folder is not changed, and may contain anything."""
+"""The progress of a run, read from its folder, whose content is not trusted. The folder is not changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.system.lease import newest, parse
 from train.system.outcome import read_outcome
 from train.system.schema import BadContent, read_object
 
-TAIL_BYTES = 2**22  # bytes at the end of metrics.jsonl: about 10,000 lines, probably with an evaluation
+TAIL_BYTES = 2**22  # bytes read from the end of metrics.jsonl: about 10,000 lines, probably including an evaluation
 COMMITTED = re.compile(r"checkpoints/step_([0-9]{1,18})/manifest\.json")
 NOT_SCORES = re.compile("attempt|step|examples|epoch|cost_usd|.*_s")  # fields of an eval line that are not scores
 MAX_SCORES = 6
@@ -24,14 +24,14 @@ MAX_SCORES = 6
 class RunProgress:
     """The progress of a run. None means unknown."""
 
-    exists: bool = False  # the trainer has written environment.json
+    exists: bool = False  # whether the trainer has written environment.json
     attempt: int | None = None
     step: int | None = None
     total_steps: int | None = None
     loss: float | None = None
     tokens_per_s: float | None = None
     mfu: float | None = None
-    goodput: float | None = None  # share of the time since the first start that was spent in steps that were not lost
+    goodput: float | None = None  # share of the time since the first start that was spent on steps not lost later
     cost_usd: float | None = None  # cost of all attempts, up to the last line
     evaluated_step: int | None = None
     scores: dict[str, float] = field(default_factory=dict)
@@ -52,8 +52,7 @@ def read_progress(run: Folder) -> RunProgress:
         planned = count(table(read_object(run.read(ENVIRONMENT)), "plan"), "total_steps") or None
     except (FileNotFoundError, BadContent):
         planned = None
-    # The step comes from the last line that is not a fault, since a fault may precede any step. For a run in S3 it
-    # comes from the lease, which is newer.
+    # Skip fault lines: a fault may occur before the first step. A run in S3 has a newer step in its lease.
     lease = parse(newest(run)[1]) if "lease" in names else None
     steps = [line["step"] for line in lines if line["kind"] != "fault"][-1:]
     figures = [(key, number(line, key)) for line in lines for key in ("goodput", "cost_usd")]
@@ -84,7 +83,7 @@ def newest_checkpoint(run: Folder) -> int | None:
 
 
 def mean_step_s(trained: list[dict[str, Any]]) -> float | None:
-    """Return the mean seconds from step to step in an attempt's newest lines, including evaluations and saves."""
+    """Return the mean seconds per step in an attempt's newest lines, including evaluations and saves."""
     if not trained:
         return None
     first, last = trained[0], trained[-1]

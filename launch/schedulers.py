@@ -34,7 +34,7 @@ def scheduler(name: str) -> Scheduler:
 
 
 def cluster_of(job: Job, kind: type[Settings] = ClusterConfig) -> Settings:  # type: ignore[assignment]
-    """Return the job's cluster settings, of the class `kind`. Raises InputError if they are not valid."""
+    """Return the job's cluster settings as an instance of `kind`. Raises InputError if they are not valid."""
     settings = record(row(job.scheduler)[0], job.cluster, "cluster")
     assert isinstance(settings, kind)
     return settings

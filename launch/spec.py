@@ -1,4 +1,4 @@
-"""The interface of a scheduler. The program inside its jobs calls `launch.supervise` and starts `launch.node`."""
+"""The interface of schedulers. The program that a job runs calls `launch.supervise` and starts `launch.node`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Handle = Mapping[str, Any]  # a scheduler's identifier of a job, as plain JSON
 
 @dataclass(frozen=True)
 class State:
-    """The present state of a job, as its scheduler reports it."""
+    """The current state of a job, as its scheduler reports it."""
 
-    is_active: bool | None = None  # the job waits or runs, so no other may start for the run; None: unknown
+    is_active: bool | None = None  # whether the job waits or runs, so that the run must not get another; None: unknown
     text: str = ""  # the state in the scheduler's terms, such as "PENDING (Resources)"
     nodes: list[str] = field(default_factory=list)
     outcome: str = ""  # cancelled | failed; empty if the job is active, or if the scheduler reports neither
@@ -34,10 +34,10 @@ class Scheduler(ABC):
 
     @abstractmethod
     def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
-        """Return what the scheduler says of the job, without starting it. Raises InputError if it would be rejected."""
+        """Return what the scheduler says about the job. Raises InputError if it would be rejected. Starts nothing."""
 
     def found_type(self, cfg: LaunchConfig, s3: S3Config) -> list[str]:
-        """Return instance settings, `devices` among them, for a machine type that conf/instance does not list."""
+        """Return instance settings for a machine type that conf/instance does not list."""
         raise NotImplementedError
 
     @abstractmethod
@@ -45,16 +45,16 @@ class Scheduler(ABC):
         """Start the job. Raises InputError if it is rejected, Unreachable if the scheduler does not answer."""
 
     def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
-        """Do the rest of the submitting process's work; return its exit code. `detach`: do not watch the job."""
+        """Do what is left for the submitting process; return its exit code. With `detach`, do not watch the job."""
         return DONE
 
     @abstractmethod
     def state(self, record: Record, handle: Handle) -> State:
-        """Return the present state of the job. Raises Unreachable if the scheduler does not answer."""
+        """Return the current state of the job. Raises Unreachable if the scheduler does not answer."""
 
     def unanswered(self, record: Record) -> State:
         """Return the state of a job whose submission the scheduler never answered."""
-        return State(failure="the submission was never answered; look in the scheduler for a job of this run")
+        return State(failure="the submission was never answered; check whether the scheduler has a job of this run")
 
     @abstractmethod
     def cancel(self, record: Record, handle: Handle) -> None:

@@ -1,4 +1,4 @@
-"""The speed of a rank, from a published figure or from a finished run, whose files are validated before use."""
+"""The speed of a rank, from a published figure or from a finished run, whose files are validated first."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from train.system.folders import Folder, open_folder
 from train.system.schema import BadContent, of_type, shown
 
 WITHOUT_BF16 = ("V100", "T4")
-# Measured shares of the peak FLOP/s on BERT-large with 128 tokens. By AWS's formula, which does not count the head, a
-# sequence takes 236.8 GFLOP.
+# Shares of the peak FLOP/s, from published speeds of BERT-large with 128 tokens. According to AWS's formula, which does
+# not count the head, a sequence takes 236.8 GFLOP.
 IN_16_BITS = {
     "Trainium": (0.288, "AWS: 3,697.71 sequences/s on a trn1.32xlarge (aws-neuron-sdk, Neuron 2.26)"),
     "A100": (0.44, "NVIDIA: 580 sequences/s on an A100-80GB (DeepLearningExamples)"),
@@ -34,7 +34,7 @@ class Calibration:
     world_size: int
     seq_len: int  # tokens
     sequences_per_s: float  # over all ranks
-    flops_per_s: float  # the model's arithmetic, per rank
+    flops_per_s: float  # per rank, counting only the model's arithmetic
     mfu: float | None  # share of a device's peak; None for an instance without a known peak
 
 
@@ -67,7 +67,7 @@ def measured(cfg: TrainConfig, folder: Folder) -> Calibration:
         if line["kind"] == "train":
             trained = [line, *trained[-1:]]
     if len(trained) < 2:
-        raise BadContent(f"its last attempt has {len(trained)} train lines, and a speed needs 2: set log_every lower")
+        raise BadContent(f"its last attempt has {len(trained)} train lines, but 2 are needed: set log_every lower")
     sequences, seconds, tokens = (increase(trained, name) for name in ("examples", "train_s", "tokens"))
     world = of_type(int, end.get("world_size"), "world_size")
     precision = of_type(str, end.get("precision"), "precision")
@@ -76,7 +76,7 @@ def measured(cfg: TrainConfig, folder: Folder) -> Calibration:
     flops = None if shape is None else flops_per_sequence(cfg, shape, seq_len)
     if not flops:
         raise InputError(
-            f"calibrate={folder.location}: the size of its model is unknown, so its speed says nothing about other "
+            f"calibrate={folder.location}: the size of its model is unknown, so its speed cannot be applied to other "
             "models; use a run with an export, or a run of a published model"
         )
     peak = cfg.instance.peak_flops_per_s(precision)
@@ -102,14 +102,14 @@ def increase(lines: list[dict[str, Any]], name: str) -> float:
 
 
 def flops_per_sequence(cfg: TrainConfig, shape: Shape, seq_len: int) -> float:
-    """Return the FLOPs to train on one sequence, as the run's MFU counts them."""
+    """Return the number of FLOPs needed to train on one sequence, counted as for a run's MFU."""
     labels = len(cfg.data.labels) if isinstance(cfg.data, RecordsConfig) else 0
     head = cfg.task.head_size(seq_len, labels)
     return shape.train_flops(head, seq_len=seq_len, frozen=cfg.model.freeze_layers)
 
 
 def precision_of(cfg: TrainConfig) -> str:
-    """Return the precision that a run would choose: fp32 if the machine has no known device, as on CPUs."""
+    """Return the precision that a run would choose: fp32 on CPUs, and on machines with an unknown device."""
     if cfg.backend.precision != "auto":
         return cfg.backend.precision
     if cfg.instance.device is None:
@@ -132,8 +132,8 @@ def speed(cfg: TrainConfig, run: Calibration | None) -> tuple[float | None, str]
             return run.flops_per_s, note
         if run.mfu is None or peak is None:
             raise InputError(
-                f"calibrate={run.location} ran on instance={run.instance}, and without the peaks of both its speed "
-                f"says nothing about instance={instance.name}; use a run on that instance"
+                f"calibrate={run.location} ran on instance={run.instance}, whose speed cannot be converted to "
+                f"instance={instance.name}, since the peak of one of them is unknown; use a run on that instance"
             )
         return run.mfu * peak, f"{note}; its {run.mfu:.1%} of the peak are applied to {instance.name} in {precision}"
     if peak is None or instance.device is None:

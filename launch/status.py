@@ -16,8 +16,8 @@ from launch.values import shown_duration, shown_moment
 from train.config import Failure, InputError, Unreachable
 from train.run.command import printable
 
-MAX_ATTEMPTS = 5  # the most recent attempts that are shown
-MAX_CHARS = 400  # longest text from a scheduler or a record
+MAX_ATTEMPTS = 5  # number of most recent attempts that are shown
+MAX_CHARS = 400  # maximum length of a text from a scheduler or a record
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def status(record: Record) -> Status:
     now_unix_s = time.time()
     job, history = record.job(), record.history()
     answer = ask(record, history.submission)
-    if answer.is_active is False and not history.has_end:  # it may have ended after the record was read
+    if answer.is_active is False and not history.has_end:  # the job may have ended after the record was read
         history = record.history()
     progress = read_progress(record.run) if job.kind == "train" else RunProgress()
     total, step, step_s, line_unix_s = progress.total_steps, progress.step, progress.step_s, progress.line_unix_s
@@ -66,7 +66,7 @@ def status(record: Record) -> Status:
 
 
 def ask(record: Record, submission: Submission | None) -> State:
-    """Return the scheduler's answer about a job, or why there is none: no submission, a rejection, or silence."""
+    """Return the scheduler's answer about a job, or why there is none: no submission, a rejection, or no reply."""
     if submission is None:
         return State(False, failure="no submission is recorded")
     name = submission.scheduler
@@ -183,7 +183,7 @@ def shown_step(status: Status) -> str:
 
 def watch(record: Record, every_s: float) -> None:
     """Print a line for each change of a job's state or step, until the job has ended."""
-    # If a service does not answer, the next round asks it again.
+    # If S3 or the scheduler does not answer, the next round asks again.
     line, is_over = "", False
     while not is_over:
         before = line

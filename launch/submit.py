@@ -1,4 +1,4 @@
-"""The submission of a new or a resumed job. The record is written first, so that it lists every job."""
+"""The submission of a new or a resumed job. The record is written before the job starts, so that it lists every job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SUBMITTING_S = 120.0  # time for a scheduler to answer, during which no other su
 def submit(
     record: Record, job: Job, run: TrainConfig | PrepareConfig, *, plan: dict[str, Any], bundle: bytes
 ) -> Handle:
-    """Write the record and start the job. Raises InputError if the run has a job, or if its settings have changed."""
+    """Write the record and start the job. Raises InputError if the run has an active job or changed settings."""
     settings = to_dict(run)
     number = check_idle(record)
     if record.exists() and record.run.size(ENVIRONMENT) is not None:
@@ -41,7 +41,7 @@ def submit(
 
 
 def resume(record: Record) -> tuple[Job, Handle]:
-    """Start the last job again, unchanged. Raises InputError if it is active, is done, or may be forged."""
+    """Start the last job again, unchanged. Raises InputError if it is active, is done, or may have been forged."""
     number, job = check_idle(record), job_to_start(record)
     outcome = read_outcome(record.run)
     is_done = outcome.get("outcome") == "done"
@@ -79,7 +79,7 @@ def check_idle(record: Record) -> int:
     asked = history.submission
     if asked is None or asked.rejection:
         return number
-    if not asked.handle:  # the answer is yet to come, or was lost, and only the scheduler knows the job
+    if not asked.handle:  # the answer was lost or has not arrived: only the scheduler knows whether there is a job
         age_s = max(0.0, time.time() - asked.time_unix_s)
         check(
             history.has_end or age_s >= SUBMITTING_S,

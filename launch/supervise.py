@@ -1,7 +1,7 @@
-"""The supervisor of a run, for every scheduler: it makes attempts until the run is done, stopped, or keeps failing.
+"""The supervisor of a run, for every scheduler. It makes attempts until the run is done, stopped, or keeps failing.
 
-The result of an attempt is read from the run folder, since torchrun exits with 1 after a clean stop, too, and srun with
-the code of the task that ended first.
+It reads the result of an attempt from the run folder, since exit codes are ambiguous: torchrun exits with 1 even after
+a clean stop, and srun with the code of the task that ended first.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from train.system.outcome import STOP_FILE, read_outcome
 
 Answer = TypeVar("Answer")
 CODES = {"done": DONE, "stopped": STOPPED, "failed": FAILED, "refused": REJECTED}
-# Kinds of stops (train/run/stopping.py). KILLED: torchrun got a signal, or died. TAKEN_BACK: machines were lost.
+# Kinds of stops (train/run/stopping.py). KILLED: torchrun got a signal or died. TAKEN_BACK: machines may be lost.
 KILLED = "SIGTERM"
 TAKEN_BACK = (KILLED, "spot_notice", "scheduled_event", "capacity_block")
-IDLE_ATTEMPTS = 2  # attempts in a row without a new checkpoint, after which a further one is useless
-RETRIES_S, ASKS_S = 900.0, 5.0  # time for S3 or Slurm to answer again, and pause: an outage may outlast an attempt
-PAUSE_S = 5.0  # pause between two attempts, in which a failed service may recover
+IDLE_ATTEMPTS = 2  # after this number of attempts in a row without a new checkpoint, the run is given up
+RETRIES_S, ASKS_S = 900.0, 5.0  # how long to retry S3 or Slurm, whose outage may outlast an attempt; and the pause
+PAUSE_S = 5.0  # pause between two attempts, during which a failed service may recover
 
 
 def retry(act: Callable[..., Answer], *arguments: Any, **named: Any) -> Answer:
@@ -45,7 +45,7 @@ def retrying(kinds: type[Exception] | tuple[type[Exception], ...], limit_s: floa
 
 
 class NeverBegan(Failure):
-    """An error raised because the scheduler did not start a step of a job. The message is the scheduler's."""
+    """An error raised because the scheduler did not start a step of a job. It has the scheduler's message."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ def decide(
     asked: str | None = None,
     rejection: str = "",
 ) -> Decision:
-    """Decide what follows an attempt.
+    """Decide what to do after an attempt.
 
-    `outcome` is the content of outcome.json, or {} if the attempt left none. `asked` says why the scheduler wants the
-    machines back; it is None if the scheduler does not. `rejection` says why the trainer rejected the run, if it did;
-    `outcome` may then be an earlier attempt's.
+    `outcome` is the content of outcome.json, or {} if the attempt wrote none. `asked` says why the scheduler wants the
+    machines back, if it does. `rejection` says why the trainer rejected the run, if it did; `outcome` may then be from
+    an earlier attempt.
     """
     if rejection:
         return Decision("end", "refused", f"rejected: {rejection}")
@@ -105,9 +105,9 @@ def exhausted(history: History, cluster: ClusterConfig) -> str:
 
 
 def settled(decision: Decision, record: Record, cluster: ClusterConfig, **details: Any) -> Decision:
-    """Return the decision, or an end in place of a requeue if the user asked for a stop or a limit is reached.
+    """Return the decision; a requeue becomes an end if the user asked for a stop, or if a limit is reached.
 
-    `details` are those that the requeue's event will have.
+    `details` are those of the event that will record the requeue.
     """
     if decision.next != "requeue":
         return decision
@@ -120,7 +120,7 @@ def settled(decision: Decision, record: Record, cluster: ClusterConfig, **detail
 
 @contextmanager
 def recording_failure(record: Record) -> Iterator[None]:
-    """Record an error that ends the job. Without this, the job's machine would seem to have been lost."""
+    """Record an error that ends the job, which otherwise would look as if its machine had been lost."""
     try:
         yield
     except Exception as error:
@@ -130,7 +130,7 @@ def recording_failure(record: Record) -> Iterator[None]:
 
 
 class StopFile:
-    """A request to stop with a checkpoint. A signal handler notes it, and `write` puts STOP into the run folder."""
+    """A request to stop with a checkpoint. A signal handler makes it, and `write` puts STOP into the run folder."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
@@ -138,14 +138,13 @@ class StopFile:
         self.is_written = False
 
     def ask(self, reason: str) -> None:
-        """Note the request; the first reason counts. Signal handlers call this, so it writes nothing."""
+        """Make the request; only the first reason is kept. Signal handlers call this, so it writes no file."""
         self.reason = self.reason or reason
 
     def write(self) -> None:
-        """Write the file if a stop was asked for, once the trainer has made the run folder.
+        """Write STOP if a stop was requested and the trainer has made the run folder. If this fails, call it again.
 
-        The trainer rejects a folder with nothing but STOP, as another program's. After a failure, the next call tries
-        again.
+        The trainer rejects a folder that contains only STOP, since it looks like another program's.
         """
         try:
             if self.reason and not self.is_written and self.record.run.size(ENVIRONMENT) is not None:
@@ -158,21 +157,21 @@ class StopFile:
 def supervise(
     record: Record, cluster: ClusterConfig, start: Callable[[int], int], *, nodes: list[str], stop: StopFile
 ) -> Decision:
-    """Make attempts until the decision is not "again", each with its events in the record.
+    """Make attempts, and record their events, until the decision is not "again".
 
-    `start` makes the attempt with a number, counted over the whole run, and returns its exit code. If it raises
-    NeverBegan, the job is requeued. `stop` holds the scheduler's request to stop.
+    `start` takes the number of an attempt, counted over the whole run, makes the attempt and returns its exit code. If
+    it raises NeverBegan, the job is requeued. `stop` has the scheduler's request to stop.
     """
     run = record.run
     while True:
-        has_stop_file = retry(run.size, STOP_FILE) is not None  # read before the events, which `stop` writes first
+        has_stop_file = retry(run.size, STOP_FILE) is not None  # read before the events: `stop` writes its event first
         history = retry(record.history)
         if history.is_stop_asked:
             return Decision("end", "stopped", "stopped as asked")
         if stop.reason is not None:  # the request came between two attempts, or before the first
             return Decision("requeue", "stopped", stop.reason)
         if has_stop_file:
-            retry(run.remove, STOP_FILE)  # it was for an attempt that died before it could obey
+            retry(run.remove, STOP_FILE)  # it was meant for an attempt that died before it could stop
         number, before, saved = len(history.attempts) + 1, retry(read_outcome, run), retry(newest_checkpoint, run) or 0
         began = {"number": number, "nodes": nodes, "checkpoint": saved}
         history.add(Event("attempt_began", 0.0, "", began))
@@ -186,7 +185,7 @@ def supervise(
         except NeverBegan as error:
             never_began = str(error)
         outcome, checkpoint = retry(read_outcome, run), retry(newest_checkpoint, run) or 0
-        outcome = {} if outcome == before else outcome  # it is an earlier attempt's
+        outcome = {} if outcome == before else outcome  # an earlier attempt wrote it
         ended: dict[str, Any] = {"number": number, "exit_code": code, "made_progress": checkpoint > saved}
         ended |= {"never_began": bool(never_began), "checkpoint": checkpoint, "step": outcome.get("step")}
         ended |= {"outcome": outcome.get("outcome", "failed")}

@@ -1,4 +1,4 @@
-"""Typed values from JSON that other programs wrote, with defaults for missing or wrong ones; and their display."""
+"""Functions that read typed values from other programs' JSON, with defaults for missing or wrong ones, or show them."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def number(values: Object, key: str) -> float | None:
 
 
 def count(values: Object, key: str) -> int | None:
-    """Return the value of a key if it is a whole number, 0 or more; else None."""
+    """Return the value of a key if it is an integer of at least 0, else None."""
     found: int | None = value(int, values, key)
     return found
 
 
 def text(values: Object, key: str) -> str:
-    """Return the text of a key; empty if the value is missing or no text."""
+    """Return the value of a key if it is a string, else an empty string."""
     return str(value(str, values, key, ""))
 
 
@@ -46,7 +46,7 @@ def texts(values: Object, key: str) -> list[str]:
 
 
 def table(values: Object, key: str) -> dict[str, Any]:
-    """Return the object of a key; empty if the value is missing or no object."""
+    """Return the value of a key if it is an object, else an empty one."""
     return dict(value(dict[str, Any], values, key, {}))
 
 

@@ -1,4 +1,4 @@
-"""The resolution of a launch's settings in an account: subnets, images, network interfaces. It makes no resource."""
+"""Functions that resolve a launch's settings in an AWS account: subnets, images, interfaces. They make no resource."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from train.system.schema import record
 from train.system.versions import read_versions
 
 INTERFACE, EFA, EFA_ONLY = "interface", "efa", "efa-only"  # types of network interfaces; efa-only has no IP address
-KIND_TAG, SDK_TAG = "baretrain:image", "baretrain:neuron-sdk"  # tags of images: neuron or cuda; the SDK
-OWN_IMAGE = "/baretrain/ami/{}/latest"  # SSM parameters that hold this account's images
+KIND_TAG, SDK_TAG = "baretrain:image", "baretrain:neuron-sdk"  # tags of images: the kind (neuron or cuda), and the SDK
+OWN_IMAGE = "/baretrain/ami/{}/latest"  # SSM parameters with the ids of this account's promoted images
 AMI = re.compile(r"ami-[0-9a-f]{8,17}")
 
 
@@ -35,7 +35,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class Site:
-    """A subnet for all machines of the run, and the image that they start from there."""
+    """A subnet for all machines of the run, and the image from which they start."""
 
     region: str
     subnet: str
@@ -47,7 +47,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Resolved:
-    """The resolved settings of a job, kept in the event of its submission."""
+    """The resolved settings of a job, recorded in the event of its submission."""
 
     id: str  # random id of this submission, which makes its client tokens unique
     job_id: str
@@ -62,14 +62,14 @@ class Resolved:
 
 def last_resolved(run: Record) -> Resolved | None:
     """Return the resolved settings of this computer's last submission; None if there was none."""
-    # The run's machines can write its events, so the image must not depend on these.
+    # The run's machines can write events, so the image must come from this computer's file instead.
     handle = launched.last_handle(run)
     return record(Resolved, handle["resolved"]) if "resolved" in handle else None
 
 
 def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:
     """Resolve the settings by asking AWS. Raises InputError, with the cure, if a launch would fail or waste money."""
-    # Errors that RunInstances reports clearly are not checked here.
+    # What RunInstances rejects with a clear message is not checked here.
     before, setting = last_resolved(run), cluster.image or ""
     pinned = dict[str, str]()  # a resumed job keeps its images
     if before is not None and (before.job_id, before.image_setting) == (job.id, setting):
@@ -101,9 +101,9 @@ def layout(info: Mapping[str, Any], cluster: Ec2Config, machines: int) -> list[I
 
     For several cards, the EC2 user guide recommends `efa-only` (efa-acc-inst-types.html): an ENA interface at device 0
     of card 0, and efa-only interfaces at device 1 of card 0 and at device 0 of every other card. Cards without efa-only
-    take `efa`, the older layout of Neuron's guide for trn1 (setup-trn1-multi-node-execution): interfaces with an
-    address, at device 0 of card 0 and device 1 of the others, so that packets leave by card 0. With one card, one
-    interface serves both purposes.
+    get `efa`, as in Neuron's older guide for trn1 (setup-trn1-multi-node-execution): interfaces with an address, at
+    device 0 of card 0 and device 1 of the others, so that IP packets leave through card 0. With only one card, a single
+    `efa` interface is enough.
     """
     network, made = info["NetworkInfo"], [Interface(0, 0, INTERFACE)]
     cards = sorted(network.get("NetworkCards", ()), key=lambda card: int(card["NetworkCardIndex"]))
@@ -118,15 +118,15 @@ def layout(info: Mapping[str, Any], cluster: Ec2Config, machines: int) -> list[I
             made.append(Interface(index, 1 if index == 0 else 0, EFA_ONLY))
         else:
             made.append(Interface(index, min(1, fits - 1), EFA))
-    # An older botocore silently drops the interface types of the cards from EC2's answer.
+    # Older versions of botocore silently drop the cards' interface types from EC2's answer.
     check(
         bool(able) or machines == 1 or not network.get("EfaSupported"),
-        f"EC2 says that {info['InstanceType']} supports EFA, but botocore {botocore.__version__} names no network card "
-        "with it: install boto3>=1.43.90",
+        f"EC2 says that {info['InstanceType']} supports EFA, but botocore {botocore.__version__} shows no network card "
+        "with EFA: install boto3>=1.43.90",
     )
     check(
         not (cluster.public_address and len(made) > 1),
-        f"cluster.public_address=true is for machines with one network interface, {info['InstanceType']} has "
+        f"cluster.public_address=true is for machines with one network interface, but {info['InstanceType']} has "
         f"{len(made)}: leave it out, and reach them through SSM (aws ssm start-session --target i-...)",
     )
     return made
@@ -146,7 +146,7 @@ def subnets(api: Api, region: str, cluster: Ec2Config, instance: str, *, cards: 
     check(bool(there), f"{region} has none of {named}: name subnets in every region (cluster.subnets)")
     check(
         bool(offered),
-        f"{instance} is in {', '.join(sorted(zones)) or 'no zone'} of {region}, but your subnets are in "
+        f"{region} offers {instance} in {', '.join(sorted(zones)) or 'no zone'}, but your subnets are in "
         f"{', '.join(sorted({each['AvailabilityZone'] for each in there}))}: name others (cluster.subnets)",
     )
     check_addresses(cards, [str(each["SubnetId"]) for each in offered if each.get("DefaultForAz")])
@@ -154,17 +154,17 @@ def subnets(api: Api, region: str, cluster: Ec2Config, instance: str, *, cards: 
 
 
 def check_addresses(interfaces: int, public: Sequence[str]) -> None:
-    """Raise InputError if machines with several interfaces would need a public address, in the `public` subnets."""
+    """Raise InputError if machines with several interfaces would be in `public` subnets, without a public address."""
     check(
         interfaces == 1 or not public,
-        f"a machine with {interfaces} network interfaces gets no public address, and without one it reaches nothing "
-        f"from {', '.join(public)}, which belong to a default VPC: name private subnets with a NAT gateway, or with "
-        "endpoints for S3 and SSM (cluster.subnets)",
+        f"a machine with {interfaces} network interfaces gets no public address, without which it cannot reach S3 from "
+        f"subnets of a default VPC ({', '.join(public)}): name private subnets with a NAT gateway, or with endpoints "
+        "for S3 and SSM (cluster.subnets)",
     )
 
 
 def beside_reservation(api: Api, ident: str, sites: list[Site]) -> list[Site]:
-    """Return the subnets in the zone of an active capacity reservation. Raises InputError if there is none."""
+    """Return the sites in the zone of an active capacity reservation. Raises InputError if there is none."""
     query, by = ("describe_capacity_reservations", "CapacityReservations"), {"capacity-reservation-id": [ident]}
     states = {
         (region, str(each["AvailabilityZone"])): str(each["State"])
@@ -176,13 +176,13 @@ def beside_reservation(api: Api, ident: str, sites: list[Site]) -> list[Site]:
     check(
         bool(beside),
         f"cluster.capacity_reservation={ident} is {found}: it must be active (a block begins at its start date), and "
-        f"cluster.subnets need a subnet in its zone; they are in {', '.join(sorted({site.zone for site in sites}))}",
+        f"one of the subnets must be in its zone; they are in {', '.join(sorted({site.zone for site in sites}))}",
     )
     return beside
 
 
 def check_rules(seen: Mapping[str, Any]) -> None:
-    """Raise InputError if a group's machines cannot reach one another over EFA: collectives would hang."""
+    """Raise InputError if a security group's machines cannot reach one another over EFA: collectives would hang."""
     group, cures = seen["GroupId"], []
     for way, key in {"ingress": "IpPermissions", "egress": "IpPermissionsEgress"}.items():
         rules = [rule for rule in seen.get(key, ()) if rule.get("IpProtocol") == "-1"]
@@ -191,7 +191,7 @@ def check_rules(seen: Mapping[str, Any]) -> None:
             cures.append(f"{command} 'IpProtocol=-1,UserIdGroupPairs=[{{GroupId={group}}}]'")
     check(
         not cures,
-        f"security group {group} does not allow all traffic with itself, as EFA needs; 0.0.0.0/0 does not count: "
+        f"security group {group} does not allow all traffic with itself, which EFA needs even if 0.0.0.0/0 is allowed: "
         f"{' && '.join(cures)}",
     )
 
@@ -203,7 +203,7 @@ def image_id(api: Api, region: str, given: str) -> str:
     if AMI.fullmatch(given):
         return given
     value = str(api.ask(region, "get_parameter", service="ssm", Name=given)["Parameter"]["Value"])
-    check(AMI.fullmatch(value) is not None, f"the SSM parameter {given} in {region} holds {value!r}, not an image's id")
+    check(AMI.fullmatch(value) is not None, f"the SSM parameter {given} in {region} is {value!r}, not an image's id")
     return value
 
 
@@ -215,7 +215,7 @@ def check_image(api: Api, region: str, image: str, accelerators: str, instance: 
     if is_native(instance):
         wanted, cure = versions.native.name, "name one with native PyTorch (cluster.image, docs/trainium.md)"
     kind, sdk = tags.get(KIND_TAG, accelerators), tags.get(SDK_TAG, wanted)
-    check(kind == accelerators, f"image {image} was built for {kind}, but the machines are {accelerators}")
+    check(kind == accelerators, f"image {image} was built for {kind}, but the machines need one for {accelerators}")
     check(
         accelerators != NEURON or sdk == wanted,
         f"image {image} has Neuron SDK {sdk}, but this version of baretrain needs {wanted} on {instance}: {cure}",

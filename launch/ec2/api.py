@@ -1,4 +1,4 @@
-"""Calls of AWS, in several regions. Each error becomes one line that names the cure."""
+"""Calls to AWS in several regions. Each error becomes one line that says what to do."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ LATER = (  # errors after which the subnet may have capacity later
     "UnfulfillableCapacity",
     "ReservationCapacityExceeded",
 )
-NEVER = ("InsufficientFreeAddressesInSubnet", "Unsupported", "VolumeLimitExceeded", *QUOTA)  # another subnet may work
-NO_PROFILE = "InvalidParameterValue (instance profile)"  # EC2 does not know the profile, or does not know it yet
+NEVER = ("InsufficientFreeAddressesInSubnet", "Unsupported", "VolumeLimitExceeded", *QUOTA)  # try only other subnets
+NO_PROFILE = "InvalidParameterValue (instance profile)"  # EC2 does not know the profile, or not yet
 CURES = {
     **dict.fromkeys(QUOTA, "python -m launch quota shows the quota to ask for"),
     **dict.fromkeys(
@@ -42,8 +42,8 @@ CURES = {
     "InvalidGroup.NotFound": "the region does not have this security group (cluster.security_group)",
     "InvalidCapacityReservationId.NotFound": "the region does not have it (cluster.capacity_reservation)",
     "InvalidIamInstanceProfileName.NotFound": "create it (python -m launch iam prints its policy)",
-    NO_PROFILE: "create it (cluster.instance_profile; python -m launch iam prints its policy); EC2 knows new ones only "
-    "after some seconds",
+    NO_PROFILE: "create it (cluster.instance_profile; python -m launch iam prints its policy); EC2 accepts a new "
+    "profile only after some seconds",
 }
 
 
@@ -53,7 +53,7 @@ class Api:
         self.session = open_session(S3Config(profile=profile))
         self.default_region = region or self.session.region_name
         self.clients: dict[tuple[str, str, int], Any] = {}
-        self.before_create: Callable[[], None] = lambda: None  # raises an error if nothing more may be made
+        self.before_create: Callable[[], None] = lambda: None  # raises an error if no resource may be made any more
 
     def regions(self, named: Sequence[str]) -> list[str]:
         """Return the named regions, or else the default region. Raises InputError if there is none."""
@@ -85,9 +85,9 @@ class Api:
         return answer
 
     def create(self, region: str, operation: str, **parameters: Any) -> dict[str, Any]:
-        """Call an operation that makes a resource. It is sent only once: a lack of capacity also has status 500.
+        """Call an operation that makes a resource, without retries: boto3 would repeat requests that lack capacity.
 
-        `before_create` is called after the request was signed, and prevents the request if it raises an error.
+        `before_create` is called after the request was signed, and prevents the request by raising an error.
         """
         return self.ask(region, operation, tries=1, **parameters)
 
@@ -111,7 +111,7 @@ class Api:
         service: str = "ec2",
         **parameters: Any,
     ) -> list[Any]:
-        """Return the items of all pages of an operation's answer. `by` has filters and their values."""
+        """Return the items on all pages of an operation's answer. `by` maps names of filters to their values."""
         if by is not None:
             parameters["Filters"] = [{"Name": name, "Values": [*values]} for name, values in by.items()]
         with explained(f"{region}, {operation}", cures=CURES):
@@ -123,7 +123,7 @@ class Api:
 
 
 def growing(first_s: float, most_s: float) -> Iterator[float]:
-    """Yield endless pauses, each twice as long as the previous one, up to `most_s`."""
+    """Yield pauses forever, each twice as long as the previous one, up to `most_s`."""
     while True:
         yield first_s
         first_s = min(2 * first_s, most_s)

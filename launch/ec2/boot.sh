@@ -1,6 +1,6 @@
 #!/bin/bash
-# The user data of a machine on EC2, which it runs first. To this fixed text, launch/ec2/request.py adds one line that
-# calls main with numbers, a path of plain characters, and base64 of JSON. No other text from the user reaches a shell.
+# The user data of a machine on EC2: the script that it runs at its first boot. launch/ec2/request.py appends one line,
+# which calls main with numbers, a path of plain characters, and JSON in base64. No other user input reaches a shell.
 #
 # The machine always shuts down in the end, and EC2 then terminates it (InstanceInitiatedShutdownBehavior): when the
 # node program has ended or cannot start, when it has been silent for dead_s, after end_s, or after a reboot.
@@ -24,26 +24,26 @@ main() {
 
     export HOME=${HOME:-/root} LC_ALL=C.UTF-8
     export PATH=$PATH:${python%/*}:/opt/aws/neuron/bin:/opt/amazon/efa/bin # tools are called by name
-    # The image's service has mounted the machine's NVMe disks there.
+    # The image's service mounts the machine's NVMe disks at /mnt/local.
     if mountpoint -q /mnt/local; then export XDG_CACHE_HOME=/mnt/local/cache; fi
     cd /
     "$python" -c "$PROGRAM" start "$given" "$state"
 }
 
-# Shut down when the node program has been silent for $1 seconds. It makes the file `alive` whenever it has reached S3.
+# Shut down when the node program, which makes the file `alive` whenever it reaches S3, has not made it for $1 seconds.
 end_when_silent() {
     local silent_s=0
     while ((silent_s < $1)); do
         sleep "$step_s"
-        silent_s=$((silent_s + step_s)) # counted in steps, since the clock may be changed meanwhile
+        silent_s=$((silent_s + step_s)) # not from the clock, which may be adjusted meanwhile
         if rm "$state/alive" 2>/dev/null; then silent_s=0; fi
     done
     echo "the node program has been silent for $1 s" >&3
     shutdown -P now
 }
 
-# Shut down when this machine boots again: its timers are gone, and its part in the run is lost. A machine that
-# is started from an image of this disk has another id, and is left alone.
+# Shut down if this machine boots again: its timers are gone, and it can no longer take part in the run. A machine that
+# starts from an image of this disk has another id, and does not shut down.
 end_after_reboot() {
     local script=/var/lib/cloud/scripts/per-boot/baretrain.sh
     mkdir -p "${script%/*}"

@@ -1,14 +1,14 @@
 """The resources of a run on EC2, their removal, and proof that nothing is left.
 
-Resources are found in two ways. EC2 lists them by tag, in every region, whatever happened to the launch. The record of
+Resources are found in two ways: EC2 lists them by tag in every region, even if the launch was killed; and the record of
 calls adds those that EC2 may not list yet.
 
 RUN.launch/ec2/calls/0001.json describes a call that makes a resource. The file is written before the call is sent, and
-again with EC2's answer: the ids of the new resources, or an error. If it has no answer, none was received.
+again with EC2's answer: the ids of the new resources, or an error. A file without an answer means that none arrived.
 
 After a call is signed, and before it is sent, the launch reads the record again (`check`). A cancelled launch sends
 nothing more, so any call without an answer was signed before the cancellation. Since EC2 rejects signatures older than
-SIGNED_S, the resources of that call exist, and are listed, by a known time.
+SIGNED_S, there is a time by which EC2 must list the resources of that call, if they exist.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ KINDS = ("spot-instances-request", "instance", "volume", "network-interface", "s
 MADE = {RUN: "instance", PLACEMENT: "placement-group", SECURITY: "security-group"}
 BY_ID = {"instance": "instance-id", "placement-group": "group-name", "security-group": "group-id"}  # EC2's filters
 STOPS = ("ended", "cancelled")  # events after which nothing is made
-SIGNED_S = 900.0  # the time in which EC2 accepts a signed request (EC2 API reference, RequestExpired)
-LISTS_S = 300.0  # the time after which EC2 lists new resources (EC2 API reference, "Eventual consistency")
+SIGNED_S = 900.0  # how long EC2 accepts a signed request (EC2 API reference, RequestExpired)
+LISTS_S = 300.0  # how long EC2 may take to list new resources (EC2 API reference, "Eventual consistency")
 
 
 class Cancelled(Failure):
-    """An error raised because the record says that this launch must make nothing more."""
+    """An error raised because, according to the record, this launch must not make any more resources."""
 
 
 class Superseded(Failure):
@@ -57,7 +57,7 @@ class Call:
     process: str  # owner_name of the process that makes the call
     sent_unix_s: float
     answered_unix_s: float | None = None
-    made: list[str] = field(default_factory=list)  # ids of machines or a security group, or name of a placement group
+    made: list[str] = field(default_factory=list)  # ids of machines or of a security group, or a placement group's name
     error: str = ""  # EC2's code, or why there is no answer yet
 
     def __post_init__(self) -> None:
@@ -72,12 +72,12 @@ class Call:
         run.folder.write(self.file, canonical_json(asdict(self)))
 
     def listed_unix_s(self, events: Iterable[Event]) -> float:
-        """Return when EC2 lists all resources of the call; infinity while its launch may still send it."""
+        """Return the time by which EC2 lists all resources of the call; infinity while its launch may still send it."""
         if self.answered_unix_s is not None:
             return self.answered_unix_s + LISTS_S
         stopped_unix_s, is_submitted = None, False  # state since the call's launch began
         for event in events:
-            if event.kind == "submitting" and not is_submitted:  # it begins this launch, or an earlier one
+            if event.kind == "submitting" and not is_submitted:  # this launch begins, or an earlier one did
                 stopped_unix_s = None
             elif event.kind in ("submitting", *STOPS) and stopped_unix_s is None:
                 stopped_unix_s = event.time_unix_s
@@ -90,12 +90,12 @@ class Call:
 
 
 def read_calls(run: Record) -> list[Call]:
-    """Return all calls of a run, including earlier launches'. Raises InputError if a file is damaged."""
+    """Return all calls of a run, including those of earlier launches. Raises InputError if a file is damaged."""
     return list(at_once(partial(run.read, Call), run.folder.names(CALLS)))
 
 
 def regions_of(run: Record, more: Iterable[str] = ()) -> list[str]:
-    """Return the regions of a run's calls, which its machines cannot change, and `more`."""
+    """Return the regions of a run's calls, whose files the run's machines cannot change, and `more`."""
     return list(dict.fromkeys([*(call.region for call in read_calls(run)), *more]))
 
 
@@ -111,7 +111,7 @@ def begin(run: Record, operation: str, region: str, *, submission: str) -> Call:
 def check(run: Record, submission: str) -> None:
     """Raise Superseded unless the last submission is this one, Cancelled if it has ended or was cancelled.
 
-    A cancellation while the launch is being submitted counts, too.
+    It may have been cancelled even before its submission was recorded.
     """
     stop, handle = "", dict[str, Any]()
     for event in run.events():
@@ -122,7 +122,7 @@ def check(run: Record, submission: str) -> None:
         elif event.kind in STOPS:
             stop = event.kind
     if stop:
-        raise Cancelled(f"{run.run_dir}: nothing more is made, since the record says {stop}")
+        raise Cancelled(f"{run.run_dir}: no more resources are made, since the record says {stop}")
     if handle.get("submission") != submission:
         raise Superseded(f"another launch of {run.run_dir} has begun, or its record is gone; this one ends")
 
@@ -131,7 +131,7 @@ def check(run: Record, submission: str) -> None:
 
 
 def resources(api: Api, record: Record, regions: Iterable[str], *kinds: str) -> list[Resource]:
-    """Return the resources of a run that EC2 lists. For an hour, EC2 also lists removed ones."""
+    """Return the resources of a run that EC2 lists, which include removed ones for about an hour."""
     by_run = {f"tag:{RUN_TAG}": [run_id(record)]}
     return [each for region in regions for each in find(api, region, by_run, kinds)]
 
@@ -145,7 +145,7 @@ def left_over(api: Api, record: Record, regions: Sequence[str], seen: set[str] |
 
 
 def is_of_others(api: Api, record: Record, what: Resource) -> bool:
-    """Return whether EC2 lists a recorded resource without the run's tag, since a record may name others' resources."""
+    """Return whether EC2 lists a recorded resource without the run's tag: a forged record may name any resource."""
     if what.state != UNLISTED:
         return False
     found = find(api, what.region, {BY_ID[what.kind]: [what.id]}, [what.kind])
@@ -166,8 +166,10 @@ def unlisted(record: Record, seen: set[str]) -> list[Resource]:
 
 
 def remove(api: Api, record: Record, regions: Sequence[str], *, only: Sequence[str] = KINDS) -> list[Resource]:
-    """Delete all resources of the kinds `only` until none is listed and none can appear; return what is left."""
-    # No other process may make resources meanwhile.
+    """Delete all resources of the kinds `only` until none is listed and none can appear; return what is left.
+
+    The caller must make sure that no other process makes resources of the run meanwhile.
+    """
     seen = set[str]()
     return sweep(
         lambda: [each for each in left_over(api, record, regions, seen) if each.kind in only],

@@ -17,7 +17,7 @@ from train.config import InputError, S3Config, check
 from train.run.command import DONE, FAILED, Parser, printable
 
 POLICIES = Path(__file__).with_name("policies.yaml")
-# Files of a record that start or end machines, and that machines must not write.
+# Files of a record that decide which code runs, or which machines exist: the machines must not write them.
 OPERATORS = (JOB, "code-*", PLAN, CONFIG, "ec2/calls/*")
 WRITES = ("s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload")
 QUOTAS = {
@@ -44,7 +44,7 @@ def clean_flags(parser: Parser) -> None:
 
 
 def clean(options: argparse.Namespace, s3: S3Config) -> int:
-    """Remove a run's resources on EC2, and prove it. Returns FAILED, and prints ids, if any exist or may appear."""
+    """Remove a run's resources on EC2 until none can appear. Prints those that remain, and returns FAILED if any do."""
     from launch.ec2 import calls
     from launch.ec2.api import Api
 
@@ -53,7 +53,7 @@ def clean(options: argparse.Namespace, s3: S3Config) -> int:
     where = ", ".join(regions)
     if not options.yes:
         left = calls.left_over(api, record, regions)
-        lines = [printable(f"there is: {each}") for each in left] or [f"{where} lists nothing of {record.run_dir}"]
+        lines = [printable(f"found: {each}") for each in left] or [f"EC2 lists nothing of {record.run_dir} in {where}"]
         print(*lines, "nothing was removed; --yes removes it" if left else "--yes proves it", sep="\n")
         return FAILED if left else DONE
     is_known = bool(record.event_names())
@@ -73,12 +73,12 @@ def clean(options: argparse.Namespace, s3: S3Config) -> int:
 
 
 def iam_flags(parser: Parser) -> None:
-    run = "run_dir of the run whose machines get the role: s3://bucket/runs/mine; the operator gets all of its folder"
+    run = "run_dir of the run whose machines get the role; the operator gets its parent folder, s3://bucket/runs"
     parser.add_argument("run", metavar="RUN", help=run)
-    parser.add_argument("--data", metavar="FOLDER", action="append", default=[], help="machines read it; repeatable")
-    role = "first part of the machines' role NAME-RUN, one for each run (baretrain-machine)"
+    parser.add_argument("--data", metavar="FOLDER", action="append", default=[], help="folder for machines to read")
+    role = "beginning of the role's name NAME-RUN; each run has a role (baretrain-machine)"
     parser.add_argument("--role", metavar="NAME", default="baretrain-machine", help=role)
-    parser.add_argument("--account", default="*", help="account number; without it, the role's account")
+    parser.add_argument("--account", default="*", help="account number (any)")
 
 
 def iam(options: argparse.Namespace, s3: S3Config) -> int:
@@ -127,7 +127,7 @@ def quota_flags(parser: Parser) -> None:
 
 
 def quota(options: argparse.Namespace, s3: S3Config) -> int:
-    """Say whether the account may run the machines; return FAILED if it lacks quota in all regions."""
+    """Say whether the account's quota allows the machines; return FAILED if it is too low in all regions."""
     from launch.ec2.api import Api
 
     instance, nodes, pattern = options.instance, options.nodes, QUOTAS[options.market]
@@ -152,6 +152,6 @@ def quota(options: argparse.Namespace, s3: S3Config) -> int:
 
 
 def covers(families: str, family: str) -> int:
-    """Return how well a quota ("P4, P3 and P2", "Standard (A, C, ...)") names a family: 0 no, 1 by letter, 2 exact."""
+    """Return how a quota ("P4, P3 and P2", "Standard (A, C, ...)") names a family: 0 not, 1 by letter, 2 exactly."""
     words = {word.lower() for word in re.findall(r"[A-Za-z]+\d*", families)} - {"and", "standard"}
     return 2 if family in words else 1 if family.rstrip("0123456789") in words else 0

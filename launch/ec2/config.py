@@ -13,24 +13,24 @@ MARKETS = ("on-demand", "spot", "capacity-block")
 
 @dataclass(kw_only=True)
 class Ec2Config(ClusterConfig):
-    """Machines on EC2. An account's YAML file in conf/cluster/ has the values that differ from these defaults."""
+    """Machines on EC2. A YAML file in conf/cluster/ gives an account's values that differ from these defaults."""
 
     finds_types: ClassVar[bool] = True
     has_check: ClassVar[bool] = True
 
     kind: str = "ec2"
     gate: bool = True
-    regions: list[str] = field(default_factory=list)  # The regions, tried in order; [] is s3.region or the profile's.
-    subnets: list[str] = field(default_factory=list)  # The subnets, tried in this order; [] takes the default VPC's
-    # subnets.
+    regions: list[str] = field(default_factory=list)  # The regions to try, in order; [] takes s3.region, or else the
+    # profile's region.
+    subnets: list[str] = field(default_factory=list)  # The subnets to try, in order; [] takes the default VPC's.
     security_group: str | None = None  # The id of a security group; None makes one for the run and removes it later.
     instance_profile: str | None = None  # The machines' role; `python -m launch iam` prints the policy it needs.
-    image: str | None = None  # The image, ami-... or an SSM parameter with its id; None takes baretrain's own.
+    image: str | None = None  # The image, ami-... or an SSM parameter with its id; None takes the promoted image.
     python: str = "/opt/baretrain/venv/bin/python"  # The image's interpreter, which has baretrain's packages.
-    market: str = setting("on-demand", among=MARKETS)  # The way in which the machines are bought.
+    market: str = setting("on-demand", among=MARKETS)  # The way in which the machines are paid for.
     capacity_reservation: str | None = None  # The id of a reservation or a capacity block.
     placement_group: str = "true"  # The name of a placement group; true makes one, false uses none.
-    public_address: bool = False  # Use a public address, which needs machines with one network interface.
+    public_address: bool = False  # Give machines public addresses; needs a type with only one network interface.
     disk_gib: int = setting(200, above=0)  # The size of the root volume, in GiB.
     max_wait_s: int = setting(3600, above=0)  # The seconds to wait for capacity, or until AWS answers again.
     max_run_s: int = setting(86400, above=0)  # The seconds after which the run is asked to stop. Each machine shuts
@@ -42,7 +42,7 @@ class Ec2Config(ClusterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.placement_group in ("True", "False"):  # Hydra reads true and false in this form
+        if self.placement_group in ("True", "False"):  # Hydra converts the booleans true and false to these strings
             self.placement_group = self.placement_group.lower()
         check(
             self.market != "capacity-block" or self.capacity_reservation is not None,

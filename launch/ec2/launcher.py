@@ -50,7 +50,7 @@ class Launcher:
         price = "usd_per_hour_spot" if cluster.market == "spot" else "usd_per_hour"
         self.usd_per_hour: float | None = read_yaml(record.folder.read(CONFIG))["instance"][price]
         self.cost_usd, self.line, self.seen_s = 0.0, "", time.time()
-        self.is_training = False  # machines have been made, and are not known to have ended
+        self.is_training = False  # whether machines have been made and are not known to have ended
 
     def run(self) -> int:
         """Train, remove all resources, and return the run's exit code."""
@@ -83,7 +83,7 @@ class Launcher:
         if not reason:
             return False
         say(f"interrupted: {reason}")
-        is_decided = "requeued" in self.events_since_machines()  # the first machine decided
+        is_decided = "requeued" in self.events_since_machines()  # the first machine has recorded its decision
         # The groups are kept for the next machines.
         self.remove(leaves=is_decided, only=("instance", "spot-instances-request"))
         self.is_training = False
@@ -129,7 +129,7 @@ class Launcher:
         return call
 
     def make(self, operation: str, region: str, parameters: Callable[[Call], Mapping[str, Any]]) -> Call:
-        """Make a resource: record the call, then send it. If no answer comes, it is sent again with the same token."""
+        """Make a resource: record the call, then send it. Without an answer, it is sent again with the same token."""
         call = calls.begin(self.record, operation, region, submission=self.resolved.id)
         request = parameters(call)
 
@@ -179,7 +179,7 @@ class Launcher:
         raise AssertionError
 
     def security_group(self, site: Site) -> str:
-        """Return the settings' security group, or else the run's group in the VPC of a site, made if absent."""
+        """Return the configured security group, or else the run's group in the site's VPC, which is made if absent."""
         if self.cluster.security_group is not None:
             return self.cluster.security_group  # launch.ec2.account has checked its rules
         name = name_of(self.record)
@@ -195,7 +195,7 @@ class Launcher:
         return ident
 
     def placement_group(self, site: Site) -> str | None:
-        """Return the placement group of a request, made if it is wanted and absent."""
+        """Return the name of the site's placement group, made if wanted and absent; None if the site has none."""
         name, is_made = placement_name(self.record, self.cluster, site, self.job.nodes)
         by = {"group-name": [str(name)], "state": ["pending", "available"]}  # EC2 shows a deleted one for a while
         if is_made and not self.api.pages(site.region, "describe_placement_groups", "PlacementGroups", by=by):
@@ -210,7 +210,7 @@ class Launcher:
         """Return None while the run trains, "" if it has ended, or the reason for its interruption."""
         now_s = time.time()
         seen = {each.id: each for each in calls.resources(self.api, self.record, [call.region], "instance")}
-        since = self.events_since_machines()  # read after EC2's answer: a machine records the reason before it ends
+        since = self.events_since_machines()  # read after EC2's answer: a machine records its reason before it ends
         if "ended" in since:
             return ""
         calls.check(self.record, self.resolved.id)

@@ -1,4 +1,4 @@
-"""The node program, which runs one machine of a run on EC2, from its registration to the end. boot.sh starts it.
+"""The node program of a run on EC2, which boot.sh starts. It runs one machine, from its registration to the end.
 
 RUN.launch/ec2/machines/0003/0000.json   written by the machine of request 3 with launch index 0, the first machine
               /steps/0003/0001.json      step 1 of all machines of the request, written by the first machine
@@ -38,10 +38,10 @@ from train.system.schema import FileName
 
 REGISTERED, STEPS = "ec2/machines/{:04d}/", "ec2/steps/{:04d}/{:04d}.json"
 END = "end"
-POLL_S, SIGN_S, LOGS_S = 2.0, 10.0, 30.0  # seconds between looks at the record, signs of life, uploads of logs
+POLL_S, SIGN_S, LOGS_S = 2.0, 10.0, 30.0  # seconds between reads of the record, signs of life, uploads of logs
 BOOT_S = 900.0  # time for all machines to boot and register, and for the first one to write a step; both take minutes
 END_S = 60.0  # time for a process to end: the trainer may be saving
-ALIVE, LOG = "alive", "machine.txt"  # files in boot.sh's folder: ALIVE is touched when S3 has answered; LOG has output
+ALIVE, LOG = "alive", "machine.txt"  # in boot.sh's folder: a file touched when S3 has answered; this program's output
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def conclude(record: Record, cluster: Ec2Config, decision: Decision) -> bool:
-    """Record the decision after the last attempt; return whether all machines are asked for again."""
+    """Record the decision after the last attempt; return whether to ask for all machines again."""
     decision = settled(decision, record, cluster)
     if decision.next == "requeue" and cluster.again:
         retry(record.append_event, "requeued", reason=decision.reason)
@@ -104,11 +104,11 @@ class Machine:
     def __init__(self, run: Record, job: Job, own: Registration, request: int, state: Path) -> None:
         self.record, self.job, self.own, self.request, self.state = run, job, own, request, state
         self.cluster = cluster_of(job, Ec2Config)
-        self.all: list[Registration] = []  # machines of the request, ordered by launch index
+        self.all: list[Registration] = []  # all machines of the request, ordered by launch index
         self.number = 0  # number of the last step
         self.logs = run.local_folder() / "logs"
         self.sent: dict[Path, tuple[int, int]] = {}  # uploaded logs: bytes, time of change
-        self.sign_s = self.logs_s = -math.inf  # time.monotonic() when each was last due
+        self.sign_s = self.logs_s = -math.inf  # time.monotonic() of the last sign of life and upload of logs
         self.stop, self.stops_s = StopFile(run), math.inf
 
     def run(self, stops_s: float) -> int:
@@ -138,7 +138,7 @@ class Machine:
         came = names()
         reason = f"{len(came)} of {self.job.nodes} machines registered in {BOOT_S:.0f} s"
         print(reason, flush=True)
-        if came[0] == own:  # only one machine records it
+        if came[0] == own:  # only one machine records the failure
             retry(self.record.append_event, "ended", outcome="failed", reason=reason)
         return False
 
@@ -146,7 +146,7 @@ class Machine:
         return retry(self.record.folder.size, name) is not None
 
     def wait(self, is_over: Callable[[], bool], limit_s: float) -> bool:
-        """Do periodic work until `is_over()`. Returns False if that takes longer than `limit_s`."""
+        """Do periodic work until `is_over()` is true. Returns False if that takes longer than `limit_s`."""
         until_s = time.monotonic() + limit_s
         while not is_over():
             if time.monotonic() > until_s:
@@ -158,7 +158,7 @@ class Machine:
     # ---- the first machine -------------------------------------------------------------------------------------------
 
     def lead(self) -> None:
-        """Examine all machines, train on them, and record what follows."""
+        """Examine all machines, train on them, and record the decision about what to do next."""
         hosts, failed = [str(each.host) for each in self.all], dict[str, str]()
         if self.cluster.gate:
             name = f"gate_{self.request:04d}"
@@ -206,7 +206,7 @@ class Machine:
         return STEPS.format(self.request, self.number + 1)
 
     def do(self, step: Step) -> int:
-        """Run a step's command. It is ended at its time limit, or once the first machine has written the next step."""
+        """Run a step's command, and end it at its time limit or once the first machine has written the next step."""
         hosts, addresses = [each.host for each in self.all], [each.address for each in self.all]
         start = str(Path(launch.__file__).parents[1] / code.START)  # start.py of the running code
         command = [self.job.python, start, "launch.node", step.command, self.record.run_dir]
@@ -227,7 +227,7 @@ class Machine:
         return result
 
     def meanwhile(self) -> bool:
-        """Do periodic work (a sign of life, stop requests, logs); return whether it was due and S3 answered."""
+        """Do periodic work if it is due (a sign of life, stop requests, logs). Returns whether S3 has answered."""
         now_s = time.monotonic()
         if now_s - self.sign_s < SIGN_S:
             return False
@@ -249,7 +249,7 @@ class Machine:
         return True
 
     def upload(self) -> None:
-        """Upload changed logs to the record, since this machine's files vanish with it."""
+        """Upload changed logs to the record, since this machine's disk is deleted when it ends."""
         files = {path.relative_to(self.logs).as_posix(): path for path in sorted(self.logs.rglob("*"))}
         files[f"machines/{self.own.instance}.txt"] = self.state / LOG
         for name, path in files.items():

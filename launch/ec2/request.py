@@ -1,4 +1,4 @@
-"""The request for machines, as RunInstances takes it. Pure functions: equal arguments give an equal request."""
+"""The parameters of RunInstances for a run's machines. Pure functions: equal arguments give equal requests."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from train.system.folders import sha256_bytes, sha256_json
 
 RUN_TAG, DIR_TAG = "baretrain:run", "baretrain:run-dir"
 SCRIPT = Path(__file__).with_name("boot.sh")
-DEAD_S = 1800  # a machine shuts down after this time without a heartbeat of the node program, or an answer from S3
+DEAD_S = 1800  # a machine shuts down if its node program has not reached S3 for this time
 SPARE_S = 1800  # time after max_run_s to save and to upload logs
 MOST_BYTES = 16 * 1024  # largest user data (EC2 user guide)
 
 
 def run_id(record: Record) -> str:
-    """Return the id that marks all resources of a run on EC2. It depends on the run's location alone."""
+    """Return the id that marks all resources of a run on EC2. It depends only on the run's location."""
     return sha256_bytes(record.location.encode())[:16]
 
 
@@ -34,10 +34,10 @@ def name_of(record: Record) -> str:
 
 
 def placement_name(record: Record, cluster: Ec2Config, site: Site, machines: int) -> tuple[str | None, bool]:
-    """Return the name of a request's placement group, None if it has none; and whether the launch makes the group.
+    """Return the name of a request's placement group (None without one), and whether the launch makes the group.
 
     A cluster placement group is in one zone, so each subnet has a group. No group is made for reserved machines: a
-    capacity block takes none, and a reservation only the group with which it was made.
+    capacity block accepts none, and a reservation accepts only the group with which it was made.
     """
     if cluster.placement_group not in ("true", "false"):
         return cluster.placement_group, False
@@ -46,7 +46,7 @@ def placement_name(record: Record, cluster: Ec2Config, site: Site, machines: int
 
 
 def tags(record: Record, *kinds: str) -> list[dict[str, Any]]:
-    """Return the tags for new resources. The call that makes a resource sets them, so that `clean` finds it."""
+    """Return the tags for new resources. The call that makes a resource also tags it, so that `clean` finds it."""
     values = {"Name": name_of(record), RUN_TAG: run_id(record), DIR_TAG: record.run_dir}
     listed = [{"Key": key, "Value": value} for key, value in values.items()]
     return [{"ResourceType": kind, "Tags": listed} for kind in kinds]
@@ -64,7 +64,7 @@ def run_instances(
     group: str | None,
     placement: str | None,
 ) -> dict[str, Any]:
-    """Return the request for all machines in one subnet: EC2 starts all or none. `group` is the security group."""
+    """Return the request for machines in one subnet, of which EC2 starts all or none. `group` is the security group."""
     disk = {"VolumeSize": cluster.disk_gib, "VolumeType": "gp3", "Encrypted": True, "DeleteOnTermination": True}
     kinds = ["instance", "volume", "network-interface"]
     kinds += ["spot-instances-request"] if cluster.market == "spot" else []
@@ -91,7 +91,7 @@ def interfaces(resolved: Resolved, cluster: Ec2Config, site: Site, group: str | 
     common: dict[str, Any] = {"SubnetId": site.subnet, "DeleteOnTermination": True}
     if group is not None:
         common["Groups"] = [group]
-    if len(resolved.interfaces) == 1:  # EC2 rejects the key for several; without it, the subnet's default would apply
+    if len(resolved.interfaces) == 1:  # EC2 rejects this key for several; without it, the subnet's default applies
         common["AssociatePublicIpAddress"] = cluster.public_address
     return [
         {"NetworkCardIndex": each.card, "DeviceIndex": each.device, "InterfaceType": each.type, **common}
@@ -116,7 +116,7 @@ def market(cluster: Ec2Config) -> dict[str, Any]:
 
 
 def user_data(job: Job, record: Record, *, request: int, max_run_s: int, dead_s: int = DEAD_S) -> bytes:
-    """Return a request's user data, before encoding. It is the same for all machines, and has no secret."""
+    """Return a request's user data, before encoding. It is the same for all machines, and contains no secret."""
     is_plain = re.fullmatch(r"[\w./+-]+", job.python, re.ASCII) is not None  # boot.sh runs it as a command
     check(is_plain, f"cluster.python={job.python!r} must be a path of letters, digits and _./+-")
     flags = replace(record.s3, profile=None).flags()  # a machine has a role instead

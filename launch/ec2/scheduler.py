@@ -1,6 +1,6 @@
 """EC2 as a scheduler: a launch resolves its settings, makes the machines, and waits until the run has ended.
 
-The plan shows the request to EC2, its possible cost, and how to undo it. With check=true, the plan asks EC2.
+The plan shows the request to EC2, its maximum cost, and how to undo it. With check=true, EC2 checks the request.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Scheduler(spec.Scheduler):
         return "\n".join(plan_lines(job, cluster_of(job, Ec2Config), record, cfg))
 
     def found_type(self, cfg: LaunchConfig, s3: S3Config) -> list[str]:
-        """Return EC2's facts about a type. Devices are NVIDIA GPUs only: EC2 does not list Trainium's rank counts."""
+        """Return instance settings from EC2's description of a type. Of its accelerators, only NVIDIA GPUs are set."""
         cluster, api, name = cfg.cluster, Api(s3.profile, s3.region), cfg.instance.name
         assert isinstance(cluster, Ec2Config)
         info = api.instance_type(api.regions(cluster.regions)[0], name)
@@ -102,14 +102,14 @@ class Scheduler(spec.Scheduler):
         return State(is_active=bool(said), text="; ".join(said) or "no machines", nodes=hosts)
 
     def unanswered(self, record: Record) -> State:
-        """Return the state before the submission is recorded: no machines, except those of an earlier launch."""
+        """Return the state before the submission is recorded: only an earlier launch may have machines."""
         seen = self.state(record, {}) if calls.regions_of(record) else State(is_active=False)
         if seen.is_active:
             return seen
         return State(is_active=not record.history().has_end, text="its launch has asked EC2 for nothing")
 
     def cancel(self, record: Record, handle: Handle) -> None:
-        """End the machines, after the cancellation was recorded. Raises Failure if some may still train."""
+        """End the machines. The cancellation must have been recorded. Raises Failure if machines may still train."""
         api, regions = open_api(record), calls.regions_of(record)
         sweep.delete(api, calls.left_over(api, record, regions))
         left = calls.left_over(api, record, regions)
@@ -122,7 +122,7 @@ class Scheduler(spec.Scheduler):
 
 
 def check_job(job: Job, cluster: Ec2Config, record: Record) -> None:
-    """Raise InputError if no account could run these settings."""
+    """Raise InputError if no AWS account could run a job with these settings."""
     s3, spares, where, profile = record.s3, f"spares={job.spares}", f"run_dir={record.run_dir}", record.s3.profile
     is_type = re.fullmatch(INSTANCE_TYPE, job.instance) is not None
     no_region = "s3.region is missing: machines have no ~/.aws with the bucket's region"
@@ -143,7 +143,7 @@ def open_api(record: Record) -> Api:
 
 
 def asks_text(record: Record, handle: Handle) -> str:
-    """Say how long ago the launch asked for machines; "" if it has machines or, as far as is recorded, has ended."""
+    """Say how long ago the launch asked for machines; "" if it has machines or is known to have ended."""
     events, kinds = record.events(), ("submitted", "requeued", "machines")
     last = next((each for each in reversed(events) if each.kind in kinds), None)
     if last is None or last.kind == "machines" or read_history(events).has_end or is_gone(text(handle, "process")):
@@ -160,9 +160,9 @@ def asks_text(record: Record, handle: Handle) -> str:
 
 
 def planned(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) -> tuple[Resolved, dict[str, Any]]:
-    """Return the resolved settings, and the request for the first subnet, before the run's groups exist.
+    """Return the resolved settings, and the request for the first subnet, without the groups that a launch makes.
 
-    With check=true, EC2 is asked, and a request that it would reject in a subnet raises InputError.
+    With check=true, EC2 is asked about each subnet. Raises InputError if it would reject a request.
     """
     api = open_api(record) if cfg.check else None
     resolved = resolve(job, cluster, record, api) if api else assumed(job, cluster, record, cfg)
@@ -176,13 +176,13 @@ def planned(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) -> 
             if api:
                 api.ask(site.region, "run_instances", DryRun=True, **requests[-1])
         except Rejected as error:
-            if error.code != "DryRunOperation":  # this code means that EC2 would do it
+            if error.code != "DryRunOperation":  # this code means that EC2 would accept the request
                 raise
     return resolved, requests[0]
 
 
 def assumed(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) -> Resolved:
-    """Return the settings as far as they are known without asking EC2."""
+    """Return the settings with placeholders for what is unknown without asking EC2."""
     region = (cluster.regions or [record.s3.region or "<AWS_DEFAULT_REGION>"])[0]
     types = [INTERFACE, *([EFA, EFA_ONLY] if cfg.instance.efa_interfaces else [])]
     cards = [
@@ -213,7 +213,7 @@ def plan_lines(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) 
     if is_made:
         yield f"placement group {name} will be made"
     price_name = "usd_per_hour_spot" if cluster.market == "spot" else "usd_per_hour"
-    price, longest_s = getattr(cfg.instance, price_name), cluster.max_run_s + SPARE_S  # a timer then ends the machines
+    price, longest_s = getattr(cfg.instance, price_name), cluster.max_run_s + SPARE_S  # then a timer ends the machines
     limit = f"{shown_duration(longest_s)} (cluster.max_run_s, plus {shown_duration(SPARE_S)} to save)"
     if price is None:
         yield f"cost: {cfg.nodes} machines for at most {limit}; the price is unknown (instance.{price_name})"
@@ -222,7 +222,7 @@ def plan_lines(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) 
         yield f"cost: at most ${usd:,.0f}: {cfg.nodes} x ${price:.2f} an hour x {limit}; disks cost extra"
     yield f"undo: python -m launch cancel {record.run_dir} --yes; python -m launch clean {record.run_dir} --yes"
     yield (
-        "EC2 would do it (DryRun in each subnet, which says nothing about capacity)"
+        "EC2 would accept the request (DryRun in each subnet, which does not check capacity)"
         if cfg.check
         else "EC2 was not asked: values in <> or from conf/instance may differ; check=true asks it"
     )

@@ -1,4 +1,4 @@
-"""The search for tagged resources on EC2 and their removal: machines of a run, the builder of an image."""
+"""Finding and removing tagged resources on EC2: those of a run, and those of an image's build."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from launch.values import shown_moment
 from train.run.command import printable
 from train.system.aws_errors import Rejected
 
-FIRST_S, MOST_S = 5.0, 60.0  # pause between two rounds
+FIRST_S, MOST_S = 5.0, 60.0  # first and longest pause between two rounds
 LIMIT_S = 1200.0  # machines with many network interfaces take minutes to end
 # Errors about a resource that is already removed, or can be removed once the machines are gone.
 PASSING = {"DependencyViolation", "InvalidPlacementGroup.InUse", "InvalidPlacementGroup.Unknown", "VolumeInUse"}
 PASSING |= {"InvalidNetworkInterface.InUse", "InvalidParameterValue", "IncorrectState"}
-UNLISTED, UNANSWERED = "not listed yet", "may exist"  # states of a resource that only a record knows
+UNLISTED, UNANSWERED = "not listed yet", "may exist"  # states of a resource that only the run's record lists
 BUSY = ("in-use", "deleting", "attaching", "detaching", "shutting-down")  # states in which nothing can be deleted
 GONE = ("terminated", "deleted", "closed", "cancelled", "failed", "disabled")  # EC2 shows removed resources for a while
 KINDS = {  # how to list each kind: operation, key of the answer, key of the id
@@ -69,7 +69,7 @@ def find(api: Api, region: str, by: Mapping[str, Sequence[str]], kinds: Iterable
 
 
 def delete(api: Api, left: Sequence[Resource]) -> None:
-    """Remove, in one round, spot requests (before they start machines), machines and, once these are gone, the rest."""
+    """Remove spot requests, before they start machines, then machines, and the rest only once no machine is left."""
     for region in dict.fromkeys(each.region for each in left):
         here = [each for each in left if each.region == region and each.state != UNANSWERED]
         spot = [each.id for each in here if each.kind == "spot-instances-request"]
@@ -86,7 +86,7 @@ def delete(api: Api, left: Sequence[Resource]) -> None:
 
 
 def call(api: Api, region: str, operation: str, **parameters: Any) -> None:
-    """Call a removal. Errors that say that a resource is gone or in use are ignored: the next round looks again."""
+    """Call a removal. Errors about resources that are gone or in use are ignored, since the next round looks again."""
     try:
         api.ask(region, operation, **parameters)
     except Rejected as error:

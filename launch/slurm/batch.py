@@ -1,8 +1,8 @@
 """The program on the first node of a Slurm job: it runs the preflight and the attempts, and may requeue the job.
 
-Some time before the time limit, Slurm sends USR1 to this process alone. The program then asks the run to stop with the
-file STOP, since signals end torchrun and orphan its ranks. It requeues the job only after srun has ended, since a
-requeue would kill srun's step.
+Before the time limit, Slurm sends USR1 to this process only. The program then writes the file STOP, so that the run
+saves and stops: a signal would end torchrun and orphan its ranks. The program requeues the job only after srun has
+ended, since a requeue would kill srun's step.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from train.config import Failure, S3Config, check
 from train.run.command import STOPPED, command_parser, printable, run_flags
 from train.system import processes
 
-REQUEUED_S = 600.0  # wait after a requeue; Slurm ends this process much sooner
+REQUEUED_S = 600.0  # how long to wait after a requeue, although Slurm ends this process much sooner
 PAUSE_S = 0.2
-# srun prints NO_STEP if slurmctld creates no step, for example on a node that was lost and is back before its job has
-# restarted; and NO_LAUNCH if a node does not answer. Lines of tasks do not match: they begin with a label.
+# srun prints NO_STEP if slurmctld creates no step, for example on a node that was lost and returned before its job was
+# restarted; and NO_LAUNCH if a node does not answer. Lines of tasks do not match, since they begin with a label.
 NO_STEP = re.compile(rb"^srun: error: (Unable to create step for job .*)", re.MULTILINE)
 NO_LAUNCH = re.compile(rb"^srun: error: (Task launch for .* failed on node .*)", re.MULTILINE)
-STEP_S = 60  # time for srun to wait until an earlier step has left the nodes; a requeue ends that step, too
+STEP_S = 60  # how long srun waits for an earlier step to leave the nodes; a requeue then ends that step
 SIGNALLED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)  # srun's exit codes after a signal
 
 
@@ -77,11 +77,11 @@ class Batch:
         self.cluster, self.slurm, self.stop = cluster_of(job, SlurmConfig), Slurm(), StopFile(record)
         self.all_nodes = list(retry(self.slurm.hostnames, os.environ["SLURM_JOB_NODELIST"]))
         self.nodes = self.all_nodes[: job.nodes]
-        self.is_ending = False  # Slurm is ending the job
-        self.limit_s = math.inf  # time.monotonic() at the time limit; set once the limit is near
-        self.is_overdue = False  # the limit is reached, and the run has not stopped
+        self.is_ending = False  # whether Slurm is ending the job
+        self.limit_s = math.inf  # time.monotonic() at the time limit, which is set once the limit is near
+        self.is_overdue = False  # whether the limit was reached before the run has stopped
         self.steps = 0  # number of srun steps so far, which determines each step's port
-        self.never_began = False  # Slurm has not started the preflight, or a preparation
+        self.never_began = False  # whether Slurm failed to start the preflight or a preparation
         self.excluded: list[str] = []  # nodes that a requeued job must not get
 
     def train(self) -> int:
@@ -90,7 +90,7 @@ class Batch:
         decision = self.preflight() if self.cluster.gate else None
         if decision is None:
             decision = supervise(self.record, self.cluster, self.attempt, nodes=self.nodes, stop=self.stop)
-        is_end = decision.next != "requeue" or not self.is_ending  # otherwise Slurm itself may requeue the job
+        is_end = decision.next != "requeue" or not self.is_ending  # if false, Slurm itself may requeue the job
         if is_end:
             decision = self.requeue(decision)
             self.end(decision)
@@ -128,7 +128,7 @@ class Batch:
         return self.on_nodes("train", self.nodes, name=attempt_name(number))
 
     def srun(self, command: Sequence[str], *, limit_s: float = math.inf, needs_all: bool = True) -> int:
-        """Run srun; return its exit code. Raises NeverBegan if no task starts or, with `needs_all`, not all."""
+        """Run srun; return its exit code. Raises NeverBegan if no task starts or, with `needs_all`, if not all do."""
         log = self.log()
         before = log.stat().st_size if log is not None else 0
         process = processes.start(["srun", *command, *self.record.flags()], env=os.environ)
@@ -161,16 +161,16 @@ class Batch:
         return [f"--container-image={image}", *([f"--container-mounts={bound}"] if mounts else [])]
 
     def preflight(self) -> Decision | None:
-        """Examine all nodes and choose those that train. Returns a decision if too few are fit.
+        """Examine all nodes and choose those that train. Returns a decision if too few pass.
 
-        The decision is a requeue on other nodes, unless all nodes failed, or none of them failed for the first time.
+        The decision is a requeue on other nodes, unless all nodes failed, or every failed node was already excluded.
         """
         name = f"gate_{self.job_id}_{os.environ.get('SLURM_RESTART_COUNT') or 0}"  # differs from other jobs' names
         try:
             chosen, failed = run_preflight(self.record, self.job, self.all_nodes, self.examine, name=name)
-        except Interrupted:  # this says nothing about the nodes
+        except Interrupted:  # no node is at fault
             return Decision("requeue", "stopped", self.stop.reason or "the preflight was interrupted by a signal")
-        except NeverBegan as error:  # neither does this
+        except NeverBegan as error:  # no node is at fault
             self.never_began = True
             return Decision("requeue", "failed", str(error))
         for node, reason in failed.items():
@@ -192,16 +192,16 @@ class Batch:
         return code
 
     def requeue(self, decision: Decision) -> Decision:
-        """Ask Slurm to start the job again. Returns a decision if the job must end, or if Slurm does not end it.
+        """Ask Slurm to start the job again. Returns a decision if it must not start, or if Slurm ignores the request.
 
         Slurm sends this process SIGTERM, which is ignored here, and kills it some time later (KillWait). Until then,
-        this process excludes nodes: Slurm accepts that only while the requeued job is pending.
+        this process excludes nodes, which Slurm accepts only while the requeued job is pending.
         """
         decision = settled(decision, self.record, self.cluster, never_began=self.never_began)
         if decision.next != "requeue":
             return decision
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        # Record the event first: later there may be no time.
+        # Record the event first: after the requeue, there may be no time.
         details = {"excluded": self.excluded, "never_began": self.never_began}
         retry(self.record.append_event, "requeued", reason=decision.reason, **details)
         retry(self.slurm.requeue, self.job_id)
@@ -212,7 +212,7 @@ class Batch:
         return Decision("end", "failed", "Slurm was asked to requeue this job and did not end it")
 
     def upload(self) -> None:
-        """Upload the output of this job if the record is in S3. Until then, the output is only on this node."""
+        """Upload the output of this job if the record is in S3, since until then it is only on this node."""
         path = self.log()
         if self.record.is_remote and path is not None:
             self.record.folder.write(f"logs/job_{self.job_id}.txt", path.read_bytes())

@@ -1,9 +1,9 @@
 """Slurm's commands, run without a shell, and the parsing of their output. None needs Slurm's accounting.
 
-They raise InputError if the user has to fix something, Unreachable if slurmctld does not answer, and Failure if Slurm
-rejects a request for another reason. Jobs are listed in columns, never with their names or comments, in which a user
-can write anything. The schema of `squeue --json` differs between releases (data_parser in Slurm's documentation), while
-one parser reads the columns of all releases.
+The methods raise InputError if the user has to fix something, Unreachable if slurmctld does not answer, and Failure if
+Slurm rejects a request for another reason. Jobs are listed in columns, never with their names or comments, which may
+contain anything. Columns have the same format in all releases, while the schema of `squeue --json` differs (data_parser
+in Slurm's documentation).
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from train.config import Failure, InputError, Unreachable, check
 from train.run.command import printable
 from train.system.schema import BadContent, shown
 
-# The variables in KEPT name the cluster. Slurm's other variables are dropped: they belong to a surrounding job, or are
-# options that no plan has shown. SBATCH_WAIT, for example, waits for the job's end; SBATCH_ARRAY_INX submits many jobs.
+# The variables in KEPT name the cluster. Slurm's other variables are not passed to its commands: they belong to a
+# surrounding job, or set options that the plan does not show. SBATCH_WAIT, for example, waits for the job's end, and
+# SBATCH_ARRAY_INX submits many jobs.
 KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 OWN = ("SLURM_", "SBATCH_", "SCANCEL_", "SQUEUE_", "SACCT_", "SINFO_")
-READING = {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}  # shows lists in full; not for sbatch, whose job would inherit it
+READING = {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}  # 0 shows full lists; not for sbatch, whose job would inherit both
 
 SILENT = re.compile(
     "Unable to contact|Socket timed out|Connection (refused|timed out|reset)|No route to host|standby mode"
@@ -41,7 +42,7 @@ CURES = (  # pattern of sbatch's error, and the cure; the first match counts
     ("node (configuration|name|count)", "`sinfo --Node --long` shows the nodes; ask for fewer, or for less of each"),
     ("job array", "`scontrol show config | grep MaxArraySize` shows the limit; ask for fewer parts"),
 )
-COMMAND_S = 60.0  # time limit of a command: without slurmctld, it may wait for minutes
+COMMAND_S = 60.0  # time limit of a command, which may wait for minutes if slurmctld is down
 HOST = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 OVER: tuple[str, ...] = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY")
 OVER += ("PREEMPTED", "REVOKED", "TIMEOUT")
@@ -64,9 +65,9 @@ class SlurmJob:
 
     job_id: int
     state: str  # Slurm's name: PENDING, RUNNING, COMPLETED, ...
-    reason: str  # why it waits, or why it failed; "": none
-    nodes: tuple[str, ...]  # names of the nodes that it has, or had last
-    array_task: str | None = None  # number of the task; "4-9" for those that have not begun
+    reason: str  # why the job waits, or why it failed; may be empty
+    nodes: tuple[str, ...]  # names of the nodes on which it runs, or ran last
+    array_task: str | None = None  # number of the task; a list such as "4-9" for tasks that have not begun
 
     @property
     def is_over(self) -> bool:
@@ -77,7 +78,7 @@ class SlurmJob:
 def read_jobs(text: str, job_id: int, expand: Callable[[str], tuple[str, ...]]) -> list[SlurmJob]:
     """Return the job, or all tasks of the job array, from squeue's lines with the columns SQUEUE.
 
-    `expand` returns the names in a list of hosts. Raises BadContent if a line has a different form or is another job's.
+    `expand` returns the names in a host list. Raises BadContent if a line has a different form or is about another job.
     """
     jobs = []
     for line in text.splitlines():
@@ -92,14 +93,14 @@ def read_jobs(text: str, job_id: int, expand: Callable[[str], tuple[str, ...]]) 
 
 
 class Slurm:
-    """The cluster that SLURM_CONF, or this machine's configuration, names."""
+    """The cluster that SLURM_CONF or this machine's configuration names."""
 
     # ---- jobs ------------------------------------------------------------------------------------------------------
 
     def submit(self, words: Sequence[str], *, name: str, known: Sequence[int] = ()) -> int:
         """Submit a job and return its id.
 
-        `words` are sbatch's, with --job-name=`name` among them. `known` lists earlier jobs of this name.
+        `words` are arguments of sbatch, including --job-name=`name`. `known` has the ids of earlier jobs of this name.
         """
         out, _ = self.sbatch("--parsable", *words)
         last = out.strip().rpartition("\n")[2]  # some sites print extra lines before the id
@@ -117,7 +118,7 @@ class Slurm:
     def estimate(self, words: Sequence[str]) -> str:
         """Return when and where Slurm expects the job to start. Nothing is submitted.
 
-        Some jobs that `submit` would reject are accepted here.
+        Slurm may accept a job here that it rejects in `submit`.
         """
         out, said = self.sbatch("--test-only", *words)
         return re.sub(r"^Job \d+ ", "", one_line(said or out))
@@ -133,7 +134,7 @@ class Slurm:
         return out, said
 
     def tasks(self, job_id: int) -> list[SlurmJob]:
-        """Return a job, or the tasks of a job array; all waiting tasks are one entry."""
+        """Return a job, or the tasks of a job array, with one entry for all waiting tasks."""
         # The list is empty once Slurm has forgotten the job, some minutes after its end (MinJobAge).
         queued = ("--noheader", "--states=all", f"--jobs={job_id}", f"--format={SQUEUE}")
         code, out, said = self.run("squeue", *queued)
@@ -153,7 +154,7 @@ class Slurm:
         self.answer("scancel", str(job_id))
 
     def requeue(self, job_id: int) -> None:
-        """Put a job back into the queue. A running job ends immediately, so its srun must have ended before."""
+        """Put a job back into the queue. A running job is killed, so its srun must have ended before."""
         # A job that has ended starts again after about two minutes (cred_expire).
         self.answer("scontrol", "requeue", str(job_id))
 
@@ -172,7 +173,7 @@ class Slurm:
         """Return the names that a list such as "n[1-2],x7" stands for."""
         if re.fullmatch(HOST, hosts):
             return (hosts,)
-        check(bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._,\[\]-]*", hosts)), f"{shown(hosts)} is not a list of hosts")
+        check(bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._,\[\]-]*", hosts)), f"{shown(hosts)} is not a host list")
         return check_hosts(self.answer("scontrol", "show", "hostnames", hosts).split())
 
     def address(self, node: str) -> str:
@@ -229,15 +230,15 @@ class Slurm:
 
 
 def check_hosts(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names. Raises BadContent if one is not a host's name."""
+    """Return the names. Raises BadContent if they include something that is not a host name."""
     for name in names:
         if not re.fullmatch(HOST, name):
-            raise BadContent(f"{shown(name)} is not the name of a host")
+            raise BadContent(f"{shown(name)} is not a host name")
     return tuple(names)
 
 
 def one_line(said: str) -> str:
-    """Return a Slurm command's message as one line, without the lines' prefixes and without repetitions."""
+    """Return a Slurm command's message as one line, without the prefixes of its lines and without repetitions."""
     lines = [re.sub(r"^\w+: (?:(?:error|fatal): )?", "", line.strip()) for line in said.splitlines()]
     lines = [re.sub(r"^(Batch job submission failed|allocation failure): ", "", line) for line in lines]
     return printable("; ".join(dict.fromkeys(line for line in lines if line)))[:400] or "nothing"

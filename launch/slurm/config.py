@@ -9,8 +9,8 @@ from typing import ClassVar
 from launch.config import ClusterConfig
 from train.config import InputError, check, setting
 
-# Options of sbatch that users cannot set: the launcher sets them, or they would change output that it reads. The value
-# is the setting to use instead, if there is one.
+# Options of sbatch that users cannot set, because the launcher sets them or they would change output that it reads. The
+# value is the setting to use instead, if there is one.
 RESERVED = {
     "partition": "cluster.partition",
     "time": "cluster.time_limit",
@@ -25,10 +25,9 @@ RESERVED = {
 
 @dataclass(kw_only=True)
 class SlurmConfig(ClusterConfig):
-    """A Slurm site. A site's YAML file in conf/cluster/ has the values that differ from these defaults.
+    """A Slurm site. A YAML file in conf/cluster/ gives a site's values that differ from these defaults.
 
-    The values become arguments of sbatch, which checks them for the plan (`--test-only`). Only `prologue` is read by a
-    shell.
+    Most values become arguments of sbatch, which checks them for the plan (--test-only). A shell reads only `prologue`.
     """
 
     signals_ranks: ClassVar[bool] = True
@@ -36,8 +35,8 @@ class SlurmConfig(ClusterConfig):
     kind: str = "slurm"
     gate: bool = True
     partition: str | None = None  # The partition; None takes the site's default.
-    sbatch_args: list[str] = field(default_factory=list)  # The list of further options of sbatch (man sbatch), for
-    # example ["--gres=gpu:8","--qos=high"]; --account, --constraint, --reservation, --exclude and --chdir also work.
+    sbatch_args: list[str] = field(default_factory=list)  # The additional options of sbatch (man sbatch), for example
+    # ["--gres=gpu:8","--qos=high"]; they may include --account, --constraint, --reservation, --exclude and --chdir.
     exclusive: bool = True  # Take whole nodes.
     time_limit: str | None = None  # The limit, such as 30 (minutes), 12:00:00 or 2-00:00:00; None is the partition's.
     stop_before_s: int = setting(300, above=0, most=65535)  # The time before time_limit, in seconds, at which the run
@@ -64,7 +63,7 @@ class SlurmConfig(ClusterConfig):
 
 
 def check_argument(argument: str) -> None:
-    """Raise InputError if a text is not one option of sbatch, or if only the launcher may set that option."""
+    """Raise InputError if a text is not a single option of sbatch, or if only the launcher may set the option."""
     match = re.fullmatch(r"--([a-z][a-z0-9-]*)(=.*)?", argument, re.ASCII)
     if match is None:
         shape = "an option is one line, --name=value or --name, such as --qos=high"

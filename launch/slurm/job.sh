@@ -1,5 +1,5 @@
 #!/bin/bash
-# The script of every job. It is always the same; launch.slurm.batch reads the differences in the record's job.json.
+# The script of every job. What differs between jobs is in the record's job.json, which launch.slurm.batch reads.
 # Arguments: the Python interpreter, the site's prologue (cluster.prologue, may be empty), and launch.slurm.batch's.
 set -eo pipefail
 python=$1 prologue=$2

@@ -39,7 +39,7 @@ class Scheduler(spec.Scheduler):
     def submit(self, job: Job, record: Record) -> Handle:
         slurm, asked, started = Slurm(), options(job, record), script(job, record)
         name = job_name(record.run_dir)
-        if there := slurm.job_ids(name):  # the answer to an earlier submission was lost
+        if there := slurm.job_ids(name):  # Slurm's answer to an earlier submission was lost
             raise InputError(f"Slurm has job {there[0]} of this run, which is in no record: scancel {there[0]} ends it")
         if not record.is_remote:
             make_alike(record.local_folder() / "logs")
@@ -56,7 +56,7 @@ class Scheduler(spec.Scheduler):
         return {"job_id": merge_id, "parts_id": job_id}
 
     def state(self, record: Record, handle: Handle) -> State:
-        # Parts come before their merge, which waits for them: the first job that is active or has failed decides.
+        # The parts run before their merge, so the first of these jobs that is active or has failed decides.
         for name in ("parts_id", "job_id"):
             jobs = Slurm().tasks(number(handle, name)) if name in handle else []
             states = {job.state for job in jobs} - {"COMPLETED"}
@@ -74,7 +74,7 @@ class Scheduler(spec.Scheduler):
 
 
 def said(handle: Handle, name: str, jobs: Sequence[SlurmJob]) -> str:
-    """Return the state of a job in Slurm's terms; for an array, the state of the task furthest from its end."""
+    """Return the state of a job in Slurm's terms; for an array, the state of the task that has progressed least."""
     if not jobs:
         return f"job {handle[name]} is no longer known to Slurm"
     job = min(jobs, key=lambda job: (job.is_over, job.state == "COMPLETED"))
@@ -90,7 +90,7 @@ def number(handle: Handle, name: str) -> int:
 
 
 def job_name(run_dir: str) -> str:
-    """Return a run's job name, which is unique to the run folder, so that jobs of one run can exclude each other."""
+    """Return a run's job name. It is unique to the run folder, so that jobs of the same run exclude each other."""
     return f"{safe_name(run_dir)}-{sha256_bytes(run_dir.encode(errors='surrogatepass'))[:8]}"
 
 
@@ -103,16 +103,16 @@ def options(job: Job, record: Record) -> list[str]:
     made = [f"--job-name={name}", "--ntasks-per-node=1", "--requeue"]
     made += ["--open-mode=append"]  # otherwise a requeued job would begin with an empty log
     log = f"{str(folder).replace('%', '%%')}/{'part_%a' if is_array else 'job'}.txt"
-    # If the record is in S3, nodes may share no folder with this machine. job.sh then writes the output to a private
-    # folder on the node, and the job uploads it at its end.
+    # If the record is in S3, the nodes may not share a folder with this machine. job.sh then writes the output to a
+    # private folder on the node, and the job uploads it when it ends.
     made += [f"--output={'/dev/null' if record.is_remote else log}"]
     if job.kind == "train":
-        made += ["--dependency=singleton"]  # two jobs of this name, and so of this run, never run at the same time
+        made += ["--dependency=singleton"]  # two jobs of this name, that is, of this run, never run at the same time
         made += [f"--nodes={job.nodes + job.spares}", f"--signal=B:USR1@{cluster.stop_before_s}"]
     else:
         made += ["--nodes=1", *([f"--array=1-{job.parts}"] if is_array else [])]
     made += [f"--partition={cluster.partition}"] if cluster.partition is not None else []
-    made += [f"--chdir={job.folder}"]  # a resume may come from another folder
+    made += [f"--chdir={job.folder}"]  # the run may be resumed from another folder
     made += [f"--time={cluster.time_limit}"] if cluster.time_limit is not None else []
     made += ["--exclusive", "--mem=0"] if cluster.exclusive else []
     return [*made, *cluster.sbatch_args]  # if an option is repeated, sbatch takes the last value

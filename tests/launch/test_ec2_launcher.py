@@ -57,7 +57,7 @@ def test_without_capacity_in_the_first_subnets_it_takes_the_next(ec2, begin):
         ("UnauthorizedOperation", 1, 1, "launch iam"),
         ("ExpiredToken", 1, 1, "aws sso login"),
         ("InternalError", 2, 99, "cluster.max_wait_s"),
-        ("InvalidParameterValue", 1, 1, r"create it \(cluster.instance_profile.*EC2 knows new ones only after"),
+        ("InvalidParameterValue", 1, 1, r"create it \(cluster.instance_profile.*EC2 accepts a new profile only after"),
     ],
 )
 def test_an_error_ends_the_launch_and_stands_in_the_record(ec2, begin, code, least, most, words):

@@ -281,7 +281,7 @@ def test_of_two_launches_at_once_one_is_rejected(run, fake_scheduler):
 
 def test_a_submission_that_nobody_answered_blocks_another_one_for_a_while_only(run, fake_scheduler, says, monkeypatch):
     run.record.folder.remove("events/00002.json")
-    assert "submission was never answered; look in the scheduler" in says("cancel runs/mine --yes", FAILED)
+    assert "submission was never answered; check whether the scheduler" in says("cancel runs/mine --yes", FAILED)
     assert not fake_scheduler.cancelled
     monkeypatch.setattr(submit, "SUBMITTING_S", -1.0)  # it is long ago
     run.record.folder.remove("job.json")  # or it was killed before it wrote that
