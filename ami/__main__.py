@@ -1,6 +1,6 @@
-"""`python -m ami neuron | cuda key=value ...`: the plan of a machine image; build=true builds it.
+"""The command `python -m ami neuron | cuda key=value ...`: it plans a machine image, and builds it with build=true.
 
-`python -m ami list | verify | promote | prune | clean`: see ami/commands.py.
+The subcommands list, verify, promote, prune and clean are in ami/commands.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in commands.COMMANDS:
         return commands.main(arguments)
     cli.add_schema(AmiConfig, "ami", [])
-    others = list(commands.COMMANDS)[:5]  # the rest is for scripts on an image
+    others = list(commands.COMMANDS)[:5]  # the commands after these run on an image
     parser = cli.settings_parser(
         "ami",
         AmiConfig,

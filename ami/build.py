@@ -1,4 +1,4 @@
-"""The build of an image by Packer, and the removal of resources that a build leaves behind."""
+"""Building an image with Packer, and removing resources that a build leaves behind."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ def find_left(api: Api, region: str, build_id: str | None) -> list[Resource]:
 
 
 def remove_left(api: Api, region: str, build_id: str | None) -> None:
-    """Remove a build's resources until two looks in a row find none: EC2 lists late. Raises Failure if some remain."""
+    """Remove a build's resources until two searches in a row find none, since EC2 lists resources late.
+
+    Raises Failure if some remain.
+    """
 
     def remove(left: list[Resource]) -> None:
         delete(api, [each for each in left if each.kind != "role"])
@@ -88,6 +91,6 @@ def remove_role(api: Api, region: str, name: str) -> None:
         for policy in ask("list_role_policies", RoleName=name)["PolicyNames"]:
             ask("delete_role_policy", RoleName=name, PolicyName=policy)
         ask("delete_role", RoleName=name)
-    except Rejected as error:  # IAM notices a removal with a delay
+    except Rejected as error:  # a removal takes effect in IAM only after a delay
         if error.code not in ("NoSuchEntity", "DeleteConflict"):
             raise

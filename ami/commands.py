@@ -1,4 +1,4 @@
-"""`python -m ami list | verify | promote | prune | clean`, and `manifest` and `restore`, which run on an image."""
+"""The commands `python -m ami list | verify | promote | prune | clean`, and `manifest | restore` for use on images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from train.system.folders import canonical_json, local_path, open_folder
 from train.system.versions import read_versions
 
 KEPT = 3  # number of images of each kind that prune keeps
-MAY_BE_BUILT = timedelta(hours=6)  # a younger image without tags may still be under construction
+MAY_BE_BUILT = timedelta(hours=6)  # an image without tags may still be under construction if it is younger
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def list_images(options: argparse.Namespace) -> int:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Return exit code 1 if the image has a fault, or versions that differ from ami/versions.yaml."""
+    """Print an image's faults, and its differences from ami/versions.yaml; return exit code 1 if there are any."""
     api = Api(options.profile)
     regions = api.regions(options.region)
     image = read_image(api, regions[0], options.image)
@@ -80,7 +80,7 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def promote(options: argparse.Namespace) -> int:
-    """Make launch use an image, and its copies with the same name in other regions."""
+    """Make launch use an image and, in other regions, its copies, which have the same name."""
     api = Api(options.profile)
     regions = api.regions(options.region)
     images = [read_image(api, regions[0], options.image)]
@@ -107,7 +107,7 @@ def promote(options: argparse.Namespace) -> int:
 
 
 def prune(options: argparse.Namespace) -> int:
-    """Remove old images and their snapshots, but none that is promoted, in use, or may still be under construction."""
+    """Remove old images and their snapshots, except those that are promoted, in use, or perhaps still being built."""
     check(options.keep >= 1, f"--keep {options.keep} must be 1 or more")
     api = Api(options.profile)
     regions = api.regions(options.region)
@@ -137,7 +137,7 @@ def prune(options: argparse.Namespace) -> int:
 
 
 def old_images(api: Api, region: str, images: Sequence[Image], keep: int) -> list[Image]:
-    """Return a region's images that may be removed: half-built ones, and all but the newest `keep` of each kind."""
+    """Return a region's images to remove: incomplete ones, and all but the newest `keep` of each kind."""
     before = f"{datetime.now(UTC) - MAY_BE_BUILT:%Y-%m-%dT%H:%M:%S}"
     old = [image for image in images if not image.kind and image.created < before]
     for kind in IMAGES:
@@ -186,7 +186,7 @@ def write_manifest(options: argparse.Namespace) -> int:
 def restore(options: argparse.Namespace) -> int:
     source, target = open_folder(options.source, S3Config()), open_folder(options.folder, S3Config())
     names = source.names()
-    check(bool(names), f"{options.source} holds no file: train.precompile fills a compile cache")
+    check(bool(names), f"{options.source} has no files: fill the compile cache with train.precompile")
     for name in names:
         if target.size(name) != source.size(name):
             target.write(name, source.read(name))
@@ -211,7 +211,7 @@ COMMANDS = {
     "list": Command(list_images, "List the images of this account.", ("", TWO_REGIONS), AWS),
     "verify": Command(
         verify,
-        "Say what is wrong with an image: state, encryption, IMDSv2, who may start it, versions.",
+        "Check an image: its state, encryption, IMDSv2, who may start it, and its versions.",
         (IMAGE,),
         ("image", *AWS),
     ),

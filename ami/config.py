@@ -12,10 +12,10 @@ from train.system.versions import read_versions
 
 IMAGES = {"neuron": "trn1.2xlarge", "cuda": "g5.xlarge"}  # the smallest machine on which each image can be tested
 IMAGE_ID = r"ami-[0-9a-f]{8,17}"
-DISK_GIB = 150  # minimum size of the root volume; the base's counts if it is larger. EC2 bills only the part of a
-# snapshot that holds data, and a launch may set a larger size.
-DEPRECATE_DAYS = 365  # EC2 no longer offers the image after this time; an image's date can be changed in EC2
-MAX_MINUTES = 120  # the builder shuts down after this time: one that hangs must not cost money forever
+DISK_GIB = 150  # minimum size of the root volume, unless the base image's is larger. EC2 bills only the part of a
+# snapshot that contains data, and a launch may set a larger size.
+DEPRECATE_DAYS = 365  # EC2 no longer lists the image after this time; the date can be changed in EC2
+MAX_MINUTES = 120  # the builder shuts down after this time, so that a build that hangs does not cost money forever
 
 
 @dataclass(kw_only=True)
@@ -24,12 +24,12 @@ class AmiConfig(Section):
 
     image: str = setting("neuron", among=tuple(IMAGES))  # The image to build: neuron for Trainium, cuda for GPUs.
     base: str = "dlami"  # The base image: dlami is the Deep Learning AMI for Neuron or GPUs, ubuntu is plain Ubuntu,
-    # ami-... is an image of your own.
+    # ami-... is any other image.
     build: bool = False  # Build the image; false shows the plan and starts nothing.
-    regions: list[str] = field(default_factory=list)  # The regions; the first builds the image, and the others
-    # get copies; [] takes AWS_PROFILE's.
+    regions: list[str] = field(default_factory=list)  # The regions: the image is built in the first and copied to the
+    # others; [] takes the region of AWS_PROFILE.
     instance: InstanceConfig = field(default_factory=InstanceConfig)  # the builder
-    subnet: str | None = None  # The id of a subnet that can reach the internet; None takes one in the default VPC.
+    subnet: str | None = None  # The id of a subnet with internet access; None takes one in the default VPC.
     compile_cache: str | None = None  # The s3://bucket/prefix of compiled graphs to put into the image.
     wheel: str | None = None  # The file of baretrain's wheel; None builds one from this checkout.
 
@@ -49,13 +49,13 @@ class AmiConfig(Section):
         name = self.instance.name
         check(
             self.image != "neuron" or not is_native(name),
-            f"the image neuron holds PyTorch/XLA for trn1, and {name} needs native PyTorch: start it from Neuron's "
+            f"the image neuron has PyTorch/XLA for trn1, but {name} needs native PyTorch: start it from Neuron's "
             f"DLAMI for torch-neuronx, or from Ubuntu {read_versions().native.ubuntu} with "
             f"{read_versions().native.install}",
         )
         has_device = name.startswith("trn1") if self.image == "neuron" else self.instance.device == "cuda"
         check(
             has_device,
-            f"instance={name} has no device for the image {self.image}, so the smoke test could not use one; take "
+            f"instance={name} has no device on which the image {self.image} could be tested; take "
             f"instance={IMAGES[self.image]}",
         )

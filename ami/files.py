@@ -1,4 +1,4 @@
-"""The files that a build adds to the scripts of an image: versions, packages with hashes, and our wheel."""
+"""The files that a build uploads besides its scripts: versions, packages with hashes, and our wheel."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def write_files(folder: Path, cfg: AmiConfig, base_id: str, versions: Versions, 
 
 
 def image_constraints(image: str, versions: Versions) -> str:
-    """Return the tested version of every package. For Trainium, Neuron's own versions of its packages are used."""
-    # numpy is not pinned for Trainium: the version that neuronx-cc requires was not available here.
+    """Return the constraints: each package's tested version or, for Trainium's packages, that of Neuron's SDK."""
+    # numpy is not pinned for Trainium, since it is not known which version neuronx-cc requires.
     tested = (ROOT / "constraints.txt").read_text()
     if image == "cuda":
         return tested
@@ -92,5 +92,5 @@ def shell_values(values: Mapping[str, str]) -> str:
     """Return lines of NAME='value' for a shell. Raises InputError if a value has special characters."""
     for name, value in values.items():
         if re.fullmatch(r"[\w.:/+-]*", value, re.ASCII) is None:
-            raise InputError(f"{name}={value!r} has characters that image.env cannot hold: letters, digits and _.:/+-")
+            raise InputError(f"{name}={value!r} has characters not allowed in image.env: use letters, digits, _.:/+-")
     return "".join(f"{name}='{value}'\n" for name, value in values.items())

@@ -16,7 +16,7 @@ from train.system.versions import Versions
 
 PREFIX = "baretrain-"  # beginning of image names, before neuron or cuda, the time and the commit
 TAG = "baretrain:"  # prefix of the tags
-MINUTES = f"{TAG}minutes"  # duration of the build
+MINUTES = f"{TAG}minutes"  # tag with the duration of the build
 
 
 class Image:
@@ -29,13 +29,13 @@ class Image:
         self.created = str(seen.get("CreationDate", ""))  # such as 2026-11-20T08:22:00.000Z
         self.tags: dict[str, str] = {tag["Key"]: tag["Value"] for tag in seen.get("Tags", ())}
         kind = self.tags.get(KIND_TAG, "")
-        self.kind = kind if kind in IMAGES else ""  # empty: its build was not completed
+        self.kind = kind if kind in IMAGES else ""  # empty if the build was not completed
         self.disks = [each for each in seen.get("BlockDeviceMappings", ()) if "Ebs" in each]  # EBS volumes
         self.snapshots: list[str] = [each["Ebs"]["SnapshotId"] for each in self.disks if "SnapshotId" in each["Ebs"]]
 
 
 def own_images(api: Api, region: str, kind: str = "") -> list[Image]:
-    """Return the project's images, of one kind or of all, newest first, including half-built ones."""
+    """Return the project's images of one kind, or of all kinds, newest first, including incomplete ones."""
     by = {"name": [f"{PREFIX}{kind}{'-' if kind else ''}*"]}
     seen = api.pages(region, "describe_images", "Images", by=by, Owners=["self"], IncludeDeprecated=True)
     return sorted((Image(region, each) for each in seen), key=lambda image: image.created, reverse=True)
@@ -57,7 +57,7 @@ def faults(image: Image) -> Iterator[str]:
     again = f"build it again: python -m ami {image.kind or 'neuron'} build=true"
     deprecated = str(image.seen.get("DeprecationTime") or "")
     if image.state != "available":
-        yield f"is {image.state}: wait if its build is under way, or {again}"
+        yield f"is {image.state}: wait if it is still being built, or {again}"
     if not image.kind:
         yield f"has no tag {KIND_TAG}: it is half built, or another project's; {again}"
     if image.seen.get("ImdsSupport") != "v2.0":

@@ -1,5 +1,5 @@
-# The builder, which both images share: no inbound port, no public address, IMDSv2 only, encrypted disks, and a role
-# for SSM that exists only during the build.
+# The builder of either image: it has no inbound port, no public address, no IMDSv1, encrypted disks, and a role for SSM
+# that exists only during the build.
 source "amazon-ebs" "machine" {
   region        = var.region
   source_ami    = var.base_image
@@ -60,7 +60,7 @@ source "amazon-ebs" "machine" {
     delete_on_termination = true
   }
 
-  # The builder shuts down even if Packer, or the machine that runs Packer, is gone.
+  # The builder shuts down even if Packer, or the machine on which Packer runs, is gone.
   user_data         = "#!/bin/sh\nshutdown -P +${var.max_minutes}\n"
   shutdown_behavior = "terminate"
 

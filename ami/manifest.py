@@ -20,7 +20,7 @@ EFA = Path("/opt/amazon/efa_installed_packages")
 
 
 def installed(environment: Path = ENVIRONMENT, efa: Path = EFA) -> dict[str, Any]:
-    """Return the versions on this machine, without times: equal machines have equal manifests."""
+    """Return the versions on this machine, without times, so that equal machines have equal manifests."""
     values = dict(re.findall(r"^([A-Z_]+)='(.*)'$", environment.read_text(), re.MULTILINE))
     query = ["dpkg-query", "-W", "-f=${db:Status-Abbrev} ${Package} ${Version}\\n"]
     listed = subprocess.run(query, capture_output=True, text=True, check=True).stdout

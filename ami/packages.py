@@ -1,8 +1,8 @@
 """The Python packages of an image, resolved with their sha256 on the computer that starts the build.
 
-The build installs only these. Neuron's packages come only from Neuron's index, and all others only from PyPI. If pip
-asked both for a package that only one of them has, anybody could register its name at the other, and so put code into
-the image. Not run with Neuron's index.
+The build installs only these packages, Neuron's only from Neuron's index and all others only from PyPI. If pip asked
+both for a package that only one of them has, anybody could register its name with the other, and so put code into the
+image. Not tested with Neuron's index.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from train.config import Failure, InputError, check
 from train.system.versions import INDEX, Versions
 
 NEURON = ("libneuronxla", "neuronx-cc", "torch-neuronx")  # only Neuron's index has the real ones
-BUILDER = "setuptools"  # it builds packages without a wheel, so it needs a hash too
+BUILDER = "setuptools"  # builds packages that have no wheel, so it needs a hash, too
 EXTRAS = {"neuron": "report,trn1", "cuda": "report"}
 PUBLIC, OF_NEURON = "requirements.txt", "neuron.txt"
 
@@ -67,7 +67,7 @@ def this_python() -> str:
 
 
 def find_python(version: str) -> str:
-    """Return the path of a Python of the image's version on the image's platform: packages depend on both."""
+    """Return the path of a Python with the image's version. Raises InputError without one, or on another platform."""
     here, wanted = (sys.platform, platform.machine()), ("linux", "x86_64")
     check(
         here == wanted,
@@ -81,7 +81,7 @@ def find_python(version: str) -> str:
 
 
 def resolve(python: str, *arguments: str) -> list[Package]:
-    """Return the packages that pip would install. It reads no configuration file, as one could name another index."""
+    """Return the packages that pip would install. It reads no configuration file, which could name another index."""
     command = [sys.executable, "-m", "pip", "--python", python, "install", "--dry-run", "--ignore-installed", "--quiet"]
     environment = {**os.environ, "PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     environment.pop("PIP_EXTRA_INDEX_URL", None)
@@ -98,6 +98,6 @@ def resolve(python: str, *arguments: str) -> list[Package]:
         name = re.sub(r"[-_.]+", "-", about["name"]).lower()
         is_plain = re.fullmatch(r"[a-z0-9-]+ [\w.!+-]+ [0-9a-f]{64}", f"{name} {about['version']} {digest}", re.ASCII)
         if is_plain is None and name != "baretrain":
-            raise Failure(f"{name} {about['version']!r} has no plain version or no sha256: nothing was started")
+            raise Failure(f"{name} {about['version']!r} has an unusual version or no sha256: nothing was started")
         packages.append(Package(name, about["version"], digest, source["url"]))
     return packages

@@ -17,7 +17,7 @@ HOW_TO = "https://developer.hashicorp.com/packer/install"
 
 
 def find_packer() -> str:
-    """Return the path of a Packer that can build. Raises InputError if it, or a program that it needs, is missing."""
+    """Return the path of a Packer that can build. Raises InputError if Packer or a program that it needs is missing."""
     path, wanted = shutil.which("packer"), f"{LEAST[0]}.{LEAST[1]} or newer: {HOW_TO}"
     if path is None:
         raise InputError(f"packer is not installed: {wanted}")
@@ -39,8 +39,8 @@ def version_of(path: str) -> tuple[int, int]:
 
 
 def run(command: Sequence[str], folder: Path, *, limit_s: float | None = None) -> None:
-    """Run Packer in `folder`. Raises Failure if it fails. After Ctrl-C or the limit, it has STOP_S to clean up."""
-    process = subprocess.Popen(command, cwd=folder, start_new_session=True)  # Packer gets Ctrl-C only from here
+    """Run Packer in `folder`. Raises Failure if it fails. After Ctrl-C or the limit, Packer has STOP_S to clean up."""
+    process = subprocess.Popen(command, cwd=folder, start_new_session=True)  # only the code below interrupts Packer
     try:
         code = process.wait(limit_s)
     except BaseException as error:

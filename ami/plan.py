@@ -20,8 +20,8 @@ from train.system.versions import read_versions
 
 BUILD = "baretrain:build"  # tag of all resources that exist only during a build
 NOT_ASKED = (
-    "not known: there are no AWS credentials, so AWS was not asked for the base image, the builder's type in the "
-    "region, and earlier images; a build needs them"
+    "not known: there are no AWS credentials, which a build needs, so AWS was not asked about the base image, earlier "
+    "images, and whether the region has the builder's type"
 )
 
 
@@ -36,7 +36,7 @@ class ImagePlan:
 
 def make_plan(api: Api, cfg: AmiConfig, now: datetime) -> ImagePlan:
     """Plan an image, asking AWS for its base and for earlier builds. Raises InputError if it could not be built."""
-    # Without credentials AWS is not asked, unless a build needs it.
+    # Without credentials, AWS is asked only for a build, which then fails with the reason.
     regions, base, last = cfg.regions, None, None
     source = "ubuntu" if cfg.base == "ubuntu" else f"{cfg.image}-dlami"
     parameter = "" if cfg.base.startswith("ami-") else read_versions().bases[source].version
@@ -72,7 +72,7 @@ def make_plan(api: Api, cfg: AmiConfig, now: datetime) -> ImagePlan:
 
 
 def base_image(api: Api, region: str, cfg: AmiConfig, parameter: str) -> Image:
-    """Return the image to build from. Raises InputError if the scripts cannot use it, or the region has no builder."""
+    """Return the base image. Raises InputError if the scripts cannot use it, or the region lacks the builder's type."""
     query = ("describe_instance_type_offerings", "InstanceTypeOfferings")
     check(
         bool(api.pages(region, *query, by={"instance-type": [cfg.instance.name]}, LocationType="region")),
@@ -102,7 +102,7 @@ def base_image(api: Api, region: str, cfg: AmiConfig, parameter: str) -> Image:
 
 
 def disk_gib(base: Image | None) -> int:
-    """Return the size of the root volume in GiB. EC2 requires at least the size of the base."""
+    """Return the size of the root volume in GiB. EC2 requires at least the size of the base image's."""
     root = [each for each in base.disks if each["DeviceName"] == base.seen["RootDeviceName"]] if base else []
     return max(DISK_GIB, sum(int(each["Ebs"].get("VolumeSize", 0)) for each in root))
 
@@ -145,7 +145,7 @@ def changes(plan: ImagePlan) -> list[str]:
 
 
 def cost(plan: ImagePlan) -> str:
-    """Return the minutes of the last build, and the maximum in minutes and dollars."""
+    """Return a text with the duration of the last build, and the maximum duration and cost of this one."""
     cfg, price = plan.cfg, plan.cfg.instance.usd_per_hour
     minutes = plan.last.tags.get(MINUTES, "") if plan.last else ""
     took = f"the last build took {minutes} minutes; " if minutes.isdecimal() else ""

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make the virtual environment /opt/baretrain/venv with our wheel and the packages that were resolved with their sha256,
-# and copy the compile cache if the build names one. Runs as root; a second run changes nothing. PIP_ARGS holds more
-# arguments for pip, such as a mirror's.
+# and copy the compile cache if the build names one. Runs as root; a second run changes nothing. PIP_ARGS can have more
+# arguments for pip, for example to use a mirror.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=functions.sh
 . /etc/baretrain/functions.sh
@@ -13,8 +13,9 @@ found=$(python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 [ "$found" = "$PYTHON" ] || fail "python3 is $found, and the packages were resolved for $PYTHON: take another base image"
 cd "$top/dist"
 
-# Install only packages that were resolved before the build, by their sha256, and from one index at a time: pip reads no
-# configuration file. The resolved setuptools builds packages without a wheel; pip would fetch one without a hash.
+# Install only packages that were resolved before the build, verify their sha256, and use one index at a time: pip reads
+# no configuration file. Packages without a wheel are built with the resolved setuptools; otherwise pip would download
+# setuptools without verifying a hash.
 read -ra more <<<"${PIP_ARGS:-}"
 pip_install() {
     PIP_CONFIG_FILE=/dev/null "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-cache-dir \
@@ -28,7 +29,7 @@ if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
     pip_install -r "$work/builder.txt"
     [ ! -s neuron.txt ] || pip_install --index-url "$NEURON_INDEX" -r neuron.txt
     pip_install -r requirements.txt
-    "$venv/bin/python" -m compileall -q "$venv/lib" >/dev/null || true # some packages have files for other Pythons
+    "$venv/bin/python" -m compileall -q "$venv/lib" >/dev/null || true # some packages have files for other versions
     printf '%s\n' "$wanted" >"$venv/.installed"
 fi
 cd "$work"

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Set up what every image has: packages, limits, ports, time, names, the machine's disks, a user. Runs as root; a second
-# run changes nothing. Nothing is applied to the running kernel, since the image boots again before it is used.
+# Set up what every image needs: packages, limits, time, host names, the machine's disks, a user. Runs as root; a second
+# run changes nothing. Settings of the kernel take effect when a machine boots from the image.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=functions.sh
 . /etc/baretrain/functions.sh
 
 if command -v cloud-init >/dev/null; then
-    cloud-init status --wait >/dev/null || true # it installs packages, too; it exits with 2 after warnings
+    cloud-init status --wait >/dev/null || true # cloud-init also installs packages; it exits with 2 after warnings
 fi
 
 apt_install ca-certificates chrony curl gnupg gpgv kmod mdadm numactl pciutils procps python3 python3-venv xfsprogs
@@ -91,5 +91,5 @@ WantedBy=multi-user.target
 EOF
 systemctl enable --quiet baretrain-nvme.service
 
-# The user for logins through SSM, which has no password and no sudo.
+# The user for logins through SSM. It has no password and no sudo.
 id baretrain >/dev/null 2>&1 || useradd --create-home --shell /bin/bash baretrain

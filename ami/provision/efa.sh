@@ -25,4 +25,4 @@ tar -xzf "$archive"
 cd aws-efa-installer
 ./efa_installer.sh --yes
 grep -qsx "# EFA installer version: $EFA_INSTALLER" /opt/amazon/efa_installed_packages ||
-    fail "EFA's installer ended without a fault and did not install $EFA_INSTALLER"
+    fail "EFA's installer reported no error, but did not install $EFA_INSTALLER"

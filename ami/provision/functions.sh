@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Functions that the scripts share, and the values of this image. files.sh installs this file; each script sources it.
+# Functions that the scripts share, and this image's values. files.sh installs this file, and each script sources it.
 set -euo pipefail
 export DEBIAN_FRONTEND=noninteractive
 # shellcheck source=/dev/null
@@ -12,7 +12,7 @@ fail() {
 
 put() { install -D -m "$1" /dev/stdin "$2"; } # put MODE FILE < content
 
-apt_install() { # apt_install PACKAGE...: also install the running kernel's headers, for building drivers
+apt_install() { # apt_install PACKAGE...: also installs the running kernel's headers, with which drivers are built
     local headers=()
     [ ! -d "/lib/modules/$(uname -r)" ] || headers=("linux-headers-$(uname -r)") # a chroot has no kernel of its own
     apt-get update -q -o APT::Update::Error-Mode=any &&
@@ -25,7 +25,7 @@ hold() { # hold PATTERN: keep the versions of the installed packages whose names
         xargs -r apt-mark hold >/dev/null
 }
 
-check_key() { # check_key FILE FINGERPRINT WHOSE: fail unless the file holds this key and no other
+check_key() { # check_key FILE FINGERPRINT WHOSE: fail unless the file contains this key and no other
     local keys
     keys=$(gpg --batch --show-keys --with-colons "$1" |
         awk -F: '$1 == "pub" { is_key = 1 } $1 == "fpr" && is_key { printf "%s%s", sep, $10; sep = " "; is_key = 0 }')

@@ -16,7 +16,7 @@ PasswordAuthentication no
 PermitRootLogin no
 EOF
 
-# An upgrade during a run could remove the kernel's driver.
+# An upgrade during a run could remove the running kernel's driver.
 put 0644 /etc/apt/apt.conf.d/90-baretrain <<'EOF'
 APT::Periodic::Enable "0";
 APT::Periodic::Unattended-Upgrade "0";
@@ -28,7 +28,7 @@ for unit in apt-daily.timer apt-daily-upgrade.timer unattended-upgrades.service;
 done
 hold '^linux-(image|headers|aws)'
 
-# Every machine makes its host keys, machine id and random seed.
+# Remove what every machine must make for itself (host keys, machine id, random seed), and the builder's traces.
 rm -f /etc/ssh/ssh_host_* /root/.bash_history /home/*/.bash_history /root/.ssh/authorized_keys
 : >/etc/machine-id
 rm -f /var/lib/dbus/machine-id /var/lib/systemd/random-seed

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fail the build unless this image can train: packages, devices, EFA, forks, a short training on the CPU. If it can,
+# Fail the build unless this image can train: check packages, devices, EFA and forks, and train briefly on the CPU. Then
 # write /etc/baretrain/manifest.json. DEVICES=absent skips the checks that need an accelerator.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=functions.sh

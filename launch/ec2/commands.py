@@ -73,9 +73,9 @@ def clean(options: argparse.Namespace, s3: S3Config) -> int:
 
 
 def iam_flags(parser: Parser) -> None:
-    run = "run_dir of the run whose machines get the role; the operator gets its parent folder, s3://bucket/runs"
+    run = "run_dir of the run whose machines get the role: s3://bucket/runs/mine; the operator gets its parent folder"
     parser.add_argument("run", metavar="RUN", help=run)
-    parser.add_argument("--data", metavar="FOLDER", action="append", default=[], help="folder for machines to read")
+    parser.add_argument("--data", metavar="FOLDER", action="append", default=[], help="folder to read; repeatable")
     role = "beginning of the role's name NAME-RUN; each run has a role (baretrain-machine)"
     parser.add_argument("--role", metavar="NAME", default="baretrain-machine", help=role)
     parser.add_argument("--account", default="*", help="account number (any)")
