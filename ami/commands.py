@@ -50,7 +50,7 @@ def list_images(options: argparse.Namespace) -> int:
         for image in own_images(api, region):
             state = "promoted" if image.id in promoted else image.state
             if not image.kind:
-                state = "half built"
+                state = "incomplete"
             elif any(faults(image)):
                 state += " !"
             versions = [image.tags.get(f"{TAG}{name}", "") for name in ("neuron-sdk", "torch")]

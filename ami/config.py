@@ -14,7 +14,7 @@ IMAGES = {"neuron": "trn1.2xlarge", "cuda": "g5.xlarge"}  # the smallest machine
 IMAGE_ID = r"ami-[0-9a-f]{8,17}"
 DISK_GIB = 150  # minimum size of the root volume, unless the base image's is larger. EC2 bills only the part of a
 # snapshot that contains data, and a launch may set a larger size.
-DEPRECATE_DAYS = 365  # EC2 no longer lists the image after this time; the date can be changed in EC2
+DEPRECATE_DAYS = 365  # EC2 marks the image as deprecated after this time; the date can be changed in EC2
 MAX_MINUTES = 120  # the builder shuts down after this time, so that a build that hangs does not cost money forever
 
 

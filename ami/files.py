@@ -42,7 +42,7 @@ def write_files(folder: Path, cfg: AmiConfig, base_id: str, versions: Versions, 
     (wheel,) = target.glob("*.whl")
     check(
         re.match(rf"baretrain-{re.escape(versions['baretrain'])}-", wheel.name) is not None,
-        f"{wheel.name} is not baretrain {versions['baretrain']}, which ami/versions.yaml names",
+        f"{wheel.name} is not baretrain {versions['baretrain']}, the version in ami/versions.yaml",
     )
     write_packages(target, cfg.image, wheel, sha256_file(wheel), image_constraints(cfg.image, versions), versions)
     return target

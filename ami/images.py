@@ -59,7 +59,7 @@ def faults(image: Image) -> Iterator[str]:
     if image.state != "available":
         yield f"is {image.state}: wait if it is still being built, or {again}"
     if not image.kind:
-        yield f"has no tag {KIND_TAG}: it is half built, or another project's; {again}"
+        yield f"has no tag {KIND_TAG}: its build was not completed, or it is another project's; {again}"
     if image.seen.get("ImdsSupport") != "v2.0":
         yield f"allows IMDSv1; {again}"
     if not image.disks or not all(disk["Ebs"].get("Encrypted") is True for disk in image.disks):

@@ -95,8 +95,8 @@ def base_image(api: Api, region: str, cfg: AmiConfig, parameter: str) -> Image:
     sdk, wanted = re.search(r"Neuron SDK (\d+\.\d+)", about), read_versions()["neuron-sdk"].rpartition(".")[0]
     check(
         cfg.image != "neuron" or sdk is None or sdk[1] == wanted,
-        f"base image {base.id} ({base.name}) has Neuron SDK {sdk and sdk[1]}, ami/versions.yaml wants {wanted} "
-        "(neuron-sdk): give base=ubuntu, or base=ami-... of that SDK",
+        f"base image {base.id} ({base.name}) has Neuron SDK {sdk and sdk[1]}, but ami/versions.yaml requires {wanted} "
+        "(neuron-sdk): give base=ubuntu, or base=ami-... with that SDK",
     )
     return base
 

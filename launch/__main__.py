@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return commands.main(arguments)
     if arguments and re.fullmatch(r"[A-Za-z][\w-]*", arguments[0]):
         known = ", ".join(commands.COMMANDS)
-        return rejected(f"there is no subcommand {arguments[0]}; there are: {known}. For a plan, write key=value")
+        return rejected(f"there is no subcommand {arguments[0]}; available: {known}. A plan needs settings: key=value")
     cli.add_schema(LaunchConfig, "launch", [("cluster", name, kind) for name, kind in SETTINGS.items()])
     purpose = "Plan a run on N machines; submit=true starts it. Settings of the run follow --. Other commands: "
     purpose += f"{' | '.join(commands.COMMANDS)}, each with --help."
@@ -104,7 +104,7 @@ def is_unknown(cfg: LaunchConfig) -> bool:
 
 
 def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str]) -> int:
-    check(bool(of_run), "settings of the run are missing: write them after --, as -- experiment=demo run_dir=runs/mine")
+    check(bool(of_run), "settings of the run are missing: write them after --, as in -- experiment=demo run_dir=runs/a")
     overrides = run_overrides(of_run, settings) if not cfg.prepare else list(of_run)
     schema: type[Any] = PrepareConfig if cfg.prepare else TrainConfig
     cli.check_typed(schema, of_run)

@@ -23,7 +23,7 @@ from train.system.folders import sha256_bytes
 from train.system.schema import FileName, Sha256
 
 PACKAGES = ["train", "conf", "launch", "ami"]  # ami is needed because train.system.versions reads ami/versions.yaml
-START = "start.py"  # the program to run; Python then imports from its folder, the bundle's root, first
+START = "start.py"  # the program that nodes run; Python first imports from its folder, the bundle's root
 IMPORTS = "imports"  # the bundle's folder for the files of `launch --import`
 START_CODE = b"""import os, runpy, sys
 from pathlib import Path
@@ -77,7 +77,7 @@ def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def unpack(content: bytes, sha256: str, folder: Path) -> Path:
-    """Unpack a bundle below `folder`, unless it already was; return its folder. Raises InputError if it was changed."""
+    """Unpack a bundle below `folder` unless it is there; return its folder. Raises InputError if it was changed."""
     matches = sha256_bytes(content) == sha256
     check(matches, f"the code bundle does not match its checksum {sha256[:16]}...; launch the run again")
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:

@@ -164,7 +164,7 @@ def resume(options: argparse.Namespace, s3: S3Config) -> int:
 
 def cancel_flags(parser: Parser) -> None:
     of_run(parser)
-    parser.add_argument("--yes", action="store_true", help="cancel it; without --yes, only say what would be lost")
+    parser.add_argument("--yes", action="store_true", help="cancel the job; without --yes, only say what would be lost")
 
 
 def cancel(options: argparse.Namespace, s3: S3Config) -> int:
@@ -210,7 +210,7 @@ def lost(seen: Status) -> str:
     """Say what a run loses if it ends now."""
     step, checkpoint = seen.progress.step, seen.progress.checkpoint
     if seen.kind == "prepare":
-        return "complete shards are kept, and the same job continues from them"
+        return "finished shards are kept, and launch resume continues from them"
     if step is None or seen.history.running_attempt is None:
         return "no step is lost"
     if checkpoint is None:
@@ -240,7 +240,7 @@ TABLE = {
     ),
     "cancel": Command("End the job of a run immediately, without a checkpoint.", ("runs/mine",), cancel_flags, cancel),
     "clean": Command(
-        "Remove all resources of a run on EC2, and prove that none is left.",
+        "Remove all resources of a run on EC2, and verify that none is left.",
         ("s3://bucket/runs/mine", "s3://bucket/runs/mine --yes"),
         ec2.clean_flags,
         ec2.clean,

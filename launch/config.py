@@ -55,7 +55,7 @@ class LaunchConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self.prepare or self.parts is None, "parts is for prepare=true")
+        check(self.prepare or self.parts is None, "parts needs prepare=true")
         is_local = self.cluster.is_here
         check(
             not is_local or (self.nodes == 1 and self.spares == 0),

@@ -133,7 +133,7 @@ def timed(
 
 
 def gradient_bytes(cfg: TrainConfig, shape: Shape) -> int:
-    """Return the bytes of a rank's gradients, which are all-reduced once per step."""
+    """Return the size in bytes of a rank's gradients, which are all-reduced once per step."""
     trained = shape.trained_parameters(
         cfg.task.head_size(1), freeze_embeddings=cfg.model.freeze_embeddings, freeze_layers=cfg.model.freeze_layers
     )
@@ -174,10 +174,10 @@ def notes_of_network(cfg: TrainConfig, num_bytes: int, processes: int) -> list[s
         # For AWS's run in this note, the estimate is 53,000 sequences/s; AWS reports 25,853 (Neuron SDK 2.20).
         notes.append(
             "bandwidths are from data sheets, and the weight update is not counted: with few micro batches per step, "
-            "many machines take longer (twice as long in AWS's BERT-large with batches of 16,384 on 16 trn1.32xlarge)"
+            "many machines take longer (twice as long for AWS's BERT-large, batches of 16,384 on 16 trn1.32xlarge)"
         )
     name = cfg.instance.name
-    return [*notes, *(f"the all-reduce {each} is not counted: no bandwidth of {name} is known" for each in unknown)]
+    return [*notes, *(f"the all-reduce {each} is not counted: the bandwidth of {name} is unknown" for each in unknown)]
 
 
 def notes_of_memory(cfg: TrainConfig, shape: Shape, at: ClusterSize, seq_len: int) -> list[str]:

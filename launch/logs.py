@@ -5,7 +5,7 @@ logs/attempt_0001/HOST.txt                          torchrun on a machine, and i
 logs/attempt_0001/HOST/.../attempt_0/3/stderr.log   a rank, numbered within its machine
 log/rank_0003.txt                                   in the run folder: messages of a rank's trainer during all attempts
 
-If the run is in S3, a machine may upload its logs only when an attempt ends. This machine's logs are read locally.
+If the run is in S3, machines may upload their logs only when an attempt ends. Logs of this machine are read locally.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def select(record: Record, wanted: Wanted, history: History) -> list[Log]:
     known = sorted({*begun, *(int(match[1]) for name in logs if (match := OF_NODE.fullmatch(name)))})
     check(
         wanted.attempt in (None, *known),
-        f"there is no attempt {wanted.attempt}; there are: {', '.join(map(str, known)) or 'none yet'}",
+        f"there is no attempt {wanted.attempt}; available: {', '.join(map(str, known)) or 'none yet'}",
     )
     attempt = wanted.attempt if wanted.attempt is not None else [0, *known[-1:], *[*begun][-1:]][-1]
     hosts = begun.get(attempt, [])
@@ -100,7 +100,7 @@ def select(record: Record, wanted: Wanted, history: History) -> list[Log]:
     nodes = {match[2]: name for name in logs if (match := OF_NODE.fullmatch(name)) and int(match[1]) == attempt}
     if wanted.node is not None:
         there = sorted({*nodes, *hosts})
-        given = f"there is no machine {wanted.node} in attempt {attempt}; there are: {', '.join(there) or 'none yet'}"
+        given = f"there is no machine {wanted.node} in attempt {attempt}; available: {', '.join(there) or 'none yet'}"
         check(wanted.node in there, given)
         return [logs[nodes[wanted.node]]] if wanted.node in nodes else []
     of_job = [log for name, log in logs.items() if "/" not in name and name.endswith(".txt") and wanted.attempt is None]

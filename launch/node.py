@@ -30,7 +30,7 @@ from train.system.schema import FileName
 from train.system.torchrun import REJECTION
 
 DOCTOR_S = 300.0  # time limit of train.doctor, which takes seconds
-LIMITS_S = {"preflight": DOCTOR_S + 60, "collectives": 1800.0}  # so that one machine cannot delay all others
+LIMITS_S = {"preflight": DOCTOR_S + 60, "collectives": 1800.0}  # time limits: one machine must not delay all others
 FIRST_PORT, PORTS = 20_000, 10_000  # below the ports that Linux assigns to clients
 JOIN_S = 120  # time for machines to join for collectives: all have just answered; torchrun would wait for 900 s
 PREFLIGHT = "gate/{}/{}.json"
@@ -58,9 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def join_flags(
     hosts: Sequence[str], addresses: Sequence[str], *, job: int, step: int, name: str, group: int
 ) -> list[str]:
-    """Return the flags with which the launch.node of each machine joins the others."""
+    """Return the flags that make launch.node on each machine join the others."""
     # The port differs between jobs, which may share a machine, and between steps of a job, so that late packets of an
-    # earlier attempt reach no process.
+    # earlier attempt do not reach a process.
     port = FIRST_PORT + (job * 101 + step) % PORTS
     words = [f"--hosts={','.join(hosts)}", f"--addresses={','.join(addresses)}", f"--port={port}"]
     return [*words, f"--attempt={name}", f"--group={group}"]

@@ -23,7 +23,7 @@ RANKS_PER_CPU = 4  # more ranks would only wait for one another
 
 
 def run_overrides(given: Sequence[str], launch: Sequence[str]) -> list[str]:
-    """Return the run's overrides: those given, and the launch's settings of the instance that they do not set."""
+    """Return the run's overrides: the launch's instance settings, except those in `given`, and then `given`."""
     keys = {override.partition("=")[0] for override in given}
     instance = [each for each in launch if each.partition("=")[0].split(".")[0] == "instance"]
     return [*(each for each in instance if each.partition("=")[0] not in keys), *given]
@@ -76,7 +76,7 @@ def make_job(
 
 
 def check_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> None:
-    """Raise InputError if a machine would run more than one rank per device or, without any, RANKS_PER_CPU per CPU."""
+    """Raise InputError if a machine would run more ranks than devices or, for ranks on CPUs, RANKS_PER_CPU per CPU."""
     instance, ranks = cfg.instance, cfg.ranks_per_node
     if instance.rank_counts is not None:
         valid = instance.rank_counts if cfg.nodes == 1 else [max(instance.rank_counts)]

@@ -62,7 +62,7 @@ def failure_of(record: Record, name: str) -> str:
         answer = read_object(record.folder.read(name))
     except FileNotFoundError:
         return f"no answer in {record.location}: the machine does not see that folder, or cannot start train.doctor"
-    except BadContent as error:  # other programs may write to the doctor's output, too
+    except BadContent as error:  # other programs may have written to the doctor's output
         return f"its answer cannot be read: {error}"
     if answer.get("ok") is True:
         return ""
@@ -72,7 +72,7 @@ def failure_of(record: Record, name: str) -> str:
 
 
 def too_few(nodes: Sequence[str], failed: Mapping[str, str], job: Job) -> str:
-    """Return the message for too few fit machines."""
+    """Return the message that too few machines passed the preflight."""
     counts = f"{len(nodes) - len(failed)} of {len(nodes)} nodes passed the preflight, but {job.nodes} are needed"
     return "; ".join([counts, *(f"{node}: {reason}" for node, reason in failed.items())])
 

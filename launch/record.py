@@ -6,7 +6,7 @@ runs/mine.launch/     job.json      the job, which the scheduler's script and ev
                       config.yaml   the resolved settings of the run
                       code-....tar.gz
                       events/       requests and answers, each a small file that never changes
-                      logs/         output of the scheduler's script, of every node and rank
+                      logs/         output of the scheduler's script, and of every node and rank
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Job:
         values = read_object(content)
         check(
             values.get("format") == FORMAT,
-            f"the job has format {values.get('format')!r}, this version reads {FORMAT}; use the version that wrote it",
+            f"the job has format {values.get('format')!r}, but this version reads {FORMAT}; use the one that wrote it",
         )
         job = record(cls, values)
         check(job.kind in MODULES, f"the job's kind {job.kind!r} is not known")
@@ -258,7 +258,7 @@ class History:
     excluded: list[str] = field(default_factory=list)  # nodes that the requeued job must not get
     ended: Ended | None = None
     faults: int = 0  # number of attempts that failed or saved nothing new, plus requeues without an attempt
-    idle: int = 0  # number of most recent attempts, without a gap, that began but saved nothing new
+    idle: int = 0  # number of attempts since the last progress that began but saved nothing new
     requeued: str = ""  # why the job was requeued; empty once an attempt begins or the job ends
     is_tried: bool = False  # whether an attempt was made since the last requeue
 

@@ -31,7 +31,7 @@ class RunProgress:
     loss: float | None = None
     tokens_per_s: float | None = None
     mfu: float | None = None
-    goodput: float | None = None  # share of the time since the first start that was spent on steps not lost later
+    goodput: float | None = None  # share of the time since the first start that was spent in steps that are not lost
     cost_usd: float | None = None  # cost of all attempts, up to the last line
     evaluated_step: int | None = None
     scores: dict[str, float] = field(default_factory=dict)

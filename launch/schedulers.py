@@ -24,7 +24,7 @@ Settings = TypeVar("Settings", bound=ClusterConfig)
 
 def row(name: str) -> tuple[type[ClusterConfig], str]:
     if name not in SCHEDULERS:
-        raise InputError(f"scheduler {name!r} is not known; there are: {', '.join(SCHEDULERS)}")
+        raise InputError(f"scheduler {name!r} is not known; available: {', '.join(SCHEDULERS)}")
     return SCHEDULERS[name]
 
 

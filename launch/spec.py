@@ -45,7 +45,7 @@ class Scheduler(ABC):
         """Start the job. Raises InputError if it is rejected, Unreachable if the scheduler does not answer."""
 
     def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
-        """Do what is left for the submitting process; return its exit code. With `detach`, do not watch the job."""
+        """Finish the work of the submitting process; return its exit code. With `detach`, do not watch the job."""
         return DONE
 
     @abstractmethod

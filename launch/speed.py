@@ -127,7 +127,7 @@ def speed(cfg: TrainConfig, run: Calibration | None) -> tuple[float | None, str]
     if run is not None:
         note = f"as fast as {run.location}: {run.flops_per_s / 1e12:.3g} TFLOP/s per rank in {run.precision}"
         note += f", {run.world_size} ranks on {run.instance}"
-        note += "; the figure includes that run's all-reduce, so it counts twice" if run.world_size > 1 else ""
+        note += "; the figure includes that run's all-reduce, which thus counts twice" if run.world_size > 1 else ""
         if run.instance == instance.name and (run.mfu is None or run.precision == precision):
             return run.flops_per_s, note
         if run.mfu is None or peak is None:
@@ -138,11 +138,11 @@ def speed(cfg: TrainConfig, run: Calibration | None) -> tuple[float | None, str]
         return run.mfu * peak, f"{note}; its {run.mfu:.1%} of the peak are applied to {instance.name} in {precision}"
     if peak is None or instance.device is None:
         lacks = "the peak" if peak is None else "the accelerator"
-        return None, f"no time: {lacks} of instance={instance.name} is unknown; calibrate=RUN takes a run's speed"
+        return None, f"no time: {lacks} of instance={instance.name} is unknown; calibrate=RUN uses a run's speed"
     chip, published = instance.accelerator or "this chip", IN_FP32 if precision in ("fp32", "tf32") else IN_16_BITS
     nearest = "Trainium" if instance.device == "neuron" else "A100"
     share, source = published.get(chip, IN_16_BITS[nearest])
-    note = f"{share:.1%} of the peak of {precision}, from BERT-large by {source}"
+    note = f"{share:.1%} of the peak of {precision}, measured for BERT-large by {source}"
     if chip not in published:
         note += f"; this is the {nearest}'s figure in bf16, since none is published for {chip} in {precision}"
     return peak * share, note

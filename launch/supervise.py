@@ -98,7 +98,7 @@ def prepared(code: int, what: str) -> Decision:
 
 def exhausted(history: History, cluster: ClusterConfig) -> str:
     if history.faults >= cluster.attempts:
-        return f"{history.faults} attempts failed, the limit (cluster.attempts)"
+        return f"{history.faults} attempts failed, which is the limit (cluster.attempts)"
     if history.idle >= IDLE_ATTEMPTS:
         return f"{history.idle} attempts in a row saved nothing new"
     return ""
@@ -142,7 +142,7 @@ class StopFile:
         self.reason = self.reason or reason
 
     def write(self) -> None:
-        """Write STOP if a stop was requested and the trainer has made the run folder. If this fails, call it again.
+        """Write STOP if a stop was requested and the trainer has made the run folder. A failed write is tried again.
 
         The trainer rejects a folder that contains only STOP, since it looks like another program's.
         """
@@ -160,7 +160,7 @@ def supervise(
     """Make attempts, and record their events, until the decision is not "again".
 
     `start` takes the number of an attempt, counted over the whole run, makes the attempt and returns its exit code. If
-    it raises NeverBegan, the job is requeued. `stop` has the scheduler's request to stop.
+    it raises NeverBegan, the job is requeued. `stop` is set when the scheduler requests a stop.
     """
     run = record.run
     while True:

@@ -8,14 +8,14 @@ set -euo pipefail
 top=/opt/baretrain
 venv=$top/venv
 wheels=("$top"/dist/baretrain-*.whl)
-[[ -f ${wheels[0]} && ${#wheels[@]} = 1 ]] || fail "$top/dist must hold one wheel of baretrain"
+[[ -f ${wheels[0]} && ${#wheels[@]} = 1 ]] || fail "$top/dist must contain one wheel of baretrain"
 found=$(python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 [ "$found" = "$PYTHON" ] || fail "python3 is $found, and the packages were resolved for $PYTHON: take another base image"
 cd "$top/dist"
 
-# Install only packages that were resolved before the build, verify their sha256, and use one index at a time: pip reads
-# no configuration file. Packages without a wheel are built with the resolved setuptools; otherwise pip would download
-# setuptools without verifying a hash.
+# Install only packages that were resolved before the build, verify their sha256, and use one index at a time, since pip
+# reads no configuration file. Packages without a wheel are built with the resolved setuptools; otherwise pip would
+# download setuptools without verifying a hash.
 read -ra more <<<"${PIP_ARGS:-}"
 pip_install() {
     PIP_CONFIG_FILE=/dev/null "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-cache-dir \
@@ -39,5 +39,5 @@ EOF
 
 if [ -n "$COMPILE_CACHE" ]; then
     "$venv/bin/python" -m ami restore "$COMPILE_CACHE" "$top/graphs"
-    chmod -R u=rwX,go=rX "$top/graphs" # graphs are code: only root writes here, and users copy them
+    chmod -R u=rwX,go=rX "$top/graphs" # compiled graphs are code: only root may write here; users copy them
 fi

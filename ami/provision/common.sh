@@ -38,7 +38,7 @@ server 169.254.169.123 prefer iburst minpoll 4 maxpoll 4
 EOF
 systemctl enable --quiet chrony.service
 
-# A machine with several network cards must resolve its name to the first card's address, which DNS knows: /etc/hosts
+# A machine with several network cards must resolve its name to the first card's address, as DNS does, so /etc/hosts
 # must not override it.
 put 0644 /etc/cloud/cloud.cfg.d/90-baretrain.cfg <<'EOF'
 manage_etc_hosts: false

@@ -154,7 +154,7 @@ def subnets(api: Api, region: str, cluster: Ec2Config, instance: str, *, cards: 
 
 
 def check_addresses(interfaces: int, public: Sequence[str]) -> None:
-    """Raise InputError if machines with several interfaces would be in `public` subnets, without a public address."""
+    """Raise InputError if machines with several interfaces would be in `public` subnets without a public address."""
     check(
         interfaces == 1 or not public,
         f"a machine with {interfaces} network interfaces gets no public address, without which it cannot reach S3 from "

@@ -36,8 +36,8 @@ CURES = {
     "Unsupported": "this zone, or this market, does not have the type: name other subnets (cluster.subnets)",
     "InvalidInstanceType": "the region does not have this type: choose another region (cluster.regions)",
     "InvalidAMIID.NotFound": "image ids differ by region: name one of this region (cluster.image; python -m ami list)",
-    "ParameterNotFound": "python -m ami neuron, or cuda, builds and promotes an image, whose id the parameter holds "
-    "(cluster.image); AWS's Deep Learning images lack baretrain",
+    "ParameterNotFound": "build an image (python -m ami neuron, or cuda) and promote it (python -m ami promote), which "
+    "makes the parameter (cluster.image); AWS's Deep Learning images lack baretrain",
     "InvalidSubnetID.NotFound": "the region does not have this subnet (cluster.subnets, cluster.regions)",
     "InvalidGroup.NotFound": "the region does not have this security group (cluster.security_group)",
     "InvalidCapacityReservationId.NotFound": "the region does not have it (cluster.capacity_reservation)",
@@ -85,7 +85,7 @@ class Api:
         return answer
 
     def create(self, region: str, operation: str, **parameters: Any) -> dict[str, Any]:
-        """Call an operation that makes a resource, without retries: boto3 would repeat requests that lack capacity.
+        """Call an operation that makes a resource, without retries: boto3 would retry even a lack of capacity.
 
         `before_create` is called after the request was signed, and prevents the request by raising an error.
         """

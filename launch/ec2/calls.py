@@ -35,7 +35,7 @@ RUN, SECURITY, PLACEMENT = "run_instances", "create_security_group", "create_pla
 KINDS = ("spot-instances-request", "instance", "volume", "network-interface", "security-group", "placement-group")
 MADE = {RUN: "instance", PLACEMENT: "placement-group", SECURITY: "security-group"}
 BY_ID = {"instance": "instance-id", "placement-group": "group-name", "security-group": "group-id"}  # EC2's filters
-STOPS = ("ended", "cancelled")  # events after which nothing is made
+STOPS = ("ended", "cancelled")  # events after which no resource is made
 SIGNED_S = 900.0  # how long EC2 accepts a signed request (EC2 API reference, RequestExpired)
 LISTS_S = 300.0  # how long EC2 may take to list new resources (EC2 API reference, "Eventual consistency")
 
@@ -62,7 +62,7 @@ class Call:
 
     def __post_init__(self) -> None:
         if self.operation not in MADE:
-            raise BadContent(f"{self.operation!r} is not a call")
+            raise BadContent(f"{self.operation!r} is not a call that makes a resource")
 
     @property
     def file(self) -> str:

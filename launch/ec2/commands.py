@@ -1,4 +1,4 @@
-"""`python -m launch clean | iam | quota`: commands for EC2 alone. boto3 is imported only when a command needs it."""
+"""The commands `python -m launch clean | iam | quota` for EC2. boto3 is imported only when a command needs it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def clean(options: argparse.Namespace, s3: S3Config) -> int:
     if not options.yes:
         left = calls.left_over(api, record, regions)
         lines = [printable(f"found: {each}") for each in left] or [f"EC2 lists nothing of {record.run_dir} in {where}"]
-        print(*lines, "nothing was removed; --yes removes it" if left else "--yes proves it", sep="\n")
+        print(*lines, "nothing was removed; --yes removes it" if left else "--yes makes sure", sep="\n")
         return FAILED if left else DONE
     is_known = bool(record.event_names())
     if is_known and not record.history().has_end:
@@ -82,7 +82,7 @@ def iam_flags(parser: Parser) -> None:
 
 
 def iam(options: argparse.Namespace, s3: S3Config) -> int:
-    """Print the minimal policies for the operator of a folder of runs and the machines of one run, as JSON."""
+    """Print, as JSON, the minimal policies for the operator of a runs folder and for the machines of one run."""
     run = options.run.rstrip("/").removesuffix(SUFFIX)
     runs = f"{run.rpartition('/')[0]}/"
     data = [folder_statement(f"Data{number}", each) for number, each in enumerate(options.data)]

@@ -32,7 +32,7 @@ class Ec2Config(ClusterConfig):
     placement_group: str = "true"  # The name of a placement group; true makes one, false uses none.
     public_address: bool = False  # Give machines public addresses; needs a type with only one network interface.
     disk_gib: int = setting(200, above=0)  # The size of the root volume, in GiB.
-    max_wait_s: int = setting(3600, above=0)  # The seconds to wait for capacity, or until AWS answers again.
+    max_wait_s: int = setting(3600, above=0)  # The maximum time to wait for capacity or for an answer, in seconds.
     max_run_s: int = setting(86400, above=0)  # The seconds after which the run is asked to stop. Each machine shuts
     # down half an hour later.
     again: bool = False  # Ask for all machines again after an interruption, until max_run_s has passed.

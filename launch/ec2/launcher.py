@@ -29,7 +29,7 @@ from train.system.aws_errors import BadCredentials, Rejected
 from train.system.schema import read_object, read_yaml
 
 POLL_S = 20.0
-FIRST_S, MOST_S = 10.0, 300.0  # pause between rounds over all subnets, and between attempts at an unanswered call
+FIRST_S, MOST_S = 10.0, 300.0  # first and longest pause between rounds over all subnets, and between tries of a call
 LEAVE_S = 180.0  # time for machines to upload their logs and shut down, once the run has ended
 VISIBLE_S = 10.0  # time for EC2 to recognise a new group
 FAILED_START = "ec2/failed/{}.json"  # the reason why a machine could not start, see boot.sh
@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 
 class NoCapacity(Failure):
-    """An error raised because no subnet has capacity for the machines now."""
+    """An error raised because no subnet has capacity for the machines at present."""
 
 
 class Launcher:

@@ -115,7 +115,7 @@ class Scheduler(spec.Scheduler):
         left = calls.left_over(api, record, regions)
         states = ("pending", "running", sweep.UNLISTED, sweep.UNANSWERED)
         may_run = [str(each) for each in left if each.kind == "instance" and each.state in states]
-        proof = f"python -m launch clean {record.run_dir} --yes proves that nothing is left"
+        proof = f"python -m launch clean {record.run_dir} --yes verifies that nothing is left"
         if may_run:
             raise Failure(f"EC2 may still have {', '.join(may_run)}; {proof}, and ends them")
         print(printable(proof))
@@ -126,11 +126,11 @@ def check_job(job: Job, cluster: Ec2Config, record: Record) -> None:
     s3, spares, where, profile = record.s3, f"spares={job.spares}", f"run_dir={record.run_dir}", record.s3.profile
     is_type = re.fullmatch(INSTANCE_TYPE, job.instance) is not None
     no_region = "s3.region is missing: machines have no ~/.aws with the bucket's region"
-    no_role = "cluster.instance_profile is missing: the name of the machines' role, without which they reach no bucket"
+    no_role = "cluster.instance_profile is missing: the name of the machines' role, without which they cannot use S3"
     local = [each for each in job.overrides if re.match(r"(data\.path|model\.init_from|model\.tokenizer)=/", each)]
-    check(job.kind == "train", "cluster=ec2 trains; prepare=true is for cluster=local and cluster=slurm")
+    check(job.kind == "train", "cluster=ec2 can only train; prepare=true is for cluster=local and cluster=slurm")
     check(job.spares == 0, f"{spares}: cluster=ec2 does not replace single machines; cluster=slurm does")
-    check(record.is_remote, f"{where} must be in S3 (s3://bucket/runs/mine): machines share no other storage")
+    check(record.is_remote, f"{where} must be in S3 (s3://bucket/runs/mine): machines have no other shared storage")
     check(is_type, f"instance={job.instance} is not an EC2 instance type: name one, such as instance=trn1.32xlarge")
     check(profile is None, f"s3.profile={profile}: machines have a role but no ~/.aws; set AWS_PROFILE here instead")
     check(bool(s3.region or s3.endpoint), f"{no_region}; set it (after --), as s3.region=us-east-1")

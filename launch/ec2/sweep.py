@@ -14,7 +14,7 @@ from train.run.command import printable
 from train.system.aws_errors import Rejected
 
 FIRST_S, MOST_S = 5.0, 60.0  # first and longest pause between two rounds
-LIMIT_S = 1200.0  # machines with many network interfaces take minutes to end
+LIMIT_S = 1200.0  # time limit of a sweep: machines with many network interfaces take minutes to end
 # Errors about a resource that is already removed, or can be removed once the machines are gone.
 PASSING = {"DependencyViolation", "InvalidPlacementGroup.InUse", "InvalidPlacementGroup.Unknown", "VolumeInUse"}
 PASSING |= {"InvalidNetworkInterface.InUse", "InvalidParameterValue", "IncorrectState"}

@@ -40,7 +40,7 @@ from train.config import Failure, S3Config, check
 from train.run.command import STOPPED, command_parser, printable, run_flags
 from train.system import processes
 
-REQUEUED_S = 600.0  # how long to wait after a requeue, although Slurm ends this process much sooner
+REQUEUED_S = 600.0  # how long to wait for Slurm to end this process after a requeue, which it does much sooner
 PAUSE_S = 0.2
 # srun prints NO_STEP if slurmctld creates no step, for example on a node that was lost and returned before its job was
 # restarted; and NO_LAUNCH if a node does not answer. Lines of tasks do not match, since they begin with a label.
@@ -105,7 +105,7 @@ class Batch:
 
         Slurm sends USR1 before the time limit, and this program then requeues the job. Slurm sends TERM when it ends
         the job for good (scancel) or restarts it (preemption, a lost node). It also sends TERM at the time limit if the
-        run did not stop in time, and then restarts nothing.
+        run has not stopped by then, and does not restart the job.
         """
         now_s = time.monotonic()
         if number == signal.SIGUSR1:
@@ -209,7 +209,7 @@ class Batch:
             retrying(Failure, REQUEUED_S, PAUSE_S)(self.slurm.exclude, self.job_id, self.excluded)
         self.upload()
         time.sleep(REQUEUED_S)
-        return Decision("end", "failed", "Slurm was asked to requeue this job and did not end it")
+        return Decision("end", "failed", "Slurm was asked to requeue this job, but did not end it")
 
     def upload(self) -> None:
         """Upload the output of this job if the record is in S3, since until then it is only on this node."""

@@ -59,7 +59,7 @@ class SlurmConfig(ClusterConfig):
             check_argument(each)
         for folder in self.container_mounts:
             ok = folder.startswith("/") and not re.search(r"[:,]", folder)  # colons and commas separate mounts
-            check(ok, f"cluster.container_mounts holds {folder!r}: use absolute paths without colons and commas")
+            check(ok, f"cluster.container_mounts has {folder!r}: use absolute paths without colons and commas")
 
 
 def check_argument(argument: str) -> None:
@@ -67,15 +67,15 @@ def check_argument(argument: str) -> None:
     match = re.fullmatch(r"--([a-z][a-z0-9-]*)(=.*)?", argument, re.ASCII)
     if match is None:
         shape = "an option is one line, --name=value or --name, such as --qos=high"
-        raise InputError(f"cluster.sbatch_args holds {argument!r}: {shape}")
+        raise InputError(f"cluster.sbatch_args has {argument!r}: {shape}")
     for name, key in RESERVED.items():
         taken = f"--{name} is set only by launch{f'; set {key}' if key else ''}"
         # sbatch also accepts abbreviated names.
-        check(not name.startswith(match[1]), f"cluster.sbatch_args holds {argument!r}: {taken}")
+        check(not name.startswith(match[1]), f"cluster.sbatch_args has {argument!r}: {taken}")
 
 
 def time_limit_s(text: str) -> int | None:
-    """Return the seconds of a time in sbatch's notation (man sbatch, --time); None if it is invalid."""
+    """Return a duration in sbatch's notation (man sbatch, --time) in seconds; None if it is invalid."""
     match = re.fullmatch(r"(?:(\d{1,5})-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?", text, re.ASCII)
     if match is None:
         return None

@@ -327,7 +327,7 @@ def test_what_is_wrong_with_an_image_is_said(changes, words):
 def test_what_nobody_should_start_is_not_promoted_and_in_no_region_if_not_in_all(aws, says):
     half, open_one, new = add_image("baretrain-neuron-half"), add_own(name="open", is_encrypted=False), add_own()
     both = f"promote {new} --region {REGION} --region {OTHER} --yes"
-    assert "half built" in says("list")
+    assert "incomplete" in says("list")
     assert "has no tag baretrain:image" in says(f"promote {half} --yes", 2)
     assert "not encrypted" in says(f"promote {open_one} --yes", 2) and "not encrypted" in says(f"verify {open_one}", 1)
     assert "is not an image id" in says("promote x;rm --yes", 2)

@@ -116,7 +116,7 @@ def test_a_reservation_decides_the_zone(ec2, resolved):
     ("own", "line"),
     [
         (["cluster.image=ami-0123456789abcdef0"], "InvalidAMIID.NotFound: .* image ids differ by region"),
-        (["cluster.image=null"], "python -m ami neuron.* builds and promotes"),
+        (["cluster.image=null"], "python -m ami neuron.* python -m ami promote"),
         (["cluster.public_address=true"], "one network interface, but trn1.32xlarge has 9"),
         (["cluster.subnets=[subnet-0123456789abcdef0]"], "us-east-1 has none of cluster.subnets"),
         (["cluster.regions=[eu-north-1]", "cluster.subnets=[]"], "eu-north-1 offers .* in no zone"),

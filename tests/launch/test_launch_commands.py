@@ -172,9 +172,9 @@ OF_RANK_3 = "attempt_0002/n2/mine-1.1_x/attempt_0/1/stderr.log"
         ("--rank 3", f"{OF_RANK_3}: rank 3 | the run's log/rank_0003.txt: trainer 3"),
         ("--rank 3 --attempt 2", f"{OF_RANK_3}: rank 3"),
         ("--rank 4", "error: there is no rank 4 in attempt 2, which has 4 ranks"),
-        ("--node n9", "error: there is no machine n9 in attempt 2; there are: n1, n2"),
-        ("--attempt 5", "error: there is no attempt 5; there are: 1, 2"),
-        ("--attempt 5 -f", "error: there is no attempt 5; there are: 1, 2"),
+        ("--node n9", "error: there is no machine n9 in attempt 2; available: n1, n2"),
+        ("--attempt 5", "error: there is no attempt 5; available: 1, 2"),
+        ("--attempt 5 -f", "error: there is no attempt 5; available: 1, 2"),
     ],
 )
 def test_logs_are_those_of_the_job_and_of_the_last_attempt_or_those_that_were_asked_for(run, says, flags, expected):
