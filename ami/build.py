@@ -62,10 +62,8 @@ def find_left(api: Api, region: str, build_id: str | None) -> list[Resource]:
 
 
 def remove_left(api: Api, region: str, build_id: str | None) -> None:
-    """Remove a build's resources until two searches in a row find none, since EC2 lists resources late.
-
-    Raises Failure if some remain.
-    """
+    """Remove a build's resources until two searches in a row find none. Raises Failure if some remain."""
+    # One search is not enough, since EC2 lists new resources late.
 
     def remove(left: list[Resource]) -> None:
         delete(api, [each for each in left if each.kind != "role"])

@@ -133,7 +133,6 @@ def plan_lines(plan: ImagePlan) -> list[str]:
 
 
 def changes(plan: ImagePlan) -> list[str]:
-    """Return the differences from the last image."""
     if plan.base is None or plan.last is None:
         return [NOT_ASKED if plan.base is None else "nothing was built before"]
     before, now = plan.last.tags, plan.variables["tags"]

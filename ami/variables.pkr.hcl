@@ -12,5 +12,5 @@ variable "cache_arns" { type = list(string) } # ARNs that the builder may read: 
 variable "deprecate_at" { type = string }     # when EC2 marks the image as deprecated
 variable "tags" { type = map(string) }        # tags of the image and its snapshots: versions, commit, base image
 variable "build_tags" { type = map(string) }  # tags of temporary resources, by which leftovers are found
-variable "files" { type = string }            # folder with image.env, functions.sh, both requirements files and the wheel
+variable "files" { type = string }            # folder with image.env, functions.sh, requirements and the wheel
 variable "max_minutes" { type = number }      # after this time the builder shuts down, even if Packer is gone

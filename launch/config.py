@@ -26,7 +26,7 @@ class ClusterConfig(Section, prefix="cluster."):
     attempts: int = setting(20, above=0)  # The number of failed attempts after which the job gives up.
 
     def interpreter(self) -> str:
-        """Return the path of the Python interpreter on the nodes."""
+        """Return the path of Python on the nodes."""
         return sys.executable
 
 

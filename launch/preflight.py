@@ -23,7 +23,7 @@ def run_preflight(
     """Return the machines to train on, and the reasons by machine for those that failed.
 
     If too few machines pass, fewer machines are returned than the job needs. If collectives over the chosen machines
-    fail, each machine is tested alone, and then in pairs. Spares replace the machines that fail.
+    fail, they are tried on each machine alone, and then on pairs. Spares replace the machines that fail.
     """
     run("preflight", nodes, name=name)
     failed = failures(record, name, nodes)

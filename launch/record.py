@@ -177,7 +177,6 @@ class Record:
             pass  # another process took the number
 
     def next_number(self) -> int:
-        """Return the number of the next event."""
         return 1 + max((int(name[len(EVENTS) :].removesuffix(".json")) for name in self.event_names()), default=0)
 
     def append_event_as(self, number: int, kind: str, /, **details: Any) -> bool:

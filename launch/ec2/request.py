@@ -29,7 +29,7 @@ def run_id(record: Record) -> str:
 
 
 def name_of(record: Record) -> str:
-    """Return the name of the run's resources on EC2."""
+    """Return the name of all resources of the run on EC2."""
     return f"baretrain-{run_id(record)}"
 
 

@@ -1,9 +1,8 @@
 """Slurm's commands, run without a shell, and the parsing of their output. None needs Slurm's accounting.
 
 The methods raise InputError if the user has to fix something, Unreachable if slurmctld does not answer, and Failure if
-Slurm rejects a request for another reason. Jobs are listed in columns, never with their names or comments, which may
-contain anything. Columns have the same format in all releases, while the schema of `squeue --json` differs (data_parser
-in Slurm's documentation).
+Slurm rejects a request for another reason. Jobs are listed in columns, which are the same in all releases, unlike the
+schema of `squeue --json`. Their names and comments are not listed, since these may contain anything.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ from train.config import Failure, InputError, Unreachable, check
 from train.run.command import printable
 from train.system.schema import BadContent, shown
 
-# The variables in KEPT name the cluster. Slurm's other variables are not passed to its commands: they belong to a
-# surrounding job, or set options that the plan does not show. SBATCH_WAIT, for example, waits for the job's end, and
-# SBATCH_ARRAY_INX submits many jobs.
+# The variables in KEPT name the cluster. Slurm's commands do not get its other variables, which belong to a surrounding
+# job or set options that the plan does not show: SBATCH_WAIT waits for the job's end, SBATCH_ARRAY_INX submits arrays.
 KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 OWN = ("SLURM_", "SBATCH_", "SCANCEL_", "SQUEUE_", "SACCT_", "SINFO_")
 READING = {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}  # 0 shows full lists; not for sbatch, whose job would inherit both
