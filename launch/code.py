@@ -77,7 +77,7 @@ def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def unpack(content: bytes, sha256: str, folder: Path) -> Path:
-    """Unpack a bundle below `folder` unless it is there; return its folder. Raises InputError if it was changed."""
+    """Unpack a bundle below `folder` unless it is there already; return its folder. Raises InputError if it changed."""
     matches = sha256_bytes(content) == sha256
     check(matches, f"the code bundle does not match its checksum {sha256[:16]}...; launch the run again")
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:

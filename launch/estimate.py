@@ -22,7 +22,7 @@ DEVICE_HOP_S = 10e-6  # assumed time per message between two devices of a machin
 
 @dataclass(frozen=True)
 class ClusterSize:
-    """The estimate for one number of machines. Unknown values are None; `reason` says why the number is impossible."""
+    """The estimate for one number of machines. Unknown values are None; `reason` says why the run cannot use it."""
 
     nodes: int
     world_size: int
@@ -202,7 +202,7 @@ def notes_of_memory(cfg: TrainConfig, shape: Shape, at: ClusterSize, seq_len: in
 
 
 def notes_of_data(cfg: TrainConfig, at: ClusterSize, manifest: DataManifest) -> list[str]:
-    """Return notes on how much data each planned machine fetches from S3; none if some ranks read the same rows."""
+    """Return notes on how much data each planned machine fetches from S3; [] if some ranks read the same rows."""
     if at.global_batch_size is None or at.replicas != at.world_size or not isinstance(cfg.data, ShardsConfig):
         return []
     shards, ranks = manifest.splits["train"], at.world_size // at.nodes

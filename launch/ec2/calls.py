@@ -77,7 +77,7 @@ class Call:
             return self.answered_unix_s + LISTS_S
         stopped_unix_s, is_submitted = None, False  # state since the call's launch began
         for event in events:
-            if event.kind == "submitting" and not is_submitted:  # this launch begins, or an earlier one did
+            if event.kind == "submitting" and not is_submitted:  # this launch or an earlier one begins
                 stopped_unix_s = None
             elif event.kind in ("submitting", *STOPS) and stopped_unix_s is None:
                 stopped_unix_s = event.time_unix_s
@@ -109,9 +109,9 @@ def begin(run: Record, operation: str, region: str, *, submission: str) -> Call:
 
 
 def check(run: Record, submission: str) -> None:
-    """Raise Superseded unless the last submission is this one, Cancelled if it has ended or was cancelled.
+    """Raise Superseded if another launch has begun, Cancelled if this launch has ended or was cancelled.
 
-    It may have been cancelled even before its submission was recorded.
+    This launch may be cancelled even before its submission is recorded.
     """
     stop, handle = "", dict[str, Any]()
     for event in run.events():
@@ -131,7 +131,7 @@ def check(run: Record, submission: str) -> None:
 
 
 def resources(api: Api, record: Record, regions: Iterable[str], *kinds: str) -> list[Resource]:
-    """Return the resources of a run that EC2 lists, which include removed ones for about an hour."""
+    """Return the resources of a run that EC2 lists. It lists removed resources for about an hour."""
     by_run = {f"tag:{RUN_TAG}": [run_id(record)]}
     return [each for region in regions for each in find(api, region, by_run, kinds)]
 

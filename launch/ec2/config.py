@@ -33,8 +33,8 @@ class Ec2Config(ClusterConfig):
     public_address: bool = False  # Give machines public addresses; needs a type with only one network interface.
     disk_gib: int = setting(200, above=0)  # The size of the root volume, in GiB.
     max_wait_s: int = setting(3600, above=0)  # The maximum time to wait for capacity or for an answer, in seconds.
-    max_run_s: int = setting(86400, above=0)  # The seconds after which the run is asked to stop. Each machine shuts
-    # down half an hour later.
+    max_run_s: int = setting(86400, above=0)  # The time after which the run is asked to stop, in seconds. Each machine
+    # shuts down half an hour later.
     again: bool = False  # Ask for all machines again after an interruption, until max_run_s has passed.
 
     def interpreter(self) -> str:

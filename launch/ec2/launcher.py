@@ -98,7 +98,7 @@ class Launcher:
     # ---- making machines ---------------------------------------------------------------------------------------------
 
     def acquire(self) -> Call:
-        """Ask one subnet after another for all machines, for at most max_wait_s; return the call that made them."""
+        """Ask for all machines in one subnet after another, for at most max_wait_s; return the call that made them."""
         wanted = f"{self.job.nodes} x {self.job.instance}"
         sites, errors = list(self.resolved.sites), dict[str, Rejected]()
 
@@ -197,7 +197,7 @@ class Launcher:
     def placement_group(self, site: Site) -> str | None:
         """Return the name of the site's placement group, made if wanted and absent; None if the site has none."""
         name, is_made = placement_name(self.record, self.cluster, site, self.job.nodes)
-        by = {"group-name": [str(name)], "state": ["pending", "available"]}  # EC2 shows a deleted one for a while
+        by = {"group-name": [str(name)], "state": ["pending", "available"]}  # EC2 lists deleted groups for a while
         if is_made and not self.api.pages(site.region, "describe_placement_groups", "PlacementGroups", by=by):
             marked = tags(self.record, "placement-group")
             request = {"GroupName": name, "Strategy": "cluster", "TagSpecifications": marked}

@@ -39,7 +39,7 @@ from train.system.schema import FileName
 REGISTERED, STEPS = "ec2/machines/{:04d}/", "ec2/steps/{:04d}/{:04d}.json"
 END = "end"
 POLL_S, SIGN_S, LOGS_S = 2.0, 10.0, 30.0  # seconds between reads of the record, signs of life, uploads of logs
-BOOT_S = 900.0  # time for all machines to boot and register, and for the first one to write a step; both take minutes
+BOOT_S = 900.0  # time for all machines to boot and register, and for the first machine to write a step; takes minutes
 END_S = 60.0  # time for a process to end: the trainer may be saving
 ALIVE, LOG = "alive", "machine.txt"  # in boot.sh's folder: a file touched when S3 has answered; this program's output
 

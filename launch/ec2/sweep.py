@@ -69,7 +69,7 @@ def find(api: Api, region: str, by: Mapping[str, Sequence[str]], kinds: Iterable
 
 
 def delete(api: Api, left: Sequence[Resource]) -> None:
-    """Remove spot requests, before they start machines, then machines, and the rest only once no machine is left."""
+    """Cancel spot requests before they start machines, end machines, and delete all else once no machine is left."""
     for region in dict.fromkeys(each.region for each in left):
         here = [each for each in left if each.region == region and each.state != UNANSWERED]
         spot = [each.id for each in here if each.kind == "spot-instances-request"]

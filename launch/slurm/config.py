@@ -38,7 +38,7 @@ class SlurmConfig(ClusterConfig):
     sbatch_args: list[str] = field(default_factory=list)  # The additional options of sbatch (man sbatch), for example
     # ["--gres=gpu:8","--qos=high"]; they may include --account, --constraint, --reservation, --exclude and --chdir.
     exclusive: bool = True  # Take whole nodes.
-    time_limit: str | None = None  # The limit, such as 30 (minutes), 12:00:00 or 2-00:00:00; None is the partition's.
+    time_limit: str | None = None  # The time limit: 30 (minutes), 12:00:00 or 2-00:00:00; None takes the partition's.
     stop_before_s: int = setting(300, above=0, most=65535)  # The time before time_limit, in seconds, at which the run
     # is asked to stop with a checkpoint.
     container: str | None = None  # The container image; None uses none. Apptainer runs *.sif files and URLs such as
