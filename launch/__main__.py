@@ -91,7 +91,7 @@ def with_unknown_type(own: list[str]) -> list[str]:
 
 
 def is_unknown(cfg: LaunchConfig) -> bool:
-    """Return whether to ask EC2 about the machine type. Raises InputError if this is needed, but check=true is missing."""
+    """Return whether to ask EC2 about the machine type. Raises InputError if EC2 is needed without check=true."""
     instance = cfg.instance
     if instance.name in instance_names() or instance.devices is not None or not cfg.cluster.finds_types:
         return False
