@@ -145,7 +145,7 @@ def test_the_plan_shows_what_would_be_built_and_starts_nothing(aws, says):
     ("words", "settings", "base"),
     [
         ("cannot run torch-neuronx 2.9", "", {"name": "Deep Learning AMI Neuron (al2023)"}),
-        ("has Neuron SDK 2.33, ami/versions.yaml wants 2.31", "", {"description": "Neuron SDK 2.33.0"}),
+        ("has Neuron SDK 2.33, but ami/versions.yaml requires 2.31", "", {"description": "Neuron SDK 2.33.0"}),
         ("has no SSM parameter /aws/service/canonical/", "base=ubuntu", {}),
         ("base=debian must be dlami, ubuntu or the id of an image", "base=debian", {}),
         ("eu-central-1 has no trn1.2xlarge: build in another region", "regions=[eu-central-1]", {}),
@@ -268,7 +268,7 @@ def test_a_compile_cache_comes_back_from_s3(aws, says, tmp_path):
     s3.put_object(Bucket="graphs", Key="cache/a/b/model.neff", Body=b"compiled")
     says(f"restore s3://graphs/cache {tmp_path}/cache")
     assert (tmp_path / "cache/a/b/model.neff").read_bytes() == b"compiled"
-    assert "s3://graphs/other holds no file" in says(f"restore s3://graphs/other {tmp_path}/cache", 2)
+    assert "s3://graphs/other has no files" in says(f"restore s3://graphs/other {tmp_path}/cache", 2)
 
 
 # ---- images ----------------------------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ PLAIN_DISK = {"DeviceName": "/dev/sdb", "Ebs": {}}
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"State": "pending"}, "is pending: wait if its build is under way"),
+        ({"State": "pending"}, "is pending: wait if it is still being built"),
         ({"ImdsSupport": None}, "allows IMDSv1"),
         ({"BlockDeviceMappings": []}, "a snapshot that is not encrypted"),
         ({"BlockDeviceMappings": [*WHOLE["BlockDeviceMappings"], PLAIN_DISK]}, "a snapshot that is not encrypted"),

@@ -195,14 +195,14 @@ def test_a_known_peak_makes_a_run_tell_of_other_machines(tmp_path):
     share, _ = IN_16_BITS["A100"]  # of which none is published in fp32
     assert row(at, 1).compute_s == pytest.approx(row(published, 1).compute_s * share / run.mfu)
     without = read_calibration(write_run(tmp_path / "run", LINES), S3Config())
-    rejects("ran on instance=local, and without the peaks of both", of, cfg, 1, 8, 32, calibration=without)
+    rejects("ran on instance=local, whose speed cannot be converted", of, cfg, 1, 8, 32, calibration=without)
 
 
 @pytest.mark.parametrize(
     ("lines", "says"),
     [
         (LINES[:-1], "it has no summary: the run has not ended yet"),
-        ([END], "its last attempt has 0 train lines, and a speed needs 2"),
+        ([END], "its last attempt has 0 train lines, but 2 are needed"),
         ([*LINES[:-1], {**END, "world_size": "2"}], "world_size holds '2', not a count"),
         ([trained(10, 25.0), trained(10, 30.0), END], "examples goes from 500 to 500: the run was rolled back"),
         ([trained(10, 25.0), {**trained(30, 1.0), "train_s": None}, END], "train_s holds None"),

@@ -56,7 +56,7 @@ def test_code_that_no_node_would_unpack_is_rejected_before_it_is_sent(monkeypatc
         if path.is_file()
     )
     largest = max((path for path in parts if path.suffix != ".pyc"), key=lambda path: path.stat().st_size)
-    rejects(rf"the code has \d+ MB, and a job takes 1 MB at most; the largest file is {largest} ", code.pack)
+    rejects(rf"the code has \d+ MB, but a job may have at most 1 MB; the largest file is {largest} ", code.pack)
 
 
 def test_a_bundle_that_was_changed_is_not_unpacked(tmp_path):

@@ -258,7 +258,7 @@ def test_without_a_job_or_an_answer_nothing_is_done(run, fake_scheduler, says, c
 def test_cancel_says_what_is_lost_and_does_it_when_asked_twice(run, fake_scheduler, says):
     run.begin().trained(step=40)
     run.record.folder.write("events/00004.json", b"[]")  # which hides no job
-    lost = "step 40 was reached, and the newest checkpoint is of step 30: later steps may be lost"
+    lost = "step 40 was reached, but the newest checkpoint is from step 30: later steps may be lost"
     assert lost in says("cancel runs/mine") and fake_scheduler.cancelled == []
     assert lost in says("cancel runs/mine --yes") and fake_scheduler.cancelled == [HANDLE]
     assert run.record.events()[-1].kind == "cancelled"
