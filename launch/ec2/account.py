@@ -69,7 +69,7 @@ def last_resolved(run: Record) -> Resolved | None:
 
 def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:
     """Resolve the settings by asking AWS. Raises InputError, with the cure, if a launch would fail or waste money."""
-    # What RunInstances rejects with a clear message is not checked here.
+    # Mistakes that RunInstances reports clearly are not checked here.
     before, setting = last_resolved(run), cluster.image or ""
     pinned = dict[str, str]()  # a resumed job keeps its images
     if before is not None and (before.job_id, before.image_setting) == (job.id, setting):

@@ -13,7 +13,7 @@ MARKETS = ("on-demand", "spot", "capacity-block")
 
 @dataclass(kw_only=True)
 class Ec2Config(ClusterConfig):
-    """Machines on EC2. A YAML file in conf/cluster/ gives an account's values that differ from these defaults."""
+    """Machines on EC2. A YAML file in conf/cluster/ sets an account's values that differ from these defaults."""
 
     finds_types: ClassVar[bool] = True
     has_check: ClassVar[bool] = True

@@ -25,7 +25,7 @@ RESERVED = {
 
 @dataclass(kw_only=True)
 class SlurmConfig(ClusterConfig):
-    """A Slurm site. A YAML file in conf/cluster/ gives a site's values that differ from these defaults.
+    """A Slurm site. A YAML file in conf/cluster/ sets a site's values that differ from these defaults.
 
     Most values become arguments of sbatch, which checks them for the plan (--test-only). A shell reads only `prologue`.
     """

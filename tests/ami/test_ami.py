@@ -152,7 +152,7 @@ def test_the_plan_shows_what_would_be_built_and_starts_nothing(aws, says):
         ("names a region twice", f"regions=[{REGION},{REGION}]", {}),
         ("wheel=x.tar must be a file *.whl", "wheel=x.tar", {}),
         ("s3:/b/x.whl is neither a URL", "wheel=s3:/b/x.whl", {}),
-        ("instance=g5.xlarge has no device for the image neuron", "instance=g5.xlarge", {}),
+        ("instance=g5.xlarge has no device on which the image neuron", "instance=g5.xlarge", {}),
         ("needs native PyTorch: start it from Neuron's DLAMI", "instance=trn2.48xlarge", {}),
         ("compile_cache=/tmp/x must be s3://bucket/prefix", "compile_cache=/tmp/x", {}),
         ("name one image, neuron or cuda", "cuda", {}),

@@ -82,7 +82,7 @@ def test_what_a_run_learns_may_not_change_and_where_and_how_long_it_runs_may():
     kept = {"task": {"kind": "mlm"}, "model": {"name": "a"}, "optim": {"lr": 0.1}, "seed": 1, "global_batch_size": 8}
     kept |= {"seq_len": 32, "data": {"path": "a", "num_workers": 1}, "max_steps": 6, "backend": {"name": "ddp"}}
     for now in (*({key: {}} for key in ("task", "model", "optim", "data")), {"seed": 2}, {"seq_len": None}):
-        with pytest.raises(InputError, match=f"^the settings of runs/mine changed .*{next(iter(now))}.* -> "):
+        with pytest.raises(InputError, match=f"^the settings of runs/mine have changed .*{next(iter(now))}.* -> "):
             check_unchanged(kept, {**kept, **now}, run_dir="runs/mine")
     kept["optim"]["decay_fraction"] = 0.1
     free = {"optim": {"lr": 0.1, "decay_fraction": 0.2}}
