@@ -95,7 +95,7 @@ class Scheduler(spec.Scheduler):
         may_be = calls.unlisted(record, {each.id for each in seen})
         zones = ", ".join(sorted({str(each.seen["Placement"]["AvailabilityZone"]) for each in alive}))
         pending = sum(each.state == "pending" for each in alive)
-        says = f"{len(alive)} machines in {zones}{f', {pending} of them pending' if pending else ''}"
+        says = f"machines in {zones}: {len(alive)}{f' ({pending} pending)' if pending else ''}"
         others = [*(str(each) for each in may_be if each.kind == "instance"), asks_text(record, handle)]
         said = [each for each in (says if alive else "", *others) if each]
         hosts = [str(each.seen.get("PrivateDnsName") or each.id).split(".")[0] for each in alive]
