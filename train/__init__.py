@@ -1,4 +1,4 @@
-"""The training side of baretrain. Start reading at `train/loop.py`."""
+"""The training code of baretrain. Start reading at `train/loop.py`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ def show(kind: type[BaseException], error: BaseException, trace: TracebackType |
 def begin() -> None:
     """Prepare this process for a command before torch is imported: install `show`, and let idle OpenMP threads sleep.
 
-    Idle threads of GNU OpenMP spin 300,000 times by default and keep cores from other processes: two runs on two cores
-    fell to a third of their speed (benchmarks/notes.md). https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
+    GNU OpenMP's idle threads spin 300,000 times by default, and other processes cannot use their cores: two runs on two
+    cores fell to a third of their speed (benchmarks/notes.md).
+    https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
     """
     sys.excepthook = show
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
-if sys.argv[:1] == ["-m"]:  # python -m is about to run a command; a plain import of the package changes nothing
+if sys.argv[:1] == ["-m"]:  # `python -m` is about to run a command; importing the package changes nothing
     begin()

@@ -1,4 +1,4 @@
-"""`python -m train key=value ...`, alone or under torchrun: one training run."""
+"""The command `python -m train key=value ...`, which trains one run, with or without torchrun."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from train.system.torchrun import die_with_torchrun
 def main() -> int:
     die_with_torchrun()
     use_console("stderr")
-    from train import entry  # late: it takes seconds; by now this rank ends if torchrun ends
+    from train import entry  # This import takes seconds. From here on, the rank ends if torchrun does.
     from train.observe.trackers import unended
 
     code = entry.run_command_line()

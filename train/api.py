@@ -1,8 +1,8 @@
 """The commands as functions, for notebooks and other programs: `from train import api`.
 
 Each call runs the command in a separate process, so that its signals, exits and torch state do not affect the caller.
-The command's output is printed here as it appears. A call raises InputError if the command rejects its input, and
-Failure if the command fails. The text of the error is the reason that the command printed.
+The command's output is printed as it arrives. A call raises InputError if the command rejects its input, and Failure if
+the command fails. The error's text is the reason that the command printed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from train.system.imported import FLAG
 from train.system.outcome import read_outcome
 from train.system.torchrun import REJECTION
 
-LINES = 1000  # maximum of output lines to keep, among which is the reason for a failure
+LINES = 1000  # maximum number of output lines to keep; if the command fails, the reason is in one of them
 
 __all__ = ["Failure", "InputError", "Result", "evaluate", "predict", "prepare", "train"]
 
@@ -44,13 +44,13 @@ class Result:
     outcome: str  # "done" or "stopped"; the same call resumes a stopped run
     step: int
     metrics: list[dict[str, float]]  # one row per evaluation, for pandas.DataFrame(result.metrics)
-    export: str | None  # the folder for from_pretrained; None if there is none
+    export: str | None  # a folder for from_pretrained; None if nothing was exported
 
 
 def train(settings: Sequence[str], *, ranks: int = 1, imports: Sequence[str] = ()) -> Result:
     """Train or resume a run as `python -m train` does with these settings, under torchrun if `ranks` is above 1.
 
-    A KeyboardInterrupt stops the run with a checkpoint and is raised again. `imports` are files for --import.
+    A KeyboardInterrupt makes the run save and stop, and is then raised again. `imports` are files for --import.
     """
     arguments = [*flags(imports), *listed(settings)]
     cfg = composed("train", arguments)
@@ -84,10 +84,10 @@ def predict(
     options: Sequence[str] = (),
     imports: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Return a model's answer to each row, as `train.predict` does.
+    """Return a model's prediction for each row, as `python -m train.predict` makes it.
 
-    `model` is a run, a folder in the format of transformers, or a Hub id. A row is a text or a mapping from column to
-    value; `rows` may also be the path of a file. `options` are further flags.
+    `model` is a run, a transformers folder or a Hub id. A row is a text, or a mapping from column names to values.
+    `rows` may also be the path of a file. `options` are further flags of the command.
     """
     if not isinstance(rows, Path) and not rows:
         return []
@@ -105,7 +105,7 @@ def predict(
         try:
             done("train.predict", arguments)
         except (InputError, Failure) as error:
-            raise type(error)(str(error).replace(f"{folder}/", "")) from None  # the caller does not know that folder
+            raise type(error)(str(error).replace(f"{folder}/", "")) from None  # the user does not know this folder
         return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
 
 
@@ -128,13 +128,13 @@ def flags(imports: Sequence[str]) -> list[str]:
 
 
 def listed(values: Sequence[Any]) -> Sequence[Any]:
-    """Return the values. Raises InputError if they are a single string, whose letters would each become a value."""
+    """Return the values. Raises InputError if they are one string, each character of which would become a value."""
     check(not isinstance(values, str), f"{values!r} must be a list of texts, such as [{values!r}]")
     return values
 
 
 def composed(module: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return all settings of a command with these arguments."""
+    """Return all settings with which a command would run if it had these arguments."""
     command = [sys.executable, "-m", module, *arguments, "--cfg=job"]
     env = processes.with_this_code(os.environ)
     ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -161,7 +161,7 @@ def call(module: str, arguments: Sequence[str], *, ranks: int) -> tuple[int, str
         try:
             show(process, said)
         except KeyboardInterrupt:
-            process.send_signal(signal.SIGINT)  # an interrupted notebook signals only its kernel
+            process.send_signal(signal.SIGINT)  # interrupting a notebook signals only its kernel
             show(process, said)
             raise
         finally:

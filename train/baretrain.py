@@ -1,7 +1,7 @@
-"""`baretrain COMMAND ...`, from any folder: `baretrain train` is `python -m train`.
+"""The program `baretrain COMMAND ...`: `baretrain train` runs `python -m train`.
 
-`baretrain report` is `python -m train.report`, and `baretrain launch` is `python -m launch`; they also work in a folder
-that has a `train.py`.
+`baretrain report` runs `python -m train.report`, and `baretrain launch` runs `python -m launch`. The program works in
+any folder, even in one that contains a file `train.py`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ COMMANDS = {
     "prepare": "turn a corpus into shards for pretraining",
     "records": "describe labelled examples: classes, lengths, bad rows",
     "shards": "show or verify prepared shards",
-    "convert": "convert sequences that other tools have packed to shards",
+    "convert": "make shards from sequences that another tool has packed",
     "report": "write a page about one or more runs",
     "compare": "run variants of an experiment and compare them",
     "bench": "measure how fast a run would be on this machine",
     "precompile": "compile the graphs of a run before it starts",
     "doctor": "check whether this machine can train",
     "checkpoints": "list, verify, prune or export the checkpoints of a run",
-    "evaluate": "compute the metrics of a run or another model on labelled rows, on any number of ranks",
-    "predict": "apply the model of a run to new rows",
+    "evaluate": "compute the metrics of a trained model, on any number of ranks",
+    "predict": "print a model's predictions for new rows",
     "hub": "push a run to the Hugging Face Hub",
     "launch": "plan and start runs on Slurm, EC2 or this machine",
     "ami": "build machine images",
@@ -43,13 +43,13 @@ def main() -> int:
     if name in ("--help", "-h"):
         print("usage: baretrain COMMAND ...\n")
         print(*(f"  {command:<12} {purpose}" for command, purpose in COMMANDS.items()), sep="\n")
-        print("\nbaretrain COMMAND --help says more. python -m train.COMMAND is the same.")
+        print("\nbaretrain COMMAND --help explains a command.")
         return 0
     if name not in COMMANDS:
         print(f"error: there is no command {name}; choose one of: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     train.begin()
-    os.environ.setdefault("PYTHONSAFEPATH", "1")  # Python in child processes imports nothing from this folder
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # Child processes must not import modules from this folder.
     module = name if name in PACKAGES else f"train.{name}"
     sys.argv[:2] = [module]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""`python -m train.bench`; its code is in `train.tools.bench.command`."""
+"""The command `python -m train.bench`, which `train.tools.bench.command` implements."""
 
 from train.tools.bench.command import main
 

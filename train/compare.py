@@ -1,4 +1,4 @@
-"""`python -m train.compare`; its code is in `train.tools.compare`."""
+"""The command `python -m train.compare`, which `train.tools.compare` implements."""
 
 from train.tools.compare import main
 

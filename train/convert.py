@@ -1,4 +1,4 @@
-"""`python -m train.convert`; its code is in `train.tools.convert`."""
+"""The command `python -m train.convert`, which `train.tools.convert` implements."""
 
 from train.tools.convert import main
 

@@ -1,4 +1,4 @@
-"""`python -m train.doctor`; its code is in `train.tools.doctor.command`."""
+"""The command `python -m train.doctor`, which `train.tools.doctor.command` implements."""
 
 from train.tools.doctor.command import main
 

@@ -32,11 +32,11 @@ USED += ("data.num_workers", "export", "s3.endpoint")
 
 
 def run_command_line(arguments: Sequence[str] | None = None, *, collects: bool = False) -> int:
-    """Run the command line and return the exit code. With `collects`, run each graph only once."""
+    """Run the command line and return the exit code. With `collects`, only run each graph once, and save nothing."""
     parser = cli.settings_parser(
         "train",
         TrainConfig,
-        "Train a model, alone or as one rank of torchrun. The same command resumes a run where it stopped.",
+        "Train a model, with or without torchrun. The same command resumes a run where it stopped.",
         examples=(
             "experiment=demo data.path=data/mine run_dir=runs/mine max_steps=5000",
             "torchrun --standalone --nproc-per-node=8 -m train experiment=albert_pretrain data.path=s3://bucket/mine",
@@ -56,21 +56,21 @@ def attempt(cfg: TrainConfig, *, collects: bool = False) -> int:
     use_console("stdout")
     launch = launched()
     if launch.restart_count > 0 and (over := what_is_over(RunFolder(cfg.run_dir, cfg.s3).last_outcome())):
-        if is_first("over"):  # only the rank that prints the line ends torchrun
+        if is_first("over"):  # one rank per machine prints this and ends torchrun
             print(f"not started again: outcome {over['outcome']} ({over['reason']})", file=sys.stderr, flush=True)
             end_torchrun()
         return {"done": cli.DONE, "stopped": cli.STOPPED}.get(over["outcome"], cli.FAILED)
     if launch.rank == 0:
         ranks = f"{launch.world_size} rank{'s' if launch.world_size > 1 else ''}"
-        print(f"starting {cfg.run_dir}: {ranks}", file=sys.stderr)  # Importing torch takes seconds more.
+        print(f"starting {cfg.run_dir}: {ranks}", file=sys.stderr)  # Importing torch takes several seconds.
     rank_setup.prepare(launch, forks=cfg.data.num_workers > 0)
     search_rarely()  # garbage is collected rarely until `loop.run` has imported the task
-    # Without this variable transformers imports accelerate, if installed, and accelerate imports torch_xla. That wastes
-    # two seconds, and happens before the backend has set the variables that torch_xla reads.
+    # Without this variable transformers imports accelerate, if installed, which imports torch_xla. That wastes two
+    # seconds, and is too early: the backend has not yet set the variables that torch_xla reads.
     os.environ.setdefault("USE_TORCH_XLA", "0")
     with StopRequest() as stop:
-        # Imported late: torch takes seconds, and wrong settings have been rejected by now. `loop.run` obeys a signal
-        # that arrives during the import.
+        # These modules import torch, which takes seconds. By now wrong settings have been rejected. `loop.run` obeys a
+        # signal that arrives during the import.
         from train import loop
         from train.parallel.ranks import AGREED
         from train.run.attempt import ENDS, kind_of
@@ -84,10 +84,10 @@ def attempt(cfg: TrainConfig, *, collects: bool = False) -> int:
                 why = f"stopped on {signal} before there was anything to save"
                 print(f"{why}; the same command starts it again", file=sys.stderr)
             return cli.STOPPED
-        except SystemExit as error:  # a second signal: leave without waiting for a save
+        except SystemExit as error:  # a second signal arrived: exit without waiting for a save
             leave_at_once(int(error.code or cli.FAILED))
         except BaseException as error:
-            is_agreed = isinstance(error, AGREED)  # all ranks agreed on the error and have left
+            is_agreed = isinstance(error, AGREED)  # all ranks raise the same error, so none waits for another
             logger.error("failed: %s", error, exc_info=not is_agreed)
             if not may_continue(kind_of(error), ""):
                 end_torchrun()
@@ -100,7 +100,7 @@ def attempt(cfg: TrainConfig, *, collects: bool = False) -> int:
         return cli.DONE
     logger.info("stopped on %s at step %d with a checkpoint; the same command resumes the run", reason, step)
     if launch.is_under_torchrun:
-        logger.info("torchrun reports exit code %d as a failure; the run stopped as asked", cli.STOPPED)
+        logger.info("torchrun reports exit code %d as a failure, but the run only stopped as requested", cli.STOPPED)
     return cli.STOPPED
 
 

@@ -1,4 +1,4 @@
-"""`python -m train.evaluate`; its code is in `train.tools.evaluate`."""
+"""The command `python -m train.evaluate`, which `train.tools.evaluate` implements."""
 
 from train.tools.evaluate import main
 

@@ -1,4 +1,4 @@
-"""`python -m train.hub`; its code is in `train.tools.hub`."""
+"""The command `python -m train.hub`, which `train.tools.hub` implements."""
 
 from train.tools.hub import main
 

@@ -1,4 +1,4 @@
-"""The training loop. It uses task, backend and engine through their interfaces only, and never asks for their type."""
+"""The training loop. It uses task, backend and engine only through their interfaces, and never tests their types."""
 
 from __future__ import annotations
 
@@ -42,26 +42,26 @@ from train.tasks import Task, build_task
 
 logger = logging.getLogger("train")
 OnLine = Callable[[Recorder, str, dict[str, Any]], None]
-MOST_NAMED = 3  # maximum of ranks that the log names as asked to stop
+MOST_NAMED = 3  # the log names at most this many of the ranks that were asked to stop
 
 
 def run(
     cfg: TrainConfig, stop: StopRequest, *, on_line: OnLine | None = None, collects: bool = False
 ) -> tuple[str, int]:
-    """Train as cfg says, from scratch or from the newest checkpoint of its run folder.
+    """Train with these settings, from scratch or from the newest checkpoint in the run folder.
 
-    Settings and data are checked before a device opens. Returns why the run ended ("done", "early_stop" or the request
-    to stop) and the step.
+    Settings and data are checked before a device is opened. Returns the reason why training ended ("done", "early_stop"
+    or what asked it to stop), and the number of steps done.
 
-    A measurement passes `on_line`, which gets each line instead of metrics.jsonl: the recorder, the line's kind and its
-    fields. The first line has the kind "start". With `collects`, each graph runs once for train.precompile, and numbers
-    are not checked. In both cases nothing is saved.
+    A measurement passes `on_line`. It is called with the recorder, the kind and the fields of each line that otherwise
+    goes to metrics.jsonl; the first kind is "start". With `collects`, train.precompile runs each graph once, and the
+    results are not checked. In both cases nothing is saved.
     """
     with stop.nothing_to_save():
         check_launch(cfg.instance, launched())
         check_attention(cfg)
         if cfg.hub.push_to is not None:
-            from train.observe.push import check_push  # late: imports the report's code, which few runs need
+            from train.observe.push import check_push  # imports the report's code, which few runs need
 
             check_push(cfg)
         saves = on_line is None and not collects
@@ -71,7 +71,7 @@ def run(
         check_layers(cfg)
         plan = make_plan(cfg, world_size=launched().world_size, rows=task.train_rows, seq_len=task.seq_len)
         identity = identity_of(cfg, plan, task.data_id, task.lengths)
-    search_as_usual()  # all modules are imported
+    search_as_usual()  # all modules are imported by now
     folder = RunFolder(cfg.run_dir, cfg.s3, ttl_s=cfg.lease.ttl_s)
     with begin(Attempt(cfg, plan, task, folder, identity, stop, saves)) as attempt:
         attempt.watch.phase("join", is_start=True)
@@ -84,8 +84,8 @@ def run(
         try:
             reason, step = fit(attempt, backend, on_line)
         except AGREED as error:
-            failure = error.with_traceback(None)  # the traceback keeps the model alive
-        backend.close()  # the objects of `fit` have been freed
+            failure = error.with_traceback(None)  # the traceback would keep the model alive
+        backend.close()  # the model and engine of `fit` are freed by now
         if failure is not None:
             raise failure
         record_end(attempt, reason, step)
@@ -93,21 +93,21 @@ def run(
 
 
 def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str, int]:
-    """Build model and engine, resume from the newest checkpoint, train and export. Returns what `run` returns."""
+    """Build the model and engine, resume from the newest checkpoint, train and export. Returns what `run` returns."""
     cfg, plan, task, world = attempt.cfg, attempt.plan, attempt.task, backend.world
     folder, watch = attempt.folder, attempt.watch
     if cfg.data.verify:
-        world.run_on_local_rank0(task.verify_data)  # no heartbeats: the watchdog ends a hang
+        world.run_on_local_rank0(task.verify_data)  # sends no heartbeats, so the watchdog ends a hang
     world.agree(lambda: check_same_code(world.gather(imported.identity())))
     world.agree(lambda: check_same_data(world.gather(task.data_id)))
-    torch.manual_seed(cfg.seed)  # the same weights on every rank
+    torch.manual_seed(cfg.seed)  # gives all ranks the same initial weights
     model = world.agree(task.build_model)
     lengths = num_lengths(task)
     task.compile_loss(backend.compile_loss)
     engine = build_engine(
         cfg.parallel, cfg.optim, backend, model, task.loss, accumulation=plan.accumulation, lengths=lengths
     )
-    backend.seed(cfg.seed)  # different dropout on every rank
+    backend.seed(cfg.seed)  # gives each rank different dropout
     watch.phase("load", is_start=True)
     checkpoints = CheckpointManager(attempt, backend, engine)
     progress = checkpoints.resume()
@@ -122,14 +122,14 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
         run_tag=os.environ.get("NEURON_PROCESS_TAG"),
     )
     flops = cache(partial(task.flops_per_example, model))  # cached: counting takes as long as launching a few kernels
-    with data.prefetcher or nullcontext():  # open until the export has read its samples
+    with data.prefetcher or nullcontext():  # must be open until the export has read its samples
         with (
             monitor,
             Recorder(cfg, plan, folder, backend, engine, flops, progress, monitor, on_line) as metrics,
             checkpoints.saving(metrics),
         ):
             reason = train(attempt, backend, engine, data, metrics, checkpoints)
-            if metrics.progress.step == 0:  # stopped before the baseline evaluation: the checkpoint says it is due
+            if metrics.progress.step == 0:  # stopped in the evaluation at step 0: the checkpoint says that it is due
                 checkpoints.save(None, is_last=True)
             checkpoints.finish()
             if metrics.owes_summary() and not backend.collects:
@@ -153,13 +153,14 @@ def train(
 ) -> str:
     """Train until the last step, an early stop or a request to stop. Returns the reason, the same on all ranks.
 
-    Ranks draw a step's batches and vote on the step one step ahead. So no rank waits for a rank that cannot continue.
+    Ranks draw a step's batches, and vote on whether to take it, during the step before. So no rank waits for a rank
+    that cannot continue.
     """
     cfg, plan, watch, votes = attempt.cfg, attempt.plan, attempt.watch, Votes(backend.world, attempt.stop)
     progress = metrics.progress
     if progress.owes_evaluation:
         score = evaluate(attempt, backend, engine, metrics)
-        if progress.owes_evaluation:  # stopped meanwhile; the checkpoint of this step says that it is due
+        if progress.owes_evaluation:  # stopped during it; this step's checkpoint says that it is still due
             return who_asked(attempt, votes)
         if is_over(attempt, progress):  # without this checkpoint the next start would evaluate again
             checkpoints.save(score, is_last=True)
@@ -210,7 +211,7 @@ def num_lengths(task: Task) -> int:
 
 
 def workload(cfg: TrainConfig, plan: Plan, task: Task, *, is_whole: bool) -> Workload:
-    """Return the work by which backend.compile=auto decides. Unless `is_whole`, its length counts as unlimited."""
+    """Return the work from which backend.compile=auto decides. Unless `is_whole`, it counts as an endless run."""
     if not isinstance(cfg.parallel, DataParallelConfig):
         return Workload()
     passes = plan.total_steps * plan.accumulation // num_lengths(task)
@@ -218,7 +219,7 @@ def workload(cfg: TrainConfig, plan: Plan, task: Task, *, is_whole: bool) -> Wor
 
 
 def draw_first(attempt: Attempt, data: TrainData, metrics: Recorder, votes: Votes) -> list[Batch]:
-    """Draw the micro batches of a step that were not drawn one step ahead, and vote on the step."""
+    """Draw the micro batches of a step that could not be drawn during the step before, and vote on the step."""
     attempt.watch.phase("data", step=metrics.progress.step, is_start=True)
     began_s = time.perf_counter()
     batches, failure = data.draw()
@@ -251,7 +252,7 @@ def who_asked(attempt: Attempt, votes: Votes) -> str:
 
 
 def describe(attempt: Attempt, backend: Backend, model: nn.Module) -> None:
-    """Describe the run in its folder and the log. Raises InputError if ranks do not see the folder."""
+    """Describe the run in its folder and the log. Raises InputError if a rank does not see the folder."""
     cfg, plan, task, folder, world = attempt.cfg, attempt.plan, attempt.task, attempt.folder, backend.world
     facts = {  # the resolved configuration, for environment.json
         "plan": asdict(plan),
@@ -299,8 +300,7 @@ def describe(attempt: Attempt, backend: Backend, model: nn.Module) -> None:
 def memory_note(attempt: Attempt, backend: Backend, model: nn.Module) -> str | None:
     """Return a note on the memory that a rank needs; None for a model whose sizes are unknown.
 
-    If the device is the CPU, raises InputError if this machine has less memory than its ranks need. The need is
-    estimated without the parts that only a CPU keeps (see `on_cpu`).
+    On CPUs, raises InputError if this machine has less memory than its ranks need even without what `on_cpu` adds.
     """
     cfg, plan, seq_len, num_ranks = attempt.cfg, attempt.plan, attempt.task.seq_len, backend.world.local_size
     if (shape := shape_of_model(model)) is None:
@@ -326,8 +326,8 @@ def memory_note(attempt: Attempt, backend: Backend, model: nn.Module) -> str | N
 
 
 def export(attempt: Attempt, checkpoints: CheckpointManager, model: nn.Module) -> None:
-    """Export weights and tokenizer for transformers, samples and the model card. Push them to the Hub if asked to."""
-    from train.observe import card  # late: imports the report's code, which training does not need
+    """Export weights and tokenizer for transformers, samples and a model card. Push them if hub.push_to is set."""
+    from train.observe import card  # imports the report's code, which training does not need
 
     cfg, task, folder = attempt.cfg, attempt.task, attempt.folder
     step = checkpoints.restore_best() if cfg.best.export else checkpoints.recorder.progress.step

@@ -1,4 +1,4 @@
-"""`python -m train.precompile`; its code is in `train.tools.precompile`."""
+"""The command `python -m train.precompile`, which `train.tools.precompile` implements."""
 
 from train.tools.precompile import main
 

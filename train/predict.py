@@ -1,4 +1,4 @@
-"""`python -m train.predict`; its code is in `train.tools.predict`."""
+"""The command `python -m train.predict`, which `train.tools.predict` implements."""
 
 from train.tools.predict import main
 

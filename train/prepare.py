@@ -1,4 +1,4 @@
-"""`python -m train.prepare`; its code is in `train.tools.prepare`."""
+"""The command `python -m train.prepare`, which `train.tools.prepare` implements."""
 
 from train.tools.prepare import main
 

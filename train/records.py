@@ -1,4 +1,4 @@
-"""`python -m train.records`; its code is in `train.tools.records`."""
+"""The command `python -m train.records`, which `train.tools.records` implements."""
 
 from train.tools.records import main
 

@@ -1,4 +1,4 @@
-"""`python -m train.report`; its code is in `train.tools.report`."""
+"""The command `python -m train.report`, which `train.tools.report` implements."""
 
 from train.tools.report import main
 

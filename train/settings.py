@@ -1,4 +1,4 @@
-"""`python -m train.settings`; its code is in `train.tools.settings`."""
+"""The command `python -m train.settings`, which `train.tools.settings` implements."""
 
 from train.tools.settings import main
 

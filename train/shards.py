@@ -1,4 +1,4 @@
-"""`python -m train.shards`; its code is in `train.tools.shards`."""
+"""The command `python -m train.shards`, which `train.tools.shards` implements."""
 
 from train.tools.shards import main
 
