@@ -54,7 +54,7 @@ def run(
     or what asked it to stop), and the number of steps done.
 
     A measurement passes `on_line`. It is called with the recorder, the kind and the fields of each line that otherwise
-    goes to metrics.jsonl; the first kind is "start". With `collects`, train.precompile runs each graph once, and the
+    goes to metrics.jsonl; the first kind is "start". `collects` is for train.precompile: each graph runs once, and
     results are not checked. In both cases nothing is saved.
     """
     with stop.nothing_to_save():

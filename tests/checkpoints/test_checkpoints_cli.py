@@ -80,7 +80,7 @@ def test_verify_names_the_damaged_file_and_what_the_next_start_does(run_dir, cap
         return code, output.out.splitlines()
 
     code, (third, sixth, start) = verified()
-    assert code == 0 and "  whole, " in third and "  whole, " in sixth
+    assert code == 0 and "  valid, " in third and "  valid, " in sixth
     assert start == "the next start resumes from step 6"
     flip(step_folder(run_dir, 6) / "optimizer.pt")
     before = content(run_dir)
@@ -121,13 +121,13 @@ def test_prune_says_what_would_go_and_removes_nothing_unless_asked(many, capsys)
     code, output = called(capsys, many, "prune", "--keep", 2)
     assert code == 0
     assert output.out.splitlines() == [
-        "step_00000001  stays: damaged: model.pt is missing",
-        "step_00000002  stays: the best",
+        "step_00000001  kept: damaged: model.pt is missing",
+        "step_00000002  kept: the best",
         "step_00000003  would be removed",
-        "step_00000006  stays: one of the last 2 that are valid",
-        "step_00000008  stays: one of the newest 2",
-        "step_00000009  stays: one of the newest 2",
-        "nothing was removed: add --yes to remove them, once no job holds the run",
+        "step_00000006  kept: one of the last 2 that are valid",
+        "step_00000008  kept: one of the newest 2",
+        "step_00000009  kept: one of the newest 2",
+        "nothing was removed: add --yes to remove them, once no job uses the run",
     ]
     assert content(many) == before
     code, output = called(capsys, many, "prune", "--keep", 2, "--yes")
@@ -166,7 +166,7 @@ def test_the_best_step_is_exported_as_the_end_of_the_run_would(run_dir, tmp_path
 def test_any_step_can_be_exported_also_where_the_data_has_moved(run_dir, prepared, tmp_path, capsys):
     set_config(run_dir, f"path: {prepared}", "path: /gone")
     code, output = called(capsys, run_dir, "export", tmp_path / "out", "--step", 3, "--data", prepared)
-    assert code == 0 and "step 3, as asked" in output.out
+    assert code == 0 and "step 3, as requested" in output.out
     exported = AutoModelForMaskedLM.from_pretrained(tmp_path / "out").state_dict()
     saved = torch.load(step_folder(run_dir, 3) / "model.pt", weights_only=True)
     assert all(torch.equal(tensor, saved[f"network.{name}"]) for name, tensor in exported.items())

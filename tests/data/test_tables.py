@@ -428,10 +428,10 @@ def test_the_command_prepares_and_says_what_there_is(command, raw, tmp_path):
         f"tokens: {train['notes']['tokens_cut']:,.0f} of ",
         "1 bad rows, 2 by data.label_map",
         "train.csv:1202: 1 fields",
-        f"padding   {padding_share(Tables(tmp_path / 'saved', '', facts).lengths('train'), [8, 16]):.1%} of batches of",
+        f"padding   {padding_share(Tables(tmp_path / 'saved', '', facts).lengths('train'), [8, 16]):.1%} of batches",
         f"saved to {tmp_path / 'saved'}",
     ):
         assert words in said
     assert "  lines " not in said
     raw.write_text(raw.read_text() + '"good\nday",p\n')
-    assert "  lines     1,205 read, 1,204 rows made of them; if no text has line ends" in command("seq_len=16")[1]
+    assert "  lines     1,205, but 1,204 rows; if no text contains line breaks" in command("seq_len=16")[1]

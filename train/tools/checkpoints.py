@@ -1,4 +1,4 @@
-"""The command `python -m train.checkpoints RUN [list | verify | prune | export]` for a run's checkpoints."""
+"""The command `python -m train.checkpoints RUN [list | verify | prune | export]`, which manages a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from train.system import machine
 from train.system.folders import Folder, LocalFolder, is_s3, local_path, make_folder, open_folder
 from train.system.ownership import LeaseLost, Ownership
 
-REJECTED_TEXT = "arguments rejected, or a job holds the run"
+REJECTED_TEXT = "arguments rejected, or a job uses the run"
 COLUMNS = ("step", "size", "score", "ranks", "backend", "lease", "state")
 
 
 @contextmanager
 def opened(folder: Folder, cache_dir: str | None) -> Iterator[Store]:
-    """Open the checkpoints of a run folder. From S3 they are fetched one step at a time, to a temporary folder."""
+    """Open a run folder's checkpoints. Those in S3 are fetched into a temporary folder, one step at a time."""
     if isinstance(folder, LocalFolder):
         yield open_store(folder, folder.path)
         return
@@ -36,7 +36,7 @@ def opened(folder: Folder, cache_dir: str | None) -> Iterator[Store]:
 
 
 def fetch(store: Store, step: int, content: str | None = None) -> Path:
-    """Fetch a step, or only its files of `content`, verify it, and return its folder.
+    """Fetch a step's files, or only those with `content`, verify them, and return their folder.
 
     Raises InputError if there is no such step or the disk cannot hold it, and Damaged if a checksum is wrong.
     """
@@ -44,7 +44,7 @@ def fetch(store: Store, step: int, content: str | None = None) -> Path:
     try:
         return store.fetch(step, None if content is None else store.manifest(step).files_of(content))
     except OSError as error:
-        raise InputError(f"{error.filename}: {error.strerror}; --cache-dir names another disk") from error
+        raise InputError(f"{error.filename}: {error.strerror}; choose another disk with --cache-dir") from error
     except Damaged as error:
         raise Damaged(f"step {step}: {error}") from error
 
@@ -102,7 +102,7 @@ def verify(store: Store, step: int | None) -> int:
         except Damaged as error:
             print(f"{step_name(each)}  damaged: {str(error).removeprefix(f'step {each}: ')}", flush=True)
         else:
-            print(f"{step_name(each)}  whole, {size(store.manifest(each))}", flush=True)
+            print(f"{step_name(each)}  valid, {size(store.manifest(each))}", flush=True)
             valid.append(each)
     is_lost = not valid and bool(steps or store.quarantined())
     if step is None:
@@ -114,10 +114,10 @@ def verify(store: Store, step: int | None) -> int:
 def prune(folder: Folder, store: Store, keep: int, *, removes: bool) -> int:
     """Print which steps would be removed or, if `removes`, become the owner of the run folder and remove them."""
     least = ALWAYS_VALID
-    check(keep >= least, f"--keep {keep} must be at least {least}: the last {least} valid checkpoints are kept")
+    check(keep >= least, f"--keep {keep} must be at least {least}: the last {least} valid checkpoints are always kept")
     if not removes:
         show(retention(store, keep), store.leftovers(), "would be removed")
-        print("nothing was removed: add --yes to remove them, once no job holds the run")
+        print("nothing was removed: add --yes to remove them, once no job uses the run")
         return DONE
     with Ownership(folder, on_wait=lambda text: print(text, file=sys.stderr)) as ownership:
         reasons = retention(store, keep)
@@ -134,7 +134,7 @@ def prune(folder: Folder, store: Store, keep: int, *, removes: bool) -> int:
 
 def show(reasons: dict[int, str | None], uncommitted: list[str], action: str) -> None:
     for step, reason in reasons.items():
-        print(f"{step_name(step)}  {action if reason is None else f'stays: {reason}'}")
+        print(f"{step_name(step)}  {action if reason is None else f'kept: {reason}'}")
     for name in uncommitted:
         print(f"{name}  {action}: files of a save that no manifest names")
 
@@ -158,7 +158,7 @@ def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Conf
         hint = "; give --endpoint, --region and --profile for its data: the values in config.yaml are not used"
         raise InputError(f"{error}{hint if is_s3(cfg.data.path) and s3 == S3Config() else ''}") from error
     store.release(path)
-    print(f"{target}: step {step}, {why}; load it with from_pretrained of transformers")
+    print(f"{target}: step {step}, {why}; load it with transformers' from_pretrained")
     return DONE
 
 
@@ -166,11 +166,11 @@ def chosen(store: Store, step: int | None) -> tuple[int, str]:
     """Return the step to export, and the reason: it was requested, or is the best or the newest."""
     if step is not None:
         check_step(store, step)
-        return step, "as asked"
+        return step, "as requested"
     whole, damaged = store.look_at_all()
     for damaged_step, error in damaged.items():
         print(f"skipped: step {damaged_step}: {error}", file=sys.stderr)
-    check(bool(whole), f"{store.location} holds no valid checkpoint; the command verify says what is wrong")
+    check(bool(whole), f"{store.location} has no valid checkpoint; the verify command says what is wrong")
     best_step = best(whole)
     if best_step is None:
         return max(whole), "the newest (none was evaluated)"
@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     exporting.add_argument(
         "--step", type=int, default=None, help="step to write (default: the best, or the newest if none was evaluated)"
     )
-    exporting.add_argument("--data", default=None, metavar="LOCATION", help="the prepared data, if it has moved")
+    exporting.add_argument("--data", default=None, metavar="LOCATION", help="location of the prepared data, if moved")
     return run_flags(parser, arguments, look)
 
 

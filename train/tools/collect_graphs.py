@@ -1,7 +1,7 @@
 """The command `python -m train.tools.collect_graphs key=value ...`, which `train.precompile` starts under torchrun.
 
-It runs each graph once, checks no number and saves nothing. It is a separate command, not a setting of `train`, so that
-no run can do this by mistake and train for nothing.
+It runs each graph once, does not check the results, and saves nothing. It is a separate command, not a setting of
+`train`, so that nobody trains a model in this way by mistake.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from train.tools.report import main as report
 
 SETTING = re.compile(r"[A-Za-z_][\w.]*=.*", re.DOTALL)  # A run folder named a=b can be given as ./a=b.
 PURPOSE = """Train a run in several variants, one after the other, and write a report that compares them with the first.
-With run folders instead of settings, only write the report on them, as python -m train.report does."""
+Given run folders instead of settings, only write the report on them, as python -m train.report does."""
 EXAMPLES = (
     "experiment=compare_squad data.path=rajpurkar/squad run_dir=runs/compare 'compare.run=[none,layers]'",
     "experiment=demo run_dir=runs/sizes 'compare.run=[none,wide]' 'compare.variants={wide: model.hidden_size=512}'",

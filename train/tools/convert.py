@@ -1,7 +1,8 @@
 """The command `python -m train.convert from-arrow FOLDER OUTPUT`, which makes shards from packed sequences.
 
-The folder was written by `datasets.DatasetDict.save_to_disk`. One column has the token ids, the same number in each
-row. The columns `pivot` and `same_document` (see packing.py) are optional. Without them a sequence has one segment.
+FOLDER must have been written by `datasets.DatasetDict.save_to_disk`. One column must have the token ids, the same
+number in each row. The columns `pivot` and `same_document` (see packing.py) are optional; without them each sequence
+has one segment.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def from_arrow(source: Path, output: str, s3: S3Config, *, tokenizer: str, colum
 
 
 def len_of(sequence: Any, column: str) -> int:
-    """Return the length of the first sequence. Raises InputError if shards do not support that length."""
+    """Return the length of a sequence. Raises InputError if shards do not support that length."""
     check(isinstance(sequence, list), f"column {column} holds single values; it must hold lists of ids")
     longest = f"it must have 1 to {MAX_SEQ_LEN:,}"
     check(1 <= len(sequence) <= MAX_SEQ_LEN, f"column {column}: sequence 0 has {len(sequence):,} ids; {longest}")
@@ -84,7 +85,7 @@ def len_of(sequence: Any, column: str) -> int:
 
 
 def pieces(table: Any, column: str, seq_len: int, vocab_size: int) -> Iterator[Rows]:
-    """Yield the sequences, the rows of one shard at a time. Raises InputError if a column has an unusable value."""
+    """Yield the sequences, one shard's rows at a time. Raises InputError if a column has an unusable value."""
     size, table = rows_of_shard(seq_len, id_dtype(vocab_size)), table.with_format("arrow")
     for start in range(0, len(table), size):
         part = table[start : start + size]
@@ -100,8 +101,8 @@ def values_of(
 ) -> np.ndarray:
     """Return a column of whole numbers from 0 to `most`: [rows] or, for lists of `seq_len` numbers, [rows, seq_len].
 
-    If `part` lacks the column, each row has `default`. Raises InputError if the column holds anything else. `start` is
-    the first row's index in the table, for the message.
+    If `part` lacks the column, each row gets `default`. Raises InputError if the column holds anything else. `start` is
+    the index of the first row in the whole table, for error messages.
     """
     if name not in part.column_names:
         return np.full(len(part), default)

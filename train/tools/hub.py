@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "runs/tweets --to jane/tweets-bert",
             "s3://bucket/runs/tweets --to jane/tweets-bert --public",
         ),
-        exits={**EXITS, FAILED: "the Hub or S3 did not answer", REJECTED: "arguments, or the push, rejected"},
+        exits={**EXITS, FAILED: "the Hub or S3 did not answer", REJECTED: "arguments or push rejected"},
         imports=True,
     )
     parser.add_argument("run", metavar="RUN", help="run_dir of a run that has ended: a folder or s3://bucket/prefix")

@@ -1,7 +1,7 @@
 """The command `python -m train.records key=value ...`, which prepares and describes labelled examples.
 
 It prepares them as `python -m train` would with the same settings, and prints classes, lengths, padding and bad rows.
-Nothing is trained. data.save_to names a folder for a copy of the result.
+Nothing is trained. data.save_to names a folder for a copy of the prepared examples.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def show(cfg: TrainConfig) -> int:
     check(
         isinstance(cfg.data, RecordsConfig),
         f"task={cfg.task.kind} learns from shards, which python -m train.shards shows; choose a task that "
-        "learns from records",
+        "learns from labelled records",
     )
     print(f"... opening data.path={cfg.data.path}", file=sys.stderr, flush=True)
     from train.tasks.finetune import TextTask  # torch takes seconds to import, so check the settings first
@@ -61,7 +61,7 @@ def show(cfg: TrainConfig) -> int:
 
 
 def description(tables: Tables, lengths: Sequence[int]) -> Iterator[str]:
-    """Yield lines of text about the folder and each split. Batches are padded to one of these `lengths` in tokens."""
+    """Yield lines about the folder and each split. `lengths` are the numbers of tokens to which batches are padded."""
     seq_len, at_most = tables.facts["settings"]["seq_len"], " or ".join(map(str, lengths))
     yield f"{tables.folder}: id {tables.id[:12]}, {tables.facts['kind']}, at most {seq_len} tokens"
     for split, facts in tables.facts["splits"].items():
@@ -76,11 +76,11 @@ def description(tables: Tables, lengths: Sequence[int]) -> Iterator[str]:
         for name, number in facts["notes"].items():
             if name not in ("truncated", "tokens_cut"):
                 yield f"  {name.replace('_', ' ')}: {number:,.10g}"
-        yield f"  padding   {padding_share(tables.lengths(split), lengths):.1%} of batches of {at_most} tokens"
+        yield f"  padding   {padding_share(tables.lengths(split), lengths):.1%} of batches padded to {at_most} tokens"
         lines, rows = facts.get("read_lines", 0), facts.get("read_rows", 0)
         if lines != rows:
-            hint = "if no text has line ends, set data.quote=null"
-            yield f"  lines     {lines:,} read, {rows:,} rows made of them; {hint}"
+            hint = "if no text contains line breaks, set data.quote=null"
+            yield f"  lines     {lines:,}, but {rows:,} rows; {hint}"
         if facts["bad_rows"] or facts["left_out"]:
             yield f"  left out  {facts['bad_rows']:,} bad rows, {facts['left_out']:,} by data.label_map"
             yield from (f"    {example}" for example in facts["bad_examples"])

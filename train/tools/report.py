@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def write_report(
     locations: Sequence[str], s3: S3Config, *, output: str | None, tolerance: float, failed: Sequence[str] = ()
 ) -> Path:
-    """Write the page about runs with `render`, print its table and sentences, and return the path of the HTML."""
+    """Write the report on runs, print its table and its sentences, and return the path of the HTML file."""
     check_output(output)
     places = [each.rstrip("/") if is_s3(each) else str(local_path(each).resolve()) for each in locations]
     runs = [read_run(open_folder(place, s3)) for place in dict.fromkeys(places)]
@@ -71,17 +71,17 @@ def write_report(
 
 
 def check_output(output: str | None) -> None:
-    """Raise InputError if a package for the page is missing, or if `output` cannot be its folder."""
+    """Raise InputError if a package that reports need is not installed, or if `output` cannot be their folder."""
     missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
     check(not missing, f"{' and '.join(missing)} not installed: pip install 'baretrain[report]'")
-    if "matplotlib" not in sys.modules:  # A notebook sets a backend that only its kernel can import.
-        os.environ["MPLBACKEND"] = "agg"  # Figures are only written to files.
+    if "matplotlib" not in sys.modules:  # A notebook sets MPLBACKEND to a backend that only its kernel can import.
+        os.environ["MPLBACKEND"] = "agg"  # This backend writes figures to files, and shows none.
     if output is not None:
         local_path(output)
 
 
 def default_output(runs: list[Run]) -> Path:
-    """Return the folder of a report without --output: next to its runs, or in the current folder for runs in S3."""
+    """Return the default of --output: in the run's folder, next to several runs, or in this folder for runs in S3."""
     location = runs[0].folder.location
     if is_s3(location):
         return Path(f"{runs[0].name}-report" if len(runs) == 1 else "report")

@@ -1,7 +1,7 @@
 """The command `python -m train.settings`, which prints all settings of all commands as one page of Markdown.
 
-Settings and their meanings are the fields of dataclasses and the comments beside them. The options of groups are the
-files of conf/, with their first sentences.
+It reads settings from the fields of dataclasses, and their meanings from the comments there. The options of a group are
+files in conf/, and their first sentences say what they are.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from train.tools.bench.config import BenchConfig
 
 INTRODUCTION = """# Settings
 
-All keys of all commands, with their types, defaults, values and meanings, and all options of the groups. The help of a
-command explains its most used keys. `--cfg job` prints the whole configuration:
+All keys of all commands, with their types, defaults, values and meanings, and all options of the groups. A command's
+`--help` explains the keys used most. `--cfg job` prints the whole configuration:
 
 ```bash
 python -m train --help
@@ -38,10 +38,10 @@ Files in `conf/` may set other defaults; `--cfg job` shows them.
 
 A setting on the command line overrides a recipe (`experiment=`). This includes a different key for the same thing:
 `model.pretrained` overrides the recipe's `model.init_from`, and `max_steps` its `max_epochs`. Two such keys on the
-command line are an error, except that of several lengths the shortest counts.
+command line are an error. Only the length of training can be set by several keys: the shortest length counts.
 
-`train` means all commands that take the settings of a run: `python -m train`, `train.precompile`, `train.records` and
-`train.doctor --collectives`.
+Below, `train` stands for all commands that take the settings of a run: `python -m train`, `train.precompile`,
+`train.records` and `train.doctor --collectives`.
 
 ## Every day
 
@@ -63,7 +63,7 @@ GROUPS = """
 def commands() -> dict[str, type]:
     """Return the schema of each command, by the name of its file in conf/.
 
-    The packages launch and ami import this one, so they are imported here by name.
+    The packages launch and ami depend on the package train, so it may import them only by name.
     """
     above = import_module("launch.config").LaunchConfig, import_module("ami.config").AmiConfig
     schemas = (TrainConfig, PrepareConfig, CompareConfig, BenchConfig, *above)
@@ -71,20 +71,20 @@ def commands() -> dict[str, type]:
 
 
 def every_day() -> dict[str, set[str]]:
-    """Return the keys that the help of each command explains. Those of train.records count for train."""
+    """Return the keys that the help of each command explains. The keys of train.records count as keys of train."""
     used = {command: [import_module(name).USED for name in names] for command, names in EXPLAINED.items()}
     return {command: set().union(*lists) for command, lists in used.items()}
 
 
 @cache
 def options() -> list[tuple[str, str, type]]:
-    """Return the group, the name and the dataclass of each schema of a group's options."""
+    """Return the group, name and dataclass of each option that has a dataclass."""
     clusters = import_module("launch.schedulers").SETTINGS
     return [*schemas(), *(("cluster", name, kind) for name, kind in clusters.items())]
 
 
 def sections() -> dict[tuple[str, type], list[str]]:
-    """Return the commands that have a dataclass's fields under a prefix such as "optim.", base classes first."""
+    """Map each prefix, such as "optim.", and dataclass to the commands with these keys. Base classes come first."""
     found: dict[tuple[str, type], list[str]] = {}
 
     def add(kind: type, prefix: str, command: str) -> None:
@@ -102,12 +102,12 @@ def sections() -> dict[tuple[str, type], list[str]]:
 
 
 def held(hint: typing.Any) -> list[type]:
-    """Return the dataclass of a field's type, or of the items in its list; [] if it has none."""
+    """Return the dataclass of a field's value or, if the value is a list, of its items; [] if there is none."""
     return [each for each in (hint, *typing.get_args(hint)) if isinstance(each, type) and is_dataclass(each)]
 
 
 def keys(prefix: str, kind: type) -> Iterator[list[str]]:
-    """Yield a table row for each field that the class itself defines, except the name that a group's option sets."""
+    """Yield a table row for each field that the class itself defines, except the option's name in its group."""
     hints = typing.get_type_hints(kind)
     inherited = {item.name for base in filter(is_dataclass, kind.__mro__[1:]) for item in fields(base)}
     for item in fields(kind):
@@ -132,7 +132,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def tables(*, is_every_day: bool) -> Iterator[str]:
-    """Yield a section per dataclass, with its keys of `every_day` or, if not `is_every_day`, with its other keys."""
+    """Yield a section per dataclass, with its everyday keys or, unless `is_every_day`, with its other keys."""
     chosen = every_day()
     for (prefix, kind), users in sections().items():
         used = set().union(*(chosen.get(user, ()) for user in users))

@@ -20,7 +20,7 @@ from train.system.folders import open_folder, sha256_file
 from train.system.memory import usable_cpus
 
 MASK_RATE, MAX_NGRAM = 0.15, 3  # ALBERT's values, as in conf/task/mlm.yaml
-MOST_AT_ONCE = 8  # number of shards that `verify` reads at the same time
+MOST_AT_ONCE = 8  # maximum number of shards that `verify` reads at the same time
 ROWS_AT_ONCE = 65536  # number of rows that `stats` holds in memory
 
 
@@ -55,7 +55,7 @@ def find_damage(data: PreparedData) -> list[str]:
 
 
 def show_rows(data: PreparedData, split: str, number: int) -> Iterator[str]:
-    """Yield the first sequences of a split, each as text and as masked tokens with the predicted ones marked."""
+    """Yield the first sequences of a split as text, and as tokens after masking, with those to predict in <>."""
     manifest, info = data.manifest, data.manifest.tokenizer
     tokenizer = load_tokenizer(str(data.folder / "tokenizer"))
     masker = Masker(
@@ -81,7 +81,7 @@ def show_rows(data: PreparedData, split: str, number: int) -> Iterator[str]:
 
 
 def describe(data: PreparedData, split: str, number: int) -> Iterator[str]:
-    """Yield lines with lengths, the entropy of the token frequencies, and the `number` most frequent tokens."""
+    """Yield lines about lengths, the entropy of the token frequencies, and the `number` most frequent tokens."""
     manifest, rows_of = data.manifest, data.on_demand(split)
     total = len(rows_of)
     check(total > 0, f"{data.cfg.path} has no {split} sequences")

@@ -1,4 +1,4 @@
-"""A runner of the variants of a training run, one after the other, each as `python -m train` or under torchrun."""
+"""The variants of a comparison, and a context that trains them one after the other with `python -m train`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Variant(NamedTuple):
     name: str
     location: str  # run folder
     overrides: list[str]
-    cfg: TrainConfig  # configuration that the overrides make
+    cfg: TrainConfig  # configuration with these overrides
 
 
 class Ending(NamedTuple):
@@ -40,7 +40,7 @@ class Ending(NamedTuple):
 
 
 def make_variants(cfg: CompareConfig, given: Sequence[str]) -> list[Variant]:
-    """Return the runs of a comparison, the baseline first. `given` has the overrides that made `cfg`."""
+    """Return the runs of a comparison, the baseline first. `cfg` was made from the overrides `given`."""
     common = [override for override in given if not re.match(r"compare[.=]", override)]
     made = {name: make_variant(cfg, common, FileName(name)) for name in {*cfg.compare.names, *cfg.compare.added}}
     return [made[name] for name in cfg.compare.names]
@@ -53,7 +53,7 @@ def make_variant(cfg: CompareConfig, common: Sequence[str], name: str) -> Varian
     except ValueError as error:
         raise InputError(f"compare.variants: {cfg.compare.variants[name]}: {error}") from error
     is_plain = all("=" in each and not each.startswith("run_dir=") for each in own)
-    check(is_plain, f"compare.variants: {name}: {shlex.join(own)} must be settings, key=value, other than run_dir")
+    check(is_plain, f"compare.variants: {name}: {shlex.join(own)} must only have settings, key=value, but no run_dir")
     own.append(f"run_dir={cli.quoted(location)}")
     keys = tuple(f"{override.partition('=')[0]}=" for override in own)
     overrides = [*(override for override in common if not override.startswith(keys)), *own]
@@ -63,7 +63,7 @@ def make_variant(cfg: CompareConfig, common: Sequence[str], name: str) -> Varian
 
 
 def check_tasks(variants: Sequence[Variant]) -> None:
-    """Raise InputError if a variant that is not done cannot open its files. This also prepares labelled data, once."""
+    """Raise InputError if a variant that is not done cannot open its files. This also prepares labelled data."""
     for variant in variants:
         if not is_done(variant):
             with named(variant.name):
@@ -82,7 +82,7 @@ def named(variant: str) -> Iterator[None]:
 
 
 class Runner:
-    """A context that runs variants and forwards signals to the running one. After a signal it starts no other."""
+    """A context that runs variants and forwards signals to the running variant. After a signal it starts no more."""
 
     def __init__(self, compare: VariantsConfig) -> None:
         self.compare = compare
@@ -90,7 +90,8 @@ class Runner:
         self.is_asked_to_stop = False
 
     def __enter__(self) -> Runner:
-        numbers = [each for each in processes.FORWARDED if signal.getsignal(each) != signal.SIG_IGN]  # as under nohup
+        # A signal that this process ignores, such as SIGHUP under nohup, must remain ignored.
+        numbers = [each for each in processes.FORWARDED if signal.getsignal(each) != signal.SIG_IGN]
         self.before = {number: signal.signal(number, self.handle) for number in numbers}
         return self
 
@@ -100,7 +101,7 @@ class Runner:
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         self.is_asked_to_stop = True
-        if self.process is not None:  # A terminal signals it too, but a run counts equal signals within seconds as one.
+        if self.process is not None:  # Ctrl-C signals it too, but a run counts the same signal within seconds once.
             self.process.send_signal(number)
 
     def run(self, variant: Variant) -> Ending:
@@ -123,9 +124,9 @@ class Runner:
         self.process, outcome = None, read_outcome(folder)
         if code == DONE:
             return Ending("done")
-        if outcome == before:  # This start wrote no outcome.
+        if outcome == before:  # The run ended without writing an outcome.
             outcome = {}
-        # A notice that stops one run, such as that the machine will go away, applies to the other variants too.
+        # A notice that stops one run, such as that the machine will be taken away, concerns the other variants too.
         self.is_asked_to_stop |= code == STOPPED or outcome.get("outcome") == "stopped"
         if self.is_asked_to_stop:
             return Ending("stopped")
