@@ -265,7 +265,7 @@ FLAGS = [
     ("precompile", f"{ON_TRN1} global_batch_size=4097", "cannot be split evenly over 32 ranks"),
     ("precompile", f"{ON_TRN1} --nproc-per-node=16", "16 ranks on one machine"),
     ("precompile", f"{ON_TRN1} --nproc-per-node=8 --nnodes=2 --node-rank=0 --master-addr=a", "only with 32 ranks each"),
-    ("precompile", f"{ON_TRN1} --nnodes=2 --master-addr=a", "give each its --node-rank, 0 to 1"),
+    ("precompile", f"{ON_TRN1} --nnodes=2 --master-addr=a", "give --node-rank on each, from 0 to 1"),
     ("precompile", f"{ON_TRN1} --nnodes=2 --node-rank=1", "give --master-addr"),
     ("precompile", f"{SHORT} --nnodes 0", "--nnodes=0"),
     ("precompile", f"{SHORT} --nnodes 2 --node-rank 2", "--node-rank"),

@@ -1,8 +1,8 @@
 """The command `python -m train.evaluate MODEL key=value ...`, which computes a trained model's metrics.
 
-MODEL is a run, a folder of transformers or a Hub id. A run's config.yaml says how to read the columns. The code that
-evaluates during training builds the model, reads the rows and measures, in batches of the same shapes. The run folder
-is not changed. The command runs with or without torchrun.
+MODEL is a run, a transformers folder or a Hub id. A run's config.yaml says how to read the columns. The model is built,
+and the metrics are computed, by the same code and in batches of the same shapes as during training. The run folder is
+not changed. The command works with or without torchrun.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from train.run.evaluation import Evaluated
 
 logger = logging.getLogger("train")
-BATCH_SIZE = 32  # sequences per rank, for a model without a run
-FIXED = ["run_dir=runs/evaluate", "max_steps=1", "micro_batch_size=1", "model=any"]  # required, but only for training
+BATCH_SIZE = 32  # sequences per rank, if the model is not a run
+FIXED = ["run_dir=runs/evaluate", "max_steps=1", "micro_batch_size=1", "model=any"]  # required, but used only to train
 NEW_DATA = {"data", "data.path", "data.validation"}  # keys that replace the run's rows with new ones
-# Keys of a run's data settings that are not used: for new rows, for new rows in data.path, and for any evaluation.
+# Keys of a run's data settings that are not used: if the rows are new, if they are from a new data.path, and always.
 OF_ROWS = {"validation", "more_validation", "max_validation_examples"}
 OF_SOURCE = {"name", "revision"}
 OF_TRAINING = {"save_to", "cache_dir", "num_workers", "verify", "max_train_examples", "labels", "lengths", "format"}
@@ -59,9 +59,9 @@ class Model:
     cache_dir: str | None
     output: Path | None
     run: tuple[TrainConfig, Folder] | None
-    step: int | None  # step of the weights; None if unknown
+    step: int | None  # training step of the weights; None if unknown
     is_chosen: bool  # True if --checkpoint gave the step
-    holds_out: bool  # True if the rows are a part of the training rows, which must then be read too
+    holds_out: bool  # True if the rows were split off the training rows, which must then be read too
 
 
 # ---- settings ------------------------------------------------------------------------------------------------------
@@ -89,11 +89,11 @@ def find(options: Namespace) -> Model:
 
 
 def settings_of(model: Model, typed: Mapping[str, str]) -> list[str]:
-    """Return the settings to evaluate a model with. Those that the user has `typed` override them.
+    """Return the settings with which to evaluate a model. Settings that the user `typed` override them.
 
     Raises InputError if a typed setting would change the model or train it.
     """
-    from train.data.shards.cache import cache_dir  # imports that need torch come after the checks of the flags
+    from train.data.shards.cache import cache_dir  # needs torch, so it is imported after the flags have been checked
     from train.models.source import located
 
     for key in typed:
@@ -112,9 +112,9 @@ def settings_of(model: Model, typed: Mapping[str, str]) -> list[str]:
 
         trained = Predictor(source, RecordsConfig(path=""), run=model.run, seq_len=None)
         outputs, is_new = trained.task.settings_of_outputs(), model.run is None or bool(NEW_DATA & typed.keys())
-        # New rows get the threshold that the run's validation rows chose. The run's rows get the run's setting.
+        # Evaluate new rows with the threshold chosen on the run's validation rows, and these with the run's setting.
         given = {"task": trained.task.cfg.kind, **outputs, **given, **(outputs if is_new else {})}
-    for group in {"data", "task", "backend"} & typed.keys():  # Another option of a group has other settings.
+    for group in {"data", "task", "backend"} & typed.keys():  # A different option of the group has different settings.
         given = {key: value for key, value in given.items() if not key.startswith(f"{group}.") or key == LABELS}
     given["model.pretrained"] = source
     return [*FIXED, *(f"{key}={as_text(key, value)}" for key, value in given.items())]
@@ -123,7 +123,7 @@ def settings_of(model: Model, typed: Mapping[str, str]) -> list[str]:
 def settings_of_run(
     cfg: TrainConfig, run: Folder, typed: Mapping[str, str], holds_out: bool
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a run that apply to an evaluation, with the batch size and lengths that the run used."""
+    """Yield the settings of a run that apply to an evaluation, including the batch size and lengths that it used."""
     try:
         facts = read_object(run.read("environment.json"))
     except FileNotFoundError:
@@ -198,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         keys=USED,
         model="run_dir of a run (its validation data is read unless data.path names other data), a folder, or a Hub id",
     )
-    parser.add_argument("--checkpoint", type=int, metavar="STEP", help="step of a run (default: its export, or best)")
+    parser.add_argument("--checkpoint", type=int, metavar="STEP", help="step of a run (default: its export or best)")
     parser.add_argument("--output", metavar="FILE", help="file for a JSON object with the metrics")
     die_with_torchrun()
     found: list[Model] = []
@@ -240,7 +240,7 @@ def evaluate(cfg: TrainConfig, model: Model) -> int:
     except AGREED:
         raise
     except Exception as error:
-        if launched().world_size > 1:  # Other ranks may wait for this one forever, so it ends the job.
+        if launched().world_size > 1:  # Other ranks may wait for this one forever, so end the job.
             logger.exception("rank %d: %s", launched().rank, error)
             leave_at_once(cli.FAILED)
         raise
@@ -250,9 +250,9 @@ def evaluate(cfg: TrainConfig, model: Model) -> int:
 
 
 def load(network: Network, model: Model) -> None:
-    """Load the checkpoint's weights if they differ from the export's. Raises InputError if the head is new.
+    """Load the checkpoint's weights if the export's may differ. Raises InputError if the head was never trained.
 
-    They differ if --checkpoint names a step, or if targets were standardised in training.
+    They may differ if --checkpoint names a step, or if training standardised the targets.
     """
     from train.checkpoints.loader import fitting, read_weights
     from train.models.heads import SCALE

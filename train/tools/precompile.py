@@ -6,12 +6,12 @@ results are 0. The tool then compiles the graphs in parallel. With backend.compi
 backend.compile_cache, without Neuron's tool.
 
 Not tested on hardware. Facts about the tool come from Neuron's documentation ("PyTorch NeuronX neuron_parallel_compile
-CLI", SDK 2.29), its source in torch-neuronx 2.6 and, for the files of the cache, optimum-neuron's cache guide:
+CLI", SDK 2.29), its source in torch-neuronx 2.6 and, for the files in the cache, optimum-neuron's cache guide:
 
 - It reads the list of graphs from the run's output, so this output must not be redirected.
-- It writes its results to the current folder, so it starts in a separate folder; `env --chdir` moves the run back.
-- Its exit status is the number of failed graphs, or 1 if the run failed. The results distinguish the two.
-- With --retry_failed_compilation it compiles failed graphs again when the same command runs again.
+- It writes its results to the current folder, so it starts in a temporary folder; `env --chdir` moves the run back.
+- Its exit status is the number of failed graphs, or 1 if the run failed. Only its results tell these cases apart.
+- With --retry_failed_compilation, the next call of the same command compiles failed graphs again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from train.system.launched import Launched, check_launch
 from train.system.versions import read_versions
 
 TOOL = "neuron_parallel_compile"
-CLEAR_LOCKS = f"if nothing else compiles into the cache now, run {TOOL} --command clear-locks"
+CLEAR_LOCKS = f"if no other process compiles into the cache, run {TOOL} --command clear-locks"
 RETRIES = "1"  # Neuron advises one retry for a trn1.2xlarge, whose 32 GiB may not hold all parallel compilers.
 # These steps build every graph: step 1 has fresh state, step 2 logs, step 3 does not, step 4 logs and evaluates.
 STEPS, LOG_EVERY = 4, 2
@@ -128,7 +128,7 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
     world = ranks * num_nodes
     check_launch(cfg.instance, Launched(world_size=world, local_world_size=ranks, is_distributed=True))
     lengths = 1
-    if isinstance(cfg.data, RecordsConfig):  # The data is not opened here, so assume the most lengths.
+    if isinstance(cfg.data, RecordsConfig):  # The data is not opened here, so assume as many lengths as possible.
         lengths = MOST_GRAPHS if cfg.data.lengths == "auto" else len(cfg.data.lengths) + 1
     overrides = [*options.overrides, *short_run(work / "run", lengths=lengths)]
     cli.load_config(TrainConfig, overrides)
@@ -157,10 +157,10 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
 
 
 def short_run(run_dir: Path, *, lengths: int = 1) -> list[str]:
-    """Return overrides that make a run short: it computes every graph once and saves nothing.
+    """Return overrides that shorten a run, so that it computes every graph and saves nothing.
 
     Model, task, optimizer and batches are unchanged, since the graphs depend on them. Batches may have `lengths`
-    different lengths, which all occur in the first steps.
+    different lengths, all of which occur in the first steps.
     """
     return [
         *(f'run_dir="{run_dir}"', f"log_every={LOG_EVERY}"),
@@ -173,14 +173,14 @@ def short_run(run_dir: Path, *, lengths: int = 1) -> list[str]:
 
 
 def find_machines(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[int, list[str]]:
-    """Return the number of machines (by the options, Slurm or 1), and torchrun's module with its flags for this one."""
+    """Return the number of machines (from the options or Slurm, else 1), and this one's torchrun module and flags."""
     count = options.nnodes if options.nnodes is not None else int(environ.get("SLURM_NNODES") or 1)
     check(count > 0, f"--nnodes={count} must be above 0")
     if count == 1:
         check(not options.node_rank, f"--node-rank={options.node_rank} needs --nnodes")
         return 1, ["train.system.local_torchrun"]
     rank = options.node_rank if options.node_rank is not None else int(environ.get("SLURM_NODEID") or -1)
-    check(0 <= rank < count, f"{count} machines: give each its --node-rank, 0 to {count - 1}")
+    check(0 <= rank < count, f"{count} machines: give --node-rank on each, from 0 to {count - 1}")
     task = environ.get("SLURM_LOCALID", "0")
     check(task == "0", f"this is Slurm task {task} of its machine: start one per machine, srun --ntasks-per-node=1")
     master = options.master_addr or machine.first_slurm_host(environ)
@@ -198,7 +198,7 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     wanted = {"NEURON_PARALLEL_COMPILE_MAX_RETRIES": RETRIES, "NEURON_PARALLEL_COMPILE_DUMP_RESULTS": "1"}
     added = {name: value for name, value in wanted.items() if not environ.get(name)}
     path, here = environ.get("PATH", ""), str(Path(sys.executable).parent)
-    if here not in path.split(os.pathsep):  # The virtual environment is not active; its tools are next to its python.
+    if here not in path.split(os.pathsep):  # The virtual environment is not active, so add the folder of its tools.
         added["PATH"] = os.pathsep.join([path, here]) if path else here
     return {"NEURON_CC_FLAGS": flags, **added}
 
@@ -254,7 +254,7 @@ def fail(message: str, short_run: ShortRun) -> int:
 
 
 def read_results(folder: Path) -> dict[str, bool] | None:
-    """Map the path of each graph's HLO file to whether the graph is compiled; None without readable results."""
+    """Return whether each graph was compiled, by the path of its HLO file; None if there are no readable results."""
     compiled: dict[str, bool] | None = None
     for path in sorted(folder.glob(f"{TOOL}_results_*.json")):  # sorted by the time in their names
         try:
@@ -266,13 +266,13 @@ def read_results(folder: Path) -> dict[str, bool] | None:
 
 
 def find_failed(graphs: Mapping[str, bool]) -> list[str]:
-    """Return the graphs for which neither the results nor the files of the cache show a complete compilation."""
-    # torch-neuronx 2.9 may report a failure after a complete compilation (aws-neuron-sdk issue 1299).
+    """Return the graphs that are not compiled, neither according to the results nor according to the cache."""
+    # torch-neuronx 2.9 may report that a successful compilation failed (aws-neuron-sdk issue 1299).
     return [graph for graph, ok in graphs.items() if not ok and not Path(graph).with_name("model.done").is_file()]
 
 
 def advice(short_run: ShortRun) -> str:
-    """Return a text that says where the graphs are, and which changes make them useless."""
+    """Return a text that says where the graphs are, and what would make the run compile them again."""
     flags = shlex.quote(short_run.added["NEURON_CC_FLAGS"])
     return (
         f"cache: {short_run.cache}\n"

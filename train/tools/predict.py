@@ -1,8 +1,8 @@
 """The command `python -m train.predict MODEL`, which prints a model's predictions for new rows.
 
-MODEL is a run, or a folder of transformers or Hub id with a head for labels or answers. A run's export is used, or else
-its best checkpoint, and its config.yaml says how to read the columns. The output has one row for each row of the input,
-in the same order, as JSON lines or CSV. The command is one process on the CPU or a CUDA device.
+MODEL is a run, a transformers folder or a Hub id, and must have a head for labels or answers. Of a run, the export is
+used, or else the best checkpoint, and config.yaml says how to read the columns. The output has one row for each input
+row, in the same order, as JSON lines or CSV. The command runs in one process, on the CPU or a CUDA device.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from train.tasks.spec import TaskSpec
 if TYPE_CHECKING:
     from train.tasks.predictor import Predictor
 
-ROWS_AT_ONCE = 1_000  # rows that are in memory together
-FLAGS = {  # replacements in error messages about data: words with settings, words with flags
+ROWS_AT_ONCE = 1_000  # number of rows in memory at the same time
+FLAGS = {  # replacements in error messages about data, since the user gives flags instead of settings
     "data.path=": "--input ",
     "set data.format to": "give --format",
     "say which is for training: data.train=NAME, or a glob": "name one of them",
@@ -67,8 +67,8 @@ Row = dict[str, Any]
 
 
 def find(options: argparse.Namespace, s3: S3Config) -> Predictor:
-    """Return the model that the flags name, without its weights. Raises InputError unless its head predicts."""
-    from train.data.shards.cache import cache_dir  # imports that need torch come after the checks of the flags
+    """Return the model that the flags name, without loading its weights. Raises InputError if it cannot predict."""
+    from train.data.shards.cache import cache_dir  # needs torch, so it is imported after the flags have been checked
     from train.models.source import located
     from train.tasks.predictor import Predictor
 
@@ -94,17 +94,17 @@ def specs() -> list[TaskSpec]:
 
 
 def inputs() -> dict[str, str]:
-    """Return the inputs of all these tasks by name, with the help text of their flags."""
+    """Return the help text of the flag for each input of these tasks, by the input's name."""
     return {name: text for spec in specs() for name, text in spec.inputs.items()}
 
 
 def number_options() -> dict[str, str]:
-    """Return the numeric options of all these tasks by name, with the help text of their flags."""
+    """Return the help text of the flag for each numeric option of these tasks, by the option's name."""
     return {name: text for spec in specs() for name, text in spec.options.items()}
 
 
 def columns_given(options: argparse.Namespace) -> dict[str, str]:
-    """Return the column names that flags give, by key of ColumnsConfig."""
+    """Return the column names given by flags, by key of ColumnsConfig."""
     return {name: value for name in COLUMNS if (value := getattr(options, f"{name}_column")) is not None}
 
 
@@ -124,7 +124,7 @@ def find_run(location: str, s3: S3Config) -> tuple[TrainConfig, Folder] | None:
 
 
 def read_rows(options: argparse.Namespace, trained: Predictor, s3: S3Config) -> Iterator[Row]:
-    """Yield the rows of the flags' texts or of --input. Raises InputError if the model cannot read them."""
+    """Yield the rows of --input, or one row with the flags' texts. Raises InputError if the model cannot read them."""
     from train.data.records.raw import read_texts
     from train.data.records.sources import is_named
 
@@ -154,7 +154,7 @@ def read_rows(options: argparse.Namespace, trained: Predictor, s3: S3Config) -> 
 
 
 def in_words_of_flags(rows: Iterator[Row]) -> Iterator[Row]:
-    """Yield the same rows. An InputError that names a setting is raised with the flag for that setting instead."""
+    """Yield the same rows. If reading them raises an InputError, replace settings in its text with the flags."""
     try:
         yield from rows
     except InputError as error:
@@ -210,12 +210,12 @@ def check_output(output: str) -> Path:
 
 @contextmanager
 def written_whole(path: Path | None) -> Iterator[BinaryIO]:
-    """Open a file that exists only if the block succeeds. Without a path, open standard output."""
+    """Open a file that will exist only if the block succeeds. Without a path, open standard output."""
     if path is None:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
-    with disk_errors("write", path), open_whole(path) as file:  # Errors inside the block name their own files.
+    with disk_errors("write", path), open_whole(path) as file:  # Errors of reading are InputErrors already.
         yield file
 
 
@@ -246,11 +246,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> Parser:
-    purpose = "Label or rate texts, or answer questions, with the model of a run, a folder of transformers or the Hub."
+    purpose = "Label or rate texts, or answer questions, with a model from a run, a transformers folder or the Hub."
     examples = ('RUN --text "so good"', "RUN --input a.csv --output b.jsonl", 'RUN --question "Who?" --context "Ann."')
     exits = {**EXITS, REJECTED: "arguments or input rejected, and no output file written"}
     parser = command_parser("train.predict", purpose, examples=examples, exits=exits, imports=True)
-    parser.add_argument("model", metavar="MODEL", help="run_dir of a run, a folder of transformers, or a Hub id")
+    parser.add_argument("model", metavar="MODEL", help="run_dir of a run, a transformers folder, or a Hub id")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--input", metavar="FILE", help="CSV, TSV, JSON lines, Parquet, SQuAD or CoNLL; local or s3://")
     firsts = {next(iter(spec.inputs)) for spec in specs()}
@@ -263,7 +263,7 @@ def build_parser() -> Parser:
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: CUDA if available (default: auto)")
     parser.add_argument("--precision", default="fp32", help="fp32, bf16, or auto: bf16 if supported (default: fp32)")
     parser.add_argument("--seq-len", type=int, metavar="N", help="maximum tokens per sequence (default: as in the run)")
-    parser.add_argument("--format", help="format of an unclear file name: csv, jsonl, parquet, squad or conll")
+    parser.add_argument("--format", help="format, if the file name is unclear: csv, jsonl, parquet, squad or conll")
     for name in COLUMNS:
         flag = flags([f"{name}_column"])
         parser.add_argument(flag, metavar="NAME", help=f"input column for data.columns.{name}; empty: the default")
@@ -303,7 +303,7 @@ def predict(options: argparse.Namespace, s3: S3Config) -> int:
     predictor = find(options, s3)
     backend = DDP(BackendConfig(device=options.device, precision=options.precision))
     chunks = in_chunks(read_rows(options, predictor, s3))
-    first = next(chunks, None)  # Report errors in the columns before reading the weights.
+    first = next(chunks, None)  # Report wrong columns before the weights are loaded.
     if first is None:
         raise InputError(f"{options.input} has no rows")
     predictor.load({name: getattr(options, name) for name in number_options()}, backend.device, backend.autocast)

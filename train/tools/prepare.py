@@ -1,10 +1,10 @@
 """The command `python -m train.prepare`, which turns text into token shards.
 
 The same text, settings, seed and number of parts produce the same bytes. A part that was killed resumes
-after its last complete shard. `manifest.json` is written last, so a folder with it is complete. These are the steps of
-a preparation and the files that they write:
+after its last complete shard. `manifest.json` is written last, so a folder that has one is complete. These are the
+steps of a preparation and the files that they write:
 
-    claim      source.json: the settings and the text; other settings are rejected later
+    claim      source.json: the settings and the text's fingerprint, so that later calls with others are rejected
     tokenizer  tokenizer/, trained or copied unless it exists
     parts      train-00000.safetensors ..., and part-*.safetensors, the progress of each part
     merge      manifest.json; removes part-*.safetensors
@@ -68,8 +68,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 MOST_PARTS = 256  # enough for any machine's processes; with 75 GB of text or more, every part fills whole shards
-SAMPLED_PARTS = 64  # number of places from which the tokenizer's text is taken if the corpus is larger
-SPLIT_RULE = 2  # version of the rule by which text is held out; a preparation must end with the version it began with
+SAMPLED_PARTS = 64  # the tokenizer is trained on text from this many places in a corpus larger than train_bytes
+SPLIT_RULE = 2  # version of the rule that holds out text; a preparation must end with the version with which it began
 FEW_SEQUENCES = 64  # number of validation sequences below which the loss is too noisy
 
 
@@ -99,7 +99,7 @@ def run(cfg: PrepareConfig) -> int:
     with progress.reported(), made:
         manifest = prepare(cfg)
     if manifest is None:
-        print(f"{cfg.output}: part {cfg.part} is done; when all are done, run this with merge=true instead of part")
+        print(f"{cfg.output}: part {cfg.part} is done; when all are, run this command with merge=true instead of part")
         return cli.DONE
     held_out = manifest.rows("validation")
     print(
@@ -114,13 +114,13 @@ def run(cfg: PrepareConfig) -> int:
     for line in composition(cfg.corpus, manifest):
         print(line)
     if held_out < FEW_SEQUENCES:
-        few = f"{held_out} validation sequences are few, and their loss is noisy"
+        few = f"the loss of only {held_out} validation sequences is noisy"
         print(f"warning: {few}; give more text, or raise validation_fraction with another output", file=sys.stderr)
     return cli.DONE
 
 
 def composition(cfg: CorpusConfig, manifest: DataManifest) -> Iterator[str]:
-    """Yield lines about each corpus's share of the training tokens, and documents that corpus.validation removed."""
+    """Yield a line on each corpus's share of the training tokens, and one on documents also in corpus.validation."""
     tokens = [manifest.counts.get(f"{TOKENS_OF}{number}", 0) for number in range(1, len(cfg.sources) + 1)]
     if total := sum(tokens):
         weights = cfg.weights or [1] * len(tokens)
@@ -132,7 +132,7 @@ def composition(cfg: CorpusConfig, manifest: DataManifest) -> Iterator[str]:
 
 
 def prepare(cfg: PrepareConfig) -> DataManifest | None:
-    """Prepare a corpus or a part of it, or resume, and return the manifest; None if the parts are still to be merged.
+    """Prepare a corpus or a part of it, or resume, and return the manifest; None if parts must still be merged.
 
     If the folder has a manifest, only read it. Raises InputError, without writing a manifest, if text or settings
     cannot be used.
@@ -140,7 +140,7 @@ def prepare(cfg: PrepareConfig) -> DataManifest | None:
     progress.begin(Phase(f"looking for corpus={cfg.corpus.kind}"))
     folder, corpus = open_folder(cfg.output, cfg.s3), open_corpus(cfg.corpus)
     job = CorpusPart.parse(cfg.part) if cfg.part else WHOLE
-    # The parts depend only on the corpus, so that any number of processes makes the same shards.
+    # The number of processes does not change the parts, so any number makes the same shards.
     parts = [] if cfg.merge else job.divided(max(1, min(corpus.most_parts, MOST_PARTS) // job.count))
     num_parts = claimed(folder)["settings"]["parts"] if cfg.merge else parts[0].count
     settings = settings_of(cfg, num_parts)
@@ -164,7 +164,7 @@ def prepare(cfg: PrepareConfig) -> DataManifest | None:
 
 
 def prepare_parts(cfg: PrepareConfig, folder: Folder, corpus: Corpus, parts: list[CorpusPart], identity: str) -> None:
-    """Prepare parts with the folder's tokenizer, in this process or in several new ones."""
+    """Prepare parts with the folder's tokenizer, in this process or in new ones."""
     progress.begin(Phase("choosing the validation part"))
     held_out = choose_held_out(corpus, cfg.validation_fraction, cfg.seed)
     recipe = Recipe(cfg, vocabulary_of(cfg, corpus, folder, held_out), held_out, identity)
@@ -208,7 +208,7 @@ def settings_of(cfg: PrepareConfig, num_parts: int) -> dict[str, Any]:
     settings = to_dict(cfg)
     for name in ("output", "s3", "part", "processes", "merge"):
         del settings[name]
-    for name in ("path", "validation"):  # source.json has the text's fingerprint in `input`.
+    for name in ("path", "validation"):  # Instead, source.json has the text's fingerprint in `input`.
         settings["corpus"].pop(name, None)
     for section, name in (("corpus", "weights"), ("tokenizer", "add_tokens")):
         if not settings[section][name]:
@@ -217,9 +217,9 @@ def settings_of(cfg: PrepareConfig, num_parts: int) -> dict[str, Any]:
 
 
 def claim(folder: Folder, wanted: dict[str, Any]) -> None:
-    """Write source.json, which marks the folder as this preparation's.
+    """Write source.json, which reserves the folder for this preparation.
 
-    Raises InputError if the folder is another preparation's or has other files, or is not writable.
+    Raises InputError if the folder belongs to another preparation, has other files, or is not writable.
     """
     names = folder.names()
     if "source.json" not in names:
@@ -239,7 +239,7 @@ def claim(folder: Folder, wanted: dict[str, Any]) -> None:
 
 
 def claimed(folder: Folder) -> dict[str, Any]:
-    """Return source.json of a preparation. Raises InputError if it is missing or damaged."""
+    """Return the content of a folder's source.json. Raises InputError if it is missing or damaged."""
     try:
         source = read_object(folder.read("source.json"))
         of_type(int, of_type(dict[str, Any], source.get("settings"), "settings").get("parts"), "settings.parts")
@@ -269,7 +269,7 @@ def take_back(folder: Folder, job: CorpusPart, *, everything: bool) -> None:
 
 
 def vocabulary_of(cfg: PrepareConfig, corpus: Corpus, folder: Folder, held_out: HeldOut) -> Vocabulary:
-    """Return the folder's tokenizer; make it if it is missing. If several jobs make one, all use the first."""
+    """Return the folder's tokenizer, and first make it if necessary. If several jobs make one, all use the first."""
     from train.data.text import tokenizer as tokenizers  # imports transformers, which most processes do not need
 
     if folder.size(tokenizers.PUBLISHED) is None:
@@ -298,7 +298,7 @@ def check_coverage(cfg: PrepareConfig, tokenizer: PreTrainedTokenizerFast, texts
     """Warn if the tokenizer drops characters of the corpus. Raises InputError if it cannot read the corpus."""
     source = cfg.tokenizer.pretrained
     reads = f"{'the new tokenizer' if source is None else f'tokenizer.pretrained={source}'} reads the corpus"
-    unknown_share(*unknown_of(tokenizer, texts), reads)  # A sample's share; the exact one is printed at the end.
+    unknown_share(*unknown_of(tokenizer, texts), reads)  # Checks a sample. The exact share is printed at the end.
     for loss, setting in losses_of(tokenizer.backend_tokenizer, texts):
         cure = (
             f"tokenizer.{setting}=false keeps them" if source is None else "another tokenizer.pretrained may keep them"
@@ -311,8 +311,8 @@ def check_coverage(cfg: PrepareConfig, tokenizer: PreTrainedTokenizerFast, texts
 def training_texts(cfg: PrepareConfig, corpus: Corpus, held_out: HeldOut) -> Iterator[str]:
     """Yield training documents for the tokenizer, all of them if the corpus has at most tokenizer.train_bytes.
 
-    A larger corpus is read in SAMPLED_PARTS places. If it cannot seek, an even sample is yielded. If its
-    size is unknown, all documents are yielded, and the trainer reads the first ones.
+    A larger corpus is read in SAMPLED_PARTS places or, if it cannot seek, as an even sample of documents. If its size
+    is unknown, all documents are yielded, but the trainer only takes the first ones.
     """
     wanted, total = cfg.tokenizer.train_bytes, corpus.total_bytes
     share, parts = min(1.0, wanted / total) if total else 1.0, [WHOLE]
