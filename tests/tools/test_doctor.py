@@ -289,7 +289,7 @@ CASES = {
     ],
     "EFA": [
         case(trn1, "bad", "sees 0", "No data available", "efa_installer.sh", says=NO_EFA),
-        case(trn1, "bad", "8 interfaces, libfabric sees 4", says={FI_INFO: FOUR}),
+        case(trn1, "bad", "8 interfaces, of which libfabric sees 4", says={FI_INFO: FOUR}),
         case(trn1, "bad", "fi_info is not installed", "/opt/amazon/efa/bin", says={FI_INFO: None}),
         case(trn1, "warn", "a single machine trains without", says={FI_INFO: None}, num_machines=1),
         case(trn1, "bad", "4 of trn1.32xlarge's 8", "InterfaceType=efa", **HALF_OF_EFA),
@@ -312,8 +312,8 @@ CASES = {
         case(trn1, "ok", "SDK 2.31.1"),
         case(trn1, "bad", "torch-neuronx missing", TORCH_NEURONX, INDEX, versions=NONE),
         case(trn1, "bad", "neuronx-cc, torch-xla missing", "pip", versions={"neuronx_cc": "", "torch_xla": ""}),
-        case(trn1, "warn", "no SDK of the table", "neuronx-cc==2.26.63", versions={"neuronx_cc": "2.21.33363.0"}),
-        case(trn1, "warn", "libneuronxla 2.2.1.0", "no SDK of the table", versions={"libneuronxla": "2.2.1.0"}),
+        case(trn1, "warn", "no known SDK ships", "neuronx-cc==2.26.63", versions={"neuronx_cc": "2.21.33363.0"}),
+        case(trn1, "warn", "libneuronxla 2.2.1.0", "no known SDK ships", versions={"libneuronxla": "2.2.1.0"}),
         case(trn1, "bad", "pip uninstall torch-neuronx", "pip uninstall neuronx-cc", versions=STUBS),
         case(trn1, "ok", "native PyTorch of SDK 2.33.0", instance=TRN2, versions=NATIVE),
         case(trn1, "warn", "ships neuronx-cc 2.28", instance=TRN2, versions={**NATIVE, "neuronx_cc": "2.26.6360.0"}),
@@ -325,12 +325,12 @@ CASES = {
     "Neuron driver": [
         case(trn1, "ok", "driver 2.29.0.0, runtime 2.33.10.0-e2ac4bb8c: SDK 2.31.1"),
         case(trn1, "bad", "driver 2.29 needs runtime 2.33", "aws-neuronx-runtime-lib=2.33.10", **dpkg(OLD_RUNTIME)),
-        case(trn1, "warn", "no SDK of the table", "aws-neuronx-dkms=2.29.0", **dpkg(ODD_RUNTIME)),
+        case(trn1, "warn", "no known SDK ships", "aws-neuronx-dkms=2.29.0", **dpkg(ODD_RUNTIME)),
         case(trn1, "bad", "aws-neuronx-runtime-lib, aws-neuronx-coll", "apt-get install", **dpkg(ONLY_TOOLS)),
         case(trn1, "skip", "versions unknown", **dpkg(None)),
         case(trn1, "warn", "no SDK", "aws-neuronx-dkms=2.31.7", instance=TRN2),  # it is that of trn1
         # What is loaded counts, not what is installed.
-        case(trn1, "warn", "driver 2.28.0.0", "no SDK of the table", files={LOADED: "2.28.0.0\n"}),
+        case(trn1, "warn", "driver 2.28.0.0", "no known SDK ships", files={LOADED: "2.28.0.0\n"}),
         case(trn1, "ok", "SDK 2.31.1", gone=[LOADED], says={MODINFO: "2.29.0.0\n"}),
         case(trn1, "bad", "no driver is installed", "aws-neuronx-dkms=2.29", gone=[LOADED], **dpkg(NO_DKMS)),
     ],

@@ -1,1 +1,1 @@
-"""The package of `python -m train.doctor`: checks of this machine. They open no device and do not need torch."""
+"""The command `python -m train.doctor`. Its checks of this machine open no device and do not need torch."""

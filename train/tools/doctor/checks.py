@@ -1,4 +1,4 @@
-"""The list of all checks, in the order in which they are printed, and the probe of this machine that they read."""
+"""All checks, in the order in which they are printed, and the probe of this machine from which they read facts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def machine(probe: Probe) -> Finding:
     return ok(f"{probe.instance.name}, {text}")
 
 
-CHECKS: dict[str, Callable[[Probe], Finding]] = {  # checks by the name that is printed
+CHECKS: dict[str, Callable[[Probe], Finding]] = {  # by the name that is printed
     "machine": machine,
     "devices": checks_devices.devices,
     "held by": checks_devices.holders,
@@ -64,7 +64,7 @@ def examine(probe: Probe) -> dict[str, Finding]:
 
 
 def here(*, instance: str | None = None, num_ranks: int | None = None, num_machines: int = 1) -> Probe:
-    """Probe this machine. If `instance` is None, the firmware names the instance type; unknown types count as None."""
+    """Probe this machine. If `instance` is None, the firmware names the type; a type without settings counts as None."""
     name = instance or (instance_type() if instance_type() in instance_names() else None)
     memory = psutil.virtual_memory()
     return Probe(

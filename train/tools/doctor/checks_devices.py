@@ -1,4 +1,4 @@
-"""Checks of devices, the processes that hold them, ranks and EFA interfaces. Not run on Trainium or EFA hardware.
+"""Checks of devices, of processes that use them, of ranks and of EFA interfaces. Not tested on Trainium or with EFA.
 
 The outputs of tools are parsed as documented: `neuron-ls --json-output` in the Neuron system tools guide, `nvidia-smi
 --query-gpu` and `--query-compute-apps` in `nvidia-smi --help-query-gpu`, `fi_info` in libfabric's manual.
@@ -23,7 +23,7 @@ WATCHERS = ("neuron-monitor", "neuron-top", "neuron-ls")  # programs that open t
 
 
 def neuron_chips(probe: Probe) -> list[Chip]:
-    """Return the chips that neuron-ls lists; [] if it fails, since `devices` reports that."""
+    """Return the chips that neuron-ls lists; [] if it fails, which `devices` reports."""
     try:
         return read_neuron_ls(probe.ask(*CHIP_QUERY).out)
     except ValueError:  # The output is empty or not as documented.
@@ -65,7 +65,7 @@ def neuron_devices(probe: Probe, answer: ToolOutput) -> Finding:
         chips = read_neuron_ls(answer.out)
     except ValueError as error:
         cure = "sudo apt-get install --only-upgrade aws-neuronx-tools"
-        return bad(f"neuron-ls -j cannot be read ({error})", cure=cure)
+        return bad(f"the output of neuron-ls -j cannot be read ({error})", cure=cure)
     num_cores = sum(chip.num_cores for chip in chips)
     cure = f"{RELOAD}; if that does not help, stop and start the instance (it moves to another host)"
     return counted(probe, num_cores, f"{num_cores} NeuronCores on {len(chips)} chips", " cores", cure)
@@ -74,7 +74,7 @@ def neuron_devices(probe: Probe, answer: ToolOutput) -> Finding:
 def gpu_devices(probe: Probe, answer: ToolOutput) -> Finding:
     if answer.is_missing:
         cure = "install NVIDIA's driver (sudo ubuntu-drivers install --gpgpu), then reboot"
-        return bad("an NVIDIA GPU is on the bus, but nvidia-smi is not installed", cure=cure)
+        return bad("an NVIDIA GPU is on the PCI bus, but nvidia-smi is not installed", cure=cure)
     if answer.fault:
         cure = "sudo modprobe nvidia; after a kernel update install the driver again; then reboot (dmesg | grep NVRM)"
         return bad(answer.fault, cure=cure)
@@ -88,7 +88,7 @@ def gpu_devices(probe: Probe, answer: ToolOutput) -> Finding:
 
 
 def counted(probe: Probe, number: int, text: str, unit: str, cure: str) -> Finding:
-    """Return the finding for `number` devices: an error if the instance type has a different number."""
+    """Return a finding on `number` devices, which is an error if the instance type has a different number."""
     if probe.instance and probe.num_devices not in (None, number):
         return bad(f"{text}; {probe.instance.name} has {probe.num_devices}{unit}", cure=cure)
     return ok(text)
@@ -98,7 +98,7 @@ def gib(mebibytes: str) -> str:
     return f"{int(mebibytes) / 1024:.0f} GiB" if mebibytes.isdigit() else "memory unknown"
 
 
-# ---- processes that hold them --------------------------------------------------------------------------------------
+# ---- processes that use the devices --------------------------------------------------------------------------------
 
 
 def holders(probe: Probe) -> Finding:
@@ -137,7 +137,7 @@ def gpu_holders(answer: ToolOutput) -> Finding:
 
 
 def held_by(names: dict[int, str]) -> tuple[str, str]:
-    """Return a text with the first process of `names` (id to command), and the command that ends them all."""
+    """Return a text that names the first of these processes (commands by id), and a command that ends all of them."""
     first, more = min(names), f" and {len(names) - 1} more" if len(names) > 1 else ""
     cure = f"kill {' '.join(map(str, sorted(names)))} (unless it is a run that you need; after a minute kill -9)"
     return f"process {first} ({names[first]}){more}", cure
@@ -170,7 +170,7 @@ def ranks(probe: Probe) -> Finding:
 def efa(probe: Probe) -> Finding:
     num_seen = len(probe.efa_devices)
     wanted = probe.instance.efa_interfaces if probe.instance else None
-    # EFA is not needed by a single machine, nor with one network card, which also serves TCP.
+    # A single machine does not need EFA, nor do machines with one network card, which also carries TCP.
     fault = warn if probe.num_machines == 1 or wanted == 1 else bad
     alone = "" if probe.num_machines > 1 else " (a single machine trains without EFA)"
     if not num_seen and not wanted:
@@ -184,7 +184,7 @@ def efa(probe: Probe) -> Finding:
     usable = len(set(re.findall(r"^\s*domain:\s*(\S+?)(?:-rdm|-dgrm)?$", answer.out, re.MULTILINE)))
     if usable < num_seen:
         why = f" ({answer.fault})" if answer.fault else ""
-        text = f"{num_seen} interfaces, libfabric sees {usable}{why}{alone}"
+        text = f"{num_seen} interfaces, of which libfabric sees {usable}{why}{alone}"
         cure = "install EFA's libfabric: sudo ./efa_installer.sh -y, then export PATH=/opt/amazon/efa/bin:$PATH"
         return fault(text, cure=cure)
     if probe.has_gpu and not has_nccl_plugin(probe):

@@ -1,4 +1,4 @@
-"""Checks of limits, compile cache, disk, memory, clock, variables and host name. Not run on Neuron or EFA hardware."""
+"""Checks of limits, compile cache, disk, memory, clock, variables and host name. Not tested on Trainium or with EFA."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from train.system.rank_setup import OPEN_FILES
 from train.tools.doctor.probe import Finding, Probe, bad, nearest, ok, skip, warn
 
 GIB = 2**30
-# A checkpoint of the largest ALBERT (223 M parameters, 12 bytes each with AdamW's state) has 2.7 GB. With less than 4
-# GiB the next one may not fit. 20 GiB are enough for the kept checkpoints, a new one, and some compiled graphs.
+# A checkpoint of the largest ALBERT (223 M parameters of 12 bytes, including AdamW's state) takes 2.7 GB, so it may not
+# fit in less than 4 GiB. 20 GiB are enough for the kept checkpoints, a new one, and some compiled graphs.
 LEAST_DISK, WANTED_DISK = 4 * GIB, 20 * GIB  # bytes; below the first an error, below the second a warning
 LEAST_MEMORY = GIB
-RANK_MEMORY = GIB  # Importing torch and transformers takes a measured 0.65 GiB in each process.
+RANK_MEMORY = GIB  # 0.65 GiB were measured in a process that had imported torch and transformers.
 COMPILER_MEMORY = 8 * GIB  # an estimate; neuronx-cc is killed (exit code -9) if memory is short
-OLD_LOCK_S = 3600.0  # The longest compilations take some 45 minutes.
+OLD_LOCK_S = 3600.0  # The longest compilations take about 45 minutes.
 WANTED_CLOCK_S, LEAST_CLOCK_S = 1.0, 60.0  # seconds off; above the first a warning, above the second an error
 LOOPBACK = ("127.", "::1")
 
@@ -26,7 +26,7 @@ LOOPBACK = ("127.", "::1")
 
 
 def open_files(probe: Probe) -> Finding:
-    """Check the limit of open files. On an accelerator, ranks, loader workers and EFA open many."""
+    """Check the limit on open files. With accelerators, the ranks, loader workers and EFA open many."""
     least, wanted = (4096, OPEN_FILES) if probe.is_accelerated else (256, 1024)
     soft, hard = probe.limits["nofile"]
     if probe.system == "Linux" and hard >= wanted:
@@ -36,7 +36,7 @@ def open_files(probe: Probe) -> Finding:
     cure = f"add '* - nofile {wanted}' to /etc/security/limits.conf and log in again"
     if hard >= wanted:
         cure = f"ulimit -n {wanted}"
-    return (bad if soft < least else warn)(f"{soft:,.0f}, {wanted:,} wanted", cure=cure)
+    return (bad if soft < least else warn)(f"{soft:,.0f}, but {wanted:,} are wanted", cure=cure)
 
 
 def locked_memory(probe: Probe) -> Finding:
@@ -53,7 +53,7 @@ def fork_safety(probe: Probe) -> Finding:
     if not probe.efa_devices:
         return skip("no EFA")
     if probe.is_old_kernel and probe.environ.get("FI_EFA_FORK_SAFE", "0") == "0":
-        text = f"Linux {probe.kernel} with EFA: a loader worker that forks corrupts what EFA sends"
+        text = f"Linux {probe.kernel} with EFA: forking loader workers corrupts the data that EFA sends"
         return bad(text, cure="export FI_EFA_FORK_SAFE=1")
     return ok(f"Linux {probe.kernel}" + (", FI_EFA_FORK_SAFE=1" if probe.is_old_kernel else ""))
 
@@ -62,11 +62,11 @@ def fork_safety(probe: Probe) -> Finding:
 
 
 def cache(probe: Probe) -> Finding:
-    """Check that the compile cache is on a local disk or in S3, and without locks left by dead processes."""
+    """Check that the compile cache is on a local disk or in S3, and has no locks left by dead processes."""
     if not probe.is_trainium:
         return skip("no Trainium")
     name, location = cache_of(probe)
-    if probe.is_native:  # This cache may be on NFS, as its writes are atomic.
+    if probe.is_native:  # This cache may be on NFS, because it is written atomically.
         if "://" in location:
             return bad(f"{location} is not a folder", cure=f"unset {name}")
     else:
@@ -122,7 +122,7 @@ def memory(probe: Probe) -> Finding:
     if free >= wanted:
         return ok(text)
     cure = "end other programs (ps aux --sort=-rss | head)"
-    text += f", but about {wanted / GIB:,.0f} wanted for {num_ranks} ranks"
+    text += f", but about {wanted / GIB:,.0f} are wanted for {num_ranks} ranks"
     if probe.is_trainium:
         cure += "; NEURON_PARALLEL_COMPILE_MAX_RETRIES=1 if the compiler is killed"
         text += " and the compiler"
@@ -133,7 +133,7 @@ def memory(probe: Probe) -> Finding:
 
 
 def clock(probe: Probe) -> Finding:
-    """Check that a time server corrects the clock. S3 rejects signatures that are 15 minutes off."""
+    """Check that a time server corrects the clock. S3 rejects requests if the clock is off by 15 minutes."""
     restart = "sudo systemctl enable --now chrony && sudo chronyc makestep"
     answer = probe.ask("chronyc", "tracking")
     if not answer.fault:
@@ -159,7 +159,7 @@ def knobs(probe: Probe) -> Finding:
     if probe.is_old_kernel:
         wrong = [knob for knob in wrong if knob.name != "FI_EFA_FORK_SAFE"]
     if not wrong:
-        return ok("no variable is set that is obsolete or changes results")
+        return ok("none that is obsolete or changes results is set")
     text = "; ".join(f"{knob.name} {knob.why}" for knob in wrong)
     state = bad if any(knob.is_dangerous for knob in wrong) else warn
     return state(text, cure=f"unset {' '.join(knob.name for knob in wrong)}")
@@ -183,6 +183,6 @@ def hostname(probe: Probe) -> Finding:
     loops = [address for address, *names in filter(None, hosts) if name in names and address.startswith(LOOPBACK)]
     if loops and name != "localhost" and (probe.num_machines > 1 or probe.efa_devices):
         text = f"/etc/hosts maps {name} to {loops[0]}: other machines would connect to themselves"
-        cure = f"in /etc/hosts put the address that `hostname -I` prints first before {name}"
+        cure = f"in /etc/hosts, map {name} to the first address that `hostname -I` prints"
         return (bad if probe.num_machines > 1 else warn)(text, cure=cure)
     return ok(name)

@@ -1,6 +1,6 @@
-"""Checks of the versions of Python, packages and Neuron's system packages against the table of known-good versions.
+"""Checks of the versions of Python, of packages and of Neuron's system packages against a table of versions that work.
 
-The checks for Trainium have not run on hardware.
+The checks for Trainium have not been tested on hardware.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NEEDED_GLIBC = (2, 35)  # torch-neuronx 2.9's wheel needs it; Ubuntu 22.04 and 2
 
 
 def python(probe: Probe) -> Finding:
-    """Check Python and glibc. Neuron's wheels need certain versions of both."""
+    """Check the versions of Python and glibc. Neuron's wheels need certain versions of both."""
     text = ".".join(map(str, probe.python)) + (f", glibc {probe.glibc}" if probe.glibc else f", {probe.system}")
     if probe.python[:2] < (3, 11):
         return bad(f"{text}: too old", cure="python3.11 -m venv .venv (3.11 or newer)")
@@ -26,7 +26,7 @@ def python(probe: Probe) -> Finding:
     sdk = read_versions().native if probe.is_native else read_versions().sdk
     low, high = (numbers(each, 2) for each in sdk.pythons.split("-"))
     if not low <= probe.python[:2] <= high:
-        text = f"{text}: Neuron SDK {sdk.name} has wheels for {sdk.pythons.replace('-', ' to ')}"
+        text = f"{text}: Neuron SDK {sdk.name} has wheels for Python {sdk.pythons.replace('-', ' to ')}"
         return bad(text, cure=f"python{'.'.join(map(str, high))} -m venv .venv")
     if not probe.is_native and probe.glibc and numbers(probe.glibc, 2) < NEEDED_GLIBC:
         text = f"{text}: torch-neuronx 2.9 needs glibc 2.35, which Amazon Linux 2023 does not have"
@@ -70,7 +70,7 @@ def packages(probe: Probe) -> Finding:
 
 
 def neuron_packages(text: str, versions: Mapping[str, str]) -> Finding:
-    """Check a trn1's Python packages: all must be installed, in versions that one SDK ships together."""
+    """Check that trn1's Python packages are all installed, in versions that one SDK ships together."""
     table = read_versions()
     missing = [package for package in ("torch-neuronx", "neuronx-cc", "torch-xla") if package not in versions]
     if missing:
@@ -82,17 +82,17 @@ def neuron_packages(text: str, versions: Mapping[str, str]) -> Finding:
         is_same = (sdk.torch_neuronx, sdk.neuronx_cc) == (neuronx.split(".", 3)[-1], compiler)
         if is_same and (not library or sdk.libneuronxla in ("", library)):
             return ok(f"{text}: SDK {sdk.name}")
-    return warn(f"{text}: no SDK of the table ships them together", cure=table.sdk.install)
+    return warn(f"{text}: no known SDK ships these versions together", cure=table.sdk.install)
 
 
 def driver(probe: Probe) -> Finding:
-    """Check Neuron's driver, runtime and collectives. The loaded driver counts, not the installed one."""
+    """Check the versions of Neuron's driver, runtime and collectives: of the driver, the version that is loaded."""
     if not probe.is_trainium:
         return skip("no Trainium")
     answer = probe.ask("dpkg-query", "-W", "-f=${Package} ${Version}\\n", *SYSTEM_PACKAGES)
     if answer.is_missing:
         return skip(f"{answer.fault}: versions unknown")
-    # A removed package has a name but no version. An unknown one makes the exit code 1, so the code is not read.
+    # A removed package has a name but no version. An unknown package makes the exit code 1, so that code is ignored.
     rows = (line.split() for line in answer.out.splitlines())
     installed = {row[0]: row[1] for row in rows if len(row) == 2}
     missing = [p for p in ("aws-neuronx-runtime-lib", "aws-neuronx-collectives") if p not in installed]
@@ -112,5 +112,5 @@ def driver(probe: Probe) -> Finding:
     sdk = next((each for each in known if (numbers(each.dkms), numbers(each.runtime)) == both), None)
     if sdk is None:
         cure = f"sudo apt-get install aws-neuronx-dkms={wanted.dkms}* aws-neuronx-runtime-lib={wanted.runtime}*"
-        return warn(f"{text}: no SDK of the table ships them together", cure=cure)
+        return warn(f"{text}: no known SDK ships these versions together", cure=cure)
     return ok(f"{text}: SDK {sdk.name}")

@@ -1,6 +1,6 @@
-"""Measurements of exchanges between ranks: the devices' all-reduce, the hosts' all-reduce, each pair of machines.
+"""Measurements of communication: all-reduces over the devices and over the hosts, and each link between two machines.
 
-All ranks of a torchrun call `measure` and get the same result.
+All ranks under torchrun must call `measure`, and get the same result.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from train.tools.doctor.probe import Finding, State, bad, ok
 
 REPEATS = 5
 MIB = 2**20
-# An accelerator's collectives need larger tensors to come near their peak. A ring of n ranks sends 1/n of the tensor in
-# a step, so with many ranks a small tensor measures only latency. Both numbers are chosen, not measured.
+# Collectives of accelerators reach their peak only with larger tensors: a ring of n ranks sends 1/n of the tensor in a
+# step, so with many ranks a small tensor measures only latency. Both sizes were chosen without measurements.
 HOST_MIB, DEVICE_MIB = 64, 512
 GRACE_S = 10.0  # seconds past the timeout in which a backend can raise its own error, which says more
 # "Single-flow traffic is limited to 5 Gbps when instances are not in the same cluster placement group" (Amazon EC2 User
-# Guide, instance network bandwidth), and gloo uses one TCP connection for two ranks.
+# Guide, instance network bandwidth), and gloo uses one TCP connection per pair of ranks.
 FLOW_GBIT_PER_S = 5.0
-WARN_BELOW, BAD_BELOW = 1 / 2, 1 / 4  # shares of the expected figure
+WARN_BELOW, BAD_BELOW = 1 / 2, 1 / 4  # fractions of the expected speed
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ class Measured:
     is_cpu: bool
     device: AllReduce
     hosts: AllReduce
-    links: dict[str, float]  # bytes/s between machines in each direction by "a - b", while both directions are used
+    links: dict[str, float]  # bytes/s in each direction between machines, by "a - b"; measured in both simultaneously
 
 
 def measure(cfg: BackendConfig, instance: InstanceConfig, *, mib: int | None = None) -> Measured:
-    """Join the ranks and measure. All ranks must call it. `mib` is the size of a large exchange; None takes a default.
+    """Join the ranks and measure. All ranks must call this. Tensors of `mib` MiB are exchanged; None takes the default.
 
-    Raises Failure with the name of the operation that failed.
+    Raises Failure, which names the operation that failed.
     """
     timeout_s = cfg.timeout_s or DEFAULT_TIMEOUT_S
     with deadline("joining the ranks", JOIN_TIMEOUT_S + timeout_s):
@@ -104,14 +104,14 @@ def measure(cfg: BackendConfig, instance: InstanceConfig, *, mib: int | None = N
 
 @contextmanager
 def deadline(operation: str, timeout_s: float) -> Iterator[None]:
-    """Turn a RuntimeError into a Failure that names the operation. End the process if the operation hangs.
+    """Turn a RuntimeError into a Failure that names the operation.
 
-    Not every backend raises after its timeout.
+    If the operation hangs, end the process, because not every backend raises after its timeout.
     """
 
     def end() -> None:
         if not is_reported():
-            print(f"error: {operation}: no end within {timeout_s:g} s (backend.timeout_s)", file=sys.stderr, flush=True)
+            print(f"error: {operation} took more than {timeout_s:g} s (backend.timeout_s)", file=sys.stderr, flush=True)
         os._exit(FAILED)
 
     timer = threading.Timer(timeout_s + GRACE_S, end)
@@ -157,9 +157,9 @@ def bus_bandwidth(num_bytes: int, took_s: float, *, num_ranks: int) -> float:
 def measure_links(
     world: World, names: list[str], members: Sequence[int], num_bytes: int, timeout_s: float
 ) -> dict[str, float]:
-    """Return the bandwidth in bytes/s between each pair of `members`, over the hosts, by the names of the pair."""
+    """Return the bandwidth of each link between two of the ranks `members`, in bytes/s, by their names."""
     sent, received = torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 4)
-    mine: dict[str, float] = {}  # seconds of an exchange of this rank, by the names of the pair
+    mine: dict[str, float] = {}  # seconds of each of this rank's exchanges, by the names of the two ranks
     for number, pairs in enumerate(rounds(members), start=1):
         with deadline(f"waiting for the other links before round {number}", timeout_s):
             world.barrier()
@@ -168,7 +168,7 @@ def measure_links(
                 name = " - ".join(names[rank] for rank in pair)
                 exchange = partial(world.sendrecv, sum(pair) - world.rank, sent, received)
                 with deadline(f"the exchange {name}", timeout_s):
-                    # Other work on a machine can only make an exchange longer, so the shortest counts.
+                    # Other work on the machines can only slow an exchange down, so the fastest one counts.
                     mine[name] = min(timeit.repeat(exchange, number=1, repeat=REPEATS))
     durations: dict[str, float] = {}
     with deadline("gathering the links", timeout_s):
@@ -194,7 +194,7 @@ def compare(measured: Measured, instance: InstanceConfig) -> dict[str, Finding]:
     """Return findings by the name that is printed."""
     wanted_device, wanted_link = wanted(instance, measured.num_machines, is_cpu=measured.is_cpu)
     figure = figure_text(wanted_device, instance.name)
-    # Nobody has measured the share of the network that devices reach between machines, so a low figure only warns.
+    # How much of the network's bandwidth devices can use has not been measured, so a low speed is only a warning.
     can_fail = measured.num_machines == 1
     findings = {
         "ranks": ok(f"{len(measured.names)} on {plural(measured.num_machines, 'machine')}, {measured.where}"),
@@ -235,7 +235,7 @@ def all_reduce_finding(
         )
     if should_be is None:
         return ok(text)
-    cure = "python -m train.doctor --machines N on each (EFA); NCCL_DEBUG=INFO shows which network NCCL uses"
+    cure = "run python -m train.doctor --machines N on each to check EFA; NCCL_DEBUG=INFO shows which network NCCL uses"
     return graded(text, seen.bus_bytes_per_s / should_be, cure, can_fail=can_fail)
 
 
@@ -246,12 +246,12 @@ def links_finding(links: Mapping[str, float], should_be: float | None, instance:
     text = f"slowest of {len(links)}: {slowest}, {shown(links[slowest])}; median {shown(median)}"
     text += figure_text(should_be, instance)
     share = links[slowest] / max(median, should_be or 0)
-    cure = "python -m train.doctor on both; replace the machine whose links to others are slow too"
+    cure = "run python -m train.doctor on both; replace the machine whose links to other machines are slow too"
     return graded(text, share, cure)
 
 
 def graded(text: str, share: float, cure: str, *, can_fail: bool = True) -> Finding:
-    """Return the finding on a speed, given its share of the expected speed: at most a warning without `can_fail`."""
+    """Return the finding on a speed that is `share` of the expected one. Without `can_fail` it is at most a warning."""
     state: State = "ok" if share >= WARN_BELOW else "bad" if can_fail and share < BAD_BELOW else "warn"
     return Finding(state, text, "" if state == "ok" else cure)
 

@@ -1,6 +1,6 @@
 """The command line of `python -m train.doctor`, which shows on one screen whether this machine can train.
 
-`explain "..."` prints the meaning of an error. `--collectives`, under torchrun, measures exchanges between ranks.
+`explain "..."` prints the cause of an error. `--collectives`, under torchrun, measures how fast ranks exchange data.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from train.tools.doctor.probe import Finding, is_red, screen, wrap
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    # Without --collectives this process is not a rank, even if a job's environment variables say so.
+    # Without --collectives this process is not a rank, even if the environment variables of a job suggest it.
     after_rejection = inform_others if "--collectives" in arguments else lambda _: None
     return guarded(lambda: examine(read_arguments(arguments)), after_rejection=after_rejection)
 
@@ -51,7 +51,7 @@ def examine(options: argparse.Namespace) -> int:
 
 def examine_collectives(options: argparse.Namespace) -> int:
     others = (options.instance, options.ranks_per_machine, options.machines)
-    check(not any(others), "--collectives takes settings of the run instead: --collectives instance=p5.48xlarge")
+    check(not any(others), "--collectives takes settings, not these flags: --collectives instance=p5.48xlarge")
     from train.run.compose import load_backend  # Only --collectives needs Hydra and torch.
 
     cfg, instance = load_backend(options.settings)
@@ -59,10 +59,10 @@ def examine_collectives(options: argparse.Namespace) -> int:
     check_launch(instance, launch)
     check(
         launch.world_size > 1,
-        f"--collectives measures between ranks, but there is only {launch.world_size}: start several with torchrun "
+        f"--collectives measures between ranks, but there is only {launch.world_size}; start several: torchrun "
         f"--standalone --nproc-per-node={instance.devices or 2} -m train.doctor --collectives",
     )
-    rank_setup.prepare(launch, forks=True)  # A run does this too before it imports torch, and its loader forks.
+    rank_setup.prepare(launch, forks=True)  # A run, whose loader forks, also does this before it imports torch.
     from train.tools.doctor import collectives
 
     measured = collectives.measure(cfg, instance, mib=options.mib)
@@ -73,7 +73,7 @@ def examine_collectives(options: argparse.Namespace) -> int:
 
 
 def show(findings: Mapping[str, Finding], *, as_json: bool, **more: Any) -> int:
-    """Print the findings; return the exit code."""
+    """Print the findings and return the exit code."""
     if as_json:
         listed = [{"name": name, **dataclasses.asdict(finding)} for name, finding in findings.items()]
         print(json.dumps({"ok": not is_red(findings), "findings": listed, **more}, indent=1))
@@ -92,34 +92,34 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
             'explain "DataLoader worker (pid 12345) is killed by signal: Killed."',
         ),
         exits={
-            DONE: "nothing is red, or the error is known",
-            FAILED: "something is red, or the error is not known",
+            DONE: "nothing must be fixed, or the error is known",
+            FAILED: "something must be fixed, or the error is not known",
             REJECTED: "arguments rejected",
         },
     )
-    parser.add_argument("--instance", choices=instance_names(), help="instance type (default: what the firmware says)")
-    parser.add_argument("--ranks-per-machine", type=positive, metavar="N", help="number of ranks you will start here")
+    parser.add_argument("--instance", choices=instance_names(), help="instance type (default: as the firmware says)")
+    parser.add_argument("--ranks-per-machine", type=positive, metavar="N", help="number of ranks to be started here")
     parser.add_argument("--machines", type=positive, metavar="N", help="number of machines of the run (default: 1)")
     parser.add_argument(
         "--collectives",
         action="store_true",
         help="under torchrun, with settings of the run (key=value): measure how fast the ranks exchange data",
     )
-    parser.add_argument("--mib", type=positive, metavar="N", help="MiB of an exchange (default: 64; accelerators: 512)")
+    parser.add_argument("--mib", type=positive, metavar="N", help="MiB to exchange (default: 64; accelerators: 512)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     if "--collectives" in arguments:
         parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, see python -m train --help")
         return parser.parse_intermixed_args(arguments)
     commands = parser.add_subparsers(dest="command")
-    explaining = commands.add_parser("explain", help="print the meaning and the cure of an error")
-    commands.add_parser("causes", help="print all errors that explain knows, as in docs/troubleshooting.md")
+    explaining = commands.add_parser("explain", help="print the cause and the cure of an error")
+    commands.add_parser("causes", help="print all known errors, as in docs/troubleshooting.md")
     explaining.add_argument("text", help='the error, or "-" to read it from standard input')
     return parser.parse_args(arguments)
 
 
 def positive(text: str) -> int:
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number of 1 or more")
     return int(text)
 
 
@@ -137,5 +137,5 @@ def print_causes(lines: Iterable[str]) -> int:
         for paragraph in (cause["cause"], f"-> {cause['cure']}"):
             print(textwrap.indent("\n".join(wrap(paragraph, width=columns() - 4)), "    "))
     if not causes:
-        print("this error is not known: try the first error of the rank that failed first (log/rank_*.txt)")
+        print("this error is not known; try the first error of the rank that failed first (log/rank_*.txt)")
     return DONE if causes else FAILED

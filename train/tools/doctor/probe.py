@@ -1,4 +1,4 @@
-"""The probe, an object with all facts that checks read, and the finding that a check returns."""
+"""The probe, an object with all the facts that checks read, and the finding, which a check returns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from train.system.machine import is_native, nvidia_gpus
 from train.system.rank_setup import AMAZON, efa_devices
 
 TOOL_FOLDERS = ("/opt/aws/neuron/bin", "/opt/amazon/efa/bin", "/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin")
-TIMEOUT_S = 20.0  # A slow tool takes a few seconds. One that queries a broken driver may never answer.
+TIMEOUT_S = 20.0  # A slow tool takes a few seconds, but one that queries a broken driver may never answer.
 PCI = "/sys/bus/pci/devices"
 NATIVE_PCI = ("0x7364", "0x7564", "0x7565")  # PCI ids of trn2 and trn3, from the driver's neuron_device.h
 TRAINIUM_PCI = ("0x7164", *NATIVE_PCI)
@@ -29,7 +29,7 @@ TRAINIUM_PCI = ("0x7164", *NATIVE_PCI)
 
 @dataclass(frozen=True)
 class ToolOutput:
-    """The output of a tool, and the reason why it may not be usable."""
+    """The output of a tool, and the reason if it is not usable."""
 
     out: str = ""
     fault: str | None = None  # None if the tool succeeded
@@ -66,7 +66,7 @@ def ask_tool(*command: str, timeout_s: float = TIMEOUT_S) -> ToolOutput:
 
 @dataclass(frozen=True)
 class Probe:
-    """One machine, and the run that the user plans on it."""
+    """The facts about a machine, and about the run that the user plans on it."""
 
     ask: Callable[..., ToolOutput]  # runs a tool, as in ask("neuron-ls", "-j")
     versions: Mapping[str, str] = field(default_factory=dict)  # version by installed package
@@ -99,12 +99,12 @@ class Probe:
 
     @property
     def is_old_kernel(self) -> bool:
-        """True if Linux is older than 5.15, on which EFA must protect its memory when a process forks."""
+        """True if Linux is older than 5.15. On such a kernel, EFA must protect its memory when a process forks."""
         return self.system == "Linux" and () < numbers(self.kernel, 2) < (5, 15)
 
     @property
     def num_devices(self) -> int | None:
-        """Number of ranks that use all devices of the instance type; None if the type is unknown."""
+        """Number of ranks that use all the instance type's devices; None if the type is unknown."""
         return self.instance.devices if self.instance else None
 
     @property
@@ -147,12 +147,12 @@ def read_instance(name: str) -> InstanceConfig:
 
 
 def numbers(version: str, count: int = 3) -> tuple[int, ...]:
-    """Return the first `count` numbers of a version, such as (2, 33, 10) of "2.33.10.0-e2ac4bb8c"."""
+    """Return the first `count` numbers in a version, such as (2, 33, 10) for "2.33.10.0-e2ac4bb8c"."""
     return tuple(map(int, re.findall(r"\d+", version)[:count]))
 
 
 def nearest(path: Path) -> Path:
-    """Return the path, or the closest folder above it that exists."""
+    """Return the path if it exists, otherwise the closest folder above it that does."""
     while not os.access(path, os.F_OK) and path != path.parent:  # Path.exists raises if a folder is not readable.
         path = path.parent
     return path
@@ -185,7 +185,7 @@ def is_red(findings: Mapping[str, Finding]) -> bool:
 
 
 def screen(findings: Mapping[str, Finding], *, width: int, colour: bool) -> str:
-    """Return all findings as text of `width` columns. Lines break only between words, so commands stay whole."""
+    """Return all findings as text of `width` columns. Lines break only at spaces, so that commands can be copied."""
     lines, count = [], dict.fromkeys(COLOURS, 0)
     for name, finding in findings.items():
         count[finding.state] += 1
