@@ -100,14 +100,14 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
         world.run_on_local_rank0(task.verify_data)  # sends no heartbeats, so the watchdog ends a hang
     world.agree(lambda: check_same_code(world.gather(imported.identity())))
     world.agree(lambda: check_same_data(world.gather(task.data_id)))
-    torch.manual_seed(cfg.seed)  # gives all ranks the same initial weights
+    torch.manual_seed(cfg.seed)  # all ranks need the same initial weights
     model = world.agree(task.build_model)
     lengths = num_lengths(task)
     task.compile_loss(backend.compile_loss)
     engine = build_engine(
         cfg.parallel, cfg.optim, backend, model, task.loss, accumulation=plan.accumulation, lengths=lengths
     )
-    backend.seed(cfg.seed)  # gives each rank different dropout
+    backend.seed(cfg.seed)  # ranks need different dropout
     watch.phase("load", is_start=True)
     checkpoints = CheckpointManager(attempt, backend, engine)
     progress = checkpoints.resume()

@@ -328,7 +328,7 @@ CASES = {
         case(trn1, "warn", "no known SDK ships", "aws-neuronx-dkms=2.29.0", **dpkg(ODD_RUNTIME)),
         case(trn1, "bad", "aws-neuronx-runtime-lib, aws-neuronx-coll", "apt-get install", **dpkg(ONLY_TOOLS)),
         case(trn1, "skip", "versions unknown", **dpkg(None)),
-        case(trn1, "warn", "no SDK", "aws-neuronx-dkms=2.31.7", instance=TRN2),  # it is that of trn1
+        case(trn1, "warn", "no known SDK", "aws-neuronx-dkms=2.31.7", instance=TRN2),  # it is that of trn1
         # What is loaded counts, not what is installed.
         case(trn1, "warn", "driver 2.28.0.0", "no known SDK ships", files={LOADED: "2.28.0.0\n"}),
         case(trn1, "ok", "SDK 2.31.1", gone=[LOADED], says={MODINFO: "2.29.0.0\n"}),
@@ -341,10 +341,10 @@ CASES = {
     "open files": [
         case(trn1, "ok", "65,535", "raises", limits={"nofile": (1024, math.inf)}),
         # Where it is not Linux, a run raises nothing.
-        case(trn1, "warn", "65,535 wanted", "ulimit -n 65535", limits={"nofile": (20000, math.inf)}, **DARWIN),
+        case(trn1, "warn", "a run needs 65,535", "ulimit -n 65535", limits={"nofile": (20000, math.inf)}, **DARWIN),
         case(trn1, "bad", "1,024", "ulimit -n 65535", limits={"nofile": (1024, math.inf)}, **DARWIN),
         case(trn1, "bad", "limits.conf", "log in again", limits={"nofile": (1024, 4096)}),
-        case(laptop, "warn", "1,024 wanted", "nofile 1024", limits={"nofile": (512, 512)}),
+        case(laptop, "warn", "a run needs 1,024", "nofile 1024", limits={"nofile": (512, 512)}),
     ],
     "locked memory": [case(trn1, "bad", "64 KiB", "memlock unlimited", limits={"memlock": (65536, 65536)})],
     "compile cache": [

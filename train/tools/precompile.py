@@ -128,7 +128,7 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
     world = ranks * num_nodes
     check_launch(cfg.instance, Launched(world_size=world, local_world_size=ranks, is_distributed=True))
     lengths = 1
-    if isinstance(cfg.data, RecordsConfig):  # The data is not opened here, so assume as many lengths as possible.
+    if isinstance(cfg.data, RecordsConfig):  # The data is not opened here, so assume the maximum.
         lengths = MOST_GRAPHS if cfg.data.lengths == "auto" else len(cfg.data.lengths) + 1
     overrides = [*options.overrides, *short_run(work / "run", lengths=lengths)]
     cli.load_config(TrainConfig, overrides)

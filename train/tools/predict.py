@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from train.tasks.predictor import Predictor
 
 ROWS_AT_ONCE = 1_000  # number of rows in memory at the same time
-FLAGS = {  # replacements in error messages about data, since the user gives flags instead of settings
+FLAGS = {  # replacements in error messages about data: this command has flags where train has settings
     "data.path=": "--input ",
     "set data.format to": "give --format",
     "say which is for training: data.train=NAME, or a glob": "name one of them",

@@ -1,1 +1,1 @@
-"""The package of `python -m train.bench`, which measures a configuration's training speed on this machine."""
+"""The command `python -m train.bench`, which measures how fast a configuration trains on this machine."""

@@ -1,4 +1,4 @@
-"""The command line of `python -m train.bench key=value ...`, which measures training speed. torchrun is optional."""
+"""The command line of `python -m train.bench key=value ...`, which works with or without torchrun."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = cli.settings_parser(
         "train.bench",
         BenchConfig,
-        "Measure how fast a run would train here. The run is started for a few steps, and nothing of it is kept.",
+        "Measure how fast a run would train on this machine. It trains for a few steps and saves nothing.",
         examples=(
             "experiment=demo output=bench.json",
             "torchrun --standalone --nproc-per-node=8 -m train.bench experiment=albert_pretrain instance=p5.48xlarge",
@@ -54,7 +54,7 @@ def act(cfg: BenchConfig, settings: Sequence[str]) -> int:
 
             return sweep.run(cfg, settings)
         rank_setup.prepare(launched(), forks=cfg.data.num_workers > 0)
-        search_rarely()  # `loop.run` restores the usual rate after it has imported the task.
+        search_rarely()  # Garbage is collected rarely until `loop.run` has imported the task.
         from train.tools.bench import measure  # torch takes seconds to import
 
         return measure.run(cfg, settings)

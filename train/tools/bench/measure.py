@@ -1,4 +1,4 @@
-"""One measurement: a real run by `train.loop` that saves nothing and stops when the timed steps are done."""
+"""One measurement: a real run of `train.loop` that saves nothing and stops after the timed steps."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from train.tools.bench.config import BenchConfig
 from train.tools.bench.speeds import GIB, Peak, TimedSteps, cost, speeds, table
 
 logger = logging.getLogger("train")
-MEASURED = "measured"  # the reason with which the run stops
-SIZES = (512, 1024, 2048, 4096, 8192)  # number of rows and columns of the matrices that are multiplied
-LONG_ENOUGH_S = 0.05  # seconds of a product beyond which larger matrices would not be faster
+MEASURED = "measured"  # the reason why the run stops
+SIZES = (512, 1024, 2048, 4096, 8192)  # n of the n x n matrices that are multiplied to measure the peak
+LONG_ENOUGH_S = 0.05  # If a product takes more seconds than this, larger matrices would not reach a higher speed.
 REPEATS = 8
 
 
 def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
-    """Measure. Rank 0 prints the figures and writes them to cfg.output. Every rank must call it."""
+    """Measure a run. Rank 0 prints the figures and writes them to cfg.output. Every rank must call this."""
     launch = launched()
     try:
         with (
@@ -59,7 +59,7 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
             write(cfg, {"kind": error.kind, "reason": str(error)})
         elif isinstance(error, (StoppedEarly, *AGREED)):
             raise Failure(f"nothing was measured: {error}") from error
-        if launch.world_size > 1:  # Other ranks may wait for this one forever, so it ends the job.
+        if launch.world_size > 1:  # Other ranks may wait for this one forever, so end the job.
             logger.exception("rank %d: %s", launch.rank, error)
             leave_at_once(cli.FAILED)
         raise
@@ -80,12 +80,12 @@ def write(cfg: BenchConfig, content: dict[str, Any]) -> None:
 
 
 def short_run(cfg: BenchConfig, folder: str) -> TrainConfig:
-    """Return the run with its learning rate schedule, a line after each window, and no evaluation, save or export."""
-    enough = cfg.untimed + cfg.steps + 2  # The last timed step asks for the stop, which comes after the next step.
+    """Return the run's settings with a log line after each window, and without evaluations, saves and exports."""
+    enough = cfg.untimed + cfg.steps + 2  # The run is asked to stop in the last timed step, and stops one step later.
     return replace(
         cfg,
         run_dir=folder,
-        max_steps=max(cfg.max_steps or 0, enough),
+        max_steps=max(cfg.max_steps or 0, enough),  # The learning rate schedule depends on max_steps.
         max_examples=None,
         max_epochs=None,
         max_run_s=None,
@@ -111,14 +111,14 @@ class Meter:
     cfg: BenchConfig
     stop: StopRequest
     windows: list[TimedSteps] = field(default_factory=list)
-    line_s: float = 0.0  # time of the previous line
+    line_s: float = 0.0  # time of the previous log line
     result: dict[str, Any] = field(default_factory=dict)
 
     def on_line(self, recorder: Recorder, kind: str, values: dict[str, Any]) -> None:
-        """Take a line of the run, as `train.loop.run` passes it."""
+        """Handle a log line that `train.loop.run` passes."""
         limit_gib = self.cfg.max_memory_gib
         if kind == "start" and limit_gib is not None and recorder.backend.monitor_kind == "cpu":
-            limit_allocations(round(limit_gib * GIB))  # Drivers of other devices map more memory than they use.
+            limit_allocations(round(limit_gib * GIB))  # Not with other devices: drivers map more than they use.
         elif kind == "train":
             self.keep(recorder, values)
         elif kind == "summary" and values["reason"] == MEASURED:
@@ -176,7 +176,7 @@ class Meter:
 
 
 def peak(recorder: Recorder) -> Peak:
-    """Return the peak in the instance's settings; without one, the sum that all ranks measure at the same time."""
+    """Return the peak from the instance's settings or, if unknown, the sum of what all ranks reach simultaneously."""
     backend, world, instance = recorder.backend, recorder.world, recorder.cfg.instance
     known = instance.peak_flops_per_s(backend.precision)
     if known is not None:
@@ -190,15 +190,15 @@ def peak(recorder: Recorder) -> Peak:
 
 
 def matmul_flops_per_s(backend: Backend) -> tuple[float, int]:
-    """Return the operations per second of the fastest product of two n x n matrices (2 n^3 operations), and its n.
+    """Return the operations per second of the fastest product of two n x n matrices (2 n^3 operations), and n.
 
-    The product is in the run's precision, on this rank's device, with the run's number of threads.
+    It uses the run's precision and number of threads, and this rank's device.
     """
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(backend.precision.partition("_")[0], torch.float32)
 
     def least_s(size: int) -> float:
         left, right = (torch.rand(size, size).to(backend.device, kind) for _ in range(2))
-        # Reading the product's maximum waits for the device.
+        # Reading the maximum of the product waits until the device has computed it.
         return min(timeit.repeat(lambda: backend.to_host([(left @ right).amax()]), number=1, repeat=REPEATS))
 
     best = (0.0, 0)

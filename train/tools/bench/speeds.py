@@ -1,4 +1,4 @@
-"""The figures of a measurement: speeds with their spread, MFU, waits, memory and cost. It does not import torch."""
+"""The figures of a measurement: speeds, MFU, waits, memory and cost. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ FLOPS_SOURCE = "train/models/model_sizes.py: a multiply-add is 2 operations, the
 
 @dataclass(frozen=True)
 class TimedSteps:
-    """Figures of consecutive steps of all ranks together."""
+    """Figures of consecutive steps, added up over all ranks."""
 
     steps: int
-    wall_s: float  # seconds from the previous line to this one, without compilation
+    wall_s: float  # seconds since the previous log line, without compilation
     tokens: float  # number of tokens without padding
     slots: float  # number of tokens with padding
     flops: float  # model's floating-point operations; 0 if unknown
-    wait_s: float  # seconds of waiting for data, the mean of the ranks
+    wait_s: float  # mean over the ranks of the seconds spent waiting for data
     compile_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The peak operations per second of all ranks' devices, and the source of the figure."""
+    """The peak operations per second of all ranks' devices together, and the source of this figure."""
 
     flops_per_s: float
     source: str
@@ -62,7 +62,7 @@ def speeds(windows: Sequence[TimedSteps], *, global_batch_size: int, peak: Peak)
 
 
 def cost(instance: InstanceConfig, *, machines: int, sequences_per_s: float) -> dict[str, Any]:
-    """Return the on-demand price in dollars of a million sequences, without the time outside steps; None if unknown."""
+    """Return the on-demand price in dollars of training on a million sequences; None if unknown. Only steps count."""
     price = instance.usd_per_hour
     usd = None if price is None else price * machines * 1e6 / (3600 * sequences_per_s)
     return {"usd_per_million_sequences": usd, "usd_per_hour": price, "price_date": instance.price_date}
@@ -94,7 +94,7 @@ def table(result: dict[str, Any]) -> str:
         f"instance={result['instance']}",
         "batch": f"{result['global_batch_size']} sequences per step = {parts} (micro batch, accumulation, replicas)",
         "steps/s": spread_text("steps_per_s", ".4g"),
-        "tokens/s": spread_text("tokens_per_s", ",.0f") + (f", without {padding:.1%} padding" if padding else ""),
+        "tokens/s": spread_text("tokens_per_s", ",.0f") + (f", excluding {padding:.1%} padding" if padding else ""),
         "MFU": mfu,
         "data wait": f"{result['data_wait_share']:.1%} of the time",
         "compiling": compiling,

@@ -1,4 +1,4 @@
-"""A sweep over micro batch sizes of one global batch, for the largest and the fastest. New processes measure each."""
+"""A search for the largest micro batch that fits and for the fastest. Each is measured in new processes."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from train.tools.bench.config import BenchConfig
 from train.tools.bench.speeds import GIB
 
 GROWTH = 1.02  # smallest factor that counts as faster; less is noise
-MOST_SLOWER = 2  # number of larger micro batches in a row without a faster speed, after which the sweep ends
-FIRST = 8  # first micro batch size to try, if micro_batch_size is not set
-HOST_SHARE = 0.9  # share of the available memory that the ranks of a try on CPUs may allocate
-MANY_ROWS = 2**62  # row count that is enough for any plan; a try checks the data itself
-REPLACED = ("sweep", "nproc", "output", "max_memory_gib", "micro_batch_size")  # settings that differ in a try
+MOST_SLOWER = 2  # The sweep ends when this many larger micro batches in a row are not faster.
+FIRST = 8  # micro batch size to try first if micro_batch_size is not set
+HOST_SHARE = 0.9  # share of the available memory that the ranks of a try may allocate on CPUs
+MANY_ROWS = 2**62  # enough training rows for any plan; each try checks the real number
+REPLACED = ("sweep", "nproc", "output", "max_memory_gib", "micro_batch_size")  # settings that a try replaces
 
 
 @dataclass(frozen=True)
 class Try:
-    """The result for one micro batch. `bench` is the output of `python -m train.bench`; None if it does not fit."""
+    """The result for one micro batch size. `bench` has the figures of `train.bench`; None if the batch does not fit."""
 
     micro_batch_size: int
     accumulation: int
@@ -54,11 +54,11 @@ class Try:
 
 
 def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
-    """Try micro batches and print each result as it comes, then print the best."""
+    """Try micro batch sizes, print each result immediately, and print the fastest at the end."""
     check(not launched().is_distributed, "a sweep starts its ranks itself: run it without torchrun, with nproc=N")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM must also end the running try.
     share, sizes, first = sizes_of(cfg)
-    build_task(cfg)  # Raise now what the first try would otherwise report after a minute.
+    build_task(cfg)  # Raises errors that the first try would report only after a minute.
     limit_gib = cfg.max_memory_gib or HOST_SHARE * available_bytes() / GIB / cfg.nproc
     tries: list[Try] = []
     print(f"{'micro batch':>11}  {'accumulation':>12}  {'tokens/s':>10}  {'GiB a rank':>10}  verdict", flush=True)
@@ -77,7 +77,7 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
     fitting = [each for each in tries if each.bench is not None]
     best = max(fitting, key=lambda each: each.tokens_per_s, default=None)
     largest = max((each.micro_batch_size for each in fitting), default=None)
-    is_limit = len(fitting) < len(tries) or largest == sizes[-1]  # If False, larger ones were not tried.
+    is_limit = len(fitting) < len(tries) or largest == sizes[-1]  # If False, larger sizes may fit.
     if cfg.output is not None:
         result = {
             "kind": "sweep",
@@ -100,11 +100,11 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
 
 
 def sizes_of(cfg: BenchConfig) -> tuple[int, list[int], int]:
-    """Return a replica's sequences per step, the micro batch sizes that divide it, ascending, and the first to try."""
-    check(cfg.global_batch_size is not None, "a sweep keeps the global batch: set global_batch_size")
+    """Return a replica's sequences per step, the usable micro batch sizes in ascending order, and the first to try."""
+    check(cfg.global_batch_size is not None, "a sweep needs a fixed global batch: set global_batch_size")
     share, rest = divmod(cfg.global_batch_size or 0, cfg.parallel.replicas(cfg.nproc))
     whole = f"global_batch_size={cfg.global_batch_size} over nproc={cfg.nproc} ranks"
-    check(rest == 0, f"{whole} leaves a remainder; make it a multiple")
+    check(rest == 0, f"{whole} leaves a remainder; choose a multiple")
     usable = [size for size in range(1, share + 1) if share % size == 0 and is_usable(cfg, size)]
     check(usable != [], f"the backend and the instance accept no micro batch up to {share} that divides {whole}")
     wanted = cfg.micro_batch_size or FIRST
@@ -112,7 +112,7 @@ def sizes_of(cfg: BenchConfig) -> tuple[int, list[int], int]:
 
 
 def is_usable(cfg: BenchConfig, size: int) -> bool:
-    """Return whether a run would accept this micro batch."""
+    """Return whether a run would accept this micro batch size."""
     try:
         plan = make_plan(replace(cfg, micro_batch_size=size), world_size=cfg.nproc, rows=MANY_ROWS, seq_len=cfg.seq_len)
     except InputError:
@@ -124,7 +124,7 @@ def is_usable(cfg: BenchConfig, size: int) -> bool:
 
 
 def search(sizes: Sequence[int], first: int, attempt: Callable[[int], Try]) -> str:
-    """Try sizes in the order that docs/bench.md describes. Returns the reason for the end."""
+    """Try sizes in the order that docs/bench.md describes. Returns the reason why the search ended."""
     tried = attempt(first)
     failed: int | None = None
     while tried.bench is None:
@@ -177,7 +177,7 @@ def try_size(command: Sequence[str], size: int, accumulation: int, work: Path) -
     """
     counter = find_oom_counter()
     before = count_oom_kills(counter)
-    environ = {**os.environ, "TMPDIR": str(work)}  # Files that a killed process leaves are removed with `work`.
+    environ = {**os.environ, "TMPDIR": str(work)}  # Removing `work` also removes what a killed process left.
     done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace", check=False)
     output = work / f"{size}.json"  # The file is missing if the process was killed.
     result = read_object(output.read_bytes()) if output.exists() else {}
@@ -195,9 +195,9 @@ def try_size(command: Sequence[str], size: int, accumulation: int, work: Path) -
 
 
 def outcome_of(status: int, result: dict[str, Any], kills: int) -> str | None:
-    """Return a verdict: that the try fits, or how memory ran out; None for another failure.
+    """Return the verdict that the try fits, or that memory ran out and how; None if it failed for another reason.
 
-    `kills` is the number of processes that the kernel killed for lack of memory, as far as it is known.
+    `kills` is the number of processes that the kernel is known to have killed for lack of memory.
     """
     if status == cli.DONE and result.get("kind") == "bench":
         return "fits"

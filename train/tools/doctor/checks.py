@@ -64,7 +64,7 @@ def examine(probe: Probe) -> dict[str, Finding]:
 
 
 def here(*, instance: str | None = None, num_ranks: int | None = None, num_machines: int = 1) -> Probe:
-    """Probe this machine. If `instance` is None, the firmware names the type; a type without settings counts as None."""
+    """Probe this machine. If `instance` is None, use the type that the firmware names, if conf/instance has it."""
     name = instance or (instance_type() if instance_type() in instance_names() else None)
     memory = psutil.virtual_memory()
     return Probe(

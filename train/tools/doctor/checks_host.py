@@ -36,7 +36,7 @@ def open_files(probe: Probe) -> Finding:
     cure = f"add '* - nofile {wanted}' to /etc/security/limits.conf and log in again"
     if hard >= wanted:
         cure = f"ulimit -n {wanted}"
-    return (bad if soft < least else warn)(f"{soft:,.0f}, but {wanted:,} are wanted", cure=cure)
+    return (bad if soft < least else warn)(f"{soft:,.0f}, but a run needs {wanted:,}", cure=cure)
 
 
 def locked_memory(probe: Probe) -> Finding:
@@ -122,7 +122,7 @@ def memory(probe: Probe) -> Finding:
     if free >= wanted:
         return ok(text)
     cure = "end other programs (ps aux --sort=-rss | head)"
-    text += f", but about {wanted / GIB:,.0f} are wanted for {num_ranks} ranks"
+    text += f", but about {wanted / GIB:,.0f} are needed for {num_ranks} ranks"
     if probe.is_trainium:
         cure += "; NEURON_PARALLEL_COMPILE_MAX_RETRIES=1 if the compiler is killed"
         text += " and the compiler"

@@ -194,7 +194,7 @@ def compare(measured: Measured, instance: InstanceConfig) -> dict[str, Finding]:
     """Return findings by the name that is printed."""
     wanted_device, wanted_link = wanted(instance, measured.num_machines, is_cpu=measured.is_cpu)
     figure = figure_text(wanted_device, instance.name)
-    # How much of the network's bandwidth devices can use has not been measured, so a low speed is only a warning.
+    # Between machines, the share of the network's bandwidth that devices can use is unknown: a low speed only warns.
     can_fail = measured.num_machines == 1
     findings = {
         "ranks": ok(f"{len(measured.names)} on {plural(measured.num_machines, 'machine')}, {measured.where}"),
