@@ -34,5 +34,5 @@ def begin() -> None:
         os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
-if sys.argv[:1] == ["-m"]:  # `python -m` is about to run a command; importing the package changes nothing
+if sys.argv[:1] == ["-m"]:  # `python -m` is about to run a command; other imports change nothing
     begin()

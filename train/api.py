@@ -134,7 +134,7 @@ def listed(values: Sequence[Any]) -> Sequence[Any]:
 
 
 def composed(module: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return all settings with which a command would run if it had these arguments."""
+    """Return the complete settings that a command composes from these arguments."""
     command = [sys.executable, "-m", module, *arguments, "--cfg=job"]
     env = processes.with_this_code(os.environ)
     ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False)

@@ -173,7 +173,7 @@ def train(
         following, failure = ([], None) if is_last else data.draw()
         metrics.data_ready()
         checkpoints.report()
-        votes.cast(failure or checkpoints.failure)  # whether to continue after this step
+        votes.cast(failure or checkpoints.failure)  # votes on whether to continue after this step
 
         seq_len = batches[0]["inputs"]["input_ids"].shape[-1]
         watch.phase("step", step=progress.step, is_start=metrics.is_first or metrics.is_new(seq_len))
@@ -308,7 +308,7 @@ def memory_note(attempt: Attempt, backend: Backend, model: nn.Module) -> str | N
     sizes = {name: getattr(plan, name) for name in ("world_size", "micro_batch_size", "accumulation")}
     needed = memory_of(cfg, shape, seq_len=seq_len, precision=backend.precision, **sizes)
     if backend.monitor_kind != "cpu":
-        copy = f"; a save takes {needed.state / GIB:.3g} GiB of host memory for each rank that writes"
+        copy = f"; each rank that writes checkpoints needs {needed.state / GIB:.3g} GiB of host memory for a save"
         return f"{needed}{copy if attempt.saves else ''}"
     network: Any = model.network
     values = network.config.to_dict()
@@ -319,7 +319,7 @@ def memory_note(attempt: Attempt, backend: Backend, model: nn.Module) -> str | N
     limit_bytes = total_memory_bytes()
     check(
         num_ranks * needed.total < limit_bytes,
-        f"{held}; that is more than this machine or container has, {limit_bytes / GIB:,.3g} GiB for {num_ranks} ranks; "
+        f"{held}; this machine or container has too little, {limit_bytes / GIB:,.3g} GiB for {num_ranks} ranks; "
         f"{advice(cfg, world_size=plan.world_size)}",
     )
     return str(held)

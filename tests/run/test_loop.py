@@ -278,7 +278,7 @@ def large(self, *, build=ToyTask.build_model):
         ({"preempt": {"block_end": "2001-01-01T00:00:00Z"}}, None, "leaves no time"),
         ({}, ("build_model", unloadable), "lacks weights"),
         ({}, ("train_data", unloadable), "lacks weights"),  # the first of TrainData, as the check of /dev/shm
-        ({"backend": BackendConfig(device="cpu")}, ("build_model", large), "more than this machine or container has"),
+        ({"backend": BackendConfig(device="cpu")}, ("build_model", large), "this machine or container has too little"),
     ],
     ids=["precision", "device", "block", "model", "batches", "memory"],
 )

@@ -266,7 +266,7 @@ CASES = {
         case(gpus, "ok", "8 GPU", files={"/dev/nvidia0": ""}, gone=["/sys/bus/pci/devices/*/*"]),  # in a container
         case(gpus, "bad", "lists no GPU", "dmesg", says={GPU_QUERY: ""}),
         case(gpus, "bad", "2 GPU", "has 8", "memory unknown", "xid", says={GPU_QUERY: TWO_GPUS}),
-        case(laptop, "bad", "has 8 devices, but this machine shows none", "--instance", instance=P4D),
+        case(laptop, "bad", "has 8 devices, but this machine has none", "--instance", instance=P4D),
         case(laptop, "bad", "not loaded", "modprobe neuron", files=pci(30, "0x1d0f", "0x7164", "0x088000")),
         case(laptop, "bad", "not loaded", files=pci(30, "0x1d0f", "0x7564", "0x088000")),  # trn3
         case(laptop, "ok", files=pci(30, "0x1d0f", "0xec20", "0x020000")),  # Amazon's network card

@@ -112,7 +112,7 @@ def settings_of(model: Model, typed: Mapping[str, str]) -> list[str]:
 
         trained = Predictor(source, RecordsConfig(path=""), run=model.run, seq_len=None)
         outputs, is_new = trained.task.settings_of_outputs(), model.run is None or bool(NEW_DATA & typed.keys())
-        # Evaluate new rows with the threshold chosen on the run's validation rows, and these with the run's setting.
+        # New rows need the threshold chosen on the run's validation rows; for these, the run's setting is used.
         given = {"task": trained.task.cfg.kind, **outputs, **given, **(outputs if is_new else {})}
     for group in {"data", "task", "backend"} & typed.keys():  # A different option of the group has different settings.
         given = {key: value for key, value in given.items() if not key.startswith(f"{group}.") or key == LABELS}
@@ -198,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         keys=USED,
         model="run_dir of a run (its validation data is read unless data.path names other data), a folder, or a Hub id",
     )
-    parser.add_argument("--checkpoint", type=int, metavar="STEP", help="step of a run (default: its export or best)")
+    parser.add_argument("--checkpoint", type=int, metavar="STEP", help="step of a run (default: its export, or best)")
     parser.add_argument("--output", metavar="FILE", help="file for a JSON object with the metrics")
     die_with_torchrun()
     found: list[Model] = []

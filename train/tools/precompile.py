@@ -182,7 +182,7 @@ def find_machines(options: argparse.Namespace, environ: Mapping[str, str]) -> tu
     rank = options.node_rank if options.node_rank is not None else int(environ.get("SLURM_NODEID") or -1)
     check(0 <= rank < count, f"{count} machines: give --node-rank on each, from 0 to {count - 1}")
     task = environ.get("SLURM_LOCALID", "0")
-    check(task == "0", f"this is Slurm task {task} of its machine: start one per machine, srun --ntasks-per-node=1")
+    check(task == "0", f"this is Slurm task {task} of its machine; start only one: srun --ntasks-per-node=1")
     master = options.master_addr or machine.first_slurm_host(environ)
     check(master is not None, f"{count} machines: give --master-addr, the host name of machine 0")
     flags = ["torch.distributed.run", f"--nnodes={count}", f"--node-rank={rank}", f"--master-addr={master}"]

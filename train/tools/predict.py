@@ -1,8 +1,8 @@
 """The command `python -m train.predict MODEL`, which prints a model's predictions for new rows.
 
-MODEL is a run, a transformers folder or a Hub id, and must have a head for labels or answers. Of a run, the export is
-used, or else the best checkpoint, and config.yaml says how to read the columns. The output has one row for each input
-row, in the same order, as JSON lines or CSV. The command runs in one process, on the CPU or a CUDA device.
+MODEL is a run, a transformers folder or a Hub id, and must have a head for labels or answers. A run's export is used,
+or else its best checkpoint, and its config.yaml says how to read the columns. Each input row becomes one output row, in
+the same order, as JSON lines or CSV. The command runs in one process, on the CPU or a CUDA device.
 """
 
 from __future__ import annotations
@@ -149,12 +149,12 @@ def read_rows(options: argparse.Namespace, trained: Predictor, s3: S3Config) -> 
     kind = trained.task.featurizer.kind
     named = [name for name, column in columns_given(options).items() if column]
     unread = set(named) - {"id", *kind.columns}
-    check(not unread, f"{flags(f'{name}_column' for name in sorted(unread))}: {options.model} {spec.does}")
+    check(not unread, f"{flags(f'{name}_column' for name in sorted(unread))}: {options.model} only {spec.does}")
     return in_words_of_flags(read_texts(data, kind, options.input, s3, labels=trained.task.labels, named=named))
 
 
 def in_words_of_flags(rows: Iterator[Row]) -> Iterator[Row]:
-    """Yield the same rows. If reading them raises an InputError, replace settings in its text with the flags."""
+    """Yield the same rows. If reading them raises an InputError, its text names flags instead of settings."""
     try:
         yield from rows
     except InputError as error:
@@ -215,7 +215,7 @@ def written_whole(path: Path | None) -> Iterator[BinaryIO]:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
-    with disk_errors("write", path), open_whole(path) as file:  # Errors of reading are InputErrors already.
+    with disk_errors("write", path), open_whole(path) as file:  # Errors in reading rows are InputErrors already.
         yield file
 
 
@@ -266,7 +266,7 @@ def build_parser() -> Parser:
     parser.add_argument("--format", help="format, if the file name is unclear: csv, jsonl, parquet, squad or conll")
     for name in COLUMNS:
         flag = flags([f"{name}_column"])
-        parser.add_argument(flag, metavar="NAME", help=f"input column for data.columns.{name}; empty: the default")
+        parser.add_argument(flag, metavar="NAME", help=f"input column for data.columns.{name}; '' for the default")
     add_s3_flags(parser)
     return parser
 
@@ -279,7 +279,7 @@ def check_flags(options: argparse.Namespace) -> Path | None:
     given = [name for name in inputs() if getattr(options, name) is not None]
     ok = any(fits(spec, given) for spec in specs()) if options.input is None else not given
     ways = [" ".join(f"[{flags([n])}]" if n in spec.optional else flags([n]) for n in spec.inputs) for spec in specs()]
-    check(ok, f"{flags(given)}: these flags exclude one another; give {', or '.join(ways)}, or --input alone")
+    check(ok, f"{flags(given)}: not a valid combination of flags; give {', or '.join(ways)}, or --input alone")
     names = [f"{name}_column" for name in columns_given(options)]
     check(options.input is not None or not names, f"{flags(names)}: only --input has columns; leave the flags out")
     check(options.device != "neuron", "--device neuron: train.predict runs on the CPU and CUDA devices")

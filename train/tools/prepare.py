@@ -4,7 +4,7 @@ The same text, settings, seed and number of parts produce the same bytes. A part
 after its last complete shard. `manifest.json` is written last, so a folder that has one is complete. These are the
 steps of a preparation and the files that they write:
 
-    claim      source.json: the settings and the text's fingerprint, so that later calls with others are rejected
+    claim      source.json: the settings and the text's fingerprint, which later calls must have in common
     tokenizer  tokenizer/, trained or copied unless it exists
     parts      train-00000.safetensors ..., and part-*.safetensors, the progress of each part
     merge      manifest.json; removes part-*.safetensors
@@ -99,7 +99,7 @@ def run(cfg: PrepareConfig) -> int:
     with progress.reported(), made:
         manifest = prepare(cfg)
     if manifest is None:
-        print(f"{cfg.output}: part {cfg.part} is done; when all are, run this command with merge=true instead of part")
+        print(f"{cfg.output}: part {cfg.part} is done; when all are done, run this with merge=true instead of part")
         return cli.DONE
     held_out = manifest.rows("validation")
     print(
@@ -114,8 +114,8 @@ def run(cfg: PrepareConfig) -> int:
     for line in composition(cfg.corpus, manifest):
         print(line)
     if held_out < FEW_SEQUENCES:
-        few = f"the loss of only {held_out} validation sequences is noisy"
-        print(f"warning: {few}; give more text, or raise validation_fraction with another output", file=sys.stderr)
+        few = f"the loss of only {held_out} validation sequences is noisy; give more text, or raise validation_fraction"
+        print(f"warning: {few} and choose another output", file=sys.stderr)
     return cli.DONE
 
 

@@ -81,7 +81,7 @@ def check_output(output: str | None) -> None:
 
 
 def default_output(runs: list[Run]) -> Path:
-    """Return the default of --output: in the run's folder, next to several runs, or in this folder for runs in S3."""
+    """Return the default of --output: inside a single run, next to several, in the current folder for runs in S3."""
     location = runs[0].folder.location
     if is_s3(location):
         return Path(f"{runs[0].name}-report" if len(runs) == 1 else "report")

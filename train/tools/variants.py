@@ -53,7 +53,7 @@ def make_variant(cfg: CompareConfig, common: Sequence[str], name: str) -> Varian
     except ValueError as error:
         raise InputError(f"compare.variants: {cfg.compare.variants[name]}: {error}") from error
     is_plain = all("=" in each and not each.startswith("run_dir=") for each in own)
-    check(is_plain, f"compare.variants: {name}: {shlex.join(own)} must only have settings, key=value, but no run_dir")
+    check(is_plain, f"compare.variants: {name}: {shlex.join(own)} must be key=value settings without run_dir")
     own.append(f"run_dir={cli.quoted(location)}")
     keys = tuple(f"{override.partition('=')[0]}=" for override in own)
     overrides = [*(override for override in common if not override.startswith(keys)), *own]
@@ -101,7 +101,7 @@ class Runner:
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         self.is_asked_to_stop = True
-        if self.process is not None:  # Ctrl-C signals it too, but a run counts the same signal within seconds once.
+        if self.process is not None:  # Ctrl-C also signals the run, which ignores a repetition for seconds.
             self.process.send_signal(number)
 
     def run(self, variant: Variant) -> Ending:

@@ -64,7 +64,7 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
             leave_at_once(cli.FAILED)
         raise
     if reason != MEASURED:
-        raise Failure(f"stopped on {reason} at step {step}")
+        raise Failure(f"nothing was measured: stopped on {reason} at step {step}")
     if launch.rank == 0:
         print(table(meter.result), flush=True)
         write(cfg, {**meter.result, "settings": list(settings)})
@@ -118,7 +118,7 @@ class Meter:
         """Handle a log line that `train.loop.run` passes."""
         limit_gib = self.cfg.max_memory_gib
         if kind == "start" and limit_gib is not None and recorder.backend.monitor_kind == "cpu":
-            limit_allocations(round(limit_gib * GIB))  # Not with other devices: drivers map more than they use.
+            limit_allocations(round(limit_gib * GIB))  # Only on CPUs: the drivers of others map more than they use.
         elif kind == "train":
             self.keep(recorder, values)
         elif kind == "summary" and values["reason"] == MEASURED:

@@ -45,7 +45,7 @@ def devices(probe: Probe) -> Finding:
     if probe.has_gpu:
         return gpu_devices(probe, probe.ask(*GPU_QUERY))
     if probe.instance and probe.num_devices:
-        text = f"{probe.instance.name} has {probe.num_devices} devices, but this machine shows none"
+        text = f"{probe.instance.name} has {probe.num_devices} devices, but this machine has none"
         return bad(text, cure="set --instance to this machine's type (without the flag, the firmware names it)")
     return ok(f"no accelerator; {probe.num_cpus} CPU cores")
 

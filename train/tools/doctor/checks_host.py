@@ -140,7 +140,7 @@ def clock(probe: Probe) -> Finding:
         offset = re.search(r"^System time\s*:\s*([\d.]+) seconds", answer.out, re.MULTILINE)
         leap = re.search(r"^Leap status\s*:\s*(.+?)\s*$", answer.out, re.MULTILINE)
         if offset is None or leap is None or leap[1] != "Normal":
-            return warn(f"chrony does not follow a server ({leap[1] if leap else 'status unknown'})", cure=restart)
+            return warn(f"chrony does not follow a time server ({leap[1] if leap else 'status unknown'})", cure=restart)
         offset_s = float(offset[1])
         text = f"{offset_s:.6f} s off, corrected by chrony"
         if offset_s <= WANTED_CLOCK_S:
@@ -159,7 +159,7 @@ def knobs(probe: Probe) -> Finding:
     if probe.is_old_kernel:
         wrong = [knob for knob in wrong if knob.name != "FI_EFA_FORK_SAFE"]
     if not wrong:
-        return ok("none that is obsolete or changes results is set")
+        return ok("none that is obsolete or that changes results")
     text = "; ".join(f"{knob.name} {knob.why}" for knob in wrong)
     state = bad if any(knob.is_dangerous for knob in wrong) else warn
     return state(text, cure=f"unset {' '.join(knob.name for knob in wrong)}")
@@ -177,7 +177,7 @@ def malloc(probe: Probe) -> Finding:
 def hostname(probe: Probe) -> Finding:
     name = probe.hostname
     if len(name) > 63:
-        text = f"{len(name)} characters: Neuron's bootstrap takes at most 63"
+        text = f"{len(name)} characters: Neuron's bootstrap accepts at most 63"
         return bad(text, cure="sudo hostnamectl set-hostname NAME")
     hosts = [line.partition("#")[0].split() for line in (probe.text("/etc/hosts") or "").splitlines()]
     loops = [address for address, *names in filter(None, hosts) if name in names and address.startswith(LOOPBACK)]

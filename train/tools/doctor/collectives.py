@@ -33,7 +33,7 @@ MIB = 2**20
 # Collectives of accelerators reach their peak only with larger tensors: a ring of n ranks sends 1/n of the tensor in a
 # step, so with many ranks a small tensor measures only latency. Both sizes were chosen without measurements.
 HOST_MIB, DEVICE_MIB = 64, 512
-GRACE_S = 10.0  # seconds past the timeout in which a backend can raise its own error, which says more
+GRACE_S = 10.0  # seconds after the timeout in which the backend may raise an error, which says more
 # "Single-flow traffic is limited to 5 Gbps when instances are not in the same cluster placement group" (Amazon EC2 User
 # Guide, instance network bandwidth), and gloo uses one TCP connection per pair of ranks.
 FLOW_GBIT_PER_S = 5.0
@@ -56,7 +56,7 @@ class Measured:
     is_cpu: bool
     device: AllReduce
     hosts: AllReduce
-    links: dict[str, float]  # bytes/s in each direction between machines, by "a - b"; measured in both simultaneously
+    links: dict[str, float]  # bytes/s in each direction of a link, by "a - b"; both are measured simultaneously
 
 
 def measure(cfg: BackendConfig, instance: InstanceConfig, *, mib: int | None = None) -> Measured:
@@ -157,7 +157,7 @@ def bus_bandwidth(num_bytes: int, took_s: float, *, num_ranks: int) -> float:
 def measure_links(
     world: World, names: list[str], members: Sequence[int], num_bytes: int, timeout_s: float
 ) -> dict[str, float]:
-    """Return the bandwidth of each link between two of the ranks `members`, in bytes/s, by their names."""
+    """Return the bytes/s of the link between each pair of the ranks `members`, by the names of the pair."""
     sent, received = torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 4)
     mine: dict[str, float] = {}  # seconds of each of this rank's exchanges, by the names of the two ranks
     for number, pairs in enumerate(rounds(members), start=1):
@@ -191,10 +191,10 @@ def rounds(members: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def compare(measured: Measured, instance: InstanceConfig) -> dict[str, Finding]:
-    """Return findings by the name that is printed."""
+    """Return the findings, by the names under which they are printed."""
     wanted_device, wanted_link = wanted(instance, measured.num_machines, is_cpu=measured.is_cpu)
     figure = figure_text(wanted_device, instance.name)
-    # Between machines, the share of the network's bandwidth that devices can use is unknown: a low speed only warns.
+    # It is unknown how much of the network's bandwidth devices can use, so a low speed is only a warning.
     can_fail = measured.num_machines == 1
     findings = {
         "ranks": ok(f"{len(measured.names)} on {plural(measured.num_machines, 'machine')}, {measured.where}"),

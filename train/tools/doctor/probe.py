@@ -1,4 +1,4 @@
-"""The probe, an object with all the facts that checks read, and the finding, which a check returns."""
+"""The probe, which has all the facts that checks read, and the finding that a check returns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TRAINIUM_PCI = ("0x7164", *NATIVE_PCI)
 
 @dataclass(frozen=True)
 class ToolOutput:
-    """The output of a tool, and the reason if it is not usable."""
+    """The output of a tool, and what went wrong, if anything."""
 
     out: str = ""
     fault: str | None = None  # None if the tool succeeded
@@ -170,7 +170,7 @@ NAME_COLUMN, TEXT_COLUMN = 6, 22
 class Finding:
     state: State
     text: str
-    cure: str = ""  # command or action; set only, and always, for warn and bad
+    cure: str = ""  # command or action; set if and only if the state is warn or bad
 
     def __post_init__(self) -> None:
         assert bool(self.cure) == (self.state in ("warn", "bad")), self
