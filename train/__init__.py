@@ -25,9 +25,8 @@ def show(kind: type[BaseException], error: BaseException, trace: TracebackType |
 def begin() -> None:
     """Prepare this process for a command before torch is imported: install `show`, and let idle OpenMP threads sleep.
 
-    GNU OpenMP's idle threads spin 300,000 times by default, and other processes cannot use their cores: two runs on two
-    cores fell to a third of their speed (benchmarks/notes.md).
-    https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
+    GNU OpenMP's idle threads spin 300,000 times by default, which keeps cores busy: two runs on two cores fell to a
+    third of their speed (benchmarks/notes.md). https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
     """
     sys.excepthook = show
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():

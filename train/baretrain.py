@@ -35,7 +35,6 @@ PACKAGES = ("train", "launch", "ami")
 
 
 def main() -> int:
-    """Run the command that the first argument names."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name == "--version":
         print(f"baretrain {train.__version__}")

@@ -270,7 +270,6 @@ def load(network: Network, model: Model) -> None:
 
 
 def report(cfg: TrainConfig, model: Model, result: Evaluated) -> None:
-    """Print the metrics, and write them to the file that --output names."""
     from train.observe.journal import encoded, evaluation_words
     from train.system.atomic_io import write_atomic
 

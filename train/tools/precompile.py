@@ -217,7 +217,6 @@ def describe(short_run: ShortRun) -> None:
 
 
 def precompile(short_run: ShortRun, environ: dict[str, str]) -> int:
-    """Collect graphs, compile them, and return the exit code."""
     if locked := machine.cached_graphs(short_run.cache, "*.lock"):  # The tool silently skips locked graphs.
         print(f"{short_run.cache} holds {len(locked)} locks: {CLEAR_LOCKS}")
     print("compiling takes minutes per graph; ignore the losses and figures below", flush=True)

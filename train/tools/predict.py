@@ -89,7 +89,7 @@ def find(options: argparse.Namespace, s3: S3Config) -> Predictor:
 
 
 def specs() -> list[TaskSpec]:
-    """Return the tasks whose models predict."""
+    """Return the tasks with models that can make predictions."""
     return [spec for spec in TASKS.values() if spec.inputs]
 
 
@@ -220,7 +220,7 @@ def written_whole(path: Path | None) -> Iterator[BinaryIO]:
 
 
 def csv_lines(lines: Iterable[Row], columns: Sequence[str]) -> bytes:
-    """Return rows as CSV. An object becomes one column per key, such as one per label's probability."""
+    """Return rows as CSV. A JSON object becomes one column per key, for example one per label."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns, extrasaction="ignore")
     for line in lines:

@@ -184,7 +184,7 @@ def prepare_parts(cfg: PrepareConfig, folder: Folder, corpus: Corpus, parts: lis
 
 @contextmanager
 def shown(what: str, total_bytes: int | None) -> Iterator[Report]:
-    """Show progress: on a terminal a bar with MB/s and tokens/s, elsewhere lines."""
+    """Show progress: a bar with MB/s and tokens/s on a terminal, log lines elsewhere."""
     progress.begin(Phase(what, total_bytes, "bytes", has_bar=True))
     with tqdm(total=total_bytes, unit="B", unit_scale=True, desc=what, disable=None, mininterval=0.5) as bar:
         tokens, began = 0, time.perf_counter()

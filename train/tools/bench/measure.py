@@ -106,7 +106,7 @@ def short_run(cfg: BenchConfig, folder: str) -> TrainConfig:
 
 @dataclass
 class Meter:
-    """An observer that times the windows of a measurement, stops the run after the last, and computes the figures."""
+    """An observer that times the windows of a measurement, stops the run after the last one, and computes figures."""
 
     cfg: BenchConfig
     stop: StopRequest

@@ -11,7 +11,7 @@ from train.config import InstanceConfig
 from train.observe.report.texts import plural
 
 GIB = 2**30
-FLOPS_SOURCE = "train/models/model_sizes.py: a multiply-add is 2 operations, the backward pass twice the forward pass"
+FLOPS_SOURCE = "train/models/model_sizes.py: a multiply-add is 2 operations; a backward pass is twice a forward pass"
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,6 @@ def cost(instance: InstanceConfig, *, machines: int, sequences_per_s: float) -> 
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return the figures as lines of text."""
-
     def spread_text(key: str, form: str) -> str:
         values = result[key]
         return f"{values['median']:{form}} ({values['least']:{form}} to {values['most']:{form}})"

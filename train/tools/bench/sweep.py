@@ -27,7 +27,7 @@ from train.tasks import build_task
 from train.tools.bench.config import BenchConfig
 from train.tools.bench.speeds import GIB
 
-GROWTH = 1.02  # smallest factor that counts as faster; less is noise
+GROWTH = 1.02  # smallest speed-up that counts; a smaller one may be noise
 MOST_SLOWER = 2  # The sweep ends when this many larger micro batches in a row are not faster.
 FIRST = 8  # micro batch size to try first if micro_batch_size is not set
 HOST_SHARE = 0.9  # share of the available memory that the ranks of a try may allocate on CPUs

@@ -25,7 +25,7 @@ LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK}
 
 
 def machine(probe: Probe) -> Finding:
-    """Return a finding with the machine's name and size, and warn if --instance names another instance type."""
+    """Return the machine's name and size, or a warning if --instance names a different instance type."""
     firmware = probe.text(PRODUCT_NAME) or ""
     text = f"{probe.system} {probe.kernel}, {probe.num_cpus} CPU cores"
     if probe.instance is None:
@@ -59,7 +59,6 @@ CHECKS: dict[str, Callable[[Probe], Finding]] = {  # by the name that is printed
 
 
 def examine(probe: Probe) -> dict[str, Finding]:
-    """Run all checks and return the findings by name, in the order in which they are printed."""
     return {name: check(probe) for name, check in CHECKS.items()}
 
 

@@ -86,7 +86,7 @@ def neuron_packages(text: str, versions: Mapping[str, str]) -> Finding:
 
 
 def driver(probe: Probe) -> Finding:
-    """Check the versions of Neuron's driver, runtime and collectives: of the driver, the version that is loaded."""
+    """Check Neuron's driver, runtime and collectives. The driver that is loaded counts, not the one installed."""
     if not probe.is_trainium:
         return skip("no Trainium")
     answer = probe.ask("dpkg-query", "-W", "-f=${Package} ${Version}\\n", *SYSTEM_PACKAGES)

@@ -73,7 +73,6 @@ def examine_collectives(options: argparse.Namespace) -> int:
 
 
 def show(findings: Mapping[str, Finding], *, as_json: bool, **more: Any) -> int:
-    """Print the findings and return the exit code."""
     if as_json:
         listed = [{"name": name, **dataclasses.asdict(finding)} for name, finding in findings.items()]
         print(json.dumps({"ok": not is_red(findings), "findings": listed, **more}, indent=1))
