@@ -200,7 +200,7 @@ FLAGS = [
     ("compare", "experiment=demo compare.run=[xla]", "only one variant"),
     ("compare", f"{ONE_MORE} 'compare.variants={{a: nosuch=1}}'", "variant a: nosuch is not a setting"),
     ("compare", "experiment=demo compare.run=[../a] 'compare.variants={../a: seed=1}'", "is not the name of a file"),
-    ("compare", "experiment=demo 'compare.variants={a: run_dir=x}'", "other than run_dir"),
+    ("compare", "experiment=demo 'compare.variants={a: run_dir=x}'", "settings without run_dir"),
     ("compare", "experiment=demo 'compare.variants={a: nosuch}'", "must be key=value settings"),
     ("train", "optim=adamw optim=lamb", "optim=adamw and optim=lamb choose the same thing"),
     ("compare", f"{ONE_MORE} 'compare.variants={{a: optim=adamw optim=lamb}}'", "optim=adamw and optim=lamb choose"),
