@@ -213,7 +213,7 @@ FLAGS = [
     ("bench", f"{BENCH} data.path=/none --sweep", "/none"),  # before the first try
     ("doctor", "--instance trn9", "trn9"),
     ("doctor", "--machines 0", "--machines: 0"),
-    ("doctor", "--machines \u00b2", "--machines: \u00b2 is not a number"),  # a digit, by Unicode
+    ("doctor", "--machines \u00b2", "--machines: \u00b2 must be a whole number"),  # a digit, by Unicode
     ("doctor", "--ranks-per-machine -1", "--ranks-per-machine"),
     ("doctor", "nosuch", "nosuch"),
     ("doctor", "explain", "text"),
