@@ -73,7 +73,7 @@ def test_text_that_the_tokenizer_cannot_read_is_rejected_early_and_some_is_said(
     assert task.remarks[0].startswith(f"warning: data.path={tmp_path / 'out'}: the tokenizer reads")
     (tmp_path / "text.txt").write_text(corpus.read_text().replace("a", "我").replace("e", "们"))
     config = prepare_config(tmp_path / "none", tmp_path / "text.txt", ready)
-    rejects("% unknown tokens, so little can be learnt; choose a tokenizer", prepare.prepare, config)
+    rejects("% unknown tokens, too many to learn from; choose a tokenizer", prepare.prepare, config)
     assert not any(path.is_file() for path in (tmp_path / "none").rglob("*"))
 
 
@@ -94,7 +94,7 @@ def test_records_and_train_say_the_share_of_unknown_tokens(text, has_remark, tok
     assert records.show(cli.load_config(TrainConfig, settings)) == 0
     assert remark in capsys.readouterr().out
     (tmp_path / "t.csv").write_text(f"text,label\n{re.sub('[aeio]', '我', rows)}\n")
-    rejects("train: tokenizer .* unknown tokens, so little can be learnt", task_of, settings)
+    rejects("train: tokenizer .* unknown tokens, too many to learn from", task_of, settings)
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_characters_that_become_no_token_count_as_unknown(dropping, corpus, tmp_
     examples = task.tables.facts["splits"]["train"]["examples"]
     assert notes["unknown_tokens"] == examples and notes["truncated"] > 0  # also what was cut was looked at
     assert next(each for each in task.remarks if "train: " in each).startswith("warning: ")
-    for share, wanted in (("我", None), ("我" * 20, "so little can be learnt")):
+    for share, wanted in (("我", None), ("我" * 20, "too many to learn from")):
         text = "\n".join(f"{line}\n{share if line else ''}" for line in corpus.read_text().lower().splitlines())
         (tmp_path / "text.txt").write_text(re.sub(r"[^a-z\s我]", "", text))
         ready = f"tokenizer.pretrained={dropping}"

@@ -80,7 +80,7 @@ def test_validation_text_of_its_own_is_all_of_it_and_training_goes_without(paths
     prepare.prepare(prepare_config(tmp_path / "two", paths[0], f"corpus.validation={paths[1]}"))
     rejects("the corpus has changed", prepare.prepare, mixed(tmp_path / "two", paths))  # of the same two files
     (tmp_path / "short.txt").write_text("ba be")
-    says = "the validation split has . tokens, .*; give more text as corpus.validation or lower seq_len"
+    says = "the validation split has . tokens, .*; add text to corpus.validation or lower seq_len"
     rejects(says, prepare.prepare, mixed(tmp_path / "other", paths, f"corpus.validation={tmp_path}/short.txt"))
     same = prepare_config(tmp_path / "same", paths[0], f"corpus.validation={paths[0]}")
     rejects("corpus.validation or .* leaves none of 240 documents", prepare.prepare, same)

@@ -211,7 +211,7 @@ def rejected(output, corpus, *overrides):
     ("content", "overrides", "expected"),
     [
         (b"the old city\n\nthe new house\n", ["{ready}"], "less than one sequence of 32"),
-        (b"one two\n\ntwo one\n\n" * 20, ["validation_fraction=0.5"], "more than this text can fill: give more text"),
+        (b"one two\n\ntwo one\n\n" * 20, ["validation_fraction=0.5"], "more than this text can fill: add text"),
         (b"\n\nbinary \0\n", [], "text.txt:3: a NUL character"),  # not as an error of the tokenizer
         (b"one", ["validation_fraction=0.999999"], "leaves none of 1 documents for the tokenizer"),
     ],
@@ -287,7 +287,7 @@ def test_another_preparation_and_somebody_elses_folder_are_left_alone(prepared, 
 def test_a_rejected_preparation_leaves_nothing_in_the_way_of_better_settings(tmp_path, corpus, prepared):
     ready = f"tokenizer.pretrained={prepared / 'tokenizer'}"
     output = tmp_path / "out"
-    assert "or less, or give more text" in rejected(output, corpus, "tokenizer.vocab_size=30000")
+    assert "or less, or add text" in rejected(output, corpus, "tokenizer.vocab_size=30000")
     assert "raise validation_fraction" in rejected(output, corpus, ready, "validation_fraction=0.001")
     assert [path for path in output.rglob("*") if path.is_file()] == []
     (tmp_path / "bad.txt").write_bytes(corpus.read_bytes() + b"\xff")

@@ -26,7 +26,7 @@ def mix(value: np.ndarray) -> np.ndarray:
 
 
 def hash_bits(*coordinates: int | np.ndarray, state: np.ndarray | int = 0) -> np.ndarray:
-    """Return 64 random bits (uint64) per point of the broadcast coordinates. `state`: bits of preceding coordinates."""
+    """Return 64 random bits (uint64) per point of the broadcast coordinates. `state`: bits for earlier coordinates."""
     state = np.atleast_1d(np.asarray(state, np.uint64))
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is intended
         for coordinate in coordinates:
@@ -48,6 +48,6 @@ def draw_rows(num_rows: int, most: int, *coordinates: int) -> np.ndarray:
 
 
 def text_uniform(text: str, seed: int) -> tuple[float, float]:
-    """Return two numbers in [0, 1) as a function of the text and the seed: equal texts land in the same split."""
+    """Return two numbers in [0, 1) that depend only on the text and the seed: equal texts are put in the same split."""
     raw = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16, key=str(seed).encode()).digest()
     return int.from_bytes(raw[:8], "big") / 2**64, int.from_bytes(raw[8:], "big") / 2**64

@@ -2,9 +2,9 @@
 
 Every global batch has examples of one bucket (examples padded to the same length), so all ranks run the same graph at
 every step. Rows that do not fill a batch of their bucket move up to the next longer bucket, so that an epoch leaves out
-no more rows than without buckets. The first batch of a run has the greatest length, so that too little device memory
-shows immediately. If there are few lengths, the first batches use each of them, so that every graph is compiled at the
-start. With many lengths this would sort the rows by length, and short runs would learn less.
+no more rows than without buckets. The first batch of a run has the greatest length, so that a lack of device memory
+shows immediately. If there are few lengths, the first batches use all of them, so that every graph is compiled at the
+start. With many lengths, a run would begin with many batches in order of length, and short runs would learn less.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Buckets:
 
 
 def parts_of(items: np.ndarray) -> tuple[np.ndarray, int]:
-    """Split items into items without a bucket, and the bucket that they share (0 if all are PADDING)."""
+    """Return the items with the bucket removed, and the bucket that they share (0 if all are PADDING)."""
     is_padding = items == PADDING
     buckets = np.unique(items[~is_padding] >> BUCKET_SHIFT)
     if len(buckets) > 1:
@@ -77,7 +77,7 @@ class BucketSampler(ShardSampler):
         super().__init__([len(bucket_of)], **place)
         self.bucket_of, self.is_mixed = bucket_of, is_mixed
 
-    def epoch_order(self, epoch: int) -> BucketEpochOrder:  # type: ignore[override]  # has the same `rows`
+    def epoch_order(self, epoch: int) -> BucketEpochOrder:  # type: ignore[override]  # it has the same method `rows`
         how: Any = {"batch_size": self.global_batch_size, "is_mixed": self.is_mixed}
         return BucketEpochOrder(self.bucket_of, seed=self.seed, epoch=epoch, **how)
 
@@ -88,7 +88,7 @@ class BucketEvalOrder:
     def __init__(
         self, bucket_of: np.ndarray, *, batch_size: int, rank: int, world_size: int, most: int | None = None
     ) -> None:
-        """Order the buckets. `most`: how many rows of each bucket to take; None: all."""
+        """Order the rows. `most`: how many rows of each bucket to read; None: all."""
         self.num_rows, self.batch_size = len(bucket_of), batch_size
         buckets = range(int(bucket_of.max(initial=0)) + 1)
         self.members = [np.flatnonzero(bucket_of == bucket)[:most] for bucket in buckets]

@@ -33,7 +33,7 @@ ORDER = 4  # index of the random number that decides whether to swap; masking.py
 SHARED_MEMORY = Path("/dev/shm")  # where loader processes put batches for their rank
 LARGER = "enlarge it (docker run --shm-size=8g), or lower data.num_workers, to 0 if necessary"
 CHECKED_ROWS = 1000  # sequences checked at the start: at most 1 % of them may have nothing to predict
-EVAL_EPOCH = 2**40  # beyond all epochs of training, so that every evaluation masks the same tokens
+EVAL_EPOCH = 2**40  # the epoch that seeds every evaluation's masks, so that they are equal; training never reaches it
 
 
 class Drawable(Protocol):
@@ -62,7 +62,7 @@ class Swapper:
         """Swap the segments in about half of `tokens` [B, S]: `[CLS] A [SEP] B [SEP]` becomes `[CLS] B [SEP] A [SEP]`.
 
         `pivot` [B]: the index of B's first token. Returns tokens, pivots, and labels [B] int64: 0 in order, 1 swapped,
-        IGNORE_INDEX if there is no order: A and B are from different documents (`same_document` [B] is 0).
+        IGNORE_INDEX if A and B are from different documents (`same_document` [B] is 0) or one of them is empty.
         """
         seq_len = tokens.shape[1]
         pivot = pivot.astype(np.int64)
@@ -91,10 +91,10 @@ class MaskedRows:
         swapper: Swapper | None = None,
         sample: np.ndarray | None = None,
     ) -> None:
-        """Mask the rows of `shards`, after `swapper` swaps segments. Items index the rows in `sample` [n], if given."""
+        """Mask rows of `shards`; a `swapper` first swaps segments. If there is a `sample` [n], items index its rows."""
         self.shards, self.masker, self.is_training, self.swapper = shards, masker, is_training, swapper
         self.sample = sample
-        self.num_drawn, self.num_without = 0, 0  # the first sequences drawn, and those with nothing to predict
+        self.num_drawn, self.num_without = 0, 0  # how many sequences were checked, and how many have nothing to predict
         self.last_item = 0  # drawn in place of PADDING: this machine may lack the shards of other rows
 
     def __len__(self) -> int:
@@ -199,11 +199,11 @@ class Batches:
             self.loader = DataLoader(
                 self.dataset,
                 batch_sampler=self.groups,
-                collate_fn=dict,  # changes nothing
+                collate_fn=dict,  # MultiBatch has already built the batch
                 num_workers=num_workers,
                 prefetch_factor=-(-prefetch // num_drawn) if num_workers else None,
                 pin_memory=pin_memory,
-                multiprocessing_context="fork" if num_workers else None,  # shares the memory maps
+                multiprocessing_context="fork" if num_workers else None,  # forked workers share the memory maps
                 worker_init_fn=begin_worker,
                 generator=torch.Generator(),  # drawing from the default one would change dropout after a resume
             )
@@ -231,8 +231,8 @@ def check_shared_memory(
 ) -> None:
     """Raise InputError if shared memory is too small for the batches that this machine's loader processes keep ready.
 
-    A batch that does not fit would be lost silently. Each token takes 16 bytes, for its id and segment. The batches
-    that the ranks are reading count too.
+    Otherwise the run would fail later, when a batch does not fit. A token's id and segment take 16 bytes. The batches
+    that ranks are reading are included.
     """
     if not num_workers or not SHARED_MEMORY.is_dir():
         return

@@ -3,8 +3,8 @@
 ALBERT hides runs of one to three tokens. A run has n tokens with probability p(n) ~ 1/n (section 4.1 of
 https://arxiv.org/abs/1909.11942). Of the hidden tokens 80 % become [MASK], 10 % a random token, and 10 % are unchanged
 (BERT, https://arxiv.org/abs/1810.04805, section 3.1). Here each sequence is first tiled with runs of random length, so
-that lengths follow p(n) exactly. Then runs are hidden in random order until the budget is used up; the last run may be
-shortened. (Google's generator draws overlapping candidates and skips those that collide. It masks each copy of the
+that lengths follow p(n) exactly. Then runs are hidden in random order until enough tokens are hidden; the last run may
+be shortened. (Google's generator draws overlapping candidates and skips those that collide. It masks each copy of the
 corpus once; here every epoch draws new masks.)
 
 Shapes: B sequences, S tokens, P slots for predictions, V vocabulary.
@@ -42,7 +42,7 @@ class Masker:
     mask_id: int
     special_ids: tuple[int, ...]  # never hidden, never a replacement
     vocab_size: int
-    words: WordEdges | None = None  # hide whole words; None: single tokens
+    words: WordEdges | None = None  # used to hide whole words; None: hide single tokens
     special: np.ndarray = field(init=False, repr=False)
     replacements: np.ndarray = field(init=False, repr=False)
 
@@ -67,7 +67,7 @@ class Masker:
         budget = np.rint(candidate.sum(1) * self.mask_rate).astype(np.int64).clip(1, self.max_predictions)
         chosen = order[:, : self.max_predictions]
         used = (np.arange(chosen.shape[1]) < budget[:, None]) & candidate[line, chosen]
-        if self.words is not None:  # the budget may cut the last word: leave it out, unless nothing else is hidden
+        if self.words is not None:  # the budget may end inside a word: leave it out, unless nothing else is hidden
             last, following = order[line, budget[:, None] - 1], order[line, budget[:, None].clip(max=seq_len - 1)]
             is_cut = (unit[line, last] == unit[line, following]) & candidate[line, following] & (last != following)
             first = order[:, :1]
@@ -115,10 +115,10 @@ class Masker:
 def first_in_order(priority: np.ndarray, candidate: np.ndarray, count: int) -> np.ndarray:
     """Sort positions by `priority` [B, S] uint64, lowest first, and return the first `count`: [B, count or S].
 
-    Ties are sorted from the left. Positions that are not candidates come last.
+    Equal priorities keep the order of the positions. Positions that are not candidates come last.
     """
     seq_len = priority.shape[1]
-    bits = np.uint64((seq_len - 1).bit_length())  # the low bits hold the position: sorting integers is fast
+    bits = np.uint64((seq_len - 1).bit_length())  # the low bits become the position: sorting integers is fast
     keys = np.where(candidate, priority, ~np.uint64(0)) >> bits << bits | np.arange(seq_len, dtype=np.uint64)
     if count < seq_len:
         keys = np.partition(keys, count - 1, axis=1)[:, :count]

@@ -1,1 +1,1 @@
-"""Users' files: found by name or glob, opened as text, and read as rows from CSV, JSON lines and Parquet."""
+"""Access to users' files: finding them, opening text, and reading the rows of CSV, JSON lines and Parquet."""

@@ -1,7 +1,7 @@
-"""Data sets that the library `datasets` reads from a folder or the Hub, and only from the files that belong to them.
+"""Data sets that the library `datasets` reads from a folder or the Hub, restricted to their own files.
 
-The description of a data set (the head of its README.md) lists its files. Descriptions are not trusted: the name of a
-file outside the data set is rejected before the library looks for the file.
+A data set's description (the header of its README.md) can name any file, so it is not trusted: the name of a file
+outside the data set is rejected before the library looks for that file.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ SHOWN_CHARS = 200  # maximum length of a name in an error
 
 
 def open_builder(path: str, *, data_files: str | None = None, **options: Any) -> Any:
-    """Return a `datasets` builder for a local folder, a Hub id or a format. It has located its files but not read them.
+    """Return a `datasets` builder for a local folder, a Hub id or a format. Its files have been found but not read.
 
-    `data_files`: files that the user lists instead of those in the description; they may be anywhere. `options`: see
-    `datasets.load_dataset_builder`.
+    `data_files` replaces the files in the description; the user chose it, so it may match files anywhere. `options`:
+    see `datasets.load_dataset_builder`.
 
-    Raises InputError if the description names a file outside the folder or, at the Hub, outside this revision of the
+    Raises InputError if the description names a file outside the folder or, on the Hub, outside this revision of the
     repository.
     """
     import datasets  # imported here: importing takes over a second, and some sources do not need it
@@ -40,7 +40,7 @@ def open_builder(path: str, *, data_files: str | None = None, **options: Any) ->
         found.update(files)
         return files
 
-    # The library requests a file, even from http://, as soon as it has its name: each name must be checked before.
+    # The library requests a file, even over http://, as soon as it resolves the name, so names are checked before that.
     library.resolve_pattern = resolve
     try:
         builder = datasets.load_dataset_builder(path, data_files=data_files, **options)
@@ -58,7 +58,7 @@ def open_builder(path: str, *, data_files: str | None = None, **options: Any) ->
 def is_within(path: str, base_path: str, name: str) -> bool:
     """Return whether a file or pattern, relative to `base_path` or absolute, belongs to the data set `path`.
 
-    A link in a folder must lead to a file in the folder, or to a blob of the same repository in the Hub's cache.
+    A symbolic link may lead only to a file in the folder, or to a blob of the same repository in the Hub's cache.
     """
     if "::" in name or ".." in name.split("/"):
         return False

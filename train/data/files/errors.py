@@ -1,4 +1,4 @@
-"""Errors in data: a library's error becomes one line for the user; a bad row becomes a value, so reading continues."""
+"""Errors in data: a library's error becomes one line for the user, and a bad row a value, so that reading continues."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from train.system.schema import BadContent
 
 SHOWN_COLUMNS = 20
 LIBRARY_ERRORS = (OSError, ValueError, RuntimeError)  # raised by datasets and pyarrow if data is bad or missing
-# Characters that valid text never contains: half of a surrogate pair, which JSON can escape, and the characters that
-# "surrogateescape" uses for bytes that do not decode.
+# Characters that valid text never contains: halves of surrogate pairs, which can come from JSON escapes, and the
+# characters that "surrogateescape" substitutes for bytes that do not decode.
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class BadRow(Exception):
-    """The reason why a row cannot be used: raised, or yielded in place of its values. It does not name the row."""
+    """The reason why a row cannot be used: raised, or yielded in place of its values. It does not locate the row."""
 
 
 def listed(columns: Iterable[str], wanted: str) -> str:
-    """Return column names for a message, at most 20, and point out one that differs from `wanted` in blanks or case."""
+    """Return at most 20 column names for a message, with a hint if one differs from `wanted` only in blanks or case."""
     names = list(columns)
     near = next((name for name in names if name.strip().lower() == wanted.strip().lower()), None)
     hint = "" if near is None else f'; "{near}" exists: blanks and capitals matter'
@@ -30,7 +30,7 @@ def listed(columns: Iterable[str], wanted: str) -> str:
 
 @contextmanager
 def naming(what: str, errors: tuple[type[Exception], ...], hint: str = "") -> Iterator[None]:
-    """Turn a library's exception, one of `errors`, into a one-line InputError that begins with `what`."""
+    """Turn BadContent, or an exception in `errors`, into a one-line InputError that begins with `what`."""
     try:
         yield
     except BadContent as error:
@@ -43,7 +43,7 @@ def naming(what: str, errors: tuple[type[Exception], ...], hint: str = "") -> It
 
 
 def unreadable(text: str, encoding: str, settings: str = "data.encoding") -> BadRow | None:
-    """Return a BadRow if a text has invalid characters, else None. `settings`: the setting that it advises to check."""
+    """Return a BadRow if a text has invalid characters, else None. The message suggests checking `settings`."""
     if "\0" in text:
         return BadRow(f"a NUL character: a binary file, or text in another encoding; check {settings}")
     bad = None if text.isascii() else SURROGATE.search(text)

@@ -1,4 +1,4 @@
-"""Lists of the files in a folder tree, or that match a glob. Each file is listed once, even if links lead to it."""
+"""Lists of files, from a folder tree or a glob. Each file is listed once, even if links lead to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger("train")
 
 
 def walk(folder: Path, skipped: tuple[str, ...] = ()) -> list[Path]:
-    """List the files in a folder tree, sorted, without hidden names and without folders named in `skipped`."""
+    """List the files in a folder tree, sorted. Hidden files and folders, and folders in `skipped`, are left out."""
     return each_once(sorted(parent / name for parent, names in folders(folder, skipped) for name in names))
 
 
@@ -49,7 +49,7 @@ def folders(root: Path, skipped: tuple[str, ...] = ()) -> Iterator[tuple[Path, l
 
 
 def each_once(paths: list[Path]) -> list[Path]:
-    """Return the paths without links to other paths in the list."""
+    """Return the paths, leaving out those that are links to other paths in the list."""
     links = {path for path in paths if path.is_symlink()}
     listed = {os.path.realpath(path) for path in paths if path not in links} if links else set()
     twice = {path for path in links if os.path.realpath(path) in listed}

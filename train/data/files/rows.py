@@ -15,11 +15,11 @@ from train.data.files.errors import LIBRARY_ERRORS, BadRow, naming, unreadable
 Values = dict[str, Any] | BadRow  # a row's values by column, or why it is bad
 
 BATCH_ROWS = 256  # Parquet rows decoded together
-BUFFER_BYTES = 2**20  # bytes of a Parquet file read at a time; without a buffer, pyarrow reads a row group
+BUFFER_BYTES = 2**20  # bytes of a Parquet file read at a time; without a buffer, pyarrow reads whole row groups
 
 
 def json_rows(lines: Iterable[str], encoding: str, settings: str = "data.encoding") -> Iterator[tuple[int, Values]]:
-    """Yield the number and the JSON object of each line, except blank lines. `settings`: see `unreadable`."""
+    """Yield the line number and the JSON object of each line that is not blank. `settings`: see `unreadable`."""
     for number, line in enumerate(lines, 1):
         if not line.isspace():
             yield number, unreadable(line, encoding, settings) or json_object(line)
@@ -56,8 +56,8 @@ def csv_rows(
 ) -> tuple[list[str] | None, Iterator[tuple[int, Values]]]:
     """Return the column names in the header, and an iterator over the first line number and the values of each row.
 
-    Errors call the file `name`. `settings`: see `unreadable`; `dialect`: from `csv_dialect`. Without a header the names
-    are None, and rows use the names 0, 1, ... Raises InputError if a header cannot be used.
+    `name`: the file's name in errors; `settings`: see `unreadable`; `dialect`: from `csv_dialect`. Without a header,
+    None is returned for the names, and rows call the columns 0, 1, ... Raises InputError if the header cannot be used.
     """
     records = csv_records(lines, name, dialect, max_field_chars=max_field_chars)
     names: list[str] | None = None

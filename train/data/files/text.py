@@ -1,4 +1,4 @@
-"""Text files, plain or gzipped, opened so that errors can name a byte that does not decode, and its line."""
+"""Text files, plain or gzipped, read so that errors can name a byte that does not decode, and its line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from train.data.files.errors import naming
 LONGEST_LINE_CHARS = 2**27  # a longer line is rejected: a gzip file of a megabyte can contain a line of a gigabyte
 MAX_LINE_CHARS = 2**20  # a longer line of plain text is read in stretches, so that memory and time are bounded
 STRETCH_CHARS = 2**16  # maximum characters in a stretch
-STRETCH = re.compile(rf".{{1,{STRETCH_CHARS}}}(?!\S)|.{{1,{STRETCH_CHARS}}}", re.DOTALL)  # ends before a blank
+STRETCH = re.compile(rf".{{1,{STRETCH_CHARS}}}(?!\S)|.{{1,{STRETCH_CHARS}}}", re.DOTALL)  # ends at a blank if possible
 SEEKABLE = ("utf-8", "ascii", "iso8859", "cp125")  # prefixes of encodings in which 0x0a is always a line end
 
 
@@ -33,9 +33,9 @@ def open_text(
     first: int = 0,
     last: int | None = None,
 ) -> Iterator[tuple[io.TextIOWrapper, IO[bytes]]]:
-    """Yield a file opened as text, and its binary file, whose position counts compressed bytes if it is a .gz.
+    """Yield a file opened as text, and the underlying binary file, whose position in a .gz counts compressed bytes.
 
-    `key`: the encoding's setting, which errors name. `errors`: see `open`; by default bytes that do not decode
+    `key`: the setting that chooses the encoding, for errors. `errors`: see `open`; by default, bytes that do not decode
     become surrogates, which `unreadable` finds. `first`, `last`: read only the lines that begin in bytes [first, last)
     of a seekable file.
 
@@ -58,7 +58,7 @@ def open_text(
 
 
 def check_encoding(encoding: str, key: str) -> None:
-    """Raise InputError if an encoding is unknown, or is not for text. `key`: the setting that names it."""
+    """Raise InputError if an encoding is unknown, or is not for text. `key`: the setting that chooses it."""
     with naming(f"{key}={encoding} is not known, try utf-8 or latin-1", (LookupError,)):
         io.TextIOWrapper(io.BytesIO(), encoding=encoding)
 
@@ -94,7 +94,7 @@ def line_start(raw: IO[bytes], offset: int) -> int:
 
 
 class BoundedFile(io.RawIOBase):
-    """A view of a file that ends at byte `end`."""
+    """A view of a file up to byte `end`."""
 
     def __init__(self, raw: IO[bytes], end: int) -> None:
         self.raw, self.end = raw, end
@@ -109,7 +109,7 @@ class BoundedFile(io.RawIOBase):
 
 
 def check_length(num_chars: int, where: Callable[[], str]) -> None:
-    """Raise InputError if a line of `num_chars` characters is too long. `where` names the line, if needed."""
+    """Raise InputError if a line of `num_chars` characters is too long. `where` returns the line's name for errors."""
     if num_chars > LONGEST_LINE_CHARS:
         most = f"{LONGEST_LINE_CHARS:,} characters, which is the limit; are line ends missing?"
         raise InputError(f"{where()}: a line of more than {most}")

@@ -56,7 +56,7 @@ def conll_rows(lines: Iterable[str], name: str, encoding: str, given: ColumnsCon
 
 
 def word_lines(lines: Iterable[str]) -> Iterator[tuple[int, str, list[str]]]:
-    """Yield the number, text and columns of each line with a word. For the end of a sentence, the columns are [].
+    """Yield the number, text and columns of each line with a word. A line that ends a sentence has the columns [].
 
     Before the first word of a sentence, a line that begins with "# " is a comment, unless its first column is "#" and
     it has the number of columns that words have.

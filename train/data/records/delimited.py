@@ -32,7 +32,7 @@ class Lines:
 
 
 def csv_lines(text: Iterator[str], name: str, cfg: RecordsConfig) -> Iterator[tuple[int, Values]]:
-    """Yield each row with its line number. A .tsv has tabs by default. Raises InputError if cfg is inconsistent."""
+    """Yield each row with its line number. By default, a .tsv has tabs. Raises InputError if cfg is inconsistent."""
     is_tsv = name.lower().removesuffix(".gz").endswith(".tsv")
     delimiter = "\t" if is_tsv and cfg.delimiter == "," else cfg.delimiter
     quote = cfg.quote
@@ -49,7 +49,7 @@ def csv_lines(text: Iterator[str], name: str, cfg: RecordsConfig) -> Iterator[tu
 def report_quotes(
     rows: Iterable[tuple[int, Values]], name: str, delimiter: str, quote: str | None
 ) -> Iterator[tuple[int, Values]]:
-    """Yield the rows, then log the first one that looks as if data.quote were wrong."""
+    """Yield the rows, then log the first one that suggests that data.quote is wrong."""
     first, others = "", 0
     for number, values in rows:
         yield number, values
@@ -73,7 +73,7 @@ def report_quotes(
 
 
 def is_quoted(field: str) -> bool:
-    """Return whether a field is in quotation marks and contains doubled ones, but no single ones, as CSV writers do."""
+    """Return whether a field looks quoted by a CSV writer: it contains quotation marks, and all inside are doubled."""
     inner = field[1:-1]
     return len(field) > 1 and field[0] == field[-1] == '"' and '""' in inner and '"' not in inner.replace('""', "")
 

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 class Featurizer(ABC):
     """A task's converter from text rows to token rows. It uses a fast tokenizer, and counts lost and unknown tokens.
 
-    A special token's name in a text, such as "[SEP]", is plain text. If the tokenizer encodes it as the special token
-    anyway, the unknown token replaces it.
+    A special token's name in a text, such as "[SEP]", counts as plain text. If the tokenizer encodes it as the special
+    token anyway, the unknown token replaces it.
     """
 
     kind: RowKind
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, **settings: Any) -> None:
-        """Keep the tokenizer. `settings`: everything else that determines the token rows, as JSON values."""
+        """Store the tokenizer. `settings`: everything else that determines the token rows, as JSON values."""
         self.tokenizer = tokenizer
         self.settings: dict[str, Any] = {"version": 1, "seq_len": seq_len, **settings, **code_of(type(self))}
         names = ("cls", "sep", "pad", "mask")
@@ -40,11 +40,11 @@ class Featurizer(ABC):
         self.labels: Sequence[str] = ()  # label names by id; empty until they are known
         self.stand_ins: dict[int, int] = {} if unknown is None else dict.fromkeys(reserved, unknown)
         self._notes: dict[str, Counter[str]] = {}
-        self.dropping: Tokenizer | None = None  # a copy without truncation, if the tokenizer drops characters
+        self.dropping: Tokenizer | None = None  # the tokenizer without truncation, if it drops unknown characters
         if drops(tokenizer.backend_tokenizer):
             self.dropping = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
             self.dropping.no_truncation()
-        self.missed = np.zeros(2, np.int64)  # before truncation: dropped characters, then these plus all tokens
+        self.missed = np.zeros(2, np.int64)  # before truncation: dropped characters; these and tokens together
         self.tokens_cut = np.zeros(0, np.int64)  # [rows] tokens cut off at seq_len, in the latest batch
 
     @property
@@ -54,13 +54,16 @@ class Featurizer(ABC):
 
     @abstractmethod
     def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
-        """Return the columns of the token rows made from `rows`, any number per row. `indices`: the rows' indices."""
+        """Return the columns of the token rows made from `rows`; a row may become any number of token rows.
+
+        `indices`: the indices of `rows` in the split.
+        """
         # Columns that new rows lack, such as the target, are filled with 0.
 
     def encode(self, *texts: list[str] | None, **options: Any) -> BatchEncoding:
         for part in texts if self.dropping else ():
             assert self.dropping is not None
-            whole = [each if isinstance(each, str) else " ".join(each) for each in part or ()]  # a text, or its words
+            whole = [each if isinstance(each, str) else " ".join(each) for each in part or ()]  # a text or words
             encodings = self.dropping.encode_batch(whole, add_special_tokens=False)
             missing = num_dropped(whole, encodings)
             self.missed += missing, missing + sum(map(len, encodings))

@@ -216,7 +216,7 @@ def present(wanted: Collection[str], columns: list[str]) -> list[str]:
 
 
 def class_names(features: datasets.Features) -> dict[str, list[str]]:
-    inner = {name: getattr(item, "feature", item) for name, item in features.items()}  # a list counts as its items
+    inner = {name: getattr(item, "feature", item) for name, item in features.items()}  # a list: its items
     return {name: item.names for name, item in inner.items() if isinstance(item, datasets.ClassLabel)}
 
 
@@ -235,7 +235,7 @@ def s3_copies(location: str, scratch: Path) -> Path:
 
 
 def saved_splits(folder: Path, location: str, names: dict[str, str | None]) -> dict[str, datasets.Dataset]:
-    """Return the splits that the settings name, or the only one if unnamed. Raises InputError if one is missing."""
+    """Return the splits in `names`. A data set without splits stands for each. Raises InputError if one is missing."""
     saved = load_saved(folder, location)
     if isinstance(saved, datasets.Dataset):
         given = [name for name in names.values() if name is not None]
@@ -250,8 +250,8 @@ def saved_splits(folder: Path, location: str, names: dict[str, str | None]) -> d
 def load_saved(folder: Path, name: str | None = None) -> Any:
     """Return the Dataset or DatasetDict that `save_to_disk` wrote, memory-mapped. Errors name `name` or `folder`.
 
-    The names of files in its index are checked before the library opens them. Raises InputError if the data set cannot
-    be read, or if it names a file outside its folder.
+    The data set's index lists its files; their names are checked before the library opens them. Raises InputError if
+    the data set cannot be read, or if the index names a file outside the folder.
     """
     with naming(f"{name or folder} cannot be read as a saved data set", LIBRARY_ERRORS):
         check_saved(folder)

@@ -17,7 +17,7 @@ TOKENS = {  # columns of every token row
     "input_ids": NUMBERS,  # at most seq_len ids, including special tokens, without padding
     "second_at": NUMBER,  # index of segment 1's first token; the length if there is no segment 1
     "length": NUMBER,
-    "row": NUMBER,  # index of the row that it was made from
+    "row": NUMBER,  # index of the row that the token row was made from
 }
 WHOLE = re.compile(r"\+?(-?\d+)(\.0*)?")
 BOOLEANS = {"True": "true", "TRUE": "true", "False": "false", "FALSE": "false"}
@@ -33,10 +33,10 @@ class RowKind:
     target: str  # the key of the value to predict, which new rows may lack
     split_by: str  # the key of the text whose hash chooses a row's split
     tokens: dict[str, Any]  # columns of a token row in addition to TOKENS, with their types
-    # This function takes the target's value, the texts, and whether the row is for training, and returns the target.
-    # None: the target is the name of a label, or a list of names if its type is a list.
+    # A function that returns the target, given its value, the texts, and whether the row is for training. None: the
+    # target is the name of a label, or a list of names if its type is a list.
     read_target: Callable[[Any, dict[str, Any], bool], Any] | None = None
-    check_each: Callable[[str], None] | None = None  # checks the label of one item of split_by; raises BadRow
+    check_each: Callable[[str], None] | None = None  # checks the label of each item of split_by; raises BadRow
     has_unique_ids: bool = False
     takes_columns: bool = False  # a key may name several columns
 
@@ -95,7 +95,7 @@ class Row:
         return self.checked(value)
 
     def texts(self, key: str) -> list[str]:
-        """Return a key's value as texts. Raises BadRow if it is not a list of strings, or one of them is blank."""
+        """Return a key's list of texts. Raises BadRow if the value is not a list of strings, or if one is blank."""
         values, column = self.value(key), self.columns[key]
         if not isinstance(values, list) or not values or not all(isinstance(text, str) for text in values):
             raise BadRow(f"{column} holds {values!r:.40}, not a list of strings")

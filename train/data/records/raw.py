@@ -46,9 +46,9 @@ class Raw:
 def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, folder: Path) -> Raw:
     """Read all splits of the data into Arrow files in `folder`.
 
-    Without `data.validation`, training rows are held out by a hash of their kind.split_by text and the seed. If a split
-    is limited to fewer examples, they are drawn with the seed and keep the order of the data. Raises InputError if the
-    user has to fix the data.
+    Without `data.validation`, some of the training rows become the validation split, chosen by a hash of their
+    kind.split_by text and the seed. If the settings limit a split's examples, a random sample is drawn with the seed;
+    it keeps the order of the data. Raises InputError if the user has to fix the data.
     """
     tables = open_splits(cfg, kind.wanted(cfg.columns), s3, folder)
     has_labels = kind.read_target is None
@@ -74,7 +74,7 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
     dropped = {split: dropped.get(split, Dropped(split, 0)) for split in splits}
     counts = {split: len(table) for split, table in splits.items()}
     is_learnt = "train" in splits
-    # Splits are numbered as in a training run, so that they draw the same rows without training rows.
+    # Validation splits have the same numbers with and without a training split, so that the same rows are drawn.
     for number, (split, table) in enumerate(splits.items(), start=0 if is_learnt else 1):
         check_size(cfg, split, counts, dropped[split], [table.where for table in tables.get(split, ())])
         most = cfg.max_train_examples if split == "train" else cfg.max_validation_examples
@@ -158,7 +158,7 @@ def read_texts(
     """Yield new examples from a file or a saved data set, in order, read like the training data.
 
     The columns are as in `Raw`, but a label is a name: one of `labels`, if they are given, or None if it is unknown.
-    The target is missing if the data lacks it. Raises InputError, which names the row, if a row cannot be read; also if
+    The target is missing if the data lacks it. Raises InputError if a row cannot be read (the message names it), or if
     the data lacks the column for a key in `named`.
     """
     new = replace(cfg, path=path, train=None, validation=None, more_validation={})

@@ -22,7 +22,7 @@ COLUMN_ROWS = 100  # first rows of JSON lines from which the columns are taken, 
 MAX_NUMBERS = 50  # distinct numbers as labels; more are scores, years or ids
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 SCORE = re.compile(rf"{NUMBER.pattern}|[+-]?\d+,\d+", re.IGNORECASE)  # a number; a decimal comma is accepted
-NO_NUMBER = re.compile(r"[+-]?(inf(inity)?|nan)", re.IGNORECASE)  # no class if other labels are numbers; else a label
+NO_NUMBER = re.compile(r"[+-]?(inf(inity)?|nan)", re.IGNORECASE)  # numbers if other labels are numbers; else labels
 TRUTHS, BITS = {"true", "false"}, {"0", "1"}
 SEVERAL = re.compile(r"""\[\s*(['"\d].*)?\]|\{\s*['"].*\}""", re.DOTALL)  # a list or an object as text, as in CSV
 
@@ -100,7 +100,7 @@ class LabelNames:
         return name
 
     def check_numbers(self) -> None:
-        """Raise InputError if the labels are numbers but not classes, even with words such as n/a among them."""
+        """Raise InputError if true may mean 1, or if the labels are scores, even with words such as n/a among them."""
         seen = sorted(self.seen) if not self.known else []
         check(
             not (TRUTHS & {*seen} and BITS & {*seen}),

@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".conll")  # .gz may follow
 FILE_FORMATS = ("csv", "jsonl", "parquet", "squad", "conll")
 SAVED_MARKS = {"dataset_dict.json", "dataset_info.json", "state.json"}  # names of files that save_to_disk writes
-NO_FILE = "neither a regular file nor a folder (a pipe can be read only once, and may not end): write it to a file"
+NO_FILE = "neither a regular file nor a folder (a pipe can be read only once, and may not end): save it as a file"
 MAX_LISTED = 5  # maximum files named in an error
-NO_ROWS = ""  # the value of data.train without training: no training rows are read
+NO_ROWS = ""  # the value of data.train in a run without training, which reads no training rows
 # These settings do not change which rows are read.
 NOT_READING = ("path", "num_workers", "verify", "cache_dir", "lengths", "save_to", "max_bad_rows")
 
 
 def split_names(cfg: RecordsConfig) -> dict[str, str | None]:
-    """Return each split's file, glob or split name in the settings; None stands for the only one in the data."""
+    """Return each split's file, glob or name in the settings; None: the only file, or the split of the same name."""
     if cfg.train == NO_ROWS:
         return {"validation": cfg.validation, **cfg.more_validation}
     validation = {} if cfg.validation is None else {"validation": cfg.validation}
@@ -46,7 +46,7 @@ def split_names(cfg: RecordsConfig) -> dict[str, str | None]:
 def version(cfg: RecordsConfig, s3: S3Config) -> str:
     """Return a sha256 that changes when the data or the settings for reading it change. No data is read.
 
-    It covers the names, sizes and times of files, the ETags in S3, or the commit at the Hub. Raises InputError in the
+    It covers the names, sizes and times of files, the ETags in S3, or the commit on the Hub. Raises InputError in the
     same cases as `open_splits`.
     """
     source = layout(cfg, s3)
@@ -138,7 +138,7 @@ def split_files(cfg: RecordsConfig, s3: S3Config) -> dict[str, list[File]]:
 
 
 def find(location: str, key: str, pattern: str | None, s3: S3Config) -> list[File]:
-    """Return the files in `location` (next to it if it is a file) that match `pattern`; if it is None, the only one."""
+    """Return the files in `location` (or next to it, if it is a file) that match `pattern`; None: the only file."""
     if is_s3(location):
         return list(find_in_s3(location, key, pattern, s3))
     root = local_path(location)
@@ -153,14 +153,14 @@ def find(location: str, key: str, pattern: str | None, s3: S3Config) -> list[Fil
             names = [path.relative_to(root).as_posix() for path in walk(root) if is_named(path.name)]
             return [root / only_one(location, key, names)]
         pattern = str(local_path(pattern))
-        exact = root / pattern  # a file's name may contain special characters of globs
+        exact = root / pattern  # a file's name may contain characters that are special in globs
         paths = [exact] if exact.is_file() else matching(str(Path(glob.escape(str(root)), pattern)))
     check(bool(paths), f"{key}={pattern}: there is no file {exact}")
     return list(paths)
 
 
 def only_one(location: str, key: str, names: list[str]) -> str:
-    """Return the only name. Raises InputError if there are several, because a guess could choose the test set."""
+    """Return the only name. Raises InputError if there is none, or several: a guess could choose the test set."""
     check(bool(names), f"data.path={location} contains no file that ends in {', '.join(SUFFIXES)} (or these and .gz)")
     many = f"data.path={location} contains {len(names)} files ({shortlist(names, MAX_LISTED)})"
     use = "training" if key == "data.train" else "evaluation"
@@ -216,7 +216,7 @@ def hub_version(cfg: RecordsConfig) -> str:
 def naming_hub(cfg: RecordsConfig) -> Iterator[None]:
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    hint = "" if local_path(cfg.path).is_dir() else "; without the Hub, give a file or folder: data.path=FOLDER"
+    hint = "" if local_path(cfg.path).is_dir() else "; without the Hub, use a file or folder: data.path=FOLDER"
     try:
         with asking_hub(cfg.path):
             yield

@@ -12,10 +12,10 @@ from train.config import shortlist
 if TYPE_CHECKING:
     from datasets import Dataset
 
-QUANTILES = {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "longest": 1.0}  # share of rows up to this length
+QUANTILES = {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "longest": 1.0}  # the share of rows up to each length
 SHORTEST_EDGE = 4
 STEP = 16  # tokens; lengths are multiples of this, which suits matrix units
-LEAST_GAIN = 0.01  # share of computed tokens that one more length must save, because it makes batches less mixed
+LEAST_GAIN = 0.01  # share of computed tokens that one more length must save; each one makes batches less mixed
 FEW_EXAMPLES = 30  # with fewer examples in an evaluation, one answer changes a score by over 3 %
 MOST_GRAPHS = 3  # maximum number of lengths from data.lengths=auto if each needs a compiled graph
 
@@ -48,7 +48,7 @@ def facts_of_split(
 
 
 def shortages(splits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a warning about labels without training rows, and one for each split that is too small to measure."""
+    """Yield a warning about labels without training rows, and one for each validation split that is too small."""
     counts = splits["train"]["label_counts"] if "train" in splits else {}
     names = [name for name, count in counts.items() if not count]
     if names:

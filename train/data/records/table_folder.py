@@ -84,7 +84,7 @@ def parse_facts(content: bytes) -> Facts:
 
 
 def find_facts(folder: Folder) -> Facts | None:
-    """Return the facts in a folder's tables.json; None if there is none. Raises InputError if it cannot be used."""
+    """Return the facts in a folder's tables.json; None if the file is missing. Raises InputError if it is unusable."""
     if folder.size(NAME) is None:
         return None
     with naming(f"{folder.location}/{NAME} is damaged", (), "; prepare the data again"):
@@ -102,7 +102,7 @@ def whole_facts(folder: Path, *, checksums: bool) -> Facts | None:
 
 
 def save(folder: Path, target: Folder) -> None:
-    """Copy prepared tables to another folder, tables.json last. Raises InputError if it contains other files."""
+    """Copy prepared tables to `target`, tables.json last. Raises InputError if `target` contains other files."""
     content = LocalFolder(folder).read(NAME)
     facts = parse_facts(content)
     saved_before = find_facts(target)

@@ -2,11 +2,11 @@
 
     read      train/data/records/raw.py: rows of files, one table per split
     make      the task's Featurizer: token rows, without padding
-    keep      CACHE_DIR/records/SETTINGS-VERSION/: SPLIT/ (token rows), SPLIT_examples/ (rows as read), tokenizer/ and
+    store     CACHE_DIR/records/SETTINGS-VERSION/: SPLIT/ (token rows), SPLIT_examples/ (rows as read), tokenizer/ and
               tables.json; VERSION is a hash of the names, sizes and times of the raw data's files
 
 The data's id is a hash of the token rows and the labels, so it does not depend on where they were prepared.
-A folder that data.save_to wrote can be data.path of other runs, which then read and tokenise nothing.
+If another run's data.path is a folder that data.save_to wrote, that run reads no raw data and tokenises nothing.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ logger = logging.getLogger("train")
 RESERVED = ("tokenizer", "scratch")  # folder names that a split cannot have
 ROWS_AT_ONCE = 1000  # rows tokenised together, and rows per chunk of an Arrow file
 LAUNCH = ".launch-"  # prefix of the files in which a rank leaves a result for the other ranks of its machine
-SHARD = "128MB"  # maximum size of a table's files, because each is read into memory to copy it to S3
+SHARD = "128MB"  # maximum size of each of a table's files; to be copied to S3, a file is read into memory
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def once_per_machine(root: Path, key: str, action: Callable[[], str]) -> str:
     for path in root.glob(f"{LAUNCH}*"):
         if is_gone(path.name.removeprefix(LAUNCH).rsplit("-", 2)[0]):
             discard(path)
-    # The ranks share a parent, torchrun's agent. It may restart them, which changes the restart count.
+    # Ranks of one launch have the same parent, torchrun's agent, and the same restart count.
     path = root / f"{LAUNCH}{owner_name(os.getppid())}-{launch.restart_count}-{key}"
     with path.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -163,7 +163,7 @@ def provide(request: TableRequest) -> str:
             logger.warning(line)
         if data.save_to is not None and is_first_machine:
             save(folder, open_folder(data.save_to, request.cfg.s3))
-    # The tokenizer has used threads here, so it must not use them in forked loader workers, nor warn about that.
+    # The tokenizer has used threads in this process. In forked loader workers it must not use any, or warn about it.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return str(folder)
 

@@ -1,6 +1,6 @@
 """Batches of static shapes from a table of prepared examples. Rows are padded when they are drawn.
 
-The token ids are in memory-mapped Arrow files: each row is a slice of its chunk's values.
+The token ids are in memory-mapped Arrow files; a row's ids are a slice of one Arrow chunk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from pyarrow import ChunkedArray, DataType
 
-FLOATS = {"halffloat": np.float16, "float": np.float32, "double": np.float64}  # dtypes by their names in Arrow
+FLOATS = {"halffloat": np.float16, "float": np.float32, "double": np.float64}  # numpy's dtypes by Arrow's names
 NUMBERS = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", *FLOATS}
 LABELS = "labels"  # the input with the class of each row or of each token; not every table has it
 
@@ -64,7 +64,7 @@ def input_dtype(column: ChunkedArray, name: str) -> np.dtype:
 
 
 def values_of(column: ChunkedArray) -> np.ndarray:
-    """Return a column of numbers as [rows], and one of lists of a fixed size C as [rows, C]."""
+    """Return a column of numbers as [rows], or a column of lists of a fixed size C as [rows, C]."""
     if not hasattr(column.type, "list_size"):
         return column.to_numpy()
     return np.concatenate([chunk.flatten().to_numpy() for chunk in column.chunks]).reshape(-1, column.type.list_size)
@@ -108,7 +108,7 @@ class TokenRows:
         return len(self.tokens)
 
     def draw(self, items: np.ndarray) -> Batch:
-        """Return the batch of `items` [K, B] of one bucket: `bucket * 2**48 + epoch * rows + row`, see buckets.py.
+        """Return the batch of `items` [K, B], which must be of one bucket. See buckets.py for their form.
 
         For rows of S tokens the inputs are input_ids, attention_mask and token_type_ids [K, B, S], and the columns:
         numbers [K, B], lists [K, B, S], and lists of a fixed size C [K, B, C]. All are int64, except that a column of
@@ -125,7 +125,7 @@ class TokenRows:
         lengths = np.array(list(map(len, tokens)))
         if (too_long := lengths[~is_padding].max(initial=0)) > seq_len:
             raise ValueError(f"a row of {too_long} tokens in a batch of {seq_len}")
-        lengths = np.minimum(lengths, seq_len)  # row 0, which stands for PADDING, may belong to a longer bucket
+        lengths = np.minimum(lengths, seq_len)  # row 0, which replaces PADDING, may belong to a longer bucket
 
         input_ids = np.full((len(rows), seq_len), self.pad_id, np.int64)
         for number, (row_tokens, length) in enumerate(zip(tokens, lengths.tolist(), strict=True)):
@@ -152,7 +152,7 @@ class TokenRows:
         return {"inputs": tensors, "count": counts.tolist(), "tokens": tokens_each.tolist()}
 
     def _counts(self, is_padding: np.ndarray, labels: np.ndarray | None) -> np.ndarray:
-        """Return the weight of each row, [rows] float64."""
+        """Return the number (or weight) of each row's labels, [rows] float64. Without labels, it is 1 for each row."""
         if labels is None:
             return (~is_padding).astype(np.float64)
         has_label = ~np.isnan(labels) if labels.dtype.kind == "f" else labels != IGNORE_INDEX

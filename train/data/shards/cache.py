@@ -1,14 +1,14 @@
 """A machine's cache for shards from S3: its folder, its size, and how readers wait for shards.
 
-`CACHE_DIR/ID/` contains the shards of one data set under the names in its manifest. A shard is renamed to its
-name once its length and sha256 are right (download.py). Runs that read the same data share the folder. If the data
-does not fit, a run has to delete shards, and no other run may use the folder. Nothing else is ever deleted.
+`CACHE_DIR/ID/` contains the shards of one data set under the names in its manifest. A file gets the name of a shard
+only if its length and sha256 are right (download.py). Runs that read the same data share the folder. If the data does
+not fit, a run has to delete shards, and no other run may use the folder. Otherwise no shard is ever deleted.
 
 `CACHE_DIR/ID/runs/NAME/` belongs to one run. It contains the shards that are being written, an empty file
 `compared/SHARD` for each shard that the run's prefetcher has compared with the manifest, a file `faults/SHARD` for each
-shard that cannot be fetched, and status.json. Readers learn from status.json which process fetches, and from
-its mtime when bytes last arrived. No single file grows with the number of shards. A reader opens only shards that its
-run has compared.
+shard that could not be fetched, and status.json, which names the prefetcher's process and whose mtime is the time when
+bytes last arrived. No single file grows with the number of shards. A reader opens only shards that its run has
+compared.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from train.system.processes import is_gone, owner_name
 logger = logging.getLogger("train")
 
 SHARE_OF_FREE = 0.9  # share of the free disk space to use, unless data.cache_gb is set
-# For each lane the cache needs space for the previous window (its files are deleted, but readers still map them), the
-# current window, the rows of a global batch, and the windows in which three groups of batches end: this step's, the
-# next step's, and the batches drawn together with them.
+# The windows of a lane for which the cache needs space: the previous one (its files are deleted, but readers still map
+# them), the current one, one for the rows of a global batch, and the three in which the batches of this step, those of
+# the next step, and the batches drawn together with them end.
 WINDOWS_HELD = 6
 POLL_S = 0.05
 TELL_EVERY_S = 1.0  # minimum seconds between two notices to readers that bytes have arrived
-TAKE_OVER_S = 10.0  # seconds within which a killed run releases the cache
+TAKE_OVER_S = 10.0  # seconds to wait for a killed run to release the cache
 
 
 class Fault(TypedDict):
@@ -242,7 +242,7 @@ class ShardCache:
             time.sleep(POLL_S)
 
     def told(self) -> tuple[PrefetchStatus | None, int]:
-        """Return the prefetcher's status, and the time in ns when bytes last arrived; None and 0 if not started."""
+        """Return the prefetcher's status, and the time in ns when bytes last arrived; None and 0 before it starts."""
         try:
             with self.status.open("rb") as file:
                 return json.loads(file.read()), os.fstat(file.fileno()).st_mtime_ns
@@ -264,7 +264,7 @@ def cut_shards(order: ShardSampler) -> int:
 
 
 def locked(file: IO[str], operation: int) -> bool:
-    """Lock a file without waiting. Returns False if another run has a lock. Raises InputError if locks do not work."""
+    """Lock a file without waiting. Returns False if another run's lock conflicts. Raises InputError if locks fail."""
     with naming(f"{file.name} cannot be locked", (OSError,), "; set data.cache_dir to a local disk"):
         try:
             fcntl.flock(file, operation | fcntl.LOCK_NB)

@@ -1,8 +1,8 @@
-"""The download of shards from S3 into the cache, through the s3torchconnector, which only this module imports.
+"""The download of shards from S3 into the cache with s3torchconnector, which only this module imports.
 
-The connector retries, but has no time limit (a dead connection costs it six minutes) and verifies no checksum. This
+The connector retries, but has no time limit (it waits six minutes on a dead connection) and verifies no checksum. This
 module therefore ends an attempt at a shard when nothing arrives for a while, begins the next attempt with a new client,
-and compares length and sha256 with the manifest before the file gets its name.
+and compares length and sha256 with the manifest before the file gets the shard's name.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from train.system.folders import Folder
 from train.system.s3 import DEFAULT_REGION, BotoCoreError, ClientError, S3Folder, open_client, open_session
 
 logger = logging.getLogger("train")
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # random pauses between attempts; their limit doubles up to 10 s
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # upper limits of the random pauses between attempts; the limit doubles
 MIN_PART_BYTES, MAX_PART_BYTES = 5 * 2**20, 512 * 2**20  # the connector's limits; it keeps one part in memory
 CONNECTOR_ATTEMPTS = 3
 MAX_DOUBTS = 3  # attempts if a shard does not match the manifest, which is rarely the network's fault
 FIRST_BYTES, REQUEST_S = 8 * 2**20, 5.0  # the size of the first request, and the time that later ones should take
-FINAL = {  # phrases in the connector's errors that retries cannot cure, and AWS's codes for them
+FINAL = {  # phrases in the connector's errors that retries rarely cure, and AWS's codes for them
     "bucket does not exist": "NoSuchBucket",
     "No signing credentials": "NoCredentialsError",
 }
-PASSING = {  # faults that may pass: a new role takes a while to be known everywhere, a copy may be in progress
+PASSING = {  # phrases of faults that may pass: a new role takes a while to work everywhere, a copy may be in progress
     "TIME_TOO_SKEWED": "RequestTimeTooSkewed",
     "TOKEN_EXPIRED": "ExpiredToken",
     "key does not exist": "it is not in the bucket",
@@ -51,14 +51,14 @@ CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"
 
 
 class Doubtful(RuntimeError):
-    """An error raised because the bucket is missing, or an object does not match the manifest. Retries may help."""
+    """An error that retries rarely cure, such as a missing bucket or an object that does not match the manifest."""
 
 
 class Client:
     """A client of the connector for the objects of one data set, with boto3's current credentials.
 
-    boto3 finds and renews credentials in more ways than the connector. After a failure a new client is needed, because
-    the credentials may have expired.
+    boto3 finds and renews credentials in more ways than the connector. After a failure, a new client must be made,
+    because the credentials may have expired.
     """
 
     def __init__(self, folder: S3Folder, files: Sequence[str], *, largest_bytes: int) -> None:
@@ -91,8 +91,8 @@ class Client:
 
         `on_bytes` is called whenever bytes arrive. Raises Doubtful or Unreachable.
 
-        The connector returns a response only when all of it has arrived. So the first request asks for FIRST_BYTES.
-        Later requests ask for what should arrive within REQUEST_S at the measured speed: often a whole shard.
+        The connector returns a response only when all of it has arrived. The first request therefore asks for only
+        FIRST_BYTES. Later ones ask for what should arrive within REQUEST_S at the measured speed: often a whole shard.
         """
         pieces: list[bytes] = []
         start = 0

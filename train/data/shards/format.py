@@ -29,7 +29,7 @@ from train.system.memory import total_memory_bytes
 from train.system.processes import LIBC
 from train.system.schema import BadContent, FileEntry, FileName, Sha256, read_object, record, shown
 
-FORMAT = 1  # raise it when older readers cannot read the files
+FORMAT = 1  # increase this when older readers cannot read new files
 SPLITS = ("train", "validation")
 DTYPES = ("uint16", "uint32")  # the dtypes of tokens
 MAX_SEQ_LEN = 2**16 - 1  # pivot is uint16
@@ -121,9 +121,9 @@ def read_manifest(where: Folder | Path) -> DataManifest:
 
 
 def parse_manifest(content: bytes) -> DataManifest:
-    """Parse a manifest, and check that all its values are possible: no file is outside the folder, sizes agree.
+    """Parse a manifest. Raises BadContent if a value is impossible, such as a file outside the folder.
 
-    Raises BadContent otherwise. The checksum does not replace these checks: whoever writes a manifest can compute it.
+    The checksum does not replace these checks, because anyone who writes a manifest can compute it.
     """
     values = read_object(content)
     if values.get("format") != FORMAT:
@@ -138,7 +138,7 @@ def parse_manifest(content: bytes) -> DataManifest:
 
 
 def fault_of_manifest(manifest: DataManifest) -> str | None:
-    """Return which value of a manifest is impossible; None if all are possible. The types must be right."""
+    """Return which value of a manifest is impossible; None if all are possible. Types must have been checked."""
     info = manifest.tokenizer
     if not 1 <= manifest.seq_len <= MAX_SEQ_LEN:
         return f"seq_len is {manifest.seq_len}, not 1 to {MAX_SEQ_LEN}"
@@ -171,7 +171,7 @@ def write_shard(folder: Folder, name: str, rows: Rows) -> Shard:
 
 
 def write_manifest(folder: Folder, **fields: Any) -> DataManifest:
-    """Write the manifest, which completes a data set: readers open only folders with one. `fields`: all but the id."""
+    """Write the manifest. It completes the data set: readers require one. `fields`: all fields except the id."""
     body = {"format": FORMAT, **asdict(DataManifest(id="", **fields))}
     del body["id"]
     folder.write("manifest.json", canonical_json(sealed(body, "id")))
@@ -192,8 +192,8 @@ def check_files(folder: Path, manifest: DataManifest, *, checksums: bool) -> Non
 class ShardSet:
     """The sequences of one split, memory-mapped, numbered in the manifest's order.
 
-    A shard is mapped when it is first read. For data in S3, `wait` is called first, and returns when the shards are on
-    disk (ShardCache.wait). At most MAPPED_SHARDS remain mapped.
+    A shard is mapped when it is first read. For data in S3, `wait` must first block until the shards are on disk
+    (ShardCache.wait). At most MAPPED_SHARDS remain mapped.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class ShardSet:
         while self.maps and not (self.folder / self.shards[oldest := next(iter(self.maps))].file).exists():
             if oldest in numbers:
                 break
-            del self.maps[oldest]  # a deleted file takes space while it is mapped; the cache deletes the oldest first
+            del self.maps[oldest]  # a deleted file takes space while it is mapped; the oldest are deleted first
         self.wait([self.shards[number] for number in new])
 
     def tensors(self, number: int) -> dict[str, np.ndarray]:
@@ -273,9 +273,8 @@ class ShardSet:
 def map_tensors(path: Path, *, reads_ahead: bool = True) -> dict[str, np.ndarray]:
     """Return the ROW_TENSORS of a file, memory-mapped without copies. Raises InputError if it is not safetensors.
 
-    With `reads_ahead`, the kernel also reads the data around a row when it reads the row.
-
-    This function parses the header itself: safetensors would map the file, and the kernel would read ahead in that map.
+    With `reads_ahead`, the kernel also reads the data around a row when it reads the row. The header is not parsed by
+    safetensors, because its map of the file would always read ahead.
     """
     import torch  # torch's maps need no open file, unlike Python's mmap
 

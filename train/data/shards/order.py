@@ -1,17 +1,18 @@
 """The order of sequences per rank and step, a pure function of (seed, epoch, rows of each shard, lanes, window).
 
-The seed puts all shards into one order, which is cut into lanes of equal size. Every global batch has the same number
-of sequences from each lane, and a rank reads a contiguous part of the batch. Its sequences therefore come from few
-lanes, the same ones in every epoch, and a machine fetches only the shards of its lanes. The number of lanes depends on
-the data and the global batch, not on the ranks, so any number of ranks and machines sees the same batches.
+The shards are put in a random order, which depends on the seed, and cut into lanes of equal size. Every global batch
+has the same number of sequences from each lane, and a rank reads a contiguous part of the batch. Its sequences
+therefore come from few lanes, the same ones in every epoch, and a machine fetches only the shards of its ranks' lanes.
+The number of lanes depends on the data and the global batch, not on the ranks, so that any number of ranks and machines
+sees the same batches.
 
 Within a lane, each epoch shuffles the shards, cuts them into windows, and shuffles the sequences of each window by a
 computed permutation, which needs no table. The data state is therefore three numbers: consumed sequences, lanes, and
-shards per window. A run chooses the last two at its start, and its checkpoints store all three. A resume computes its
-place directly, and continues exactly with any world size that divides the global batch. Sequences that do not fill a
-batch are left out, different ones in each epoch.
+shards per window. A run chooses the last two at its start, and its checkpoints store all three. A resumed run computes
+its place from them, and continues exactly with any world size that divides the global batch. Sequences that do not fill
+a batch are left out, different ones in each epoch.
 
-The canonical nodes of Streaming, https://docs.mosaicml.com/projects/streaming, serve the same purpose.
+The canonical nodes of MosaicML Streaming (https://docs.mosaicml.com/projects/streaming) serve the same purpose.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def window_of_lane(window_shards: int, lanes: int) -> int:
 def permuted(positions: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
     """Apply a random permutation of [0, size) to `positions`. All arrays are uint64 of one shape, sizes below 2**32.
 
-    A position is a cell in a grid of about sqrt(size) by sqrt(size). Each round moves its column by a random number
-    that depends on its line, or its line by a random number that depends on its column. All rounds are repeated for
+    A position is a cell in a grid of about sqrt(size) by sqrt(size). A round shifts either the column, by a random
+    number that depends on the line, or the line, by one that depends on the column. All rounds are repeated for
     positions that end outside [0, size): Black and Rogaway, "Ciphers with arbitrary finite domains", 2002,
     https://doi.org/10.1007/3-540-45760-7_9.
     """
@@ -108,7 +109,7 @@ class EpochOrder:
     """The order of one epoch. It stores a few numbers per shard, however many sequences the shard has."""
 
     def __init__(self, lanes: Lanes, *, batch_size: int, window_shards: int, epoch: int) -> None:
-        self.lanes, self.each = lanes, batch_size // lanes.number  # rows of each lane in a batch
+        self.lanes, self.each = lanes, batch_size // lanes.number  # `each`: rows of each lane in a batch
         bits = hash_bits(lanes.seed, SHARD_STREAM, epoch, np.arange(len(lanes.piece_rows)))
         self.pieces = np.lexsort((bits, lanes.piece_lanes))
         rows, lane = lanes.piece_rows[self.pieces], lanes.piece_lanes[self.pieces]
@@ -135,7 +136,7 @@ class EpochOrder:
         return (self.lanes.piece_firsts[self.pieces[piece]] + shuffled - self.piece_starts[piece]).reshape(places.shape)
 
     def shards_from(self, step: int, lanes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shards of the windows that these lanes read in `step`, and the later windows' shards, in order."""
+        """Return the shards of the windows that `step` reads in these lanes, and those of later windows, in order."""
         begins = self.window_starts - self.lanes.starts[self.window_lanes]  # rows before the window in its lane
         is_left = np.isin(self.window_lanes, lanes) & (
             self.window_ends - self.lanes.starts[self.window_lanes] > step * self.each
@@ -168,7 +169,7 @@ class ShardSampler:
         eval_shards: Sequence[int] | None = None,
         consumed_rows: int = 0,
     ) -> None:
-        """Order the rows of shards with `shard_rows` rows. `machine_ranks`: the machine's ranks; None: only `rank`.
+        """Order the rows of shards with these `shard_rows`. `machine_ranks`: this machine's ranks; None: only `rank`.
 
         `window_shards`: how many shards of each lane are shuffled together; None: WINDOW_SHARDS over all lanes.
         `eval_shards`: the validation shards that the machine reads; None: all.
@@ -193,7 +194,7 @@ class ShardSampler:
         return np.unique(slots // (self.global_batch_size // self.lanes.number)).tolist()
 
     def fetched_more(self, machines: Sequence[Sequence[int]]) -> str | None:
-        """Return a warning if machines with these ranks together fetch much more than the data once; else None."""
+        """Return a warning if machines with these ranks together fetch much of the data more than once; else None."""
         parts = [self.lanes.shards_of(self.lanes_of(ranks)) for ranks in machines]
         times = sum(self.shard_rows[shard] for part in parts for shard in part) / self.rows
         if times <= MOST_FETCHED:

@@ -1,12 +1,12 @@
-"""The prefetcher: a process, one per run and machine, that keeps the cache ahead of the ranks.
+"""The prefetcher: one process per run and machine that fetches shards into the cache before the ranks need them.
 
-It fetches the next shards and removes used ones. A shard that is already in the cache is compared with the manifest
-first: readers wait until `obtain` marks it as compared.
+It deletes used shards if not all fit. A shard that is already in the cache is first compared with the manifest; readers
+wait until `obtain` has marked it as compared.
 
 Only this process talks to S3 while training runs; ranks and their loader processes only read files. Therefore a dead
 connection cannot block a rank, no thread of the connector is alive when a rank forks, and each shard is fetched once,
-however many ranks there are. A failed fetch is retried until it succeeds. A fault that no retry can cure is written to
-the cache, where readers find it when they need the shard: a fault in a later window does no harm until then.
+however many ranks there are. A failed fetch is retried until it succeeds. If no retry can cure the fault, it is written
+to the cache, and fails the run only when a reader needs the shard.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # mallopt(3)
 class Prefetcher(AbstractContextManager["Prefetcher"]):
     """A handle to the prefetching process, and a context manager that ends it.
 
-    The first rank of a machine has one if the data is in S3. Raises InputError if this machine's cache has no space for
-    the shards, or if another run uses it.
+    Only the first rank of a machine has one, and only if the data is in S3. Raises InputError if the machine's cache
+    has no space for the shards, or if another run has a conflicting lock on it.
     """
 
     def __init__(self, source: Folder, cache: ShardCache, sampler: ShardSampler) -> None:
@@ -62,10 +62,10 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
             self.limit_bytes -= sampler.window_shards * len(sampler.lanes_here) * cache.largest_bytes
         held = cache.hold(alone=not self.fits)
         self.downloader = Downloader(source, cache)
-        self.changed = Condition()  # guards the next three lines, which the fetching and the choosing threads share
+        self.changed = Condition()  # guards the next three lines' attributes, which several threads use
         self.wanted, self.queue = dict[str, Shard](), deque[Shard]()
         self.active = set[str]()
-        self.settled, self.failed = set[str](), set[str]()  # shards that are ready or failed for good; the failed ones
+        self.settled, self.failed = set[str](), set[str]()  # shards that are ready or have failed; those that failed
         first = [cache.manifest.splits["train"][number] for number in sampler.upcoming_shards()[0]]
         self.first: dict[str, Shard] = {shard.file: shard for shard in first}  # empty once all are ready
         context = multiprocessing.get_context("fork")  # a spawned process would import torch first
@@ -77,7 +77,7 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
 
     def __exit__(self, *_: object) -> None:
         self.consumed_rows.close()
-        self.process.kill()  # a clean end is not needed: a file gets its name when it is complete
+        self.process.kill()  # this leaves no damaged shard: a file gets its name when it is complete
         self.process.join()
         shutil.rmtree(self.cache.run, ignore_errors=True)
 
@@ -181,7 +181,7 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
         )
 
     def report_first(self) -> None:
-        """Log once how long it took to fetch the first step's shards, or to compare those that were in the cache."""
+        """Log, once, how long it took until the first step's shards were fetched, or compared if they were cached."""
         if self.first and self.first.keys() <= self.settled - self.failed:
             took_s, total = time.monotonic() - self.began_s, sum(shard.bytes for shard in self.first.values())
             speed = f"{tqdm.format_sizeof(total / took_s, 'B')}/s"
@@ -200,7 +200,7 @@ def size_of(shards: Iterable[Shard]) -> str:
 
 
 def wanted_shards(manifest: DataManifest, sampler: ShardSampler, limit_bytes: int) -> list[Shard]:
-    """Return the shards needed after `sampler.consumed_rows`, first needed first, up to `limit_bytes`."""
+    """Return the shards needed after `sampler.consumed_rows`, in the order of use, up to `limit_bytes` in all."""
     shards = [*manifest.splits["train"], *held_out(manifest, sampler)]
     now, later = sampler.upcoming_shards()
     numbers = np.concatenate([now, np.arange(len(sampler.shard_rows), len(shards)), later])

@@ -1,4 +1,4 @@
-"""A prepared data set, on disk or in S3, as training reads it: from a folder on this node."""
+"""A prepared data set, on disk or in S3. Training reads it from a folder on this node."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TOKENIZER = (TOKENIZER_FILE, "tokenizer/tokenizer_config.json")
 
 
 class PreparedData:
-    """A prepared data set. Its local `folder` has the tokenizer at the start, and each shard once it is fetched."""
+    """A prepared data set. Its local `folder` has the tokenizer from the start, and each shard once it is fetched."""
 
     def __init__(self, cfg: ShardsConfig, s3: S3Config, *, looks: bool = True) -> None:
-        """Open the data. `looks`: compare the lengths of local files. Raises InputError if the data is unusable."""
+        """Open the data. `looks`: check the lengths of local files. Raises InputError if the data is unusable."""
         self.cfg = cfg
         self.source = open_folder(cfg.path, s3)
         self.manifest = read_manifest(self.source)
@@ -56,7 +56,7 @@ class PreparedData:
         return fault and f"{self.source.location}/{shard.file} {fault}; prepare the data again"
 
     def window_shards(self, order: ShardSampler) -> int:
-        """Return how many shards per lane of `order` can be shuffled together, 0 if the cache cannot hold even one."""
+        """Return how many shards of each lane can be shuffled together; 0 if the cache is too small even for one."""
         return order.window_shards if self.cache is None else self.cache.window_shards(order)
 
     def on_demand(self, name: str) -> ShardSet:
@@ -81,7 +81,7 @@ class PreparedData:
     def bring(self, name: str) -> None:
         """Verify the checksums of a split's shards; fetch those in S3 into the cache first.
 
-        Afterwards `brought` reads them without a prefetcher. Only one rank of each machine may call this. Raises
+        `brought` can then read them without a prefetcher. Only one rank of each machine may call this. Raises
         InputError in the same cases as `verify`.
         """
         shards = self.on_demand(name)
@@ -94,7 +94,7 @@ class PreparedData:
         return ShardSet(self.folder, self.manifest, name)
 
     def prefetcher(self, sampler: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher | None:
-        """Start fetching the shards of `sampler`. Returns None if they are on disk, or if another rank fetches them.
+        """Start to fetch the shards of `sampler`. Returns None if they are on disk, or if another rank fetches them.
 
         Raises InputError if this machine's cache has no space for them.
         """
@@ -107,7 +107,7 @@ def bring_tokenizer(source: Folder, folder: Path, manifest: DataManifest) -> Non
     """Copy the tokenizer's files to this node. Raises InputError if another tokenizer made the shards."""
     (folder / "tokenizer").mkdir(exist_ok=True)
     for name in TOKENIZER:
-        path, is_known = folder / name, name == TOKENIZER_FILE  # the other file's checksum is unknown: always copy it
+        path, is_known = folder / name, name == TOKENIZER_FILE  # the other file has no known checksum: always copy it
         if not (is_known and path.is_file() and sha256_file(path) == manifest.tokenizer.sha256):
             sha256, fault = manifest.tokenizer.sha256 if is_known else None, "is not the tokenizer that made the shards"
             advice = "put the original back or prepare the data again"

@@ -1,7 +1,7 @@
 """Sources of text: the Python documentation, local files or Hugging Face data sets, as a stream of documents.
 
 Every source yields the same documents in the same order each time, with only a few of them in memory. Bad input raises
-an InputError that names the line; nothing is left out silently. A new source is one class and one line in SOURCES.
+an InputError that names the line; nothing is left out silently. To add a source, add a class and a line in SOURCES.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Corpus(Protocol):
 
     @property
     def most_parts(self) -> int:
-        """The number of parts that can be read in parallel without reading anything twice."""
+        """The maximum number of parts that can be read in parallel without reading anything twice."""
 
     def documents(self, part: CorpusPart = WHOLE) -> Iterator[Document]:
         """Yield the documents of a part, the same at every call. In a reading, each document is in exactly one part."""
@@ -79,7 +79,7 @@ class PyDocs:
     """Topics of the language reference and docstrings of the standard library, from this Python installation."""
 
     seekable = True
-    most_parts = 1  # a few MB
+    most_parts = 1  # the text has only a few MB
 
     def __init__(self, cfg: CorpusConfig) -> None:
         only = "corpus=pydocs is one corpus without a validation part: leave out corpus.weights and corpus.validation"
@@ -222,7 +222,7 @@ def texts_of(dataset: HFDataset, rows: Iterable[dict[str, Any]], file: int) -> I
 
 
 def local_files(dataset: HFDataset) -> list[Path]:
-    """Return the files of a data set if it is on this machine; [] if it is at the Hub."""
+    """Return the files of a data set if it is on this machine; [] if it is on the Hub."""
     path, files = hub_or_path(dataset.path), data_files(dataset)
     folder = glob.escape(path) if Path(path).is_dir() else ""
     return matching(str(Path(folder, files or "**"))) if folder or files else []

@@ -51,10 +51,10 @@ class FilesCorpus(ABC):
     """Files that are read one after the other, in the order of their names.
 
     A part is a range of the bytes of all files; its documents are those that begin in the range. Files outside the
-    range are not opened. Plain text and JSON lines are read from the first byte of the range, Parquet from its row
-    group. Three kinds of files must be read from their beginning: gzipped files, CSV, and encodings in which line ends
-    cannot be found from an arbitrary byte. Such a file belongs to the part in which it begins. If it is longer than a
-    part, several parts read it, and each skips the documents of the others.
+    range are not opened. Plain text and JSON lines are read from the first byte of the range, Parquet from the row
+    group at that byte. Three kinds of files must be read from their beginning: gzipped files, CSV, and text in an
+    encoding whose line ends cannot be found from an arbitrary byte. Such a file belongs to the part in which it begins.
+    If it is longer than a part, however, several parts read it, and each skips the documents of the others.
     """
 
     suffixes: tuple[str, ...]  # suffixes of the files that are read in a folder
@@ -88,7 +88,7 @@ class FilesCorpus(ABC):
         return max(1, (self.total_bytes + len(self.pieces)) // max(PART_BYTES, *sizes))
 
     def read_at_once(self, path: Path) -> int:
-        """Return the length in bytes of the longest unit of a file that must be read from its start; 0 if none must."""
+        """Return the bytes of a file's largest unit that must be read from its start; 0 if any byte can be a start."""
         return 0 if self.can_seek(path) else self.sizes[path] + 1
 
     def fingerprint(self) -> str:
@@ -118,9 +118,9 @@ class FilesCorpus(ABC):
                     before = min(position, end)
 
     def spans(self, part: CorpusPart) -> Iterator[tuple[Reading, Path, int, int]]:
-        """Yield each file of a part with its bytes [first, last). The end of a file counts as one more byte.
+        """Yield each file of a part, with the part's bytes [first, last) in it. A file's end counts as one more byte.
 
-        A corpus that is read twice begins again after its end, so that two copies of a document are far apart.
+        The second reading of a corpus follows the first, so that two copies of a document are far apart.
         """
         total = self.total_bytes + len(self.pieces)
         first, last = part.span(total)
@@ -148,7 +148,7 @@ class FilesCorpus(ABC):
     @abstractmethod
     def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
         """Yield the texts that begin in bytes [first, last) of a file, each with the count of bytes read so far."""
-        # A file without random access is always read whole.
+        # For a file that cannot be read from an arbitrary byte, the range is always the whole file.
 
 
 def line_name(path: Path, first: int, number: int) -> str:
@@ -233,7 +233,7 @@ class JsonLines(FilesCorpus):
                 if isinstance(row, BadRow):
                     raise InputError(f"{where}: {row}")
                 value = text_of(row, self.cfg.column, where)
-                # JSON can escape half of a surrogate pair, which cannot be encoded, and which tokenizers reject.
+                # A JSON escape can be half of a surrogate pair, which cannot be encoded and which tokenizers reject.
                 if not value.isascii() and SURROGATE.search(value):
                     check(self.cfg.errors == "replace", f"{where}: half of a surrogate pair; set corpus.errors=replace")
                     value = SURROGATE.sub("\ufffd", value)
@@ -258,7 +258,7 @@ class Csv(FilesCorpus):
 
 
 class Parquet(FilesCorpus):
-    """Parquet files. The size of a file is its column's uncompressed size. A null is an empty document."""
+    """Parquet files. A file's size is the uncompressed size of its text column. A null is an empty document."""
 
     suffixes = (".parquet",)
 
@@ -271,7 +271,7 @@ class Parquet(FilesCorpus):
         return True
 
     def column_bytes(self, path: Path) -> int:
-        """Return the bytes of the column in a file. Raises InputError if the column is missing or not text."""
+        """Return the uncompressed bytes of a file's text column. Raises InputError if it is missing or not text."""
         column = self.cfg.column
         with open_parquet(path) as file:
             check_column(column, file.schema_arrow.names, str(path))

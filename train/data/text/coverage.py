@@ -25,7 +25,7 @@ UNUSUAL = "\U00012000" * 4  # a cuneiform sign
 
 
 class UnusableText(InputError):
-    """An error: these settings cannot turn the text into a data set, so neither a retry nor another part helps."""
+    """An error raised if the settings cannot turn the text into a data set. Neither a retry nor another part helps."""
 
 
 class Sample:
@@ -60,7 +60,7 @@ def losses_of(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[tuple[str,
     examples: list[Counter[tuple[str, str]]] = [Counter(), Counter()]
     words = Counter(word for text in texts for word in text.split())
     for word, times in words.items():
-        # Neither another Unicode form (NFC, NFD) nor the sign for a space counts as a change.
+        # A different Unicode form (NFC, NFD) does not count as a change, nor does ▁, which replaces a space.
         before = normalize("NFC", word)
         after = normalize("NFC", re.sub(r"[\s▁]", "", tokenizer.normalizer.normalize_str(word)))
         changed = (Counter(before.lower()) - Counter(after.lower())).total() * times
@@ -94,8 +94,8 @@ def unknown_share(unknown: float, tokens: float, reads: str, most: float = TOO_M
     share = unknown / tokens if tokens else 0.0
     text = f"{reads} with {share:.2%} unknown tokens"
     if share > most:
-        raise UnusableText(f"{text}, so little can be learnt; choose a tokenizer that knows its characters")
-    return f"warning: {text}; choose a tokenizer that knows its characters" if share > MOST_UNKNOWN else text
+        raise UnusableText(f"{text}, too many to learn from; choose a tokenizer that knows the text's characters")
+    return f"warning: {text}; choose a tokenizer that knows the text's characters" if share > MOST_UNKNOWN else text
 
 
 def unknown_of(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> tuple[int, int]:
@@ -113,7 +113,7 @@ def drops(tokenizer: Tokenizer) -> bool:
 
 
 def num_dropped(texts: Iterable[str], encodings: Iterable[Encoding]) -> int:
-    """Return how many characters of texts, except blanks and unprintable ones, are not in any token."""
+    """Return how many characters of the texts, not counting blanks and unprintable ones, are in no token."""
     count = 0
     for text, encoding in zip(texts, encodings, strict=True):
         end = 0

@@ -54,14 +54,14 @@ class Document:
 
 @dataclass(frozen=True)
 class CorpusPart:
-    """One of `count` parts of a corpus; `index` counts from 0, users' numbers from 1."""
+    """One of `count` parts of a corpus. `index` counts from 0; in settings and messages, parts are counted from 1."""
 
     index: int = 0
     count: int = 1
 
     @classmethod
     def parse(cls, text: str) -> CorpusPart:
-        """Return the part that "3/64" means; PrepareConfig has checked the text."""
+        """Parse a text such as "3/64". PrepareConfig must have checked it."""
         number, count = map(int, text.split("/"))
         return cls(number - 1, count)
 

@@ -23,7 +23,7 @@ CHUNKS_AHEAD = 2  # chunks tokenised while earlier ones are packed
 class Vocabulary:
     """A tokenizer in a form that can be sent to another process."""
 
-    json: str  # the format of the `tokenizers` library
+    json: str  # in the format of the `tokenizers` library
     info: TokenizerInfo
     unk_id: int | None
 
@@ -72,7 +72,7 @@ def chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def encode(documents: list[Document], tokenizer: Tokenizer, is_text: np.ndarray, *, is_dropping: bool) -> Encoded:
-    """Encode documents; `is_text` [vocab] bool marks pieces that are kept. `is_dropping`: see `coverage.drops`."""
+    """Encode documents. `is_text` [vocab] bool: the pieces to keep; `is_dropping`: the result of `coverage.drops`."""
     texts, missing = [document.text for document in documents], 0
     if is_dropping:
         encodings = tokenizer.encode_batch(texts, add_special_tokens=False)  # slower, but has offsets
@@ -91,7 +91,7 @@ def encode(documents: list[Document], tokenizer: Tokenizer, is_text: np.ndarray,
 
 
 def encoded(documents: Iterable[Document], vocabulary: Vocabulary) -> Iterator[Encoded]:
-    """Yield encoded documents in order, a chunk at a time. A thread encodes the next chunks meanwhile."""
+    """Yield encoded documents in order, a chunk at a time, while a thread encodes the next chunks."""
     tokenizer, info, source = vocabulary.open(), vocabulary.info, chunks(documents)
     is_text = np.ones(info.vocab_size, bool)
     is_text[[info.cls_id, info.sep_id, info.mask_id, info.pad_id]] = False  # only packing inserts these

@@ -1,4 +1,4 @@
-"""Predictions from counts of a corpus's tokens: baselines for a language model."""
+"""Baselines for a language model: predictions from the token counts of its corpus."""
 
 from __future__ import annotations
 

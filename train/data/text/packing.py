@@ -1,9 +1,9 @@
 """Sequences of one length from the tokens of documents, without padding; only the last partial sequence is lost.
 
 A sequence is `[CLS] A [SEP] B [SEP]`: two stretches of text. If a document ends inside a sequence, B begins
-with the next document (further document ends keep their [SEP]); otherwise A and B follow each other in one document and
-are cut at a word start, so that a sentence-order objective can swap them. This is RoBERTa's full-sentences packing
-(https://arxiv.org/abs/1907.11692, section 4.2) with ALBERT's two segments.
+with the next document (further document ends keep their [SEP]). If none ends, A and B are consecutive text of one
+document, split at a word start, so that a sentence-order objective can swap them. This is RoBERTa's full-sentences
+packing (https://arxiv.org/abs/1907.11692, section 4.2) with ALBERT's two segments.
 
 Shapes: R sequences of S tokens, of which N = S - 3 are text.
 """
@@ -45,8 +45,8 @@ class Packer:
     def _cut(self, stream: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
         """Cut the stream into sequences.
 
-        Returns their starts, the document end nearest the middle of each (-1: none), whether it has one, and the number
-        of tokens used.
+        Returns the start of each, the place of the document end nearest its middle (-1: none), whether there is one,
+        and the number of tokens used.
         """
         length = self.seq_len - 3
         ends = np.flatnonzero(stream == self.sep_id)
@@ -69,7 +69,7 @@ class Packer:
 
     def _assemble(self, stream: np.ndarray, starts: np.ndarray, cuts: np.ndarray, at_end: np.ndarray) -> Rows:
         num_rows, length = len(starts), self.seq_len - 3
-        offset = np.arange(length + 1)  # counts text tokens and the middle [SEP]
+        offset = np.arange(length + 1)  # of text tokens and the middle [SEP], from the start of A
         if num_rows:
             text = stream[np.minimum(starts[:, None] + offset, len(stream) - 1)]
             rows = self.next_row + np.arange(num_rows)
@@ -77,7 +77,7 @@ class Packer:
             is_start = self.word_start[text] & (offset >= drawn[:, None]) & (offset < length)
             drawn = np.where(is_start.any(1), is_start.argmax(1), drawn)
             cuts = np.where(at_end, cuts, drawn)
-        # In a sequence without a document end, the middle [SEP] is inserted and later tokens move by one.
+        # In a sequence without a document end, the middle [SEP] is inserted, so the tokens after it move by one.
         moved = (offset > cuts[:, None]) & ~at_end[:, None]
         body = stream[starts[:, None] + offset - moved] if num_rows else np.empty((0, length + 1), np.int32)
         body[np.arange(num_rows), cuts] = self.sep_id

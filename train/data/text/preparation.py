@@ -38,12 +38,12 @@ from train.system.schema import read_object, record
 SHARD_BYTES = 64 * 2**20  # the size of a shard unless rows_per_shard is set
 ROWS_APART = 2**40  # distance between the indices of two parts' first sequences, so that each draws different cuts
 STATE_NAMES = "part-"  # prefix of the files with the parts' states
-MOST_WEIGHED_CHARS = 64 * 2**20  # a larger corpus is not read twice to measure it, because chance evens out
+MOST_WEIGHED_CHARS = 64 * 2**20  # a larger corpus is not read twice to measure it: random choice is precise enough
 LONG_CHARS = 2**16  # a longer document is divided between the splits
-TOKENS_OF = "train_tokens_"  # prefix of a count's name; the number of the corpus, from 1, follows
+TOKENS_OF = "train_tokens_"  # prefix of a count's name, before the number of the corpus (from 1)
 OVERLAP = "documents_in_validation_too"  # a count: training documents left out because they are in corpus.validation
 
-Report = Callable[[int, int], None]  # takes the bytes of the corpus and the tokens processed since the previous call
+Report = Callable[[int, int], None]  # called with the bytes of text and the tokens processed since the previous call
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,9 @@ class HeldOut:
 def choose_held_out(corpus: Corpus, fraction: float, seed: int) -> HeldOut:
     """Return the rule that holds out `fraction` of the characters of a corpus.
 
-    A document is long if it has more than LONG_CHARS or, in a corpus that is small enough to measure, more than the
-    whole held-out text. Each document is measured once. With corpus.validation nothing else is held out.
+    A document is long if it has more than LONG_CHARS characters or, in a corpus that is small enough to measure, more
+    than all held-out text together. A document that is read repeatedly is measured once. With corpus.validation,
+    nothing else is held out.
     """
     if (texts := corpus.validation()) is not None:
         return HeldOut(seed, known=frozenset(text_uniform(document.text, seed)[0] for document in texts))
@@ -98,7 +99,7 @@ def choose_held_out(corpus: Corpus, fraction: float, seed: int) -> HeldOut:
 
 
 def corpora_counts(cfg: CorpusConfig) -> list[str]:
-    """Return the names of the counts for several corpora (the tokens of each) and for corpus.validation (OVERLAP)."""
+    """Return the names of additional counts: the tokens of each of several corpora, and OVERLAP if it applies."""
     numbers = range(1, len(cfg.sources) + 1) if len(cfg.sources) > 1 else ()
     return [*(f"{TOKENS_OF}{number}" for number in numbers), *([] if cfg.validation is None else [OVERLAP])]
 
@@ -125,7 +126,7 @@ def rows_of_shard(seq_len: int, dtype: np.dtype) -> int:
 class PartState:
     """The state of a part, from which a later process continues and which the merge reads."""
 
-    identity: str  # the identity of the whole preparation
+    identity: str  # the identity of the preparation (see Recipe)
     tokenizer: TokenizerInfo
     finished: bool
     shards: dict[str, list[Shard]]
@@ -162,7 +163,7 @@ def read_state(folder: Folder, part: CorpusPart, identity: str) -> PartState | N
 
 @dataclass(frozen=True)
 class Recipe:
-    """Facts that are the same for all parts of a preparation."""
+    """Settings and facts that all parts of a preparation share."""
 
     cfg: PrepareConfig
     vocabulary: Vocabulary
@@ -205,7 +206,7 @@ class Preparation:
         self.token_counts = np.zeros(info.vocab_size, np.int64)  # [vocab], in the training split
 
     def add(self, chunk: Encoded) -> None:
-        """Pack a chunk; write each shard that is full."""
+        """Pack a chunk, and write each shard that is then full."""
         shares = np.array([self.held_out.share_of(document) for document in chunk.documents])
         validates = np.array([self.held_out.validates(document) for document in chunk.documents])
         held_out = np.round(shares * chunk.lengths).astype(np.int64)  # tokens at the end of each document
@@ -235,12 +236,12 @@ class Preparation:
             self.flush(finished=False)
 
     def flush(self, *, finished: bool) -> None:
-        """Write the waiting sequences that fill shards, then the state. With `finished`, write all sequences."""
+        """Write the pending sequences that fill whole shards (all of them if `finished`), then the state."""
         size, arrays = self.rows_per_shard, {"token_counts": self.token_counts}
         for split, parts in self.pending.items():
             rows = Rows.concatenate(parts)
             whole = len(rows) if finished else len(rows) // size * size
-            # Sentence-order prediction can use only sequences whose segments are from one document.
+            # Pairs are sequences for sentence-order prediction: both segments are from one document.
             if split == "validation":
                 self.done["validation_pairs"] += int(rows.same_document[:whole].sum())
             for first in range(0, whole, size):
@@ -277,7 +278,7 @@ class Preparation:
 def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config: dict[str, Any]) -> DataManifest:
     """Write the manifest of a preparation whose parts are all finished, and remove the files with their states.
 
-    Raises InputError, which names the parts or shards, if some are missing or from another tokenizer. Raises
+    Raises InputError if parts or shards are missing or from another tokenizer; the message names them. Raises
     UnusableText if a split is shorter than one sequence, or if too many tokens are unknown.
     """
     parts = [CorpusPart(index, num_parts) for index in range(num_parts)]
@@ -301,8 +302,8 @@ def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config
     for split in SPLITS:
         if not splits[split]:
             tokens = sum(len(state.arrays[f"{split}.stream"]) for state in ready)
-            more = "give more text as corpus.validation" if OVERLAP in done else "raise validation_fraction"
-            hint = f"{more} or lower seq_len" if split == "validation" else "give more text"
+            more = "add text to corpus.validation" if OVERLAP in done else "raise validation_fraction"
+            hint = f"{more} or lower seq_len" if split == "validation" else "add text"
             raise UnusableText(f"the {split} split has {tokens} tokens, less than one sequence of {seq_len}; {hint}")
     token_counts = np.sum([state.arrays["token_counts"] for state in ready], 0)
     manifest = write_manifest(

@@ -21,7 +21,7 @@ from train.system.memory import available_bytes, usable_cpus
 
 STOP_S = 10.0  # seconds that a process may take to end after SIGTERM
 TOKENIZER_THREADS = "RAYON_NUM_THREADS"  # limits the threads of `tokenizers`, which otherwise uses all cores
-PROCESS_BYTES = 600 * 2**20  # measured maximum per process: shards of 64 MiB, and copies of the one it writes
+PROCESS_BYTES = 600 * 2**20  # measured maximum per process: 64 MiB shards, and copies of the one being written
 
 
 def most_processes() -> int:
@@ -40,7 +40,7 @@ def prepare_in_processes(recipe: Recipe, parts: list[CorpusPart], report: Report
             here, there = context.Pipe()
             process = context.Process(target=work, args=(recipe, there, threads), daemon=True)
             process.start()
-            there.close()  # only the new process may have that end of the pipe open
+            there.close()  # if only the new process has this end open, the pipe breaks when the process ends
             running[here] = part, process
             here.send(part)
         while running:
@@ -49,7 +49,7 @@ def prepare_in_processes(recipe: Recipe, parts: list[CorpusPart], report: Report
                 part, process = running[receiver]
                 try:
                     message = receiver.recv()
-                    if message is None:  # it has finished its part
+                    if message is None:  # the process has finished its part
                         following = next(waiting, None)
                         receiver.send(following)
                         running[receiver] = following or part, process

@@ -64,7 +64,7 @@ alphabets = range(0x3400), range(0xF900, 0x10000), range(0x1D000, 0x20000)
 text = "".join(map(chr, chain(*alphabets, range(0x3400, 0xD800, 97), range(0x20000, 0x110000, 97))))
 tokenizer.decode(tokenizer.encode("a b " + text).ids)
 """
-MOST_IDS = 2  # the maximum ratio of ids to pieces, because some vocabularies skip ids
+MOST_IDS = 2  # maximum ratio of ids to pieces; it is above 1 because some vocabularies skip ids
 TRAINER_BYTES = 20  # bytes of memory per byte of text that sentencepiece reads; 19 measured (benchmarks/notes.md)
 MAX_LINE_BYTES = 4000  # sentencepiece drops longer lines (its limit is 4192), so they are cut at a space
 
@@ -86,14 +86,14 @@ def normalizer(*, lowercase: bool, strip_accents: bool) -> normalizers.Normalize
 def train_tokenizer(
     texts: Iterable[str], *, vocab_size: int, train_bytes: int, lowercase: bool, strip_accents: bool = False
 ) -> PreTrainedTokenizerFast:
-    """Learn a unigram vocabulary from the first `train_bytes` of the texts. Raises InputError if that fails."""
+    """Train a unigram tokenizer on the first `train_bytes` of the texts. Raises InputError if that fails."""
     rule = normalizer(lowercase=lowercase, strip_accents=strip_accents)
     model, failures = io.BytesIO(), list[BaseException]()
 
     def lines() -> Iterator[str]:
         try:
             yield from short_lines(texts, rule, train_bytes)
-        except BaseException as error:  # the library would wrap the error
+        except BaseException as error:  # the library would turn it into a RuntimeError
             failures.append(error)
             raise
 
@@ -136,7 +136,7 @@ def train_tokenizer(
 
 
 def check_trainer_memory(num_bytes: int) -> str:
-    """Return a sentence about the memory for training on `num_bytes` of text. Raises InputError if less is free."""
+    """Return a sentence about the memory for training on `num_bytes` of text. Raises InputError if it is not free."""
     needed, free = TRAINER_BYTES * num_bytes, available_bytes()
     what = f"the tokenizer is trained on {num_bytes / 1e6:,.3g} MB of text, which takes about {needed / 1e9:.2g} GB"
     most = f"tokenizer.train_bytes={free // TRAINER_BYTES} or less"
@@ -149,7 +149,7 @@ def unfit(vocab_size: int, error: str) -> str:
     given = f"tokenizer.vocab_size={vocab_size}"
     if most := re.search(r"too high .*<= (\d+)", error):
         smaller = f"set tokenizer.vocab_size={most[1]} or less, or " if int(most[1]) >= MIN_VOCAB_SIZE else ""
-        return f"{given} is more than this text can fill: {smaller}give more text"
+        return f"{given} is more than this text can fill: {smaller}add text"
     if fewest := re.search(r"required_chars\. \d+ vs (\d+)", error):
         return f"{given} is too small for this text's characters: set tokenizer.vocab_size={fewest[1]} or more"
     return f"{given}: no tokenizer can be made from this text ({error.rsplit('] ', 1)[-1].strip() or 'it is empty'})"
@@ -201,7 +201,7 @@ def load_tokenizer(
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # raised by Rust code
             raise
         why = why_missing(source, error)
-        raise InputError(f"tokenizer {source} cannot be loaded: {why}; without the Hub, give a folder") from error
+        raise InputError(f"tokenizer {source} cannot be loaded: {why}; without the Hub, use a folder") from error
     check(
         tokenizer.is_fast,
         f"tokenizer {source} is a slow one ({type(tokenizer).__name__}, pure Python): it does not know which "
@@ -215,7 +215,7 @@ def load_tokenizer(
         f"tokenizer {source}: piece {shown(piece)} has the id {last}, though there are only {len(tokenizer)} pieces",
     )
     tokenizer.chat_template = None  # not needed; saving it would write files that it names
-    tokenizer.backend_tokenizer.no_truncation()  # some are saved with truncation
+    tokenizer.backend_tokenizer.no_truncation()  # some tokenizers are saved with truncation
     tokenizer.backend_tokenizer.no_padding()
     for given in (("",), ("", "")):
         added = max(tokenizer.backend_tokenizer.encode(*given).ids, default=0)  # tokens that its post-processor adds
@@ -233,7 +233,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> Non
         check(token not in known, f"{given} is already a piece of the tokenizer; leave it out")
         tokenizer.add_tokens(token)
         known[token] = first
-    for number, token in enumerate(tokens, first):  # two that differ only in case may collide
+    for number, token in enumerate(tokens, first):  # two tokens that differ only in case may collide
         read = tokenizer.backend_tokenizer.encode(token, add_special_tokens=False).ids
         given = f"tokenizer.add_tokens: {shown(token)}"
         check(read == [number], f"{given} cannot be added: the tokenizer reads it as {read}, not as [{number}]")
@@ -297,7 +297,7 @@ def publish_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Folder) -> Non
 
 
 def published_vocabulary(folder: Folder) -> Vocabulary:
-    """Return the tokenizer that `publish_tokenizer` wrote, in this or another process."""
+    """Return the tokenizer that `publish_tokenizer` wrote in this process or another one."""
     with scratch_folder() as temporary:
         for name in folder.names("tokenizer/"):
             path = temporary / name

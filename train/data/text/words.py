@@ -1,4 +1,4 @@
-"""The starts of words among the tokens of a text, found from the tokens' pieces because shards store no word ids."""
+"""The starts of words in a sequence of tokens, found from the tokens' pieces because shards store no word ids."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class WordEdges:
 
 
 def word_edges(folder: Path) -> WordEdges:
-    """Return the word edges for a prepared data set. They agree with the word ids of its tokenizer.
+    """Return the word edges for a prepared data set. They agree with its tokenizer's word ids, with one exception.
 
-    One exception: if a byte-level tokenizer splits 't into ' and t, its word ids have one word, and these pieces two.
+    If a byte-level tokenizer splits 't into ' and t, the word ids count one word, and the edges two.
     """
     from train.data.text.tokenizer import open_tokenizer  # imported here because it imports transformers
 
