@@ -49,7 +49,7 @@ def test_640_000_examples_on_n_machines():
     ("nodes", "said"),
     [
         (16, r"fetches about 0\.000992 of 0\.0157 GB of training data, 0\.000157 GB of it before its first step"),
-        (12, r"12 machines fetch 1\.\d\d times .* cut its 64 lanes of shards; take a number .* that divides 64"),
+        (12, r"12 machines fetch 1\.\d\d times .* do not match its 64 lanes of shards; use .* that divides 64"),
     ],
 )
 def test_the_plan_says_what_machines_fetch_from_s3(tmp_path, monkeypatch, nodes, said):

@@ -51,7 +51,7 @@ class Drawable(Protocol):
 class Swapper:
     """A random swap of two segments, a function of (seed, epoch, sequence). The model predicts their order.
 
-    ALBERT (https://arxiv.org/abs/1909.11942, section 3.1) swaps half of the pairs; here each epoch draws which ones.
+    ALBERT (https://arxiv.org/abs/1909.11942, section 3.1) swaps half of the pairs; here each epoch draws a new half.
     """
 
     seed: int
@@ -69,7 +69,7 @@ class Swapper:
         has_order = same_document.astype(bool) & (pivot > 2) & (pivot < seq_len - 1)  # neither segment is empty
         swaps = has_order & (hash_uniform(self.seed, epochs, rows, 0, ORDER) < 0.5)
         index, swapped_pivot = np.arange(seq_len), seq_len + 1 - pivot
-        first = index[None] < swapped_pivot[:, None]  # [CLS] B [SEP]
+        first = index[None] < swapped_pivot[:, None]  # True in [CLS] B [SEP]
         source = index + np.where(first, pivot[:, None] - 1, 1 - swapped_pivot[:, None])
         source[:, 0], source[:, -1] = 0, seq_len - 1
         separator = swapped_pivot - 1
@@ -101,7 +101,7 @@ class MaskedRows:
         return len(self.shards)
 
     def draw(self, items: np.ndarray) -> Batch:
-        """Return input_ids, token_type_ids [K, B, S], positions, labels [K, B, P] and, if swapped, `order` [K, B]."""
+        """Return input_ids, token_type_ids [K, B, S], positions, labels [K, B, P] and, with a swapper, order [K, B]."""
         is_padding = items == PADDING
         if not is_padding.all():
             self.last_item = int(items.max())

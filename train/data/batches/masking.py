@@ -33,7 +33,7 @@ class Masked:
 
 @dataclass(frozen=True)
 class Masker:
-    """The masking of sequences, a function of (seed, epoch, sequence)."""
+    """A masker of sequences. The mask is a function of (seed, epoch, sequence)."""
 
     seed: int
     mask_rate: float

@@ -57,7 +57,7 @@ def csv_rows(
     """Return the column names in the header, and an iterator over the first line number and the values of each row.
 
     `name`: the file's name in errors; `settings`: see `unreadable`; `dialect`: from `csv_dialect`. Without a header,
-    None is returned for the names, and rows call the columns 0, 1, ... Raises InputError if the header cannot be used.
+    the returned names are None, and rows use 0, 1, ... as names. Raises InputError if the header cannot be used.
     """
     records = csv_records(lines, name, dialect, max_field_chars=max_field_chars)
     names: list[str] | None = None

@@ -18,7 +18,7 @@ from train.data.files.errors import naming
 LONGEST_LINE_CHARS = 2**27  # a longer line is rejected: a gzip file of a megabyte can contain a line of a gigabyte
 MAX_LINE_CHARS = 2**20  # a longer line of plain text is read in stretches, so that memory and time are bounded
 STRETCH_CHARS = 2**16  # maximum characters in a stretch
-STRETCH = re.compile(rf".{{1,{STRETCH_CHARS}}}(?!\S)|.{{1,{STRETCH_CHARS}}}", re.DOTALL)  # ends at a blank if possible
+STRETCH = re.compile(rf".{{1,{STRETCH_CHARS}}}(?!\S)|.{{1,{STRETCH_CHARS}}}", re.DOTALL)  # cut at a blank if possible
 SEEKABLE = ("utf-8", "ascii", "iso8859", "cp125")  # prefixes of encodings in which 0x0a is always a line end
 
 
@@ -35,9 +35,9 @@ def open_text(
 ) -> Iterator[tuple[io.TextIOWrapper, IO[bytes]]]:
     """Yield a file opened as text, and the underlying binary file, whose position in a .gz counts compressed bytes.
 
-    `key`: the setting that chooses the encoding, for errors. `errors`: see `open`; by default, bytes that do not decode
-    become surrogates, which `unreadable` finds. `first`, `last`: read only the lines that begin in bytes [first, last)
-    of a seekable file.
+    `key`: the setting that chooses the encoding, named in errors. `errors`: see `open`; by default, bytes that do not
+    decode become surrogates, which `unreadable` finds. `first`, `last`: read only the lines that begin in bytes
+    [first, last) of a seekable file.
 
     Raises InputError if the file cannot be opened or read.
     """
@@ -59,7 +59,7 @@ def open_text(
 
 def check_encoding(encoding: str, key: str) -> None:
     """Raise InputError if an encoding is unknown, or is not for text. `key`: the setting that chooses it."""
-    with naming(f"{key}={encoding} is not known, try utf-8 or latin-1", (LookupError,)):
+    with naming(f"{key}={encoding} cannot be used (try utf-8 or latin-1)", (LookupError,)):
         io.TextIOWrapper(io.BytesIO(), encoding=encoding)
 
 

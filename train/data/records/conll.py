@@ -30,7 +30,7 @@ def conll_rows(lines: Iterable[str], name: str, encoding: str, given: ColumnsCon
     """Yield each sentence's first line number, with its `tokens` and, if there are several columns, its `tags`.
 
     Columns are separated by tabs or, in lines without tabs, by blanks. All words of a file must have the same number of
-    columns. Raises InputError if a column that `given` names does not exist, or if the words are numbers.
+    columns. Raises InputError if a column that `given` names does not exist, or if the words have no letters.
     """
     sentences, first, bad = Sentences(name, given), 0, None
     words: list[list[str]] = []

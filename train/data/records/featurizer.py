@@ -58,7 +58,7 @@ class Featurizer(ABC):
 
         `indices`: the indices of `rows` in the split.
         """
-        # Columns that new rows lack, such as the target, are filled with 0.
+        # If the rows lack a column, such as the target in new rows, its values are 0.
 
     def encode(self, *texts: list[str] | None, **options: Any) -> BatchEncoding:
         for part in texts if self.dropping else ():

@@ -18,7 +18,7 @@ logger = logging.getLogger("train")
 
 MAX_NAMED, MAX_SHOWN = 10, 2  # maximum bad rows recorded per split, and shown in an error
 MAX_LABELS = 1000  # distinct labels in the data; more suggest a wrong column
-COLUMN_ROWS = 100  # first rows of JSON lines from which the columns are taken, since a single row may lack some
+COLUMN_ROWS = 100  # number of first JSON lines whose keys are the columns; a single row may lack some
 MAX_NUMBERS = 50  # distinct numbers as labels; more are scores, years or ids
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 SCORE = re.compile(rf"{NUMBER.pattern}|[+-]?\d+,\d+", re.IGNORECASE)  # a number; a decimal comma is accepted

@@ -96,7 +96,7 @@ def best_lengths(
     rows_up_to = np.cumsum(np.bincount(lengths_of_rows.clip(0, longest), minlength=longest + 1))[choices]
     padded = choices * rows_up_to  # computed tokens of the rows up to each choice, if it is the last length
     is_behind = np.tri(len(choices), k=-1, dtype=bool)  # [before, last]: True if `before` is longer than `last`
-    ways: list[np.ndarray] = []  # the best length before each choice, for each added length
+    ways: list[np.ndarray] = []  # for each added length, the index of the best length before each choice
     while len(ways) + 1 < most and padded[-1] * (1 - enough) > lengths_of_rows.sum():
         totals = padded[:, None] + choices * (rows_up_to - rows_up_to[:, None])
         totals[is_behind] = np.iinfo(np.int64).max

@@ -3,7 +3,7 @@
     read      train/data/records/raw.py: rows of files, one table per split
     make      the task's Featurizer: token rows, without padding
     store     CACHE_DIR/records/SETTINGS-VERSION/: SPLIT/ (token rows), SPLIT_examples/ (rows as read), tokenizer/ and
-              tables.json; VERSION is a hash of the names, sizes and times of the raw data's files
+              tables.json; SETTINGS and VERSION are hashes of the settings, and of the raw files' names, sizes and times
 
 The data's id is a hash of the token rows and the labels, so it does not depend on where they were prepared.
 If another run's data.path is a folder that data.save_to wrote, that run reads no raw data and tokenises nothing.

@@ -110,9 +110,9 @@ class TokenRows:
     def draw(self, items: np.ndarray) -> Batch:
         """Return the batch of `items` [K, B], which must be of one bucket. See buckets.py for their form.
 
-        For rows of S tokens the inputs are input_ids, attention_mask and token_type_ids [K, B, S], and the columns:
-        numbers [K, B], lists [K, B, S], and lists of a fixed size C [K, B, C]. All are int64, except that a column of
-        floats keeps its dtype.
+        For rows of S tokens the inputs are input_ids, attention_mask and token_type_ids [K, B, S], and one for each of
+        `columns`: numbers [K, B], lists [K, B, S], or lists of a fixed size C [K, B, C]. All are int64, except that a
+        column of floats keeps its dtype.
 
         PADDING becomes row 0 with IGNORE_INDEX in its columns. Columns of floats have NaN instead, because any number
         may be a target. "count" is the number of labels (of rows, if there are no `labels`) or the sum of their

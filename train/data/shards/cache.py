@@ -96,7 +96,7 @@ class ShardCache:
     # ---- size ------------------------------------------------------------------------------------------------------
 
     def limit_bytes(self) -> int:
-        """Return how many bytes shards may use. Raises InputError if data.cache_gb exceeds the free space."""
+        """Return how many bytes the shards may take. Raises InputError if data.cache_gb exceeds the free space."""
         names = {path.name for path in self.folder.iterdir()}
         present = sum(shard.bytes for shard in self.manifest.shards if shard.file in names)
         disk = os.statvfs(self.folder)
@@ -190,7 +190,7 @@ class ShardCache:
     def tell(self, path: Path, content: Fault | PrefetchStatus) -> None:
         try:
             write_atomic(path, canonical_json(content))
-        except OSError as error:  # a full disk has no space for this either
+        except OSError as error:  # a full disk may have no space for this file either
             logger.warning("cannot write %s: %s", path, error.strerror)
 
     def heard(self) -> None:

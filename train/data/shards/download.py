@@ -33,9 +33,9 @@ from train.system.s3 import DEFAULT_REGION, BotoCoreError, ClientError, S3Folder
 
 logger = logging.getLogger("train")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # upper limits of the random pauses between attempts; the limit doubles
-MIN_PART_BYTES, MAX_PART_BYTES = 5 * 2**20, 512 * 2**20  # the connector's limits; it keeps one part in memory
+MIN_PART_BYTES, MAX_PART_BYTES = 5 * 2**20, 512 * 2**20  # the connector's limits for parts; it keeps one in memory
 CONNECTOR_ATTEMPTS = 3
-MAX_DOUBTS = 3  # attempts if a shard does not match the manifest, which is rarely the network's fault
+MAX_DOUBTS = 3  # Doubtful errors after which a shard is no longer tried
 FIRST_BYTES, REQUEST_S = 8 * 2**20, 5.0  # the size of the first request, and the time that later ones should take
 FINAL = {  # phrases in the connector's errors that retries rarely cure, and AWS's codes for them
     "bucket does not exist": "NoSuchBucket",

@@ -294,7 +294,7 @@ def map_tensors(path: Path, *, reads_ahead: bool = True) -> dict[str, np.ndarray
 
 
 class Stored(TypedDict):
-    """A tensor in the header of a safetensors file."""
+    """A tensor's entry in the header of a safetensors file."""
 
     dtype: str
     shape: list[int]

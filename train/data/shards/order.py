@@ -30,7 +30,7 @@ MAX_LANES = 64  # a machine's first batch may need a shard of each lane: 4 GB if
 WINDOW_SHARDS = 256  # shards shuffled together over all lanes; a resume may first have to fetch all of them (16 GiB)
 MOST_FETCHED = 1.1  # a warning appears if all machines together fetch more than this multiple of the data
 ROUNDS = 12  # rounds of the permutation; with 8, the order of 12 sequences still differs measurably from a random one
-LANE_STREAM, SHARD_STREAM, ROW_STREAM = 2**21, 2**21 + 1, 2**21 + 2  # the coordinate after the seed (random_bits.py)
+LANE_STREAM, SHARD_STREAM, ROW_STREAM = 2**21, 2**21 + 1, 2**21 + 2  # coordinates after the seed (random_bits.py)
 
 
 def lanes_of(global_batch_size: int, most: int) -> int:
@@ -136,7 +136,7 @@ class EpochOrder:
         return (self.lanes.piece_firsts[self.pieces[piece]] + shuffled - self.piece_starts[piece]).reshape(places.shape)
 
     def shards_from(self, step: int, lanes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shards of the windows that `step` reads in these lanes, and those of later windows, in order."""
+        """Return the shards of the windows that `step` reads in these lanes, and of later windows (in order of use)."""
         begins = self.window_starts - self.lanes.starts[self.window_lanes]  # rows before the window in its lane
         is_left = np.isin(self.window_lanes, lanes) & (
             self.window_ends - self.lanes.starts[self.window_lanes] > step * self.each
@@ -210,7 +210,7 @@ class ShardSampler:
 
     @property
     def window_rows(self) -> int:
-        """The number of sequences in a window of the largest shards, over all lanes."""
+        """The maximum number of sequences that one window of every lane can contain in all."""
         return self.lanes.number * self.window_shards * max(self.shard_rows)
 
     @property
@@ -223,7 +223,7 @@ class ShardSampler:
         return EpochOrder(self.lanes, epoch=epoch, **how)
 
     def micro_batches(self, size: int) -> Iterator[np.ndarray]:
-        """Yield this rank's micro batches forever, starting after `consumed_rows`: items epoch * rows + row, [size]."""
+        """Yield this rank's micro batches forever, starting after `consumed_rows`: [size] items, epoch * rows + row."""
         epoch, start = self.position
         together = max(1, ROWS_AT_ONCE // len(self.slots))
         while True:

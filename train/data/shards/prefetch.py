@@ -38,10 +38,10 @@ from train.system.processes import PR_SET_PDEATHSIG
 from train.system.torchrun import leave_signals_to_the_parent
 
 logger = logging.getLogger("train")
-DOWNLOADS = 4  # concurrent downloads: a few fill a network card; each needs memory for two shards, about 128 MiB
+DOWNLOADS = 4  # concurrent downloads: a few saturate a network card; each needs memory for two shards, about 128 MiB
 REPORT_EVERY_S = 10.0
 TICK_S = 0.5  # seconds between checks of progress while shards are fetched
-M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # mallopt(3)
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # parameters of mallopt(3)
 
 
 class Prefetcher(AbstractContextManager["Prefetcher"]):

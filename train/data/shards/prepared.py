@@ -60,7 +60,7 @@ class PreparedData:
         return order.window_shards if self.cache is None else self.cache.window_shards(order)
 
     def on_demand(self, name: str) -> ShardSet:
-        """Return a split without a prefetcher: a shard is fetched into the cache when it is first read."""
+        """Return a split that needs no prefetcher: a shard is fetched into the cache when it is first read."""
         if self.cache is None:
             return self.split(name)
         from train.data.shards.download import Downloader, put_back  # imported here: the connector loads slowly
@@ -79,7 +79,7 @@ class PreparedData:
         return ShardSet(self.folder, self.manifest, name, fetch)
 
     def bring(self, name: str) -> None:
-        """Verify the checksums of a split's shards; fetch those in S3 into the cache first.
+        """Verify the checksums of a split's shards. Shards in S3 are first fetched into the cache.
 
         `brought` can then read them without a prefetcher. Only one rank of each machine may call this. Raises
         InputError in the same cases as `verify`.

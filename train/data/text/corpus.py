@@ -46,7 +46,7 @@ SKIPPED_STDLIB = ("site-packages", "dist-packages", "test", "tests", "idle_test"
 class Corpus(Protocol):
     @property
     def total_bytes(self) -> int | None:
-        """The sum of all source_bytes, or a few more for blanks after the last text; None if unknown."""
+        """The sum of all source_bytes, or slightly more if blanks follow the last text; None if unknown."""
 
     @property
     def seekable(self) -> bool:

@@ -41,7 +41,7 @@ def readings(weights: list[float] | None, sources: list[str]) -> list[Reading]:
     """Return the readings of each corpus according to corpus.weights. Raises InputError unless each has a weight."""
     given = weights or [1.0] * len(sources)
     has = f"corpus.weights={weights} has {len(given)} numbers, but {len(sources)} corpora are given"
-    check(len(given) == len(sources), f"{has}: {shortlist(sources)}; give a number for each")
+    check(len(given) == len(sources), f"{has}: {shortlist(sources)}; set one number for each")
     return [Reading(number, copy, each) for number, each in enumerate(given) for copy in range(ceil(each))]
 
 
@@ -112,7 +112,7 @@ def find_files(location: str, suffixes: tuple[str, ...], key: str = "corpus.path
             paths = [path]
         else:
             paths = matching(str(path))
-    check(bool(paths), f"{key}={location} matches no file{hint}; give a file, a folder or a glob")
+    check(bool(paths), f"{key}={location} matches no file{hint}; name a file, a folder or a glob")
     return paths
 
 

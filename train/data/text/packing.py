@@ -21,7 +21,7 @@ from train.data.shards.format import Rows
 
 @dataclass
 class Packer:
-    """A packer of a stream of documents into sequences. The result does not depend on how calls divide the stream."""
+    """A stream of documents that become sequences. The result does not depend on how calls divide the stream."""
 
     seq_len: int
     cls_id: int

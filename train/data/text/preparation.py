@@ -1,4 +1,4 @@
-"""Token shards from the parts of a corpus, and their manifest. A killed part resumes after its last complete shard."""
+"""Token shards from the parts of a corpus, and their manifest. An interrupted part resumes after its last shard."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from train.system.folders import Folder, at_once, sha256_bytes
 from train.system.schema import read_object, record
 
 SHARD_BYTES = 64 * 2**20  # the size of a shard unless rows_per_shard is set
-ROWS_APART = 2**40  # distance between the indices of two parts' first sequences, so that each draws different cuts
+ROWS_APART = 2**40  # distance between the first sequence indices of two parts, so that their random cuts differ
 STATE_NAMES = "part-"  # prefix of the files with the parts' states
 MOST_WEIGHED_CHARS = 64 * 2**20  # a larger corpus is not read twice to measure it: random choice is precise enough
 LONG_CHARS = 2**16  # a longer document is divided between the splits

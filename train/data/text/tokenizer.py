@@ -1,8 +1,8 @@
 """The tokenizer of a corpus: trained on the corpus (unigram pieces, like ALBERT's) or an existing one.
 
-Google's sentencepiece library trains it; the same text and thread count yield the same vocabulary. The trainer
-of `tokenizers` makes a different one every time, because it walks hash maps in random order. `tokenizers` runs the
-trained tokenizer, so that `transformers` loads its folder like any other fast tokenizer.
+Google's sentencepiece library trains it; the same text and thread count yield the same vocabulary. The trainer in the
+library `tokenizers` yields a different one every time, because it iterates over hash maps in random order. `tokenizers`
+does run the trained tokenizer, so that `transformers` loads its folder like that of any other fast tokenizer.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def tokenizer_config(source: str, folder: Path) -> PreTrainedConfig:
 
 
 def try_tokenizer(folder: Path) -> None:
-    """Try a folder's tokenizer.json in another process, which a bad file may kill. Raises InputError if that fails."""
+    """Try a folder's tokenizer.json in a new process, which a bad file may crash. Raises InputError if that fails."""
     command = [sys.executable, "-I", "-c", TRIAL, str(folder / "tokenizer.json"), *sys.path]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode != 0:
