@@ -54,10 +54,7 @@ class Featurizer(ABC):
 
     @abstractmethod
     def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
-        """Return the columns of the token rows made from `rows`; a row may become any number of token rows.
-
-        `indices`: the indices of `rows` in the split.
-        """
+        """Return the columns of the token rows made from `rows` (any number per row). `indices`: the rows' indices."""
         # If the rows lack a column, such as the target in new rows, its values are 0.
 
     def encode(self, *texts: list[str] | None, **options: Any) -> BatchEncoding:

@@ -6,9 +6,8 @@ not fit, a run has to delete shards, and no other run may use the folder. Otherw
 
 `CACHE_DIR/ID/runs/NAME/` belongs to one run. It contains the shards that are being written, an empty file
 `compared/SHARD` for each shard that the run's prefetcher has compared with the manifest, a file `faults/SHARD` for each
-shard that could not be fetched, and status.json, which names the prefetcher's process and whose mtime is the time when
-bytes last arrived. No single file grows with the number of shards. A reader opens only shards that its run has
-compared.
+shard that could not be fetched, and status.json. It names the prefetcher's process; its mtime is the time when bytes
+last arrived. No single file grows with the number of shards. A reader opens only shards that its run has compared.
 """
 
 from __future__ import annotations

@@ -74,8 +74,7 @@ def choose_held_out(corpus: Corpus, fraction: float, seed: int) -> HeldOut:
     """Return the rule that holds out `fraction` of the characters of a corpus.
 
     A document is long if it has more than LONG_CHARS characters or, in a corpus that is small enough to measure, more
-    than all held-out text together. A document that is read repeatedly is measured once. With corpus.validation,
-    nothing else is held out.
+    than all held-out text. Repeated readings are not measured. With corpus.validation, nothing else is held out.
     """
     if (texts := corpus.validation()) is not None:
         return HeldOut(seed, known=frozenset(text_uniform(document.text, seed)[0] for document in texts))
