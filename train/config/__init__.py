@@ -1,9 +1,9 @@
 """Every setting of a training run and of corpus preparation: name, type, unit, default and check.
 
 The dataclasses of this package are the Hydra schema: an unknown key or a value of the wrong type is rejected before
-anything starts. Defaults are here and nowhere else; `conf/*.yaml` holds only the differences from them. The package
-does not import torch, so that launchers and reports can read a configuration without it. None means "off"
-or "derive it"; the comment says which.
+anything starts. Defaults are defined only in this package; the files in `conf` contain only values that differ from
+them. The package does not import torch, so that launchers and reports can read a configuration without it. None turns
+a feature off, or derives the value; the setting's comment says which.
 """
 
 # ruff: noqa: F401 -- these names are imported by other packages

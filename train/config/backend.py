@@ -19,7 +19,7 @@ class BackendConfig(Section, prefix="backend."):
 
     name: str = setting("auto", among=("auto", "ddp", "xla", "neuron"))  # The backend; auto uses xla on Trainium 1,
     # otherwise ddp.
-    device: str = setting("auto", among=("auto", "cpu", *DEVICES))  # The device; auto uses the best of this machine.
+    device: str = setting("auto", among=("auto", "cpu", *DEVICES))  # The device; auto uses this machine's best one.
     precision: str = "auto"  # The precision: fp32, tf32, bf16, fp16 or auto. bf16 and fp16 use autocast, and fp16
     # scales the loss. tf32 is fp32, but CUDA rounds the inputs of matrix products to 10 bits. auto uses bf16 if the
     # hardware supports it natively, fp16 on GPUs that support only fp16, otherwise fp32.
@@ -28,16 +28,18 @@ class BackendConfig(Section, prefix="backend."):
     activation_checkpointing: bool = False  # Keep only each layer's input, and recompute the layer in the backward
     # pass.
     norms: str = setting("auto", among=("auto", "fp32", "bf16"))  # The output dtype of normalisation layers if the
-    # precision is bf16; they always compute in fp32. auto uses bf16 if the model is compiled on a GPU, which saves a
-    # third of its memory traffic.
-    compile: str = setting("auto", among=("auto", "none", "layers", "model"))  # The scope of torch.compile: each layer
-    # separately, or the encoder as one graph; auto compiles on GPUs if the run is long enough to repay it.
+    # precision is bf16; they always compute in fp32. auto uses bf16 if the model is compiled on a GPU, where this saves
+    # a third of the memory traffic.
+    compile: str = setting("auto", among=("auto", "none", "layers", "model"))  # The scope of torch.compile: layers
+    # compiles each layer separately, model compiles the encoder as one graph; auto compiles on GPUs if the run is long
+    # enough for this to pay off.
     cuda_graphs: bool | None = None  # The use of CUDA graphs, which launch all kernels of a step in one call; None uses
     # them with one rank and without --import, unless the precision is fp16, activations are recomputed, or a step has
     # to wait for the GPU.
-    deterministic: bool = False  # Make runs on GPUs bitwise reproducible, with slower kernels. Runs on CPUs always are.
+    deterministic: bool = False  # Make runs on GPUs bitwise reproducible, with slower kernels. CPU runs always are.
     compile_cache: str | None = None  # The folder or s3://bucket/prefix that shares compiled graphs with other machines
-    # and later restarts. Its files are code, so trust it like code; None keeps graphs only on this machine.
+    # and later restarts. Its files are executed, so use only a source that you trust; None keeps graphs only on this
+    # machine.
     timeout_s: float | None = setting(None, above=0)  # The time limit of a collective in seconds; None uses 600, or
     # 7,200 on Trainium.
 
@@ -86,7 +88,8 @@ class XLAConfig(BackendConfig):
     precisions: ClassVar[tuple[str, ...]] = ("auto", "fp32", "bf16", "bf16_master", "bf16_stochastic")
 
     name: str = "xla"
-    batches_per_execution: int = setting(1, above=0)  # The micro batches per graph, a divisor of the number per step.
+    batches_per_execution: int = setting(1, above=0)  # The number of micro batches that a graph
+    # processes; it must divide the number per step.
 
 
 @dataclass(kw_only=True)
@@ -118,12 +121,13 @@ class InstanceConfig(Section, prefix="instance."):
     micro_batch_tokens: int | None = setting(None, above=0)  # The maximum number of tokens in a rank's micro batch;
     # larger batches are split.
     device_memory_gib: float | None = setting(None, above=0)  # The memory of one rank's device.
-    device_tflops_bf16: float | None = setting(None, above=0)  # The dense peak of one rank's device in bf16 and fp16.
-    device_tflops_fp32: float | None = setting(None, above=0)  # The dense peak of one rank's device in fp32.
+    device_tflops_bf16: float | None = setting(None, above=0)  # The peak of one rank's device in bf16 and fp16,
+    # without sparsity.
+    device_tflops_fp32: float | None = setting(None, above=0)  # The peak of one rank's device in fp32.
     vcpus: int | None = setting(None, above=0)  # The number of vCPUs of one machine. On x86, two of them share a core.
     network_cards: int | None = setting(None, above=0)  # The number of network cards of one machine.
-    efa_interfaces: int | None = setting(None, least=0)  # The maximum number of EFA interfaces per machine; 0 means
-    # that it has none.
+    efa_interfaces: int | None = setting(None, least=0)  # The maximum number of EFA interfaces per machine, 0 if
+    # it has none.
     network_gbit_per_s: float | None = setting(None, above=0)  # The total bandwidth of a machine's network cards, in
     # each direction.
     device_link_gbyte_per_s: float | None = setting(None, above=0)  # The bandwidth from one device to the machine's

@@ -26,11 +26,11 @@ class InputError(Exception):
 
 
 class NotPermitted(InputError):
-    """An error that means that the role or user may not delete objects. A run needs all other permissions."""
+    """The user or role may not delete a file or object. A run works without this permission, but needs all others."""
 
 
 class Unset(InputError):
-    """An error that means that a required setting is missing."""
+    """A required setting is missing."""
 
 
 class Failure(RuntimeError):
@@ -38,7 +38,7 @@ class Failure(RuntimeError):
 
 
 class Unreachable(Failure):
-    """The failure of a service after several tries. The same command may succeed later."""
+    """A service has failed even after several tries. The same command may succeed later."""
 
 
 def check(ok: bool, message: str) -> None:
@@ -48,10 +48,10 @@ def check(ok: bool, message: str) -> None:
 
 
 def check_values(settings: Mapping[str, Any]) -> None:
-    """Raise InputError if a value would be invalid in any setting.
+    """Raise InputError if a value is one that no setting allows.
 
-    Invalid values are numbers that are not finite or not below 2^63, times too long for the operating system's timers,
-    empty strings (usually an unset shell variable), and strings with control characters or references (${...}).
+    These are numbers that are not finite or not below 2^63, times that are too long for timers, empty strings (usually
+    from an unset shell variable), and strings with control characters or references (${...}).
     """
     for key, value in leaves(settings):
         if isinstance(value, int | float):
@@ -73,7 +73,7 @@ def check_printable(text: str, prefix: str = "") -> None:
 
 
 def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the name and the value of each leaf of nested tables and lists; a name looks like "optim.betas[0]"."""
+    """Yield the name and the value of each leaf of nested dicts and lists; a name looks like "optim.betas[0]"."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from leaves(item, f"{key}.{name}" if key else str(name))
@@ -85,7 +85,7 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def shortlist(names: Iterable[object], most: int = SHOWN_NAMES) -> str:
-    """Join names by commas for a one-line message. If there are more than `most`, show the first ones and the total."""
+    """Join names with commas for a one-line message. If there are more than `most`, show the first and the total."""
     every = list(map(str, names))
     return ", ".join(every[:most]) + (f", ... ({len(every):,})" if len(every) > most else "")
 
@@ -106,12 +106,12 @@ LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 
 
 def setting(default: T, **limits: Any) -> T:
-    """Return a field of a Section; its value must be None or within `limits`: `among` (choices) or keys of LIMITS."""
+    """Return a dataclass field. Its values must be None or within `limits`: `among` (choices) or keys of LIMITS."""
     return field(default=default, metadata=limits)
 
 
 class Section:
-    """The base class of all settings dataclasses. `prefix` begins the names of its settings, such as "optim."."""
+    """The base class of all settings dataclasses. Names of its settings begin with `prefix`, such as "optim."."""
 
     prefix: ClassVar[str] = ""
 

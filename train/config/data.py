@@ -10,9 +10,9 @@ from omegaconf import MISSING
 
 from train.config.checks import Section, check, setting, shortlist
 
-MOST_LENGTHS = 255  # each row stores the index of its length in one byte; the longest length is added to these
+MOST_LENGTHS = 255  # maximum of data.lengths, to which the longest length is added: rows store an index in one byte
 MAX_LOADER_PROCESSES = 128  # maximum per rank; a trn1.32xlarge has 128 vCPUs for its 32 ranks
-FORMATS = ("auto", "csv", "jsonl", "parquet", "squad", "conll", "hub", "saved")  # saved: from Dataset.save_to_disk
+FORMATS = ("auto", "csv", "jsonl", "parquet", "squad", "conll", "hub", "saved")  # saved: by Dataset.save_to_disk
 
 
 @dataclass(kw_only=True)
@@ -35,8 +35,8 @@ class ShardsConfig(DataConfig):
     # of the free space.
     attempt_s: float = setting(60.0, above=0)  # The number of seconds without data after which a download is restarted
     # with a new client.
-    deadline_s: float = setting(300.0, above=0)  # The number of seconds that a batch waits while no data of any shard
-    # arrives; then the run ends and names the missing shard.
+    deadline_s: float = setting(300.0, above=0)  # The number of seconds that a run waits for a shard while no data
+    # arrives at all; then it ends with an error that names the shard.
 
 
 @dataclass(kw_only=True)
@@ -85,8 +85,8 @@ class RecordsConfig(DataConfig):
     # lists.
     lengths: Any = "auto"  # The lengths in tokens, in rising order, to which batches are padded, such as [32,64,128].
     # The longest length, which is seq_len or that of the longest row, is always added; [] pads all batches to it. auto
-    # picks the fewest lengths that keep padding below 10 %. They are multiples of 8, or of 16 on CUDA, and at most
-    # three if each needs a compiled graph (XLA, Trainium, backend.compile).
+    # picks the fewest lengths that keep padding below 10 %, but at most three if each needs a compiled graph (XLA,
+    # Trainium, backend.compile). It picks multiples of 16, or of 8 on CPUs without compilation.
     delimiter: str = ","  # The character between the fields of a CSV file.
     quote: str | None = "auto"  # The quote character of CSV files; auto uses ", or none if the delimiter is a tab; None
     # disables quoting.
@@ -149,13 +149,13 @@ class S3Config(Section, prefix="s3."):
     def flags(self) -> list[str]:
         """Return these settings as command line flags."""
         given = {"--endpoint": self.endpoint, "--region": self.region, "--profile": self.profile}
-        # Flag and value are one word, since a value may begin with a dash.
+        # Flag and value are one argument, since a value may begin with a dash.
         flags = [f"{flag}={value}" for flag, value in given.items() if value is not None]
         return [*flags, "--path-style"] if self.path_style else flags
 
 
 def check_endpoint(key: str, url: str) -> None:
-    """Raise InputError unless a URL is a plain server address: run folders store it. No message repeats a secret."""
+    """Raise InputError unless a URL is a plain server address. Run folders store it, so it must contain no secrets."""
     try:
         parts = urlsplit(url)
         has_secret = "@" in url or bool(parts.query or parts.fragment)

@@ -91,8 +91,8 @@ class OptimConfig(Section, prefix="optim."):
     name: str = "adamw"  # The name of the optimizer in train.parallel.optimizers.OPTIMIZERS; optim=... sets it.
     lr: float = setting(1e-3, above=0)  # The peak learning rate.
     betas: tuple[float, float] = (0.9, 0.999)  # The decay rates of the running means of the gradient and of its square.
-    eps: float = setting(1e-6, above=0)  # The constant added to the root of the second moment, the denominator of
-    # updates.
+    eps: float = setting(1e-6, above=0)  # The constant added to the denominator of updates, the root of the second
+    # moment.
     head_lr: float | None = setting(None, above=0)  # The peak learning rate of the task's head, which starts with
     # random weights; None uses lr.
     weight_decay: float = setting(0.01, least=0)  # The weight decay, which is not applied to biases and normalisation

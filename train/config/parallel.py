@@ -24,7 +24,7 @@ class Held:
     layers: float = 1.0  # share of the layers that a pipeline stage has
     activations: float = 1.0  # share of a micro batch whose activations a pipeline stage keeps at a time
     buffers: int = 0  # fp32 buffers of a pipeline stage, each for the hidden states of a whole micro batch
-    whole_tensors: bool = False  # whether moments are sharded tensor by tensor, so one rank holds the largest tensor's
+    whole_tensors: bool = False  # whether moments are sharded by whole tensors; a rank has all of the largest's
 
 
 @dataclass(kw_only=True)
@@ -123,8 +123,8 @@ def check_shards(setting: str, *, backend: str, precision: str) -> None:
     """Raise InputError if the backend or the precision does not allow a step to be split over ranks."""
     check(
         backend in SPLITTING,
-        f"{setting} does not work with backend={backend}, which compiles whole steps: its ranks must communicate "
-        "within a step",
+        f"{setting} does not work with backend={backend}: the ranks must communicate within a step, but this backend "
+        "compiles whole steps",
     )
     check(
         precision != "fp16",
@@ -157,7 +157,7 @@ class PipelineConfig(ParallelConfig):
     # pass through the pipeline one after another.
     schedule: str = setting("1f1b", among=("gpipe", "1f1b", "interleaved"))  # The order of passes: gpipe does all
     # forward passes first; 1f1b does each backward pass as early as possible, which keeps the activations of at most
-    # `stages` micro batches; interleaved is 1f1b with several parts of the model per rank, which wait less and send
+    # `stages` micro batches; interleaved is 1f1b with several parts of the model per rank, so ranks wait less but send
     # more.
 
     def __post_init__(self) -> None:

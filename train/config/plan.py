@@ -91,7 +91,7 @@ def micro_batch(cfg: TrainConfig, share: int, seq_len: int | None) -> int:
         micro = next((size for size in sizes if share % size == 0 and size % cuts == 0), micro)
     check(
         micro % cuts == 0,
-        f"micro_batch_size={micro} is not a multiple of parallel.micro_batches={cuts}, the parts it is split into",
+        f"micro_batch_size={micro} is not a multiple of parallel.micro_batches={cuts}, the number of its parts",
     )
     return micro
 

@@ -13,7 +13,7 @@ from train.config.data import S3Config
 
 MIN_VOCAB_SIZE = 16
 MOST_READINGS = 1000  # maximum for corpus.weights: a model memorises text that it sees more often
-MAX_PREPARING_PROCESSES = 1024  # maximum per machine: none has more processors, and each process holds a tokenizer
+MAX_PREPARING_PROCESSES = 1024  # maximum; no machine has more processors, and each process loads a tokenizer
 
 
 @dataclass(kw_only=True)
@@ -22,8 +22,8 @@ class CorpusConfig(Section, prefix="corpus."):
     name: str = MISSING  # The name of the corpus in the manifest.
     weights: Any = None  # The number of times to read each corpus, in the order of the corpora; 2.5 reads all documents
     # twice, and half of them, chosen by hash, a third time; None reads all once.
-    validation: Any = None  # The validation text, given in the form of corpus.path or of an entry of corpus.datasets;
-    # None holds out validation_fraction of the corpus.
+    validation: Any = None  # The validation text, in the same form as corpus.path or an entry of corpus.datasets; None
+    # holds out validation_fraction of the corpus.
 
     @property
     def sources(self) -> list[str]:
@@ -99,8 +99,8 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     lowercase: bool = True  # Convert all text to lower case.
     strip_accents: bool = False  # Remove accents and other marks, and replace compatibility characters and LaTeX quotes
     # with plain characters, as ALBERT does; leave it off for languages in which accents matter, such as French.
-    add_tokens: list[str] = field(default_factory=list)  # The tokens to add to tokenizer.pretrained. They are also
-    # found inside words, and training adds an embedding row for each.
+    add_tokens: list[str] = field(default_factory=list)  # The tokens to add to tokenizer.pretrained. They are
+    # recognised even inside words, and training adds an embedding row for each.
     train_bytes: int = setting(256 * 2**20, above=0)  # The maximum number of bytes of text on which a new tokenizer is
     # trained; training needs 20 times as much memory. From a Hub stream, the first bytes are used.
 

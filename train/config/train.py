@@ -191,7 +191,7 @@ def flat(config: TrainConfig) -> dict[str, Any]:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the keys, joined by dots, and the values of nested dicts; an empty dict is a value."""
+    """Yield the keys, joined by dots, and the values of nested dicts. An empty dict counts as a value."""
     for key, value in config.items():
         if isinstance(value, dict) and value:
             yield from flatten(value, f"{prefix}{key}.")

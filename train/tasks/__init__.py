@@ -37,7 +37,7 @@ def spec_of(cfg: TaskConfig) -> TaskSpec:
 
 
 def metric_of(kind: str, name: str, splits: Iterable[str] = ()) -> Metric:
-    """Return a task's metric. `name` may begin with the name of a split. An undeclared metric has no direction."""
+    """Return a task's metric. `name` may begin with the name of a split. It has no direction if it is undeclared."""
     declared = {metric.name: metric for metric in TASKS[kind].metrics} if kind in TASKS else {}
     names = [name, *(name.removeprefix(f"{split}_") for split in splits)]
     return next((replace(declared[each], name=name) for each in names if each in declared), Metric(name, None))

@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 Run = tuple[TrainConfig, Folder]  # the settings and the folder of a run
-Entry = dict[str, Any]  # a row of input by column, or a prediction
+Entry = dict[str, Any]  # an input row by column, or a prediction
 Results = tuple[dict[str, bytes], dict[str, Any]]  # files for predictions/ and more entries for evaluation.json
 CANDIDATES = 4  # examples that the model answers per sample shown
-MOST_CHARS_READ = 20_000  # characters of all these examples, to limit the time
+MOST_CHARS_READ = 20_000  # maximum number of characters in all these examples, to limit the time
 
 
 def json_lines(rows: Iterable[dict[str, Any]]) -> bytes:
@@ -282,7 +282,7 @@ class TextTask(Task):
         rows = list(candidates(examples, most, target=target, labels=self.labels))
         if not rows:
             return []
-        predictor.load()  # on the CPU in float32: the run's backend still holds the devices
+        predictor.load()  # on the CPU in float32: the run's backend still uses the devices
         pairs = zip(rows, predictor.predict(rows, batch_size=8), strict=True)
         return mixed([predictor.task.sample(*pair) for pair in pairs], most)
 
@@ -323,7 +323,7 @@ def drawn(features: Dataset, most: int, seed: int, split: int) -> np.ndarray:
 
 
 def candidates(examples: Dataset, most: int, *, target: str, labels: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield rows spread over the table, in the form of `read_texts`: MOST_CHARS_READ characters at most."""
+    """Yield rows spread over the table, in the form that `read_texts` returns: at most MOST_CHARS_READ characters."""
     num_chars = 0
     for row in examples.select(spread(len(examples), CANDIDATES * most)):
         chars = sum(len(str(value)) for value in row.values() if isinstance(value, str | list))

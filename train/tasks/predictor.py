@@ -1,6 +1,6 @@
 """Predictions of a trained model for new rows, which are tokenized as in the evaluations of its run.
 
-Rows come from `train.data.records.raw.read_texts`. Prediction takes one process, on the CPU or a CUDA device.
+Rows come from `train.data.records.raw.read_texts`. Prediction runs in one process, on the CPU or a CUDA device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from train.system.folders import Folder
     from train.tasks.finetune import TextTask
 
-TOKENISED_TOGETHER = 500  # rows; until tokens are in an Arrow table, they take ten times as much memory
+TOKENISED_TOGETHER = 500  # rows; until tokens are in an Arrow table, they use ten times as much memory
 CPU = torch.device("cpu")
 
 
@@ -39,7 +39,7 @@ class Predictor:
         """Read all but the weights. Raises InputError if no task suits the model.
 
         `source` is a folder in the format of transformers, or a Hub id. `data` says how rows are read. `run` is the
-        run that trained the model, if any. If `seq_len` is None, it is the run's, or the model's limit without a run.
+        run that trained the model, if any. If `seq_len` is None, it is the run's or, without a run, the model's limit.
         """
         self.source, self.data, self.run = source, data, run
         task = None
@@ -107,7 +107,7 @@ class Predictor:
     def statistics(self, features: Dataset, batch_size: int, on_batch: Callable[[int], Any]) -> np.ndarray:
         """Return the task's statistics [rows, n] float32.
 
-        The longest rows come first, so batches have little padding, and too large a batch_size fails immediately.
+        The longest rows come first, so that batches have little padding, and too large a batch_size fails immediately.
         """
         table = self.task.token_rows(features, {**self.task.columns, **self.task.eval_columns})
         order = np.argsort(-table.row_lengths, kind="stable")
@@ -143,9 +143,9 @@ class Predictor:
 
 
 def default_task(source: str, architectures: str, problem_type: str | None) -> TaskConfig:
-    """Return the default settings of the first task in TASKS that has the head of a model without a run.
+    """Return the default settings of a task for a model without a run: the first task in TASKS that has its head.
 
-    A task with the model's problem type is preferred. Raises InputError if no task has the head.
+    Tasks with the model's problem type are preferred. Raises InputError if no task has the head.
     """
     specs = [spec for spec in TASKS.values() if spec.inputs]
     fitting = [spec for spec in specs if spec.head in architectures]

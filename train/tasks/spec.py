@@ -1,4 +1,4 @@
-"""The facts about a task that need no torch (TaskSpec), and the training loop's interface to a task (Task)."""
+"""The declaration of a task, which can be read without torch (TaskSpec), and the task in a training loop (Task)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LOSS = Metric("loss", higher_is_better=False, is_shown_beside=False)
 class TaskSpec:
     """A task's entry in `train.tasks.TASKS`, which can be read without torch."""
 
-    settings: type[TaskConfig]  # its `learns_from` says which data the task reads
+    settings: type[TaskConfig]  # the class of its settings; `learns_from` says which data the task reads
     module: str  # the module that imports torch and whose TASK is the task's class; or module:Class
     head: str  # transformers loads an export as AutoModelFor<head>
     problem_type: str = "single_label_classification"  # transformers' name, for a SequenceClassification head
@@ -65,8 +65,8 @@ class TaskSpec:
     does: str = ""  # the words after the model's name in a message, such as "labels texts"
     inputs: Mapping[str, str] = field(default_factory=dict)  # fields of ColumnsConfig that the model reads, and the
     # help texts of their flags; empty: train.predict does not support the task
-    optional: tuple[str, ...] = ()  # inputs that a model may lack; a run's settings say whether it has them
-    options: Mapping[str, str] = field(default_factory=dict)  # further flags, which take a number, and their help texts
+    optional: tuple[str, ...] = ()  # inputs that only some models read; a run's settings say whether its model does
+    options: Mapping[str, str] = field(default_factory=dict)  # further flags, with numbers as values, and help texts
 
 
 class Task(ABC):
@@ -77,7 +77,7 @@ class Task(ABC):
     eval_rows: int
     seq_len: int  # length of the longest batches, in tokens
     lengths: Sequence[int] | None = None  # the lengths of batches in tokens, ascending; None: seq_len is the only one
-    buckets: Buckets | None = None  # assigns lengths to examples, if there are several
+    buckets: Buckets | None = None  # assigns a length to each example, if there are several lengths
     metrics: tuple[str, ...]  # the names of eval_metrics; "loss" is among them
     data_id: str  # identifies the training data; a checkpoint resumes only on the same data
     facts: dict[str, float]  # facts about the data, for metrics and report
@@ -94,11 +94,11 @@ class Task(ABC):
         return ""
 
     def verify_data(self) -> None:
-        """Compare the data with its checksums, unless opening it did so. An InputError names damaged files."""
+        """Compare the data with its checksums, if this is still to be done. An InputError names damaged files."""
         return
 
     def only_evaluates(self, run: Folder | None) -> None:
-        """Prepare to evaluate without training. Raises InputError if the folder of the model's `run` is damaged."""
+        """Prepare to evaluate without training. `run` trained the model, if any. Raises InputError if it is damaged."""
         return
 
     def window_shards(self, order: ShardSampler) -> int:
@@ -110,7 +110,7 @@ class Task(ABC):
         return []
 
     def prefetcher(self, order: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher | None:
-        """Start to fetch the data of `order`; None if this rank need not fetch. Raises InputError if this fails."""
+        """Start to prefetch the shards of `order`; None if this rank need not. Raises InputError if this fails."""
         return None
 
     @abstractmethod
@@ -158,5 +158,5 @@ class Task(ABC):
         """Write the model and its tokenizer, for transformers' from_pretrained(folder)."""
 
     def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
-        """Return up to `most` validation examples with the exported model's answers, quickly. Only rank 0 calls it."""
+        """Return up to `most` validation examples with the exported model's answers. Only rank 0 calls this."""
         return []

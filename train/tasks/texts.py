@@ -46,7 +46,7 @@ class Sizes:
 
     @staticmethod
     def read(model: ModelConfig, seq_len: int | None, *, most: int | None = None) -> Sizes:
-        """Return sizes without lengths. If `seq_len` is None, it is the lower of `most` and the model's limit.
+        """Return sizes without lengths. If `seq_len` is None, the smaller of `most` and the model's limit is used.
 
         Raises InputError if the tokenizer is bad.
         """

@@ -11,17 +11,16 @@ from train.tasks.spec import LOSS, Metric, TaskSpec
 
 @dataclass(kw_only=True)
 class MLMConfig(TaskConfig):
-    """Masked language modelling with n-grams, and sentence order (ALBERT, https://arxiv.org/abs/1909.11942)."""
+    """Masked language modelling, with n-grams and sentence order as in ALBERT (https://arxiv.org/abs/1909.11942)."""
 
     learns_from: ClassVar[type[ShardsConfig]] = ShardsConfig
     kind: str = "mlm"
-    mask_rate: float = setting(0.15, above=0, below=1)  # The share of a sequence's tokens to predict, at most seq_len
-    # times mask_rate tokens.
+    mask_rate: float = setting(0.15, above=0, below=1)  # The share of a sequence's tokens to predict.
     eval_mask_rate: float | None = setting(None, above=0, below=1)  # The mask_rate in evaluations; None uses mask_rate.
     max_ngram: int = setting(3, above=0)  # The maximum number of consecutive tokens (or whole words) that are masked
-    # together; n of them have a probability proportional to 1/n. A maximum of 1 is BERT's masking.
+    # together; runs of n have a probability proportional to 1/n. A maximum of 1 is BERT's masking.
     whole_word: bool = False  # Mask whole words instead of tokens.
-    sop: bool = False  # Also predict the order of two segments; this loss weighs as much as that of all tokens.
+    sop: bool = False  # Also predict the order of two segments. The two losses have the same weight.
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
         predictions = max(1, round(seq_len * self.mask_rate))

@@ -86,7 +86,7 @@ class MaskedLMTask(Task):
         if (rate := cfg.task.eval_mask_rate) is not None:
             self.eval_masker = replace(self.masker, mask_rate=rate, max_predictions=self.head.eval_predictions)
         self.swapper = Swapper(cfg.seed) if cfg.task.sop else None
-        has_none = self.manifest.counts.get("validation_pairs") == 0  # data of train.convert has no such count
+        has_none = self.manifest.counts.get("validation_pairs") == 0  # data from train.convert has no such count
         check(not (cfg.task.sop and has_none), f"task.sop=true, but in {cfg.data.path} {NO_PAIRS}")
         self.shard_rows = [shard.rows for shard in self.manifest.splits["train"]]
         self.train_rows, self.eval_rows = self.manifest.rows("train"), self.manifest.rows("validation")
@@ -174,7 +174,7 @@ class MaskedLMTask(Task):
         return loss if order is None else loss + self.predictions * loss_sum(order, inputs["order"])
 
     def eval_statistics(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        # [B, 3] per sequence: sum of losses, right predictions, predictions. With SOP [B, 6]: these for the order, too.
+        # [B, 3]: each sequence's sum of losses, right predictions and predictions; with SOP [B, 6], also the order's.
         logits, labels, order = self._logits(model, inputs)
         statistics = [scores(logits, labels).unflatten(0, inputs["labels"].shape).sum(1)]
         if order is not None:
@@ -271,7 +271,7 @@ class Spelling:
 
     def piece(self, token: int) -> str:
         spelled = self.tokenizer.id_to_token(token) or f"token {token}"
-        spaces = len(spelled) - len(spelled.lstrip("▁Ġ"))  # shown: with a leading space it is a different token
+        spaces = len(spelled) - len(spelled.lstrip("▁Ġ"))  # shown, since without them it is another token
         return excerpt(SPACE * spaces + self.tokenizer.decode([token]).strip() or spelled)
 
     def sample(self, tokens: np.ndarray, blanks: Sequence[Blank]) -> Sample:

@@ -8,7 +8,7 @@ from typing import Any
 from train.config import HeadSize, TaskConfig, check
 from train.tasks.spec import LOSS, Metric, TaskSpec
 
-CHOSEN = ("best", "best_per_label")  # task.threshold: choose it on the validation data
+CHOSEN = ("best", "best_per_label")  # values of task.threshold that choose it on the validation data
 
 
 def are_numbers(values: Any) -> bool:

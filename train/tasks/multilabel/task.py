@@ -84,7 +84,7 @@ class MultiLabel(TextTask):
 
     def limits(self) -> list[float]:
         """Return the minimum probability at which each label is predicted, [C]."""
-        # If thresholds are chosen, evaluations still use USUAL: scores on the rows that chose them would be too good.
+        # Evaluations use USUAL if thresholds are to be chosen: on the rows that choose them, scores would be too good.
         given = self.thresholds or (USUAL if self.cfg.threshold in CHOSEN else self.cfg.threshold)
         limits = given if isinstance(given, list) else [given] * len(self.labels)
         check_each("task.threshold", limits, self.labels)
@@ -208,7 +208,7 @@ TASK = MultiLabel
 
 
 def read_thresholds(where: str, given: Any, labels: Sequence[str]) -> list[float] | None:
-    """Check and return the thresholds [C] of a config.json, None if it has none. Raises InputError if invalid."""
+    """Return the thresholds [C] of a config.json; None if it has none. Raises InputError if they are invalid."""
     if given is not None:
         check(are_numbers(given), f"{where}: {THRESHOLDS} must be a list of numbers, not {given!r:.40}")
         check_each(f"{where}: {THRESHOLDS}", given, labels)
@@ -242,7 +242,7 @@ def positive_weights(given: Any, labels: Sequence[str], has_label: np.ndarray) -
 
 
 def best_threshold(truth: np.ndarray, shares: np.ndarray) -> dict[str, float]:
-    """Return the highest F1 for `truth` and `shares` [rows], and its threshold: halfway to the next lower share."""
+    """Return the highest F1 for `truth` and probabilities `shares` [rows], and a threshold that reaches it."""
     from sklearn.metrics import precision_recall_curve
 
     precision, recall, limits = precision_recall_curve(truth, shares)

@@ -1,4 +1,4 @@
-"""A tag for each word, for example for named entities: the task's settings and its entry in the table of tasks."""
+"""A tag for each word, such as those of named entities: the task's settings and its entry in the table of tasks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class NERConfig(TaskConfig):
     """Token classification: a tag for each word, such as B-PER where a name begins, I-PER inside it, O elsewhere."""
 
     kind: str = "ner"
-    scheme: str = setting("entities", among=("entities", "none"))  # The form of the tags: entities are O, or a type
-    # after B-, I- and so on (IOB2, BIOES, BILOU); none is any other form, such as parts of speech, scored per word.
+    scheme: str = setting("entities", among=("entities", "none"))  # The form of the tags: entities expects O, or
+    # a type after B-, I- and so on (IOB2, BIOES, BILOU); none allows others, such as parts of speech, scored per word.
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
         return HeadSize(token_labels=labels or 9)  # the number of tags in CoNLL-2003

@@ -62,7 +62,7 @@ def ner_rows(scheme: str) -> RowKind:
         check_each=check_tag if scheme == "entities" else lambda _: None,
         split_by="tokens",
         tokens={
-            "labels": NUMBERS,  # the tag of each token's word, or IGNORE_INDEX after the word's first token
+            "labels": NUMBERS,  # the tag of the word that begins with a token; IGNORE_INDEX for other tokens
             "words": NUMBERS,  # the indices of the words that have a label
         },
     )
@@ -97,7 +97,7 @@ class NERFeaturizer(Featurizer):
 def first_tokens(encoding: Encoding, words: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of the words that have tokens, ascending, and the index of each such word's first token.
 
-    Words that were truncated have no tokens, and neither have words whose characters the tokenizer drops.
+    Truncated words, and words whose characters the tokenizer drops, have no tokens.
     """
     sequences = encoding.sequence_ids
     first = sequences.index(0) if 0 in sequences else 0
@@ -168,7 +168,7 @@ class TokenClassification(TextTask):
     ) -> Iterator[tuple[list[str], list[float]]]:
         """Yield the tags and probabilities of each sentence's words, from statistics [sentences, 1 + 2 * M].
 
-        A word without a token gets O ("" if tags are not entities) and probability 0. `sentences` has the words.
+        A word without a token gets O ("" if tags are not entities) and probability 0. `sentences` only sets lengths.
         """
         unread = "O" if self.has_entities else ""
         arrow = features.with_format("arrow")[:]
@@ -277,7 +277,7 @@ def bioes(sentences: Tags) -> Tags:
 
 
 def entities(tags: list[str]) -> list[tuple[str, int, int]]:
-    """Return the type, the first and the last word of each entity of a sentence."""
+    """Return each entity of a sentence: its type, and the indices of its first and its last word."""
     from seqeval.metrics.sequence_labeling import get_entities
 
     found: list[tuple[str, int, int]] = get_entities(*bioes([tags]))

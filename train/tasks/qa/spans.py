@@ -146,11 +146,10 @@ def read(windows: Sequence[WindowScores], context: str, *, n_best: int, max_answ
 def best_threshold(null_odds: np.ndarray, scores: np.ndarray, has_answer: np.ndarray) -> tuple[float, float]:
     """Return the best threshold of `null_odds`, above which no answer is given, and its mean score (0 to 100).
 
-    It differs from `find_best_thresh` of evaluate-v2.0.py in two ways: questions with equal odds are kept together,
-    since no threshold can separate them, and if answering no question is best, the threshold is below all odds instead
-    of 0.
+    Unlike `find_best_thresh` in evaluate-v2.0.py, this keeps questions with equal odds together, since no threshold can
+    separate them; and if it is best to answer no question, the threshold is below all odds instead of 0.
 
-    `scores` [questions] are the scores of the best spans, 0 to 1; 1 if neither an answer nor a span exists.
+    `scores` [questions] are the scores of the best spans, 0 to 1. A question without an answer or a span scores 1.
     """
     order = np.argsort(null_odds, kind="stable")
     odds, gains = null_odds[order], (scores - ~has_answer)[order]  # gains over giving no answer

@@ -129,7 +129,7 @@ class QuestionAnswering(TextTask):
 
     def use(self, data: RecordsConfig, run: Run | None, options: Mapping[str, Any]) -> None:
         self.threshold = threshold_of(run, options["null_threshold"])
-        # A window keeps the same number of scores as in the run, limited by the run's shortest batch length.
+        # The run's shortest batch length limits the scores kept per window, as it did in the run.
         lengths = [] if data.lengths == "auto" else data.lengths
         self.shortest = min([N_BEST, *lengths])
 
@@ -165,8 +165,8 @@ TASK = QuestionAnswering
 def threshold_of(run: Run | None, given: float | None) -> float | None:
     """Return the `null_odds` above which no answer is given, or None if the model always answers.
 
-    The threshold is `given`, or set in the run's task, or else the best for F1 on the run's validation data. Raises
-    InputError if the run's evaluation.json has no threshold.
+    The threshold is `given`, otherwise the one in the run's settings, otherwise the best for F1 on the run's validation
+    data. Raises InputError if the run's evaluation.json has none.
     """
     if given is not None or run is None:
         return given

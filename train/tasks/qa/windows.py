@@ -50,7 +50,7 @@ def qa_rows(task: QAConfig) -> RowKind:
         split_by="context",
         has_unique_ids=True,  # predictions and answers are matched by their ids
         tokens={
-            "start": NUMBER,  # first and last token of the answer; 0, which is [CLS], if there is none
+            "start": NUMBER,  # first and last token of the answer; 0, which is [CLS], if the window has none
             "end": NUMBER,
             "context_first": NUMBER,  # first token of the context in this window
             "context_end": NUMBER,  # index after the context's last token
@@ -77,13 +77,13 @@ class QAFeaturizer(Featurizer):
         left = seq_len - special - task.max_question_tokens
         check(
             task.stride < left,
-            f"task.stride={task.stride} leaves no space: a question may take task.max_question_tokens="
-            f"{task.max_question_tokens} of seq_len={seq_len} and special tokens take {special}, which leaves "
-            f"{max(left, 0)} for the context; raise seq_len or lower one of the others",
+            f"task.stride={task.stride} must be below {max(left, 0)}, the number of tokens left for the context: "
+            f"seq_len={seq_len} minus task.max_question_tokens={task.max_question_tokens} and {special} special tokens;"
+            " raise seq_len or lower one of the others",
         )
 
     def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
-        # The first answer is learnt. If there is none, or the window does not contain it, start and end are [CLS].
+        # The model learns the first answer. If the window does not contain it, start and end are [CLS].
         answers = rows.get("answers", [{"text": []}] * len(indices))
         encoded = self.encode(
             self.shortened(rows["question"], split),
@@ -145,7 +145,7 @@ class QAFeaturizer(Featurizer):
 
 
 def answer_tokens(begin: int, end: int, offsets: np.ndarray, first: int) -> tuple[int, int]:
-    """Return the first and last token of characters [begin, end), or (0, 0), which is [CLS], if `offsets` lacks some.
+    """Return the first and last token of characters [begin, end); (0, 0), which is [CLS], if `offsets` lacks any.
 
     `offsets` [n, 2] has the begin and end character of n tokens, from token `first` on. Several tokens may cover
     the same character, and a token may begin with the space before its word.

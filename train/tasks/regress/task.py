@@ -1,7 +1,7 @@
 """Regression of numbers from a text or a pair of texts: features, loss, metrics and predictions.
 
-Targets are standardised when they are read, so that loss and head work on numbers around 0. The export rescales the
-head's last layer to the units of the data.
+Targets are standardised before training, so that loss and head work on numbers around 0. The export rescales the head's
+last layer, so that it predicts in the units of the data.
 
 Shapes: B texts, C targets.
 """
@@ -102,7 +102,7 @@ class Regression(TextTask):
 
     columns = {"labels": "label"}
     metric_names = ("loss", *NAMES)
-    scale: Scale | None = None  # the scale of the head's outputs; None: the units of the data
+    scale: Scale | None = None  # the scale of the head's outputs; None: they are in the units of the data
 
     def __init__(self, cfg: RegressConfig, sizes: Sizes) -> None:
         super().__init__(cfg, sizes)
@@ -149,7 +149,7 @@ class Regression(TextTask):
             table.values["labels"] = ((table.values["labels"] - mean) / deviation).astype(np.float32)
 
     def only_evaluates(self, run: Folder | None) -> None:
-        """Standardise the targets as the run did, since the loss is in these units."""
+        """Standardise the targets as the run did, because the loss is that of standardised targets."""
         super().only_evaluates(run)
         if run is not None and self.cfg.standardize and self.scale is None:
             self.standardize(read_scale(run), self.eval_table)
