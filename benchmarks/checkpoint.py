@@ -1,15 +1,14 @@
-"""Stalls of training caused by saving: the product, torch.save and torch.distributed.checkpoint's async_save.
+"""Stalls of training caused by saving: our saver, torch.save and torch.distributed.checkpoint's async_save.
 
     python -m benchmarks.checkpoint [--model albert_xxlarge|bert_large|tiny] [--rounds 2] [--saves 2] [--folder DIR]
 
 All save the same weights and AdamW moments to a real disk, while a loop of matrix products runs, on one thread as under
 torchrun. A stall is the time for which a call blocks the loop. In every round, each side is a separate process, forked
-from the one that made the state; every other round takes the sides in reverse order.
+from the one that created the state; in every other round, the sides come in reverse order.
 
 "torch.save" blocks until its file is synced. "async_save" is used as documented, in a gloo group of one rank; with
-"buffers kept", it gets a stager that lives from save to save, its fastest mode. Every checkpoint has a new folder, and
-the previous one is removed. Files are dropped from the page cache before they are loaded. Our loading includes the
-comparison with checksums.
+"buffers kept", all saves share a stager, which is the fastest mode. Every checkpoint has a new folder, and the previous
+one is removed. Files are dropped from the page cache before they are loaded. Our loading also compares checksums.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ MODELS = {
     "tiny": ModelConfig(embedding_size=16, hidden_size=32, intermediate_size=64, num_heads=2, num_layers=2),
 }
 VOCAB_SIZE, SEQ_LEN = 30000, 512
-LIMIT_S = 3600  # for all saves of a side
+LIMIT_S = 3600  # maximum seconds for all saves of a side
 DRAFT = Manifest(0, 1, {}, {}, {}, 1, "ddp", None)
 
 
@@ -162,7 +161,7 @@ class AsyncSave(TorchSave):
     staging: StagingOptions | None = None  # None: the default, a new stager for each save
 
     def prepare(self) -> Future[Any]:
-        os.environ["MASTER_ADDR"] = "127.0.0.1"  # for the group of its saving process
+        os.environ["MASTER_ADDR"] = "127.0.0.1"  # async_save's own process needs it for its group
         self.folder.mkdir(parents=True, exist_ok=True)
         dist.init_process_group("gloo", init_method=f"file://{self.folder.resolve()}/group", rank=0, world_size=1)
         self.stager = DefaultStager(self.staging) if self.staging else None
@@ -225,7 +224,7 @@ def measure_saves(side: TorchSave, saves: int) -> list[Save]:
 
     def save(number: int) -> Future[Any]:
         future = side.save(number)
-        mark_of(side.state).fill_(-1)  # training continues: this must not reach the checkpoint
+        mark_of(side.state).fill_(-1)  # training continues; this value must not be in the checkpoint
         return future
 
     beside_steps(side.prepare)
@@ -309,7 +308,7 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="ratios need torch.save")
     parser.add_argument("--folder", type=Path, default=Path(), help="folder for temporary files, on the disk to test")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # as under torchrun; also, a forked process lacks the thread pool
+    torch.set_num_threads(1)  # as under torchrun; besides, a forked process has no thread pool
     with tempfile.TemporaryDirectory(dir=options.folder, prefix=".checkpoints-") as name:
         state = build_state(options.model)
         print(f"{heading(options.model, state)}\n\n{run(options, state, Path(name))}")

@@ -1,10 +1,10 @@
-"""Interleaved rounds of whole runs of several variants, with startup and compiling: medians, spreads and ratios.
+"""Interleaved rounds of whole runs of several variants, including startup and compiling: medians, spreads and ratios.
 
     python -m benchmarks.compare [--rounds 3] experiment=demo run_dir=runs/rounds "compare.run=[none,layers]"
 
-The settings are those of `python -m train.compare`, which runs each variant once and draws a page. A difference of a
-few per cent between two runs may be noise of the machine, so here every round runs all variants, in alternating order,
-each into run_dir/round_N/NAME. Ratios are taken within a round. If it was stopped, the same command continues. Caches
+The settings are those of `python -m train.compare`, which runs each variant once and writes a report. A difference of a
+few per cent between two runs may be noise, so here every round runs all variants, in alternating order, each in
+run_dir/round_N/NAME. Ratios compare runs of the same round. After an interruption, the same command continues. Caches
 of compiled kernels persist from round to round, so the first round may compile more than the others.
 """
 

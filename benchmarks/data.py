@@ -1,12 +1,12 @@
-"""Our loader, LitData, mosaicml-streaming, Hugging Face datasets and numpy on the same sequences.
+"""The speed of our loader, LitData, mosaicml-streaming, Hugging Face datasets and numpy on the same sequences.
 
     python -m benchmarks.data [--rounds 5] [--rows 24576] [--peers-dir DIR]
 
 The loaders read shuffled batches [32, 512] of int64 torch tensors from 8 shards of uint16 ids, which follow Zipf's law.
-Each has the data in its format, in the page cache. The limit is numpy: whole batches gathered from one memory-mapped
-file in a full permutation, without a DataLoader. Each measurement is a process, with torch on one thread, in which
-loader and limit read alternately; a speed is the median ratio of neighbouring readings. Each round measures all
-loaders. The table shows minimum / **median** / maximum over the rounds.
+Each loader has the data in its own format, in the page cache. The limit is numpy, which gathers whole batches from one
+memory-mapped file in a full permutation, without a DataLoader. Each measurement is a process, with torch on one thread,
+in which the loader and the limit read alternately; the loader's speed is the median ratio of neighbouring readings.
+Each round measures all loaders. The table shows minimum / **median** / maximum over the rounds.
 
 Each peer is installed from the package index into a separate environment under --peers-dir, which uses our torch. A
 peer that cannot be installed is named and left out.
@@ -89,7 +89,7 @@ def speed_table(folder: Path, options: argparse.Namespace) -> str:
     for name, seen in results.items():
         first_s = spread((one["first_batch_s"] for one in seen), 2)
         rows.append((readers[name].label, spread(one["of_limit"] for one in seen), first_s))
-    return table(("loader", "tokens/s of the limit's", "first batch, s"), rows)
+    return table(("loader", "tokens/s, share of the limit's", "first batch, s"), rows)
 
 
 def main() -> None:

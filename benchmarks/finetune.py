@@ -9,11 +9,11 @@
     trainer_defaults, defaults  both at their defaults (--variants trainer_defaults defaults): only data, model, batch,
               epochs and learning rate are set, so precision, lengths and loaders differ
 
-Both start from the same weights (an encoder and one random head) and have the same tokens (compared row by row), split,
-batch, epochs, dropout, clipping, threads and precision. Both use fused AdamW and decay the same weights. The learning
-rates are equal, except that the Trainer's warm-up begins at 0, one step behind ours. Rows that do not fill a batch are
-left out beforehand, and both read texts that are already tokenized. Every run is a separate process. Each round runs
-all variants, in alternating order; its number is the seed of data order and dropout.
+Our loop and the Trainer start from the same weights (an encoder and one random head) and have the same tokens (compared
+row by row), split, batch, epochs, dropout, clipping, threads and precision. Both use fused AdamW and decay the same
+weights. The learning rates are equal, except that the Trainer's warm-up begins at 0, one step behind ours. Rows that do
+not fill a batch are left out beforehand, and both read texts that are already tokenized. Every run is a separate
+process. Each round runs all variants, in alternating order; the round's number is the seed of data order and dropout.
 
 Training time covers the steps, including waits for data, and compiling, but not the evaluation at the end. tokens/s
 counts real tokens, without padding, over this time.
@@ -95,7 +95,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> Result:
         rows = task.tables.examples(split)
         tokens = rows.map(tokens_of, batched=True, remove_columns=rows.column_names)
         if list(tokens["input_ids"]) != list(task.tables.features(split)["input_ids"]):
-            raise RuntimeError(f"{split}: the Trainer would read different tokens than the product")
+            raise RuntimeError(f"{split}: the Trainer would read different tokens than our loop")
         tokens.save_to_disk(folder / "tokens" / split)
         rows_of[split] = len(rows)
     facts = {"steps": plan.total_steps, "warmup_steps": plan.warmup_steps, "rows": rows_of}

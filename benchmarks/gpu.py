@@ -1,14 +1,14 @@
-"""The product and its peers at their fastest settings, on one GPU in eight minutes, as one table.
+"""Our training and the Hugging Face Trainer at their fastest settings, on one GPU in eight minutes, as one table.
 
     benchmarks/gpu.sh [--output gpu.json] [--budget-s 460] [--only NAME ...] [--tiny]
 
-Candidates: "ours" is `train.bench`, which measures the product's loop and loader, with the `backend.compile` that a run
-of 100,000 steps would choose. "trainer" is the Hugging Face Trainer with its defaults in bf16. "trainer best" adds
-torch.compile, TF32, 4 workers and, where lengths vary, batches of similar lengths. "bound" is a bare compiled loop,
-from benchmarks/peers/bare_encoder.py. All have random weights, random tokens and, except for fine-tuning, no dropout.
-Each is a forked process, so that a failure or a hang costs only its row. First, candidates that compile fill one cache,
-several at a time; then each candidate is timed alone. The JSON file is written after each row. --tiny tests this script
-with small models on the CPU.
+Candidates: "ours" is `train.bench`, which measures our loop and loader, with the `backend.compile` that a run of
+100,000 steps would choose. "trainer" is the Trainer with its defaults in bf16. "trainer best" adds torch.compile, TF32,
+4 workers and, where lengths vary, batches of similar lengths. "bound" is a bare compiled loop, from
+benchmarks/peers/bare_encoder.py. All have random weights, random tokens and, except for fine-tuning, no dropout. Each
+is a forked process, so that a failure or a hang costs only its row. First, the candidates that compile fill a common
+cache, several at a time; then each candidate is timed alone. The JSON file is written after each row. --tiny tests this
+script with small models on the CPU.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ import transformers
 from benchmarks.peers.bare_encoder import BareEncoder, bare_step
 
 SKIPPED, TIMED = 20, 60  # steps of a candidate; the skipped ones compile and fill caches
-LONG_RUN = 100_000  # steps of the run that is simulated: backend.compile=auto depends on its length
+LONG_RUN = 100_000  # steps of the simulated run, on which backend.compile=auto depends
 TOGETHER = 8  # candidates that compile at the same time
 COMPILING_SHARE = 1 / 3  # maximum share of the budget for compiling
 LEAST_S, MOST_S = 15, 90  # minimum seconds left to start a candidate; maximum seconds for a candidate
 MASKED = 0.15  # share of the tokens to predict
 GIB = 2**30
-WORDS_OF_TEXT = (3.4, 0.5, 8, 128)  # words per text, like MNLI: log-normal mean and deviation, minimum, maximum
+WORDS_OF_TEXT = (3.4, 0.5, 8, 128)  # words per text, as in MNLI: log-normal mean and deviation, minimum, maximum
 ROWS = 4096  # texts to fine-tune on
 
 
@@ -107,7 +107,7 @@ def tiny(work: Work) -> Work:
 
 
 def make_data(work: Work, folder: Path) -> None:
-    """Write the data for a work: prepared shards, or texts and a tokenizer with the same vocabulary."""
+    """Write the data for `work`: prepared shards, or texts and a tokenizer with the same vocabulary."""
     folder.mkdir()
     if not work.classifies:
         from benchmarks.pretraining import Shape, synthetic_data
@@ -216,7 +216,7 @@ def trainer(run: Run, *, best: bool = False) -> Result:
     else:
         rows = masked_rows(work, work.batch * 8)
     model = auto.from_config(config, attn_implementation="sdpa", trust_remote_code=False)
-    marks: list[tuple[float, int]] = []  # time and tokens: start, first step, start and end of timing
+    marks: list[tuple[float, int]] = []  # (time, tokens) at start, after one step, at start and end of timing
     tokens = 0
 
     def mark() -> None:
@@ -347,7 +347,7 @@ class Table:
 
 
 def compile_all(runs: Sequence[tuple[str, Run]], folder: Path, budget_s: float) -> None:
-    """Fill the cache: run a few steps of the candidates that compile, several candidates at a time."""
+    """Fill the cache with a few steps of the candidates that compile, several candidates at a time."""
     end_s, todo, running = time.monotonic() + budget_s, list(runs), list[Job]()
     while (todo or running) and time.monotonic() < end_s:
         while todo and len(running) < TOGETHER:

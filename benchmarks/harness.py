@@ -41,7 +41,7 @@ def parser(description: str | None, **numbers: int) -> argparse.ArgumentParser:
 
 
 def turns(rounds: int, sides: Sequence[Name]) -> Iterator[tuple[int, Name]]:
-    """Yield each round's number with each side. Every other round takes the sides in reverse order."""
+    """Yield each round's number with each side. In every other round, the sides come in reverse order."""
     for number in range(rounds):
         for side in sides if number % 2 == 0 else reversed(sides):
             yield number, side
@@ -53,8 +53,8 @@ def turns(rounds: int, sides: Sequence[Name]) -> Iterator[tuple[int, Name]]:
 def environment_of(command: Sequence[str], changes: dict[str, str]) -> dict[str, str]:
     """Return the environment for a new process.
 
-    Raises RuntimeError if a benchmark that another one has started wants to start a benchmark. Otherwise a benchmark
-    that overlooks the flag of its child processes would start itself forever.
+    Raises RuntimeError if this process is a benchmark that was started by another one, and `command` is a benchmark. A
+    benchmark that overlooks the flag of its child processes would otherwise start itself forever.
     """
     module = next((word for word in command if word.startswith("benchmarks.")), "")
     if module and STARTED in os.environ:
@@ -79,7 +79,7 @@ def answer(*words: str, **environment: str) -> Result:
 
 @dataclass(frozen=True)
 class Usage:
-    """The resources used by a process and by those of its children that it waited for."""
+    """The time used by a process and by those of its children that it waited for."""
 
     wall_s: float
     cpu_s: float
@@ -189,7 +189,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def measure_table(labels: Mapping[str, str], columns: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    """Return a table with a labelled row for each measure of which any column has values."""
+    """Return a table with a labelled row for each measure that has values in any column."""
     rows = [
         [label, *(spread(column.get(measure, ()), 4) for column in columns.values())]
         for measure, label in labels.items()

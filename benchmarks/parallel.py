@@ -1,14 +1,14 @@
-"""Pipeline schedules compared: how long a rank waits, and how long it would wait in theory.
+"""A comparison of pipeline schedules: how long a rank waits, and how long it would wait in theory.
 
     python -m benchmarks.parallel [--stages 2] [--rounds 9] [--layers 8] [--hidden 128] [--rows 16] [--seq-len 128]
 
 Each stage is a process with one thread and needs a free core, because a stage without one delays the others. All
 contestants run in the same processes and take turns: a round is one step of each. The model is a BERT without dropout,
-its rows are random, and the whole batch is the same for all contestants, whatever their number of micro batches.
+its rows are random, and all contestants have the same global batch, whatever their number of micro batches.
 
-The table shows the measured bubble of a rank next to that of theory, (p - 1) / (v m + p - 1) for p stages, m micro
-batches and v parts per rank (https://arxiv.org/abs/2104.04473), and the maximum bytes that autograd keeps on any rank
-next to what the configuration's `held` predicts.
+The table shows the measured bubble of a rank next to the theoretical one, (p - 1) / (v m + p - 1) for p stages, m micro
+batches and v parts per rank (https://arxiv.org/abs/2104.04473), and the maximum of the bytes that autograd saves on a
+rank next to the prediction of the configuration's `held`.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python -m benchmarks.prepare [--text FILE] [--mb 100] [--rounds 3] [--vocab 6000]
 
-"library" only encodes documents that are already in memory, and discards the result. It runs in two ways, of which the
-faster counts: one process with all threads, and one process per core with one thread each. "prepare" is the whole
-command, from the start of the interpreter to the manifest: it reads the file, splits it, encodes, packs and writes.
-A round runs each once. Ratios are within a round: speed of the command / speed of the library. The text is the Python
-documentation, or FILE, repeated to --mb; blank lines end documents. The tokenizer is trained beforehand.
+"library" only encodes documents that are already in memory, and discards the result. It runs both as one process with
+all threads and as one process per core with one thread each, and the faster way counts. "prepare" is the whole command,
+from the start of the interpreter to the manifest: it reads the file, splits it, encodes, packs and writes. A round runs
+each once. Ratios compare runs of the same round: speed of the command / speed of the library. The text is the Python
+documentation, or FILE, repeated up to --mb; blank lines end documents. The tokenizer is trained beforehand.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def prepare_s(text: Path, output: Path, *settings: str) -> float:
 
 
 def encode_all(text: str, tokenizer: str, part: CorpusPart, threads: int, start_at: float) -> tuple[float, float]:
-    """Return when encoding began and ended, in seconds of the system clock."""
+    """Return the times at which encoding began and ended, in seconds of the system clock."""
     os.environ |= {"RAYON_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "true"}
     from tokenizers import Tokenizer
 

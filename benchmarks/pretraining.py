@@ -1,4 +1,4 @@
-"""Pretraining on random tokens, by the product and by transformers: shapes, data, batches, models, kept activations."""
+"""Pretraining on random tokens, with our code and with transformers: data, batches, models and saved activations."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def synthetic_data(folder: Path, shape: Shape) -> None:
 
 
 def write_data(folder: Path, splits: Mapping[str, list[np.ndarray]], vocab_size: int, seq_len: int) -> None:
-    """Write prepared data with a shard for each array of tokens [rows, S]. Its tokenizer is an empty object."""
+    """Write prepared data with a shard for each array of tokens [rows, S], and with an empty tokenizer.json."""
     home = LocalFolder(folder)
     home.write("tokenizer/tokenizer.json", b"{}")
     tokenizer = TokenizerInfo(
@@ -105,7 +105,7 @@ def native_config(folder: Path, shape: Shape, precision: str, steps: int) -> Tra
 
 
 def ready_batches(folder: Path, shape: Shape, steps: int) -> list[Batch]:
-    """Return the batches that our loop would draw."""
+    """Return the first `steps` batches that our loop would draw."""
     task, size = build_task(native_config(folder, shape, "fp32", 1)), shape.batch
     order = ShardSampler(task.shard_rows, seed=0, global_batch_size=size, rank=0, world_size=1).micro_batches(size)
     made = Batches(task.train_data(), order, batch_size=size, num_workers=0, prefetch=1, pin_memory=False)
@@ -113,21 +113,21 @@ def ready_batches(folder: Path, shape: Shape, steps: int) -> list[Batch]:
 
 
 def train_step(engine: Engine, batch: Batch) -> None:
-    """Take a step of one micro batch."""
+    """Take an optimizer step with a single micro batch."""
     engine.begin_step(batch["count"], 1e-4)
     engine.forward_backward(batch, is_last=True)
     engine.optimizer_step(engine.reduce_and_clip())
 
 
 def plain_rows(batch: Batch) -> list[dict[str, Tensor]]:
-    """Return the rows of a batch in transformers' form. Their labels [S] have the same masks."""
+    """Return the rows of a batch in transformers' form, with labels [S] at the same masked positions."""
     inputs = batch["inputs"]
     columns = (inputs["input_ids"], inputs["token_type_ids"], full_labels(inputs))
     return [{"input_ids": a, "token_type_ids": b, "labels": c} for a, b, c in zip(*columns, strict=True)]
 
 
 def full_labels(inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return labels [B, S] for the masks of `inputs`."""
+    """Return labels [B, S] at the masked positions of `inputs`; IGNORE_INDEX elsewhere."""
     used = inputs["labels"] != IGNORE_INDEX
     labels = torch.full_like(inputs["input_ids"], IGNORE_INDEX)
     lines = torch.arange(len(labels))[:, None].expand_as(used)
@@ -153,11 +153,11 @@ def transformers_model(cfg: ModelConfig, vocab_size: int) -> nn.Module:
     )
 
 
-# ---- what is kept for the backward pass ----------------------------------------------------------------------------
+# ---- activations saved for the backward pass -----------------------------------------------------------------------
 
 
 class Kept:
-    """The peak bytes that autograd keeps. Each storage counts once, and weights do not count."""
+    """The peak number of bytes that autograd saves. Each storage counts once, and weights do not count."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         self.weights = {weight.untyped_storage().data_ptr() for weight in weights}
@@ -174,7 +174,7 @@ class Kept:
 
 
 class Saved:
-    """A tensor that autograd keeps as long as this object exists. Several tensors may share a storage."""
+    """A tensor that autograd has saved and keeps until this object is deleted. Several may share a storage."""
 
     def __init__(self, kept: Kept, tensor: Tensor) -> None:
         self.kept, self.tensor, self.key = kept, tensor, tensor.untyped_storage().data_ptr()
@@ -190,7 +190,7 @@ class Saved:
 
 
 def activations(shape_name: str, precision: str) -> Result:
-    """Return the MiB per sequence that our step and transformers' model keep for the backward pass."""
+    """Return the MiB per sequence that our model and transformers' model save for the backward pass."""
     shape, result = SHAPES[shape_name], {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

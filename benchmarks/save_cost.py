@@ -1,11 +1,11 @@
-"""The bytes and requests of one sharded save to S3, by the number of ranks: counted, not timed.
+"""The bytes and requests of one sharded save to S3, counted for several numbers of ranks. Nothing is timed.
 
     python -m benchmarks.save_cost [--ranks 1 8 32 128 512]
 
-Each rank is a thread of this process, which saves with the product's AsyncSaver and S3Store. It has one row of a weight
-and of its moment, so it writes two files. Messages between ranks, and S3, are replaced by versions in memory that
-count; the bytes of a message count at the rank that receives it. The fifth save is counted; it also removes the second
-(checkpoint.keep=3). Machines have 32 ranks.
+Each rank is a thread of this process, and saves one row of a weight and of its moment with the real AsyncSaver and
+S3Store, as two files. Stand-ins for torch.distributed and S3 count requests, and bytes at the rank that receives them.
+The counts are those of the fifth save, which also removes the second checkpoint (checkpoint.keep=3). Each machine has
+32 ranks.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from train.parallel.ranks import World
 from train.system.schema import Head
 
 SAVES = 5
-SETTINGS = {f"section.name_of_setting_{number}": number for number in range(300)}  # for the manifest, like a run's
+SETTINGS = {f"section.name_of_setting_{number}": number for number in range(300)}  # in place of a run's settings
 LOCAL = 32  # ranks per machine
-ROW = 4096  # values in the row of a rank
+ROW = 4096  # values in a rank's row
 PAGE = 1000  # maximum objects in a response of ListObjectsV2
 Result = TypeVar("Result")
 
@@ -54,7 +54,7 @@ class Group:
         self.rank, self.values, self.barrier = rank, values, barrier
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return the values of all ranks. It returns only after all ranks have read them."""
+        """Return the values of all ranks, after all ranks have read them."""
         self.values[self.rank] = value
         self.barrier.wait()
         values = list(self.values)
@@ -68,7 +68,7 @@ def groups(size: int) -> list[Group]:
 
 
 class Collectives:
-    """The functions of torch.distributed that `World` calls, for threads. It counts the bytes each rank receives."""
+    """The functions of torch.distributed that `World` calls, for ranks that are threads. Counts bytes by receiver."""
 
     ReduceOp = dist.ReduceOp
 
@@ -99,14 +99,14 @@ class Collectives:
 
 
 class Objects:
-    """An S3Folder in memory, with what checkpoints use. It counts requests by kind, as boto3 would send them."""
+    """An S3Folder in memory, with the methods that checkpoints use. It counts the requests that boto3 would send."""
 
     location = "s3://counted/run"
 
     def __init__(self, content: dict[str, bytes]) -> None:
         self.content = content
         self.downloads: set[str] = set()
-        self.damages, self.is_of_step = "", ""  # a file that downloads damaged, and its step ("": any)
+        self.damages, self.is_of_step = "", ""  # a file that is damaged in downloads, and its step ("": any)
         self.requests: Counter[str] = Counter()
         self.lock = threading.Lock()
 
@@ -185,7 +185,7 @@ class Rows:
 
 
 class Host(DDP):
-    """A rank's backend, in which the group that writes checkpoints consists of threads."""
+    """A rank's backend, whose process group for writing checkpoints consists of threads."""
 
     writers: Any
 
@@ -206,7 +206,7 @@ def backends(size: int) -> list[Host]:
 
 
 class Run:
-    """A run whose ranks are threads. Its machines share a bucket, and each counts its requests."""
+    """A run whose ranks are threads. Its machines share a bucket, and each machine counts its requests."""
 
     def __init__(self, size: int, scratch: str) -> None:
         content: dict[str, bytes] = {}
@@ -218,7 +218,7 @@ class Run:
         self.stores = [stores[rank // LOCAL] for rank in range(size)]
 
     def on_all(self, action: Callable[[int], Result]) -> list[Result]:
-        """Run an action on all ranks, with the counts of messages and requests reset before."""
+        """Reset the counts of bytes and requests, and run an action on all ranks."""
         self.collectives.received.clear()
         for machine in self.machines:
             machine.requests.clear()
@@ -258,7 +258,7 @@ class Run:
 
 
 def save_cost(size: int) -> tuple[int, int, dict[str, int]]:
-    """Return, for the last save, the bytes that all ranks receive, the maximum of a rank, and requests by kind."""
+    """Return, for the last save, the bytes that all ranks receive, the maximum per rank, and requests by kind."""
     with tempfile.TemporaryDirectory() as scratch:
         run = Run(size, scratch)
         run.save()

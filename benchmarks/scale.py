@@ -2,13 +2,13 @@
 
     python -m benchmarks.scale [--parts plan rank disk cold] [--shards 1200 20000] [--machines 1 16 64]
 
-The shards are simulated (simulated.py) and have 64 MiB; 1,200 of them hold 38 G tokens. The parts are:
+The shards are simulated (simulated.py) and have 64 MiB each; 1,200 of them contain 38e9 tokens. The parts are:
 
-- plan: the shards that each machine fetches, in total and before its first step, in a new run and late in the second
-  epoch. Machines have 32 ranks, and global batches 4,096 sequences. Nothing is fetched.
+- plan: the number of shards that each machine fetches, in total and before its first step, in a new run and late in the
+  second epoch. Each machine has 32 ranks, and a global batch has 4,096 sequences. Nothing is actually fetched.
 - rank: memory and processor time of one rank up to its first micro batch, and for a million more sequences.
-- disk: one process opens sparse files and reads from each.
-- cold: one of 16 machines fetches shards from the server until it has its first batch.
+- disk: one process opens sparse files and reads from each of them.
+- cold: one of 16 machines fetches shards from the simulated server until it has its first batch.
 
 Memory is the growth of the resident set after imports.
 """
@@ -48,7 +48,7 @@ STARTS = {"fresh": 0.0, f"{LATE:.0%} of epoch 2": 1 + LATE}  # epochs done befor
 
 
 def sampler_of(shard_rows: list[int], number: int, machines: int, *, epochs: float = 0) -> ShardSampler:
-    """Return the sampler of a machine's first rank, after this number of epochs."""
+    """Return the sampler of a machine's first rank, after `epochs` epochs."""
     here = range(number * RANKS, (number + 1) * RANKS)
     place: dict[str, Any] = {"rank": here[0], "world_size": machines * RANKS, "machine_ranks": here}
     sampler = ShardSampler(shard_rows, seed=0, global_batch_size=BATCH, **place)
@@ -57,9 +57,9 @@ def sampler_of(shard_rows: list[int], number: int, machines: int, *, epochs: flo
 
 
 def planned(data: Simulated, machines: int) -> Result:
-    """Return how many shards all machines fetch, for evaluations too: in total, and as a multiple of the data.
+    """Return how many shards all machines fetch, also for evaluations: in total, and as a multiple of the data.
 
-    The result also has the maximum of a machine: in total, before its first step, and before the first after a resume.
+    The result also has the maximum per machine: in total, before the first step of a run, and before that of a resume.
     """
     sampler = sampler_of([data.shard_rows] * data.shards, 0, machines)
     fresh, later, late = sampler.epoch_order(0), sampler.epoch_order(1), int(LATE * sampler.steps)
@@ -131,9 +131,9 @@ def cost_of_disk(folder: str) -> Result:
 
 
 def cost_of_cold(folder: str, location: str, s3: Result, epochs: float) -> Result:
-    """Fetch until a machine can draw its first step, with an empty cache in `folder`.
+    """Fetch until a machine can draw the batch of its first step, with an empty cache in `folder`.
 
-    Return gigabytes fetched, seconds, and processor time, including that of the fetching process.
+    Return gigabytes fetched, seconds, and seconds of processor time, including those of the fetching process.
     """
     from train.data.shards.prepared import PreparedData
 

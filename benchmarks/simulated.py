@@ -22,7 +22,7 @@ from train.data.shards.format import TOKENIZER_FILE, DataManifest, Rows, Shard, 
 from train.system.folders import LocalFolder, sha256_bytes
 from train.system.schema import FileName, Sha256
 
-DIGITS = 30_000  # a row's first two tokens are its number in this base, which identifies rows that are read
+DIGITS = 30_000  # a row's first two tokens are its number in this base, by which readers can identify it
 TOKENIZER = (TOKENIZER_FILE, "tokenizer/tokenizer_config.json")
 SHARD = re.compile(r"(train|validation)-(\d{5,})\.safetensors")
 REGION = "us-east-1"
@@ -32,8 +32,8 @@ REGION = "us-east-1"
 class Simulated:
     """Training shards and one validation shard, of `shard_rows` sequences each; the default is the usual 64 MiB.
 
-    If `is_numbered`, each row contains its number. Otherwise all shards contain zeros, so their checksum is computed
-    only once.
+    If `is_numbered`, each row contains its number. Otherwise all shards contain zeros and have the same checksum, which
+    is computed only once.
     """
 
     shards: int
@@ -112,7 +112,7 @@ class StandInS3:
 
     def __init__(self, data: Simulated, folder: Path) -> None:
         self.data, self.folder = data, folder
-        self.gets, self.sent_bytes = Counter[tuple[str, bool]](), Counter[tuple[str, bool]]()  # by (user, is a shard)
+        self.gets, self.sent_bytes = Counter[tuple[str, bool]](), Counter[tuple[str, bool]]()  # by (user, is it a shard)
         self.lock = threading.Lock()
         self.server = Server(("127.0.0.1", 0), type("Bound", (Handler,), {"service": self}))
         self.location = "s3://simulated/data"

@@ -4,7 +4,7 @@
         [--accelerate FOLDER]
 
 --data is the folder that `make demo` prepares. Each start is a new process, and the sides take turns. Once a process
-prints "step 1", its times are read: wall seconds since it was started, and CPU seconds of it and its child processes.
+prints "step 1", its times are read: wall seconds since its start, and CPU seconds, including its child processes.
 `--trees` also times our program in other checkouts. The Trainer is timed only with --accelerate, a folder filled by
 `pip install --target FOLDER --no-deps accelerate`.
 """
@@ -37,7 +37,7 @@ def trainer(data: Path, _: Path) -> list[str]:
 
 
 def time_start(words: list[str], *folders: Path) -> tuple[float, float]:
-    """Return wall and CPU seconds until the first line that begins with "step 1". `folders` go to PYTHONPATH."""
+    """Return wall and CPU seconds until the first line that begins with "step 1". `folders` become PYTHONPATH."""
     command = [sys.executable, "-m", *words]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), "HF_HUB_OFFLINE": "1"}
     began_s = time.perf_counter()
@@ -51,7 +51,7 @@ def time_start(words: list[str], *folders: Path) -> tuple[float, float]:
             raise RuntimeError(f"{' '.join(command)} ended without a first step:\n{''.join(lines)}")
         wall_s = time.perf_counter() - began_s
         family = [process, *process.children(recursive=True)]
-        cpu_s = sum(sum(each.cpu_times()[:2]) for each in family) + sum(process.cpu_times()[2:4])  # ended children
+        cpu_s = sum(sum(each.cpu_times()[:2]) for each in family) + sum(process.cpu_times()[2:4])  # of ended children
         for each in family:
             each.kill()
     return wall_s, cpu_s

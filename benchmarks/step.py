@@ -4,10 +4,10 @@
 
 "bare" is our optimised step without a loop around it, on batches that are ready in memory; "ours" is `train.loop.run`;
 "trainer" is the Trainer with its defaults, on transformers' model class; "trainer_eager" is the same with "eager"
-attention. A bare step is taken between any two steps of a loop. The ratios compare such neighbours, and their medians
+attention. Before each step of a loop, a bare step is taken. Each ratio compares such a pair, and the medians of ratios
 are reported, so load from other users of the machine hardly affects them. The share of the peak is the model's FLOP/s
-over those of the fastest matrix product, measured before and after the rounds. --activations counts the memory kept for
-the backward pass instead.
+divided by that of the fastest matrix product, which is measured before the first round and after each. --activations
+counts the memory that is saved for the backward pass instead.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Our loop on PyTorch/XLA and a script as in a tutorial, measured from the first step on, on the CPU.
+"""Our loop and a tutorial-style script, both with PyTorch/XLA on the CPU, measured from the first step on.
 
     python -m benchmarks.xla [--rounds 3] [--steps 30] [--shape base|demo]
 
-"naive" is a plain PyTorch/XLA script with the structure of AWS's sentiment fine-tuning sample, but newly written;
-"ours" is `train.loop.run`. Both have the same weights, sequences, masks and batch size, which the first loss confirms,
-and run in fp32 in one process. Every run is a separate process, because a process compiles a graph only once. A run
-waits for the device only after the fourth and the last step, so that a host that works ahead keeps its advantage.
+"naive" is a new script with the structure of AWS's sentiment fine-tuning sample; "ours" is `train.loop.run`. Both have
+the same weights, sequences, masks and batch size, which the first loss confirms, and run in fp32 in one process. Every
+run is a separate process, because a process compiles a graph only once. A run waits for the device only after the
+fourth and the last step, so that a host that works ahead keeps its advantage.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from benchmarks.harness import Result, answer, measure_table, ratios
 from train.config import TrainConfig
 
 VARIANTS = ("naive", "ours")
-SKIPPED = 4  # the first steps compile graphs, so they do not count as steady
-SAME_LOSS = 1e-4  # nats; another order of float32 sums changes a loss of about 8 by 1e-6
+SKIPPED = 4  # the first steps, which compile graphs; later ones are steady
+SAME_LOSS = 1e-4  # nats; adding float32 numbers in another order changes a loss of about 8 by 1e-6
 MEASURES = {
     "graphs": "graphs compiled from the first step on",
     "setup_graphs": "graphs compiled before the first step",
@@ -51,7 +51,7 @@ Reading = dict[str, float]
 
 
 def take_reading() -> Reading:
-    """Return the time, and PyTorch/XLA's counts since the start of the process."""
+    """Return the time, and PyTorch/XLA's counts since the process was started."""
     import torch_xla.debug.metrics as metrics
 
     graphs, compile_ns, _ = metrics.metric_data("CompileTime") or (0, 0.0, ())
@@ -97,8 +97,8 @@ class Meter:
 
 
 def run_naive(folder: Path, cfg: TrainConfig, num_steps: int) -> Result:
-    """Train like a user who follows a tutorial, and does nothing to avoid what is slow in PyTorch/XLA."""
-    # `.to(device)` unties the decoder from the embedding, so it is trained as a separate weight.
+    """Train like a user who follows a tutorial and knows nothing about what is slow in PyTorch/XLA."""
+    # `.to(device)` unties the decoder from the embedding, so the decoder is trained as a separate weight.
     import torch_xla
     import torch_xla.core.xla_model as xm
     from torch.utils.data import DataLoader
@@ -130,7 +130,7 @@ def run_naive(folder: Path, cfg: TrainConfig, num_steps: int) -> Result:
 
 
 def run_ours(cfg: TrainConfig, num_steps: int) -> Result:
-    """Run our loop with a recorder that takes readings, and one extra step, because the last evaluates and saves."""
+    """Run our loop with a recorder that takes readings, and with an extra step: the last one evaluates and saves."""
     import torch_xla.core.xla_model as xm  # imported before the clock starts, as in naive
 
     from train import loop
@@ -167,7 +167,7 @@ def config(folder: Path, options: argparse.Namespace) -> TrainConfig:
 
 
 def write_data(folder: Path, options: argparse.Namespace) -> None:
-    """Write prepared data for our loop, and the rows of the batches that it will draw for the naive script."""
+    """Write prepared data for our loop and, for the naive script, the rows of the batches that our loop will draw."""
     shape = SHAPES[options.shape]
     pretraining.synthetic_data(folder, shape)
     batches = pretraining.ready_batches(folder, shape, options.steps + SKIPPED)

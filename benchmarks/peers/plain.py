@@ -3,8 +3,8 @@
     python -m benchmarks.peers.plain SETTINGS                  train with the Trainer; SETTINGS is a JSON object
     python -m benchmarks.peers.plain --score TASK DATA FOLDER  print the scores of FOLDER/export as JSON
 
-If FOLDER is a run of the product, `train.predict` answers the same rows, and the scores include the share of its
-answers that equal those of plain transformers, and the largest difference of a score (a probability or a value).
+If FOLDER is one of our runs, `train.predict` answers the same rows. The scores then include the share of its answers
+that equal those of plain transformers, and the largest difference between scores (probabilities or values).
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def answer_of(task: str, logits: Any, tokens: Any, row: Row, config: Any) -> tup
 
 
 def best_span(output: Any, tokens: Any, context: str, most: int = 30) -> tuple[str, float]:
-    """Return the text of the span with the largest sum of logits, and that sum."""
+    """Return the text of the span with the largest sum of start and end logits, and that sum."""
     start, end = output.start_logits[0].numpy(), output.end_logits[0].numpy()
     inside = [n for n, of in enumerate(tokens.sequence_ids()) if of == 1]
     sums = {(a, b): float(start[a] + end[b]) for a in inside for b in inside if a <= b < a + most}
@@ -199,7 +199,7 @@ def measured(task: str, rows: list[Row], found: list[Any]) -> Row:
 
 
 def predicted(task: str, data: Path, run: Path) -> tuple[list[Any], list[Any]]:
-    """Return the answers and scores of `train.predict` for the validation rows, in the form of `answers`."""
+    """Return the answers and scores of `train.predict` for the validation rows, in the form that `answers` returns."""
     path, output = next(data.glob("validation.*")), run / "predicted.jsonl"
     harness.run(sys.executable, "-m", "train.predict", str(run), "--input", str(path), "--output", str(output))
     rows = [json.loads(line) for line in output.read_text().splitlines()]

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 VOCAB_SIZE = 30_000
-FIRST_ID = 5  # ids below are special
+FIRST_ID = 5  # lower ids are special
 CLOCK_EVERY = 16  # batches
 TURNS = 20
 
@@ -40,7 +40,7 @@ TURNS = 20
 
 @dataclass(frozen=True)
 class Corpus:
-    """The sequences that every loader reads. Their ids follow Zipf's law. The limit reads them from a flat file."""
+    """The sequences that every loader reads, with ids that follow Zipf's law. The limit reads them from a flat file."""
 
     folder: Path
     shard_rows: int = 24_576
@@ -91,7 +91,7 @@ def limit(corpus: Corpus) -> Iterator[Tensor]:
 
 
 class Gathered:
-    """Sequences without masks, so that the cost of masking is left out."""
+    """A reader of sequences without masks, to leave out the cost of masking."""
 
     def __init__(self, shards: Any) -> None:
         self.shards = shards
@@ -198,7 +198,7 @@ def read_litdata(corpus: Corpus) -> Any:
 
 
 def streaming() -> Any:
-    """Return the module streaming; if torchvision, which it imports, does not fit this torch, a stub replaces it."""
+    """Return the module streaming. A stub replaces torchvision, which it imports, if that does not fit this torch."""
     try:
         import streaming as module
     except (ImportError, RuntimeError):
@@ -238,7 +238,7 @@ def mds(corpus: Corpus) -> Any:
 class Reader:
     label: str
     build: Callable[[Corpus], Iterable[Tensor]]
-    format: str = "flat.bin"  # file or folder of the corpus, see WRITERS
+    format: str = "flat.bin"  # a file or folder of the corpus, which WRITERS writes
     environment: str = "ours"
 
 

@@ -87,7 +87,7 @@ def run(variant: str, folder: Path, seed: int) -> dict[str, Any]:
     )
     decayed = {name for name, parameter in model.named_parameters() if parameter.ndim >= 2}
     if set(trainer.get_decay_parameter_names(model)) != decayed:
-        raise RuntimeError("the Trainer and the product decay different weights")
+        raise RuntimeError("the Trainer and our loop decay different weights")
     trainer.train()
     return {**seen, "f1": trainer.evaluate()["eval_f1_macro"]}
 

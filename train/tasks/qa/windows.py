@@ -78,8 +78,8 @@ class QAFeaturizer(Featurizer):
         check(
             task.stride < left,
             f"task.stride={task.stride} must be below {max(left, 0)}, the number of tokens left for the context: "
-            f"seq_len={seq_len} minus task.max_question_tokens={task.max_question_tokens} and {special} special tokens;"
-            " raise seq_len or lower one of the others",
+            f"seq_len={seq_len} minus task.max_question_tokens={task.max_question_tokens} and {special} special "
+            "tokens; raise seq_len or lower one of the others",
         )
 
     def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
