@@ -112,7 +112,7 @@ class StandInS3:
 
     def __init__(self, data: Simulated, folder: Path) -> None:
         self.data, self.folder = data, folder
-        self.gets, self.sent_bytes = Counter[tuple[str, bool]](), Counter[tuple[str, bool]]()  # by (user, is it a shard)
+        self.gets, self.sent_bytes = Counter[tuple[str, bool]](), Counter[tuple[str, bool]]()  # by (user, is a shard)
         self.lock = threading.Lock()
         self.server = Server(("127.0.0.1", 0), type("Bound", (Handler,), {"service": self}))
         self.location = "s3://simulated/data"
