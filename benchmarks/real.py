@@ -116,7 +116,7 @@ def tweets(path: Path) -> list[Result]:
 
 
 def write_data(task: str, folder: Path, options: argparse.Namespace) -> None:
-    """Write train.json(l) and validation.json(l). Except in multilabel, no generated word is in both."""
+    """Write train.json(l) and validation.json(l). Except in multilabel, no generated word is in both files."""
     folder.mkdir()
     rng, words = np.random.default_rng(0), vocabulary(options.model)
     if task == "classify":

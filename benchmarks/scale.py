@@ -59,7 +59,7 @@ def sampler_of(shard_rows: list[int], number: int, machines: int, *, epochs: flo
 def planned(data: Simulated, machines: int) -> Result:
     """Return how many shards all machines fetch, also for evaluations: in total, and as a multiple of the data.
 
-    The result also has the maximum per machine: in total, before the first step of a run, and before that of a resume.
+    The result also has the maximum per machine: in total, and before the first step of a new and of a resumed run.
     """
     sampler = sampler_of([data.shard_rows] * data.shards, 0, machines)
     fresh, later, late = sampler.epoch_order(0), sampler.epoch_order(1), int(LATE * sampler.steps)

@@ -163,7 +163,7 @@ CONTESTANTS = {
 
 
 def compare(shape_name: str, precision: str, rounds: int, steps: int, names: list[str]) -> Result:
-    """Return each loop's seconds per step and ratio to the bare steps, over the medians of the rounds."""
+    """Return each loop's seconds per step and ratio to the bare steps, from the medians of each round."""
     shape, device = SHAPES[shape_name], DDP(BackendConfig(device=DEVICE.type, precision=precision))
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as name:

@@ -85,7 +85,7 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def shortlist(names: Iterable[object], most: int = SHOWN_NAMES) -> str:
-    """Join names with commas for a one-line message. If there are more than `most`, show the first and the total."""
+    """Join names with commas for a one-line message. If there are more than `most`, show `most` and the total."""
     every = list(map(str, names))
     return ", ".join(every[:most]) + (f", ... ({len(every):,})" if len(every) > most else "")
 

@@ -1,6 +1,6 @@
 """The table of tasks.
 
-Each task is a package in this folder that defines SPEC, and has a line in TASKS. Reading the table does not import
+Each task is a package in this folder that defines SPEC, which is listed in TASKS. Reading the table does not import
 torch, so configurations can be composed without it. The module that SPEC names needs torch, and is imported only if a
 run has the task.
 """
@@ -37,7 +37,7 @@ def spec_of(cfg: TaskConfig) -> TaskSpec:
 
 
 def metric_of(kind: str, name: str, splits: Iterable[str] = ()) -> Metric:
-    """Return a task's metric. `name` may begin with the name of a split. It has no direction if it is undeclared."""
+    """Return a task's metric. `name` may begin with a split. An undeclared metric has higher_is_better=None."""
     declared = {metric.name: metric for metric in TASKS[kind].metrics} if kind in TASKS else {}
     names = [name, *(name.removeprefix(f"{split}_") for split in splits)]
     return next((replace(declared[each], name=name) for each in names if each in declared), Metric(name, None))

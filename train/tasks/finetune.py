@@ -77,10 +77,10 @@ class Split:
 
 
 class TextTask(Task):
-    """A task on rows of texts, whose model has a head. Runs and train.predict use it."""
+    """The base class of tasks on rows of texts, for runs and for train.predict."""
 
     columns: Mapping[str, str]  # the feature column of each batch input
-    eval_columns: Mapping[str, str] = {}  # for inputs that only `statistics` needs
+    eval_columns: Mapping[str, str] = {}  # the same for inputs that only `statistics` needs
     metric_names: tuple[str, ...]  # the metrics of one split
     csv_columns: list[str]  # the columns of predictions in a CSV file
     featurizer: Featurizer
@@ -159,7 +159,7 @@ class TextTask(Task):
 
     @abstractmethod
     def sample(self, row: Entry, prediction: Entry) -> Sample:
-        """Return a sample for the report, from a row whose right answer is known and its prediction."""
+        """Return a sample for the report from a row, whose right answer must be known, and its prediction."""
 
     # ---- a run -----------------------------------------------------------------------------------------------------
 

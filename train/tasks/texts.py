@@ -48,7 +48,7 @@ class Sizes:
     def read(model: ModelConfig, seq_len: int | None, *, most: int | None = None) -> Sizes:
         """Return sizes without lengths. If `seq_len` is None, the smaller of `most` and the model's limit is used.
 
-        Raises InputError if the tokenizer is bad.
+        Raises InputError if the tokenizer is unusable.
         """
         sizes = Sizes(model, task_tokenizer(model), 0)
         limits = [limit for limit in (most_positions(sizes.config), most) if limit]

@@ -3,7 +3,8 @@
 Shapes: B sequences, S tokens, P positions to predict, V vocabulary.
 
 In ALBERT's paper, the token loss is a mean over tokens and the order loss a mean over sequences. Here both are sums,
-which the engine divides by the number of masked tokens. With each order loss multiplied by P, the result is the same.
+which the engine divides by the number of masked tokens. Each order loss is multiplied by P, which gives nearly the same
+result: if positions are unused, the order weighs slightly more.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ class MaskedLMTask(Task):
         return loss if order is None else loss + self.predictions * loss_sum(order, inputs["order"])
 
     def eval_statistics(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        # [B, 3]: each sequence's sum of losses, right predictions and predictions; with SOP [B, 6], also the order's.
+        # [B, 3]: loss, number of right predictions, number of predictions; with SOP [B, 6], also these for the order.
         logits, labels, order = self._logits(model, inputs)
         statistics = [scores(logits, labels).unflatten(0, inputs["labels"].shape).sum(1)]
         if order is not None:

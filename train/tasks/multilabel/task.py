@@ -84,7 +84,7 @@ class MultiLabel(TextTask):
 
     def limits(self) -> list[float]:
         """Return the minimum probability at which each label is predicted, [C]."""
-        # Evaluations use USUAL if thresholds are to be chosen: on the rows that choose them, scores would be too good.
+        # Evaluations use USUAL if thresholds are chosen on the same rows, because with these scores would be too good.
         given = self.thresholds or (USUAL if self.cfg.threshold in CHOSEN else self.cfg.threshold)
         limits = given if isinstance(given, list) else [given] * len(self.labels)
         check_each("task.threshold", limits, self.labels)

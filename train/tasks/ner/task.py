@@ -53,7 +53,7 @@ def check_tag(tag: str) -> None:
 
 
 def ner_rows(scheme: str) -> RowKind:
-    """Return the kind of rows that hold words with tags."""
+    """Return the kind of rows with words and tags."""
     return RowKind(
         "ner",
         columns={"tokens": List(STRING), "tags": List(STRING)},
@@ -62,7 +62,7 @@ def ner_rows(scheme: str) -> RowKind:
         check_each=check_tag if scheme == "entities" else lambda _: None,
         split_by="tokens",
         tokens={
-            "labels": NUMBERS,  # the tag of the word that begins with a token; IGNORE_INDEX for other tokens
+            "labels": NUMBERS,  # the tag of the word that a token begins; IGNORE_INDEX if it begins none
             "words": NUMBERS,  # the indices of the words that have a label
         },
     )
@@ -166,9 +166,9 @@ class TokenClassification(TextTask):
     def tagged(
         self, rows: np.ndarray, features: Dataset, sentences: Sequence[Sequence[Any]]
     ) -> Iterator[tuple[list[str], list[float]]]:
-        """Yield the tags and probabilities of each sentence's words, from statistics [sentences, 1 + 2 * M].
+        """Yield the tags and probabilities of the words of `sentences`, from statistics [sentences, 1 + 2 * M].
 
-        A word without a token gets O ("" if tags are not entities) and probability 0. `sentences` only sets lengths.
+        A word without a token gets O ("" if tags are not entities) and probability 0.
         """
         unread = "O" if self.has_entities else ""
         arrow = features.with_format("arrow")[:]

@@ -149,7 +149,7 @@ def best_threshold(null_odds: np.ndarray, scores: np.ndarray, has_answer: np.nda
     Unlike `find_best_thresh` in evaluate-v2.0.py, this keeps questions with equal odds together, since no threshold can
     separate them; and if it is best to answer no question, the threshold is below all odds instead of 0.
 
-    `scores` [questions] are the scores of the best spans, 0 to 1. A question without an answer or a span scores 1.
+    `scores` [questions] are the scores of the best spans, 0 to 1. A question with neither answer nor span scores 1.
     """
     order = np.argsort(null_odds, kind="stable")
     odds, gains = null_odds[order], (scores - ~has_answer)[order]  # gains over giving no answer

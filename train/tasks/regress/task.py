@@ -1,7 +1,7 @@
 """Regression of numbers from a text or a pair of texts: features, loss, metrics and predictions.
 
-Targets are standardised before training, so that loss and head work on numbers around 0. The export rescales the head's
-last layer, so that it predicts in the units of the data.
+Targets are standardised when the data is opened, so that loss and head work on numbers around 0. The export rescales
+the head's last layer, so that it predicts in the units of the data.
 
 Shapes: B texts, C targets.
 """
