@@ -147,8 +147,8 @@ def test_an_answer_is_the_tokens_that_hold_it_all(begin, end, tokens):
 
 
 def test_windows_without_room_and_tokenizers_without_cls_in_front_are_rejected(tokenizer):
-    rejects("task.max_question_tokens=12 of seq_len=48 .* which leaves 33 ", featurizer, tokenizer, stride=40)
-    rejects("which leaves 0 for the context", featurizer, tokenizer, max_question_tokens=64)
+    rejects("must be below 33, .* seq_len=48 minus task.max_question_tokens=12 ", featurizer, tokenizer, stride=40)
+    rejects("must be below 0, the number of tokens left", featurizer, tokenizer, max_question_tokens=64)
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.post_processor = processors.TemplateProcessing(
         single="$A [SEP] [CLS]", pair="$A [SEP] $B:1 [SEP]:1 [CLS]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]

@@ -3,8 +3,8 @@
 Shapes: B sequences, S tokens, P positions to predict, V vocabulary.
 
 In ALBERT's paper, the token loss is a mean over tokens and the order loss a mean over sequences. Here both are sums,
-which the engine divides by the number of masked tokens. Each order loss is multiplied by P, which gives nearly the same
-result: if positions are unused, the order weighs slightly more.
+which the engine divides by the number of masked tokens. Each order loss is multiplied by P, so the result is nearly the
+same: if positions are unused, the order weighs slightly more.
 """
 
 from __future__ import annotations
