@@ -33,7 +33,7 @@ class Layer(nn.Module):
         self.norm, self.last_norm = Norm(hidden), Norm(hidden)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Return the layer's hidden states [B, S, H] for hidden states [B, S, H]."""
+        """Return the layer's output [B, S, H] for hidden states [B, S, H]."""
         qkv = self.qkv(states).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [3, B, heads, S, HEAD]
         attended = F.scaled_dot_product_attention(*qkv.unbind())
         states = self.norm(states + self.out(attended.transpose(1, 2).flatten(2)))

@@ -40,7 +40,7 @@ def main(data: Path) -> None:
     arguments = TrainingArguments(
         tempfile.mkdtemp(),
         per_device_train_batch_size=32,
-        max_steps=2,  # so that the first step is not the last, after which more is done
+        max_steps=2,  # more than one, because the Trainer does more work at the end of the last step
         learning_rate=2e-3,
         adam_beta2=0.98,
         use_cpu=True,

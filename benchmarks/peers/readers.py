@@ -56,11 +56,11 @@ class Corpus:
         return self.folder / name
 
     def flat(self) -> np.memmap:
-        """Return [rows, seq_len] uint16, in one file."""
+        """Return all sequences [rows, seq_len] uint16, memory-mapped from one file."""
         return np.memmap(self.path_of("flat.bin"), np.uint16, "r", shape=(self.rows, self.seq_len))
 
     def shard(self, number: int) -> np.ndarray:
-        """Return [shard_rows, seq_len] uint16."""
+        """Return the sequences of a shard, [shard_rows, seq_len] uint16."""
         return self.flat()[number * self.shard_rows : (number + 1) * self.shard_rows]
 
 
@@ -221,7 +221,7 @@ def write_mds(corpus: Corpus) -> None:
 
 
 def mds(corpus: Corpus) -> Any:
-    """Return MDS data in its default order, py1e."""
+    """Return a loader of MDS data in its default order, py1e."""
 
     def stack(samples: list[dict[str, np.ndarray]]) -> Tensor:
         return torch.from_numpy(np.stack([sample["tokens"] for sample in samples]).astype(np.int64))

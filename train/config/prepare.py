@@ -81,7 +81,7 @@ class HFDataset:
 
 @dataclass(kw_only=True)
 class HFCorpusConfig(CorpusConfig):
-    datasets: list[HFDataset] = field(default_factory=list)  # The data sets, which are read one after the other.
+    datasets: list[HFDataset] = field(default_factory=list)  # The data sets, which are read one after another.
 
     @property
     def sources(self) -> list[str]:
