@@ -48,9 +48,10 @@ def test_the_head_says_what_it_is_and_how_good(tmp_path):
 def test_the_results_are_of_the_weights_that_are_there(tmp_path, weights, f1):
     head, body = made(write(tmp_path / "run", weights=weights))
     if f1 is None:
-        assert "These are the weights of step 15, which was not evaluated." in body and "model-index" not in head
+        assert "The exported weights are those of step 15, which was not evaluated." in body
+        assert "model-index" not in head
         return
-    assert f"These are the weights of step {weights}." in body
+    assert f"The exported weights are those of step {weights}." in body
     metrics = {metric["name"]: metric["value"] for metric in head["model-index"][0]["results"][0]["metrics"]}
     assert metrics["f1_macro"] == f1
 

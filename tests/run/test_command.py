@@ -43,7 +43,7 @@ def test_help_explains_the_most_used_settings_and_lists_the_groups(command, caps
     text = shown(command, "--help", capsys)
     group = "corpus=pydocs" if command == "prepare" else "optim=adamw"
     assert group in text and ("wiki_books" if command == "prepare" else "albert_v1") in text
-    settings = text.split("most used settings")[1].split("\n\n")[0].splitlines()[1:]
+    settings = text.split("most-used settings")[1].split("\n\n")[0].splitlines()[1:]
     assert len(settings) > 12
     unexplained = [line for line in settings if line[2] != " " and len(line.split(None, 1)) < 2]
     assert not unexplained

@@ -153,7 +153,7 @@ def test_a_best_checkpoint_that_is_gone_does_not_lose_the_run(train, tmp_path):
     assert (tmp_path / "run" / "export" / "config.json").is_file()
     said = "the best evaluation was at step 2, whose checkpoint cannot be loaded: exporting step 4"
     assert said in (tmp_path / "run/log/rank_0000.txt").read_text()
-    assert "These are the weights of step 4." in (tmp_path / "run/export/README.md").read_text()
+    assert "The exported weights are those of step 4." in (tmp_path / "run/export/README.md").read_text()
 
 
 def test_predictions_that_cannot_be_written_are_an_alarm(train, tmp_path, monkeypatch):

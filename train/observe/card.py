@@ -1,4 +1,4 @@
-"""The model card, RUN/export/README.md. Writing it needs only the run folder, not torch or the machine of the run.
+"""The model card, RUN/export/README.md. It is made from the run folder alone, without torch, on any machine.
 
 The card may be published, so it contains no host names or endpoints, and only the last part of each path.
 """
@@ -19,7 +19,7 @@ from train.system.run_folder import RunFolder
 from train.tasks import TASKS, TaskSpec
 
 NAME = "README.md"
-HERE = "path/to/this/folder"  # the model's location in the code example, until the card is pushed to the Hub
+HERE = "path/to/this/folder"  # the model's location in the code example; `push.send` replaces it with the Hub id
 SETTINGS = (  # (label, key in config.yaml or environment.json)
     ("Optimizer", "optim.name"),
     ("Peak learning rate", "optim.lr"),
@@ -34,7 +34,7 @@ SETTINGS = (  # (label, key in config.yaml or environment.json)
     ("Frozen layers", "model.freeze_layers"),
     ("Seed", "seed"),
 )
-TRAINED: tuple[str, ...] = ("Steps done", "Sequence length (tokens)", "Precision")  # labels in the report's table
+TRAINED: tuple[str, ...] = ("Steps done", "Sequence length (tokens)", "Precision")  # rows of the report's table
 MACHINES: tuple[str, ...] = ("Instance", "Device", "World size (ranks)", "Training time (h:mm:ss)")
 MACHINES += ("Tokens/s over the whole run", "Cost", "Versions")
 
@@ -50,7 +50,7 @@ def write(folder: RunFolder) -> Path:
 
 
 def card(path: Path, name: str) -> str:
-    """Return the card, titled `name`, of the run in the folder `path`. Raises InputError if that is no run folder."""
+    """Return the card, titled `name`, of the run in the folder `path`. Raises InputError if it is not a run folder."""
     run = read_run(path)
     records, figures, task = run.records or Records(), facts(run, run), task_of(run)
     blocks = [f"# {text(name)}", about(run, records), "## Results", *results(run, records)]
@@ -69,7 +69,7 @@ def card(path: Path, name: str) -> str:
 
 
 def task_of(run: Run) -> TaskSpec | None:
-    """Return the run's task; None if this version does not have it."""
+    """Return the run's task; None if this version of baretrain lacks it."""
     return TASKS.get(str(run.config.get("task.kind")))
 
 
@@ -111,7 +111,7 @@ def metadata(run: Run, records: Records, name: str) -> str:
 def results_of(run: Run, records: Records) -> list[tuple[str, str, float]]:
     """Return (split, metric, value) for each score of the exported weights."""
     line = exported_evaluation(run)
-    others = [split.name for split in records.evaluated if split.name != "validation"]  # names begin with <split>_
+    others = [split.name for split in records.evaluated if split.name != "validation"]  # metrics begin with <split>_
     triples = []
     for name, points in scores(run, [line] if line else []).items():
         split = next((each for each in others if name.startswith(f"{each}_")), "validation")
@@ -128,7 +128,7 @@ def exported_evaluation(run: Run) -> Line | None:
 
 
 def hub_id(run: Run, key: str) -> str | None:
-    """Return a setting's value if it is a Hub id, None if it is a path. An existing folder counts as a path."""
+    """Return a setting's value if it is a Hub id and not an existing path, otherwise None."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     value = str(run.config.get(key) or "")
@@ -187,7 +187,7 @@ def results(run: Run, records: Records) -> Iterator[str]:
     yield table(rows)
     if run.exported_step is not None:
         remark = "" if exported_evaluation(run) else ", which was not evaluated"
-        yield f"These are the weights of step {run.exported_step:,}{remark}."
+        yield f"The exported weights are those of step {run.exported_step:,}{remark}."
     of_labels = [(f"{text(f'Labels of {split.name}')}:", classes_table(split)) for split in records.evaluated]
     tables = [(caption, rows) for caption, rows in [("", metrics_table(records)), *of_labels] if rows]
     if records.step is not None and tables:

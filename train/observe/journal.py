@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from train.observe.trackers import Tracker
 
 logger = logging.getLogger("train")
-MOST_WAITING = 100  # if more lines wait to be written, training waits for the disk
+MOST_WAITING = 100  # if more lines are waiting to be written, training waits for the disk
 
 
 class Journal:
@@ -54,7 +54,7 @@ class Journal:
 
     @cached_property
     def cost_before_usd(self) -> float:
-        """The cost of all earlier attempts, up to their last line; 0 if it is unknown."""
+        """The cost of all earlier attempts, as their last lines report it; 0 if it is unknown."""
         costs = (line.get("cost_usd") for line in read_back(self.folder.local) if line["attempt"] < self.attempt)
         return next((cost for cost in costs if cost is not None), 0.0)
 
@@ -131,7 +131,7 @@ class Journal:
             self.tensorboard = False
 
     def close(self, error: BaseException | None = None) -> None:
-        """Write the waiting lines, close the files, and end the trackers unless another job continues the run.
+        """Write the waiting lines, close the files and, unless another job has taken over the run, end the trackers.
 
         Raises Failure if lines cannot be written, unless the run is already ending with an `error`.
         """
@@ -145,7 +145,7 @@ class Journal:
         if isinstance(error, Exception):
             status = "FAILED"
         if self.folder.ownership.may_append() and not self.folder.ownership.lost:
-            waits = error is None or isinstance(error, Exception)  # any other kind is a second signal: exit now
+            waits = error is None or isinstance(error, Exception)  # not after a second signal: exit now
             trackers.end(self.trackers, status, waits=waits)
         if error is None:
             self._raise_failure()
@@ -158,7 +158,7 @@ def encoded(line: dict[str, Any]) -> bytes:
 
 
 class RunConsole:
-    """A log line for each metrics line, and a progress bar on a terminal."""
+    """Log lines on training and evaluations, and a progress bar if the output is a terminal."""
 
     def __init__(self, *, step: int, total_steps: int, is_first_rank: bool) -> None:
         self.total_steps, self.width = total_steps, len(str(total_steps))

@@ -29,7 +29,7 @@ def read_lines(folder: Folder, *, containing: bytes = b"") -> Iterator[Line]:
 def read_back(
     folder: Folder, *, containing: bytes = b"", limit_bytes: float = math.inf, damage: list[str] | None = None
 ) -> Iterator[Line]:
-    """Yield the lines that `read_lines` yields, newest first, from the last `limit_bytes` of the file.
+    """Yield the lines that contain the bytes `containing`, newest first, from the last `limit_bytes` of the file.
 
     The error of the first damaged line read is appended to `damage`. An unfinished last line is not an error.
     """

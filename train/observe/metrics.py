@@ -1,4 +1,4 @@
-"""Measurements on every rank during a run, which rank 0 writes to metrics lines.
+"""Measurements taken on every rank during a run. Rank 0 writes them to metrics.jsonl.
 
 Values on the device are copied to the host only every `log_every` steps, so that measuring does not stall the device.
 """
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from train.parallel.engines import Engine
 
 logger = logging.getLogger("train")
-COMPILED_STEPS = 2  # after this many steps at a sequence length, all its graphs are compiled
+COMPILED_STEPS = 2  # after this many steps with a sequence length, all graphs for it are compiled
 
 
 @dataclass
 class Window:
-    """Sums since the last metrics line. Checkpoints contain them, so that a resumed run writes the same lines."""
+    """Sums since the last train line. Checkpoints contain them, so that a resumed run writes the same lines."""
 
     steps: int = 0
     count: float = 0.0  # labels of this rank; after `_add_up`, of all ranks
@@ -49,7 +49,7 @@ class Window:
     slots: float = 0.0  # tokens of all ranks, padding included
     flops: float = 0.0  # the model's FLOPs on all ranks; 0 if unknown
     wait_s: float = 0.0  # seconds in which this rank waited for data
-    work_s: float = 0.0  # seconds of this rank's work and waits for data, without waits for other ranks
+    work_s: float = 0.0  # seconds in which this rank worked or waited for data, but not for other ranks
     busy_s: float = 0.0  # seconds in steps, including waits for data, but not evaluations, saves or compiling
     compile_s: float = 0.0  # seconds of compiling in steps
 
@@ -72,13 +72,13 @@ class Recorder:
     all_tokens: float = 0.0  # tokens of all ranks in this attempt, up to the last line
     total_flops: float = 0.0  # the model's FLOPs on all ranks in this attempt
     train_s: float = 0.0
-    passes_s: float = 0.0  # seconds of all ranks in forward and backward passes after the first line (warm-up)
+    passes_s: float = 0.0  # seconds that all ranks spent in passes (forward, backward) after the first train line
     spans_s: float = 0.0  # seconds from a step's first pass to its last, summed like passes_s; 0 without a pipeline
     steps_done: int = 0  # optimizer steps in this attempt
     steps_of: Counter[int] = field(default_factory=Counter)  # steps_done by sequence length
     last_length: int = 0
     is_first_evaluation: bool = True
-    skipped: int = 0  # steps that this process skipped, because their gradient was not finite
+    skipped: int = 0  # steps that this process skipped because their gradient was not finite
     skips_in_a_row: int = 0  # consecutive skipped steps, up to the last line
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ class Recorder:
 
     @property
     def is_first(self) -> bool:
-        """True while batches of the last sequence length may still trigger compilation."""
+        """True while the sequence length of the last step may still trigger compilation."""
         return self.is_new(self.last_length)
 
     def is_new(self, seq_len: int) -> bool:
@@ -118,7 +118,7 @@ class Recorder:
         self.console.bar.close()
         if self.journal is not None:
             self.journal.close(error)
-        if self.profiler is not None:  # closed last: after a device fault, this may fail too
+        if self.profiler is not None:  # closed last: this may fail after a device fault
             self.profiler.close()
 
     def begin_step(self) -> None:
@@ -132,7 +132,7 @@ class Recorder:
         self.window.work_s += wait_s
 
     def waited(self, wait_s: float) -> None:
-        """Count a wait for data outside of a step: no step before the first one prefetches its batches."""
+        """Count a wait for batches that were not drawn during the step before, such as those of the first step."""
         self.window.wait_s += wait_s
         self.window.work_s += wait_s
         self._busy(wait_s)
@@ -148,8 +148,8 @@ class Recorder:
         """Record a step of this rank's `micro_batches`, padded to `seq_len` tokens.
 
         Every `log_every` steps, or if `reads` is set, read values from the device, sum them over the ranks and write a
-        line. Then raises FloatingPointError on all ranks if the loss or the gradient norm is not finite, unless the
-        last step was skipped for that reason.
+        train line. After writing it, raise FloatingPointError on all ranks if the loss or the gradient norm is not
+        finite, unless the step was skipped for that reason.
         """
         step = self.progress.step
         self._count(micro_batches, seq_len)
@@ -239,7 +239,7 @@ class Recorder:
         if window.compile_s:
             line |= {"compile_s": window.compile_s, "graphs": self.backend.graphs().compiled}
         self.write("train", line, lambda: self.console.train(line))
-        if num_alarms:  # summed over the ranks, so all of them join the gather
+        if num_alarms:  # the same sum on all ranks, so all of them call `gather`
             for alarms in self.world.gather(self.monitor.alarms()):
                 for text in alarms:
                     self.alarm(text)

@@ -4,8 +4,8 @@ neuron   reads neuron-monitor, see `train.observe.monitor_neuron`; not tested on
 nvidia   reads NVML
 cpu      reads no device
 
-All kinds also read the host, with psutil. One process per machine reads about once a second, in a thread that does not
-slow training. Values that a kind cannot read are left out. If its source is missing or fails, one warning is logged;
+All kinds also read the host's CPU and memory. One process per machine reads about once a second, in a thread that does
+not slow training. Values that a kind cannot read are left out. If the devices cannot be read, one warning is logged;
 the host is still read, and training continues.
 """
 
@@ -32,7 +32,7 @@ logger = logging.getLogger("train")
 
 DEVICE = ("device_utilisation", "device_flops_per_s", "device_memory_bytes")
 NAMES = (*DEVICE, "cpu_utilisation", "host_memory_bytes", "device_errors")
-OVER_TIME = ("device_utilisation", "device_flops_per_s", "cpu_utilisation")  # averaged; of others, the latest counts
+OVER_TIME = ("device_utilisation", "device_flops_per_s", "cpu_utilisation")  # averaged; of others, the latest is used
 CLOSE_S = 8.0  # seconds to wait for the thread to end; sources stop sooner
 
 Source = Callable[[threading.Event], Iterator[Reading]]  # yields a reading about once a second until the event is set
@@ -70,7 +70,7 @@ class HardwareSample:
 
 
 class Monitor:
-    """A thread that reads a source and the host, and collects the readings.
+    """A thread that reads the devices (through a source) and the host, and collects the readings.
 
     Only the first rank of a machine has a source; without one, a monitor reads nothing. A monitor is a context manager.
     Its methods neither block training nor raise.
@@ -79,7 +79,7 @@ class Monitor:
     def __init__(self, source: Source | None = None, *, period_s: float = 1.0) -> None:
         self.source, self.period_s = source, period_s
         self.stop, self.lock = threading.Event(), threading.Lock()
-        self.series: dict[str, list[tuple[float, float]]] = defaultdict(list)  # OVER_TIME, since the last sample
+        self.series: dict[str, list[tuple[float, float]]] = defaultdict(list)  # OVER_TIME values since the last sample
         self.latest: Totals = {}
         self.num_errors: float | None = None  # errors since the last sample; None if no source counts them
         self.waiting: Counter[str] = Counter()  # alarms since the last call to `alarms`, and their counts
@@ -112,7 +112,7 @@ class Monitor:
     def add(self, reading: Reading) -> None:
         with self.lock:
             for name, (total, num) in reading.totals.items():
-                pair = (float(total), float(num))  # a huge integer raises: this ends the source, not the run
+                pair = (float(total), float(num))  # fails for a huge integer, which ends the source, not the run
                 if name in OVER_TIME:
                     self.series[name].append(pair)
                 else:

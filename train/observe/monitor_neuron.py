@@ -1,4 +1,4 @@
-"""The child process neuron-monitor, which writes a JSON object every second, and the parser of its lines.
+"""The child process neuron-monitor, which writes a line of JSON every second, and the parser of these lines.
 
 The parser follows the Neuron SDK's "Neuron Monitor User Guide", except where published recordings from trn1 and inf2
 differ from it. It has not been run on hardware.
@@ -130,7 +130,7 @@ class LineParser:
         return reading
 
     def ours(self, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the processes with the run's tag, or if there are none, those with no tag or their pid as the tag."""
+        """Return the processes with the run's tag; if there are none, those whose tag is missing or is their pid."""
         tagged = [entry for entry in entries if self.run_tag and entry.get("neuron_runtime_tag") == self.run_tag]
         if tagged:
             return tagged
@@ -179,7 +179,7 @@ class LineParser:
         return group
 
     def new_ecc(self, counters: dict[str, Any]) -> dict[str, int]:
-        """Return the increase of each counter of uncorrected errors, whether the tool counts per period or in total."""
+        """Return how much each counter of uncorrected errors has grown since the last line."""
         new = {}
         for device in counters.get("neuron_devices") or []:
             for name in ECC_COUNTERS:

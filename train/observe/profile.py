@@ -1,6 +1,6 @@
 """The profiler that `profile=true` turns on: a PyTorch trace of some steps of rank 0, and a table of its kernels.
 
-Tracing slows these steps down, so shares of time are meaningful, but seconds are not.
+Tracing slows these steps down: compare the shares of time that kernels take, not the times themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from train.parallel.backends import Backend
 
 logger = logging.getLogger("train")
-FIRST, STEPS = 10, 5  # number of steps to skip, in which graphs compile and caches fill, and then to trace
+FIRST, STEPS = 10, 5  # steps to skip (graphs compile and caches fill), and then steps to trace
 MOST_ROWS = 30  # maximum number of rows in the table
 
 
@@ -54,10 +54,12 @@ class Profiler:
             self.scratch.cleanup()
         if self.steps < FIRST + STEPS:
             last = FIRST + STEPS
-            logger.warning("profile=true traces steps %d to %d of an attempt; this had %d", FIRST + 1, last, self.steps)
+            logger.warning(
+                "profile=true traces steps %d to %d of an attempt; this attempt had %d", FIRST + 1, last, self.steps
+            )
 
     def write(self, scratch: Path) -> None:
-        """Write the table, the trace, and the files of the device's profiler in `scratch` to the run folder."""
+        """Write the table, the trace, and the device profiler's files (under `scratch`) to the run folder."""
         backend, folder = self.backend, self.folder.folder
         rows = self.tracing.key_averages()
         has_device = any(row.self_device_time_total > 0 for row in rows)

@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("train")
-ASK_S, SEND_S = 10.0, 600.0  # seconds to wait for the Hub's answer to a query, and to a part of an upload
+ASK_S, SEND_S = 10.0, 600.0  # seconds to wait for the Hub's response to a query, and to a part of an upload
 NUMBERS_OF = ("train", "eval", "checkpoint", "summary")  # kinds of metrics lines whose numbers are pushed
-CARD_FILES = ("config.yaml", "environment.json", "metrics.jsonl", "data.json", "evaluation.json")  # used by the card
+CARD_FILES = ("config.yaml", "environment.json", "metrics.jsonl", "data.json", "evaluation.json")  # read for the card
 
 
 # ---- before and after a run ----------------------------------------------------------------------------------------
 
 
 def check_push(cfg: TrainConfig) -> None:
-    """Check on rank 0 that the Hub would accept the run. Raises InputError if not."""
-    # If the run has already begun, this only warns: its end may be days away, and it can be pushed later.
+    """Check on rank 0 that the Hub would accept the run. Raises InputError if not, unless the run has begun."""
+    # A run that has begun only gets a warning: it may train for days, and it can still be pushed after its end.
     to = cfg.hub.push_to
     if to is None or launched().rank != 0:
         return

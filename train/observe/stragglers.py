@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 FACTOR = 1.5  # a rank is slow if its work time exceeds this multiple of the other ranks' median
-WINDOWS = 5  # number of consecutive slow lines before a rank is reported; doubled at the start
-WARM_UP = 1  # number of first lines to ignore: their steps compile, open files and fill caches
+WINDOWS = 5  # a rank is reported after this many slow lines in a row; twice as many at the start
+WARM_UP = 1  # number of train lines to ignore at first: their steps compile, open files and fill caches
 MEMORY = 100  # number of past ratios kept for each rank
 USUAL = 0.9  # quantile of a rank's past ratios that a slow line must exceed
 
 
 @dataclass
 class Pace:
-    """One rank's work times, divided by the other ranks' median so that lines of different steps are comparable."""
+    """One rank's work times, each divided by the other ranks' median so that they are comparable between lines."""
 
     past: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))
     streak: list[float] = field(default_factory=list)  # newest ratios, all slow, which are not yet in `past`
@@ -58,13 +58,13 @@ class Stragglers:
         streaks = {rank: self.paces[rank].see(ratio) for rank, ratio in ratios.items()}
         return [
             f"rank {rank} on {self.hosts[rank]} slows the other ranks down: its work takes {ratios[rank]:.1f} times "
-            f"their median, {num_lines} lines in a row; check that machine with python -m train.doctor"
+            f"their median, in {num_lines} metrics lines in a row; check that machine with python -m train.doctor"
             for rank, num_lines in streaks.items()
             if num_lines
         ]
 
     def ratios(self, works_s: Sequence[float]) -> Mapping[int, float]:
-        """Return each rank's work divided by its stage's other ranks' median; {} if there is none or it is 0."""
+        """Return each rank's work time over the median of its stage's other ranks; {} if a median is missing or 0."""
         ratios: dict[int, float] = {}
         for stage in sorted(set(self.stages)):
             ranks = [rank for rank, own in enumerate(self.stages) if own == stage]

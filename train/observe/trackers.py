@@ -1,7 +1,7 @@
 """The trackers MLflow and Weights & Biases, to which rank 0 sends the lines that it writes to metrics.jsonl.
 
 Each tracker has a thread, which starts with the first line. It imports the library, connects and sends; training only
-puts lines into a queue. If sending fails, one warning is logged, and the lines are sent together with the next line.
+puts lines into a queue. The first failure to send is logged, and unsent lines are sent together with the next line.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ KILLED_LOADER = "killed by signal: Killed"
 FULL_SHARED_MEMORY = "killed by signal: Bus error"  # a loader process wrote to a full /dev/shm
 OOM_COUNTER = find_oom_counter()
 OOM_KILLS_BEFORE = count_oom_kills(OOM_COUNTER)
-HOST_MEMORY_ERRORS = ("can't allocate memory", "Cannot allocate memory")  # torch's CPU allocator, errno ENOMEM
+HOST_MEMORY_ERRORS = ("can't allocate memory", "Cannot allocate memory")  # of torch's CPU allocator and of ENOMEM
 KINDS: dict[type[BaseException], str] = {
     InputError: "refused",
     NoneValid: "no_valid_checkpoint",
@@ -61,7 +61,7 @@ class Attempt:
     saves: bool = True  # False: nothing is saved, and the ranks may have separate run folders
     began_s: float = field(default_factory=lambda: time.monotonic() - started_ago_s())
     checkpoint: int | None = None  # step of the newest committed checkpoint, known on rank 0
-    asked: str = ""  # the requests to stop, and the ranks that received them
+    asked: str = ""  # the requests to stop, with the ranks that received them
     kind: str = ""  # the kind of the first request
     is_described: bool = False  # whether the run may have written environment.json
 
@@ -80,10 +80,10 @@ class Attempt:
             self.folder.ownership.follow(owner if self.saves else "")
         first = world.rank - world.local_rank
         peers = {rank: everyone[rank][2] for rank in range(first, first + world.local_size) if rank != world.rank}
-        self.watch.joined(peers if launched().is_under_torchrun else {})  # else maybe in other containers
+        self.watch.joined(peers if launched().is_under_torchrun else {})  # otherwise, containers may separate them
 
     def sees_owner(self) -> bool:
-        """Return whether this rank sees the lease of rank 0, which it does if they share the folder."""
+        """Return whether this rank can read rank 0's lease, that is, whether they share the run folder."""
         try:
             self.folder.ownership.check()
         except LeaseLost:
@@ -101,7 +101,7 @@ def started_ago_s() -> float:
 
 @contextmanager
 def begin(attempt: Attempt) -> Iterator[Attempt]:
-    """Take ownership of the run folder, start the watchdog and the notices, and record a failure of the attempt.
+    """Take ownership of the run folder and start the watchdog and `Notices`. If the attempt fails, record that.
 
     An attempt that is rejected before it has written environment.json leaves no files. Raises InputError if another
     job owns the folder.
@@ -165,7 +165,7 @@ def record_failure(error: BaseException, attempt: Attempt) -> None:
     elif isinstance(error, StoppedEarly):
         outcome, reason = "stopped", f"{error} came before there was anything to save"
     elif isinstance(error, SystemExit):
-        outcome, reason = "stopped", f"left immediately on a second signal ({attempt.stop.signal} came first)"
+        outcome, reason = "stopped", f"exited immediately on a second signal ({attempt.stop.signal} came first)"
     else:
         name = "" if isinstance(error, OutOfMemory) else f"{type(error).__name__}: "
         outcome, reason = "failed", f"failed: {name}{error}"
@@ -183,7 +183,7 @@ class OutOfMemory(Failure):
 
 
 def kind_of(error: BaseException) -> str:
-    """Return the short name of a failure, from which launchers decide whether to start the run again."""
+    """Return a failure's identifier, by which launchers decide whether to start the run again."""
     if isinstance(error, OutOfMemory):
         return error.kind
     kind = next((name for cls, name in KINDS.items() if isinstance(error, cls)), type(error).__name__)

@@ -1,4 +1,4 @@
-"""The manager of a run's checkpoints: it resumes from the newest, saves, rolls back, and restores the best."""
+"""The manager of a run's checkpoints: it resumes from the newest one, saves, rolls back, and restores the best one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class CheckpointManager:
         self.attempt, self.backend, self.engine = attempt, backend, engine
         self.cfg, self.world, self.on_wait = attempt.cfg, backend.world, attempt.watch.heartbeat
         self.store = open_store(attempt.folder.storage, attempt.folder.staging)
-        self.last_rollback: int | None = None  # the step that the run returned to
+        self.last_rollback: int | None = None  # the step that the last rollback restored
         self.lost: goodput.Lost | None = None  # the cost of the last attempt's fault, until it is reported
 
     # ---- before the loop -----------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ class CheckpointManager:
 
     @contextmanager
     def saving(self, recorder: Recorder) -> Iterator[None]:
-        """Continue the metrics from the checkpoint, and run the thread that saves checkpoints during the block."""
+        """Continue the metrics from the checkpoint. During the block, run the thread that saves checkpoints."""
         # The end of the block waits for a pending save, unless a second signal ends the run (SystemExit).
         self.recorder, attempt, ownership = recorder, self.attempt, self.attempt.folder.ownership
         world_size, name, fence = self.world.size, self.backend.name, ownership.number
@@ -112,14 +112,14 @@ class CheckpointManager:
             self.saver.close(waits=waits)
 
     def _restore_window(self, loaded: Loaded) -> None:
-        """Restore each rank's sums for the next metrics line. If the number of ranks has changed, rank 0 gets them."""
+        """Restore each rank's sums for the next metrics line. If the number of ranks differs, rank 0 gets the sums."""
         # Counts of labels and tokens are saved as sums over the ranks, so rank 0 always gets them.
         rank, ranks = self.world.rank, loaded.ranks
         if len(ranks) != self.world.size:
             sums = {key: sum(own[key] for own in ranks) for key in ("loss_sum", "wait_s", "work_s")}
             ranks = [sums, *(dict.fromkeys(sums, 0.0) for _ in range(self.world.size - 1))]
         own = ranks[rank]
-        if not math.isfinite(sum(float(each["loss_sum"]) for each in ranks)):  # skipped steps are included
+        if not math.isfinite(sum(float(each["loss_sum"]) for each in ranks)):  # a step was skipped
             self.engine.loss_sum.zero_()
             self.recorder.window = Window()
             return
@@ -155,7 +155,7 @@ class CheckpointManager:
 
     def is_due(self) -> bool:
         """Return whether to save after this step. The last step is always saved, whatever this returns."""
-        # The first step after a rollback is saved too, so that a restart knows of it and of the position in the data.
+        # Saving the first step after a rollback preserves the count of rollbacks and the position in the data.
         progress, cfg = self.recorder.progress, self.cfg.checkpoint
         is_best = cfg.best and progress.best_step == progress.step
         is_after_rollback = self.last_rollback is not None and progress.step == self.last_rollback + 1
@@ -164,8 +164,8 @@ class CheckpointManager:
     def save(self, metric: float | None, *, is_last: bool) -> None:
         """Start saving this step. `metric` is the score of its evaluation, None if there was none.
 
-        If the previous save is still running, this one may be skipped. The saves of the last step, and of the best step
-        if it will be exported, wait instead.
+        If the previous save is still running, this one may be skipped. The last step, and the best step if it will be
+        exported, are never skipped: their saves wait for the previous one.
         """
         progress, window = self.recorder.progress, self.recorder.window
         self.attempt.watch.phase("save", step=progress.step)
@@ -210,7 +210,7 @@ class CheckpointManager:
         return progress
 
     def _quarantine_what_failed(self) -> None:
-        """Quarantine the checkpoint of the last rollback if no newer one was saved since, and an older one exists."""
+        """Quarantine the last rollback's checkpoint, and that of the next step, if they are the newest of several."""
         self.attempt.folder.ownership.check()
         last, steps = self.last_rollback, self.store.steps()
         since = [step for step in steps if last is not None and step in (last, last + 1)]
@@ -252,21 +252,21 @@ class CheckpointManager:
         )
 
     def remove_leftovers(self) -> None:
-        """Remove files of unfinished saves by earlier owners of the folder, even by one that may still be alive."""
-        # The run is done: no later attempt would remove them, and no earlier owner can save a later step.
+        """Remove files of unfinished saves by earlier owners of the folder, even if one of them may still be alive."""
+        # The run is done, so no later attempt would remove these files, and no earlier owner can save a later step.
         if self.world.rank == 0:
             try:
                 self.attempt.folder.ownership.check()
                 self.store.remove_uncommitted(range(self.attempt.folder.ownership.number))
             except NotPermitted:
-                pass  # reported at the start
+                pass  # was reported when the attempt began
             except (InputError, Failure) as error:
                 logger.warning("could not remove the files of unfinished saves in %s: %s", self.store.location, error)
 
     def restore_best(self) -> int:
         """Load the weights of the best evaluation into rank 0's model after training, and return their step.
 
-        If they were not saved or are damaged, the best of the other checkpoints is loaded.
+        If their checkpoint is missing or damaged, the best of the other checkpoints is loaded.
         """
         progress, manifests = self.recorder.progress, self.store.look_at_all()[0]
         while (step := best(manifests)) is not None:
@@ -292,6 +292,6 @@ class CheckpointManager:
 
 
 def last_save_patience_s(cfg: TrainConfig, began_s: float) -> float:
-    """Return the seconds for which the last save is retried: PATIENCE_S, or less if max_run_s leaves less."""
+    """Return for how many seconds the last save is retried: PATIENCE_S, or less if max_run_s ends earlier."""
     left_s = math.inf if cfg.max_run_s is None else began_s + cfg.max_run_s - time.monotonic()
     return max(0.0, min(PATIENCE_S, left_s))

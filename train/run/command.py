@@ -78,7 +78,7 @@ def command_parser(
     settings: Callable[[], str] | None = None,
     imports: bool = False,
 ) -> Parser:
-    """Make a parser. An example is the command's arguments, or a whole command line that begins with torchrun."""
+    """Make a parser. Each example is a command line that begins with torchrun, or only the command's arguments."""
     prog = f"python -m {name}"
     shown = [example if example.startswith("torchrun") else f"{prog} {example}".rstrip() for example in examples]
 
@@ -149,11 +149,11 @@ def guarded(
     """Call `act` and return the exit code.
 
     One rank of each machine prints an error as one line on standard error, after a traceback if the error is a bug.
-    `after_rejection` is called with the reason of a rejection. By default, it passes the reason to the program that
-    started torchrun. `interrupted` is the line and the exit code after Ctrl-C.
+    `after_rejection` is called with the reason for a rejection. By default, it passes the reason to the program that
+    started torchrun. `interrupted` is the line to print and the exit code after Ctrl-C.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # like standard error: the C locale has only ASCII
+        sys.stdout.reconfigure(errors="backslashreplace")  # as for standard error: the C locale has only ASCII
     line, code = "", DONE
     use_console("stderr")
     try:
@@ -166,8 +166,8 @@ def guarded(
     except KeyboardInterrupt:
         line, code = interrupted
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and is_unread():  # such as `| head`, which has read enough
-            code = code or UNREAD  # unless the command has an error code: `checkpoints verify | head`
+        if isinstance(error, BrokenPipeError) and is_unread():  # for example, `| head` has read enough
+            code = code or UNREAD  # keep the command's error code, for example after `checkpoints verify | head`
         else:
             line, code = f"error: {explained(error)}", FAILED
         drop_unwritten()
@@ -188,7 +188,7 @@ def guarded(
 
 
 def drop_unwritten() -> None:
-    """Drop unwritten output if standard output is closed: a failed flush at exit would change the exit code."""
+    """Drop output that cannot be written: otherwise the flush at exit would fail and change the exit code."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -114,14 +114,14 @@ def checked(composed: DictConfig, schema: type[Config], overrides: Sequence[str]
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(explain(error, schema, overrides)) from error
     assert isinstance(config, schema)
-    if isinstance(config, TrainConfig):  # task and optimizer must be in their tables, with settings of the right class
+    if isinstance(config, TrainConfig):  # the task and optimizer must exist, with settings of the right class
         spec_of(config.task)
         check_optimizer(config.optim)
     return config
 
 
 def check_typed(schema: type, typed: Sequence[str]) -> None:
-    """Raise InputError if several options of a group were typed."""
+    """Raise InputError if several options of one group are on the command line."""
     for group in groups(CONFIGS[schema]):
         options = sorted({override for override in typed if override.startswith(f"{group}=")})
         check(len(options) < 2, f"{' and '.join(options)} choose the same thing; give one of them")
@@ -134,7 +134,7 @@ def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
     for override in overrides:
         check_override(schema, override)
     listed = groups(CONFIGS[schema])
-    # Hydra has no syntax for "no option of this group". Where this is the default, group=null is left out.
+    # Hydra has no syntax for "no option of this group". If that is the group's default, group=null is dropped.
     overrides = [each for each in overrides if not (each.endswith("=null") and each.removesuffix("=null") in listed)]
     try:
         with initialize_config_module("conf", version_base="1.3"), words_as_text():
@@ -264,7 +264,7 @@ def known_keys(schema: type) -> list[str]:
 def settings_parser(
     name: str, schema: type, purpose: str, *, examples: Sequence[str], keys: Sequence[str], model: str = ""
 ) -> Parser:
-    """Make the parser of a command with settings. --help explains `keys`, and MODEL by the text `model` ("": none)."""
+    """Make the parser of a command with settings. --help explains `keys`. `model`: help on the argument MODEL."""
     exits = {**EXITS, STOPPED: "stopped on request; the same command resumes it"}
     settings = partial(settings_help, schema, CONFIGS[schema], keys)
     imports = issubclass(schema, TrainConfig)
@@ -288,7 +288,7 @@ def run(
     """Read and check the command line, call `action` with the settings, and return the exit code.
 
     `given` are further overrides, or a function that returns them for the parsed flags; the command line takes
-    precedence. The reason of a rejection is printed and then passed to `after_rejection`.
+    precedence. The reason for a rejection is printed and then passed to `after_rejection`.
     """
 
     def act() -> int:

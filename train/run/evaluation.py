@@ -40,9 +40,10 @@ logger = logging.getLogger("train")
 
 
 def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recorder) -> float | None:
-    """Evaluate and record the metrics. Return the score by best.metric (lower is better), or None at step 0.
+    """Evaluate and record the metrics. Return the score by best.metric (lower is better), or None if there is none.
 
-    Also return None if a rank is asked to stop during the evaluation, which is then due after a resume.
+    There is no score at step 0, if the backend only collects graphs, or if a rank is asked to stop during the
+    evaluation, which is then repeated after a resume.
     """
     began_s = time.perf_counter()
     votes = Votes(backend.world, attempt.stop)
@@ -53,7 +54,7 @@ def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recor
     metrics, rows = measured
     recorder.evaluation(recorder.progress.step, metrics, time.perf_counter() - began_s)
     best, step = attempt.cfg.best, recorder.progress.step
-    if step == 0:  # a baseline is never the best: it has no checkpoint, and patience does not start with it
+    if step == 0:  # never the best: step 0 has no checkpoint, and patience does not start with it
         return None
     score = -best_metric(attempt.cfg).sign * metrics[best.metric]
     if recorder.progress.saw(score, best.metric, min_delta=attempt.cfg.early_stop.min_delta):
@@ -97,7 +98,7 @@ class Evaluated:
 def evaluate_alone(
     cfg: TrainConfig, stop: StopRequest, *, run: Folder | None, step: int | None, load: Callable[[Network], None]
 ) -> Evaluated:
-    """Evaluate the model that training would start from, in the way that training does. `load` may replace its weights.
+    """Evaluate the model that training would start from, as training evaluates it. `load` may replace its weights.
 
     Every rank must call this with a separate, empty cfg.run_dir. `run` is the folder of the run that trained the model,
     and `step` the step of its weights. Raises StoppedEarly if a rank is asked to stop.
@@ -141,7 +142,7 @@ def evaluate_model(
         load(model)
         return model
 
-    torch.manual_seed(cfg.seed)  # so that weights that a checkpoint lacks are the same on every rank
+    torch.manual_seed(cfg.seed)  # makes weights that the checkpoint lacks the same on every rank
     model = world.agree(build)
     lengths = 1 if task.buckets is None else len(task.buckets.lengths)
     engine = build_engine(cfg.parallel, cfg.optim, backend, model, task.loss, accumulation=1, lengths=lengths)
@@ -158,8 +159,8 @@ def measure(
 ) -> tuple[dict[str, float], np.ndarray] | None:
     """Return the metrics of the validation data on all ranks, and on rank 0 the statistics [examples, n] behind them.
 
-    Returns None if a rank is asked to stop. Also returns None if the backend only collects graphs: then each rank runs
-    one batch, whose numbers are meaningless.
+    Returns None if a rank is asked to stop. Also returns None if the backend only collects graphs: each rank then
+    runs a single batch, whose metrics would be meaningless.
     """
     plan, task = attempt.plan, attempt.task
     batch_size = plan.eval_batch_size
@@ -201,7 +202,7 @@ def measure(
 def agreed(batches: Iterator[list[Batch]], votes: Votes) -> Iterator[Batch]:
     """Yield single batches until a rank is asked to stop.
 
-    The ranks vote on a batch before they compute it. If a rank fails to draw a batch, all ranks raise its failure, and
+    The ranks vote on a batch before they compute it. If a rank cannot draw a batch, all ranks raise its error, so that
     none waits for that rank in a collective.
     """
     batch, failure = draw(batches)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from train.parallel.ranks import World
 
 logger = logging.getLogger("train")
-MICRO_BATCHES_AHEAD = 4  # batches that a loader process keeps ready; more would only take memory
+MICRO_BATCHES_AHEAD = 4  # batches that a loader process keeps ready; more would only use memory
 HELD_BACK = 8  # micro batches that a backend may gather before it returns the first (XLA's loader sends 4 together)
 
 
@@ -46,7 +46,7 @@ def check_same_code(imports: list[dict[str, str]]) -> None:
 
 
 class TrainData:
-    """A rank's micro batches for each step, starting at the run's position. The `prefetcher` fetches shards."""
+    """A rank's micro batches for each step, from the run's position in the data. The `prefetcher` fetches shards."""
 
     def __init__(
         self, cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, engine: Engine, progress: Progress
@@ -86,10 +86,10 @@ class TrainData:
 def train_order(
     cfg: TrainConfig, plan: Plan, task: Task, world: World, engine: Engine, progress: Progress
 ) -> ShardSampler:
-    """Return this rank's order of the data from the run's position. A new run chooses windows that fit the caches.
+    """Return the order in which this rank reads the data, from the run's position in it.
 
-    The position is `examples`, `lanes` and `window_shards` of `progress`, which train/checkpoints/loader.py:load has
-    read. With batches of several lengths, it is only `examples`.
+    `load` in train/checkpoints/loader.py has restored the position: `examples`, `lanes` and `window_shards` of
+    `progress`, or only `examples` with batches of several lengths. A new run chooses windows that fit the caches.
     """
     data_ranks = world.all_gather_object(engine.data_rank)
     machines = [data_ranks[first : first + world.local_size] for first in range(0, world.size, world.local_size)]
@@ -131,7 +131,7 @@ def choose_windows(task: Task, world: World, place: dict[str, Any]) -> ShardSamp
 
 
 def draw(steps: Iterator[list[Batch]]) -> tuple[list[Batch], Exception | None]:
-    """Return the next batches ([] at the end) and the failure to draw them, if any, for the vote of all ranks."""
+    """Return the next batches ([] at the end) and the error if they could not be drawn, for the vote of all ranks."""
     try:
         batches = next(steps, [])
     except InputError as error:

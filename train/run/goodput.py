@@ -25,9 +25,9 @@ def lost(
 ) -> Lost | None:
     """Return the cost of the fault that ended the attempt before `attempt`. `attempt` starts at `step`.
 
-    Returns None if there was no previous attempt, or it ended without a fault. `outcome` is the outcome of the previous
-    attempt, {} if it left none, and `last_lease` has the step of its last heartbeat. The count of lost steps is a lower
-    bound, since the last steps may have left no trace. Only the previous attempt's lines are read.
+    Returns None if there was no previous attempt, or it ended without a fault. `outcome` is the previous attempt's
+    outcome ({} if it wrote none), and `last_lease` has the step of its last heartbeat. The count of lost steps is a
+    lower bound, since the last steps may have left no trace. Only the previous attempt's lines are read.
     """
     lines = (line for line in read_back(run) if line["attempt"] < attempt)
     newest = next(lines, None)

@@ -34,7 +34,7 @@ TYPES: dict[object, str] = {
 
 def settings_help(schema: type, name: str, keys: Sequence[str]) -> str:
     """Return help on the settings `keys` of a schema, and on the groups of conf/`name`.yaml."""
-    lines = ["most used settings (key=value; --cfg job prints all, python -m train.settings explains all):"]
+    lines = ["most-used settings (key=value; --cfg job prints all, python -m train.settings explains all):"]
     for key in keys:
         item, meaning = explained_field(schema, key)
         lines += hanging(f"{key}={shown_default(item)}", meaning, indent=34)

@@ -17,7 +17,7 @@ LABELS = "data.labels"
 
 
 def opened(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Split overrides into those for Hydra and those with names, as Hydra's grammar rejects {-1: neg} and [don't]."""
+    """Return the overrides for Hydra, and by key the values with names: Hydra rejects {-1: neg} and [don't]."""
     for_hydra: list[str] = []
     users_own: dict[str, Any] = {}
     for override in overrides:

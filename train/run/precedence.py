@@ -39,7 +39,7 @@ def over_recipe(given: Mapping[str, Any], groups: Collection[str]) -> dict[str, 
     for group in (key for key in typed if key in groups and key != "experiment"):
         chosen |= flatten(option_values(group, typed[group]), f"{group}.")
     values = {key: value for key, value in chosen.items() if key not in given} if "experiment" in typed else {}
-    tables = {key.rpartition(".")[0] for key in typed}  # given as tables: corpus.validation={path: user/set}
+    tables = {key.rpartition(".")[0] for key in typed}  # given as a whole: corpus.validation={path: user/set}
     for key, others in REPLACED.items():
         for other in others if key in typed or key in chosen else ():
             are_both = key in typed and other in {*typed, *tables} and other not in TOGETHER
@@ -50,7 +50,7 @@ def over_recipe(given: Mapping[str, Any], groups: Collection[str]) -> dict[str, 
 
 
 def check_digits(composed: DictConfig, given: Mapping[str, Any]) -> None:
-    """Raise InputError if a number has digits other than 0 to 9, which Python accepts. `given`: value by override."""
+    """Raise InputError if a number has digits other than 0 to 9, which Python accepts. `given`: values by override."""
     for override, values in given.items():
         for name, value in leaves(values, override.partition("=")[0]):
             is_number = isinstance(OmegaConf.select(composed, name), int | float)

@@ -1,4 +1,4 @@
-"""Messages from a rejected rank to programs that do not see its exit code. Torch is imported only then."""
+"""Messages from a rejected rank to programs that do not see its exit code. Importing this does not import torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INFORM_S = 60.0  # seconds for which a rejected first machine waits for machines
 def inform_others(rejection: str) -> None:
     """Tell the other machines, and the program that started torchrun on this machine, about a rejection."""
     leave_rejection(rejection)
-    with suppress(InputError, KeyboardInterrupt):  # the launcher's variables may be what is wrong
+    with suppress(InputError, KeyboardInterrupt):  # `launched` raises if the launcher's variables are wrong
         launch = launched()
         if not launch.is_one_machine:
             from train.parallel import rendezvous  # imported late, since torch takes seconds

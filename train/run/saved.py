@@ -20,9 +20,9 @@ from train.tasks import TASKS
 def read_config(folder: Folder) -> TrainConfig:
     """Return the configuration that a run was last started with. Raises InputError if this version cannot read it.
 
-    Others may have written the file. Therefore, references (`${oc.env:...}`) are rejected, and the file can choose
-    neither the server that gets this machine's credentials nor a place to write to: `s3`, `data.cache_dir` and `hub`
-    are reset to their defaults, and `run_dir` to the folder that was read. The file may name data and weights.
+    Others may have written the file, so references (`${oc.env:...}`) are rejected, and the file can choose neither the
+    server that receives this machine's credentials nor a place to write to: `s3`, `data.cache_dir` and `hub` are reset
+    to their defaults, and `run_dir` to the folder that was read. The file may name data and weights.
     """
     config_path = f"{folder.location}/config.yaml"
     try:
@@ -39,7 +39,7 @@ def read_config(folder: Folder) -> TrainConfig:
         schema.backend = kinds.get(saved.backend.name, BackendConfig)
         config = OmegaConf.to_object(OmegaConf.merge(schema, saved))
     except FileNotFoundError as error:
-        raise InputError(f"{config_path} is missing, which has the model's sizes") from error
+        raise InputError(f"{config_path} is missing: it has the model's sizes") from error
     except BadContent as error:
         raise InputError(f"{config_path} is damaged: {error}") from error
     except (OmegaConfBaseException, LookupError, AttributeError, TypeError, ValueError) as error:

@@ -1,24 +1,24 @@
 """The path from a stop request to the exit code.
 
     1. A signal (`StopRequest.handle`), a notice from EC2, the file STOP or the clock (`Notices`) records a request.
-       During the start, where there is nothing to save (`nothing_to_save`), a signal raises StoppedEarly instead.
-    2. `Votes.cast` sends it before a step, `Votes.count` reads it after the step: all ranks see it after the same step.
+       During start-up, when there is nothing to save (`nothing_to_save`), a signal raises StoppedEarly instead.
+    2. `Votes.cast` sends the request before a step, and `Votes.count` receives it on all ranks after that step.
     3. `train.loop` names the ranks (`who_asked`), saves with `is_last=True` and waits until the save is committed.
     4. `attempt.record_end` writes exit records and outcome.json, which launchers read, since torchrun returns 1 for
        every exit code but 0.
     5. `train.entry.attempt` returns 75 (`STOPPED` in train/run/command.py), also after StoppedEarly.
 
 A second signal skips 2 to 4: `handle` raises SystemExit(128 + the signal's number), and `train.entry` exits immediately
-with that code. In a long C call, the main thread runs no Python handler. Then the thread of `listen` exits with that
+with that code. During a long C call, the main thread cannot run `handle`. The thread of `listen` then exits with that
 code after GRACE_S: on a second signal or, in `nothing_to_save` (a library opens a device or joins ranks), on the first.
 When torchrun itself dies, the kernel sends its ranks SIGTERM (train/system/torchrun.py). Torch is not imported here.
 
 EC2 publishes notices in its instance metadata, which answers 404 while there is no notice (EC2 user guide):
 
-- spot/instance-action: EC2 will take this spot instance back, at best two minutes after the notice.
+- spot/instance-action: EC2 will reclaim this spot instance, at best two minutes after the notice.
 - events/maintenance/scheduled: EC2 will stop or retire the instance for good. The notice comes days ahead, and the run
-  stops shortly before the event. The notice of a reboot is ignored, and the run stops on the reboot's SIGTERM:
-  otherwise, a run that is restarted on the machine before the reboot would stop again and again.
+  stops shortly before the event. The notice of a reboot is ignored: a run that is restarted before the reboot would
+  stop again and again. The reboot itself stops the run with SIGTERM.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ logger = logging.getLogger("train")
 GRACE_S = 5.0  # seconds after a second signal in which the main thread may still exit
 REPEAT_S = 2.0  # seconds in which a signal counts as the same request: torchrun repeats the terminal's Ctrl-C
 BLOCK_LEAD_S = 1800  # EC2 ends the instances of a capacity block this long before the block ends (EC2 user guide)
-BLOCK_MARGIN_S = 60  # seconds added to the save, for the steps until all ranks agree and for clock differences
+BLOCK_MARGIN_S = 60  # seconds added to those of a save: for the steps until all ranks agree, and for clock differences
 EVENT_LEAD_S = 120  # the run stops this many seconds before a scheduled stop: the time that a spot notice leaves
 FOR_GOOD = ("instance-stop", "instance-retirement")
 POLL_S = 5.0  # seconds between requests, as AWS recommends; a spot notice comes two minutes before the end
-CLOSE_S = 5.0  # seconds to wait for a thread's last request; a thread that waits longer for S3 ends with the process
+CLOSE_S = 5.0  # seconds to wait for a thread's last request; if S3 takes longer, the thread ends with the process
 
 
 class StoppedEarly(BaseException):
@@ -146,8 +146,8 @@ class Notices:
 
     Each source of notices has a separate thread, which looks immediately and then every POLL_S: S3 may take minutes to
     answer whether a file exists, but a spot notice leaves only two minutes. A source that fails is reported once and
-    asked again. Before a known end, the run stops early enough to save, which may take as long as last time
-    (`stop.save_s`). Raises InputError if a capacity block has no time left or an address is invalid.
+    tried again. Before an end that is known in advance, the run stops early enough to save, if that takes as long as
+    last time (`stop.save_s`). Raises InputError if a capacity block has no time left or an address is invalid.
     """
 
     def __init__(self, cfg: TrainConfig, stop: StopRequest, has_stop_file: Callable[[], bool], began_s: float) -> None:

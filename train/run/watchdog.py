@@ -4,8 +4,9 @@ In each rank, a thread watches all ranks of the machine: each has a time limit f
 each other in every step, so the run is stuck when all local ranks at the lowest step have exceeded their limits. Then
 `outcome.json` names the least advanced rank. The thread also reports ranks that ended without an exit record.
 
-The thread cannot run while another thread holds the GIL. So heartbeats also arm a timer of `faulthandler`, whose C
-thread dumps the stacks to standard error and exits. Only Linux is supported. This module does not import torch.
+The thread cannot run while another thread holds the GIL. Therefore, heartbeats also arm a timer of `faulthandler`:
+its C thread dumps the stacks to standard error and ends the process. Only Linux is supported. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -90,9 +91,9 @@ class Watchdog:
         self.period_s = min(PERIOD_S, cfg.step_s / 10, cfg.start_s / 10)
         self.is_start = True  # the phase has the time limit of a start
         self.rearm_s = 0.0  # heartbeats before this time do not arm the C timer again, which takes 0.1 ms
-        self.armed_s = 0.0  # the limit with which the C timer was armed
+        self.armed_s = 0.0  # the limit for which the C timer was armed
         self.compiles: Callable[[], bool] = lambda: False  # returns whether this or another rank is compiling
-        self.is_compiling = False  # a rank compiles, so this phase has the time limit of a start
+        self.is_compiling = False  # some rank is compiling, so this phase has the time limit of a start
         self.peers: dict[int, Peer] = {}  # the other ranks of this machine
         self.suspects: dict[int, float] = {}  # by rank: the time of a heartbeat that was late at the last check
         self.oom_counter = oom_counter or find_oom_counter()
@@ -124,7 +125,7 @@ class Watchdog:
         os.close(self.handle)
 
     def phase(self, name: str, *, step: int | None = None, is_start: bool = False) -> None:
-        """Begin a phase: a heartbeat. `is_start` sets the limit watchdog.start_s, for joining, loading or compiling."""
+        """Begin a phase, which is a heartbeat. `is_start` selects the limit watchdog.start_s, such as for loading."""
         number = -1 if step is None else step
         self.own.at_s = time.monotonic()  # set first, since the next limit may be shorter
         if number != self.own.step:
@@ -174,7 +175,7 @@ class Watchdog:
                 self.arm()  # not stuck: this rank waits for a rank that still has time
 
     def allow_compiling(self) -> None:
-        """Give this rank the time limit of a start while any rank compiles, and the limit of a step afterwards."""
+        """Apply the time limit of a start while any rank compiles, and the limit of a step afterwards."""
         before = self.is_compiling
         self.is_compiling = not self.is_start and self.own.age_s > self.cfg.step_s / 2 and self.compiles()
         if before and not self.is_compiling:
@@ -219,7 +220,7 @@ class Watchdog:
     def end(self, stuck: int) -> None:
         """Report which rank is stuck, kill ranks that are stopped (SIGSTOP), and exit."""
         self.is_open = False  # heartbeats must no longer arm the timer
-        # The timer limits the time of this report: the file system of the run folder may hang, too.
+        # The timer limits the time of this report, since the run folder's file system may hang as well.
         faulthandler.dump_traceback_later(MARGIN_PERIODS * self.period_s, exit=True, file=STDERR)
         ranks = self.heartbeats()
         last, is_alike = ranks[stuck], len({(each.step, each.phase, each.count) for each in ranks.values()}) == 1
@@ -255,7 +256,7 @@ class Watchdog:
     def report(
         self, kind: str, reason: str, ranks: Collection[int], last: Heartbeat, *, writes_stacks: bool = False
     ) -> None:
-        """Write the outcome with the step of `last`, exit records for `ranks` and, if wanted, this process's stacks.
+        """Write the outcome with the step of `last`, exit records for `ranks` and, on request, this process's stacks.
 
         The first rank that records the failure also prints it. Nothing is written if another job owns the folder.
         """

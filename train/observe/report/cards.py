@@ -21,14 +21,14 @@ TONES = {"done": "good", "failed": "bad", "refused": "bad"}
 class Card:
     value: str
     notes: list[str] = field(default_factory=list)
-    rank: float | None = None  # higher is better; compared between runs that did the same work, if `title` is equal
+    rank: float | None = None  # higher is better; compared if the runs did the same work and their titles are equal
     tone: str = ""  # good | bad
     key: str = ""  # key of the summary value whose ratio to the first run's is shown
     title: str = ""  # replaces the card's name if it is more specific
 
 
 def cards(run: Run) -> dict[str, Card]:
-    """Return a run's cards by name. There are none for facts that are unknown or did not happen."""
+    """Return a run's cards by name. Unknown facts, and events that did not happen, have no card."""
     made = {name: make(run) for name, make in CARDS.items()}
     return {
         name: replace(card, notes=[note for note in card.notes if note])

@@ -11,7 +11,7 @@ from train.config.checks import shortlist
 from train.observe.report.run import Run, divergence
 from train.observe.report.texts import as_text, count, percent, printable, shortened
 
-SAME_EXAMPLES = 0.01  # a smaller relative difference is ignored: epochs need not be multiples of the batch size
+SAME_EXAMPLES = 0.01  # a smaller relative difference is ignored: an epoch need not be a multiple of the batch size
 WORK = ("task.", "model.", "optim.", "seed")  # prefixes of the settings that determine what is learnt
 MACHINE = ("device", "instance", "world_size")
 MOST_TIMES = 1e6  # a ratio above this, or below its inverse, is an error
@@ -57,10 +57,7 @@ def quality(run: Run, baseline: Run, tolerance: float) -> str:
 
 
 def work_differences(run: Run, baseline: Run) -> list[str]:
-    """List the settings in which the run's work differs from the baseline's ("there").
-
-    Larger batches of the same sequences count as the same work.
-    """
+    """List how the run's work differs from the baseline's. Larger batches of the same sequences are the same work."""
     both = (baseline, run)
     settings = [{key: value for key, value in each.config.items() if key.startswith(WORK)} for each in both]
     result = differing(*(known | validated_on(each) for known, each in zip(settings, both, strict=True)))
@@ -92,7 +89,7 @@ def differing(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
 
 
 def over_seeds(runs: Sequence[Run]) -> list[list[str]]:
-    """Return a table of the mean and spread of the last best.metric over runs that differ only in their seed.
+    """Return a table of the mean and spread of best.metric at the end of runs that differ only in their seed.
 
     The first row is the header. The spread is the sample standard deviation. Without such runs, the result is [].
     """
@@ -154,7 +151,7 @@ def time_text(run: Run, baseline: Run) -> str:
 
 
 def repaid_text(run: Run, baseline: Run) -> str:
-    """Describe after how many steps faster steps make up for the compile time; "" if they are not faster."""
+    """Say after how many steps faster steps make up for longer compiling; "" if they never do, or it is unknown."""
     ours, theirs = run.summary, baseline.summary
     known = [each[key] for each in (ours, theirs) for key in ("train_s", "steps", "compile_s")]
     if None in known or not all((ours["steps"], theirs["steps"])) or ours["examples"] != theirs["examples"]:

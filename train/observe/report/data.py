@@ -1,4 +1,4 @@
-"""Readers of data.json (labelled data) and evaluation.json (the best evaluation), both optional; and their tables."""
+"""Readers and tables of data.json (labelled data) and evaluation.json (the best evaluation), which are optional."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ EVALUATION: dict[str, Any] = {"step": int | None}
 def fields_of(
     hints: dict[str, Any], name: str, kind: type[SplitFacts | Evaluated], content: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return fields of Records. The field `name` lists the splits, as objects of `kind`. Unknown keys are ignored."""
+    """Return fields of Records: those in `hints`, and in `name` the splits as `kind`. Unknown keys are ignored."""
     result = {key: of_type(hint, content[key], key) for key, hint in hints.items() if key in content}
     splits: dict[str, dict[str, Any]] = of_type(dict[str, dict[str, Any]], content.get("splits", {}), "splits")
     result[name], known = [], {item.name for item in fields(kind)}

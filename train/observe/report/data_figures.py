@@ -13,7 +13,7 @@ from train.observe.report.texts import file_name, printable, shortened
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MAX_LABELS, MAX_NUMBERED = 40, 12  # a heat map of more labels has no names, or no numbers
+MAX_LABELS, MAX_NUMBERED = 40, 12  # a heat map with more labels than this shows no names, or no numbers
 MAX_SCATTERED = 8  # maximum number of scatter plots per split, one for each target
 
 

@@ -178,7 +178,7 @@ def style() -> Iterator[None]:
     from matplotlib import rc_context
 
     with rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # a box is drawn; the HTML has the name
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # Matplotlib draws a box; the HTML shows the name
         yield
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from train.config.checks import LARGEST_FLOAT
 
 Line = dict[str, Any]
-MAX_LINES = 1000  # per kind, five for each point of a curve; at twice this number, lines are thinned out
+MAX_LINES = 1000  # lines to keep per kind, five per point of a curve; at twice this number, they are thinned out
 
 
 def number(line: Line, key: str) -> float | None:
@@ -117,9 +117,9 @@ class Attempt:
     step: int = 0  # its last step, from its newest train, eval or summary line, or a later checkpoint line
     is_step_known: bool = False
     has_steps: bool = False  # whether it has a train line or a summary
-    newest: Line = field(default_factory=dict)  # the newest known cost_usd and goodput of all lines
-    trained: Line = field(default_factory=dict)  # the newest known values of train lines; the sum of compile_s
-    flops_s: float = 0.0  # MFU x seconds in steps
+    newest: Line = field(default_factory=dict)  # the newest known cost_usd and goodput, from any line
+    trained: Line = field(default_factory=dict)  # from train lines: newest known values, summed compile_s, mean mfu
+    flops_s: float = 0.0  # the sum of MFU x seconds in steps
     known_s: float = 0.0  # seconds in steps for which the MFU is known
 
     def add(self, line: Line) -> None:
@@ -143,7 +143,7 @@ class Attempt:
                 self.trained["mfu"] = self.flops_s / self.known_s
 
     def figure(self, key: str) -> float | None:
-        """Return a value for the attempt, such as train_s, from its summary, or if it has none, its train lines."""
+        """Return a value such as train_s for the attempt: from its summary, or without one, from its train lines."""
         return number(self.last if self.last["kind"] == "summary" else self.trained, key)
 
 

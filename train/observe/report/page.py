@@ -198,8 +198,8 @@ def fill_template(values: dict[str, Any]) -> str:
 def render(runs: list[Run], output: Path, *, tolerance: float = TOLERANCE, failed: Sequence[str] = ()) -> Path:
     """Write report.html and its PNGs to the folder `output`; return the path of the HTML.
 
-    `failed` has a line for each run that could not be read. The page begins with the most important facts; the long
-    table and all settings are folded below them.
+    `failed` has a line for each run that could not be read. The page begins with the most important facts. Below
+    them, the long table and all settings are collapsed.
     """
     tell_apart(runs)
     is_one = len(runs) == 1

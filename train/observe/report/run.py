@@ -1,8 +1,8 @@
 """A run folder, read for the report: its lines, its attempts and a summary. This module does not import torch.
 
 It reads metrics.jsonl, config.yaml, environment.json, outcome.json, data.json, evaluation.json and
-export/baretrain.json; page.py also reads samples.json. Recorder (train/observe/metrics.py) writes a value to
-metrics.jsonl, `summarise` computes it for the whole run, and a row of ROWS in page.py shows it.
+export/baretrain.json; page.py also reads samples.json. To report a further value, let Recorder in
+train/observe/metrics.py write it, let `summarise` compute it for the whole run, and add a row to ROWS in page.py.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Run:
     summaries: list[Line] = field(default_factory=list)
     saves: Saves = field(default_factory=Saves)
     faults: Faults = field(default_factory=Faults)
-    records: Records | None = None  # None if the run has no labelled data
+    records: Records | None = None  # None if there is neither data.json nor evaluation.json
     outcome: dict[str, Any] = field(default_factory=dict)  # how the last attempt ended; {}: running or killed
     exported_step: int | None = None  # step of the exported weights; None if there is no export or it has no step
     label: str = ""  # the run's name in a report
 
     def add(self, lines: Iterable[Line]) -> None:
-        """Add all lines, newest first."""
+        """Add the run's lines: all of them, newest first."""
         start_s = number(self.environment, "first_started_unix_s")
 
         def told(known: list[Line]) -> set[int | None]:
@@ -138,7 +138,7 @@ OF_SUMMARY = ("bubble_share", "bubble_share_ideal", "mttf_s", "suggested_interva
 
 
 def scores(run: Run, evaluations: list[Line]) -> dict[str, dict[str, tuple[Any, int]]]:
-    """Return, by metric, (value, step) as "last" (value None: not finite) and, if it has a direction, as "best"."""
+    """Return each metric's "last" (value, step) and, if it has a direction, its "best". None: not finite."""
     result: dict[str, dict[str, tuple[Any, int]]] = {}
     for name in {key: None for line in evaluations for key in line if not NOT_SCORES.fullmatch(key)}:
         reached = [(value, line["step"]) for line in evaluations if (value := number(line, name)) is not None]
@@ -158,7 +158,7 @@ def summarise(run: Run) -> Summary:
 def setting(run: Run) -> Summary:
     """Return what was trained, on which data and machines. For a setting of auto, this is the value that was used."""
     config, environment = run.config, run.environment
-    from_elsewhere = config.get("model.pretrained") or config.get("model.init_from")  # architecture unknown
+    from_elsewhere = config.get("model.pretrained") or config.get("model.init_from")  # then the architecture is unknown
     model = from_elsewhere or config.get("model.architecture")
     shape = [form.format(config[key]) for form, key in MODEL_SIZES if config.get(key)]
     device = environment.get("device")
