@@ -111,7 +111,7 @@ def metadata(run: Run, records: Records, name: str) -> str:
 def results_of(run: Run, records: Records) -> list[tuple[str, str, float]]:
     """Return (split, metric, value) for each score of the exported weights."""
     line = exported_evaluation(run)
-    others = [split.name for split in records.evaluated if split.name != "validation"]  # metrics begin with <split>_
+    others = [split.name for split in records.evaluated if split.name != "validation"]  # their metrics: <split>_<name>
     triples = []
     for name, points in scores(run, [line] if line else []).items():
         split = next((each for each in others if name.startswith(f"{each}_")), "validation")

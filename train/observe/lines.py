@@ -1,4 +1,4 @@
-"""The reader of metrics.jsonl, on disk or in S3, in either direction. It does not import torch.
+"""Readers of metrics.jsonl, on disk or in S3, from either end. This module does not import torch.
 
 Damaged lines and an unfinished last line are skipped, so that the run's other lines can still be used.
 """

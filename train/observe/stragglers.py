@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 FACTOR = 1.5  # a rank is slow if its work time exceeds this multiple of the other ranks' median
-WINDOWS = 5  # a rank is reported after this many slow lines in a row; twice as many at the start
+WINDOWS = 5  # a rank is reported after this many slow lines in a row; twice that at the start
 WARM_UP = 1  # number of train lines to ignore at first: their steps compile, open files and fill caches
 MEMORY = 100  # number of past ratios kept for each rank
 USUAL = 0.9  # quantile of a rank's past ratios that a slow line must exceed

@@ -34,7 +34,7 @@ KILLED_LOADER = "killed by signal: Killed"
 FULL_SHARED_MEMORY = "killed by signal: Bus error"  # a loader process wrote to a full /dev/shm
 OOM_COUNTER = find_oom_counter()
 OOM_KILLS_BEFORE = count_oom_kills(OOM_COUNTER)
-HOST_MEMORY_ERRORS = ("can't allocate memory", "Cannot allocate memory")  # of torch's CPU allocator and of ENOMEM
+HOST_MEMORY_ERRORS = ("can't allocate memory", "Cannot allocate memory")  # from torch's CPU allocator, and for ENOMEM
 KINDS: dict[type[BaseException], str] = {
     InputError: "refused",
     NoneValid: "no_valid_checkpoint",
@@ -80,7 +80,7 @@ class Attempt:
             self.folder.ownership.follow(owner if self.saves else "")
         first = world.rank - world.local_rank
         peers = {rank: everyone[rank][2] for rank in range(first, first + world.local_size) if rank != world.rank}
-        self.watch.joined(peers if launched().is_under_torchrun else {})  # otherwise, containers may separate them
+        self.watch.joined(peers if launched().is_under_torchrun else {})  # otherwise, ranks may be in containers
 
     def sees_owner(self) -> bool:
         """Return whether this rank can read rank 0's lease, that is, whether they share the run folder."""

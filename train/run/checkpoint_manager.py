@@ -112,7 +112,7 @@ class CheckpointManager:
             self.saver.close(waits=waits)
 
     def _restore_window(self, loaded: Loaded) -> None:
-        """Restore each rank's sums for the next metrics line. If the number of ranks differs, rank 0 gets the sums."""
+        """Restore each rank's sums for the next train line. If the number of ranks changed, rank 0 gets the totals."""
         # Counts of labels and tokens are saved as sums over the ranks, so rank 0 always gets them.
         rank, ranks = self.world.rank, loaded.ranks
         if len(ranks) != self.world.size:

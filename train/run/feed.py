@@ -89,7 +89,8 @@ def train_order(
     """Return the order in which this rank reads the data, from the run's position in it.
 
     `load` in train/checkpoints/loader.py has restored the position: `examples`, `lanes` and `window_shards` of
-    `progress`, or only `examples` with batches of several lengths. A new run chooses windows that fit the caches.
+    `progress`, or only `examples` with batches of several lengths. A new run chooses windows of shards that fit
+    the machines' caches.
     """
     data_ranks = world.all_gather_object(engine.data_rank)
     machines = [data_ranks[first : first + world.local_size] for first in range(0, world.size, world.local_size)]

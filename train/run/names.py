@@ -17,7 +17,7 @@ LABELS = "data.labels"
 
 
 def opened(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return the overrides for Hydra, and by key the values with names: Hydra rejects {-1: neg} and [don't]."""
+    """Separate the overrides for Hydra from the values with names, which Hydra may reject: {-1: neg}, [don't]."""
     for_hydra: list[str] = []
     users_own: dict[str, Any] = {}
     for override in overrides:

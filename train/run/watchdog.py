@@ -125,7 +125,7 @@ class Watchdog:
         os.close(self.handle)
 
     def phase(self, name: str, *, step: int | None = None, is_start: bool = False) -> None:
-        """Begin a phase, which is a heartbeat. `is_start` selects the limit watchdog.start_s, such as for loading."""
+        """Begin a phase, which is a heartbeat. `is_start` sets the limit for joining, loading or compiling."""
         number = -1 if step is None else step
         self.own.at_s = time.monotonic()  # set first, since the next limit may be shorter
         if number != self.own.step:

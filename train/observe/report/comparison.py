@@ -57,7 +57,7 @@ def quality(run: Run, baseline: Run, tolerance: float) -> str:
 
 
 def work_differences(run: Run, baseline: Run) -> list[str]:
-    """List how the run's work differs from the baseline's. Larger batches of the same sequences are the same work."""
+    """List how the run's work differs from the baseline's. Larger batches of the same sequences are no difference."""
     both = (baseline, run)
     settings = [{key: value for key, value in each.config.items() if key.startswith(WORK)} for each in both]
     result = differing(*(known | validated_on(each) for known, each in zip(settings, both, strict=True)))

@@ -123,7 +123,7 @@ def last(lines: list[Line], key: str) -> float | None:
 
 
 def mean(pairs: list[tuple[float | None, float | None]]) -> float | None:
-    """Return the mean of (value, seconds), weighted by seconds. For MFUs, this is total FLOPs over peak FLOPs."""
+    """Return the mean of the values, weighted by their seconds. For MFUs, this is total FLOPs over peak FLOPs."""
     known = [(value, seconds) for value, seconds in pairs if value is not None and seconds]
     return sum(value * seconds for value, seconds in known) / sum(seconds for _, seconds in known) if known else None
 
@@ -156,7 +156,7 @@ def summarise(run: Run) -> Summary:
 
 
 def setting(run: Run) -> Summary:
-    """Return what was trained, on which data and machines. For a setting of auto, this is the value that was used."""
+    """Return what was trained, on which data and machines. Instead of auto, return the value that was used."""
     config, environment = run.config, run.environment
     from_elsewhere = config.get("model.pretrained") or config.get("model.init_from")  # then the architecture is unknown
     model = from_elsewhere or config.get("model.architecture")
@@ -192,7 +192,7 @@ def speed(run: Run) -> Summary:
         examples += batch * max(0, steps - run.train[-1]["step"])
     once = examples if len(run.attempts) == 1 else None  # `examples` leaves out redone steps, `train_s` does not
     without_summary = sum(attempt.last["kind"] != "summary" for attempt in run.attempts)
-    is_cpu = str(environment.get("device")).startswith("cpu")  # also XLA's CPU: device memory is host memory
+    is_cpu = str(environment.get("device")).startswith("cpu")  # with or without XLA: device memory is host memory
     peaks = newest_summary(run).get("peak_bytes_of_ranks", [])
     return {
         "steps": steps,
