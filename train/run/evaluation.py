@@ -172,7 +172,7 @@ def measure(
         num_workers=0,
         prefetch=1,
         pin_memory=False,
-        multi_batch=None if task.buckets is None else 1,  # batches drawn together have the same shape
+        multi_batch=None if task.buckets is None else 1,  # batches drawn together must have one shape
     )
     statistics = []  # kept on the device until the end, so that the device never waits for the host
     num_done = 0

@@ -54,7 +54,7 @@ class TrainData:
         world = backend.world
         order = train_order(cfg, plan, task, world, engine, progress)
         self.prefetcher = world.agree(lambda: task.prefetcher(order, is_first_on_machine=world.local_rank == 0))
-        held_back = HELD_BACK + plan.accumulation  # the loop draws a step ahead
+        held_back = HELD_BACK + plan.accumulation  # the loop draws one step ahead
         # Batches that are drawn together must not need a shard that is fetched only after some of them are consumed:
         # that would be a deadlock.
         multi_batch = max(1, order.window_rows // (plan.micro_batch_size * engine.data_size) - held_back)
@@ -62,7 +62,7 @@ class TrainData:
             "batch_size": plan.micro_batch_size,
             "num_workers": cfg.data.num_workers,
             "prefetch": MICRO_BATCHES_AHEAD,
-            "multi_batch": multi_batch if task.buckets is None else 1,  # batches drawn together have the same shape
+            "multi_batch": multi_batch if task.buckets is None else 1,  # batches drawn together must have one shape
         }
         shortest = task.seq_len if task.buckets is None else 1  # with buckets, batch lengths are not known here
         world.agree(lambda: check_shared_memory(num_ranks=world.local_size, seq_len=shortest, **loading))

@@ -25,7 +25,7 @@ DASHES = ("-", "--", ":", "-.")  # runs 7 to 12 are dashed, and so on
 MAX_POINTS = 200  # per curve: in a figure 600 px wide, more points only add noise and file size
 MARK: Any = {"linestyle": (0, (6, 3)), "lw": 1.2, "color": "#555555"}  # style of reference lines
 DPI = 200
-WIDTH = 4.5  # inches: in a page of three columns, or on a phone, a figure's text is as large as the page's
+WIDTH = 4.5  # inches: so narrow that in three columns, or on a phone, its text is as large as the page's
 SMALL = 9  # size of the smallest text in points; a page shows at least one pixel per point
 STYLE: Any = {
     "font.size": 10,
@@ -56,7 +56,7 @@ class Panel:
     kind: str = "train"
     percent: bool = False
     from_zero: bool = True
-    at_most: tuple[float, ...] = ()  # possible tops of the y axis: the first that no value exceeds is used
+    at_most: tuple[float, ...] = ()  # the y axis ends at the first of these that no value exceeds
     spikes: bool = False  # use a logarithmic axis if values differ by more than a factor of 100
 
 

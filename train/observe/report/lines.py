@@ -1,7 +1,7 @@
 """A run's metrics lines, read for the report: newest first, in memory that does not grow with their number.
 
-After a resume, lost steps are redone, which supersedes their first lines: a line is superseded if a line of the same
-kind with the same or a lower step was read before it.
+After a resume, lost steps are repeated, and their new lines supersede the old ones: a line is superseded if a line of
+the same kind with the same or a lower step was read before it.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def facts(run: Run, baseline: Run) -> dict[str, str]:
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """Return rows of a label and a text per run. Rows unknown for all runs are left out, except the most important."""
+    """Return rows of a label and a text per run. Rows unknown for all runs are left out, except MFU, cost and loss."""
     columns = [facts(run, runs[0]) for run in runs]
     labels = {label: None for column in sorted(columns, key=len, reverse=True) for label in column}
     rows = [[label, *(column.get(label, "unknown") for column in columns)] for label in labels]
