@@ -149,7 +149,7 @@ def test_a_run_that_has_gone_on_is_not_taken_for_its_old_export(prepared, tmp_pa
     assert start("max_steps=1") == (f"{run}/export", "")
     folder, errors = start("max_steps=2", "export=false")
     assert folder.startswith(str(tmp_path / "cache/models"))
-    assert errors.splitlines()[0] == f"{run} has continued since it wrote its export: a checkpoint is taken instead"
+    assert errors.splitlines()[0] == f"{run} has continued since it wrote its export: a checkpoint is used instead"
     assert start("max_steps=2") == (f"{run}/export", "")
 
 

@@ -105,8 +105,8 @@ class Chain:
     def run(self, part: range, received: Tensor | None, call: Callable[[], Tensor]) -> Tensor:
         """Run `part`; `call` must call the model. Return the hidden states [B, S, H] after the part's last layer.
 
-        If the part has the network's last layer, return the result of `call` instead. `received` is the input of the
-        part's first layer, or None if that is the network's first layer.
+        If the part contains the network's last layer, return the result of `call` instead. `received` is the input of
+        the part's first layer, or None if that is the network's first layer.
         """
         self.part, self.received, self.position = part, received, 0
         try:

@@ -44,7 +44,7 @@ SIZES = {
     "hidden_dropout": ("hidden_dropout_prob", "dropout"),
     "attention_dropout": ("attention_probs_dropout_prob", "attention_dropout"),
 }
-# The class attribute that is True if a transformers model supports an attention other than eager.
+# For each attention other than eager, the class attribute that is True if a transformers model supports it.
 SUPPORTS = {
     "sdpa": "_supports_sdpa",
     "flash_attention_2": "_supports_flash_attn",
@@ -107,8 +107,8 @@ class OrderedMaskedLM(MaskedLM):
 def states_at(hidden: Tensor, positions: Tensor) -> Tensor:
     """Return [B, P, H]: the rows of `hidden` [B, S, H] at `positions` [B, P] int64, by a product with one-hot rows.
 
-    The product costs 2 * S * H FLOPs per position. It suits Trainium, where a gather copies elements one by one, and
-    its gradient adds them one by one. It is exact, except that TF32 rounds the states, as in the head's product.
+    The product costs 2 * S * H FLOPs per position. It suits Trainium, where a gather and its gradient process
+    elements one by one. It is exact, except that TF32 rounds the states, as in the head's product.
     """
     tokens = torch.arange(hidden.size(1), device=positions.device)
     return (positions[..., None] == tokens).to(hidden.dtype) @ hidden
@@ -136,7 +136,7 @@ def build_masked_lm(
         )
         made = make_network(AutoModelForPreTraining, cfg, config, seq_len, what="model to pretrain")
         if hasattr(made[0], "sop_classifier"):
-            made[0].sop_classifier.dropout.p = 0.0  # Google's pretraining has no dropout here.
+            made[0].sop_classifier.dropout.p = 0.0  # Google's pretraining has no dropout before this layer.
     else:
         made = make_network(AutoModelForMaskedLM, cfg, config, seq_len, what="masked language model")
     if new_rows:
@@ -232,10 +232,10 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
         defaults = AutoConfig.for_model(cfg.architecture)
         sizes = {their_name(defaults, ours, wanted): wanted for ours, wanted in given.items()}
         sizes = {"vocab_size": vocab_size, "pad_token_id": pad_id, **sizes}
-        tokens = ((name, getattr(defaults, name, None)) for name in SPECIAL_IDS)  # ids in its usual tokenizer
+        tokens = ((name, getattr(defaults, name, None)) for name in SPECIAL_IDS)  # ids in the usual tokenizer
         outside = [name for name, token in tokens if isinstance(token, int) and token >= sizes["vocab_size"]]
         sizes |= dict.fromkeys(outside)
-        config = AutoConfig.for_model(cfg.architecture, **sizes)  # It may derive other fields from these sizes.
+        config = AutoConfig.for_model(cfg.architecture, **sizes)  # Other fields may be derived from these sizes.
         if cfg.initializer_range is not None:
             check(
                 hasattr(config, "initializer_range"),

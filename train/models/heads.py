@@ -1,4 +1,4 @@
-"""Encoders of `transformers` with a head that predicts a label for a text or each token, or the span of an answer.
+"""Encoders of `transformers` with a head that predicts a label for a text or for each token, or the span of an answer.
 
 Shapes: B sequences, S tokens, C labels.
 """
@@ -83,7 +83,7 @@ def build_with_head(
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: number for number, label in enumerate(labels)}
     else:
-        config.num_labels = 2  # The labels are start and end; a checkpoint may have others.
+        config.num_labels = 2  # The labels are start and end; a checkpoint's configuration may have others.
     vars(config).pop(SCALE, None)  # A checkpoint's config.json may contain it.
     if head == "SequenceClassification":
         config.problem_type = problem_type
@@ -102,7 +102,7 @@ class Scale:
 
 
 def learn_scaled(model: PaddedEncoder, scale: Scale | None, *, is_trained: bool) -> None:
-    """Make the model learn targets in `scale`, and record the scale in its configuration for the export.
+    """Make the model predict targets in `scale`, and record the scale in its configuration for the export.
 
     `is_trained`: a loaded head already returns numbers in the targets' units, so its last layer is converted to the
     scale. Raises InputError if the head does not end in a linear layer with biases.
@@ -130,7 +130,7 @@ def last_layer(network: PreTrainedModel) -> tuple[str, nn.Linear]:
 
 @torch.no_grad()
 def rescale(layer: nn.Linear, mean: Sequence[float], deviation: Sequence[float]) -> None:
-    """Make a layer return output * deviation + mean. It gets new tensors, as another model may use the old ones."""
+    """Make a layer return output * deviation + mean. It gets new tensors: another model may use the old ones."""
     first, factor = (
         torch.tensor(values, dtype=torch.float64, device=layer.weight.device) for values in (mean, deviation)
     )

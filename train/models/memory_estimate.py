@@ -1,7 +1,7 @@
 """An estimate of a rank's device memory in bytes, from the model's sizes and the settings. It does not import torch.
 
 Model states are counted as in ZeRO (https://arxiv.org/abs/1910.02054, section 3.1), for autocast. A parameter takes 4
-bytes for its weight, 4 for its gradient, 8 for the two moments of AdamW and LAMB, and 2 for the copy that products use.
+bytes for its weight, 4 for its gradient, 8 for the two moments of AdamW and LAMB, and 2 for a copy in 16 bits.
 
 Activations follow Korthikanti et al. (https://arxiv.org/abs/2205.05198, section 4.1). In 16 bits, a layer keeps 34
 bytes for each token and hidden unit: 2 for dropout masks and 32 for 16 values. If the intermediate size is 4 times the
@@ -28,7 +28,7 @@ WEIGHT_BYTES = {"bf16_stochastic": 2, "bf16_master": 6}  # a bf16 weight alone, 
 PRODUCT_BYTES = {"fp32": 4, "tf32": 4}  # bytes of an operand of a product; 2 in the other precisions
 AUTOCAST = ("bf16", "fp16")
 MASK_BYTES, AUTOCAST_BYTES, ATTENTION_VALUES = 2, 8, 8  # per layer, token and hidden unit
-# With the next three, estimates for CPUs are within 7 % of the peaks of seven runs (five are in benchmarks/notes.md).
+# With these three constants, estimates for CPUs are within 7 % of the peaks of seven runs (five: benchmarks/notes.md).
 CPU_PROCESS_BYTES = int(0.85 * GIB)  # bytes of a process that has imported torch and transformers but has no model
 CPU_ACTIVATIONS = 1.25  # factor for activations, which includes temporary memory of the backward pass
 CPU_SCORE_BYTES = 14  # bytes per head and pair of tokens, if attention has dropout

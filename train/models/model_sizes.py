@@ -15,7 +15,7 @@ from train.system.schema import BadContent, of_type, read_object
 
 NO_RATES = "optim.layer_decay: the layers of {} share their weights, so they cannot have different rates; leave it out"
 MOST = 10**9  # the largest size accepted, so that products of sizes fit into a float
-CONFIGS = ("config.json", "export/config.json", "model/config.json")  # its paths in transformers and run folders
+CONFIGS = ("config.json", "export/config.json", "model/config.json")  # paths in transformers folders and in run folders
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Shape:
     num_hidden_layers: int
     max_position_embeddings: int = 512
     type_vocab_size: int = 2  # number of segment types; 0 without segments
-    embedding_size: int = 0  # width of ALBERT's factorised embedding; not used for others
-    num_hidden_groups: int = 1  # number of ALBERT's groups of layers that share weights; not used for others
+    embedding_size: int = 0  # width of ALBERT's factorised embedding; other models do not use it
+    num_hidden_groups: int = 1  # number of ALBERT's groups of layers that share weights; other models do not use it
 
     @property
     def is_albert(self) -> bool:
@@ -180,7 +180,7 @@ def knows_vocabulary(cfg: ModelConfig, *, vocab_size: int | None = None) -> bool
 
 
 def read_shape(folder: Folder) -> Shape | None:
-    """Return the sizes in a folder's config.json; None if missing or unknown. Raises InputError if it is damaged."""
+    """Return the sizes in a folder's config.json; None without one or for an unknown type. Raises InputError if damaged."""
     name = next((name for name in CONFIGS if folder.size(name) is not None), None)
     if name is None:
         return None

@@ -30,13 +30,13 @@ HIDDEN = -1e4  # added to the scores of padding: its exp() is 0 in every precisi
 # With model.attention=auto, models with more positions do not compute attention by matrix products, because that keeps
 # 2 bytes per layer, head and pair of tokens.
 MOST_POSITIONS = 1024
-# These architectures use a mask [B, 1, 1, S] unchanged. Those in ADDING add it to the scores; those in CHOOSING take 0
-# as padding and 1 as a token. All other architectures get the plain mask [B, S].
+# These architectures use a mask [B, 1, 1, S] unchanged. Those in ADDING add it to the scores; those in CHOOSING treat
+# 0 as padding and 1 as a token. All other architectures get the plain mask [B, S].
 ADDING = ("albert", "bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
 CHOOSING = ("deberta", "deberta-v2")
 OWN_MASKS = ("flash_attention_2", "flex_attention")  # transformers makes special masks for these kinds of attention
 ENCODERS = ("encoder", "transformer")  # names of the module that contains all layers
-WHOLE_GRAPHS = 2  # one for training and one for evaluation
+WHOLE_GRAPHS = 2  # graphs of a whole encoder: one for training and one for evaluation
 # The projections of ALBERT's and ELECTRA's embeddings to the hidden size.
 PROJECTIONS = ("embedding_hidden_mapping_in", "embeddings_project")
 
@@ -88,7 +88,7 @@ class Network(nn.Module):
         why = NO_RATES if hasattr(self.network.config, "num_hidden_groups") else unknown
         check(bool(stacks), why.format(self.network.config.model_type))
         result = {weight: depth + 1 for name, weight in base.named_parameters() if "emb" in name}
-        for stack in reversed(stacks):  # a list inside a layer may have the same length; the outer list comes last
+        for stack in reversed(stacks):  # a list inside a layer may have the same length; the outer list overrides it
             result |= {weight: depth - index for index, layer in enumerate(stack) for weight in layer.parameters()}
         return result
 
@@ -130,7 +130,7 @@ class Network(nn.Module):
     def join_projections(self) -> None:
         """Compute a layer's queries, keys and values by one matrix product, which uses a GPU better than three.
 
-        The weights are concatenated in each pass and remain three parameters. This is done only for `ADDING`.
+        The weights are concatenated in each pass and remain three parameters. Only architectures in ADDING are changed.
         """
         for module in self.network.modules() if self.network.config.model_type in ADDING else ():
             for names in (("query", "key", "value"), ("q_lin", "k_lin", "v_lin")):
@@ -155,7 +155,7 @@ class Network(nn.Module):
             weights = list(layer.parameters())
             kind = (type(layer), *((weight.shape, weight.requires_grad) for weight in weights))
             evaluation.add(kind)
-            # After frozen layers, the input of the first trained layer needs no gradient.
+            # The first trained layer has another graph if frozen layers precede it: its input needs no gradient.
             training.add((kind, any(weight is first for weight in weights)))
             layer.forward = optimised(layer.forward)
         return len(training) + len(evaluation)
@@ -216,7 +216,7 @@ class Network(nn.Module):
 def with_usual_masks() -> AbstractContextManager[object]:
     """Return a context in which transformers makes the same masks while a CUDA graph is recorded as in other steps.
 
-    While a CUDA stream is captured, it keeps masks that hide nothing: it cannot read them without waiting for the GPU.
+    Otherwise it would keep masks that hide nothing during recording, because reading a mask waits for the GPU.
     """
     return patch.object(import_utils, "is_cuda_stream_capturing", lambda: False, create=True)
 

@@ -89,7 +89,7 @@ def read_weights(
 
 
 def modules_of(names: Iterable[str]) -> list[str]:
-    """Return the sorted names of the modules that have these parameters, omitting modules inside another of them."""
+    """Return the sorted names of the modules that have these parameters, except modules inside another of them."""
     modules = {name.rpartition(".")[0] for name in names}
     return sorted(each for each in modules if not any(each.startswith(f"{other}.") for other in modules))
 
@@ -113,7 +113,7 @@ def add_rows(network: PreTrainedModel, vocab_size: int, new_rows: Sequence[int])
     """Extend a model's vocabulary to `vocab_size` tokens if it has fewer, and set the rows of added tokens.
 
     Each of `new_rows` becomes the mean of the checkpoint's other rows, so an added token starts with the logit of an
-    average token. This is mean_resizing of transformers without its noise
+    average token. This is transformers' mean_resizing without noise
     (https://nlp.stanford.edu/~johnhew/vocab-expansion.html).
     """
     size = network.config.vocab_size

@@ -76,7 +76,7 @@ def located(key: str, location: str, s3: S3Config, cache: Path, *, needs: str) -
         if not is_outdated(folder):
             return local_copy(folder, "export/", cache)
         level = logging.WARNING if launched().rank == 0 else logging.DEBUG
-        logger.log(level, "%s has continued since it wrote its export: a checkpoint is taken instead", location)
+        logger.log(level, "%s has continued since it wrote its export: a checkpoint is used instead", location)
     return exported_checkpoint(key, location, folder, s3, cache)
 
 

@@ -1,7 +1,7 @@
 """The rules by which `backend.compile=auto` chooses to compile the encoder as one graph, each layer, or nothing.
 
 They depend only on the configuration and the model, so all ranks make the same choice. The figures were measured on an
-H100 in bf16 with PyTorch 2.11 (benchmarks/README.md): compiled, ALBERT-base's kernels take 0.67 times as long.
+H100 in bf16 with PyTorch 2.11 (benchmarks/README.md): ALBERT-base's kernels take 0.67 times as long when compiled.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("train")
 DEVICES = ("cuda",)  # devices on which compiling saved time in measurements
-# Compiling pays if a run has at least this many micro batches of each length. Without compiling, this many take 3
-# minutes; compiling takes 29 s and saves 30 to 55 s.
+# Compiling pays if a run has at least this many micro batches of each length. Without compiling, they take 3 minutes.
+# Compiling takes 29 s and makes them 30 to 55 s faster.
 LEAST_PASSES = 5000
 # The host takes 2.5 ms to launch the kernels of a compiled layer, forward and backward. On an H100, a layer with this
 # much work (tokens times the squared hidden size) runs for longer than that. With less work, the GPU would wait.
 LEAST_LAYER_WORK = 1.5e10
-# Seconds of compiling for one batch length: for the graph that equal layers share; for a whole encoder, per layer.
+# Seconds to compile for one batch length: the graph that equal layers share; a whole encoder, for each of its layers.
 LAYER_COMPILE_S, MODEL_LAYER_COMPILE_S = 20.0, 6.0
 
 

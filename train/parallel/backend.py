@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from train.data.batches.loader import Batch
 
 State = dict[str, Any]  # tensors and plain containers
-RANK_STRIDE = 1_000_003  # between adjacent ranks' seeds; a prime, so that runs with nearby seeds have none in common
+RANK_STRIDE = 1_000_003  # difference between adjacent ranks' seeds; large, so that runs with nearby seeds share no seed
 
 
 class Work:
@@ -76,13 +76,13 @@ class Backend(ABC):
 
     @abstractmethod
     def setup_model(self, model: Any, *, accumulation: int = 1, lengths: int = 1) -> None:
-        """Move a model to the device, and keep its weights tied.
+        """Move a model to the device. Tied weights remain tied.
 
         A step has `accumulation` micro batches. Over the whole run, batches have `lengths` different shapes.
         """
 
     def compile_loss(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return a loss function of logits, compiled if the model is."""
+        """Return `loss`, a function of logits, compiled if the model is compiled."""
         return loss
 
     def try_graphs(self, micro_batch: Callable[[], object]) -> None:
@@ -175,14 +175,14 @@ class Backend(ABC):
         """Restore a random state, which may come from another kind of device."""
 
     def save(self, state: State, file: BinaryIO) -> None:
-        """Write host tensors and plain containers to a file that `load` reads. Called from the saver's thread."""
+        """Write host tensors and containers to a file that `load` reads. Called in the thread of checkpoint saves."""
         torch.save(state, file)
 
     def close(self) -> None:
         """Leave the process group. The caller must have dropped its references to the model and optimizer.
 
-        DDP's wrapper is in a reference cycle, so only gc.collect frees it. If gloo's threads still hold its tensors at
-        exit, the process aborts (https://github.com/pytorch/pytorch/pull/179291).
+        DDP's wrapper is in a reference cycle, so only gc.collect frees it. If gloo's threads still hold the
+        wrapper's tensors at exit, the process aborts (https://github.com/pytorch/pytorch/pull/179291).
         """
         if self.world.is_distributed:
             gc.collect()
@@ -191,7 +191,7 @@ class Backend(ABC):
 
 
 def peak_device_bytes() -> int | None:
-    """Return the peak bytes that PyTorch's allocator has used on this process's device; None without a device."""
+    """Return the peak bytes that PyTorch's allocator has used on this process's device; None if it is a CPU."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     native: Any = getattr(torch, "neuron", None)  # torch.neuron has the function names of torch.cuda
@@ -200,7 +200,7 @@ def peak_device_bytes() -> int | None:
 
 
 def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of `flat`, the concatenation of `tensors`, in their shapes."""
+    """Split `flat` into views with the shapes of `tensors`, in the same order."""
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 

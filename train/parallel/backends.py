@@ -54,7 +54,7 @@ def check_attention(cfg: TrainConfig) -> None:
 def compiles_each_length(cfg: BackendConfig, instance: InstanceConfig) -> bool:
     """Return whether every batch length needs a compiled graph. No device is opened.
 
-    With backend.compile=auto this is False: the lengths are counted later, and compiled only if that saves time.
+    With backend=ddp and backend.compile=auto this is False, because whether to compile is decided only later.
     """
     return cfg.compile not in ("none", "auto") or name_of(cfg, instance) != "ddp"
 
@@ -67,7 +67,7 @@ def open_backend(
     collects: bool = False,
     work: Workload | None = None,
 ) -> Backend:
-    """Open the device and join the other ranks. Raises InputError if this machine has no such device.
+    """Open the device and join the other ranks. Raises InputError if this machine lacks the chosen device.
 
     `collects`: the run only compiles graphs. Its results are meaningless, and failing to store a graph is an error.
     `work`: the workload on which backend.compile=auto bases its choice.

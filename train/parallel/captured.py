@@ -1,8 +1,9 @@
 """Steps on one GPU as CUDA graphs, https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 
 A step consists of a thousand kernels or more, which the host launches one by one. For small layers, launching a kernel
-takes longer than running it. A CUDA graph records the kernels, and the host launches all of them in one call. Each
-batch shape has its graph. The first steps with a shape run without a graph, because nothing may be compiled or tuned
+takes longer than running it. A CUDA graph records the kernels, and the host launches all of them in one call.
+
+Each batch shape has its graph. The first steps with a shape run without one, because nothing may be compiled or tuned
 during recording. The last of them also tests whether a step waits for the GPU, because such a step cannot be recorded.
 """
 
@@ -28,7 +29,7 @@ WAITS = "called a synchronizing CUDA operation"  # from the text of PyTorch's wa
 
 
 def captures_steps(cfg: BackendConfig, device: torch.device, precision: str, num_ranks: int) -> bool:
-    """Return whether steps of parallel=data run as CUDA graphs. Raises InputError if cfg asks for the impossible."""
+    """Return whether steps of parallel=data run as CUDA graphs. Raises InputError if they must but cannot."""
     wanted = cfg.cuda_graphs is True
     check(device.type == "cuda" or not wanted, "backend.cuda_graphs=true needs a CUDA device; leave it out on a CPU")
     check(num_ranks == 1 or not wanted, f"backend.cuda_graphs=true needs one rank, not {num_ranks}; leave it out")
@@ -36,7 +37,7 @@ def captures_steps(cfg: BackendConfig, device: torch.device, precision: str, num
     check(not (is_scaled and wanted), "backend.cuda_graphs=true does not support backend.precision=fp16; leave it out")
     is_possible = device.type == "cuda" and num_ranks == 1 and not is_scaled and not cfg.activation_checkpointing
     # A graph repeats the Python numbers with which it was recorded. Imported user code may change its numbers in each
-    # step, so graphs are then opt-in.
+    # step, so graphs are opt-in for runs with such code.
     return is_possible and (wanted or (cfg.cuda_graphs is None and not imported.IMPORTED))
 
 
@@ -50,7 +51,7 @@ class Graphs:
         self.is_on = True
 
     def run(self, function: Callable[[Inputs], None], inputs: Inputs) -> None:
-        """Run `function` on `inputs`, or replay its graph. It must change tensors in place and return nothing."""
+        """Run `function` on `inputs`, or replay its graph. `function` must change tensors in place and return None."""
         shapes = tuple((name, value.shape, value.dtype) for name, value in inputs.items())
         key = (function.__name__, shapes)
         if key not in self.recorded:
@@ -91,7 +92,7 @@ class Graphs:
             self.turn_off(f"they wait for the GPU at {waits[0].filename}:{waits[0].lineno}")
 
     def forget(self) -> None:
-        """Drop all graphs, because tensors that they use have moved."""
+        """Drop all graphs. Call this when tensors that they use have new addresses."""
         self.calls.clear()
         self.recorded.clear()
         self.pool = None  # PyTorch frees it with the last graph
@@ -119,6 +120,6 @@ class Graphs:
                 ):
                     function(inputs)
             except Exception:
-                generator.graphsafe_set_state(before)  # otherwise it would still belong to the failed recording
+                generator.graphsafe_set_state(before)  # the generator still belongs to the failed recording
                 raise
         return graph.replay

@@ -1,9 +1,9 @@
 """Compilation of a model's encoder or layers by TorchInductor, and a folder that keeps compiled graphs for other runs.
 
-With backend.compile=layers, equal layers share one graph, whether or not they share weights as in ALBERT. Shapes are
-static: each batch length has one graph for training and one for evaluation, and more if layers are frozen.
-`GraphBudget` reports any graph beyond these. Code never silently runs uncompiled: a graph that cannot be compiled is an
-error. With backend.compile=auto, the first micro batch tries compilation. If it fails on any rank, all run uncompiled.
+With backend.compile=layers, layers of the same kind share one graph, even if their weights differ. Shapes are static:
+each batch length has one graph for training and one for evaluation, and more if layers are frozen. `GraphBudget`
+reports any graph beyond these. A graph that cannot be compiled is an error, so no code silently runs uncompiled. With
+backend.compile=auto, the first micro batch tries compilation. If it fails on any rank, all ranks run uncompiled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger("train")
 DIGEST_BYTES = 64  # length of the hexadecimal sha256 before the content
 KEY_DIGITS = 20
 FAULTS = (InputError, Unreachable, OSError)  # errors of the folder of compiled graphs; a run can train without it
-MOST_GRAPHS = 1024  # a function with more graphs would silently run uncompiled; the budget warns much earlier
+MOST_GRAPHS = 1024  # torch silently stops compiling a function beyond this limit; the budget warns much earlier
 
 
 class TorchCompiler:
@@ -72,15 +72,16 @@ class TorchCompiler:
     ) -> None:
         """Wrap the encoder or each layer, so that its first call with a new shape compiles it.
 
-        `one_graph` allows backend.compile=auto to compile an encoder as one graph, to relieve the host. `norms` is the
-        dtype of norms' outputs; None if autocast chooses it. `widens`: norms return fp32, but matrix products 16 bits.
+        `one_graph` allows backend.compile=auto to compile an encoder as one graph, which is less work for the host.
+        `norms` is the dtype of norms' outputs; None if autocast chooses it. `widens` says that norms return fp32 while
+        matrix products return 16 bits.
         """
         if self.what == "auto":
             self.what = way_of(model, self.work, one_graph=one_graph)
             part = "the encoder as one graph" if self.what == "model" else "each layer"
             logger.info(
                 f"backend.compile=auto compiles {part} (backend.compile={self.what}): about "
-                f"{seconds_of(self.what, model):.0f} s for each batch length with "
+                f"{seconds_of(self.what, model):.0f} s for each batch length, which has "
                 + ("many micro batches" if self.work.passes == sys.maxsize else f"{self.work.passes:,} micro batches")
             )
         if self.cache is not None:
@@ -98,7 +99,7 @@ class TorchCompiler:
         return self.optimised(loss)
 
     def expect(self, lengths: int) -> None:
-        """Begin to count graphs, and expect those of `lengths` batch lengths."""
+        """Begin to count graphs. The budget is the number needed for `lengths` batch lengths."""
         self.budget.limit = self.graphs_per_length * lengths
         self.budget.start()
 
@@ -121,7 +122,7 @@ class TorchCompiler:
         cause = world.broadcast(next(filter(None, world.gather(cause)), ""))
         if cause:
             self.is_on = False
-            logger.warning("backend.compile=auto: nothing is compiled, as the first graph failed: %s", cause)
+            logger.warning("backend.compile=auto: nothing is compiled, because the first graph failed: %s", cause)
 
     def build(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Compile one graph. torch calls this once for each graph."""
@@ -135,7 +136,7 @@ class TorchCompiler:
         self.began_s = time.perf_counter()
 
     def end(self, *_: object) -> None:
-        """Add the time of one compilation. A graph has several, as its backward pass is compiled when it first runs."""
+        """Add the time of one compilation. A graph needs several: its backward pass is compiled on its first run."""
         if self.began_s is not None:
             self.compile_s += time.perf_counter() - self.began_s
         self.began_s = None
@@ -170,7 +171,7 @@ class KernelCache:
         self.kept: set[tuple[str, str]] = set()  # kind and key of each entry that is in a file
 
     def load(self, key: dict[str, Any]) -> None:
-        """Load the graphs of the model that `key` identifies. Errors only cause a warning, as other ranks may wait."""
+        """Load the graphs of the model that `key` identifies. Errors only cause a warning: other ranks may wait."""
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         self.prefix = f"torch_compile_{sha256_json({**versions, **key})[:KEY_DIGITS]}_"
         try:
@@ -185,7 +186,7 @@ class KernelCache:
             logger.warning("the compile cache cannot be read, so graphs are compiled again: %s", error)
 
     def save(self) -> None:
-        """Write the graphs that this process has compiled, except those that a file already has."""
+        """Write the graphs that this process has compiled, except those that are already in a file."""
         # This is called once, at the end: if a process saves artifacts several times, torch can load only the last.
         artifacts = torch.compiler.save_cache_artifacts() if self.may_write else None
         if artifacts is None or not (new := entries_of(artifacts[1]) - self.kept):

@@ -248,7 +248,7 @@ def scale(gradients: list[Tensor], norm: Tensor, divisor: Tensor, max_norm: floa
 
 
 def shared_out(sizes: list[int], num_ranks: int) -> list[int]:
-    """Return the rank to which each size is assigned: largest first, each to the rank with the smallest sum."""
+    """Return the rank to which each size is assigned: the largest first, each to the rank with the smallest sum."""
     loads, owners = [0] * num_ranks, [0] * len(sizes)
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
         owners[number] = loads.index(min(loads))

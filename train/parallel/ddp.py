@@ -48,7 +48,7 @@ class DDP(Backend):
     adamw = {"fused": True}
     drops_masks = True  # whether to drop the attention mask of batches without padding
     norms: torch.dtype | None = None  # the dtype of norms' outputs; None if autocast chooses it
-    compiled_norms: Sequence[RemovableHandle] = ()  # hooks on norms that only compiled code should have
+    compiled_norms: Sequence[RemovableHandle] = ()  # hooks on norms, removed if compilation fails
     skips_on_device = False  # whether the device decides to skip a step, so that the host does not wait for the norm
     compiler: TorchCompiler | None = None
     deterministic = False  # whether kernels always add in the same order
@@ -98,7 +98,7 @@ class DDP(Backend):
         self.drops_masks = self.compiler is None  # batches without a mask would need another graph
 
     def join_ranks(self, collectives: str, timeout_s: float) -> None:
-        """Join the other ranks with these collectives, and let the watchdogs know when other ranks compile."""
+        """Join the other ranks with these collectives, and let ranks tell each other when they compile."""
         device = f"{self.name} on {self.device.type}, {self.precision}"
         self.timeout_s = timeout_s
         store = join(collectives, device, timeout_s=timeout_s)
@@ -214,7 +214,7 @@ class DDP(Backend):
             self.compiler.budget.check()
 
     def _rescale(self) -> Tensor | None:
-        """Adjust the loss scale. Returns [1] whether a scale above 1 was halved: it may have caused an overflow."""
+        """Adjust the loss scale. Returns True [1] if a scale above 1 was halved: it may have caused the overflow."""
         if not self.scaler.is_enabled():
             return None
         one = torch.ones(1, device=self.device)
@@ -270,9 +270,9 @@ class DDPSync(GradSync):
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,  # gradients are views of the buckets that are sent: no copy, less memory
-            static_graph=accumulation == 1,  # true for every task, but torch does not support it with no_sync
+            static_graph=accumulation == 1,  # graphs are static in all tasks, but torch forbids this with no_sync
         )
-        self.replica.broadcast_buffers = False  # buffers are constant; DDP's argument is deprecated since PyTorch 2.13
+        self.replica.broadcast_buffers = False  # buffers are constant; the argument is deprecated since PyTorch 2.13
         self.module = self.replica
         if compresses:
             self.replica.register_comm_hook(None, bf16_compress_hook)

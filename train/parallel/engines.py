@@ -31,18 +31,18 @@ ENGINES = {  # the module of each engine, which has a function `build`
 class Engine:
     """A model with its optimizer and training steps. All ranks must call the methods in the same order.
 
-    A step is `begin_step`, `forward_backward` for each micro batch, `reduce_and_clip`, `optimizer_step`. The methods
-    for checkpoints assume that every rank holds the whole model. Engines that split the model override them.
+    In a step, call `begin_step`, `forward_backward` for each micro batch, `reduce_and_clip` and `optimizer_step`. The
+    methods for checkpoints assume that every rank holds the whole model. Engines that split the model override them.
     """
 
     parameters: list[nn.Parameter]  # parameters that this rank trains
     sync: GradSync  # reduces gradients over the ranks; train/parallel/grad_sync.py lists the classes
-    data_rank: int  # ranks with the same data_rank see the same rows
+    data_rank: int  # ranks with the same data_rank read the same rows
     data_size: int  # number of different data_ranks
     loss_sum: Tensor  # [1], on the device: sum of losses since the last `take_loss`; a resumed run restores it
 
     def __init__(self, backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take a `model` that the task has built, including its head."""
+        """Store the model, which must include the task's head, and its optimizer."""
         self.backend, self.model, self.optimizer = backend, model, optimizer
 
     def ready(self) -> None:
@@ -57,11 +57,11 @@ class Engine:
         self.sync.begin(count)
 
     def forward_backward(self, batch: Batch, *, is_last: bool) -> None:
-        """Accumulate a micro batch's gradients and loss sum. `is_last`: it is the step's last micro batch."""
+        """Accumulate a micro batch's gradients and loss sum. `is_last` marks the last micro batch of a step."""
         raise NotImplementedError
 
     def reduce_and_clip(self) -> Tensor:
-        """Reduce gradients, divide them by the total label count, clip. Returns the global norm [] before clipping."""
+        """Reduce gradients, divide by the label count, and clip them. Returns the global norm [] before clipping."""
         divisor = self.sync.reduce()
         self.backend.unscale(self.optimizer, self.parameters)
         return self.clip(divisor)
@@ -121,7 +121,7 @@ class Engine:
         return None
 
     def load(self, model: Tensors, optimizer: State) -> None:
-        """Restore this rank's share of a checkpoint, saved by any kind of device and any number of ranks.
+        """Restore this rank's share of a checkpoint, which any number of ranks on any device may have saved.
 
         Tensors are read only when accessed. Raises InputError if the saved optimizer has more or fewer parameters.
         """
@@ -131,7 +131,7 @@ class Engine:
             self.backend.scaler.load_state_dict(optimizer["loss_scale"])
 
     def gather_full_model(self) -> None:
-        """Collect the trained weights of all ranks in the model of rank 0, for an export."""
+        """Collect the trained weights of all ranks in rank 0's model, so that it can be exported."""
 
 
 def build_engine(
@@ -144,7 +144,7 @@ def build_engine(
     accumulation: int,
     lengths: int = 1,
 ) -> Engine:
-    """Return the engine for these settings. `accumulation` and `lengths` are those of `Backend.setup_model`."""
+    """Return the engine for these settings. See `Backend.setup_model` for `accumulation` and `lengths`."""
     module: Any = import_module(ENGINES[cfg.name])  # a run imports only the engine that it uses
     engine: Engine = module.build(cfg, optim, backend, model, loss, accumulation=accumulation, lengths=lengths)
     return engine

@@ -99,7 +99,7 @@ class FSDP(DataParallel):
         guards.replace(self.model, {name: nn.Parameter(weight) for name, weight in whole.items()})
 
     def _whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return all tensors whole, with ties, on rank 0's host; {} elsewhere. Devices gather one at a time."""
+        """Return whole tensors, with ties, on rank 0's host; {} on other ranks. They are gathered one at a time."""
         copies: dict[int, Tensor] = {}
         for part in parts.values():
             if id(part) not in copies:
@@ -108,7 +108,7 @@ class FSDP(DataParallel):
         return {name: copies[id(part)] for name, part in parts.items()} if self.data_rank == 0 else {}
 
     def _pieces(self, parts: Mapping[str, Tensor]) -> State:
-        """Return this rank's rows of each tensor, once for tied names. Only rank 0 returns unsharded tensors."""
+        """Return this rank's rows of each tensor; tied names share them. Only rank 0 returns unsharded tensors."""
         pieces: dict[str, Any] = {}
         rows = {id(part): part.to_local().detach() for part in parts.values() if isinstance(part, DTensor)}
         for name, part in parts.items():
@@ -140,7 +140,7 @@ class ShardSync(GradSync):
     def __init__(self, model: nn.Module, device: torch.device, *, reduce_once: bool) -> None:
         super().__init__(model, device)
         self.reduce_once = reduce_once
-        for module in split_modules(model):  # sum instead of average: gloo has no averages
+        for module in split_modules(model):  # sum instead of average: gloo cannot average
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 

@@ -44,7 +44,7 @@ class GradSync:
             self.adding = dist.all_reduce(self.count, async_op=True)
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        """Return the context for the passes of one micro batch. `is_last`: it is the step's last micro batch."""
+        """Return the context for the passes of one micro batch. `is_last` marks the last micro batch of a step."""
         return nullcontext()
 
     def reduce(self) -> Tensor:

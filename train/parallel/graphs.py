@@ -26,12 +26,12 @@ class GraphBudget:
     """A count of the graphs compiled since the first batch, and `limit`, the number that the run should need."""
 
     def __init__(self, compiled: Callable[[], int], *, is_fatal: bool, hint: str) -> None:
-        """Take `compiled`, which returns the number of graphs so far. `hint`: how to find causes other than shapes."""
+        """Store `compiled`, which returns the number of graphs so far. `hint`: how to find causes other than shapes."""
         self.compiled, self.is_fatal, self.hint = compiled, is_fatal, hint
         self.limit = 0  # set once the model is known
         self.base: int | None = None
         self.reported = 0
-        # The different input shapes in one stream of batches: the stream in which a new shape appeared last.
+        # The different input shapes in the stream of batches in which a new shape last appeared.
         self.shapes: list[dict[str, tuple[int, ...]]] = []
 
     def start(self) -> None:
@@ -44,7 +44,7 @@ class GraphBudget:
         return 0 if self.base is None else self.compiled() - self.base
 
     def forgive(self, number: int) -> None:
-        """Exclude this number of compiled graphs, which belong to no step, from the count."""
+        """Exclude `number` compiled graphs from the count, because they belong to no step."""
         if self.base is not None:
             self.base += number
 
@@ -89,7 +89,7 @@ class Compilers:
         self.asking: Thread | None = None
 
     def are_busy(self) -> bool:
-        """Return whether this rank is compiling or another was at the last call, and tell the others if this one is.
+        """Return whether this rank is compiling, or another was at the last call. Tells the others if this rank is.
 
         This never waits for the store, whose machine may have died. If it does not answer, other ranks count as idle.
         """

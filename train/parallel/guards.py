@@ -1,4 +1,4 @@
-"""Checks for faults that raise no error themselves. Each has cost somebody a run that looked healthy."""
+"""Checks for faults that raise no error themselves, so that a run with such a fault would look healthy."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check_tied(model: nn.Module, tied: Tied) -> None:
 def check_owned(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
     """Raise RuntimeError unless the optimizer holds exactly the model's parameters, compared by identity.
 
-    An optimizer built before the move to the device updates tensors that the model does not use,
+    An optimizer built before the move to the device would update tensors that the model does not use,
     https://github.com/pytorch/xla/issues/6861.
     """
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -70,7 +70,7 @@ def check_world(*, launched: int, device: int, group: int, ones: float) -> None:
     if not launched == device == group == ones:
         raise RuntimeError(
             f"the launcher started {launched} ranks, the device runtime sees {device}, the process group {group}, and "
-            f"ones summed over the ranks give {ones:g}: they would train apart. Start the run by torchrun, one rank "
+            f"ones summed over the ranks give {ones:g}: they would train apart. Start the run with torchrun, one rank "
             "per core, and see python -m train.doctor"
         )
 
@@ -120,9 +120,9 @@ def check_changed(before: Sequence[Tensor], after: Iterable[Tensor], *, step: st
 def watch_masks(model: nn.Module) -> None:
     """Make a model reject attention masks that are not floats [batch, 1, 1 or S, S].
 
-    The outermost modules that take a mask check it. transformers reads the values of a [batch, S] mask in every forward
-    pass, so the host waits for the device and each kind of batch needs another graph. Eager attention adds a 4-D
-    boolean mask to the scores as 0 and 1, which hides nothing.
+    The outermost modules that accept a mask check it. transformers reads the values of a [batch, S] mask in every
+    forward pass, so the host waits for the device and each kind of batch needs another graph. Eager attention adds a
+    4-D boolean mask to the scores as 0 and 1, which hides nothing.
     """
     for module in outermost(model, "attention_mask"):
         module.register_forward_pre_hook(reject_other_masks, with_kwargs=True)

@@ -20,8 +20,8 @@ def build(cfg: OptimConfig, groups: list[Group], options: dict[str, bool]) -> to
 
     groups = [{**group, "trust_ratio": group["params"][0].ndim >= 2} for group in groups]
     device = groups[0]["params"][0].device
-    # XLA and Neuron would compile a Python number into the update, and compile again for each new value. A CUDA graph
-    # would keep the first value. A tensor avoids both.
+    # If the learning rate were a Python number, XLA and Neuron would compile the update again for each new value, and
+    # a CUDA graph would keep the first value.
     if device.type not in ("cpu", CUDA) or options.get("capturable"):
         groups = [{**group, "lr": torch.tensor([cfg.lr]).to(device)} for group in groups]
     optimizer = Lamb(groups, {"lr": cfg.lr, "betas": (cfg.betas[0], cfg.betas[1]), "eps": cfg.eps})

@@ -1,7 +1,7 @@
 """Native PyTorch on Trainium 2 and 3 (TorchNeuron, torch-neuronx 2.13 and newer). Experimental, not run on hardware.
 
 TorchNeuron is an ordinary torch device, so this backend is DDP with a device, collectives and autocast named "neuron".
-It is written from https://awsdocs-neuron.readthedocs-hosted.com (frameworks/torch, SDK 2.33) and the source of a
+It follows https://awsdocs-neuron.readthedocs-hosted.com (frameworks/torch, SDK 2.33) and the source of a
 pre-release. docs/trainium.md lists the source of each fact.
 """
 
@@ -54,7 +54,7 @@ class Neuron(DDP):
         timeout_s, nodes = cfg.timeout_s or NEURON_TIMEOUT_S, self.world.num_machines
         os.environ.update(machine.runtime_environment(os.environ, nodes=nodes, timeout_s=timeout_s))
         os.environ.update(place_graphs(os.environ, is_native=True))
-        # This registers the device and its collectives. torch does it, too, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0.
+        # This registers the device and its collectives. torch also does so, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0.
         self.package = importlib.import_module("torch_neuronx")
         rank_setup.pin(rank_setup.neuron_address(os.environ, self.world.local_rank))
         self.precision = "bf16" if cfg.precision == "auto" else cfg.precision
@@ -85,7 +85,7 @@ class Neuron(DDP):
         wait_for(self.device)  # asynchronous updates of many weights have failed
 
     def fallback_ops(self) -> set[str]:
-        """Return the operators that have run on the CPU; none if a release lacks the pre-release's function for it."""
+        """Return the operators that have run on the CPU; an empty set if this release cannot list them."""
         listed = getattr(self.package, "get_fallback_ops", None)
         return set() if listed is None else {str(each) for each in listed()}
 
@@ -123,7 +123,7 @@ class Neuron(DDP):
         return group
 
     def tracer(self, folder: Path) -> torch.profiler.profile:
-        # Only the runtime is traced, into the folder. A trace of instructions would take about 5 GB of device memory.
+        # Only the runtime is traced. A trace of instructions would take about 5 GB of device memory.
         profiling = importlib.import_module("torch_neuronx.profiling")
         config = profiling.NeuronConfig(modes=[profiling.ProfileMode.RUNTIME], profile_output_dir=str(folder))
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.PrivateUse1]
@@ -131,7 +131,7 @@ class Neuron(DDP):
 
 
 class WaitedWork(Work):
-    """A timer that waits for the device and then reads the host's clock, because a beta's device events failed."""
+    """A timer that waits for the device and reads the host's clock, because device events failed in a beta release."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def check_machine(cfg: BackendConfig) -> None:
-    """Raise InputError if native PyTorch on Neuron cannot run here."""
+    """Raise InputError if native PyTorch on Neuron cannot run on this machine."""
     faults = read_versions().native.faults(machine.installed_versions("torch", "torch-neuronx"))
     check(not faults, f"backend=neuron needs native PyTorch: {'; '.join(faults)}; for PyTorch/XLA set backend=xla")
     check(bool(machine.neuron_devices()), "no Trainium here: there is no /dev/neuron0; see python -m train.doctor")

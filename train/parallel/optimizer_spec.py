@@ -37,7 +37,7 @@ class Roles(TypedDict):
 
 
 def roles(cfg: OptimConfig, model: Any) -> Roles:
-    """Return the roles of a model's parameters. Raises InputError if cfg.layer_decay does not suit its layers."""
+    """Return the roles of a model's parameters. Raises InputError if cfg.layer_decay does not suit the model."""
     return {"head": model.head_parameters(), "distances": {} if cfg.layer_decay is None else model.distances()}
 
 
@@ -91,7 +91,7 @@ def add_moments(optimizer: torch.optim.Optimizer, *names: str) -> None:
 
 
 def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Restore a saved state without the saved settings: they may choose an implementation that is missing here."""
+    """Restore a saved state without the saved settings: they may choose an implementation that this device lacks."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in zip(saved_order(saved, len(parameters)), parameters, strict=True):
         own = optimizer.state[parameter]

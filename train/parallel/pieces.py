@@ -34,7 +34,7 @@ class Tensors(Mapping[Any, Tensor]):
     """
 
     def __init__(self, files: Mapping[str, Any], *, are_all: bool = True) -> None:
-        """Take the contents of files, by file name. Raises BadContent unless `check_covered` accepts all tensors."""
+        """Index the contents of files, by file name. Raises BadContent unless `check_covered` accepts all tensors."""
         self.found: dict[Any, list[tuple[str, Any]]] = {}
         for file, content in files.items():
             if not isinstance(content, dict):
@@ -75,7 +75,7 @@ class Tensors(Mapping[Any, Tensor]):
 
 
 def check_covered(name: str, values: list[tuple[str, Any]], *, are_all: bool) -> None:
-    """Raise BadContent unless the files have either one whole tensor or pieces of it that do not overlap.
+    """Raise BadContent unless the files have either one whole tensor or pieces that do not overlap.
 
     The pieces must cover all rows, unless `are_all` is False.
     """

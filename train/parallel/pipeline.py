@@ -57,7 +57,7 @@ class Stage(PipelineStage):
             return super().backward_one_chunk(*args, **kwargs)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Return no start-up messages: only PyTorch 2.9 sends them, 8 bytes into a buffer of 4, and gloo aborts."""
+        """Return no start-up messages: only PyTorch 2.9 sends them, as 8 bytes into a 4-byte buffer; gloo aborts."""
         return []
 
 
@@ -105,7 +105,7 @@ class Pipeline(PipelineState):
         self.loss_sum = torch.zeros(1).to(backend.device)
 
     def _groups(self, own: dict[str, Any]) -> tuple[Any, list[Any]]:
-        """Return the process group of this rank's pipeline, and the `sums` that `PipelineSync` takes."""
+        """Return the process group of this rank's pipeline, and the `sums` for `PipelineSync`."""
         stages, replicas = self.cfg.stages, range(self.data_size)
         pipelines = [self.backend.subgroup([stages * replica + s for s in range(stages)]) for replica in replicas]
         sums = []
@@ -143,7 +143,7 @@ class Pipeline(PipelineState):
         """
         num_parts, device = self.cfg.num_parts, self.backend.device
         shape = (rows, seq_len, self.chain.network.config.hidden_size)
-        hidden = torch.empty(shape, device="meta", requires_grad=True)  # otherwise newer schedules send no gradient
+        hidden = torch.empty(shape, device="meta", requires_grad=True)  # otherwise newer PyTorch sends no gradient
         stages = [
             Stage(
                 part,
@@ -201,7 +201,7 @@ class PipelineSync(GradSync):
     adds_counts = True
 
     def __init__(self, model: nn.Module, device: torch.device, sums: list[Any], *, counts: bool) -> None:
-        """Take `sums` of (group, weights, whether several stages hold them). `counts`: whether to count labels."""
+        """Store `sums`, tuples (group, weights, whether several stages hold them). `counts`: if True, count labels."""
         super().__init__(model, device)
         self.sums, self.counts = sums, counts
 
@@ -222,7 +222,7 @@ class PipelineSync(GradSync):
 
 
 def cut(model: Any, cfg: PipelineConfig) -> tuple[Chain, list[range]]:
-    """Return the chain of a model's layers, and the range of each part. Raises InputError if layers are too few."""
+    """Return the chain of a model's layers, and the range of each part. Raises InputError if there are too few."""
     check(isinstance(model, Network), f"parallel=pipeline splits transformers' encoders, not a {type(model).__name__}")
     chain = Chain(model)
     cfg.check_layers(len(chain.layers))

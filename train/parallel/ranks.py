@@ -1,6 +1,6 @@
 """Communication between the hosts of all ranks, over gloo: the methods of `World`.
 
-All ranks must call these methods in the same order. All methods except `begin_sum` wait for the other ranks.
+Unless stated otherwise, all ranks must call these methods in the same order, and each call waits for all ranks.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from train.system.runtime import pool_beside_training
 
 Result = TypeVar("Result")
 POLL_S = 0.05
-LOADING_RANKS = 8  # ranks per machine that may load a checkpoint at the same time; 32 copies have filled its memory
+LOADING_RANKS = 8  # ranks per machine that may load a checkpoint at the same time; 32 copies have filled the memory
 AGREED = (InputError, Failure, FloatingPointError)  # exceptions that `agree` raises on all ranks
 
 
 def no_wait() -> None:
-    """Do nothing while waiting, for callers without a watchdog that expects heartbeats."""
+    """Do nothing. This is the `on_wait` of callers without a watchdog that expects heartbeats."""
 
 
 class World:
@@ -45,7 +45,7 @@ class World:
         return -(-self.size // self.local_size)
 
     def beside(self, group: dist.ProcessGroup | None) -> World:
-        """Return a World of the same ranks over another group, for use in a thread; with None, of this rank alone."""
+        """Return a World of the same ranks with another group, for use in a thread; with None, of this rank alone."""
         other = copy(self)
         other.group, other.is_distributed = group, group is not None
         return other
@@ -123,7 +123,7 @@ class World:
     def agree(self, action: Callable[[], Result]) -> Result:
         """Run an action on every rank. Returns this rank's result if all ranks succeed.
 
-        Otherwise all ranks raise the first failure. An exception not in AGREED ends only the rank that raised it.
+        Otherwise all ranks raise the first failure. An exception not in AGREED is raised only on its rank.
         """
         result, failure = None, None
         try:
@@ -143,7 +143,7 @@ class World:
     def run_and_gather(self, action: Callable[[], Result]) -> list[Result]:
         """Run an action on every rank. Returns all results, in rank order, on rank 0; an empty list elsewhere.
 
-        If an action raises any exception, its rank raises it, too. All others raise a RuntimeError that names the rank.
+        If an action raises any exception, its rank raises it. All others raise a RuntimeError that names that rank.
         """
         result, failure = attempt(action)
         answers = self.gather((result, failure and f"{type(failure).__name__}: {failure}"))
@@ -170,7 +170,7 @@ class World:
         return self.broadcast(cast(Result, self._some_do(action, self.rank == 0, on_wait)))
 
     def run_on_local_rank0(self, action: Callable[[], Result], on_wait: Callable[[], None] = no_wait) -> Result | None:
-        """Run an action on each machine's first rank and return its result there. Other ranks wait, then get None."""
+        """Run an action on each machine's first rank and return its result there. Other ranks wait and return None."""
         return self._some_do(action, self.local_rank == 0, on_wait)
 
     def _some_do(self, action: Callable[[], Result], is_mine: bool, on_wait: Callable[[], None]) -> Result | None:

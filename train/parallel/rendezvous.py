@@ -1,7 +1,7 @@
 """The store in which ranks find one another.
 
-Ranks poll the store in Python. If torch waited instead, signal handlers would not run, and nobody would learn which
-rank is missing.
+Ranks poll the store in Python. If torch waited instead, signal handlers would not run, and no message could say
+which rank is missing.
 
 torchrun keeps one store across restarts, and each machine counts its restarts separately, so the store may contain
 entries of earlier attempts. Rank 0 therefore begins a round with a new number, and every process registers in the
@@ -38,7 +38,7 @@ POLL_S, CONNECT_S = 0.1, 2.0
 MOST_NAMED = 8  # at most this many missing ranks are named in a message
 ROUNDS = "rounds"  # key of the newest round's number
 ROSTER = "roster"
-REJECTION = "rejection"  # key of the reason for a rejection; never removed, since a rejection ends torchrun for good
+REJECTION = "rejection"  # key of the reason for a rejection; never removed, because torchrun does not restart after it
 NUM_INFORMED = "num_informed"  # key of the count of ranks on machines that know of the rejection
 KEPT: list[dist.Store] = []  # rank 0's store; if freed, its server would end and forget which ranks are informed
 Result = TypeVar("Result")
@@ -57,7 +57,7 @@ def join(names: str, device: str, *, timeout_s: float, join_timeout_s: float = J
 def connect(
     make: Callable[..., dist.ProcessGroup | None], *, timeout_s: float, connect_timeout_s: float
 ) -> dist.ProcessGroup | None:
-    """Make a process group. If a rank dies while they connect, the others wait for it for `connect_timeout_s`."""
+    """Make a process group. If a rank dies meanwhile, the others wait for it for `connect_timeout_s`."""
     with without_stdout():  # gloo prints how many ranks have connected
         group = make(timeout=timedelta(seconds=min(timeout_s, connect_timeout_s)))
     if connect_timeout_s < timeout_s:
@@ -88,11 +88,11 @@ def announce(reason: str, timeout_s: float) -> None:
 
 
 class Absent(Exception):
-    """An exception of an action that must be repeated later, because other ranks have not arrived."""
+    """The exception of an action that must be repeated later, because other ranks have not arrived."""
 
 
 class Rendezvous:
-    """The store in which ranks wait for one another, held by torchrun or by rank 0."""
+    """The store in which ranks wait for one another, hosted by torchrun or by rank 0."""
 
     def __init__(self, launch: Launched, timeout_s: float, device: str = "") -> None:
         self.launch, self.timeout_s, self.device = launch, timeout_s, device
@@ -124,7 +124,7 @@ class Rendezvous:
             time.sleep(POLL_S)
 
     def arrive(self) -> dist.Store:
-        """Register in the newest round. Raises Absent until all have, InputError if a rank was rejected."""
+        """Register in the newest round. Raises Absent until all ranks have, InputError if one was rejected."""
         self.store = store = self.store or self.open_store()
         is_first, size = self.launch.rank == 0, self.launch.world_size
         if store.check([REJECTION]):
@@ -163,8 +163,8 @@ class Rendezvous:
     def reject(self, reason: str) -> None:
         """Record that this rank is rejected, and that its machine knows this.
 
-        On rank 0's machine, raises Absent until all other machines know. The first rank that asks counts for its whole
-        machine, because torchrun may end the machine's other ranks before they ask.
+        On rank 0's machine, raises Absent until all other machines know. The first rank that calls this counts for its
+        whole machine, because torchrun may end the machine's other ranks before they call it.
         """
         launch = self.launch
         try:
@@ -205,7 +205,7 @@ class Rendezvous:
 
 
 def listener(launch: Launched) -> int | None:
-    """Return a socket for the store that listens only on the job's address; None if there are several machines.
+    """Return a socket for the store that listens only on MASTER_ADDR; None if there are several machines.
 
     Also None if the port is taken: either this process has the store already, or torch will report the error.
     """

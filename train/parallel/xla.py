@@ -1,6 +1,6 @@
 """PyTorch/XLA on Trainium 1 (torch-neuronx 2.9, not run on hardware) and on CPUs, where the code is tested.
 
-A step is traced, compiled once, and sent to the device as a graph. This module keeps graphs few: shapes are fixed,
+A step is traced, compiled once, and sent to the device as a graph. Few graphs are needed, because shapes are fixed,
 optimizer state and gradients exist before the first step, and no Python number in a graph becomes 0 or 1. The device
 does not wait between steps, because numbers are read back only for a line of metrics. train/parallel/guards.py has
 checks for failures that would otherwise be silent.
@@ -66,7 +66,7 @@ class XLA(Backend):
         super().__init__()
         self.cfg = cfg if isinstance(cfg, XLAConfig) else XLAConfig(**{**asdict(cfg), "name": "xla"})
         self.is_neuron = xr.device_type() == "NEURON"
-        self.collects = collects  # every returned number is 0
+        self.collects = collects  # if True, the device returns only zeros
         automatic = "bf16" if self.is_neuron else "fp32"
         self.precision = automatic if self.cfg.precision == "auto" else self.cfg.precision
         self.reduces_on_host = self.world.is_distributed and not self.is_neuron
@@ -74,8 +74,8 @@ class XLA(Backend):
         self.device = torch_xla.device()
         self.device_name = "NeuronCore" if self.is_neuron else "cpu through XLA"
         self.monitor_kind = "neuron" if self.is_neuron else "cpu"
-        # It is unclear whether the compiler uses seeds: its operator list denies it, but its release notes say that it
-        # does since 2.9.
+        # Neuron's documentation contradicts itself on whether the compiler uses seeds: the release notes say that it
+        # does since 2.9, but the operator list says that it does not.
         self.continues_dropout = not self.is_neuron
         self.check_world()
         self.model: Any = None
@@ -125,7 +125,7 @@ class XLA(Backend):
         self.compare_caches()
 
     def compare_caches(self) -> None:
-        """Warn of machines whose cache lacks graphs that others have, as all ranks would wait while they compile."""
+        """Warn if a machine's cache lacks graphs that others have, because all ranks wait while a machine compiles."""
         if self.collects:
             return
         location = machine.cache_location(os.environ)
@@ -175,7 +175,7 @@ class XLA(Backend):
         moments = [value for parameter in smallest for value in optimizer.state[parameter].values() if value.ndim]
         self._clear(parameters)
         self.mark_step()
-        # Only a new run must change weights in its first step. A resumed run's rate may be too small for that in bf16.
+        # Only a new run must change weights in its first step. A resumed run's learning rate may be too small in bf16.
         self.first_step_of = [] if any(copy.any() for copy in self.to_host(moments)) else smallest
 
     def mark_step(self) -> None:
@@ -195,7 +195,7 @@ class XLA(Backend):
         def source() -> Iterator[Batch]:
             try:
                 yield from self.budget.watched(batches)
-            except Exception as error:  # torch_xla's loader thread would take it for the end of the data
+            except Exception as error:  # torch_xla's loader thread would treat it as the end of the data
                 failures.append(error)
 
         loader = pl.ParallelLoader(
@@ -204,7 +204,7 @@ class XLA(Backend):
         try:
             iterator, seed = loader.per_device_loader(self.device), xm.get_rng_state()
             while (batch := next(iterator, None)) is not None:
-                # The loader may end a graph, which advances the seed. Dropout must not depend on its timing.
+                # The loader may end a graph, which advances the seed. Dropout must not depend on when it does.
                 xm.set_rng_state(seed)
                 yield batch
                 seed = xm.get_rng_state()

@@ -54,7 +54,7 @@ def ready(cfg: BackendConfig, *, collects: bool) -> None:
 
 
 def choose_device(name: str) -> str:
-    """Return NEURON or CPU. `auto` takes the device that PJRT_DEVICE names, else Trainium if there is one, else CPU."""
+    """Return NEURON or CPU. `auto` chooses the device in PJRT_DEVICE, else Trainium if there is one, else CPU."""
     devices, asked = machine.neuron_devices(), os.environ.get("PJRT_DEVICE")
     check(
         not (devices and asked == "CPU" and name == "auto"),
