@@ -155,7 +155,7 @@ VALUES = [
     (["model=any", "model.architecture=bert", "model.embedding_size=8"], "model.embedding_size=8"),
     (["model=any", "model.architecture=longformer", "model.attention=sdpa"], "transformers has eager for longformer"),
     ("model.attention=flash_attention_2", "model.attention=flash_attention_2 needs a CUDA device"),
-    ("model.init_from=EMPTY", "there is nothing in that folder"),
+    ("model.init_from=EMPTY", "that folder is empty"),
     ("model.init_from=DATA", "neither a run"),
     (["model=pretrained"], "model.pretrained is not set"),
     (["model.pretrained=/", "model.initializer_range=0.1"], "initializer_range=0.1 is for a new model"),
@@ -333,7 +333,7 @@ TABLES = [
     ("seq_len=100000", "seq_len=100000"),
     ("task.class_weights=[1,-1]", "task.class_weights"),
     ("task.label_smoothing=1", "task.label_smoothing=1"),
-    ("model.tokenizer=EMPTY", "there is nothing in that folder"),
+    ("model.tokenizer=EMPTY", "that folder is empty"),
     ("task=qa", "context"),
 ]
 

@@ -149,9 +149,9 @@ def make_network(
 ) -> tuple[PreTrainedModel, frozenset[str], str]:
     """Return a float32 model of `auto` (AutoModelFor...), the names of its new parameters, and cfg.attention.
 
-    Weights are the checkpoint's; those that it lacks are new and random. cfg says which are frozen. On the meta device,
-    the model has no weights and no file is read. `what` names the kind of model in messages. Raises InputError if
-    transformers has no such model, or if the model cannot read sequences of `seq_len`.
+    Weights are the checkpoint's; those that it lacks are new and random. cfg says which weights are frozen. On the meta
+    device, the model has no weights and no file is read. `what` names the kind of model in messages. Raises InputError
+    if transformers has no such model, or if the model cannot read sequences of `seq_len`.
     """
     check(
         type(config) in auto._model_mapping,
@@ -271,7 +271,7 @@ def fitting_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len: i
         + ("" if cfg.pretrained is None else f"; prepare text with tokenizer.pretrained={cfg.pretrained}"),
     )
     positions = most_positions(config)
-    lower = f"set seq_len={positions} or less (if the data is prepared, prepare it with this seq_len)"
+    lower = f"set seq_len={positions} or less (if the data is prepared, prepare it again with this seq_len)"
     check(
         positions is None or seq_len <= positions,
         f"seq_len={seq_len} is longer than the model's {positions} positions; "

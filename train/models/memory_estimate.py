@@ -25,10 +25,10 @@ from train.models.model_sizes import Shape
 GIB = 2**30
 STATE_BYTES = 4  # bytes of an fp32 weight, gradient or moment
 WEIGHT_BYTES = {"bf16_stochastic": 2, "bf16_master": 6}  # a bf16 weight alone, or with its fp32 master copy
-PRODUCT_BYTES = {"fp32": 4, "tf32": 4}  # bytes of an operand of a product; 2 in the other precisions
+PRODUCT_BYTES = {"fp32": 4, "tf32": 4}  # bytes of an operand of a matrix product; 2 in other precisions
 AUTOCAST = ("bf16", "fp16")
 MASK_BYTES, AUTOCAST_BYTES, ATTENTION_VALUES = 2, 8, 8  # per layer, token and hidden unit
-# With these three constants, estimates for CPUs are within 7 % of the peaks of seven runs (five: benchmarks/notes.md).
+# With these constants, estimates for CPUs are within 7 % of the peaks of seven runs (five are in benchmarks/notes.md).
 CPU_PROCESS_BYTES = int(0.85 * GIB)  # bytes of a process that has imported torch and transformers but has no model
 CPU_ACTIVATIONS = 1.25  # factor for activations, which includes temporary memory of the backward pass
 CPU_SCORE_BYTES = 14  # bytes per head and pair of tokens, if attention has dropout
@@ -42,7 +42,7 @@ class Memory:
     weights: float
     gradients: float
     moments: float
-    copies: float  # copies of weights: gathered from other ranks, or in the dtype of products
+    copies: float  # copies of weights: gathered from other ranks, or in the dtype of matrix products
     activations: float
     saving: float = 0  # host copy from which a checkpoint is written; 0 unless the device is the host
     process: float = 0  # the program and its libraries; 0 unless the device is the host
@@ -129,7 +129,7 @@ def activation_bytes(cfg: TrainConfig, shape: Shape, held: Held, tokens: int, se
     other_bytes = MASK_BYTES + AUTOCAST_BYTES * (precision in AUTOCAST)
     # Frozen layers come first, so the stage that needs most memory may hold none of them.
     num_layers = min(layers_of_rank(shape, held), shape.num_hidden_layers - cfg.model.freeze_layers) * held.activations
-    ffn_values = 2 * (shape.ffn_products - 1)  # The activation's input and output, and both twice if it is gated.
+    ffn_values = 2 * (shape.ffn_products - 1)  # The activation's input and output; twice as many values if it is gated.
     layer = tokens * (hidden * (other_bytes + ATTENTION_VALUES * value_bytes) + ffn_values * ffn * value_bytes)
     if cfg.backend.activation_checkpointing:
         layers = num_layers * tokens * hidden * value_bytes + layer

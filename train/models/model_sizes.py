@@ -180,7 +180,7 @@ def knows_vocabulary(cfg: ModelConfig, *, vocab_size: int | None = None) -> bool
 
 
 def read_shape(folder: Folder) -> Shape | None:
-    """Return the sizes in a folder's config.json; None without one or for an unknown type. Raises InputError if damaged."""
+    """Return the sizes in a folder's config.json; None if missing or of unknown type. Raises InputError if damaged."""
     name = next((name for name in CONFIGS if folder.size(name) is not None), None)
     if name is None:
         return None

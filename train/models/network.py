@@ -155,7 +155,7 @@ class Network(nn.Module):
             weights = list(layer.parameters())
             kind = (type(layer), *((weight.shape, weight.requires_grad) for weight in weights))
             evaluation.add(kind)
-            # The first trained layer has another graph if frozen layers precede it: its input needs no gradient.
+            # If frozen layers precede the first trained layer, it has another graph: its input needs no gradient.
             training.add((kind, any(weight is first for weight in weights)))
             layer.forward = optimised(layer.forward)
         return len(training) + len(evaluation)

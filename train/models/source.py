@@ -56,13 +56,13 @@ def resolved(cfg: ModelConfig, s3: S3Config, cache: Path) -> ModelConfig:
 
 
 def located(key: str, location: str, s3: S3Config, cache: Path, *, needs: str) -> str:
-    """Return a local folder with the file `needs`; a Hub id is returned unchanged."""
+    """Return a local folder that contains the file `needs`; a Hub id is returned unchanged."""
     if not is_s3(location) and not local_path(location).is_dir():
         check(is_at_hub(location), f"{key}={location}: there is no such folder")
         return location
     folder = open_folder(location, s3)
     names = folder.names_here()
-    check(bool(names), f"{key}={location}: there is nothing in that folder")
+    check(bool(names), f"{key}={location}: that folder is empty")
     if needs in names:
         return local_copy(folder, "", cache)
     is_run = "config.yaml" in names and bool(names & {"metrics.jsonl", "environment.json", "checkpoints"})

@@ -25,7 +25,7 @@ LEAST_PASSES = 5000
 # The host takes 2.5 ms to launch the kernels of a compiled layer, forward and backward. On an H100, a layer with this
 # much work (tokens times the squared hidden size) runs for longer than that. With less work, the GPU would wait.
 LEAST_LAYER_WORK = 1.5e10
-# Seconds to compile for one batch length: the graph that equal layers share; a whole encoder, for each of its layers.
+# Seconds to compile, for one batch length, the graph that equal layers share, and a whole encoder (per layer).
 LAYER_COMPILE_S, MODEL_LAYER_COMPILE_S = 20.0, 6.0
 
 

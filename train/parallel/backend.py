@@ -64,8 +64,8 @@ class Backend(ABC):
     skips: Skips
 
     def __init__(self) -> None:
-        """Set the attributes that all backends share. Subclasses call this first."""
-        self.world = World()  # communication between the ranks' hosts
+        """Set the attributes that all backends share. Subclasses must call this first."""
+        self.world = World()  # communication between ranks, through host memory
         self.work = Work()  # seconds of this rank's work, on the host's clock unless the backend replaces the timer
         self.span = Work()  # seconds from the first to the last pass of a step, including waits for other ranks
         self.compilers = Compilers()
@@ -175,7 +175,7 @@ class Backend(ABC):
         """Restore a random state, which may come from another kind of device."""
 
     def save(self, state: State, file: BinaryIO) -> None:
-        """Write host tensors and containers to a file that `load` reads. Called in the thread of checkpoint saves."""
+        """Write host tensors and containers to a file that `load` reads. Called from the checkpoint writer's thread."""
         torch.save(state, file)
 
     def close(self) -> None:
@@ -194,7 +194,7 @@ def peak_device_bytes() -> int | None:
     """Return the peak bytes that PyTorch's allocator has used on this process's device; None if it is a CPU."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
-    native: Any = getattr(torch, "neuron", None)  # torch.neuron has the function names of torch.cuda
+    native: Any = getattr(torch, "neuron", None)  # its functions have the names of torch.cuda's
     peak = getattr(native, "max_memory_allocated", None)
     return None if peak is None else int(peak())
 

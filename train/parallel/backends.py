@@ -54,7 +54,7 @@ def check_attention(cfg: TrainConfig) -> None:
 def compiles_each_length(cfg: BackendConfig, instance: InstanceConfig) -> bool:
     """Return whether every batch length needs a compiled graph. No device is opened.
 
-    With backend=ddp and backend.compile=auto this is False, because whether to compile is decided only later.
+    With backend=ddp and backend.compile=auto this is False, because the decision to compile is made later.
     """
     return cfg.compile not in ("none", "auto") or name_of(cfg, instance) != "ddp"
 
@@ -82,7 +82,7 @@ def open_backend(
     if kind.startswith("trn"):
         check(
             cfg.device == "cpu" or bool(machine.neuron_devices()),
-            f"this is a {kind} without /dev/neuron0: its driver is not loaded (python -m train.doctor); set "
+            f"this is a {kind} without /dev/neuron0: its driver is not loaded (see python -m train.doctor); set "
             "backend.device=cpu to train on the CPU",
         )
         if instance.name == "local":

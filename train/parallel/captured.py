@@ -99,7 +99,7 @@ class Graphs:
 
     def turn_off(self, reason: str) -> None:
         self.is_on = False
-        self.recorded.clear()  # `record` replaces the random state after a failure, but graphs would use the old one
+        self.recorded.clear()  # after a failure, `record` replaces the random state, but these graphs use the old one
         logger.warning("backend.cuda_graphs: steps run without CUDA graphs, because %s", reason)
 
     def record(self, function: Callable[[Inputs], None], inputs: Inputs) -> Callable[[], object]:

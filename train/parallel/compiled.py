@@ -165,7 +165,7 @@ class KernelCache:
     """
 
     def __init__(self, location: str, s3: S3Config, *, may_write: bool, must_write: bool = False) -> None:
-        """Open the folder. Among ranks with equal graphs, one `may_write`. With `must_write`, a failed write raises."""
+        """Open the folder. Of ranks with equal graphs, only one `may_write`. If `must_write`, failed writes raise."""
         self.folder, self.may_write, self.must_write = open_folder(location, s3), may_write, must_write
         self.prefix = ""  # the start of the file names, set by `load`
         self.kept: set[tuple[str, str]] = set()  # kind and key of each entry that is in a file

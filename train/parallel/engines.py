@@ -89,7 +89,7 @@ class Engine:
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def check_replicas(self) -> None:
-        """Raise RuntimeError if ranks differ in a few small weights that should be equal."""
+        """Raise RuntimeError if a few small weights, which should be equal on all ranks, differ."""
         guards.check_same(self.backend, self.model, guards.smallest(self.model.parameters()))
 
     def state(self) -> dict[str, State]:

@@ -2,7 +2,7 @@
 
 It is for models that do not fit on one device. See ZeRO, https://arxiv.org/abs/1910.02054, and PyTorch's `fully_shard`.
 
-A layer's weights are all-gathered for its forward and backward pass and freed afterwards. Gradients are
+A layer's weights are all-gathered for its forward and backward passes and freed afterwards. Gradients are
 reduce-scattered. If one layer is shared over the whole depth, it is always in use, so the model is gathered as a whole.
 """
 
@@ -99,7 +99,7 @@ class FSDP(DataParallel):
         guards.replace(self.model, {name: nn.Parameter(weight) for name, weight in whole.items()})
 
     def _whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return whole tensors, with ties, on rank 0's host; {} on other ranks. They are gathered one at a time."""
+        """Gather whole tensors one at a time. Returns them on rank 0's host, with ties; {} on other ranks."""
         copies: dict[int, Tensor] = {}
         for part in parts.values():
             if id(part) not in copies:

@@ -30,7 +30,7 @@ class GradSync:
     """A reduction of gradients, once per step. This base class is for a single rank and reduces nothing."""
 
     module: nn.Module  # the model as forward passes call it
-    count: Tensor  # [1], on the device: the labels of this step
+    count: Tensor  # [1], on the device: the number of labels in this step
     count_type = torch.float32
     adds_counts = False  # whether the label counts are summed over the ranks during the passes
 

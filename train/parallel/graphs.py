@@ -1,4 +1,4 @@
-"""A budget for compiled graphs: on Trainium each one takes minutes to compile, and an unexpected one is a mistake."""
+"""A budget for compiled graphs: on Trainium each one takes minutes to compile, and an unexpected one is a fault."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def parameter_groups(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set each group's rate to `lr` times its `lr_factor`. Tensors are filled in place, because graphs use them."""
+    """Set each group's rate to `lr` times its `lr_factor`. Tensors change in place, because graphs refer to them."""
     import torch
 
     for group in optimizer.param_groups:

@@ -52,7 +52,7 @@ def hold(backend: Backend, model: nn.Module, names: set[str], *, lengths: int) -
     absent = {
         name: parameter for name, parameter in model.named_parameters(remove_duplicate=False) if parameter not in kept
     }
-    no_numbers = nn.Parameter(torch.empty(0))  # moved instead of the absent ones: weights on "meta" cannot move
+    no_numbers = nn.Parameter(torch.empty(0))  # moved instead of absent weights; those on "meta" cannot be moved
     replace(model, dict.fromkeys(absent, no_numbers))
     backend.setup_model(model, lengths=lengths)
     metas = {
@@ -69,7 +69,7 @@ class PipelineState(Engine):
     stage: int
 
     def number(self, optim: OptimConfig, of: Roles, holders: dict[str, tuple[int, ...]]) -> None:
-        """Assign each trained parameter its index in an optimizer of the whole model. Call this before splitting the model.
+        """Assign trained parameters their indices in an optimizer of the whole model. Call this before it is split.
 
         `holders` has the stages that hold each parameter, by the first of its names. Raises InputError if a stage has
         no parameter to train.

@@ -53,7 +53,7 @@ class Tensors(Mapping[Any, Tensor]):
         return value.shape if isinstance(value, Tensor) else torch.Size([value["num_rows"], *value["rows"].shape[1:]])
 
     def rows(self, name: Any, wanted: slice) -> Tensor:
-        """Return rows of a tensor, reading only the files that have them. Raises BadContent if no file has a row."""
+        """Return rows of a tensor, reading only the files that have them. Raises BadContent if a row is in no file."""
         values = [value for _, value in self.found[name]]
         if isinstance(values[0], Tensor):
             return values[0] if wanted == slice(None) else values[0][wanted]

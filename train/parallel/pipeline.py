@@ -44,7 +44,7 @@ def build(cfg: ParallelConfig, *args: Any, **options: Any) -> Pipeline:
 
 
 class Stage(PipelineStage):
-    """A part in a schedule. Its passes are timed, because the rest of a step's time is the pipeline's bubble."""
+    """A part of the model in a schedule. Its passes are timed: the rest of a step's time is the pipeline's bubble."""
 
     submod: Part
 

@@ -1,4 +1,4 @@
-"""Communication between the hosts of all ranks, over gloo: the methods of `World`.
+"""Communication between ranks through host memory, over gloo: the methods of `World`.
 
 Unless stated otherwise, all ranks must call these methods in the same order, and each call waits for all ranks.
 """

@@ -69,7 +69,7 @@ def wait_for_ranks(device: str, timeout_s: float) -> dist.Store:
     """Wait until all ranks have arrived. Returns a store that only these processes use.
 
     `device` names the backend, device and precision. Raises Failure if a rank does not arrive in time, and InputError
-    if a rank is rejected on its machine or if `device` differs between ranks.
+    if a rank was rejected or if `device` differs between ranks.
     """
     here = Rendezvous(launched(), timeout_s, f"{device}, torch {torch.__version__}, baretrain {train.__version__}")
     try:
@@ -184,7 +184,7 @@ class Rendezvous:
     def open_store(self) -> dist.Store:
         launch = self.launch
         keeps_store = launch.rank == 0 and not launch.uses_agent_store
-        if not keeps_store:  # torch itself would retry until the timeout
+        if not keeps_store:  # fail fast: torch would retry until the timeout
             try:
                 socket.create_connection((launch.master_addr, launch.master_port), CONNECT_S).close()
             except OSError as error:

@@ -2,7 +2,7 @@
 
 A step is traced, compiled once, and sent to the device as a graph. Few graphs are needed, because shapes are fixed,
 optimizer state and gradients exist before the first step, and no Python number in a graph becomes 0 or 1. The device
-does not wait between steps, because numbers are read back only for a line of metrics. train/parallel/guards.py has
+does not wait between steps, because numbers are read back only for lines of metrics. train/parallel/guards.py has
 checks for failures that would otherwise be silent.
 """
 
