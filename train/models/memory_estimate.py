@@ -129,7 +129,7 @@ def activation_bytes(cfg: TrainConfig, shape: Shape, held: Held, tokens: int, se
     other_bytes = MASK_BYTES + AUTOCAST_BYTES * (precision in AUTOCAST)
     # Frozen layers come first, so the stage that needs most memory may hold none of them.
     num_layers = min(layers_of_rank(shape, held), shape.num_hidden_layers - cfg.model.freeze_layers) * held.activations
-    ffn_values = 2 * (shape.ffn_products - 1)  # The activation's input and output; twice as many values if it is gated.
+    ffn_values = 2 * (shape.ffn_products - 1)  # The activation's input and output, both doubled if it is gated.
     layer = tokens * (hidden * (other_bytes + ATTENTION_VALUES * value_bytes) + ffn_values * ffn * value_bytes)
     if cfg.backend.activation_checkpointing:
         layers = num_layers * tokens * hidden * value_bytes + layer

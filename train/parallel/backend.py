@@ -191,7 +191,7 @@ class Backend(ABC):
 
 
 def peak_device_bytes() -> int | None:
-    """Return the peak bytes that PyTorch's allocator has used on this process's device; None if it is a CPU."""
+    """Return the peak bytes that PyTorch allocated on this process's device; None if PyTorch does not count them."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     native: Any = getattr(torch, "neuron", None)  # its functions have the names of torch.cuda's

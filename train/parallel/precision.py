@@ -45,7 +45,7 @@ def norms_of(name: str, precision: str, *, compiles_on_gpu: bool) -> torch.dtype
 
 
 def set_deterministic(wanted: bool) -> None:
-    """If `wanted`, use only kernels that always add in the same order. Operations without such kernels then fail.
+    """If `wanted`, use only kernels that always add in the same order. Operations without such kernels raise errors.
 
     https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html
     """

@@ -66,7 +66,7 @@ class XLA(Backend):
         super().__init__()
         self.cfg = cfg if isinstance(cfg, XLAConfig) else XLAConfig(**{**asdict(cfg), "name": "xla"})
         self.is_neuron = xr.device_type() == "NEURON"
-        self.collects = collects  # if True, the device returns only zeros
+        self.collects = collects  # if True, NeuronCores return only zeros
         automatic = "bf16" if self.is_neuron else "fp32"
         self.precision = automatic if self.cfg.precision == "auto" else self.cfg.precision
         self.reduces_on_host = self.world.is_distributed and not self.is_neuron
