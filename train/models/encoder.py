@@ -91,7 +91,7 @@ class MaskedLM(Network):
         return logits
 
     def head_parameters(self) -> list[nn.Parameter]:
-        # Empty, because the head's largest weight is the encoder's embedding: all weights have the same learning rate.
+        # The head's largest weight is the encoder's embedding, so the head has no learning rate of its own.
         return []
 
 

@@ -6,10 +6,10 @@ bytes for its weight, 4 for its gradient, 8 for the two moments of AdamW and LAM
 Activations follow Korthikanti et al. (https://arxiv.org/abs/2205.05198, section 4.1). In 16 bits, a layer keeps 34
 bytes for each token and hidden unit: 2 for dropout masks and 32 for 16 values. If the intermediate size is 4 times the
 hidden size, 8 of the values belong to the feed-forward layers. Autocast keeps 8 more bytes: the inputs of the two norms
-are fp32, and queries, keys and values each have a 16-bit copy of their input. CPUs keep less, as their norms are bf16.
+are fp32, and queries, keys and values each have a 16-bit copy of their input. CPUs keep less: their norms are bf16.
 
-The paper also counts attention scores, 5 bytes for each head and pair of tokens. Here PyTorch's SDPA computes them
-again instead of keeping them, except scores with dropout on CPUs. Temporary memory of the backward pass is not counted,
+The paper also counts attention scores, 5 bytes for each head and pair of tokens. PyTorch's SDPA recomputes them
+instead of keeping them, except scores with dropout on CPUs. Temporary memory of the backward pass is not counted,
 except on CPUs, where a factor accounts for it.
 """
 
@@ -115,7 +115,7 @@ def on_cpu(needed: Memory, *, scores: float, saves: bool) -> Memory:
 
 
 def layers_of_rank(shape: Shape, held: Held) -> int:
-    """Return a lower bound on the largest layer count of a rank: a large head moves layers to other stages."""
+    """Return a lower bound on the largest layer count of a rank, because a large head moves layers to other stages."""
     return math.ceil(shape.num_hidden_layers * held.layers)
 
 

@@ -1,4 +1,4 @@
-"""The source of weights and tokenizer: the Hub, a transformers folder, or a baretrain run, on disk or in S3.
+"""The source of a model's weights and tokenizer: the Hub, a transformers folder, or a baretrain run, on disk or in S3.
 
 A run's weights are taken from its export/ folder. If there is none, or if the run has continued since, its best
 checkpoint is exported to the cache. Files fetched from S3 are also kept in the cache, under a name derived from their

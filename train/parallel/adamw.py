@@ -21,7 +21,7 @@ def build(cfg: OptimConfig, groups: list[Group], options: dict[str, bool]) -> to
     for group in optimizer.param_groups:
         if group["capturable"]:
             group["lr"] = torch.tensor([cfg.lr]).to(group["params"][0].device)
-        # All other implementations read the step count on the host in every step, so it is kept there.
+        # Fused and capturable implementations need the step count on the device; the others read it on the host.
         counts_on_device = group["fused"] or group["capturable"]
         for parameter in group["params"]:
             device = parameter.device if counts_on_device else "cpu"

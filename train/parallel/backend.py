@@ -29,7 +29,7 @@ RANK_STRIDE = 1_000_003  # difference between adjacent ranks' seeds; large, so t
 
 
 class Work:
-    """A timer of this rank's work, excluding waits for other ranks, on the host's clock."""
+    """A timer of this rank's work on the host's clock. It excludes waits for other ranks."""
 
     def __init__(self) -> None:
         self.taken_s = 0.0

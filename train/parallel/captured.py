@@ -1,9 +1,8 @@
 """Steps on one GPU as CUDA graphs, https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 
 A step consists of a thousand kernels or more, which the host launches one by one. For small layers, launching a kernel
-takes longer than running it. A CUDA graph records the kernels, and the host launches all of them in one call.
-
-Each batch shape has its graph. The first steps with a shape run without one, because nothing may be compiled or tuned
+takes longer than running it. A CUDA graph records the kernels, and the host launches all of them in one call. Each
+batch shape has its graph. The first steps with a shape run without one, because nothing may be compiled or tuned
 during recording. The last of them also tests whether a step waits for the GPU, because such a step cannot be recorded.
 """
 

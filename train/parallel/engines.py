@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 LossFunction = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 Statistics = LossFunction
-ENGINES = {  # the module of each engine, which has a function `build`
+ENGINES = {  # the engines' modules; each has a function `build`
     "data": "train.parallel.data",
     "fsdp": "train.parallel.fsdp",
     "pipeline": "train.parallel.pipeline",

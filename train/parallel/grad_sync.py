@@ -1,4 +1,4 @@
-"""The reduction of a step's gradients over the ranks: the interface for engines, and the table of its classes.
+"""The reduction of a step's gradients over the ranks: the interface for engines, and a table of its implementations.
 
 Losses are sums over labels. Gradients are reduced once per step. `reduce` returns the label count of all ranks, by
 which the engine's `clip` divides the gradients in the pass that clips them.

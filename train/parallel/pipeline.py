@@ -189,7 +189,7 @@ class Pipeline(PipelineState):
         return output
 
     def _send(self, way: Callable[..., Any], hidden: Tensor, rank: int) -> None:
-        """Send or receive hidden states as the schedules do, so that NCCL uses their communicator."""
+        """Send or receive hidden states as the schedules do, so that NCCL uses the same communicator."""
         for sending in dist.batch_isend_irecv([dist.P2POp(way, hidden, rank, self.pipeline)]):
             sending.wait()
 
