@@ -262,7 +262,7 @@ def recomputed(forward: Callable[..., Any], checkpoint: Checkpoint, layer: nn.Mo
 def freeze(network: PreTrainedModel, *, embeddings: bool, layers: int) -> None:
     """Freeze the first `layers` layers, and the embeddings if `embeddings` is set or any layer is frozen.
 
-    Raises InputError if the model has fewer layers.
+    Raises InputError if the model has fewer layers, or if they share weights.
     """
     base = network.base_model
     frozen: list[nn.Module] = []

@@ -73,7 +73,7 @@ class TorchCompiler:
         """Wrap the encoder or each layer, so that its first call with a new shape compiles it.
 
         `one_graph` allows backend.compile=auto to compile an encoder as one graph, which is less work for the host.
-        `norms` is the dtype of norms' outputs; None if autocast chooses it. `widens`: norms return fp32, products 16 bits.
+        `norms`: the dtype of norms; None if autocast chooses it. `widens`: norms return fp32, matrix products 16 bits.
         """
         if self.what == "auto":
             self.what = way_of(model, self.work, one_graph=one_graph)

@@ -145,7 +145,7 @@ class DDP(Backend):
             model.recompute_layers(partial(checkpoint, use_reentrant=False))
 
     def place(self, model: nn.Module) -> None:
-        """Move a model to the device."""
+        """Move a model to the device. In bf16 on CPUs, it then computes attention by matrix products."""
         # On CPUs, SDPA's backward pass in bf16 takes four times as long as matrix products (benchmarks/notes.md).
         from train.models.network import Network  # late: it imports transformers
 

@@ -67,8 +67,8 @@ def learning_rate(step: int, *, cfg: OptimConfig, plan: Plan) -> float:
     """Return the learning rate of step `step`, counted from 0.
 
     Warm-up is linear and reaches the peak at its last step. Its first rate is peak / warmup_steps: a rate of 0 would
-    waste a step and cost one more compilation on XLA. After the warm-up, the rate falls. It would reach
-    `final_lr_fraction` of the peak one step after the last.
+    waste a step and cost one more compilation on XLA. After the warm-up, the rate falls, unless
+    the schedule is constant. It would reach `final_lr_fraction` of the peak one step after the last.
 
     With `decay_from_start` the decay is counted from step 0, as in Google's BERT and ALBERT
     (https://github.com/google-research/albert optimization.py): the first rate after the warm-up is below the peak.

@@ -81,7 +81,7 @@ def wait_for_ranks(device: str, timeout_s: float) -> dist.Store:
 
 
 def announce(reason: str, timeout_s: float) -> None:
-    """Tell other machines that this rank is rejected. Rank 0, which holds the store, waits until all know."""
+    """Tell other machines that this rank is rejected. On rank 0's machine, waits until all know."""
     here = Rendezvous(launched(), timeout_s)
     with suppress(Absent, dist.DistError):  # without a store no other rank is waiting
         here.poll(partial(here.reject, reason))
@@ -205,7 +205,7 @@ class Rendezvous:
 
 
 def listener(launch: Launched) -> int | None:
-    """Return a socket for the store that listens only on MASTER_ADDR; None if there are several machines.
+    """Return the descriptor of a socket that listens only on MASTER_ADDR; None if there are several machines.
 
     Also None if the port is taken: either this process has the store already, or torch will report the error.
     """
