@@ -183,7 +183,7 @@ def test_the_shortest_length_counts():
     [
         (["global_batch_size=30"], 4, "cannot be split evenly over 4 ranks"),
         (["global_batch_size=32", "micro_batch_size=3"], 2, "not a multiple of micro_batch_size=3 x 2 ranks"),
-        (["global_batch_size=2048"], 2, "holds 1000 training sequences, fewer than one batch of 2048"),
+        (["global_batch_size=2048"], 2, "the data has 1000 training sequences, fewer than one batch of 2048"),
         (["max_steps=null", "max_examples=31"], 1, "shorter than one step"),
         (["global_batch_size=null", "micro_batch_size=1"], 1001, "over 1001 ranks"),
         (["optim=albert_v1"], 1, "optim.warmup_steps=3125 is longer than the run of 10 steps"),

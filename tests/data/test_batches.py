@@ -139,7 +139,7 @@ def test_a_part_of_the_evaluation_is_drawn_by_the_seed_and_masked_as_in_the_whol
 
 @pytest.mark.parametrize("numbers", [[0, 10**6], [-1], [3, -(10**6), 5]])
 def test_a_number_that_no_sequence_has_is_an_error(shards, numbers):
-    rejects("sequences .* of", rows_of(shards).shards.rows, np.array(numbers), error=IndexError)
+    rejects("sequences .* but there are", rows_of(shards).shards.rows, np.array(numbers), error=IndexError)
 
 
 class Unsendable:
@@ -159,6 +159,6 @@ def test_a_batch_that_does_not_fit_into_shared_memory_ends_the_run(shards, monke
 def test_too_little_shared_memory_for_the_loader_processes_is_rejected(tmp_path, monkeypatch):
     settings = {"num_ranks": 2, "batch_size": 32, "seq_len": 512, "num_workers": 1, "prefetch": 4, "multi_batch": 1}
     monkeypatch.setattr(loader.shutil, "disk_usage", lambda _: SimpleNamespace(free=2_000_000))
-    rejects("/dev/shm has 2 MB free, .* keep batches of 2.62 MB", loader.check_shared_memory, **settings)
+    rejects("/dev/shm has 2 MB free, .* keep 2.62 MB of batches", loader.check_shared_memory, **settings)
     for fits in ({"num_ranks": 1}, {"num_workers": 0}, {"prefetch": 1}):
         loader.check_shared_memory(**{**settings, **fits})

@@ -347,7 +347,7 @@ sys.exit(main())
     ("script", "more", "said"),
     [
         (None, "seed=-1", "error: seed=-1"),  # before the run folder is taken
-        (None, "backend.device=cuda", "error: backend.device=cuda, but this machine shows no"),  # after it
+        (None, "backend.device=cuda", "error: backend.device=cuda, but PyTorch sees no CUDA device"),  # after it
         (ONE_RANK, "seed=1", "error: this rank has no data"),
         (LOST, "seed=1", "failed: another job has it"),
     ],
