@@ -33,5 +33,5 @@ def begin() -> None:
         os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
-if sys.argv[:1] == ["-m"]:  # `python -m` is about to run a command; other imports change nothing
+if sys.argv[:1] == ["-m"]:  # `python -m` is about to run a command; an import by another program has no effect
     begin()

@@ -11,7 +11,7 @@ from train.system.torchrun import die_with_torchrun
 def main() -> int:
     die_with_torchrun()
     use_console("stderr")
-    from train import entry  # This import takes seconds. From here on, the rank ends if torchrun does.
+    from train import entry  # imported late: this takes seconds, and the rank must already end if torchrun does
     from train.observe.trackers import unended
 
     code = entry.run_command_line()

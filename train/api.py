@@ -31,7 +31,7 @@ from train.system.imported import FLAG
 from train.system.outcome import read_outcome
 from train.system.torchrun import REJECTION
 
-LINES = 1000  # maximum number of output lines to keep; if the command fails, the reason is in one of them
+LINES = 1000  # maximum number of last output lines to keep; the reason for a failure is taken from them
 
 __all__ = ["Failure", "InputError", "Result", "evaluate", "predict", "prepare", "train"]
 
@@ -161,7 +161,7 @@ def call(module: str, arguments: Sequence[str], *, ranks: int) -> tuple[int, str
         try:
             show(process, said)
         except KeyboardInterrupt:
-            process.send_signal(signal.SIGINT)  # interrupting a notebook signals only its kernel
+            process.send_signal(signal.SIGINT)  # a notebook's interrupt signals only its kernel, not the command
             show(process, said)
             raise
         finally:

@@ -20,7 +20,7 @@ COMMANDS = {
     "convert": "make shards from sequences that another tool has packed",
     "report": "write a page about one or more runs",
     "compare": "run variants of an experiment and compare them",
-    "bench": "measure how fast a run would be on this machine",
+    "bench": "measure how fast a run would train on this machine",
     "precompile": "compile the graphs of a run before it starts",
     "doctor": "check whether this machine can train",
     "checkpoints": "list, verify, prune or export the checkpoints of a run",
@@ -48,7 +48,7 @@ def main() -> int:
         print(f"error: there is no command {name}; choose one of: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     train.begin()
-    os.environ.setdefault("PYTHONSAFEPATH", "1")  # Child processes must not import modules from this folder.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # Child processes must not import modules from the current folder.
     module = name if name in PACKAGES else f"train.{name}"
     sys.argv[:2] = [module]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -65,12 +65,12 @@ def attempt(cfg: TrainConfig, *, collects: bool = False) -> int:
         print(f"starting {cfg.run_dir}: {ranks}", file=sys.stderr)  # Importing torch takes several seconds.
     rank_setup.prepare(launch, forks=cfg.data.num_workers > 0)
     search_rarely()  # garbage is collected rarely until `loop.run` has imported the task
-    # Without this variable transformers imports accelerate, if installed, which imports torch_xla. That wastes two
+    # Without this variable, transformers imports accelerate, if installed, which imports torch_xla. That wastes two
     # seconds, and is too early: the backend has not yet set the variables that torch_xla reads.
     os.environ.setdefault("USE_TORCH_XLA", "0")
     with StopRequest() as stop:
-        # These modules import torch, which takes seconds. By now wrong settings have been rejected. `loop.run` obeys a
-        # signal that arrives during the import.
+        # These modules import torch, which takes seconds, so they are imported only after the settings are checked. If
+        # a signal arrives during the import, `loop.run` obeys it.
         from train import loop
         from train.parallel.ranks import AGREED
         from train.run.attempt import ENDS, kind_of

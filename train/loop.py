@@ -53,9 +53,9 @@ def run(
     Settings and data are checked before a device is opened. Returns the reason why training ended ("done", "early_stop"
     or what asked it to stop), and the number of steps done.
 
-    A measurement passes `on_line`. It is called with the recorder, the kind and the fields of each line that otherwise
-    goes to metrics.jsonl; the first kind is "start". `collects` is for train.precompile: each graph runs once, and
-    results are not checked. In both cases nothing is saved.
+    `on_line` is for measurements: it receives the recorder, and the kind and fields of each line that would otherwise
+    be written to metrics.jsonl. The first kind is "start". `collects` is for train.precompile: each graph runs once,
+    and results are not checked. With either, nothing is saved.
     """
     with stop.nothing_to_save():
         check_launch(cfg.instance, launched())
@@ -122,14 +122,14 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
         run_tag=os.environ.get("NEURON_PROCESS_TAG"),
     )
     flops = cache(partial(task.flops_per_example, model))  # cached: counting takes as long as launching a few kernels
-    with data.prefetcher or nullcontext():  # must be open until the export has read its samples
+    with data.prefetcher or nullcontext():  # must be open until the export has read the samples
         with (
             monitor,
             Recorder(cfg, plan, folder, backend, engine, flops, progress, monitor, on_line) as metrics,
             checkpoints.saving(metrics),
         ):
             reason = train(attempt, backend, engine, data, metrics, checkpoints)
-            if metrics.progress.step == 0:  # stopped in the evaluation at step 0: the checkpoint says that it is due
+            if metrics.progress.step == 0:  # stopped during an evaluation: the checkpoint records that it is due
                 checkpoints.save(None, is_last=True)
             checkpoints.finish()
             if metrics.owes_summary() and not backend.collects:
@@ -153,14 +153,14 @@ def train(
 ) -> str:
     """Train until the last step, an early stop or a request to stop. Returns the reason, the same on all ranks.
 
-    Ranks draw a step's batches, and vote on whether to take it, during the step before. So no rank waits for a rank
-    that cannot continue.
+    During each step, the ranks draw the next step's batches and vote on whether to run it. Thus no rank waits for a
+    rank that cannot continue.
     """
     cfg, plan, watch, votes = attempt.cfg, attempt.plan, attempt.watch, Votes(backend.world, attempt.stop)
     progress = metrics.progress
     if progress.owes_evaluation:
         score = evaluate(attempt, backend, engine, metrics)
-        if progress.owes_evaluation:  # stopped during it; this step's checkpoint says that it is still due
+        if progress.owes_evaluation:  # stopped; this step's checkpoint records that the evaluation is due
             return who_asked(attempt, votes)
         if is_over(attempt, progress):  # without this checkpoint the next start would evaluate again
             checkpoints.save(score, is_last=True)
@@ -211,7 +211,7 @@ def num_lengths(task: Task) -> int:
 
 
 def workload(cfg: TrainConfig, plan: Plan, task: Task, *, is_whole: bool) -> Workload:
-    """Return the work from which backend.compile=auto decides. Unless `is_whole`, it counts as an endless run."""
+    """Return the workload for backend.compile=auto to judge. Unless `is_whole`, the run counts as endless."""
     if not isinstance(cfg.parallel, DataParallelConfig):
         return Workload()
     passes = plan.total_steps * plan.accumulation // num_lengths(task)
@@ -219,7 +219,7 @@ def workload(cfg: TrainConfig, plan: Plan, task: Task, *, is_whole: bool) -> Wor
 
 
 def draw_first(attempt: Attempt, data: TrainData, metrics: Recorder, votes: Votes) -> list[Batch]:
-    """Draw the micro batches of a step that could not be drawn during the step before, and vote on the step."""
+    """Draw a step's micro batches if the step before did not, and vote on whether to run it."""
     attempt.watch.phase("data", step=metrics.progress.step, is_start=True)
     began_s = time.perf_counter()
     batches, failure = data.draw()
@@ -300,7 +300,7 @@ def describe(attempt: Attempt, backend: Backend, model: nn.Module) -> None:
 def memory_note(attempt: Attempt, backend: Backend, model: nn.Module) -> str | None:
     """Return a note on the memory that a rank needs; None for a model whose sizes are unknown.
 
-    On CPUs, raises InputError if this machine has less memory than its ranks need even without what `on_cpu` adds.
+    On CPUs, raises InputError if this machine has less memory than its ranks need, not counting what `on_cpu` adds.
     """
     cfg, plan, seq_len, num_ranks = attempt.cfg, attempt.plan, attempt.task.seq_len, backend.world.local_size
     if (shape := shape_of_model(model)) is None:
@@ -326,7 +326,7 @@ def memory_note(attempt: Attempt, backend: Backend, model: nn.Module) -> str | N
 
 
 def export(attempt: Attempt, checkpoints: CheckpointManager, model: nn.Module) -> None:
-    """Export weights and tokenizer for transformers, samples and a model card. Push them if hub.push_to is set."""
+    """Export the model for transformers, write samples and a model card, and push all this if hub.push_to is set."""
     from train.observe import card  # imports the report's code, which training does not need
 
     cfg, task, folder = attempt.cfg, attempt.task, attempt.folder

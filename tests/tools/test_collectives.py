@@ -107,7 +107,7 @@ SIXTEEN |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
         ("--collectives instance=p5.48xlarge", {}, "--nproc-per-node=8"),
         ("--collectives instance=p6", {}, "there is no such instance"),
         ("--collectives backend.timeout_s=0", {}, "backend.timeout_s"),
-        ("--collectives --machines 1", {}, "--collectives takes settings, not these flags"),
+        ("--collectives --machines 1", {}, "instance=p5.48xlarge; leave out --instance"),
         ("--collectives instance=trn1.32xlarge", SIXTEEN, "16 ranks on one machine"),
         ("--mib 4", {}, "--mib needs --collectives"),
     ],

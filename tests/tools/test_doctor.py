@@ -324,7 +324,7 @@ CASES = {
     ],
     "Neuron driver": [
         case(trn1, "ok", "driver 2.29.0.0, runtime 2.33.10.0-e2ac4bb8c: SDK 2.31.1"),
-        case(trn1, "bad", "driver 2.29 needs runtime 2.33", "aws-neuronx-runtime-lib=2.33.10", **dpkg(OLD_RUNTIME)),
+        case(trn1, "bad", "newer need runtime 2.33", "aws-neuronx-runtime-lib=2.33.10", **dpkg(OLD_RUNTIME)),
         case(trn1, "warn", "no known SDK ships", "aws-neuronx-dkms=2.29.0", **dpkg(ODD_RUNTIME)),
         case(trn1, "bad", "aws-neuronx-runtime-lib, aws-neuronx-coll", "apt-get install", **dpkg(ONLY_TOOLS)),
         case(trn1, "skip", "versions unknown", **dpkg(None)),

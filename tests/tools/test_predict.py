@@ -274,14 +274,21 @@ def test_the_input_is_not_the_output_typed_texts_are_checked_and_it_is_one_proce
     assert "start it without torchrun" in rejected(capsys, "model", "--text", "x")
 
 
-def test_what_a_model_is_not_for(labelled, answering, capsys):
+def test_what_a_model_is_not_for(labelled, answering, tmp_path, capsys):
     asks, labels = ["--question", "x", "--context", "y"], ["--text", "x"]
     assert "labels texts: give --text, or --input" in rejected(capsys, labelled[0], *asks)
     assert "answers questions: give --question and --context" in rejected(capsys, answering[0], *labels)
     pair = [*labels, "--text-pair", "y"]
-    assert "was trained without text_pair: see --text-pair" in rejected(capsys, labelled[0], *pair)
+    assert rejected(capsys, labelled[0], *pair).endswith("was trained without text_pair; leave out --text-pair")
     more = ["--input", labelled[1], "--text-pair-column", "stars"]
-    assert "was trained without text_pair: see --text-pair-column" in rejected(capsys, labelled[0], *more)
+    assert rejected(capsys, labelled[0], *more).endswith("without text_pair; leave out --text-pair-column")
+    paired = shutil.copytree(labelled[0], tmp_path / "paired")
+    settings = yaml.safe_load((paired / "config.yaml").read_text())
+    settings["data"]["columns"]["text_pair"] = "other"
+    (paired / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert rejected(capsys, paired, *labels).endswith("was trained with text_pair; give --text-pair TEXT")
+    more = ["--input", labelled[1], "--text-pair-column", ""]
+    assert rejected(capsys, paired, *more).endswith("with text_pair; give --text-pair-column NAME")
     given = [labelled[0], "--input", labelled[1]]
     assert "no column nosuch (--label-column)" in rejected(capsys, *given, "--label-column", "nosuch")
     assert "--tags-column: " in rejected(capsys, *given, "--tags-column", "stars")

@@ -155,7 +155,7 @@ def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Conf
     try:
         export_step(path, store.manifest(step), cfg, target, run=folder)
     except InputError as error:
-        hint = "; give --endpoint, --region and --profile for its data: the values in config.yaml are not used"
+        hint = "; give --endpoint, --region and --profile for the run's data: config.yaml's values are not used"
         raise InputError(f"{error}{hint if is_s3(cfg.data.path) and s3 == S3Config() else ''}") from error
     store.release(path)
     print(f"{target}: step {step}, {why}; load it with transformers' from_pretrained")
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("run", metavar="RUN", help="run_dir of a run: a folder or s3://bucket/prefix")
     add_s3_flags(parser)
-    commands = parser.add_subparsers(dest="command", metavar="list | verify | prune | export", help="list")
+    commands = parser.add_subparsers(dest="command", metavar="list | verify | prune | export", help="default: list")
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)

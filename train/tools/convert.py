@@ -1,7 +1,7 @@
 """The command `python -m train.convert from-arrow FOLDER OUTPUT`, which makes shards from packed sequences.
 
-FOLDER must have been written by `datasets.DatasetDict.save_to_disk`. One column must have the token ids, the same
-number in each row. Without the columns `pivot` and `same_document` (see packing.py), each sequence has one segment.
+FOLDER must have been written by `datasets.DatasetDict.save_to_disk`. One column must contain lists of token ids, all
+of the same length. Without the columns `pivot` and `same_document` (see packing.py), each sequence has one segment.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("train")
 BATCH_SIZE = 32  # sequences per rank, if the model is not a run
-FIXED = ["run_dir=runs/evaluate", "max_steps=1", "micro_batch_size=1", "model=any"]  # required, but used only to train
+FIXED = ["run_dir=runs/evaluate", "max_steps=1", "micro_batch_size=1", "model=any"]  # required keys without effect
 NEW_DATA = {"data", "data.path", "data.validation"}  # keys that replace the run's rows with new ones
 # Keys of a run's data settings that are not used: if the rows are new, if they are from a new data.path, and always.
 OF_ROWS = {"validation", "more_validation", "max_validation_examples"}
@@ -112,9 +112,9 @@ def settings_of(model: Model, typed: Mapping[str, str]) -> list[str]:
 
         trained = Predictor(source, RecordsConfig(path=""), run=model.run, seq_len=None)
         outputs, is_new = trained.task.settings_of_outputs(), model.run is None or bool(NEW_DATA & typed.keys())
-        # New rows need the threshold chosen on the run's validation rows; for these, the run's setting is used.
+        # New rows need the threshold that was chosen on the run's validation rows; those rows need the run's setting.
         given = {"task": trained.task.cfg.kind, **outputs, **given, **(outputs if is_new else {})}
-    for group in {"data", "task", "backend"} & typed.keys():  # A different option of the group has different settings.
+    for group in {"data", "task", "backend"} & typed.keys():  # The typed option has other settings than the run's.
         given = {key: value for key, value in given.items() if not key.startswith(f"{group}.") or key == LABELS}
     given["model.pretrained"] = source
     return [*FIXED, *(f"{key}={as_text(key, value)}" for key, value in given.items())]
@@ -198,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         keys=USED,
         model="run_dir of a run (its validation data is read unless data.path names other data), a folder, or a Hub id",
     )
-    parser.add_argument("--checkpoint", type=int, metavar="STEP", help="step of a run (default: its export, or best)")
+    parser.add_argument("--checkpoint", type=int, metavar="STEP", help="step of a run (default: the exported or best)")
     parser.add_argument("--output", metavar="FILE", help="file for a JSON object with the metrics")
     die_with_torchrun()
     found: list[Model] = []

@@ -1,17 +1,18 @@
 """The command `python -m train.precompile key=value ...`, which compiles the graphs of a run before it starts.
 
-It takes the settings of `python -m train`, and runs on each machine of the run. On Trainium, neuron_parallel_compile
-runs a few steps with NEURON_EXTRACT_GRAPHS_ONLY=1. These steps collect the graphs without executing them, so all
-results are 0. The tool then compiles the graphs in parallel. With backend.compile the same short run fills
-backend.compile_cache, without Neuron's tool.
+It accepts the settings of `python -m train`, and must run on each machine of the run. On Trainium,
+neuron_parallel_compile runs a few steps with NEURON_EXTRACT_GRAPHS_ONLY=1. These steps collect the graphs without
+executing them, so all results are 0. The tool then compiles the graphs in parallel. With backend.compile, the same
+short run fills backend.compile_cache, without Neuron's tool.
 
 Not tested on hardware. Facts about the tool come from Neuron's documentation ("PyTorch NeuronX neuron_parallel_compile
 CLI", SDK 2.29), its source in torch-neuronx 2.6 and, for the files in the cache, optimum-neuron's cache guide:
 
 - It reads the list of graphs from the run's output, so this output must not be redirected.
-- It writes its results to the current folder, so it starts in a temporary folder; `env --chdir` moves the run back.
+- It writes its results to the current folder, so it is started in a temporary folder. `env --chdir` then starts the
+  run in the user's folder.
 - Its exit status is the number of failed graphs, or 1 if the run failed. Only its results tell these cases apart.
-- With --retry_failed_compilation, the next call of the same command compiles failed graphs again.
+- With --retry_failed_compilation in NEURON_CC_FLAGS, running the same command again compiles failed graphs again.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
     check(
         not native,
         "native PyTorch (trn2, trn3) compiles operators while it runs, so there are no graphs to compile before a run; "
-        f"{machine.NATIVE_CACHE} names the folder that keeps the operators",
+        f"{machine.NATIVE_CACHE} names the folder of the compiled operators",
     )
     num_nodes, machines = find_machines(options, environ)
     ranks = options.nproc_per_node if options.nproc_per_node is not None else cfg.instance.devices or 0
@@ -128,7 +129,7 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
     world = ranks * num_nodes
     check_launch(cfg.instance, Launched(world_size=world, local_world_size=ranks, is_distributed=True))
     lengths = 1
-    if isinstance(cfg.data, RecordsConfig):  # The data is not opened here, so assume the maximum.
+    if isinstance(cfg.data, RecordsConfig):  # The data is not opened here: assume the maximum number of lengths.
         lengths = MOST_GRAPHS if cfg.data.lengths == "auto" else len(cfg.data.lengths) + 1
     overrides = [*options.overrides, *short_run(work / "run", lengths=lengths)]
     cli.load_config(TrainConfig, overrides)
@@ -143,7 +144,7 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
         added = environment(environ)
         cache, fault = machine.cache_location(environ), machine.cache_fault(environ)
         check(fault is None, fault or "")
-        added["NEURON_COMPILE_CACHE_URL"] = cache  # Another user could create the default folder first.
+        added["NEURON_COMPILE_CACHE_URL"] = cache  # Neuron's default folder may belong to another user.
     # torchrun must run in the user's current folder, not in the tool's.
     torchrun = ["env", f"--chdir={Path.cwd()}", sys.executable, "-m", *machines]
     return ShortRun(
@@ -157,7 +158,7 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
 
 
 def short_run(run_dir: Path, *, lengths: int = 1) -> list[str]:
-    """Return overrides that shorten a run, so that it computes every graph and saves nothing.
+    """Return overrides for a short run that builds every graph and saves nothing.
 
     Model, task, optimizer and batches are unchanged, since the graphs depend on them. Batches may have `lengths`
     different lengths, all of which occur in the first steps.
@@ -173,7 +174,7 @@ def short_run(run_dir: Path, *, lengths: int = 1) -> list[str]:
 
 
 def find_machines(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[int, list[str]]:
-    """Return the number of machines (from the options or Slurm, else 1), and this one's torchrun module and flags."""
+    """Return the number of machines (from options or Slurm, else 1), and this machine's torchrun module and flags."""
     count = options.nnodes if options.nnodes is not None else int(environ.get("SLURM_NNODES") or 1)
     check(count > 0, f"--nnodes={count} must be above 0")
     if count == 1:
@@ -265,7 +266,7 @@ def read_results(folder: Path) -> dict[str, bool] | None:
 
 
 def find_failed(graphs: Mapping[str, bool]) -> list[str]:
-    """Return the graphs that are not compiled, neither according to the results nor according to the cache."""
+    """Return the graphs that are compiled according to neither the results nor the cache."""
     # torch-neuronx 2.9 may report that a successful compilation failed (aws-neuron-sdk issue 1299).
     return [graph for graph, ok in graphs.items() if not ok and not Path(graph).with_name("model.done").is_file()]
 

@@ -1,8 +1,9 @@
 """The command `python -m train.predict MODEL`, which prints a model's predictions for new rows.
 
 MODEL is a run, a transformers folder or a Hub id, and must have a head for labels or answers. A run's export is used,
-or else its best checkpoint, and its config.yaml says how to read the columns. Each input row becomes one output row, in
-the same order, as JSON lines or CSV. The command runs in one process, on the CPU or a CUDA device.
+or its best checkpoint if the export is missing or outdated; its config.yaml says how to read the columns. Each input
+row becomes one output row, in the same order, as JSON lines or CSV. The command runs in one process, on the CPU or a
+CUDA device.
 """
 
 from __future__ import annotations
@@ -89,17 +90,17 @@ def find(options: argparse.Namespace, s3: S3Config) -> Predictor:
 
 
 def specs() -> list[TaskSpec]:
-    """Return the tasks with models that can make predictions."""
+    """Return the tasks whose models can make predictions."""
     return [spec for spec in TASKS.values() if spec.inputs]
 
 
 def inputs() -> dict[str, str]:
-    """Return the help text of the flag for each input of these tasks, by the input's name."""
+    """Return the help texts of the flags for all inputs of `specs()`, by the input's name."""
     return {name: text for spec in specs() for name, text in spec.inputs.items()}
 
 
 def number_options() -> dict[str, str]:
-    """Return the help text of the flag for each numeric option of these tasks, by the option's name."""
+    """Return the help texts of the flags for all numeric options of `specs()`, by the option's name."""
     return {name: text for spec in specs() for name, text in spec.options.items()}
 
 
@@ -124,7 +125,7 @@ def find_run(location: str, s3: S3Config) -> tuple[TrainConfig, Folder] | None:
 
 
 def read_rows(options: argparse.Namespace, trained: Predictor, s3: S3Config) -> Iterator[Row]:
-    """Yield the rows of --input, or one row with the flags' texts. Raises InputError if the model cannot read them."""
+    """Return the rows of --input, or one row with the flags' texts. Raises InputError if the model cannot read them."""
     from train.data.records.raw import read_texts
     from train.data.records.sources import is_named
 
@@ -137,11 +138,9 @@ def read_rows(options: argparse.Namespace, trained: Predictor, s3: S3Config) -> 
         for name in spec.optional:
             has = getattr(trained.data.columns, name) is not None if options.input else name in given
             was = getattr(trained_on.columns, name) is not None
-            check(
-                has == was,
-                f"{options.model} was trained {'with' if was else 'without'} {name}: see "
-                f"{flags([f'{name}_column' if options.input else name])}",
-            )
+            flag, value = (f"{name}_column", "NAME") if options.input else (name, "TEXT")
+            cure = f"give {flags([flag])} {value}" if was else f"leave out {flags([flag])}"
+            check(has == was, f"{options.model} was trained {'with' if was else 'without'} {name}; {cure}")
     if options.input is None:
         return iter([{"id": "0", **trained.task.row_of(given)}])
     form = options.format or ("auto" if is_named(options.input) else trained.data.format)
@@ -215,7 +214,7 @@ def written_whole(path: Path | None) -> Iterator[BinaryIO]:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
-    with disk_errors("write", path), open_whole(path) as file:  # Errors in reading rows are InputErrors already.
+    with disk_errors("write", path), open_whole(path) as file:  # Errors in reading rows are already InputErrors.
         yield file
 
 
@@ -263,7 +262,7 @@ def build_parser() -> Parser:
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: CUDA if available (default: auto)")
     parser.add_argument("--precision", default="fp32", help="fp32, bf16, or auto: bf16 if supported (default: fp32)")
     parser.add_argument("--seq-len", type=int, metavar="N", help="maximum tokens per sequence (default: as in the run)")
-    parser.add_argument("--format", help="format, if the file name is unclear: csv, jsonl, parquet, squad or conll")
+    parser.add_argument("--format", help="format, if the name does not show it: csv, jsonl, parquet, squad or conll")
     for name in COLUMNS:
         flag = flags([f"{name}_column"])
         parser.add_argument(flag, metavar="NAME", help=f"input column for data.columns.{name}; '' for the default")

@@ -1,10 +1,10 @@
 """The command `python -m train.prepare`, which turns text into token shards.
 
-The same text, settings, seed and number of parts produce the same bytes. A part that was killed resumes
-after its last complete shard. `manifest.json` is written last, so a folder that has one is complete. These are the
-steps of a preparation and the files that they write:
+The same text, settings, seed and number of parts produce the same bytes. If the process is
+killed, each part resumes after its last complete shard. `manifest.json` is written last, so a folder that has one is
+complete. These are the steps of a preparation and the files that they write:
 
-    claim      source.json: the settings and the text's fingerprint, which later calls must have in common
+    claim      source.json: the settings and the text's fingerprint, which later calls must match
     tokenizer  tokenizer/, trained or copied unless it exists
     parts      train-00000.safetensors ..., and part-*.safetensors, the progress of each part
     merge      manifest.json; removes part-*.safetensors
@@ -67,7 +67,7 @@ from train.system.schema import BadContent, of_type, read_object
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-MOST_PARTS = 256  # enough for any machine's processes; with 75 GB of text or more, every part fills whole shards
+MOST_PARTS = 256  # enough for any machine's processes; with 75 GB of text or more, every part fills at least one shard
 SAMPLED_PARTS = 64  # the tokenizer is trained on text from this many places in a corpus larger than train_bytes
 SPLIT_RULE = 2  # version of the rule that holds out text; a preparation must end with the version with which it began
 FEW_SEQUENCES = 64  # number of validation sequences below which the loss is too noisy
@@ -99,7 +99,10 @@ def run(cfg: PrepareConfig) -> int:
     with progress.reported(), made:
         manifest = prepare(cfg)
     if manifest is None:
-        print(f"{cfg.output}: part {cfg.part} is done; when all are done, run this with merge=true instead of part")
+        print(
+            f"{cfg.output}: part {cfg.part} is done; when all parts are done, run this command with merge=true instead "
+            "of part"
+        )
         return cli.DONE
     held_out = manifest.rows("validation")
     print(
@@ -120,7 +123,7 @@ def run(cfg: PrepareConfig) -> int:
 
 
 def composition(cfg: CorpusConfig, manifest: DataManifest) -> Iterator[str]:
-    """Yield a line on each corpus's share of the training tokens, and one on documents also in corpus.validation."""
+    """Yield lines on each corpus's share of the training tokens, and on documents also found in corpus.validation."""
     tokens = [manifest.counts.get(f"{TOKENS_OF}{number}", 0) for number in range(1, len(cfg.sources) + 1)]
     if total := sum(tokens):
         weights = cfg.weights or [1] * len(tokens)
@@ -165,7 +168,7 @@ def prepare(cfg: PrepareConfig) -> DataManifest | None:
 
 def prepare_parts(cfg: PrepareConfig, folder: Folder, corpus: Corpus, parts: list[CorpusPart], identity: str) -> None:
     """Prepare parts with the folder's tokenizer, in this process or in new ones."""
-    progress.begin(Phase("choosing the validation part"))
+    progress.begin(Phase("choosing the validation text"))
     held_out = choose_held_out(corpus, cfg.validation_fraction, cfg.seed)
     recipe = Recipe(cfg, vocabulary_of(cfg, corpus, folder, held_out), held_out, identity)
     share = len(parts) / parts[0].count
@@ -311,8 +314,8 @@ def check_coverage(cfg: PrepareConfig, tokenizer: PreTrainedTokenizerFast, texts
 def training_texts(cfg: PrepareConfig, corpus: Corpus, held_out: HeldOut) -> Iterator[str]:
     """Yield training documents for the tokenizer, all of them if the corpus has at most tokenizer.train_bytes.
 
-    A larger corpus is read in SAMPLED_PARTS places or, if it cannot seek, as an even sample of documents. If its size
-    is unknown, all documents are yielded, but the trainer only takes the first ones.
+    A larger corpus is read in SAMPLED_PARTS places or, if it is not seekable, as a random sample of documents. If its
+    size is unknown, all documents are yielded, but the trainer reads only the first tokenizer.train_bytes.
     """
     wanted, total = cfg.tokenizer.train_bytes, corpus.total_bytes
     share, parts = min(1.0, wanted / total) if total else 1.0, [WHOLE]

@@ -75,13 +75,13 @@ def check_output(output: str | None) -> None:
     missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
     check(not missing, f"{' and '.join(missing)} not installed: pip install 'baretrain[report]'")
     if "matplotlib" not in sys.modules:  # A notebook sets MPLBACKEND to a backend that only its kernel can import.
-        os.environ["MPLBACKEND"] = "agg"  # This backend writes figures to files, and shows none.
+        os.environ["MPLBACKEND"] = "agg"  # This backend writes figures to files without showing them.
     if output is not None:
         local_path(output)
 
 
 def default_output(runs: list[Run]) -> Path:
-    """Return the default of --output: inside a single run, next to several, in the current folder for runs in S3."""
+    """Return the default of --output, as its help text describes it."""
     location = runs[0].folder.location
     if is_s3(location):
         return Path(f"{runs[0].name}-report" if len(runs) == 1 else "report")

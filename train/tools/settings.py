@@ -1,7 +1,7 @@
 """The command `python -m train.settings`, which prints all settings of all commands as one page of Markdown.
 
-The settings are fields of dataclasses; the comments there say what they mean. The options of a group are the files of a
-folder in conf/; their first sentences say what they are.
+The settings are fields of dataclasses, and the comments on these fields say what they mean. The options of a group are
+the files of a folder in conf/; the first sentence of each file says what the option is.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def options() -> list[tuple[str, str, type]]:
 
 
 def sections() -> dict[tuple[str, type], list[str]]:
-    """Map each prefix, such as "optim.", and dataclass to the commands with these keys. Base classes come first."""
+    """Map each prefix (such as "optim.") and dataclass to the commands that have its keys. Base classes come first."""
     found: dict[tuple[str, type], list[str]] = {}
 
     def add(kind: type, prefix: str, command: str) -> None:
@@ -132,7 +132,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def tables(*, is_every_day: bool) -> Iterator[str]:
-    """Yield a section per dataclass, with its everyday keys or, unless `is_every_day`, with its other keys."""
+    """Yield a section per dataclass: its everyday keys if `is_every_day`, otherwise its other keys."""
     chosen = every_day()
     for (prefix, kind), users in sections().items():
         used = set().union(*(chosen.get(user, ()) for user in users))

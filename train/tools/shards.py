@@ -55,7 +55,7 @@ def find_damage(data: PreparedData) -> list[str]:
 
 
 def show_rows(data: PreparedData, split: str, number: int) -> Iterator[str]:
-    """Yield the first sequences of a split as text, and as tokens after masking, with those to predict in <>."""
+    """Yield the first sequences of a split as text, and as masked tokens, with the tokens to predict in <>."""
     manifest, info = data.manifest, data.manifest.tokenizer
     tokenizer = load_tokenizer(str(data.folder / "tokenizer"))
     masker = Masker(

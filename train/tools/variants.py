@@ -40,7 +40,7 @@ class Ending(NamedTuple):
 
 
 def make_variants(cfg: CompareConfig, given: Sequence[str]) -> list[Variant]:
-    """Return the runs of a comparison, the baseline first. `cfg` was made from the overrides `given`."""
+    """Return the runs of a comparison, the baseline first. `given` are the overrides from which `cfg` was composed."""
     common = [override for override in given if not re.match(r"compare[.=]", override)]
     made = {name: make_variant(cfg, common, FileName(name)) for name in {*cfg.compare.names, *cfg.compare.added}}
     return [made[name] for name in cfg.compare.names]
@@ -63,7 +63,7 @@ def make_variant(cfg: CompareConfig, common: Sequence[str], name: str) -> Varian
 
 
 def check_tasks(variants: Sequence[Variant]) -> None:
-    """Raise InputError if a variant that is not done cannot open its files. This also prepares labelled data."""
+    """Raise InputError if files of a variant that is not done cannot be opened. This also prepares labelled data."""
     for variant in variants:
         if not is_done(variant):
             with named(variant.name):
@@ -82,7 +82,7 @@ def named(variant: str) -> Iterator[None]:
 
 
 class Runner:
-    """A context that runs variants and forwards signals to the running variant. After a signal it starts no more."""
+    """A context that runs variants and forwards signals to the running one. After a signal, it starts no others."""
 
     def __init__(self, compare: VariantsConfig) -> None:
         self.compare = compare
@@ -101,7 +101,7 @@ class Runner:
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         self.is_asked_to_stop = True
-        if self.process is not None:  # Ctrl-C also signals the run, which ignores a repetition for seconds.
+        if self.process is not None:  # After Ctrl-C, the run gets two signals; it ignores the second.
             self.process.send_signal(number)
 
     def run(self, variant: Variant) -> Ending:
@@ -126,7 +126,7 @@ class Runner:
             return Ending("done")
         if outcome == before:  # The run ended without writing an outcome.
             outcome = {}
-        # A notice that stops one run, such as that the machine will be taken away, concerns the other variants too.
+        # A notice that stops one run, such as one that EC2 takes the machine back, also stops the other variants.
         self.is_asked_to_stop |= code == STOPPED or outcome.get("outcome") == "stopped"
         if self.is_asked_to_stop:
             return Ending("stopped")
@@ -137,7 +137,7 @@ def is_done(variant: Variant) -> bool:
     """Return whether the run is done with exactly these settings. If they differ, the run itself decides what to do."""
     folder = open_folder(variant.location, variant.cfg.s3)
     if read_outcome(folder).get("outcome") == "done":
-        with suppress(FileNotFoundError, InputError, TypeError):  # TypeError: the file holds no table.
+        with suppress(FileNotFoundError, InputError, TypeError):  # TypeError: the file is not a mapping.
             settings = read_yaml(folder.read("config.yaml")), to_dict(variant.cfg)
             there, here = (canonical_json({**each, "run_dir": None}) for each in settings)
             return there == here

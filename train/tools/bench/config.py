@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from train.config import TrainConfig, check, setting
 
 MAX_PROCESSES = 4096
-MOST_WINDOWS = 5  # The median and extremes are over at most this many windows, each of which waits once for the device.
+MOST_WINDOWS = 5  # The median and extremes are taken over at most this many windows; each waits once for the device.
 
 
 @dataclass(kw_only=True)

@@ -118,7 +118,7 @@ class Meter:
         """Handle a log line that `train.loop.run` passes."""
         limit_gib = self.cfg.max_memory_gib
         if kind == "start" and limit_gib is not None and recorder.backend.monitor_kind == "cpu":
-            limit_allocations(round(limit_gib * GIB))  # Only on CPUs: the drivers of others map more than they use.
+            limit_allocations(round(limit_gib * GIB))  # Drivers of other devices map more memory than they use.
         elif kind == "train":
             self.keep(recorder, values)
         elif kind == "summary" and values["reason"] == MEASURED:
@@ -192,7 +192,7 @@ def peak(recorder: Recorder) -> Peak:
 def matmul_flops_per_s(backend: Backend) -> tuple[float, int]:
     """Return the operations per second of the fastest product of two n x n matrices (2 n^3 operations), and n.
 
-    It uses the run's precision and number of threads, and this rank's device.
+    The product uses the run's precision and number of threads, and this rank's device.
     """
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(backend.precision.partition("_")[0], torch.float32)
 

@@ -16,7 +16,7 @@ FLOPS_SOURCE = "train/models/model_sizes.py: a multiply-add is 2 operations; a b
 
 @dataclass(frozen=True)
 class TimedSteps:
-    """Figures of consecutive steps, added up over all ranks."""
+    """Figures of consecutive steps of all ranks together."""
 
     steps: int
     wall_s: float  # seconds since the previous log line, without compilation
@@ -62,7 +62,7 @@ def speeds(windows: Sequence[TimedSteps], *, global_batch_size: int, peak: Peak)
 
 
 def cost(instance: InstanceConfig, *, machines: int, sequences_per_s: float) -> dict[str, Any]:
-    """Return the on-demand price in dollars of training on a million sequences; None if unknown. Only steps count."""
+    """Return the on-demand price in dollars of the steps for a million sequences; None if unknown."""
     price = instance.usd_per_hour
     usd = None if price is None else price * machines * 1e6 / (3600 * sequences_per_s)
     return {"usd_per_million_sequences": usd, "usd_per_hour": price, "price_date": instance.price_date}

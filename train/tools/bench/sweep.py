@@ -1,4 +1,4 @@
-"""A search for the largest micro batch that fits and for the fastest. Each is measured in new processes."""
+"""A search for the largest micro batch that fits and for the fastest one. Each is measured in new processes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
     build_task(cfg)  # Raises errors that the first try would report only after a minute.
     limit_gib = cfg.max_memory_gib or HOST_SHARE * available_bytes() / GIB / cfg.nproc
     tries: list[Try] = []
-    print(f"{'micro batch':>11}  {'accumulation':>12}  {'tokens/s':>10}  {'GiB a rank':>10}  verdict", flush=True)
+    print(f"{'micro batch':>11}  {'accumulation':>12}  {'tokens/s':>10}  {'GiB/rank':>10}  verdict", flush=True)
     with tempfile.TemporaryDirectory(prefix="baretrain-sweep-", ignore_cleanup_errors=True) as work:
 
         def attempt(size: int) -> Try:
@@ -104,7 +104,7 @@ def sizes_of(cfg: BenchConfig) -> tuple[int, list[int], int]:
     check(cfg.global_batch_size is not None, "a sweep needs a fixed global batch: set global_batch_size")
     share, rest = divmod(cfg.global_batch_size or 0, cfg.parallel.replicas(cfg.nproc))
     whole = f"global_batch_size={cfg.global_batch_size} over nproc={cfg.nproc} ranks"
-    check(rest == 0, f"{whole} leaves a remainder; choose a multiple")
+    check(rest == 0, f"{whole} leaves a remainder; choose a global batch that does not")
     usable = [size for size in range(1, share + 1) if share % size == 0 and is_usable(cfg, size)]
     check(usable != [], f"the backend and the instance accept no micro batch up to {share} that divides {whole}")
     wanted = cfg.micro_batch_size or FIRST
@@ -177,7 +177,7 @@ def try_size(command: Sequence[str], size: int, accumulation: int, work: Path) -
     """
     counter = find_oom_counter()
     before = count_oom_kills(counter)
-    environ = {**os.environ, "TMPDIR": str(work)}  # Removing `work` also removes what a killed process left.
+    environ = {**os.environ, "TMPDIR": str(work)}  # Removing `work` also removes the files of a killed process.
     done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace", check=False)
     output = work / f"{size}.json"  # The file is missing if the process was killed.
     result = read_object(output.read_bytes()) if output.exists() else {}
@@ -195,7 +195,7 @@ def try_size(command: Sequence[str], size: int, accumulation: int, work: Path) -
 
 
 def outcome_of(status: int, result: dict[str, Any], kills: int) -> str | None:
-    """Return the verdict that the try fits, or that memory ran out and how; None if it failed for another reason.
+    """Return the verdict: the try fits, or which memory ran out. Returns None if the try failed for another reason.
 
     `kills` is the number of processes that the kernel is known to have killed for lack of memory.
     """

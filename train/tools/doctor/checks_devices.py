@@ -31,7 +31,7 @@ def neuron_chips(probe: Probe) -> list[Chip]:
 
 
 def read_csv(answer: ToolOutput) -> list[list[str]]:
-    """Parse nvidia-smi's CSV without header and units; return [] if it failed."""
+    """Parse nvidia-smi's CSV without header and units; return [] if nvidia-smi failed."""
     lines = [] if answer.fault else answer.out.splitlines()
     return [row for row in csv.reader(lines, skipinitialspace=True) if len(row) > 1]
 
@@ -139,7 +139,7 @@ def gpu_holders(answer: ToolOutput) -> Finding:
 def held_by(names: dict[int, str]) -> tuple[str, str]:
     """Return a text that names the first of these processes (commands by id), and a command that ends all of them."""
     first, more = min(names), f" and {len(names) - 1} more" if len(names) > 1 else ""
-    cure = f"kill {' '.join(map(str, sorted(names)))} (unless it is a run that you need; after a minute kill -9)"
+    cure = f"kill {' '.join(map(str, sorted(names)))} (unless you need that run); if that does not help, kill -9"
     return f"process {first} ({names[first]}){more}", cure
 
 

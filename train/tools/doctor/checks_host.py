@@ -11,8 +11,8 @@ from train.system.rank_setup import OPEN_FILES
 from train.tools.doctor.probe import Finding, Probe, bad, nearest, ok, skip, warn
 
 GIB = 2**30
-# A checkpoint of the largest ALBERT (223 M parameters of 12 bytes, including AdamW's state) takes 2.7 GB, so it may not
-# fit in less than 4 GiB. 20 GiB are enough for the kept checkpoints, a new one, and some compiled graphs.
+# A checkpoint of the largest ALBERT takes 2.7 GB (223 M parameters at 12 bytes each, including AdamW's state), so 4 GiB
+# hold only one. 20 GiB are enough for the kept checkpoints, a new one, and some compiled graphs.
 LEAST_DISK, WANTED_DISK = 4 * GIB, 20 * GIB  # bytes; below the first an error, below the second a warning
 LEAST_MEMORY = GIB
 RANK_MEMORY = GIB  # 0.65 GiB were measured in a process that had imported torch and transformers.
@@ -26,7 +26,7 @@ LOOPBACK = ("127.", "::1")
 
 
 def open_files(probe: Probe) -> Finding:
-    """Check the limit on open files. With accelerators, the ranks, loader workers and EFA open many."""
+    """Check the limit on open files. With accelerators, the ranks, loader workers and EFA open many files."""
     least, wanted = (4096, OPEN_FILES) if probe.is_accelerated else (256, 1024)
     soft, hard = probe.limits["nofile"]
     if probe.system == "Linux" and hard >= wanted:
@@ -66,7 +66,7 @@ def cache(probe: Probe) -> Finding:
     if not probe.is_trainium:
         return skip("no Trainium")
     name, location = cache_of(probe)
-    if probe.is_native:  # This cache may be on NFS, because it is written atomically.
+    if probe.is_native:  # This cache may be on NFS, because its files are written atomically.
         if "://" in location:
             return bad(f"{location} is not a folder", cure=f"unset {name}")
     else:
@@ -124,7 +124,7 @@ def memory(probe: Probe) -> Finding:
     cure = "end other programs (ps aux --sort=-rss | head)"
     text += f", but about {wanted / GIB:,.0f} are needed for {num_ranks} ranks"
     if probe.is_trainium:
-        cure += "; NEURON_PARALLEL_COMPILE_MAX_RETRIES=1 if the compiler is killed"
+        cure += "; export NEURON_PARALLEL_COMPILE_MAX_RETRIES=1 if the compiler is killed"
         text += " and the compiler"
     return (bad if free < LEAST_MEMORY else warn)(text, cure=cure)
 
@@ -133,7 +133,7 @@ def memory(probe: Probe) -> Finding:
 
 
 def clock(probe: Probe) -> Finding:
-    """Check that a time server corrects the clock. S3 rejects requests if the clock is off by 15 minutes."""
+    """Check that a time server corrects the clock. S3 rejects requests if the clock is off by more than 15 minutes."""
     restart = "sudo systemctl enable --now chrony && sudo chronyc makestep"
     answer = probe.ask("chronyc", "tracking")
     if not answer.fault:
@@ -170,7 +170,7 @@ def malloc(probe: Probe) -> Finding:
         return skip("no Trainium")
     if value := probe.environ.get("MALLOC_ARENA_MAX"):
         return ok(value)
-    text = "MALLOC_ARENA_MAX unset: host memory grows with every thread until ranks are killed"
+    text = "MALLOC_ARENA_MAX is not set: host memory grows with every thread until ranks are killed"
     return warn(text, cure="export MALLOC_ARENA_MAX=64")
 
 

@@ -92,7 +92,7 @@ def driver(probe: Probe) -> Finding:
     answer = probe.ask("dpkg-query", "-W", "-f=${Package} ${Version}\\n", *SYSTEM_PACKAGES)
     if answer.is_missing:
         return skip(f"{answer.fault}: versions unknown")
-    # A removed package has a name but no version. An unknown package makes the exit code 1, so that code is ignored.
+    # A removed package has a name but no version. An unknown package makes the exit code 1, so the code is ignored.
     rows = (line.split() for line in answer.out.splitlines())
     installed = {row[0]: row[1] for row in rows if len(row) == 2}
     missing = [p for p in ("aws-neuronx-runtime-lib", "aws-neuronx-collectives") if p not in installed]
@@ -106,7 +106,7 @@ def driver(probe: Probe) -> Finding:
         return bad(f"{text}: no driver is installed", cure=f"sudo apt-get install aws-neuronx-dkms={wanted.dkms}*")
     if numbers(dkms, 2) >= (2, 29) and numbers(runtime, 2) < (2, 33):
         cure = f"sudo apt-get install aws-neuronx-runtime-lib={wanted.runtime}* (or newer)"
-        return bad(f"{text}: driver 2.29 needs runtime 2.33", cure=cure)
+        return bad(f"{text}: driver 2.29 and newer need runtime 2.33", cure=cure)
     both = numbers(dkms), numbers(runtime)
     known: list[Sdk | Native] = [table.native] if probe.is_native else [*table.sdks]
     sdk = next((each for each in known if (numbers(each.dkms), numbers(each.runtime)) == both), None)

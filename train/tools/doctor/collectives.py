@@ -33,7 +33,7 @@ MIB = 2**20
 # Collectives of accelerators reach their peak only with larger tensors: a ring of n ranks sends 1/n of the tensor in a
 # step, so with many ranks a small tensor measures only latency. Both sizes were chosen without measurements.
 HOST_MIB, DEVICE_MIB = 64, 512
-GRACE_S = 10.0  # seconds after the timeout in which the backend may raise an error, which says more
+GRACE_S = 10.0  # seconds after the timeout, in which the backend can raise a more detailed error
 # "Single-flow traffic is limited to 5 Gbps when instances are not in the same cluster placement group" (Amazon EC2 User
 # Guide, instance network bandwidth), and gloo uses one TCP connection per pair of ranks.
 FLOW_GBIT_PER_S = 5.0
@@ -56,11 +56,11 @@ class Measured:
     is_cpu: bool
     device: AllReduce
     hosts: AllReduce
-    links: dict[str, float]  # bytes/s in each direction of a link, by "a - b"; both are measured simultaneously
+    links: dict[str, float]  # bytes/s in each direction of a link, measured in both at the same time; by "a - b"
 
 
 def measure(cfg: BackendConfig, instance: InstanceConfig, *, mib: int | None = None) -> Measured:
-    """Join the ranks and measure. All ranks must call this. Tensors of `mib` MiB are exchanged; None takes the default.
+    """Join the ranks and measure. All ranks must call this. Tensors of `mib` MiB are exchanged; None uses the default.
 
     Raises Failure, which names the operation that failed.
     """
@@ -194,7 +194,7 @@ def compare(measured: Measured, instance: InstanceConfig) -> dict[str, Finding]:
     """Return the findings, by the names under which they are printed."""
     wanted_device, wanted_link = wanted(instance, measured.num_machines, is_cpu=measured.is_cpu)
     figure = figure_text(wanted_device, instance.name)
-    # It is unknown how much of the network's bandwidth devices can use, so a low speed is only a warning.
+    # How much of the bandwidth between machines devices can use is unknown, so a low speed there is only a warning.
     can_fail = measured.num_machines == 1
     findings = {
         "ranks": ok(f"{len(measured.names)} on {plural(measured.num_machines, 'machine')}, {measured.where}"),
@@ -235,7 +235,7 @@ def all_reduce_finding(
         )
     if should_be is None:
         return ok(text)
-    cure = "run python -m train.doctor --machines N on each to check EFA; NCCL_DEBUG=INFO shows which network NCCL uses"
+    cure = "to check EFA, run python -m train.doctor --machines N on each machine; NCCL_DEBUG=INFO shows NCCL's network"
     return graded(text, seen.bus_bytes_per_s / should_be, cure, can_fail=can_fail)
 
 
@@ -246,12 +246,12 @@ def links_finding(links: Mapping[str, float], should_be: float | None, instance:
     text = f"slowest of {len(links)}: {slowest}, {shown(links[slowest])}; median {shown(median)}"
     text += figure_text(should_be, instance)
     share = links[slowest] / max(median, should_be or 0)
-    cure = "run python -m train.doctor on both; replace the machine whose links to other machines are slow too"
+    cure = "run python -m train.doctor on both machines; replace the one whose links to other machines are also slow"
     return graded(text, share, cure)
 
 
 def graded(text: str, share: float, cure: str, *, can_fail: bool = True) -> Finding:
-    """Return the finding on a speed that is `share` of the expected one. Without `can_fail` it is at most a warning."""
+    """Return the finding on a speed that is `share` of the expected one; at most a warning unless `can_fail`."""
     state: State = "ok" if share >= WARN_BELOW else "bad" if can_fail and share < BAD_BELOW else "warn"
     return Finding(state, text, "" if state == "ok" else cure)
 

@@ -28,7 +28,7 @@ from train.tools.doctor.probe import Finding, is_red, screen, wrap
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    # Without --collectives this process is not a rank, even if the environment variables of a job suggest it.
+    # Without --collectives this process is not a rank, even if a job's environment variables suggest that it is.
     after_rejection = inform_others if "--collectives" in arguments else lambda _: None
     return guarded(lambda: examine(read_arguments(arguments)), after_rejection=after_rejection)
 
@@ -51,7 +51,11 @@ def examine(options: argparse.Namespace) -> int:
 
 def examine_collectives(options: argparse.Namespace) -> int:
     others = (options.instance, options.ranks_per_machine, options.machines)
-    check(not any(others), "--collectives takes settings, not these flags: --collectives instance=p5.48xlarge")
+    check(
+        not any(others),
+        "--collectives reads settings, such as instance=p5.48xlarge; leave out --instance, --ranks-per-machine and "
+        "--machines",
+    )
     from train.run.compose import load_backend  # Only --collectives needs Hydra and torch.
 
     cfg, instance = load_backend(options.settings)
@@ -62,7 +66,7 @@ def examine_collectives(options: argparse.Namespace) -> int:
         f"--collectives measures between ranks, but there is only {launch.world_size}; start several: torchrun "
         f"--standalone --nproc-per-node={instance.devices or 2} -m train.doctor --collectives",
     )
-    rank_setup.prepare(launch, forks=True)  # A run, whose loader forks, also does this before it imports torch.
+    rank_setup.prepare(launch, forks=True)  # as in a run whose loader forks, before torch is imported
     from train.tools.doctor import collectives
 
     measured = collectives.measure(cfg, instance, mib=options.mib)
@@ -91,13 +95,13 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
             'explain "DataLoader worker (pid 12345) is killed by signal: Killed."',
         ),
         exits={
-            DONE: "nothing must be fixed, or the error is known",
-            FAILED: "something must be fixed, or the error is not known",
+            DONE: "there is nothing to fix, or the error is known",
+            FAILED: "there is something to fix, or the error is not known",
             REJECTED: "arguments rejected",
         },
     )
     parser.add_argument("--instance", choices=instance_names(), help="instance type (default: as the firmware says)")
-    parser.add_argument("--ranks-per-machine", type=positive, metavar="N", help="number of ranks to be started here")
+    parser.add_argument("--ranks-per-machine", type=positive, metavar="N", help="ranks to be started on this machine")
     parser.add_argument("--machines", type=positive, metavar="N", help="number of machines of the run (default: 1)")
     parser.add_argument(
         "--collectives",

@@ -104,7 +104,7 @@ class Probe:
 
     @property
     def num_devices(self) -> int | None:
-        """Number of ranks that use all the instance type's devices; None if the type is unknown."""
+        """Number of the instance type's devices, each of which one rank uses; None if unknown."""
         return self.instance.devices if self.instance else None
 
     @property
