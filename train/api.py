@@ -31,7 +31,7 @@ from train.system.imported import FLAG
 from train.system.outcome import read_outcome
 from train.system.torchrun import REJECTION
 
-LINES = 1000  # maximum number of last output lines to keep; the reason for a failure is taken from them
+LINES = 1000  # at most this many of the last output lines are kept, to find the reason for a failure
 
 __all__ = ["Failure", "InputError", "Result", "evaluate", "predict", "prepare", "train"]
 
@@ -151,7 +151,7 @@ def done(module: str, arguments: Sequence[str], *, ranks: int = 1) -> None:
 
 
 def call(module: str, arguments: Sequence[str], *, ranks: int) -> tuple[int, str]:
-    """Run a command and print its output. Returns its exit code and a line that says why it failed."""
+    """Run a command and print its output. Returns its exit code and its last error line."""
     with TemporaryDirectory() as logs:
         torchrun = ["-m", "train.system.local_torchrun", f"--nproc-per-node={ranks}", f"--log-dir={logs}"]
         command = [sys.executable, *(torchrun if ranks > 1 else []), "-m", module, *arguments]

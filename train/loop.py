@@ -326,7 +326,7 @@ def memory_note(attempt: Attempt, backend: Backend, model: nn.Module) -> str | N
 
 
 def export(attempt: Attempt, checkpoints: CheckpointManager, model: nn.Module) -> None:
-    """Export the model for transformers, write samples and a model card, and push all this if hub.push_to is set."""
+    """Export the model for transformers, write samples and a model card, and push everything if hub.push_to is set."""
     from train.observe import card  # imports the report's code, which training does not need
 
     cfg, task, folder = attempt.cfg, attempt.task, attempt.folder

@@ -41,7 +41,7 @@ logger = logging.getLogger("train")
 BATCH_SIZE = 32  # sequences per rank, if the model is not a run
 FIXED = ["run_dir=runs/evaluate", "max_steps=1", "micro_batch_size=1", "model=any"]  # required keys without effect
 NEW_DATA = {"data", "data.path", "data.validation"}  # keys that replace the run's rows with new ones
-# Keys of a run's data settings that are not used: if the rows are new, if they are from a new data.path, and always.
+# Keys of a run's data settings that are ignored: if the rows are new, if they are from a new data.path, and always.
 OF_ROWS = {"validation", "more_validation", "max_validation_examples"}
 OF_SOURCE = {"name", "revision"}
 OF_TRAINING = {"save_to", "cache_dir", "num_workers", "verify", "max_train_examples", "labels", "lengths", "format"}

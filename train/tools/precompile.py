@@ -133,7 +133,7 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
         lengths = MOST_GRAPHS if cfg.data.lengths == "auto" else len(cfg.data.lengths) + 1
     overrides = [*options.overrides, *short_run(work / "run", lengths=lengths)]
     cli.load_config(TrainConfig, overrides)
-    # The data is not opened here: assume more rows than any plan needs. cfg.seq_len may be None.
+    # The data is not opened here: assume more rows than any plan needs.
     plan = make_plan(cfg, world_size=world, rows=2**62, seq_len=cfg.seq_len)
     # With backend.compile=auto, setting backend.compile_cache means that torch.compile makes the graphs.
     is_inductor = cfg.backend.compile in ("layers", "model") or cfg.backend.compile_cache is not None

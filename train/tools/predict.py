@@ -95,12 +95,12 @@ def specs() -> list[TaskSpec]:
 
 
 def inputs() -> dict[str, str]:
-    """Return the help texts of the flags for all inputs of `specs()`, by the input's name."""
+    """Return the help text of each input's flag, by the input's name, for all tasks in `specs()`."""
     return {name: text for spec in specs() for name, text in spec.inputs.items()}
 
 
 def number_options() -> dict[str, str]:
-    """Return the help texts of the flags for all numeric options of `specs()`, by the option's name."""
+    """Return the help text of each numeric option's flag, by the option's name, for all tasks in `specs()`."""
     return {name: text for spec in specs() for name, text in spec.options.items()}
 
 

@@ -1,8 +1,8 @@
 """The command `python -m train.prepare`, which turns text into token shards.
 
-The same text, settings, seed and number of parts produce the same bytes. If the process is
-killed, each part resumes after its last complete shard. `manifest.json` is written last, so a folder that has one is
-complete. These are the steps of a preparation and the files that they write:
+The same text, settings, seed and number of parts produce the same bytes. If the process is killed, each part resumes
+after its last complete shard. `manifest.json` is written last, so a folder that has one is complete. These are the
+steps of a preparation and the files that they write:
 
     claim      source.json: the settings and the text's fingerprint, which later calls must match
     tokenizer  tokenizer/, trained or copied unless it exists
@@ -135,7 +135,7 @@ def composition(cfg: CorpusConfig, manifest: DataManifest) -> Iterator[str]:
 
 
 def prepare(cfg: PrepareConfig) -> DataManifest | None:
-    """Prepare a corpus or a part of it, or resume, and return the manifest; None if parts must still be merged.
+    """Prepare or resume a corpus or a part of it. Returns the manifest, or None while parts must still be merged.
 
     If the folder has a manifest, only read it. Raises InputError, without writing a manifest, if text or settings
     cannot be used.

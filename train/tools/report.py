@@ -71,7 +71,7 @@ def write_report(
 
 
 def check_output(output: str | None) -> None:
-    """Raise InputError if a package that reports need is not installed, or if `output` cannot be their folder."""
+    """Raise InputError if a package that reports need is not installed, or if `output` is not a valid local path."""
     missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
     check(not missing, f"{' and '.join(missing)} not installed: pip install 'baretrain[report]'")
     if "matplotlib" not in sys.modules:  # A notebook sets MPLBACKEND to a backend that only its kernel can import.
