@@ -194,7 +194,7 @@ def compare(measured: Measured, instance: InstanceConfig) -> dict[str, Finding]:
     """Return the findings, by the names under which they are printed."""
     wanted_device, wanted_link = wanted(instance, measured.num_machines, is_cpu=measured.is_cpu)
     figure = figure_text(wanted_device, instance.name)
-    # How much of the bandwidth between machines devices can use is unknown, so a low speed there is only a warning.
+    # Devices can use an unknown share of the bandwidth between machines, so a low speed there is only a warning.
     can_fail = measured.num_machines == 1
     findings = {
         "ranks": ok(f"{len(measured.names)} on {plural(measured.num_machines, 'machine')}, {measured.where}"),
