@@ -97,7 +97,7 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
     cfg, plan, task, world = attempt.cfg, attempt.plan, attempt.task, backend.world
     folder, watch = attempt.folder, attempt.watch
     if cfg.data.verify:
-        world.run_on_local_rank0(task.verify_data)  # sends no heartbeats, so the watchdog ends a hang
+        world.run_on_local_rank0(task.verify_data)  # this sends no heartbeats, so the watchdog ends it if it hangs
     world.agree(lambda: check_same_code(world.gather(imported.identity())))
     world.agree(lambda: check_same_data(world.gather(task.data_id)))
     torch.manual_seed(cfg.seed)  # all ranks need the same initial weights

@@ -214,7 +214,7 @@ def written_whole(path: Path | None) -> Iterator[BinaryIO]:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
-    with disk_errors("write", path), open_whole(path) as file:  # Errors in reading rows are already InputErrors.
+    with disk_errors("write", path), open_whole(path) as file:  # Reading rows raises InputErrors, which pass through.
         yield file
 
 

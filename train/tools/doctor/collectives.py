@@ -84,7 +84,7 @@ def measure(cfg: BackendConfig, instance: InstanceConfig, *, mib: int | None = N
 
     host_bytes = MIB * (mib or HOST_MIB)
     device_bytes = MIB * (mib or (HOST_MIB if is_cpu else DEVICE_MIB))
-    with deadline("the all-reduce of the devices", timeout_s):
+    with deadline("the all-reduce over the devices", timeout_s):
         of_devices = all_reduce(backend, add_up_on_device, device_bytes, backend.device)
     with deadline("the all-reduce over the hosts", timeout_s):
         of_hosts = all_reduce(backend, add_up_on_hosts, host_bytes, torch.device("cpu"))
