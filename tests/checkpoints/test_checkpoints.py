@@ -137,11 +137,11 @@ class Bomb:
 @pytest.mark.parametrize(
     ("name", "state", "words"),
     [
-        ("model.pt", {}, "does not hold the state of this model"),
+        ("model.pt", {}, "does not contain the state of this model"),
         ("model.pt", None, "is missing, and its manifest does not name it"),
         ("model.pt", {"model": Bomb()}, "contains more than tensors"),
-        ("optimizer.pt", {"param_groups": 5}, "does not hold the state"),
-        ("ranks.pt", {"ranks": []}, "does not hold the state"),
+        ("optimizer.pt", {"param_groups": 5}, "does not contain the state"),
+        ("ranks.pt", {"ranks": []}, "does not contain the state"),
     ],
 )
 def test_a_planted_state_is_one_line_and_not_executed(run_dir, prepared, tmp_path, monkeypatch, name, state, words):

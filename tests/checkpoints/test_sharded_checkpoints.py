@@ -75,7 +75,7 @@ def test_a_machine_fetches_the_parts_of_its_ranks_and_what_one_finds_damaged_cou
     assert first | second == set(ranks.stores[0].manifest(2).files) and first & second == of_rank_0
 
     ranks.machines[1].damages = part  # on the way to this machine alone
-    rejects(f"step 2 is valid for rank 0 and damaged for rank 32 .{part} has sha256", ranks.load, error=Failure)
+    rejects(f"step 2 is valid for rank 0 but damaged for rank 32 .{part} has sha256", ranks.load, error=Failure)
     assert ranks.stores[0].steps() == [1, 2]
     ranks.machines[0].damages = part
     for machine in ranks.machines:

@@ -64,7 +64,7 @@ def test_a_start_names_the_copy_until_s3_has_the_step(store, unsent, caplog, nam
     killed = store.begin(9, 0)
     store.collect_garbage(ended_below=2)
     assert copies(store) == [folder] and not killed.exists()
-    assert [line for line in caplog.messages if f"{folder} holds a save that is not in S3" in line]
+    assert [line for line in caplog.messages if f"{folder} contains a save that is not in S3" in line]
     unsent.trained = built()
     assert saved(saver_of(S3Store(store.folder, store.local / "other")), 6, unsent.trained) is None
     store.collect_garbage(ended_below=2)

@@ -1,15 +1,15 @@
-"""Checkpoints. Each step is either complete, with checksums, or absent.
+"""Checkpoints, called steps in this package. A step is either complete, with checksums, or absent.
 
-`checkpoints/step_00001000/` contains `model.pt`, `optimizer.pt` and `ranks.pt`. They hold only tensors and plain
+`checkpoints/step_00001000/` contains `model.pt`, `optimizer.pt` and `ranks.pt`. They contain only tensors and plain
 containers, and every backend can load them. `manifest.json`, written last, records the length and sha256 of each file,
 and the run's identity, settings and progress. If an engine splits the state over the ranks, each rank writes separate
 files, such as `model_00001.pt`.
 
-Readers rely only on manifests; the file `LATEST`, which only a disk has, is for people. Checksums are verified before a
-file is loaded.
+Readers rely only on manifests. The file `LATEST`, which exists only on disk, is for people. Checksums are verified
+before a file is loaded.
 
-    manifest    describes a step              store, store_s3   steps on disk and in S3
-    staging     the copy in host memory       retention         which steps to keep
+    manifest    describes a step              store, store_s3   keep steps on disk and in S3
+    staging     copies the state to the host  retention         selects the steps to keep
     saver       saves during training         loader            loads the newest valid step
 """
 
@@ -30,7 +30,7 @@ def open_store(folder: Folder, scratch: Path) -> Store:
         from train.checkpoints.store import LocalStore
 
         return LocalStore(folder.path / "checkpoints")
-    from train.checkpoints.store_s3 import S3Store  # late: boto3 is slow to import
+    from train.checkpoints.store_s3 import S3Store  # imported late because boto3 is slow to import
     from train.system.s3 import S3Folder
 
     assert isinstance(folder, S3Folder)

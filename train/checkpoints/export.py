@@ -19,7 +19,7 @@ from train.tasks import build_task, spec_of
 
 
 def export_step(source: Path, manifest: Manifest, cfg: TrainConfig, target: Path, *, run: Folder) -> None:
-    """Write the weights in `source`, a verified step, to `target`.
+    """Export the weights in `source`, the folder of a verified step, to `target`.
 
     The other files of the export come from the run folder `run` if the model was fine-tuned, and from the data if it
     was pretrained. Raises InputError if the data or configuration belongs to another run, or if the data is unreadable.
@@ -35,7 +35,7 @@ def export_step(source: Path, manifest: Manifest, cfg: TrainConfig, target: Path
             raise InputError(f"{run.location}/environment.json is damaged")
         check(
             identity.get("data") == data,
-            f"step {manifest.step} was trained on data that {run.location}/model does not belong to",
+            f"step {manifest.step} and {run.location}/model are from runs on different data",
         )
         export_described(source, manifest, spec_of(cfg.task).head, run, target)
         return
@@ -60,7 +60,7 @@ def export_mapped(
 
 
 def export_described(source: Path, manifest: Manifest, head: str, run: Folder, target: Path) -> None:
-    """Export a model with transformers' config.json and the tokenizer, which the run stored in model/."""
+    """Export the model that config.json in the run's model/ describes, with the tokenizer from the same folder."""
     names = [name for name in run.names("model/") if name.count("/") == 1]
     with scratch_folder() as scratch:
         for name in names:

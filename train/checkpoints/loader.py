@@ -1,4 +1,4 @@
-"""The loader of the newest valid checkpoint. The number of ranks and the backend may differ from those of the save."""
+"""The loader of the newest valid checkpoint, which another backend or number of ranks may have saved."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger("train")
 @dataclass
 class Loaded:
     progress: Progress = field(default_factory=Progress)
-    faults: list[str] = field(default_factory=list)  # faults of newer checkpoints
+    faults: list[str] = field(default_factory=list)  # why newer checkpoints were not loaded
     ranks: list[State] = field(default_factory=list)  # what each rank saved as `own`, see `AsyncSaver.save`
 
 
@@ -45,11 +45,11 @@ def newest_valid(
 ) -> tuple[Manifest | None, list[str]]:
     """Fetch the newest valid checkpoint. `names` selects the files that this machine fetches.
 
-    All ranks of `world` must call this function; None stands for this process alone. Returns the checkpoint's manifest
-    (None if there never was a checkpoint), and the faults of newer checkpoints. Unless `check_owner` raises an error,
-    these checkpoints are put in quarantine.
+    All ranks of `world` must call this function; if `world` is None, only this process does. Returns the checkpoint's
+    manifest (None if there never was a checkpoint), and the faults of newer checkpoints. These are put in quarantine,
+    unless `check_owner` raises an error.
 
-    Raises NoneValid if checkpoints exist but none is valid. None of them is then changed.
+    Raises NoneValid, without changing anything, if checkpoints exist but none is valid.
     """
     world, faults = world or World(), dict[int, str]()
     while (manifest := world.run_on_rank0(lambda: newest_whole(store, faults), on_wait)) is not None:
@@ -68,7 +68,7 @@ def newest_valid(
 
 
 def newest_whole(store: Store, faults: dict[int, str]) -> Manifest | None:
-    """Return the newest step, not in `faults`, whose files have the right lengths. Adds new faults to `faults`."""
+    """Return the newest manifest whose files have the right lengths. Skips steps in `faults`, and adds new faults."""
     for step in reversed(store.steps()):
         if step not in faults:
             try:
@@ -91,7 +91,7 @@ def add_fault(faults: dict[int, str], step: int, fault: str) -> None:
 def fetch_everywhere(
     store: Store, manifest: Manifest, names: Collection[str], world: World, on_wait: Callable[[], None]
 ) -> str | None:
-    """Fetch and verify these files of a step on each machine. Returns the first fault, or None, on all ranks."""
+    """Fetch and verify the files `names` of a step on each machine. Returns the first fault, or None, on all ranks."""
     # Raises Failure on all ranks if a file is damaged for another rank but valid for rank 0.
 
     def fetch(names: Collection[str]) -> str | None:
@@ -107,7 +107,7 @@ def fetch_everywhere(
     if fault is None or rank == 0 or world.run_on_rank0(lambda: fetch(suspects), on_wait) is not None:
         return fault
     raise Failure(
-        f"checkpoint of step {manifest.step} is valid for rank 0 and damaged for rank {rank} ({fault}); to "
+        f"checkpoint of step {manifest.step} is valid for rank 0 but damaged for rank {rank} ({fault}); to "
         "retry, run the same command again"
     )
 
@@ -123,7 +123,7 @@ def load(
     on_wait: Callable[[], None] = no_wait,
     check_owner: Callable[[], None] = lambda: None,
 ) -> Loaded:
-    """Restore weights, optimizer and random number generators from the newest valid checkpoint. Call it on all ranks.
+    """Restore weights, optimizer and random number generators from the newest valid checkpoint. Call this on all ranks.
 
     Raises InputError if the checkpoint belongs to another run (unless `force`), and NoneValid on all ranks if every
     checkpoint is damaged.
@@ -153,7 +153,7 @@ def load(
             ranks = read(path / "ranks.pt")["ranks"]
             if manifest.world_size == world.size:
                 backend.set_rng_state(ranks[world.rank]["rng"])
-            # The result is a copy, since `ranks` may be mapped from the file, which is removed below.
+            # The random states are left out: they may be memory-mapped from the file, which is removed below.
             return [{name: value for name, value in own.items() if name != "rng"} for own in ranks]
 
     plain = world.agree(restore)
@@ -175,7 +175,7 @@ def has_dropout(model: nn.Module) -> bool:
 
 @contextmanager
 def fitting(path: Path) -> Iterator[None]:
-    """Raise Untrusted if the checkpoint that the block reads does not hold the state of this model."""
+    """Raise errors of the block, which loads the checkpoint at `path`, as Untrusted: it does not fit the model."""
     try:
         yield
     except (torch.OutOfMemoryError, Failure):
@@ -183,7 +183,7 @@ def fitting(path: Path) -> Iterator[None]:
     except (RuntimeError, LookupError, TypeError, AttributeError, BadContent) as error:
         reason = (str(error).splitlines() or [""])[0]
         raise Untrusted(
-            f"{path} does not hold the state of this model, though its checksums are right "
+            f"{path} does not contain the state of this model, though its checksums are right "
             f"({type(error).__name__}: {reason}); find out who wrote it"
         ) from error
 

@@ -16,7 +16,7 @@ from train.system.folders import canonical_json
 from train.system.schema import FileEntry, FileName, read_object, record, shown
 
 FORMAT = 4
-FORMAT_OF_PARTS = 5  # if several ranks wrote files: versions that know only FORMAT would ignore all but rank 0's
+FORMAT_OF_PARTS = 5  # for files of several ranks: older versions, which read only FORMAT, would ignore most of them
 FILE = "manifest.json"
 LATEST = "LATEST"
 PART = re.compile(r"(?:model|optimizer)_(\d{5,})\.pt")  # a file that a rank other than rank 0 wrote
@@ -31,7 +31,7 @@ class NoneValid(Failure):
 
 
 class Untrusted(Failure):
-    """An error raised because a checkpoint contains more than tensors and plain containers."""
+    """An error raised because a checkpoint with the right checksums contains code, or does not fit the model."""
 
 
 class OtherVersion(Failure):
@@ -43,8 +43,8 @@ class Progress:
     step: int = 0  # optimizer steps done, including skipped steps
     lr: float | None = None  # learning rate of the last step
     examples: int = 0  # sequences drawn by all ranks: the position in the data; a rollback does not reset it
-    lanes: int | None = None  # number of lanes in the data order; None: not yet decided
-    window_shards: int | None = None  # number of shards shuffled together in each lane; None: not yet decided
+    lanes: int | None = None  # number of lanes in the data order; None: not yet chosen
+    window_shards: int | None = None  # number of shards shuffled together in each lane; None: not yet chosen
     best_loss: float | None = None  # the best value of best_metric so far, negated if higher is better
     best_metric: str = "loss"
     best_step: int | None = None
@@ -52,8 +52,8 @@ class Progress:
     owes_evaluation: bool = False  # whether this step must still be evaluated: a request to stop left no time
     rollbacks: int = 0
     skipped: int = 0  # steps whose gradient was not finite
-    productive_s: float = 0.0  # training time in seconds, without steps that a failure lost
-    window: dict[str, float] = field(default_factory=dict)  # sums since the last line of metrics.jsonl
+    productive_s: float = 0.0  # training time in seconds, excluding steps lost to failures
+    window: dict[str, float] = field(default_factory=dict)  # sums of metrics since the last line of metrics.jsonl
 
     def advance(self, examples: int, lr: float) -> None:
         """Count a step at the learning rate `lr`, in which all ranks together drew `examples` sequences."""
@@ -88,7 +88,7 @@ class Manifest:
     metric: float | None  # value of best.metric at this step, negated if higher is better; None: not evaluated
     versions: dict[str, Any] = field(default_factory=dict)
     files: dict[FileName, FileEntry] = field(default_factory=dict)
-    folder: FileName | None = None  # subfolder of the step that contains the files; only in S3
+    folder: FileName | None = None  # the step's subfolder with the files, in S3; None on disk
 
     @property
     def num_bytes(self) -> int:
@@ -104,7 +104,7 @@ class Manifest:
         return replace(self, files=files)
 
     def files_of(self, content: str) -> list[FileName]:
-        """Return the names of the files of "model" or "optimizer". Rank 0's is first, even if the manifest lacks it."""
+        """Return the names of the "model" or "optimizer" files. Rank 0's is first, even if the manifest lacks it."""
         first = file_name(content, 0)
         return [first, *sorted(name for name in self.files if rank_of(name) and name.startswith(f"{content}_"))]
 

@@ -21,8 +21,9 @@ def prune(store: Store, keep: int, verified: set[int] | None = None) -> list[int
 def retention(store: Store, keep: int, verified: set[int] | None = None) -> dict[int, str | None]:
     """Return the reason to keep each step; None for a step that may be removed.
 
-    The newest `keep` steps are kept (0: all steps), and so are damaged steps, since somebody may repair them. To
-    verify a step, its files are read, and it is added to `verified`. S3 compared checksums during the upload instead.
+    The newest `keep` steps are kept (0: all steps), and so are damaged steps, since somebody may repair them. To find
+    valid steps, the files of steps not in `verified` are read, and valid steps are added to it. Files in S3 are not
+    read: S3 compared their checksums during the upload.
     """
     known: set[int] = set() if verified is None else verified
 

@@ -1,4 +1,4 @@
-"""Saves that run while training continues. Training waits only for a copy to host memory.
+"""Asynchronous saves of checkpoints. Training waits only until the state is copied to host memory.
 
 On each rank that has a part of the state, a thread writes and uploads that part. Rank 0's thread commits the step. The
 threads communicate over a separate process group. At most one save is pending. A failed save raises an alarm, and
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from train.system.run_folder import RunFolder
 
 logger = logging.getLogger("train")
-UNSENT = (InputError, Unreachable)  # the service rejects files or cannot be reached; it may accept them later
+UNSENT = (InputError, Unreachable)  # S3 rejects a file or cannot be reached; it may accept the file later
 MAX_WAIT_S = 10.0  # seconds that training waits for the previous save before it skips the new one
 MAX_LOSS_S = 1800.0  # a fault should cost at most this many seconds of work
 MAX_FAILURES = 3  # this many failures in a row end the run; fewer may be a temporary fault of the service
-LONGEST_PAUSE_S = 10.0  # longest pause before the run's last save repeats a failed request
+LONGEST_PAUSE_S = 10.0  # longest pause in seconds before a failed request is repeated
 Result = TypeVar("Result")
 
 
@@ -63,7 +63,7 @@ class Saved:
 
 
 class AsyncSaver:
-    """The saver of checkpoints. All ranks create one, and call `save` and `wait` at the same steps. Rank 0 commits."""
+    """A saver of checkpoints. All ranks create one, and must call `save` and `wait` at the same steps. Rank 0 commits."""
 
     def __init__(
         self, cfg: CheckpointConfig, store: Store, engine: Engine, backend: Backend, draft: Manifest, folder: RunFolder
@@ -75,7 +75,7 @@ class AsyncSaver:
         self.keep, self.verified = cfg.keep, set[int]()  # see `retention`
         self.writers: World | None = None  # the ranks whose threads write, set by the first call of `join`
         self.pool = pool_beside_training("save")
-        self.pending: Future[Saved | None] | None = None  # returns None except on rank 0
+        self.pending: Future[Saved | None] | None = None  # its result is None except on rank 0
         self.pending_began_s = 0.0
         self.results: list[Saved] = []  # saves that ended since the last call of `take`
         self.failures: list[str] = []  # why the most recent saves failed; empty after a successful save
@@ -97,10 +97,10 @@ class AsyncSaver:
         patience_s: float = 0.0,
         on_wait: Callable[[], None] = no_wait,
     ) -> None:
-        """Begin to save this step. `own` is small state of this rank, saved in addition to the engine's state.
+        """Start saving this step. `own` is state of this rank that is not the engine's; it must be small.
 
-        If the previous save is still running after MAX_WAIT_S, this step is not saved; `must` waits without a limit.
-        Failed requests to S3 are retried for `patience_s`.
+        If the previous save is still running after MAX_WAIT_S, this step is not saved; with `must`, the call waits for
+        that save without a limit. Failed requests to S3 are retried for `patience_s`.
         """
         began_s = time.monotonic()
         if must:
@@ -142,7 +142,7 @@ class AsyncSaver:
         self.world.wait_until(lambda: self.pending is None or self.pending.done(), on_wait)
 
     def is_free(self, step: int, began_s: float) -> bool:
-        """Return whether the previous save has ended, after waiting for it up to MAX_WAIT_S. Rank 0 calls this."""
+        """Wait up to MAX_WAIT_S for the previous save, and return whether it has ended. Only rank 0 calls this."""
         if self.pending is not None:
             wait_for([self.pending], timeout=max(0.0, self.max_wait_s - (time.monotonic() - began_s)))
             self.collect()
@@ -151,7 +151,7 @@ class AsyncSaver:
         now_s = time.monotonic()
         why = f"skipped: the previous save has been running for {now_s - self.pending_began_s:.0f} s"
         self.results.append(Saved(step, now_s - began_s, now_s - began_s, 0, why))
-        # A slow save counts as a failure once more work is at risk than a fault should cost.
+        # A slow save counts as a failure once it puts more than MAX_LOSS_S of work at risk.
         if now_s - self.pending_began_s > MAX_LOSS_S:
             self.failures.append(why)
         return False
@@ -215,7 +215,7 @@ class AsyncSaver:
                     self.keep = 0  # keep all steps from now on
         except Exception as error:
             failure = f"{type(error).__name__}: {error}" if not num_bytes else f"it is saved, but {error}"
-            if isinstance(error, LeaseLost) and self.world.rank == 0:  # no other job will remove the files sent so far
+            if isinstance(error, LeaseLost) and self.world.rank == 0:  # otherwise the files sent so far could remain
                 with suppress(InputError, Failure):
                     self.store.remove_uncommitted(range(self.draft.fence, self.draft.fence + 1))
             level = logging.ERROR if self.world.rank == 0 else logging.WARNING  # rank 0's error names the failed rank
@@ -268,7 +268,7 @@ class AsyncSaver:
             raise
         finally:
             is_own = folder is not None and (is_first or folder.name != scratch.name)
-            if folder is not None and is_own and not keeps and folder.is_dir():  # a commit on disk renames it
+            if folder is not None and is_own and not keeps and folder.is_dir():  # a commit on disk has renamed it
                 discard(folder)
 
     def _prepare_folder(self) -> None:

@@ -15,7 +15,7 @@ State = dict[str, Any]  # tensors and plain containers
 
 
 class Staging:
-    """Host memory that all saves reuse: touching a new page takes many times as long as a copy (benchmarks/notes.md).
+    """Host memory that all saves reuse: first touching a page takes far longer than a copy (benchmarks/notes.md).
 
     It is as large as the state. Only one save at a time may use it.
     """

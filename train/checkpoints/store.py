@@ -1,6 +1,6 @@
 """The interface of a run's store of checkpoints, and the store on disk. Importing this does not import torch.
 
-The disk must be shared by all ranks. A step is written to a temporary folder. Renaming this folder is the commit.
+The disk must be shared by all ranks. A step is written to a temporary folder; renaming the folder commits the step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Store(Protocol):
 
     A save calls `begin` on rank 0, `join` on other ranks that hold a part of the state, `prepare` on rank 0, `send` on
     each rank that wrote files, and `commit` on rank 0. A load calls `look` on rank 0, and then `fetch`, `path_of` and
-    `release` on each machine. By default, methods that a disk does not need do nothing.
+    `release` on each machine. Methods that a store on disk does not need do nothing by default.
     """
 
     location: str
@@ -42,7 +42,7 @@ class Store(Protocol):
         """Read a step's manifest. Raises Damaged if it is missing or invalid."""
 
     def look(self, step: int) -> Manifest:
-        """Return a step's manifest. Raises Damaged if a file's length differs from it."""
+        """Return a step's manifest. Raises Damaged if the manifest is invalid, or if a file's length differs."""
 
     def look_at_all(self) -> Looked:
         """Return the manifests of steps whose files have the right lengths, and the faults of other steps."""
@@ -59,12 +59,12 @@ class Store(Protocol):
         return
 
     def begin(self, step: int, num_bytes: int) -> Path:
-        """Make an empty local folder for rank 0's files of a step. Raises OSError if the disk lacks the space."""
+        """Make an empty local folder for rank 0's files of a step. Raises OSError if the disk lacks space."""
 
     def join(self, name: str, num_bytes: int) -> Path:
         """Return the local folder for the files of another rank. `name` is the name of rank 0's folder.
 
-        Raises OSError if the disk lacks the space or, on a shared disk, if rank 0's folder is gone.
+        Raises OSError if the disk lacks space or, on a shared disk, if rank 0's folder is gone.
         """
 
     def prepare(self, scratch: Path, manifest: Manifest) -> Manifest:
@@ -80,7 +80,7 @@ class Store(Protocol):
         return
 
     def commit(self, scratch: Path, manifest: Manifest) -> None:
-        """Commit a step whose files all ranks have sent. Until then, readers do not see it."""
+        """Commit a step, so that readers see it. All ranks must have sent their files."""
 
     def quarantine(self, step: int, why: str) -> str:
         """Rename a step so that readers ignore it, and return the new name, which contains `why`."""
@@ -88,10 +88,9 @@ class Store(Protocol):
     def remove(self, step: int) -> None: ...
 
     def remove_uncommitted(self, leases: range, *, dry: bool = False) -> list[str]:
-        """Remove the files of saves that were not committed. Returns their folders' names; `dry` removes nothing.
+        """Remove the files of uncommitted saves that began under `leases`. All these saves must have ended.
 
-        Only saves that began under `leases` are removed, and all these must have ended. On disk, a failed save has
-        already removed its files.
+        Returns the names of their folders; `dry` removes nothing. On disk, a failed save has already removed its files.
         """
         return []
 

@@ -25,7 +25,7 @@ from train.system.schema import BadContent, FileName, Head, of_type, read_object
 logger = logging.getLogger("train")
 PREFIX = "checkpoints/"
 SAVING, PARTS = "saving", "parts"  # local folders; a save in SAVING with a manifest is complete but not in S3
-UNFINISHED = re.compile(r"((\d{8,})-[0-9a-f]{8})\.unfinished")  # the mark of a save, next to its folder
+UNFINISHED = re.compile(r"((\d{8,})-[0-9a-f]{8})\.unfinished")  # the name of a save's mark, which is next to its folder
 
 DOWNLOADS = 8  # files downloaded at the same time, each over several connections
 READS = 3  # a file counts as damaged if it does not match its checksum this many times
@@ -103,8 +103,8 @@ class S3Store(Store):
 
     def fetch(self, step: int, names: Collection[str] | None = None) -> Path:
         manifest = self.look(step).only(names)
-        self.clear("fetched")  # an earlier call's step, or files whose verification failed
-        self.clear(PARTS)  # only leftovers of killed saves: no save runs during a load
+        self.clear("fetched")  # removes the files of earlier calls, valid or not
+        self.clear(PARTS)  # contains only leftovers of killed saves: no save runs during a load
         target = self.path_of(manifest)
         target.mkdir(parents=True, exist_ok=True)  # files that cannot be removed are overwritten
         check_space(target, manifest.num_bytes)
@@ -234,7 +234,7 @@ class S3Store(Store):
                 discard(folder)
             else:
                 text = "docs/faults.md says how to upload it; the next save replaces it"
-                logger.warning("%s holds a save that is not in S3: %s", folder, text)
+                logger.warning("%s contains a save that is not in S3: %s", folder, text)
 
 
 def below(manifest: Manifest, name: str) -> str:
