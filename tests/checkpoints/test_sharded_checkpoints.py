@@ -206,11 +206,11 @@ def rejected(folder, contents, read):
         (piece(torch.cat([ROWS, ROWS]), 1, 3), "'w' ends at row 7 of 3"),
         (piece(ROWS[1:], 1, 4), "model_00001.pt: 'w' differs in shape or dtype from that in model.pt"),
         (piece(ROWS[1:, :1], 1, 3), "'w' differs in shape or dtype"),
-        (piece(ROWS[1:], True, 3), "model_00001.pt: 'w'.first_row holds True, not a count"),
+        (piece(ROWS[1:], True, 3), "model_00001.pt: 'w'.first_row is True, not a count"),
         (piece(ROWS[0, 0], 1, 3), "model_00001.pt: 'w' holds tensor(0.), not rows"),
         (piece([1.0, 2.0], 1, 3), "model_00001.pt: 'w' holds [1.0, 2.0], not rows"),
         ({"rows": ROWS[1:]}, "model_00001.pt: 'w'.first_row is missing"),
-        (5, "model_00001.pt: 'w' holds 5, not an object"),
+        (5, "model_00001.pt: 'w' is 5, not an object"),
         (ROWS, "model_00001.pt: 'w' is also in model.pt"),
     ],
 )

@@ -140,7 +140,7 @@ REJECTED = {  # by what the error says: files of the model with changes of their
     "transformers_weights asks": {"config.json": {"transformers_weights": "../other.bin"}},
     "model_type 'lightglue' is not": {"config.json": {"keypoint_detector_config": {"model_type": "lightglue"}}},
     "model_type None is not": {"config.json": {"model_type": None}},
-    "holds an adapter": {"adapter_config.json": {"base_model_name_or_path": "someone/else"}},
+    "contains an adapter": {"adapter_config.json": {"base_model_name_or_path": "someone/else"}},
     "is_decoder is True": {"config.json": {"is_decoder": True}},
     "num_hidden_layers is -1;": {"config.json": {"num_hidden_layers": -1}},
     "num_hidden_layers is 1000000000;": {"config.json": {"num_hidden_layers": 10**9}},
@@ -360,7 +360,7 @@ def test_an_endpoint_that_is_no_address_is_rejected(endpoint):
 
 
 def test_credentials_in_a_location_are_rejected_and_not_repeated():
-    rejects("^(?!.*hunter2).*holds credentials", S3Folder, "s3://key:hunter2@bucket/prefix", S3Config())
+    rejects("^(?!.*hunter2).*contains credentials", S3Folder, "s3://key:hunter2@bucket/prefix", S3Config())
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])

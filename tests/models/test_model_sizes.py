@@ -86,7 +86,7 @@ def test_a_shape_is_read_from_wherever_the_model_comes(tmp_path):
     ("text", "says"),
     [
         ("[]", "it is not a JSON object"),
-        ('{"model_type": "bert", "hidden_size": "768"}', "hidden_size holds '768', not a count"),
+        ('{"model_type": "bert", "hidden_size": "768"}', "hidden_size is '768', not a count"),
         ('{"model_type": "bert", "hidden_size": 0}', "hidden_size=0 is not a possible size"),
         ('{"model_type": "bert", "num_hidden_layers": 1000000000000}', "num_hidden_layers=1000000000000 is not a p"),
         ("{" * 100_000, "it is not JSON"),

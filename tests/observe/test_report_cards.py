@@ -183,7 +183,7 @@ HOSTILE: list[tuple[Any, str]] = [
     ([1], "not a JSON object"),
     (samples_with(answers=[]), "a sample has no answer"),
     (samples_with({"guesses": []}), "an answer has no guess"),
-    (samples_with({"score": "good"}), "holds 'good', not a number"),
+    (samples_with({"score": "good"}), "is 'good', not a number"),
     ({**samples_with(), "more": "x" * 2**20}, "bytes, more than 1,048,576"),
 ]
 

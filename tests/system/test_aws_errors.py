@@ -14,7 +14,7 @@ ERRORS = [  # error, kind, words
     (exceptions.UnauthorizedSSOTokenError(), BadCredentials, "cannot be renewed (The SSO session"),
     (exceptions.CredentialRetrievalError(provider="p", error_msg="e"), BadCredentials, "aws sso login"),
     (exceptions.TokenRetrievalError(provider="p", error_msg="e"), BadCredentials, "aws sso login"),
-    (exceptions.NoRegionError(), Rejected, "no region is named; set it"),
+    (exceptions.NoRegionError(), Rejected, "no region is named; set one"),
     (exceptions.EndpointConnectionError(**ENDPOINT), Unreachable, "us-east-9.amazonaws.com"),
     (exceptions.ReadTimeoutError(**ENDPOINT), Unreachable, "no answer from AWS: Read timeout"),
     (exceptions.InvalidRegionError(region_name="x y"), InputError, "Provided region_name 'x y'"),

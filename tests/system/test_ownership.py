@@ -136,7 +136,7 @@ def test_a_run_writes_through_no_link_to_a_file(tmp_path, name):
     link.parent.mkdir(parents=True)
     link.symlink_to(victim)
     (tmp_path / "run/environment.json").write_text(json.dumps({"identity": RUN}))
-    rejects(f"holds a link, {link.name}: a run would write through it", check, RunFolder(str(tmp_path / "run")))
+    rejects(f"contains a link, {link.name}: a run would write through it", check, RunFolder(str(tmp_path / "run")))
     link.unlink()
     (tmp_path / "run/checkpoints").symlink_to(tmp_path)  # on another disk
     check(RunFolder(str(tmp_path / "run")))

@@ -124,7 +124,7 @@ FORGED = {
     "splits are not": lambda body: body["splits"].update(test=[]),
     "is not a sha256": set_in(first, "sha256", "abc"),
     "dtype is 'object'": set_in(top, "dtype", "object"),
-    "seq_len holds '32', not a count": set_in(top, "seq_len", "32"),
+    "seq_len is '32', not a count": set_in(top, "seq_len", "32"),
     "seq_len is 0": set_in(top, "seq_len", 0),
     "does not fit ids up to": lambda body: body["tokenizer"].update(mask_id=10**6),
     "a vocabulary of 1000000000": lambda body: body["tokenizer"].update(vocab_size=10**9),

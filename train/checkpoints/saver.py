@@ -63,7 +63,7 @@ class Saved:
 
 
 class AsyncSaver:
-    """A saver of checkpoints. All ranks create one, and must call `save` and `wait` at the same steps. Rank 0 commits."""
+    """A saver of checkpoints. All ranks must create one, and call `save` and `wait` at the same steps."""
 
     def __init__(
         self, cfg: CheckpointConfig, store: Store, engine: Engine, backend: Backend, draft: Manifest, folder: RunFolder

@@ -1,11 +1,12 @@
-"""Files to which a run appends, as they are stored in S3: NAME holds the newest lines, and parts hold older lines.
+"""Files to which a run appends, as stored in S3: the file NAME contains the newest lines, and parts the older ones.
 
-    metrics.jsonl  metrics/00000002-000001.jsonl  (lease number of the writer, number of its part)
+    metrics.jsonl                   NAME
+    metrics/00000002-000001.jsonl   a part: lease number of its writer, number of the part
 
 When NAME grows beyond PART_BYTES, its older lines move to a part, which never changes. NAME then begins with a line
-that counts the parts. NAME is written after the parts, so a reader finds each line exactly once at any time. A part
-that is not counted is left by a job that was killed between the two writes, or that lost the folder: NAME still has
-these lines. Importing this does not import torch.
+that counts the parts. NAME is written after the parts, so a reader always finds each line exactly once. A part that
+NAME does not count was left by a job that was killed between the two writes, or that lost the folder; its lines are
+still in NAME. Importing this does not import torch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from train.system.atomic_io import open_whole
 from train.system.folders import Folder
 from train.system.schema import BadContent, FileName, of_type, read_object
 
-PART_BYTES = 2**18  # size of a part; a save uploads no more, unless more was written since the previous save
+PART_BYTES = 2**18  # size of a part, and the most that a save uploads, unless more was written since the previous save
 BLOCK_BYTES = 2**16  # bytes read at a time when reading backwards
 MARK = b'{"kind": "parts", '
 
@@ -30,7 +31,7 @@ MARK = b'{"kind": "parts", '
 class Parts:
     """The parts of a file, in the order of their lines."""
 
-    counts: dict[str, int] = field(default_factory=dict)  # parts per writer, by the 8 digits of the writer's lease
+    counts: dict[str, int] = field(default_factory=dict)  # number of parts by writer: the 8 digits of its lease number
     num_bytes: int = 0  # bytes of all parts together
 
     @property
@@ -56,7 +57,7 @@ def of(name: str, writer: str, number: int) -> str:
 
 
 def read_head(file: BinaryIO, where: str) -> Parts:
-    """Return the parts that precede a file, and seek to its first line. Raises InputError if line 1 is damaged."""
+    """Return the parts that line 1 counts; no parts without such a line. Raises BadContent if it is damaged."""
     if file.read(len(MARK)) != MARK:
         file.seek(0)
         return Parts()
@@ -74,11 +75,11 @@ def open_part(folder: Folder, name: str) -> BinaryIO:
     try:
         return folder.open(name)
     except FileNotFoundError as error:
-        raise InputError(f"{folder.location}/{name} is missing: it contains older lines of the run") from error
+        raise InputError(f"{folder.location}/{name} is missing: it contained older lines of the run") from error
 
 
 def rows(folder: Folder, name: str) -> Iterator[bytes]:
-    """Yield a file's lines, parts included, oldest first, without line ends. Raises FileNotFoundError if missing."""
+    """Yield the lines of a file and its parts, oldest first. Raises FileNotFoundError if the file is missing."""
     with folder.open(name) as newest:
         for part in read_head(newest, f"{folder.location}/{name}").names(name):
             with open_part(folder, part) as file:
@@ -97,7 +98,7 @@ def rows_back(folder: Folder, name: str) -> Iterator[bytes]:
 
 
 def back(file: BinaryIO, first: int) -> Iterator[bytes]:
-    """Yield the lines after byte `first`, newest first, without line ends. The first one is empty or half written."""
+    """Yield the lines after byte `first`, newest first. The line yielded first is empty or half written."""
     pieces: list[bytes] = []
     end = file.seek(0, 2)
     while end > first:
@@ -120,7 +121,7 @@ class Mirrored:
         self.path, self.name, self.parts = path, name, Parts()
 
     def upload(self, folder: Folder, replace: Callable[[str, bytes], None], writer: str) -> None:
-        """Write parts that S3 lacks to `folder`; `replace` writes newer lines. The last line may be half written."""
+        """Write new parts to `folder`, and newer lines with `replace`. The last line may be half written."""
         size = self.path.stat().st_size
         with self.path.open("rb") as file:
             file.seek(self.parts.num_bytes)
@@ -138,8 +139,8 @@ class Mirrored:
     def download(self, folder: Folder) -> None:
         """Copy the file from S3.
 
-        A local copy is kept if it begins with all complete lines of the file in S3. Otherwise the run has continued on
-        another machine since, or was removed from S3 for a new run.
+        A local copy is kept if it begins with all complete lines of the file in S3. If it does not, the run has since
+        continued on another machine, or was removed from S3 for a new run.
         """
         self.parts = Parts()
         try:

@@ -23,7 +23,7 @@ logger = logging.getLogger("train")
 TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{32}")  # 38 bytes longer than the final name
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # errors of rename() if the new name is taken
 LINKLESS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # errors of link() on SMB, exFAT and gcsfuse
-UNSYNCED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)  # errors of fsync() on folders on such disks
+UNSYNCED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)  # errors of fsync() for folders on such disks
 MISSING = (FileNotFoundError, NotADirectoryError)  # errors of unlink() if there is nothing to remove
 said = set[object]()  # keys of the warnings that this process has logged
 
@@ -131,10 +131,10 @@ def create_atomic(path: Path, content: bytes) -> bool:
 
 
 def link(temporary: Path, path: Path) -> None:
-    """Give a file a second name.
+    """Give a temporary file its final name.
 
-    Unlike a rename, this raises FileExistsError if the name is taken. On a disk without hard links, an empty file with
-    this name is created first, and readers may see it briefly.
+    Unlike os.replace, this raises FileExistsError if the name is taken. On a disk without hard links, an empty file of
+    that name is created first, and readers may see it briefly.
     """
     try:
         os.link(temporary, path)
@@ -206,7 +206,7 @@ def publish_folder(temporary: Path, path: Path, *, replaces: bool = False) -> No
 
 
 def remove_folder(path: Path, *, instead: Path | None = None) -> None:
-    """Remove a folder in one step, as other processes see it. The folder `instead`, if given, takes over its name.
+    """Remove a folder, so that it disappears in one step. If given, the folder `instead` takes over its name.
 
     A folder that this user may not write to is kept, since somebody may have protected it. One warning is logged.
     """
@@ -217,7 +217,7 @@ def remove_folder(path: Path, *, instead: Path | None = None) -> None:
     path.rename(doomed)
     if instead is not None:
         instead.rename(path)
-    sync(path.parent)  # otherwise a power cut could bring the name back without its files
+    sync(path.parent)  # otherwise the name could reappear after a power failure, without its files
     discard(doomed)
 
 

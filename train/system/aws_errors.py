@@ -51,7 +51,7 @@ ROWS: list[tuple[list[str], str, str]] = [  # AWS's codes or botocore's error cl
     (["NoCredentialsError"], "no AWS credentials on this machine", GET_SOME),
     (["PartialCredentialsError"], "{text}", GET_SOME),
     (NO_RENEWAL, "the AWS credentials cannot be renewed ({text})", RENEW),
-    (["NoRegionError"], "no region is named", "set it in the settings, or AWS_DEFAULT_REGION"),
+    (["NoRegionError"], "no region is named", "set one in the settings, or set AWS_DEFAULT_REGION"),
     (["EndpointConnectionError"], "{text}", "check the name of the region, and the route to it"),
     (NO_ANSWER[:2], "no answer from {service}: {text}", ""),
 ]
@@ -123,7 +123,7 @@ def explain(
 
 @contextmanager
 def explained(where: str, *, cures: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Raise boto3's errors as the errors that `explain` returns."""
+    """Raise errors of boto3 in the block as the errors that `explain` returns for them."""
     try:
         yield
     except (BotoCoreError, ClientError) as error:

@@ -23,7 +23,8 @@ NOBODY = 65534  # the owner that containers with mapped users show for root's fi
 def unshared_folder(path: Path, name: str) -> Path:
     """Make a folder with mode 0700, or use an existing one. Returns its path with links resolved.
 
-    Raises InputError, which names the variable `name`, if another user could write to the folder.
+    Raises InputError if this fails, or if another user could write to the folder. The message names `name`, the
+    variable that sets the folder.
     """
     real = Path(os.path.realpath(path.expanduser()))
     try:
@@ -33,8 +34,8 @@ def unshared_folder(path: Path, name: str) -> Path:
             fault = foreign_fault(folder.lstat(), is_parent=folder != real)
             check(
                 fault is None,
-                f"{folder} {fault}, and what others put there would run as you; chown and chmod it once you know what "
-                f"it holds, or set {name} to another folder",
+                f"{folder} {fault}: code that others put into it would run as you; check its files, then chown and "
+                f"chmod it, or set {name} to another folder",
             )
     except OSError as error:
         raise InputError(f"cannot write to {real}: {error.strerror}; set {name} to another folder") from error
@@ -42,14 +43,14 @@ def unshared_folder(path: Path, name: str) -> Path:
 
 
 def private_folder(path: Path, name: str) -> Path:
-    """Make or use a folder as `unshared_folder` does, and set its mode to 0700: subfolders may be open to others."""
+    """Make or use a folder as `unshared_folder` does, and set its mode to 0700: its subfolders may be less private."""
     real = unshared_folder(path, name)
     real.chmod(0o700)
     return real
 
 
 def foreign_fault(status: os.stat_result, *, is_parent: bool) -> str | None:
-    """Return how other users could change files in a folder or, if it is a parent, replace it; None if they cannot."""
+    """Return why other users could change files in a folder, or replace it if `is_parent`; None if they cannot."""
     if not stat.S_ISDIR(status.st_mode):
         return "is a link or a file"
     if status.st_uid != os.geteuid() and not (is_parent and status.st_uid in (0, NOBODY)):
@@ -61,7 +62,7 @@ def foreign_fault(status: os.stat_result, *, is_parent: bool) -> str | None:
 
 
 def place_kernels() -> None:
-    """Set TorchInductor's and Triton's folders, unless the user has. Call this before Inductor is imported.
+    """Set TorchInductor's and Triton's folders, unless the user has set them. Call this before Inductor is imported.
 
     Raises InputError if others could write to one of the folders.
     """

@@ -82,7 +82,7 @@ def unsealed(content: dict[str, Any], key: str = "sha256") -> dict[str, Any]:
     try:
         seen = sha256_json(body)
     except (ValueError, RecursionError):
-        raise BadContent("it holds values that JSON cannot express") from None
+        raise BadContent("it contains values that JSON cannot express") from None
     if content.get(key) != seen:
         was = shown(content.get(key))[: SHOWN_DIGITS + 1]
         raise BadContent(f"it was changed after it was written (checksum {seen[:SHOWN_DIGITS]}, recorded {was})")

@@ -1,4 +1,4 @@
-"""The versions, commit and machine of a process, for environment.json. It does not import torch."""
+"""The versions, commit and machine of a process, for environment.json. Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES += ("tokenizers", "datasets", "numpy", "safetensors", "hydra-core")
 
 
 def environment() -> dict[str, Any]:
-    """Return versions, commit, code folders, machine and one variable, NEURON_CC_FLAGS: others may be secret."""
+    """Return versions, commit, code folders, machine, and NEURON_CC_FLAGS; other variables may be secret."""
     return {
         "baretrain": train.__version__,
         "python": platform.python_version(),

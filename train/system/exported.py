@@ -1,4 +1,4 @@
-"""RUN/export/: a run's model for transformers. It records its step, since a resumed run may have advanced."""
+"""RUN/export/: a run's model for transformers. The folder records its step, since a resumed run may be further on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def renewed(folder: RunFolder, step: int, weights: int | None = None) -> Iterato
     with new_folder(folder.export, replaces=True) as scratch:
         yield scratch
         (scratch / MARK).write_bytes(canonical_json({"step": step, "weights": step if weights is None else weights}))
-        sync_tree(scratch)  # may take long, so the ownership is checked again
+        sync_tree(scratch)  # may take long, so the ownership is checked again after it
         folder.ownership.check()
 
 
@@ -45,7 +45,7 @@ def mirror(folder: RunFolder) -> None:
 def is_outdated(run: Folder) -> bool:
     """Return whether a run has saved a checkpoint after its export, or is writing the export now."""
     step = marked(run, "step")
-    return step is None or step < max(saved_steps(run), default=0)  # without a valid mark, do not trust it
+    return step is None or step < max(saved_steps(run), default=0)  # without a valid mark, the export is not trusted
 
 
 def marked(run: Folder, key: str) -> int | None:

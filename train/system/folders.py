@@ -29,7 +29,7 @@ NO_URL = re.compile(
 )
 PRIVATE = 0o700  # mode of a new folder; an existing one keeps its mode
 SPACE_FACTOR = 1.1  # required free bytes / bytes to write
-AT_ONCE = 16  # threads: hashing releases the GIL, and requests to S3 or a shared disk wait for the network
+AT_ONCE = 16  # number of threads: hashing releases the GIL, and requests to S3 or a shared disk wait for the network
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -61,7 +61,7 @@ class Folder(Protocol):
         """Copy the local file `path` into this folder, replacing an earlier file."""
 
     def download(self, name: str, path: Path) -> None:
-        """Copy a file to the local `path`; the caller verifies it. Raises FileNotFoundError if it is missing."""
+        """Copy a file to the local `path`; the caller must verify it. Raises FileNotFoundError if it is missing."""
 
     def head(self, name: str) -> Head | None:
         """Return the length and version of a file; None if it is missing."""
@@ -90,7 +90,7 @@ def open_folder(location: str, s3: S3Config) -> Folder:
     """Return the folder at a path or a file:// or s3:// URL; it need not exist. Raises InputError on other URLs."""
     check_place(location)
     if is_s3(location):
-        from train.system.s3 import S3Folder  # late: boto3 is slow to import
+        from train.system.s3 import S3Folder  # imported late because boto3 is slow to import
 
         return S3Folder(location, s3)
     return LocalFolder(local_path(location))
@@ -257,7 +257,7 @@ def make_folder(path: Path) -> Path:
 def empty_folders_removed(*paths: Path) -> Iterator[None]:
     """If the run is rejected in the block, remove all new and empty folders among `paths` and their parents.
 
-    All ranks that torchrun started on this machine may create these folders. The last rank to leave removes them.
+    Any rank that torchrun started on this machine may have created them. The last rank to leave the block removes them.
     """
     all_paths = {folder for path in paths for folder in (path, *path.parents)}
     made = sorted((folder for folder in all_paths if not folder.exists()), reverse=True)  # innermost first

@@ -25,7 +25,7 @@ logger = logging.getLogger("train")
 ENVIRONMENT = "environment.json"
 FILES = (ENVIRONMENT, "config.yaml", "data.json", "metrics.jsonl", "outcome.json", "samples.json")
 FOLDERS = ("checkpoints", "export", "lease", "log", "model", "predictions", "tensorboard")
-WRITTEN = re.compile(r"checkpoints|lease|log|metrics\.jsonl|rank_\d{4,}\.txt")  # changed in place; others are replaced
+WRITTEN = re.compile(r"checkpoints|lease|log|metrics\.jsonl|rank_\d{4,}\.txt")  # changed in place, not replaced
 # Settings of the model and the optimizer that a resume may change. The first only selects an implementation. The second
 # only changes the end of a run: `check_continues` in train/parallel/optimizers.py rejects a change to earlier steps.
 FREE = ("model.attention", "optim.decay_fraction")
@@ -94,7 +94,7 @@ def check_layout(location: str) -> None:
         )
     for file in (file for folder in (path, path / "log") if folder.is_dir() for file in folder.iterdir()):
         is_link = file.is_symlink() and not file.is_dir()
-        check(not is_link, f"run_dir={location} holds a link, {file.name}: a run would write through it; remove it")
+        check(not is_link, f"run_dir={location} contains a link, {file.name}: a run would write through it; remove it")
         may_write = not WRITTEN.fullmatch(file.name) or os.access(file, os.W_OK)
         check(may_write, f"run_dir={location}: this user may not write {file.name}; choose a folder of your own")
 

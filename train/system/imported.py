@@ -45,7 +45,7 @@ def load(given: str) -> ModuleType:
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses and pickle look up a class's module there
     try:
-        # Python's loader could take cached bytecode of older content with the same modification time and length.
+        # Python's loader could use cached bytecode of older content with the same modification time and length.
         exec(compile(content, str(path), "exec", dont_inherit=True), module.__dict__)
     except Exception as error:
         del sys.modules[module.__name__]

@@ -20,12 +20,12 @@ class Launched:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1  # number of ranks on this machine
-    is_distributed: bool = False  # whether ranks must connect, as even a single rank of torchrun must
+    is_distributed: bool = False  # whether ranks must connect; under torchrun, even a single rank must
     master_addr: str = ""  # the host to which all ranks connect
     master_port: int = 0
     run_id: str | None = None  # torchrun's run id; None: not started by torchrun
     restart_count: int = 0  # number of restarts by torchrun
-    uses_agent_store: bool = False  # whether torchrun, not rank 0, holds the store through which ranks connect
+    uses_agent_store: bool = False  # whether torchrun, not rank 0, hosts the store through which ranks connect
     slurm_tasks: int = 1  # number of tasks that srun started
 
     @property
@@ -38,14 +38,14 @@ class Launched:
 
     @property
     def torchrun(self) -> list[str]:
-        """Values that identify a torchrun, and do not change when it restarts the ranks."""
+        """Values that identify this torchrun, and that do not change when it restarts the ranks."""
         return [self.run_id or "", self.master_addr, str(self.master_port or "")]
 
 
 def launched(environ: Mapping[str, str] = os.environ) -> Launched:
     """Read from the environment how this process was started. An empty variable counts as unset.
 
-    Raises InputError if variables contradict each other: ranks would train separately, or wait forever.
+    Raises InputError if variables contradict each other: ranks could train separately, or wait forever.
     """
     given = {name: value for name, value in environ.items() if value}
     is_distributed = "RANK" in given

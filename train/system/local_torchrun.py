@@ -14,7 +14,7 @@ from typing import Any
 
 
 def main() -> None:
-    import torch.distributed as dist  # late: the modules of this package work without torch
+    import torch.distributed as dist  # imported late because this package must work without torch
     from torch.distributed import run
     from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 

@@ -70,7 +70,7 @@ def with_flags(flags: str, wanted: Iterable[str]) -> str:
 
 
 def cache_location(environ: Mapping[str, str]) -> str:
-    """Return where compiled graphs are kept: --cache_dir, else NEURON_COMPILE_CACHE_URL, else a project folder."""
+    """Return where compiled graphs are kept: --cache_dir, else NEURON_COMPILE_CACHE_URL, else in `compile_root`."""
     flags = split_flags(environ.get("NEURON_CC_FLAGS", ""))
     given = [flag.removeprefix("--cache_dir=") for flag in flags if flag.startswith("--cache_dir=")]
     given += [value for flag, value in itertools.pairwise(flags) if flag == "--cache_dir"]
@@ -141,7 +141,7 @@ def runtime_environment(environ: Mapping[str, str], *, nodes: int, timeout_s: fl
     """Return the variables that the Neuron runtime reads at its start, except those that the user has set."""
     wanted = {"NEURON_RT_EXEC_TIMEOUT": f"{math.ceil(timeout_s)}"}
     if "TORCHELASTIC_RUN_ID" not in environ and "NEURON_RT_VISIBLE_CORES" not in environ:
-        wanted["NEURON_RT_NUM_CORES"] = "1"  # otherwise a single process takes all cores
+        wanted["NEURON_RT_NUM_CORES"] = "1"  # otherwise a single process would use all cores
     if nodes > 1:
         wanted |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}
     return {name: value for name, value in wanted.items() if name not in environ}
@@ -157,7 +157,8 @@ def neuron_environment(
     `timeout_s` limits one execution, including its waits for other ranks. AWS's samples use 600 s, which is too short
     if another machine must compile first. If nothing must be compiled, the watchdog ends a hang sooner.
 
-    Raises InputError if the user's variables disable stochastic rounding, or give the ranks an unusable address.
+    Raises InputError if the user's variables disable stochastic rounding that was requested, or give the ranks an
+    unusable address.
     """
     wanted = runtime_environment(environ, nodes=nodes, timeout_s=timeout_s) | {
         "XLA_TRANSFER_SEED_ASYNC": "1",
@@ -244,7 +245,7 @@ def neuron_devices() -> list[str]:
 
 @dataclass(frozen=True)
 class Chip:
-    """A Neuron chip. Each rank takes one logical core."""
+    """A Neuron chip. Each rank uses one logical core."""
 
     number: int
     num_cores: int  # logical cores
@@ -325,20 +326,20 @@ def instance_stores() -> list[Path]:
 def cache_root() -> Path:
     """Return the folder for large local files that may be lost: on a local NVMe disk, or in the user's cache.
 
-    It is private to this user, since it contains tables and shards of texts that may be private.
+    It is private to this user, since the files in it may contain private texts.
     """
     stores = instance_stores()
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     check_printable(home, "XDG_CACHE_HOME=")
     # Several users may share an instance store.
     root = stores[0] / f"baretrain-{os.geteuid()}" if stores else Path(home).expanduser() / "baretrain"
-    with suppress(OSError):  # the first write to it reports the error
+    with suppress(OSError):  # the first write to the folder will report the error
         root.mkdir(0o700, parents=True, exist_ok=True)
         root.chmod(0o700)
     return root
 
 
 def compile_root() -> Path:
-    """Return the folder for compiled graphs and kernels. It is on a local disk: file locks on a network may fail."""
+    """Return the folder for compiled graphs and kernels. It is on a local disk: file locks over a network may fail."""
     root = cache_root()
     return Path(LOCAL_ROOT.format(os.geteuid())) if filesystem(root).startswith(NETWORK_FILESYSTEMS) else root

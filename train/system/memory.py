@@ -24,10 +24,9 @@ def total_memory_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Return the bytes of memory that programs can still take without swapping.
+    """Return the bytes of memory that programs can still allocate without swapping.
 
-    In a container this is at most the limit minus the memory in use, not counting page cache that the kernel can
-    drop.
+    In a container this is at most the limit minus the used memory; page cache that the kernel can drop counts as free.
     """
     free = [psutil.virtual_memory().available]
     for folder, limit in memory_limits():
@@ -76,7 +75,7 @@ def cgroup_folders(controller: str) -> list[Path]:
 
 
 def read_number(path: Path) -> int | None:
-    """Return the number in a kernel file; None if there is no limit: the file is missing, or holds "max" or -1."""
+    """Return the number in a kernel file; None without a limit: the file is missing, or contains "max" or -1."""
     text = path.read_text().strip() if path.is_file() else ""
     return int(text) if text.isdigit() else None
 

@@ -26,9 +26,9 @@ LOADS = re.compile(
 WAS_SET = "_attn_implementation_autoset"  # a boolean that transformers 4.46 to 4.50 wrote into every config.json
 FOR_THE_CLASS = ("init_inputs", "vocab", "merges", "tokenizer_object")  # arguments that no saved tokenizer contains
 IGNORED_PATHS = ("tokenizer_file", "special_tokens_map_file")  # paths on another machine, which transformers replaces
-LARGEST, DEEPEST = 10**9, 1000  # the largest size and layer count; building more layers could hang a machine
+LARGEST, DEEPEST = 10**9, 1000  # largest size and largest layer count; building more layers could hang a machine
 MOST_NAMED = 5  # folders that an error message names
-MOST_LABELS = 10**6  # transformers makes a name for each label
+MOST_LABELS = 10**6  # limited because transformers creates a name for each label
 WIDTHS = ("vocab_size", "hidden_size", "dim", "embedding_size", "intermediate_size", "hidden_dim")
 COUNTS = ("num_attention_heads", "n_heads", "max_position_embeddings")
 DEPTHS = ("num_hidden_layers", "n_layers", "num_hidden_groups", "inner_group_num")
@@ -38,11 +38,11 @@ ADAPTER = "adapter_config.json"  # a file that names another model, which transf
 def read_model_json(folder: Path) -> dict[str, Any] | None:
     """Return the content of config.json; None without the file.
 
-    Raises BadContent if the folder holds an adapter, if the model is not one of ENCODERS, if a key makes transformers
-    load something else, or if a size is out of range.
+    Raises BadContent if the folder contains an adapter, if the model is not one of ENCODERS, if a key makes
+    transformers load something else, or if a size is out of range.
     """
     if (folder / ADAPTER).exists():
-        raise BadContent(f"{folder} holds an adapter ({ADAPTER}) for another model; merge it into that model first")
+        raise BadContent(f"{folder} contains an adapter ({ADAPTER}) for another model; merge it into that model first")
     path = folder / "config.json"
     values = read_checked(path)
     if values is None:

@@ -1,4 +1,4 @@
-"""outcome.json: the record of how an attempt ended, for launchers and torchrun's restarts. It does not import torch."""
+"""outcome.json: the record of how an attempt ended, for launchers and torchrun's restarts. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-"""The right to write a run folder: a second job is rejected, and a job that lost the folder notices before it commits.
+"""The right to write to a run folder: a second job is rejected, and a job that lost the folder notices before a commit.
 
 lease/00000007.json   one file per owner, see lease.py; the current owner has the highest number, the fencing number
 
 A job takes the folder by creating the file with the next number, which only one of several jobs can do. When it ends,
 it removes all but the two newest files. The owner rewrites its file regularly, each time with a higher count of
-heartbeats. A job that cannot see the owner's process watches this count; clocks are never compared.
-
-We list the folder to find the owner: probing only the next number would miss later owners if this process was
-suspended.
+heartbeats. A new job on another machine, which cannot see the owner's process, watches this count; clocks are never
+compared. Jobs list the folder to find the owner: a job that was suspended, and then looked only for the next number,
+would miss later owners.
 
 This table lists the changes to the run folder, and the check of `Ownership` that precedes each:
 
@@ -22,9 +21,9 @@ This table lists the changes to the run folder, and the check of `Ownership` tha
     STOP                             nothing: launch/commands.py (stop), launch/supervise.py, while no rank runs
     report/                          nothing: train/tools/report.py
 
-A new writer uses `RunFolder.folder`, which is an OwnedFolder, and adds its file to this table. A file that grows on
-this machine also needs an entry in `GROWING` of run_folder.py; otherwise a run in S3 does not upload it. A command
-other than the run itself must take a lease.
+Code that writes another file must use `RunFolder.folder`, which is an OwnedFolder, and add the file to this table. A
+file that grows on this machine also needs an entry in `GROWING` of run_folder.py; otherwise a run in S3 does not upload
+it. A command other than the run itself must take a lease.
 
 If the run folder is in S3, this machine's metrics and logs are copies, which may always grow. A change that was allowed
 may reach S3 after another job took the folder. S3 itself then rejects a commit (train/checkpoints/store_s3.py), or an
@@ -56,10 +55,10 @@ class LeaseLost(Failure):
 
 
 class Ownership:
-    """The right of this process to write a run folder.
+    """The right of this process to write to a run folder.
 
     Rank 0 of a job takes the folder (as a context manager, or by `take` and `release`), and a thread renews the lease.
-    The other ranks `follow` rank 0. Programs that do neither write at their own risk.
+    The other ranks `follow` rank 0. In a program that does neither, `check` has no effect.
 
     Call `check` before each change: after `ttl_s` without a heartbeat, another job may take the folder. Heartbeats stop
     while a job is suspended, cut off from the folder, or in a call that holds the GIL.
@@ -106,7 +105,7 @@ class Ownership:
                 self.check()
         except LeaseLost:
             return False
-        except (InputError, OSError):  # the lease cannot be read now; if the line cannot be written either, it waits
+        except (InputError, OSError):  # the lease cannot be read now; the journal keeps lines that it cannot write
             pass
         return True
 
@@ -211,7 +210,7 @@ class Ownership:
             f"{self.folder.location} was last used by {describe(content)}, which may still be running: watching for "
             f"its heartbeat for up to {ttl_s:g} s (until {until})"
         )
-        for _ in range(LOOKS):  # with a deadline, a slow response would count as silence
+        for _ in range(LOOKS):  # a count, not a deadline: a slow response must not count as silence
             time.sleep(ttl_s / LOOKS)
             now = newest(self.folder)
             if now != (number, content):

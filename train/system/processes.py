@@ -115,7 +115,7 @@ def exit_code(
     """Wait for a process, call `meanwhile` every POLL_S, and return its exit code as shells report it.
 
     After `limit_s`, the process is killed and the code is TIMED_OUT. A process that waits for a driver may survive
-    SIGKILL; it is not waited for.
+    SIGKILL; this function returns nevertheless.
     """
     until_s = time.monotonic() + limit_s
     while True:

@@ -30,7 +30,7 @@ TOOL_TIMEOUT_S = 20.0
 
 
 def prepare(launch: Launched, *, forks: bool) -> None:
-    """Set this rank's variables and limits before the ranks connect. `forks`: whether the data loader forks workers."""
+    """Set this rank's variables and limits before the ranks connect. `forks` says whether the loader forks workers."""
     os.environ.update(rank_environment(os.environ, launch, forks=forks))
     if not launch.is_one_machine and launch.local_rank == 0 and "GLOO_SOCKET_IFNAME" not in os.environ:
         text = "no network card leads to MASTER_ADDR=%s, and there is no default route: set GLOO_SOCKET_IFNAME"
@@ -47,8 +47,8 @@ def rank_environment(environ: Mapping[str, str], launch: Launched, *, forks: boo
     """
     wanted = {"FI_EFA_USE_HUGE_PAGE": "0"} if forks and efa_devices(SYSFS) else {}
     if not launch.is_one_machine and (card := network_card(launch.master_addr)):
-        # Otherwise gloo takes the address of the host name, which Debian and Ubuntu map to 127.0.1.1, and NCCL and
-        # Neuron's collectives take the first card they find. "=" tells NCCL to compare the whole name.
+        # By default gloo uses the address of the host name, which Debian and Ubuntu map to 127.0.1.1, and NCCL and
+        # Neuron's collectives use the first card they find. "=" tells NCCL to compare the whole name.
         wanted |= {"GLOO_SOCKET_IFNAME": card, "NCCL_SOCKET_IFNAME": f"={card}", "CCOM_SOCKET_IFNAME": card}
     elif launch.is_one_machine and launch.is_distributed:  # other machines cannot reach the loopback interface
         wanted |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
@@ -56,7 +56,7 @@ def rank_environment(environ: Mapping[str, str], launch: Launched, *, forks: boo
 
 
 def network_card(master: str) -> str | None:
-    """Return the network card through which this machine reaches the master; None if there is no such card."""
+    """Return the network card through which this machine reaches the host `master`; None without such a card."""
     # On the master itself, its name may resolve to a loopback address. The default route's card is then returned.
     known = ((name, at) for name, addresses in psutil.net_if_addrs().items() for at in addresses)
     cards = {at.address: name for name, at in known if name != "lo" and at.family in (socket.AF_INET, socket.AF_INET6)}
@@ -109,12 +109,12 @@ def read_cpus(text: str) -> set[int]:
 
 
 def neuron_address(environ: Mapping[str, str], core: int) -> str | None:
-    """Return the PCI address of the chip with a local rank's core, as neuron-ls lists it; None if it is unknown."""
+    """Return the PCI address of the chip with the core of a local rank, from neuron-ls; None if it is unknown."""
     tool = shutil.which("neuron-ls", path=os.pathsep.join([environ.get("PATH", ""), NEURON_TOOLS]))
     if tool is None or environ.get("NEURON_RT_VISIBLE_CORES") or environ.get("NEURON_RT_NUM_CORES"):
         return None  # the user has chosen the ranks' cores
     if "TORCHELASTIC_RUN_ID" not in environ:
-        return None  # a process without a launcher takes any free core
+        return None  # a process without a launcher uses any free core
     try:
         done = subprocess.run([tool, "-j"], capture_output=True, text=True, check=True, timeout=TOOL_TIMEOUT_S)
         chips = sorted(read_neuron_ls(done.stdout), key=lambda chip: chip.number)

@@ -1,4 +1,4 @@
-"""The run folder: a run writes to nothing else, and a report reads nothing else.
+"""The run folder: a run writes its results only to it, and a report reads only from it.
 
     config.yaml  environment.json  metrics.jsonl  outcome.json  checkpoints/step_00001000/  lease/
     model/  tensorboard/  wandb/  log/  export/  report/
@@ -194,7 +194,7 @@ class RunFolder:
                 sync(self.metrics)
             for name in (*MIRRORED, *GROWING) if self.is_remote else ():
                 path = self.path / name
-                state = (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else None  # before the read
+                state = (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else None  # before reading it
                 if state is not None and self.mirrored.get(name) != state:
                     if name in self.growing:
                         self.growing[name].upload(self.folder, self.replace, f"{self.ownership.number:08d}")
@@ -233,11 +233,11 @@ class RunFolder:
                 self.folder.write(f"log/{self.exit_path.name}", content)
 
     def outcome(self, outcome: Outcome, *, is_of_all: bool = False) -> None:
-        """Record how the attempt ended. If it is missing, launchers assume that the attempt was killed.
+        """Record how the attempt ended. Without this record, launchers assume that the attempt was killed.
 
         The outcome of the first rank that failed is kept. `is_of_all` says that all ranks ended without a failure: an
-        existing outcome is then another attempt's, and is replaced. If S3 cannot be reached, the outcome is written on
-        this machine.
+        existing outcome is then another attempt's, and is replaced. An outcome that cannot be written to S3 is written
+        on this machine.
         """
         if self.log.is_dir():
             with self.logging_failures():

@@ -6,7 +6,7 @@ import gc
 from concurrent.futures import ThreadPoolExecutor
 
 USUAL = gc.get_threshold()
-RARE = 100_000  # new objects between collections; not 0 (no collections): preparing a task's data may leave garbage
+RARE = 100_000  # new objects between collections; 0 would disable them, but preparing a task's data may leave garbage
 
 
 def search_rarely() -> None:
@@ -21,7 +21,7 @@ def search_rarely() -> None:
 def search_as_usual() -> None:
     """Collect garbage as usual again, except among the objects that exist now.
 
-    Call this before a device opens: garbage made later may hold device memory.
+    Call this before a device opens: garbage created later may hold device memory.
     """
     if gc.get_threshold()[0] == RARE:
         gc.freeze()

@@ -68,9 +68,7 @@ def split(location: str) -> tuple[str, str]:
     """Split s3://bucket/prefix into bucket and prefix, without outer slashes. Raises InputError if it has no bucket."""
     bucket, _, prefix = location.removeprefix("s3://").partition("/")
     check(bool(bucket), f"{location} names no bucket; write s3://bucket/folder")
-    check(
-        "@" not in bucket, "s3://...@... holds credentials; write s3://bucket/folder, and set them as for AWS's tools"
-    )
+    check("@" not in bucket, "s3://...@... contains credentials; remove them, and set them as AWS's tools expect")
     return bucket, prefix.strip("/")
 
 
@@ -112,7 +110,7 @@ def open_client(session: Any, s3: S3Config) -> Any:
 def renew_credentials(
     session: Any, s3: S3Config, response: tuple[Any, dict[str, Any]] | None, attempts: int, **_: object
 ) -> float | None:
-    """If S3 rejects the keys of the first attempt, retry immediately with the keys that ~/.aws holds now."""
+    """If S3 rejects the keys of the first attempt, retry immediately with the keys that ~/.aws contains now."""
     # boto3 reads these keys only once, but renews all other kinds of credentials.
     held, code = session.get_credentials(), response and response[1].get("Error", {}).get("Code")
     if attempts > 1 or code not in (*EXPIRED, *UNKNOWN) or isinstance(held, RefreshableCredentials):
@@ -125,7 +123,7 @@ def renew_credentials(
 
 
 def reject_another_region(response: tuple[Any, dict[str, Any]] | None, operation: Any, **_: object) -> None:
-    """Reject a bucket in another region. boto3 would silently use that region, but the shards' connector would fail."""
+    """Reject a bucket in another region. boto3 would silently use that region, but the s3torchconnector would fail."""
     if response is None:
         return
     parsed = response[1]

@@ -1,4 +1,4 @@
-"""The proxy and certificate authorities through which boto3 reaches S3, for use by another S3 client."""
+"""The proxy and certificate authorities that boto3 uses for S3, and their settings for the s3torchconnector."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def check_route(endpoint: str, session: Any) -> None:
 
 
 def variables(endpoint: str, session: Any) -> dict[str, str | None]:
-    """Return the environment variables that make the shards' connector use boto3's proxy and authorities.
+    """Return the environment variables that make the s3torchconnector use boto3's proxy and authorities.
 
-    A variable with the value None must be unset, because the connector does not know NO_PROXY. Raises InputError if the
+    A variable with the value None must be unset, because the connector ignores NO_PROXY. Raises InputError if the
     connector cannot send the proxy's user or password.
     """
     proxy = proxy_to(endpoint)
     if proxy is not None:
         parts = urlsplit(proxy)
         user, at, host = parts.netloc.rpartition("@")
-        is_plain = not re.search("[@/?]", unquote(user))  # the connector does not URL-decode these
+        is_plain = not re.search("[@/?]", unquote(user))  # the connector does not decode %40, %2F and %3F
         check(is_plain, f"the proxy {host}: shards cannot be fetched if its user or password contains @, / or ?")
         port = "" if parts.port else f":{PORTS[parts.scheme]}"  # the connector has no default port
         proxy = f"{parts.scheme}://{unquote(user)}{at}{host.rstrip(':')}{port}"

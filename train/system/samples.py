@@ -1,4 +1,4 @@
-"""RUN/samples.json: validation examples with the exported model's answers, for the report. It does not import torch.
+"""RUN/samples.json: validation examples with the exported model's answers, for the report. Does not import torch.
 
 The examples contain text from the validation data. A push to the Hub therefore omits the file, and samples=0 writes no
 examples.

@@ -29,7 +29,7 @@ T = TypeVar("T")
 class BadContent(InputError, ValueError):
     """An error raised because a file that others may have written is invalid. The message is one line.
 
-    It is also a ValueError, so that callers of a parser treat it as damage.
+    It is also a ValueError, like the errors of parsers, so that code can catch both in the same way.
     """
 
 
@@ -119,7 +119,7 @@ class PlainLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            raise BadContent("it refers to itself")
+            raise BadContent("it contains an alias (*NAME)")
         return super().compose_node(parent, index)
 
 
@@ -140,7 +140,7 @@ def record(kind: type[T], values: object, where: str = "") -> T:
     count, 0 or more. A field of type `float` may be any number.
     """
     if not isinstance(values, dict):
-        raise BadContent(f"{where or 'it'} holds {shown(values)}, not an object")
+        raise BadContent(f"{where or 'it'} is {shown(values)}, not an object")
     hints = get_type_hints(kind)
     if is_typeddict(kind):
         needed = set(kind.__required_keys__)  # type: ignore[attr-defined]
@@ -181,7 +181,7 @@ def of_type(hint: Any, value: object, where: str) -> Any:
     }
     ok, name = kinds.get(origin or hint, (False, str(hint)))
     if not ok:
-        raise BadContent(f"{where} holds {shown(value)}, not {name}")
+        raise BadContent(f"{where} is {shown(value)}, not {name}")
     return value
 
 

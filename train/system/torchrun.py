@@ -25,8 +25,8 @@ def is_under_torchrun() -> bool:
 def die_with_torchrun() -> None:
     """Have the kernel send SIGTERM to this rank when torchrun ends: an orphan would keep the device and the run folder.
 
-    The kernel sends it when the thread that started this process ends. This is torchrun's main thread, which ends last.
-    The rank can still save. Raises SystemExit if torchrun has already ended: its store, which the ranks need, is gone.
+    The kernel sends it when the thread that started this process ends: torchrun's main thread, which ends last. After
+    SIGTERM the rank can still save. Raises SystemExit if torchrun, whose store the ranks need, has already ended.
     """
     if is_under_torchrun():
         end_with_parent(os.getppid())
@@ -80,7 +80,7 @@ def is_reported() -> bool:
 
 
 def leave_rejection(rejection: str) -> None:
-    """Write a rejection to a file for the program that started torchrun, whose exit code is 1 after any failure."""
+    """Write a rejection to a file for the program that started torchrun: torchrun exits with 1 after any failure."""
     with suppress(OSError), file_of_start(REJECTION).open("a") as file:  # torchrun's folder may be missing
         with suppress(OSError):  # the file system may not support locks
             fcntl.flock(file, fcntl.LOCK_EX)  # another rank waits here before it ends torchrun

@@ -24,7 +24,7 @@ def from_index(packages: str) -> str:
 
 @dataclass(frozen=True)
 class Sdk:
-    """Versions that one release of the Neuron SDK ships together."""
+    """Versions of the packages in one release of the Neuron SDK."""
 
     name: str
     torch_neuronx: str  # without the torch release at the beginning
