@@ -1,4 +1,4 @@
-"""The loader of the newest valid checkpoint, which another backend or number of ranks may have saved."""
+"""The loader of the newest valid checkpoint. It may have been saved on another backend, by more or fewer ranks."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Manifest:
     metric: float | None  # value of best.metric at this step, negated if higher is better; None: not evaluated
     versions: dict[str, Any] = field(default_factory=dict)
     files: dict[FileName, FileEntry] = field(default_factory=dict)
-    folder: FileName | None = None  # the step's subfolder with the files, in S3; None on disk
+    folder: FileName | None = None  # the step's subfolder with the files, if it was saved in S3
 
     @property
     def num_bytes(self) -> int:

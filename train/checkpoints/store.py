@@ -24,7 +24,7 @@ TEMPORARIES = rf"step_\d{{8,}}|{LATEST}"
 class Store(Protocol):
     """The checkpoints of a run, by step. A damaged checkpoint is renamed (put in quarantine), never deleted.
 
-    A save calls `begin` on rank 0, `join` on other ranks that hold a part of the state, `prepare` on rank 0, `send` on
+    A save calls `begin` on rank 0, `join` on other ranks that have a part of the state, `prepare` on rank 0, `send` on
     each rank that wrote files, and `commit` on rank 0. A load calls `look` on rank 0, and then `fetch`, `path_of` and
     `release` on each machine. Methods that a store on disk does not need do nothing by default.
     """

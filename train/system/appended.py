@@ -31,7 +31,7 @@ MARK = b'{"kind": "parts", '
 class Parts:
     """The parts of a file, in the order of their lines."""
 
-    counts: dict[str, int] = field(default_factory=dict)  # number of parts by writer: the 8 digits of its lease number
+    counts: dict[str, int] = field(default_factory=dict)  # number of parts by writer (8 digits of its lease number)
     num_bytes: int = 0  # bytes of all parts together
 
     @property
@@ -44,7 +44,7 @@ class Parts:
         return [of(name, writer, part) for writer, count in self.counts.items() for part in range(1, count + 1)]
 
     def next_of(self, writer: str, num_bytes: int) -> tuple[str, int, Parts]:
-        """Return the next part's writer and number, and the parts including it. Parts' lease numbers never decrease."""
+        """Return the next part's writer and number, and all parts including it. Parts' lease numbers never decrease."""
         writer = max([writer, *self.counts])
         number = self.counts.get(writer, 0) + 1
         return writer, number, Parts({**self.counts, writer: number}, self.num_bytes + num_bytes)
@@ -57,7 +57,7 @@ def of(name: str, writer: str, number: int) -> str:
 
 
 def read_head(file: BinaryIO, where: str) -> Parts:
-    """Return the parts that line 1 counts; no parts without such a line. Raises BadContent if it is damaged."""
+    """Return the parts that line 1 of a file counts, if it counts any. Raises BadContent if it is damaged."""
     if file.read(len(MARK)) != MARK:
         file.seek(0)
         return Parts()
@@ -88,7 +88,7 @@ def rows(folder: Folder, name: str) -> Iterator[bytes]:
 
 
 def rows_back(folder: Folder, name: str) -> Iterator[bytes]:
-    """Yield the lines of `rows` newest first, reading blocks only as needed."""
+    """Yield the lines that `rows` yields, newest first. Blocks are read only as needed."""
     with folder.open(name) as newest:
         parts = read_head(newest, f"{folder.location}/{name}").names(name)
         yield from back(newest, newest.tell())

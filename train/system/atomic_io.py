@@ -206,9 +206,9 @@ def publish_folder(temporary: Path, path: Path, *, replaces: bool = False) -> No
 
 
 def remove_folder(path: Path, *, instead: Path | None = None) -> None:
-    """Remove a folder, so that it disappears in one step. If given, the folder `instead` takes over its name.
+    """Remove a folder. Other processes see it disappear in one step. The folder `instead`, if given, takes its name.
 
-    A folder that this user may not write to is kept, since somebody may have protected it. One warning is logged.
+    A folder that this user may not write to is kept, with a warning, since somebody may have protected it.
     """
     if instead is None and not os.access(path, os.W_OK | os.X_OK):
         warn_once(path, f"{path} is not removed: this user may not write to it")

@@ -246,7 +246,7 @@ def make_folder(path: Path) -> Path:
     try:
         path.mkdir(PRIVATE, parents=True, exist_ok=True)
         handle, probe = tempfile.mkstemp(prefix=".write-test-", dir=path)  # each rank gets a different name
-        os.close(handle)  # before the removal: NFS would rename an open file instead
+        os.close(handle)  # closed first, since NFS renames open files instead of removing them
         discard(Path(probe))  # only warns if the folder lets nobody remove files
     except OSError as error:
         raise InputError(f"cannot write to {path}: {error.strerror}; choose a folder of your own") from error

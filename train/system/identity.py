@@ -25,7 +25,7 @@ logger = logging.getLogger("train")
 ENVIRONMENT = "environment.json"
 FILES = (ENVIRONMENT, "config.yaml", "data.json", "metrics.jsonl", "outcome.json", "samples.json")
 FOLDERS = ("checkpoints", "export", "lease", "log", "model", "predictions", "tensorboard")
-WRITTEN = re.compile(r"checkpoints|lease|log|metrics\.jsonl|rank_\d{4,}\.txt")  # changed in place, not replaced
+WRITTEN = re.compile(r"checkpoints|lease|log|metrics\.jsonl|rank_\d{4,}\.txt")  # files changed in place, not replaced
 # Settings of the model and the optimizer that a resume may change. The first only selects an implementation. The second
 # only changes the end of a run: `check_continues` in train/parallel/optimizers.py rejects a change to earlier steps.
 FREE = ("model.attention", "optim.decay_fraction")

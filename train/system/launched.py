@@ -1,4 +1,4 @@
-"""The launch of this process (by torchrun, Slurm or neither), and its rank, from environment variables."""
+"""The rank and the launcher (torchrun, Slurm or neither) of this process, read from environment variables."""
 
 from __future__ import annotations
 

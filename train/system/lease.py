@@ -1,4 +1,4 @@
-"""The lease files of a run folder, one per owner. ownership.py has the rules. Importing this does not import torch.
+"""The lease files of a run folder, one per owner. ownership.py has their rules. Importing this does not import torch.
 
 lease/00000007.json   see KINDS; the current owner's file has the highest number
 """

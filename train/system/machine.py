@@ -297,7 +297,7 @@ def instance_names() -> list[str]:
 
 
 def instance_type(product: Path = Path("/sys/devices/virtual/dmi/id/product_name")) -> str:
-    """Return EC2's instance type of this machine ("trn1.32xlarge"); elsewhere the product's name or an empty string."""
+    """Return this machine's EC2 instance type ("trn1.32xlarge"); elsewhere the product's name or an empty string."""
     return product.read_text().strip() if product.is_file() else ""
 
 

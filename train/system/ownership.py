@@ -105,7 +105,7 @@ class Ownership:
                 self.check()
         except LeaseLost:
             return False
-        except (InputError, OSError):  # the lease cannot be read now; the journal keeps lines that it cannot write
+        except (InputError, OSError):  # the lease cannot be read now, which does not mean that it is lost
             pass
         return True
 

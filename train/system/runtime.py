@@ -34,7 +34,7 @@ def pool_beside_training(name: str) -> ThreadPoolExecutor:
     PyTorch splits a CPU operation over a team of threads, and every thread that computes gets a separate team. A team
     spins for a while after each operation, on cores that the training's team needs.
     """
-    import torch  # late: this package works without it
+    import torch  # imported late because this package must work without torch
 
     # When a thread first asks for its thread count, it adopts the value that any thread set last. So let this thread
     # ask before the pool's thread sets 1.
