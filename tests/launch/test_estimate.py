@@ -205,7 +205,7 @@ def test_a_known_peak_makes_a_run_tell_of_other_machines(tmp_path):
         ([END], "its last attempt has 0 train lines, but 2 are needed"),
         ([*LINES[:-1], {**END, "world_size": "2"}], "world_size is '2', not a count"),
         ([trained(10, 25.0), trained(10, 30.0), END], "examples goes from 500 to 500: the run was rolled back"),
-        ([trained(10, 25.0), {**trained(30, 1.0), "train_s": None}, END], "train_s holds None"),
+        ([trained(10, 25.0), {**trained(30, 1.0), "train_s": None}, END], "train_s is None"),
     ],
 )
 def test_a_run_without_a_speed_is_rejected_in_one_line(tmp_path, lines, says: str):

@@ -154,7 +154,7 @@ REJECTED = {  # by what the error says: files of the model with changes of their
     "hidden_dropout_prob is 2;": {"config.json": {"hidden_dropout_prob": 2}},
     "transformers does not know hidden_act=swoosh": {"config.json": {"hidden_act": "swoosh"}},
     "'layer_norm_eps' expected float": {"config.json": {"layer_norm_eps": "small"}},
-    "architectures[0] holds 5": {"config.json": {"architectures": [5]}},
+    "architectures[0] is 5": {"config.json": {"architectures": [5]}},
     "weights alone take": {"config.json": {"max_position_embeddings": 10**9, "hidden_size": 10**6}},
     "is not a fast one (BertModelFast": {"tokenizer_config.json": {"tokenizer_class": "BertModelFast"}},  # any class
     "is not a fast one (AutoTokenizer": {"tokenizer_config.json": {"tokenizer_class": "AutoTokenizer"}},

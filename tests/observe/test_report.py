@@ -453,7 +453,7 @@ def test_question_answering_has_no_labels(tmp_path):
 DAMAGED = [
     ("data.json", "[1]", "expected a mapping"),
     ("data.json", '{"labels": [3]}', "labels[0] is 3, not a string"),
-    ("evaluation.json", '{"splits": {"validation": {"per_class": {"a": {"f1": true}}}}}', "f1' holds True"),
+    ("evaluation.json", '{"splits": {"validation": {"per_class": {"a": {"f1": true}}}}}', "f1' is True"),
 ]
 
 
