@@ -324,7 +324,7 @@ def test_shards_go_the_way_of_boto3(bucket, opened, https, monkeypatch):
     ("variables", "message"),
     [
         ({"http_proxy": "socks5://u:secret@h:1"}, "proxy=socks5://h:1: a proxy for S3 must be http://HOST:"),
-        ({"http_proxy": "http://u:p%40secret@h"}, "the proxy h: shards .* if its user or password contains @, / or ?"),
+        ({"http_proxy": "http://u:p%40secret@h"}, "the proxy h cannot .*: its user or password contains @, / or ?"),
         ({"AWS_CA_BUNDLE": "nosuch.pem", "endpoint": "https://h"}, "there is no certificate file nosuch.pem"),
     ],
 )

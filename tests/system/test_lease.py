@@ -267,11 +267,11 @@ def test_the_old_owner_learns_that_it_has_lost_the_folder(folder, new, as_anothe
     old.take()
     monkeypatch.setenv("SLURM_JOB_ID", "4712")
     leave(folder, number=2, job="4712", pid=99)
-    words = f"the lease of {folder.location} is lost: job 4712, process 99 on node-2, since Monday owns it"
+    words = f"the lease of {folder.location} is lost: it now belongs to job 4712, process 99 on node-2, since Monday"
     eventually(lambda: old.lost)
     assert old.lost.startswith(words)
     old.thread.join()  # it heartbeats no more
-    rejects("^the lease of .* is lost: job 4712, process 99 on node-2", old.check, error=LeaseLost)
+    rejects("^the lease of .* is lost: it now belongs to job 4712, process 99 on node-2", old.check, error=LeaseLost)
     old.release()
     assert not kept(folder, 1)["released"] and not kept(folder, 2)["released"]
 
@@ -321,7 +321,7 @@ def test_an_owner_whose_file_somebody_removed_or_replaced_has_lost_the_folder(fo
     newcomer = new()
     newcomer.take()
     assert newcomer.number == old.number == 1
-    rejects("owns it, with lease 1", old.heartbeat, error=LeaseLost)
+    rejects(r"it now belongs to .* \(lease 1\)", old.heartbeat, error=LeaseLost)
     newcomer.check()
 
 

@@ -193,7 +193,7 @@ def test_a_job_that_has_lost_the_folder_changes_no_file_of_it(folder):
                 lambda: each.mirror() or each.ownership.check(),  # noqa: B023
                 lambda: each.cut_half_written_line(),  # noqa: B023
             ):
-                rejects("is lost: process .* on node-2, since now owns it, with lease 2", late, error=LeaseLost)
+                rejects(r"is lost: it now belongs to .* on node-2, since now \(lease 2\)", late, error=LeaseLost)
             each.take_back()
             each.outcome(end)
             each.outcome(end, is_of_all=True)
@@ -227,6 +227,6 @@ def test_a_run_that_was_taken_over_ends_and_leaves_the_new_owners_files_alone(fo
         return is_due(self)
 
     monkeypatch.setattr(CheckpointManager, "is_due", lose_it)
-    with pytest.raises(LeaseLost, match="is lost: process .* on node-2"):
+    with pytest.raises(LeaseLost, match="is lost: it now belongs to process .* on node-2"):
         loop.run(train_config(folder.location, prepared, *EVERY_STEP), StopRequest())
     assert content(folder) == before

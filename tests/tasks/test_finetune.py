@@ -167,7 +167,7 @@ def test_predictions_that_cannot_be_written_are_an_alarm(train, tmp_path, monkey
         "could not write the predictions of this evaluation: cannot write predictions: no space left" in fault["reason"]
     )
     lengths = json.loads((tmp_path / "run" / "data.json").read_text())["lengths"]
-    says = f"data.lengths={str(lengths).replace(' ', '')} keeps its batches"  # as on another kind of device
+    says = f"data.lengths={str(lengths).replace(' ', '')} keeps that run's batches"  # as on another kind of device
     rejects(re.escape(says), train, tmp_path / "run", "max_steps=4", "data.lengths=[32]")
     assert train(tmp_path / "run", "max_steps=4", f"data.lengths={lengths}") == ("done", 4)
 

@@ -61,7 +61,7 @@ def newest_valid(
     def quarantine_faulty() -> list[str]:
         check_owner()
         for damaged in faults if manifest is not None else ():
-            logger.warning("a damaged checkpoint is put in quarantine as %s", store.quarantine(damaged, "damaged"))
+            logger.warning("a damaged checkpoint was put in quarantine as %s", store.quarantine(damaged, "damaged"))
         return list(faults.values())
 
     return manifest, world.run_on_rank0(quarantine_faulty, on_wait)

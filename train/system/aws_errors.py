@@ -32,7 +32,7 @@ WHOSE = "aws sts get-caller-identity shows the user"
 ROWS: list[tuple[list[str], str, str]] = [  # AWS's codes or botocore's error classes, the problem, and the cure
     (EXPIRED, "the AWS credentials have expired ({code})", RENEW),
     (["RequestExpired"], "the AWS credentials have expired, or this machine's clock is wrong ({code})", RENEW),
-    (UNKNOWN, "{service} does not recognise these credentials ({code})", f"{WHOSE}, aws configure sets others"),
+    (UNKNOWN, "{service} does not recognise these credentials ({code})", f"{WHOSE}, aws configure sets new keys"),
     (NOT_ALLOWED, "no permission ({code}): {text}", f"add the permission to the role's or user's policy; {WHOSE}"),
     (["RequestTimeTooSkewed"], "this machine's clock is wrong: {service} rejects its signature", "set it (chrony)"),
     (["NoSuchBucket"], "there is no such bucket", "check the name (aws s3 ls)"),
@@ -46,7 +46,7 @@ ROWS: list[tuple[list[str], str, str]] = [  # AWS's codes or botocore's error cl
         "its KMS key cannot be used ({code}): {text}",
         "enable the key, or cancel its deletion (aws kms describe-key)",
     ),
-    (DISABLED, SAID, "the account or the bucket is disabled: check its bills, or ask AWS support"),
+    (DISABLED, SAID, "the account or the bucket is disabled: check the account's bills, or ask AWS support"),
     (["OptInRequired"], SAID, "enable the region, or the service, in the console"),
     (["NoCredentialsError"], "no AWS credentials on this machine", GET_SOME),
     (["PartialCredentialsError"], "{text}", GET_SOME),

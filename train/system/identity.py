@@ -69,7 +69,7 @@ def check_same_run(before: dict[str, Any], identity: dict[str, Any], *, source: 
     imported.check_repeated(before, source)
     lengths = ",".join(map(str, before.get("data.lengths") or ()))
     is_same = not any(each.startswith("data.lengths: ") for each in changed)
-    hint = "" if is_same else f"; data.lengths=[{lengths}] keeps its batches (the default depends on the device)"
+    hint = "" if is_same else f"; data.lengths=[{lengths}] keeps that run's batches (the default depends on the device)"
     check(
         not changed,
         f"{source} belongs to another run ({', '.join(changed)}); choose another run_dir, or set "

@@ -90,7 +90,7 @@ class Ownership:
             number, content = newest(self.folder)
             lease = parse(content)
             if lease is None or lease["owner"] != self.owner:
-                now = f"{describe(content)} owns it, with lease {number}" if number else "its file is gone"
+                now = f"it now belongs to {describe(content)} (lease {number})" if number else "its file is gone"
                 self.lost = f"the lease of {self.folder.location} is lost: {now}; this job may not write there"
                 raise LeaseLost(self.lost)
 

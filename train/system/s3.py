@@ -82,7 +82,7 @@ def open_session(s3: S3Config) -> Any:
         return session
     except ProfileNotFound as error:
         name = f"profile={s3.profile}" if s3.profile else f"AWS_PROFILE={os.environ.get('AWS_PROFILE')}"
-        raise InputError(f"{name} is not in ~/.aws; aws configure list-profiles shows them") from error
+        raise InputError(f"{name} is not in ~/.aws; aws configure list-profiles lists the profiles") from error
 
 
 def open_client(session: Any, s3: S3Config) -> Any:

@@ -42,7 +42,7 @@ def check_route(endpoint: str, session: Any) -> None:
     proxy_to(endpoint)
     file = authorities(session)
     is_there = not endpoint.startswith("https:") or Path(file).is_file()
-    check(is_there, f"there is no certificate file {file} (AWS_CA_BUNDLE, ca_bundle of ~/.aws, REQUESTS_CA_BUNDLE)")
+    check(is_there, f"there is no certificate file {file} (see AWS_CA_BUNDLE, ca_bundle in ~/.aws, REQUESTS_CA_BUNDLE)")
 
 
 def variables(endpoint: str, session: Any) -> dict[str, str | None]:
@@ -56,7 +56,7 @@ def variables(endpoint: str, session: Any) -> dict[str, str | None]:
         parts = urlsplit(proxy)
         user, at, host = parts.netloc.rpartition("@")
         is_plain = not re.search("[@/?]", unquote(user))  # the connector does not decode %40, %2F and %3F
-        check(is_plain, f"the proxy {host}: shards cannot be fetched if its user or password contains @, / or ?")
+        check(is_plain, f"the proxy {host} cannot be used for shards: its user or password contains @, / or ?")
         port = "" if parts.port else f":{PORTS[parts.scheme]}"  # the connector has no default port
         proxy = f"{parts.scheme}://{unquote(user)}{at}{host.rstrip(':')}{port}"
     return {**dict.fromkeys(PROXIES, proxy), AUTHORITIES: authorities(session)}

@@ -70,7 +70,7 @@ class Native:
             return [f"torch-neuronx {neuronx} needs torch of the same release, and torch is {torch}; {self.install}"]
         compiler = versions.get("neuronx-cc", "")
         if compiler.partition(".")[0] in ("0", "1"):
-            return [f"neuronx-cc {compiler} is the index's empty stub; pip uninstall neuronx-cc && {self.install}"]
+            return [f"neuronx-cc {compiler} is PyPI's empty stub; pip uninstall neuronx-cc && {self.install}"]
         return []
 
 
