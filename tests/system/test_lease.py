@@ -289,7 +289,7 @@ def test_an_owner_that_slept_through_three_others_has_lost_the_folder(folder, ne
             assert another.number == number
     assert folder.names() == ["lease/00000003.json", "lease/00000004.json"]
     for _ in range(2):
-        rejects("with lease 4", old.check, error=LeaseLost)
+        rejects(r"\(lease 4\)", old.check, error=LeaseLost)
         folder.write(name_of(1), written)
 
 
