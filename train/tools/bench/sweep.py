@@ -102,9 +102,10 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
 def sizes_of(cfg: BenchConfig) -> tuple[int, list[int], int]:
     """Return a replica's sequences per step, the usable micro batch sizes in ascending order, and the first to try."""
     check(cfg.global_batch_size is not None, "a sweep needs a fixed global batch: set global_batch_size")
-    share, rest = divmod(cfg.global_batch_size or 0, cfg.parallel.replicas(cfg.nproc))
+    replicas = cfg.parallel.replicas(cfg.nproc)
+    share, rest = divmod(cfg.global_batch_size or 0, replicas)
     whole = f"global_batch_size={cfg.global_batch_size} over nproc={cfg.nproc} ranks"
-    check(rest == 0, f"{whole} leaves a remainder; choose a global batch that does not")
+    check(rest == 0, f"{whole} leaves a remainder; choose a multiple of {replicas}")
     usable = [size for size in range(1, share + 1) if share % size == 0 and is_usable(cfg, size)]
     check(usable != [], f"the backend and the instance accept no micro batch up to {share} that divides {whole}")
     wanted = cfg.micro_batch_size or FIRST
