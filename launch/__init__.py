@@ -1,3 +1,3 @@
-"""The launcher of runs: on this machine, under Slurm and on EC2."""
+"""The launcher, which starts runs on this machine, under Slurm, or on EC2."""
 
-import train as train  # imported first, since it reports what this Python lacks
+import train as train  # imported first, because it reports missing packages in one line

@@ -1,4 +1,4 @@
-"""The command `python -m launch key=value ... -- settings of the run`: it plans a run on N machines, and can start it.
+"""The command `python -m launch key=value ... -- RUN_SETTINGS`: it plans a run on N machines and can start it.
 
 The subcommands (list, status, logs, stop, resume, cancel; clean, iam and quota for EC2) are in launch/commands.py.
 """
@@ -30,7 +30,7 @@ from train.run.command import add_import_flag, guarded
 from train.system.folders import is_s3, open_folder
 from train.system.machine import instance_names
 
-WIDTH = 110  # columns
+WIDTH = 110  # of a printed note, in columns
 USED: tuple[str, ...] = ("nodes", "spares", "processes_per_node", "submit", "check", "calibrate", "prepare", "parts")
 USED += ("cluster.gate", "cluster.attempts")
 OF_RUN = {"experiment", *(each.name for kind in (TrainConfig, PrepareConfig) for each in dataclasses.fields(kind))}
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return commands.main(arguments)
     if arguments and re.fullmatch(r"[A-Za-z][\w-]*", arguments[0]):
         known = ", ".join(commands.COMMANDS)
-        return rejected(f"there is no subcommand {arguments[0]}; available: {known}. A plan needs settings: key=value")
+        return rejected(f"there is no subcommand {arguments[0]}; available: {known}. To plan a run, give key=value")
     cli.add_schema(LaunchConfig, "launch", [("cluster", name, kind) for name, kind in SETTINGS.items()])
     purpose = "Plan a run on N machines; submit=true starts it. Settings of the run follow --. Other commands: "
     purpose += f"{' | '.join(commands.COMMANDS)}, each with --help."
@@ -91,7 +91,7 @@ def with_unknown_type(own: list[str]) -> list[str]:
 
 
 def is_unknown(cfg: LaunchConfig) -> bool:
-    """Return whether to ask EC2 about the machine type. Raises InputError if EC2 is needed without check=true."""
+    """Return whether to ask EC2 about the machine type. Raises InputError if this needs check=true."""
     instance = cfg.instance
     if instance.name in instance_names() or instance.devices is not None or not cfg.cluster.finds_types:
         return False
@@ -137,7 +137,7 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str]) ->
 
 
 def expect(cfg: LaunchConfig, run: TrainConfig) -> Estimate:
-    """Return the estimate. If this computer can read the data, it uses the number of sequences and their length."""
+    """Return the estimate. It uses the number and length of the data's sequences if this computer can read the data."""
     rows, seq_len, vocab_size, manifest = None, run.seq_len, None, None
     if isinstance(run.data, ShardsConfig):
         try:

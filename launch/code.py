@@ -23,7 +23,7 @@ from train.system.folders import sha256_bytes
 from train.system.schema import FileName, Sha256
 
 PACKAGES = ["train", "conf", "launch", "ami"]  # ami is needed because train.system.versions reads ami/versions.yaml
-START = "start.py"  # the program that nodes run; Python first imports from its folder, the bundle's root
+START = "start.py"  # the program that nodes run; it is in the bundle's root, where Python then looks first for modules
 IMPORTS = "imports"  # the bundle's folder for the files of `launch --import`
 START_CODE = b"""import os, runpy, sys
 from pathlib import Path
@@ -36,13 +36,13 @@ if __name__ == "__main__":  # spawned processes import this file, too
         sys.argv += [f"--import={path}" for path in sorted(Path(here, "imports").glob("*.py"))]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
-MOST_BYTES = 64 * 2**20  # maximum size of a job's code, since every node fetches it
+MOST_BYTES = 64 * 2**20  # maximum size of a job's code, which every node fetches
 
 
 def pack() -> tuple[bytes, Code]:
-    """Pack this process's packages and the files of --import. Equal files give equal bytes.
+    """Pack PACKAGES and the files of --import. Equal files result in equal bytes.
 
-    Raises InputError if they are too large.
+    Raises InputError if the files are too large.
     """
     files = dict[str, Path]()
     for package in PACKAGES:
@@ -77,11 +77,11 @@ def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def unpack(content: bytes, sha256: str, folder: Path) -> Path:
-    """Unpack a bundle below `folder` unless it is there already; return its folder. Raises InputError if it changed."""
+    """Unpack a bundle below `folder` if not done before; return its folder. Raises InputError if the bundle changed."""
     matches = sha256_bytes(content) == sha256
     check(matches, f"the code bundle does not match its checksum {sha256[:16]}...; launch the run again")
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-        # The paths inside need no check: whoever made the bundle chooses the code that runs anyway.
+        # The paths inside need no check: whoever made the bundle can run any code anyway.
         return made_once(
             private_folder(folder, "XDG_CACHE_HOME") / sha256[:32], partial(archive.extractall, filter="data")
         )

@@ -111,8 +111,8 @@ def logs_flags(parser: Parser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--rank", type=int, metavar="N", help="only this rank")
     which.add_argument("--node", metavar="HOST", help="only this machine")
-    parser.add_argument("--attempt", type=int, metavar="K", help="only this attempt [the last and later ones]")
-    last = f"last lines to print of each file ({logs.LINES})"
+    parser.add_argument("--attempt", type=int, metavar="K", help="only this attempt (default: the last and later ones)")
+    last = f"number of lines to print from the end of each file ({logs.LINES})"
     parser.add_argument("--lines", type=int, metavar="N", default=logs.LINES, help=last)
 
 
@@ -180,7 +180,7 @@ def cancel(options: argparse.Namespace, s3: S3Config) -> int:
 
 
 def active(record: Record, name: str) -> Status | None:
-    """Return the status of a run with an active job. Without one, print that there is nothing to do, and return None.
+    """Return the status of a run that has an active job. If it has none, say that there is nothing to do; return None.
 
     Raises Failure if the scheduler does not answer.
     """
@@ -198,7 +198,8 @@ def end(record: Record, seen: Status) -> None:
     assert submission is not None
     name, expected = submission.scheduler, record.job().scheduler
     if name != expected:  # the run's machines can write events, but must not make this computer end another job
-        raise Failure(f"{record.location}/events names cluster={name}, but {JOB} cluster={expected}: nothing was ended")
+        reason = f"{record.location}/events names cluster={name}, but {JOB} names cluster={expected}"
+        raise Failure(f"{reason}: nothing was cancelled")
     # Write the event first: it keeps supervisors from starting attempts, and launches on EC2 from starting machines.
     record.append_event("cancelled", step=seen.progress.step, checkpoint=seen.progress.checkpoint)
     if record.run.size(STOP_FILE) is not None:

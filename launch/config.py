@@ -14,15 +14,15 @@ INSTANCE_TYPE = r"[a-z][a-z0-9-]*\.[a-z0-9-]+"  # the form of an EC2 instance ty
 
 @dataclass(kw_only=True)
 class ClusterConfig(Section, prefix="cluster."):
-    """The scheduler that provides the machines. Other code checks the class variables, never the scheduler's name."""
+    """Settings of the scheduler that provides the machines. Other code tests the class variables, never `kind`."""
 
     is_here: ClassVar[bool] = False  # whether the job runs on this machine
-    signals_ranks: ClassVar[bool] = False  # whether a SIGTERM only to the ranks means that the machines are taken back
+    signals_ranks: ClassVar[bool] = False  # whether a SIGTERM that only ranks get means that machines are taken away
     finds_types: ClassVar[bool] = False  # whether the scheduler knows machine types that conf/instance does not list
     has_check: ClassVar[bool] = False  # whether check=true is supported
 
     kind: str = "local"  # The name of the scheduler in launch/schedulers.py; cluster=... sets it.
-    gate: bool = False  # Before training, run train.doctor on every machine, and collectives over all machines.
+    gate: bool = False  # Before training, run train.doctor on every machine and test collectives over all machines.
     attempts: int = setting(20, above=0)  # The number of failed attempts after which the job gives up.
 
     def interpreter(self) -> str:
@@ -66,10 +66,10 @@ class LaunchConfig(Section):
         check(
             is_local or gpus is None,
             f"instance={self.instance.name} has {gpus}, which neither our image's open driver nor CUDA 13 (used by "
-            "current PyTorch builds) supports; ParallelCluster has rejected p3 since 3.9. Take g6.12xlarge, "
+            "current PyTorch builds) supports; ParallelCluster has rejected p3 since 3.9. Use g6.12xlarge, "
             "g6e.12xlarge or p4d.24xlarge",
         )
-        check(not self.check or self.cluster.has_check, "check=true is for cluster=ec2; every plan asks Slurm anyway")
+        check(not self.check or self.cluster.has_check, "check=true is for cluster=ec2; plans for Slurm always ask it")
         check(
             self.spares == 0 or self.cluster.gate,
             f"spares={self.spares} can only replace machines that fail the preflight: set cluster.gate=true",

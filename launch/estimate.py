@@ -16,13 +16,13 @@ from train.system.launched import Launched, check_launch
 
 MANY_ROWS = 2**50  # used for data of unknown size: more sequences than any run reads
 COUNTS = (1, 2, 4, 8, 16)
-NETWORK_HOP_S = 50e-6  # assumed time per message between two machines, software included
+NETWORK_HOP_S = 50e-6  # assumed time per message between two machines, including software
 DEVICE_HOP_S = 10e-6  # assumed time per message between two devices of a machine
 
 
 @dataclass(frozen=True)
 class ClusterSize:
-    """The estimate for one number of machines. Unknown values are None; `reason` says why the run cannot use it."""
+    """The estimate for one number of machines. Unknown values are None; `reason` says why this number is impossible."""
 
     nodes: int
     world_size: int
@@ -71,7 +71,7 @@ def estimate(
     at = next(each for each in table if each.nodes == nodes)
     if flops is None:
         name = cfg.model.init_from or cfg.model.pretrained or cfg.model.architecture
-        notes = [f"no formula for {name} and task={cfg.task.kind}: no estimate of time", speed_note]
+        notes = [f"the time is not estimated: no formula for {name} and task={cfg.task.kind}", speed_note]
     else:
         notes = [f"{flops / 1e9:,.4g} GFLOP to train on a sequence of {seq_len} tokens", speed_note]
         if flops_per_s is not None:
@@ -80,7 +80,7 @@ def estimate(
     if shape is not None:
         notes += notes_of_memory(cfg, shape, at, seq_len)
         if not knows_vocabulary(cfg.model, vocab_size=vocab_size):
-            notes.append(f"a vocabulary of {shape.vocab_size:,}, the default of {shape.model_type}")
+            notes.append(f"a vocabulary of {shape.vocab_size:,} tokens, the default of {shape.model_type}, is assumed")
     if rows is None and cfg.max_epochs is not None:
         notes.append(f"max_epochs={cfg.max_epochs:g} is ignored: the size of the data is unknown")
     notes += [*notes_of_price(cfg.instance), "hours count only steps, not starts, compilation, evaluations or saves"]
@@ -97,7 +97,7 @@ def planned(cfg: TrainConfig, nodes: int, processes: int, *, rows: int | None, s
         plan = make_plan(cfg, world_size=world, rows=MANY_ROWS if rows is None else rows, seq_len=seq_len)
     except InputError as error:
         return ClusterSize(nodes, world, reason=str(error))
-    is_open = rows is None and cfg.max_steps is cfg.max_examples is None  # the length is in epochs of unknown size
+    is_open = rows is None and cfg.max_steps is cfg.max_examples is None  # epochs of unknown size
     sizes = plan.global_batch_size, plan.micro_batch_size, plan.accumulation
     return ClusterSize(nodes, world, plan.replicas, *sizes, None if is_open else plan.total_steps)
 
@@ -174,7 +174,7 @@ def notes_of_network(cfg: TrainConfig, num_bytes: int, processes: int) -> list[s
         # For AWS's run in this note, the estimate is 53,000 sequences/s; AWS reports 25,853 (Neuron SDK 2.20).
         notes.append(
             "bandwidths are from data sheets, and the weight update is not counted: with few micro batches per step, "
-            "many machines take longer (twice as long for AWS's BERT-large, batches of 16,384 on 16 trn1.32xlarge)"
+            "many machines take longer than this (twice as long for AWS's BERT-large on 16 trn1.32xlarge, batch 16,384)"
         )
     name = cfg.instance.name
     return [*notes, *(f"the all-reduce {each} is not counted: the bandwidth of {name} is unknown" for each in unknown)]

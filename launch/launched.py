@@ -23,7 +23,7 @@ def file_of(record: Record) -> tuple[LocalFolder, str]:
 
 
 def read(record: Record) -> dict[str, Any]:
-    """Return the facts of the run's last launch from this computer; {} if there was none."""
+    """Return the content of the file about the run's last launch from this computer; {} if there was none."""
     folder, name = file_of(record)
     try:
         return read_object(folder.read(name)) if folder.size(name) is not None else {}

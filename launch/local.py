@@ -24,7 +24,7 @@ from train.system.atomic_io import make_alike, open_alike
 from train.system.memory import usable_cpus
 from train.system.processes import is_alive, read_process
 
-ORPHANS_S = 600.0  # time for ranks to save and end after their torchrun was killed
+ORPHANS_S = 600.0  # time for ranks to save and end after their torchrun is killed
 
 
 class Scheduler(spec.Scheduler):
@@ -81,7 +81,7 @@ class Scheduler(spec.Scheduler):
     def cancel(self, record: Record, handle: Handle) -> None:
         if self.state(record, handle).is_active:
             pid = int(handle["pid"])
-            processes.kill([pid, *processes.descendants(pid)])  # torchrun starts each rank in a separate session
+            processes.kill([pid, *processes.descendants(pid)])  # ranks are in sessions that torchrun made
 
 
 def supervisor(job: Job, record: Record) -> list[str]:

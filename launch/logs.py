@@ -52,7 +52,7 @@ class Log:
     position: int = 0
 
     def take(self, *, is_last: bool = False, lines: int | None = None) -> list[str]:
-        """Return the new lines, or the last `lines` of them, safe to print. `is_last` includes an unfinished line."""
+        """Return the new lines, or the last `lines` of them, safe to print. `is_last` adds an unfinished line."""
         size = self.folder.size(self.name) or 0
         self.position = 0 if size < self.position else self.position  # a shorter file has replaced this one
         begin = self.position if lines is None else max(self.position, size - MAX_BYTES)
@@ -129,7 +129,7 @@ def of_trainer(record: Record, rank: int) -> list[Log]:
 
 
 class Printer:
-    """A printer that remembers how much of each log it has shown, and prints a title before lines of another log."""
+    """A printer that remembers how much of each log it has shown, and prints a title whenever the log changes."""
 
     def __init__(self, record: Record, wanted: Wanted) -> None:
         self.record, self.wanted, self.title = record, wanted, ""
@@ -137,7 +137,7 @@ class Printer:
         self.lines: int | None = wanted.lines  # None after the first call: later files are shown in full
 
     def show_new(self, history: History, *, is_over: bool) -> None:
-        """Print new lines. A file that is no longer selected is shown to its end."""
+        """Print new lines. A log that is no longer selected is printed to its end."""
         selected = {log.title: log for log in select(self.record, self.wanted, history)}
         for title, log in {**selected, **self.logs}.items():
             is_last, lines = is_over or title not in selected, None if title in self.logs else self.lines
@@ -155,7 +155,7 @@ def show(record: Record, wanted: Wanted) -> None:
     printer = Printer(record, wanted)
     printer.show_new(record.history(), is_over=True)
     if not printer.logs:
-        no_logs = f"there are no logs yet; python -m launch status {record.run_dir} shows what the job waits for"
+        no_logs = f"there are no logs yet; python -m launch status {record.run_dir} shows what the job is waiting for"
         print(no_logs, file=sys.stderr)
 
 

@@ -2,7 +2,7 @@
 
 train         runs torchrun with the trainer, from the code of the job
 preflight     runs train.doctor and writes its answer into the record
-collectives   runs train.doctor --collectives under torchrun, over all machines
+collectives   runs train.doctor --collectives under torchrun, over all machines or over groups of them
 prepare       prepares one part of a corpus or, with --merge, writes the manifest of all parts
 """
 
@@ -31,8 +31,8 @@ from train.system.torchrun import REJECTION
 
 DOCTOR_S = 300.0  # time limit of train.doctor, which takes seconds
 LIMITS_S = {"preflight": DOCTOR_S + 60, "collectives": 1800.0}  # time limits: one machine must not delay all others
-FIRST_PORT, PORTS = 20_000, 10_000  # below the ports that Linux assigns to clients
-JOIN_S = 120  # time for machines to join for collectives: all have just answered; torchrun would wait for 900 s
+FIRST_PORT, PORTS = 20_000, 10_000  # first port and number of ports, all below those that Linux assigns to clients
+JOIN_S = 120  # time for machines, which have all just answered, to join for collectives; torchrun's default is 900 s
 PREFLIGHT = "gate/{}/{}.json"
 
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", help="run folder")
     parser.add_argument("--hosts", default="", help="machines of the job, in rank order")
     parser.add_argument("--addresses", default="", help="addresses of --hosts; the first is enough without --group")
-    parser.add_argument("--group", type=int, default=0, help="join only in groups of this number of machines; 0: all")
+    parser.add_argument("--group", type=int, default=0, help="number of machines that join as one group; 0: all")
     parser.add_argument("--port", type=int, default=0, help="port at which the machines join")
     parser.add_argument("--attempt", default="", help="name of the attempt or test, for logs and answers")
     parser.add_argument("--part", type=int, help="part to prepare, counted from 1")
@@ -60,7 +60,7 @@ def join_flags(
 ) -> list[str]:
     """Return the flags that make launch.node on each machine join the others."""
     # The port differs between jobs, which may share a machine, and between steps of a job, so that late packets of an
-    # earlier attempt do not reach a process.
+    # earlier attempt do not reach a later one.
     port = FIRST_PORT + (job * 101 + step) % PORTS
     words = [f"--hosts={','.join(hosts)}", f"--addresses={','.join(addresses)}", f"--port={port}"]
     return [*words, f"--attempt={name}", f"--group={group}"]
@@ -117,7 +117,7 @@ class Node:
         make_alike(self.logs)
         with open_alike(self.logs / log, "ab") as output:
             process = processes.start(command, env=self.environment, output=output)
-            for number in processes.FORWARDED:  # schedulers signal all processes, but a user's kill only this one
+            for number in processes.FORWARDED:  # schedulers signal all processes, but `kill` signals only this one
                 signal.signal(number, lambda number, _: process.send_signal(number))
             code = processes.exit_code(process)
         for path in sorted(self.logs.rglob("*")) if self.record.is_remote else ():
@@ -157,7 +157,7 @@ def preflight(node: Node) -> int:
         code = processes.exit_code(subprocess.Popen(command, env=node.environment, stdout=output), limit_s=DOCTOR_S)
         output.seek(0)
         answer = output.read()
-    if code == processes.TIMED_OUT or not answer:  # it may have waited for a driver or a file system that hangs
+    if code == processes.TIMED_OUT or not answer:  # train.doctor may have hung on a driver or a file system
         answer = canonical_json(
             {"ok": False, "fault": f"train.doctor ended with exit code {code}; its time limit is {DOCTOR_S:g} s"}
         )

@@ -43,7 +43,7 @@ def absolute(location: str) -> str:
 def make_job(
     cfg: LaunchConfig, run: TrainConfig | PrepareConfig, overrides: Sequence[str], code: Code, *, folder: str
 ) -> Job:
-    """Return the job for `run`, made from `overrides`. Raises InputError if the machines cannot run its ranks."""
+    """Return the job for `run`, made from `overrides`. Raises InputError if the machines cannot run that many ranks."""
     ranks = cfg.ranks_per_node
     if isinstance(run, TrainConfig):
         kind, key, where = "train", "run_dir", absolute(run.run_dir)
@@ -97,14 +97,14 @@ def environment(instance: InstanceConfig, *, nodes: int, processes_per_node: int
     `python -m train` sets the variables for network cards, huge pages, open files and processors
     (train.system.rank_setup), and for Neuron's runtime and compiler (train.system.machine), before the ranks join.
     FI_EFA_FORK_SAFE is not set, since only kernels before 5.15 need it (train.doctor warns of these), nor are variables
-    whose value is PyTorch's default, such as TORCH_NCCL_ASYNC_ERROR_HANDLING.
+    for which PyTorch's default is right, such as TORCH_NCCL_ASYNC_ERROR_HANDLING.
     """
     variables = {}
     if nodes > 1 and instance.efa_interfaces:
-        # libfabric then fails if EFA is missing, instead of using TCP. instance.efa_interfaces=0 does not set this.
+        # With this, libfabric fails if EFA is missing, instead of using TCP. instance.efa_interfaces=0 leaves it out.
         variables["FI_PROVIDER"] = "efa"
     if instance.device == "neuron":
-        # glibc's arenas grow with every thread, and 32 ranks share the host's memory. optimum-neuron sets this, too.
+        # glibc makes arenas for threads, and 32 ranks share the host's memory. optimum-neuron sets this variable, too.
         variables["MALLOC_ARENA_MAX"] = "64"
     elif instance.device is not None:
         # Batches of different lengths fragment the device's memory.

@@ -20,7 +20,7 @@ Run = Callable[..., int]
 def run_preflight(
     record: Record, job: Job, nodes: Sequence[str], run: Run, *, name: str
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the machines to train on, and the reasons by machine for those that failed.
+    """Return the machines to train on and, for each machine that failed, the reason.
 
     If too few machines pass, fewer machines are returned than the job needs. If collectives over the chosen machines
     fail, they are tried on each machine alone, and then on pairs. Spares replace the machines that fail.
@@ -57,18 +57,18 @@ def failures(record: Record, attempt: str, nodes: Sequence[str]) -> dict[str, st
 
 
 def failure_of(record: Record, name: str) -> str:
-    """Return why the machine that wrote this answer is not fit; "" if it is fit."""
+    """Return why the machine that wrote this answer failed the preflight; "" if it passed."""
     try:
         answer = read_object(record.folder.read(name))
     except FileNotFoundError:
-        return f"no answer in {record.location}: the machine does not see that folder, or cannot start train.doctor"
+        return f"no answer in {record.location}: the machine cannot access that folder, or cannot start train.doctor"
     except BadContent as error:  # other programs may have written to the doctor's output
         return f"its answer cannot be read: {error}"
     if answer.get("ok") is True:
         return ""
     red = [each for each in answer.get("findings", []) if isinstance(each, dict) and each.get("state") == "bad"]
     texts = [f"{each.get('name')}: {each.get('text')} ({each.get('cure')})" for each in red]
-    return "; ".join(texts) or str(answer.get("fault") or "train.doctor has no findings")
+    return "; ".join(texts) or str(answer.get("fault") or "train.doctor reported no findings")
 
 
 def too_few(nodes: Sequence[str], failed: Mapping[str, str], job: Job) -> str:

@@ -53,7 +53,7 @@ class Job:
     overrides: list[str]  # settings of train or train.prepare
     config_sha256: Sha256  # checksum of the resolved settings
     python: str  # path of the interpreter on the nodes
-    folder: str  # the submission's working folder; relative paths in the settings start there
+    folder: str  # the working folder at submission, to which relative paths in the settings refer
     code: Code
     scheduler: str
     cluster: dict[str, Any]  # the scheduler's settings
@@ -79,7 +79,7 @@ class Job:
         values = read_object(content)
         check(
             values.get("format") == FORMAT,
-            f"the job has format {values.get('format')!r}, but this version reads {FORMAT}; use the one that wrote it",
+            f"the job has format {values.get('format')!r}; this version reads {FORMAT}: use the version that wrote it",
         )
         job = record(cls, values)
         check(job.kind in MODULES, f"the job's kind {job.kind!r} is not known")
@@ -254,10 +254,10 @@ class History:
     failed_gate: dict[str, str] = field(default_factory=dict)  # reasons by node
     stop_asked_unix_s: float | None = None
     cancelled_unix_s: float | None = None
-    excluded: list[str] = field(default_factory=list)  # nodes that the requeued job must not get
+    excluded: list[str] = field(default_factory=list)  # nodes on which the requeued job must not run
     ended: Ended | None = None
     faults: int = 0  # number of attempts that failed or saved nothing new, plus requeues without an attempt
-    idle: int = 0  # number of attempts since the last progress that began but saved nothing new
+    idle: int = 0  # number of attempts in a row that saved nothing new; those that never began are not counted
     requeued: str = ""  # why the job was requeued; empty once an attempt begins or the job ends
     is_tried: bool = False  # whether an attempt was made since the last requeue
 

@@ -31,7 +31,7 @@ class RunProgress:
     loss: float | None = None
     tokens_per_s: float | None = None
     mfu: float | None = None
-    goodput: float | None = None  # share of the time since the first start that was spent in steps that are not lost
+    goodput: float | None = None  # share of the time since the first start that was spent in steps that were not lost
     cost_usd: float | None = None  # cost of all attempts, up to the last line
     evaluated_step: int | None = None
     scores: dict[str, float] = field(default_factory=dict)
@@ -52,7 +52,7 @@ def read_progress(run: Folder) -> RunProgress:
         planned = count(table(read_object(run.read(ENVIRONMENT)), "plan"), "total_steps") or None
     except (FileNotFoundError, BadContent):
         planned = None
-    # Skip fault lines: a fault may occur before the first step. A run in S3 has a newer step in its lease.
+    # Skip fault lines: a fault may occur before the first step. If the run is in S3, its lease may have a newer step.
     lease = parse(newest(run)[1]) if "lease" in names else None
     steps = [line["step"] for line in lines if line["kind"] != "fault"][-1:]
     figures = [(key, number(line, key)) for line in lines for key in ("goodput", "cost_usd")]

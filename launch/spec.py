@@ -19,7 +19,7 @@ Handle = Mapping[str, Any]  # a scheduler's identifier of a job, as plain JSON
 class State:
     """The current state of a job, as its scheduler reports it."""
 
-    is_active: bool | None = None  # whether the job waits or runs, so that the run must not get another; None: unknown
+    is_active: bool | None = None  # whether the job is waiting or running, which forbids another; None: unknown
     text: str = ""  # the state in the scheduler's terms, such as "PENDING (Resources)"
     nodes: list[str] = field(default_factory=list)
     outcome: str = ""  # cancelled | failed; empty if the job is active, or if the scheduler reports neither
@@ -34,7 +34,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
-        """Return what the scheduler says about the job. Raises InputError if it would be rejected. Starts nothing."""
+        """Return what the scheduler says about the job, without starting it. Raises InputError if it is rejected."""
 
     def found_type(self, cfg: LaunchConfig, s3: S3Config) -> list[str]:
         """Return instance settings for a machine type that conf/instance does not list."""

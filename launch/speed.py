@@ -35,7 +35,7 @@ class Calibration:
     seq_len: int  # tokens
     sequences_per_s: float  # over all ranks
     flops_per_s: float  # per rank, counting only the model's arithmetic
-    mfu: float | None  # share of a device's peak; None for an instance without a known peak
+    mfu: float | None  # share of a device's peak; None if the peak is unknown
 
 
 def read_calibration(location: str, s3: S3Config) -> Calibration:
@@ -67,7 +67,7 @@ def measured(cfg: TrainConfig, folder: Folder) -> Calibration:
         if line["kind"] == "train":
             trained = [line, *trained[-1:]]
     if len(trained) < 2:
-        raise BadContent(f"its last attempt has {len(trained)} train lines, but 2 are needed: set log_every lower")
+        raise BadContent(f"its last attempt has {len(trained)} train lines, but 2 are needed: lower log_every")
     sequences, seconds, tokens = (increase(trained, name) for name in ("examples", "train_s", "tokens"))
     world = of_type(int, end.get("world_size"), "world_size")
     precision = of_type(str, end.get("precision"), "precision")
@@ -118,7 +118,7 @@ def precision_of(cfg: TrainConfig) -> str:
 
 
 def speed(cfg: TrainConfig, run: Calibration | None) -> tuple[float | None, str]:
-    """Return the FLOP/s of a rank, None if unknown, and the source of the figure.
+    """Return the FLOP/s of a rank (None if unknown) and the source of this figure.
 
     Raises InputError if the run used another instance, and the peak of one of the two instances is unknown.
     """
@@ -127,7 +127,7 @@ def speed(cfg: TrainConfig, run: Calibration | None) -> tuple[float | None, str]
     if run is not None:
         note = f"as fast as {run.location}: {run.flops_per_s / 1e12:.3g} TFLOP/s per rank in {run.precision}"
         note += f", {run.world_size} ranks on {run.instance}"
-        note += "; the figure includes that run's all-reduce, which thus counts twice" if run.world_size > 1 else ""
+        note += "; this includes that run's all-reduce, so the estimate counts it twice" if run.world_size > 1 else ""
         if run.instance == instance.name and (run.mfu is None or run.precision == precision):
             return run.flops_per_s, note
         if run.mfu is None or peak is None:
@@ -135,10 +135,10 @@ def speed(cfg: TrainConfig, run: Calibration | None) -> tuple[float | None, str]
                 f"calibrate={run.location} ran on instance={run.instance}, whose speed cannot be converted to "
                 f"instance={instance.name}, since the peak of one of them is unknown; use a run on that instance"
             )
-        return run.mfu * peak, f"{note}; its {run.mfu:.1%} of the peak are applied to {instance.name} in {precision}"
+        return run.mfu * peak, f"{note}; its {run.mfu:.1%} of the peak is applied to {instance.name} in {precision}"
     if peak is None or instance.device is None:
         lacks = "the peak" if peak is None else "the accelerator"
-        return None, f"no time: {lacks} of instance={instance.name} is unknown; calibrate=RUN uses a run's speed"
+        return None, f"no time estimate: {lacks} of instance={instance.name} is unknown; calibrate=RUN uses RUN's speed"
     chip, published = instance.accelerator or "this chip", IN_FP32 if precision in ("fp32", "tf32") else IN_16_BITS
     nearest = "Trainium" if instance.device == "neuron" else "A100"
     share, source = published.get(chip, IN_16_BITS[nearest])

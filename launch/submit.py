@@ -1,4 +1,4 @@
-"""The submission of a new or a resumed job. The record is written before the job starts, so that it lists every job."""
+"""The submission of a new or a resumed job. The record is written before the job starts: no job is without a record."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def claim(record: Record, job: Job, number: int) -> None:
     """Record the submission as event `number`. Raises InputError if another launch has taken that number."""
     details = {"scheduler": job.scheduler, "nodes": job.nodes, "config_sha256": job.config_sha256, "id": job.id}
     is_first = record.append_event_as(number, "submitting", **details)
-    check(is_first, f"another launch of {record.run_dir} came first: python -m launch status {record.run_dir}")
+    check(is_first, f"another launch of {record.run_dir} came first: see python -m launch status {record.run_dir}")
 
 
 def start(record: Record, job: Job) -> Handle:

@@ -1,4 +1,4 @@
-"""The supervisor of a run, for every scheduler. It makes attempts until the run is done, stopped, or keeps failing.
+"""The supervisor of a run, for every scheduler. It makes attempts until the run is done, is stopped, or keeps failing.
 
 It reads the result of an attempt from the run folder, since exit codes are ambiguous: torchrun exits with 1 even after
 a clean stop, and srun with the code of the task that ended first.
@@ -28,7 +28,7 @@ CODES = {"done": DONE, "stopped": STOPPED, "failed": FAILED, "refused": REJECTED
 KILLED = "SIGTERM"
 TAKEN_BACK = (KILLED, "spot_notice", "scheduled_event", "capacity_block")
 IDLE_ATTEMPTS = 2  # after this number of attempts in a row without a new checkpoint, the run is given up
-RETRIES_S, ASKS_S = 900.0, 5.0  # how long to retry S3 or Slurm, whose outage may outlast an attempt; and the pause
+RETRIES_S, ASKS_S = 900.0, 5.0  # how long to retry S3 or Slurm, whose outages may be long; the pause between tries
 PAUSE_S = 5.0  # pause between two attempts, during which a failed service may recover
 
 
@@ -45,7 +45,7 @@ def retrying(kinds: type[Exception] | tuple[type[Exception], ...], limit_s: floa
 
 
 class NeverBegan(Failure):
-    """An error raised because the scheduler did not start a step of a job. It has the scheduler's message."""
+    """An error raised because the scheduler did not start a step of a job. It contains the scheduler's message."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def settled(decision: Decision, record: Record, cluster: ClusterConfig, **detail
 
 @contextmanager
 def recording_failure(record: Record) -> Iterator[None]:
-    """Record an error that ends the job, which otherwise would look as if its machine had been lost."""
+    """Record an error that ends the job. Without the record, it would look as if the machine had been lost."""
     try:
         yield
     except Exception as error:
@@ -130,7 +130,7 @@ def recording_failure(record: Record) -> Iterator[None]:
 
 
 class StopFile:
-    """A request to stop with a checkpoint. A signal handler makes it, and `write` puts STOP into the run folder."""
+    """A request to stop with a checkpoint: a signal handler calls `ask`, and `write` makes STOP in the run folder."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
@@ -159,8 +159,8 @@ def supervise(
 ) -> Decision:
     """Make attempts, and record their events, until the decision is not "again".
 
-    `start` takes the number of an attempt, counted over the whole run, makes the attempt and returns its exit code. If
-    it raises NeverBegan, the job is requeued. `stop` is set when the scheduler requests a stop.
+    `start(number)` makes an attempt, numbered over the whole run, and returns its exit code. If it raises NeverBegan,
+    the job is requeued. `stop` has a reason once the scheduler has requested a stop.
     """
     run = record.run
     while True:

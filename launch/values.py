@@ -1,4 +1,4 @@
-"""Functions that read typed values from other programs' JSON, with defaults for missing or wrong ones, or show them."""
+"""Functions that read values of a type from JSON, with a default for bad values, and functions that format values."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def texts(values: Object, key: str) -> list[str]:
 
 
 def table(values: Object, key: str) -> dict[str, Any]:
-    """Return the value of a key if it is an object, else an empty one."""
+    """Return the value of a key if it is an object, else an empty object."""
     return dict(value(dict[str, Any], values, key, {}))
 
 

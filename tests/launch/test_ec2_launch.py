@@ -227,7 +227,7 @@ def test_a_type_that_conf_does_not_have_is_asked_for(ec2, cli, capsys, instance,
     ("own", "line"),
     [
         (["instance=c7i.xlarge", "check=true"], "EC2 lists no NVIDIA GPU for c7i.xlarge"),
-        (["instance=p3.8xlarge"], "has V100s, .* Take g6.12xlarge"),
+        (["instance=p3.8xlarge"], "has V100s, .* Use g6.12xlarge"),
         (["instance=p3dn.24xlarge"], "has V100s"),
         (["instance=g3s.xlarge"], "has M60s"),
         (["instance=trn1.32xlarge"], "the default VPC's subnets.*cluster.subnets"),  # as its submission

@@ -69,7 +69,7 @@ def test_what_is_unknown_is_left_out_and_named():
     other = of(load(*BERT_LARGE, "model.pretrained=some/model", "instance=p5.48xlarge", "global_batch_size=64",
                     "max_steps=10"), 1, 8, 128)  # fmt: skip
     assert row(other, 1).step_s is None
-    assert "no formula for some/model and task=mlm: no estimate of time" in other.assumptions
+    assert "the time is not estimated: no formula for some/model and task=mlm" in other.assumptions
     trn2 = of(load(*BERT_LARGE, "instance=trn2.48xlarge", "global_batch_size=64", "max_steps=10"), 1, 64, 128)
     assert row(trn2, 1).hours is not None and row(trn2, 1).usd_on_demand is None
     assert "the price on demand and on spot is unknown" in trn2.assumptions
@@ -98,7 +98,7 @@ def test_a_number_of_machines_that_does_not_fit_says_why():
 def test_the_vocabulary_of_the_data_counts():
     cfg = load("experiment=demo", "instance=p5.48xlarge")
     guessed, known = of(cfg, 1, 1, 64, rows=9999), of(cfg, 1, 1, 64, rows=9999, vocab_size=2000)
-    assert "a vocabulary of 50,368, the default of modernbert" in guessed.assumptions
+    assert "a vocabulary of 50,368 tokens, the default of modernbert, is assumed" in guessed.assumptions
     assert not any("vocabulary" in note for note in known.assumptions)
     slow, fast = row(guessed, 1).step_s, row(known, 1).step_s
     assert slow is not None and fast is not None and slow > 1.3 * fast

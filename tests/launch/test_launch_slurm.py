@@ -147,7 +147,7 @@ def test_a_node_that_does_not_see_the_record_is_replaced_by_the_spare(slurm, pre
         record = launch(parent / "run", prepared, "max_steps=20", settings=settings)
         assert record.ended()["outcome"] == "done", record.logs()
         preflight = record.of_kind("gate")[0].details
-        assert preflight["passed"] == ["n1", "n3"] and "does not see that folder" in preflight["failed"]["n2"]
+        assert preflight["passed"] == ["n1", "n3"] and "cannot access that folder" in preflight["failed"]["n2"]
         assert record.of_kind("attempt_began")[0].details["nodes"] == ["n1", "n3"]
         other = launch(parent / "other", prepared, "max_steps=20", settings=("cluster.gate=true",))
         eventually(lambda: other.of_kind("requeued"))
