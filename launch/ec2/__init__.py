@@ -1,1 +1,1 @@
-"""Machines on EC2, which are made for a run and removed after it."""
+"""Machines on EC2, which are made for a run and removed when it ends."""

@@ -1,4 +1,4 @@
-"""Functions that resolve a launch's settings in an AWS account: subnets, images, interfaces. They make no resource."""
+"""Functions that resolve a launch's settings in an AWS account: subnets, images, interfaces. They make no resources."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class Resolved:
 
 
 def last_resolved(run: Record) -> Resolved | None:
-    """Return the resolved settings of this computer's last submission; None if there was none."""
-    # The run's machines can write events, so the image must come from this computer's file instead.
+    """Return the resolved settings of the run's last submission from this computer; None if there was none."""
+    # They are not read from the events, since the run's machines could change the image there.
     handle = launched.last_handle(run)
     return record(Resolved, handle["resolved"]) if "resolved" in handle else None
 
@@ -77,7 +77,7 @@ def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:
     sites, interfaces = list[Site](), list[Interface]()
     for region in api.regions(cluster.regions):
         info = api.instance_type(region, job.instance)
-        is_neuron = "NeuronInfo" in info or job.instance.startswith("trn")  # EC2 has no NeuronInfo for trn2u
+        is_neuron = "NeuronInfo" in info or job.instance.startswith("trn")  # EC2 reports no NeuronInfo for trn2u
         accelerators = NEURON if is_neuron else CUDA
         image = pinned.get(region) or image_id(api, region, cluster.image or OWN_IMAGE.format(accelerators))
         root_device = check_image(api, region, image, accelerators, job.instance)

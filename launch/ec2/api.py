@@ -14,7 +14,7 @@ from train.system.s3 import open_session
 
 TRIES, CONNECT_S, READ_S = 6, 10.0, 60.0
 QUOTA = ("InstanceLimitExceeded", "VcpuLimitExceeded", "MaxSpotInstanceCountExceeded")
-LATER = (  # errors after which the subnet may have capacity later
+LATER = (  # errors after which the subnet is tried again, since it may have capacity later
     "InsufficientInstanceCapacity",
     "InsufficientHostCapacity",
     "InsufficientReservedInstanceCapacity",
@@ -24,7 +24,7 @@ LATER = (  # errors after which the subnet may have capacity later
     "UnfulfillableCapacity",
     "ReservationCapacityExceeded",
 )
-NEVER = ("InsufficientFreeAddressesInSubnet", "Unsupported", "VolumeLimitExceeded", *QUOTA)  # try only other subnets
+NEVER = ("InsufficientFreeAddressesInSubnet", "Unsupported", "VolumeLimitExceeded", *QUOTA)  # skip the subnet
 NO_PROFILE = "InvalidParameterValue (instance profile)"  # EC2 does not know the profile, or not yet
 CURES = {
     **dict.fromkeys(QUOTA, "python -m launch quota shows the quota to ask for"),
@@ -40,7 +40,7 @@ CURES = {
     "makes the parameter (cluster.image); AWS's Deep Learning images lack baretrain",
     "InvalidSubnetID.NotFound": "the region does not have this subnet (cluster.subnets, cluster.regions)",
     "InvalidGroup.NotFound": "the region does not have this security group (cluster.security_group)",
-    "InvalidCapacityReservationId.NotFound": "the region does not have it (cluster.capacity_reservation)",
+    "InvalidCapacityReservationId.NotFound": "the region does not have this one (cluster.capacity_reservation)",
     "InvalidIamInstanceProfileName.NotFound": "create it (python -m launch iam prints its policy)",
     NO_PROFILE: "create it (cluster.instance_profile; python -m launch iam prints its policy); EC2 accepts a new "
     "profile only after some seconds",
@@ -85,9 +85,9 @@ class Api:
         return answer
 
     def create(self, region: str, operation: str, **parameters: Any) -> dict[str, Any]:
-        """Call an operation that makes a resource, without retries: boto3 would retry even a lack of capacity.
+        """Call an operation that makes a resource, without retries: boto3 would retry even if capacity is lacking.
 
-        `before_create` is called after the request was signed, and prevents the request by raising an error.
+        `before_create` is called once the request is signed. If it raises an error, the request is not sent.
         """
         return self.ask(region, operation, tries=1, **parameters)
 

@@ -8,7 +8,7 @@ set -euo pipefail
 
 state=/run/baretrain # emptied by every boot
 log=$state/machine.txt
-step_s=5 # between two checks of the node program
+step_s=5 # between two checks for the file `alive`
 
 main() {
     local end_s=$1 dead_s=$2
@@ -30,7 +30,7 @@ main() {
     "$python" -c "$PROGRAM" start "$given" "$state"
 }
 
-# Shut down when the node program, which makes the file `alive` whenever it reaches S3, has not made it for $1 seconds.
+# Shut down if the node program has not reached S3 for $1 seconds. Whenever it does, it makes the file `alive`.
 end_when_silent() {
     local silent_s=0
     while ((silent_s < $1)); do

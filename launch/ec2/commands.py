@@ -17,7 +17,7 @@ from train.config import InputError, S3Config, check
 from train.run.command import DONE, FAILED, Parser, printable
 
 POLICIES = Path(__file__).with_name("policies.yaml")
-# Files of a record that decide which code runs, or which machines exist: the machines must not write them.
+# Files of a record that decide which code runs, or which machines exist: the run's machines must not write them.
 OPERATORS = (JOB, "code-*", PLAN, CONFIG, "ec2/calls/*")
 WRITES = ("s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload")
 QUOTAS = {
@@ -29,7 +29,7 @@ QUOTAS = {
 def region_list(text: str) -> list[str]:
     regions = text.split(",")
     for each in regions:
-        check(re.fullmatch(r"[a-z]{2}(-[a-z]+)+-[0-9]", each) is not None, f"{each!r} is not a region like us-east-1")
+        check(re.fullmatch(r"[a-z]{2}(-[a-z]+)+-[0-9]", each) is not None, f"{each!r} is not a region (e.g. us-east-1)")
     return regions
 
 
@@ -54,7 +54,11 @@ def clean(options: argparse.Namespace, s3: S3Config) -> int:
     if not options.yes:
         left = calls.left_over(api, record, regions)
         lines = [printable(f"found: {each}") for each in left] or [f"EC2 lists nothing of {record.run_dir} in {where}"]
-        print(*lines, "nothing was removed; --yes removes it" if left else "--yes makes sure", sep="\n")
+        print(
+            *lines,
+            "nothing was removed; --yes removes it" if left else "--yes waits until nothing more can appear",
+            sep="\n",
+        )
         return FAILED if left else DONE
     is_known = bool(record.event_names())
     if is_known and not record.history().has_end:
@@ -75,8 +79,8 @@ def clean(options: argparse.Namespace, s3: S3Config) -> int:
 def iam_flags(parser: Parser) -> None:
     run = "run_dir of the run whose machines get the role: s3://bucket/runs/mine; the operator gets its parent folder"
     parser.add_argument("run", metavar="RUN", help=run)
-    parser.add_argument("--data", metavar="FOLDER", action="append", default=[], help="folder to read; repeatable")
-    role = "beginning of the role's name NAME-RUN; each run has a role (baretrain-machine)"
+    parser.add_argument("--data", metavar="FOLDER", action="append", default=[], help="data folder; repeatable")
+    role = "NAME in the name of each run's role, NAME-RUN (baretrain-machine)"
     parser.add_argument("--role", metavar="NAME", default="baretrain-machine", help=role)
     parser.add_argument("--account", default="*", help="account number (any)")
 
@@ -122,8 +126,8 @@ def folder_statement(sid: str, *folders: str) -> list[dict[str, Any]]:
 def quota_flags(parser: Parser) -> None:
     parser.add_argument("instance", metavar="TYPE", help="instance type such as trn1.32xlarge")
     parser.add_argument("--nodes", metavar="N", type=int, default=1, help="number of machines (1)")
-    parser.add_argument("--market", choices=MARKETS[:2], default=MARKETS[0], help="a capacity block needs no quota")
-    parser.add_argument("--regions", metavar="A,B", type=region_list, default=[], help="regions to ask in")
+    parser.add_argument("--market", choices=MARKETS[:2], default=MARKETS[0], help="capacity blocks need no quota")
+    parser.add_argument("--regions", metavar="A,B", type=region_list, default=[], help="regions whose quota to show")
 
 
 def quota(options: argparse.Namespace, s3: S3Config) -> int:
@@ -152,6 +156,6 @@ def quota(options: argparse.Namespace, s3: S3Config) -> int:
 
 
 def covers(families: str, family: str) -> int:
-    """Return how a quota ("P4, P3 and P2", "Standard (A, C, ...)") names a family: 0 not, 1 by letter, 2 exactly."""
+    """Return how a quota ("P4 and P3", "Standard (A, C, ...)") names a family: not (0), by letter (1), exactly (2)."""
     words = {word.lower() for word in re.findall(r"[A-Za-z]+\d*", families)} - {"and", "standard"}
     return 2 if family in words else 1 if family.rstrip("0123456789") in words else 0

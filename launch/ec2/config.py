@@ -20,12 +20,12 @@ class Ec2Config(ClusterConfig):
 
     kind: str = "ec2"
     gate: bool = True
-    regions: list[str] = field(default_factory=list)  # The regions to try, in order; [] takes s3.region, or else the
+    regions: list[str] = field(default_factory=list)  # The regions to try, in order; [] uses s3.region, or else the
     # profile's region.
-    subnets: list[str] = field(default_factory=list)  # The subnets to try, in order; [] takes the default VPC's.
+    subnets: list[str] = field(default_factory=list)  # The subnets to try, in order; [] uses the default VPC's.
     security_group: str | None = None  # The id of a security group; None makes one for the run and removes it later.
     instance_profile: str | None = None  # The machines' role; `python -m launch iam` prints the policy it needs.
-    image: str | None = None  # The image, ami-... or an SSM parameter with its id; None takes the promoted image.
+    image: str | None = None  # The image, ami-... or an SSM parameter with its id; None uses the promoted image.
     python: str = "/opt/baretrain/venv/bin/python"  # The image's interpreter, which has baretrain's packages.
     market: str = setting("on-demand", among=MARKETS)  # The way in which the machines are paid for.
     capacity_reservation: str | None = None  # The id of a reservation or a capacity block.

@@ -129,7 +129,7 @@ class Launcher:
         return call
 
     def make(self, operation: str, region: str, parameters: Callable[[Call], Mapping[str, Any]]) -> Call:
-        """Make a resource: record the call, then send it. Without an answer, it is sent again with the same token."""
+        """Make a resource: record the call, then send it. If no answer arrives, send it again with the same token."""
         call = calls.begin(self.record, operation, region, submission=self.resolved.id)
         request = parameters(call)
 
@@ -195,7 +195,7 @@ class Launcher:
         return ident
 
     def placement_group(self, site: Site) -> str | None:
-        """Return the name of the site's placement group, made if wanted and absent; None if the site has none."""
+        """Return the name of the site's placement group, which is made if necessary; None if none is wanted."""
         name, is_made = placement_name(self.record, self.cluster, site, self.job.nodes)
         by = {"group-name": [str(name)], "state": ["pending", "available"]}  # EC2 lists deleted groups for a while
         if is_made and not self.api.pages(site.region, "describe_placement_groups", "PlacementGroups", by=by):

@@ -1,9 +1,9 @@
-"""The node program of a run on EC2, which boot.sh starts. It runs one machine, from its registration to the end.
+"""The node program of a run on EC2. boot.sh starts it on each machine, and it ends with the run.
 
 RUN.launch/ec2/machines/0003/0000.json   written by the machine of request 3 with launch index 0, the first machine
               /steps/0003/0001.json      step 1 of all machines of the request, written by the first machine
 
-The first machine makes the attempts of the run (launch.supervise); the others follow its steps until it says "end".
+The first machine makes the attempts of the run (launch.supervise); the others follow its steps until the step "end".
 torchrun joins their ranks at the first machine's address.
 """
 
@@ -39,9 +39,9 @@ from train.system.schema import FileName
 REGISTERED, STEPS = "ec2/machines/{:04d}/", "ec2/steps/{:04d}/{:04d}.json"
 END = "end"
 POLL_S, SIGN_S, LOGS_S = 2.0, 10.0, 30.0  # seconds between reads of the record, signs of life, uploads of logs
-BOOT_S = 900.0  # time for all machines to boot and register, and for the first machine to write a step; takes minutes
+BOOT_S = 900.0  # time for all machines to boot and register, and for the first machine to write a step
 END_S = 60.0  # time for a process to end: the trainer may be saving
-ALIVE, LOG = "alive", "machine.txt"  # in boot.sh's folder: a file touched when S3 has answered; this program's output
+ALIVE, LOG = "alive", "machine.txt"  # in boot.sh's folder: a file made when S3 has answered, and this program's output
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Machine:
         self.stop, self.stops_s = StopFile(run), math.inf
 
     def run(self, stops_s: float) -> int:
-        """Take part in the run. When time.monotonic() is `stops_s`, the first machine asks the run to stop."""
+        """Take part in the run. At time.monotonic() `stops_s`, the first machine asks the run to stop."""
         print(f"{self.own.instance}, {self.own.host} at {self.own.address}, number {self.own.index}", flush=True)
         try:
             if not self.join():
@@ -249,7 +249,7 @@ class Machine:
         return True
 
     def upload(self) -> None:
-        """Upload changed logs to the record, since this machine's disk is deleted when it ends."""
+        """Upload changed logs to the record, since the disk is deleted when the machine ends."""
         files = {path.relative_to(self.logs).as_posix(): path for path in sorted(self.logs.rglob("*"))}
         files[f"machines/{self.own.instance}.txt"] = self.state / LOG
         for name, path in files.items():

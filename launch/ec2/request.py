@@ -1,4 +1,4 @@
-"""The parameters of RunInstances for a run's machines. Pure functions: equal arguments give equal requests."""
+"""The parameters of RunInstances for a run's machines. The functions are pure: equal arguments, equal requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RUN_TAG, DIR_TAG = "baretrain:run", "baretrain:run-dir"
 SCRIPT = Path(__file__).with_name("boot.sh")
 DEAD_S = 1800  # a machine shuts down if its node program has not reached S3 for this time
 SPARE_S = 1800  # time after max_run_s to save and to upload logs
-MOST_BYTES = 16 * 1024  # largest user data (EC2 user guide)
+MOST_BYTES = 16 * 1024  # maximum size of user data (EC2 user guide)
 
 
 def run_id(record: Record) -> str:
@@ -29,7 +29,7 @@ def run_id(record: Record) -> str:
 
 
 def name_of(record: Record) -> str:
-    """Return the name of all resources of the run on EC2."""
+    """Return the name that all resources of the run have on EC2."""
     return f"baretrain-{run_id(record)}"
 
 
@@ -64,7 +64,7 @@ def run_instances(
     group: str | None,
     placement: str | None,
 ) -> dict[str, Any]:
-    """Return the request for machines in one subnet, of which EC2 starts all or none. `group` is the security group."""
+    """Return the request for machines in one subnet: EC2 starts all or none. `group` is the security group."""
     disk = {"VolumeSize": cluster.disk_gib, "VolumeType": "gp3", "Encrypted": True, "DeleteOnTermination": True}
     kinds = ["instance", "volume", "network-interface"]
     kinds += ["spot-instances-request"] if cluster.market == "spot" else []
@@ -91,7 +91,7 @@ def interfaces(resolved: Resolved, cluster: Ec2Config, site: Site, group: str | 
     common: dict[str, Any] = {"SubnetId": site.subnet, "DeleteOnTermination": True}
     if group is not None:
         common["Groups"] = [group]
-    if len(resolved.interfaces) == 1:  # EC2 rejects this key for several; without it, the subnet's default applies
+    if len(resolved.interfaces) == 1:  # EC2 rejects this key for several interfaces; the subnet's default then applies
         common["AssociatePublicIpAddress"] = cluster.public_address
     return [
         {"NetworkCardIndex": each.card, "DeviceIndex": each.device, "InterfaceType": each.type, **common}
@@ -101,7 +101,7 @@ def interfaces(resolved: Resolved, cluster: Ec2Config, site: Site, group: str | 
 
 def market(cluster: Ec2Config) -> dict[str, Any]:
     made: dict[str, Any] = {}
-    if cluster.market == "spot":  # no MaxPrice: a low price only brings more interruptions
+    if cluster.market == "spot":  # no MaxPrice: a low one only causes more interruptions
         spot = {"SpotInstanceType": "one-time", "InstanceInterruptionBehavior": "terminate"}
         made["InstanceMarketOptions"] = {"MarketType": "spot", "SpotOptions": spot}
     if cluster.market == "capacity-block":

@@ -44,15 +44,15 @@ class Scheduler(spec.Scheduler):
         return "\n".join(plan_lines(job, cluster_of(job, Ec2Config), record, cfg))
 
     def found_type(self, cfg: LaunchConfig, s3: S3Config) -> list[str]:
-        """Return instance settings from EC2's description of a type. Of its accelerators, only NVIDIA GPUs are set."""
+        """Return instance settings from EC2's description of a type, which set no accelerators but NVIDIA's GPUs."""
         cluster, api, name = cfg.cluster, Api(s3.profile, s3.region), cfg.instance.name
         assert isinstance(cluster, Ec2Config)
         info = api.instance_type(api.regions(cluster.regions)[0], name)
         gpus = [each for each in info.get("GpuInfo", {}).get("Gpus", ()) if each["Manufacturer"] == "NVIDIA"]
         check(
             bool(gpus) or cfg.processes_per_node is not None,
-            f"EC2 lists no NVIDIA GPU for {name}: set processes_per_node, and instance.device and instance.devices if "
-            "it has any",
+            f"EC2 lists no NVIDIA GPU for {name}: set processes_per_node and, if it has other devices, instance.device "
+            "and instance.devices",
         )
         network = info["NetworkInfo"]
         found: dict[str, Any] = {
@@ -106,7 +106,7 @@ class Scheduler(spec.Scheduler):
         seen = self.state(record, {}) if calls.regions_of(record) else State(is_active=False)
         if seen.is_active:
             return seen
-        return State(is_active=not record.history().has_end, text="its launch has asked EC2 for nothing")
+        return State(is_active=not record.history().has_end, text="its launch has not yet asked EC2 for machines")
 
     def cancel(self, record: Record, handle: Handle) -> None:
         """End the machines. The cancellation must have been recorded. Raises Failure if machines may still train."""
@@ -182,7 +182,7 @@ def planned(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) -> 
 
 
 def assumed(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) -> Resolved:
-    """Return the settings with placeholders for what is unknown without asking EC2."""
+    """Return the settings with placeholders for values that only EC2 could provide."""
     region = (cluster.regions or [record.s3.region or "<AWS_DEFAULT_REGION>"])[0]
     types = [INTERFACE, *([EFA, EFA_ONLY] if cfg.instance.efa_interfaces else [])]
     cards = [

@@ -19,7 +19,7 @@ LIMIT_S = 1200.0  # time limit of a sweep: machines with many network interfaces
 PASSING = {"DependencyViolation", "InvalidPlacementGroup.InUse", "InvalidPlacementGroup.Unknown", "VolumeInUse"}
 PASSING |= {"InvalidNetworkInterface.InUse", "InvalidParameterValue", "IncorrectState"}
 UNLISTED, UNANSWERED = "not listed yet", "may exist"  # states of a resource that only the run's record lists
-BUSY = ("in-use", "deleting", "attaching", "detaching", "shutting-down")  # states in which nothing can be deleted
+BUSY = ("in-use", "deleting", "attaching", "detaching", "shutting-down")  # states that forbid deletion
 GONE = ("terminated", "deleted", "closed", "cancelled", "failed", "disabled")  # EC2 shows removed resources for a while
 KINDS = {  # how to list each kind: operation, key of the answer, key of the id
     "spot-instances-request": ("describe_spot_instance_requests", "SpotInstanceRequests", "SpotInstanceRequestId"),

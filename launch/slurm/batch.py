@@ -40,18 +40,18 @@ from train.config import Failure, S3Config, check
 from train.run.command import STOPPED, command_parser, printable, run_flags
 from train.system import processes
 
-REQUEUED_S = 600.0  # how long to wait for Slurm to end this process after a requeue, which it does much sooner
+REQUEUED_S = 600.0  # how long to wait for Slurm to end this process after a requeue; it usually takes much less
 PAUSE_S = 0.2
 # srun prints NO_STEP if slurmctld creates no step, for example on a node that was lost and returned before its job was
-# restarted; and NO_LAUNCH if a node does not answer. Lines of tasks do not match, since they begin with a label.
+# restarted. It prints NO_LAUNCH if a node does not answer. Lines of tasks do not match, since they begin with a label.
 NO_STEP = re.compile(rb"^srun: error: (Unable to create step for job .*)", re.MULTILINE)
 NO_LAUNCH = re.compile(rb"^srun: error: (Task launch for .* failed on node .*)", re.MULTILINE)
-STEP_S = 60  # how long srun waits for an earlier step to leave the nodes; a requeue then ends that step
+STEP_S = 60  # how long srun waits for an earlier step to leave the nodes; after this, a requeue ends that step
 SIGNALLED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)  # srun's exit codes after a signal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    purpose = "Run a job within Slurm. python -m launch cluster=slurm submits it."
+    purpose = "Run a job inside Slurm. python -m launch cluster=slurm submits it."
     parser = command_parser("launch.slurm.batch", purpose, examples=("runs/mine",))
     parser.add_argument("run", help="run folder")
     parser.add_argument("--merge", action="store_true", help="write the manifest of all prepared parts")
@@ -79,10 +79,10 @@ class Batch:
         self.nodes = self.all_nodes[: job.nodes]
         self.is_ending = False  # whether Slurm is ending the job
         self.limit_s = math.inf  # time.monotonic() at the time limit, which is set once the limit is near
-        self.is_overdue = False  # whether the limit was reached before the run has stopped
+        self.is_overdue = False  # whether the limit was reached before the run had stopped
         self.steps = 0  # number of srun steps so far, which determines each step's port
         self.never_began = False  # whether Slurm failed to start the preflight or a preparation
-        self.excluded: list[str] = []  # nodes that a requeued job must not get
+        self.excluded: list[str] = []  # nodes on which a requeued job must not run
 
     def train(self) -> int:
         for number in (signal.SIGUSR1, signal.SIGTERM):
@@ -109,7 +109,7 @@ class Batch:
         """
         now_s = time.monotonic()
         if number == signal.SIGUSR1:
-            self.limit_s = now_s + self.cluster.stop_before_s  # the limit may be a minute later (man sbatch, --signal)
+            self.limit_s = now_s + self.cluster.stop_before_s  # or a minute later (man sbatch, --signal)
         elif now_s < self.limit_s:
             self.is_ending = True
         else:
@@ -161,11 +161,11 @@ class Batch:
         return [f"--container-image={image}", *([f"--container-mounts={bound}"] if mounts else [])]
 
     def preflight(self) -> Decision | None:
-        """Examine all nodes and choose those that train. Returns a decision if too few pass.
+        """Examine all nodes and choose those to train on. Returns a decision if too few pass.
 
         The decision is a requeue on other nodes, unless all nodes failed, or every failed node was already excluded.
         """
-        name = f"gate_{self.job_id}_{os.environ.get('SLURM_RESTART_COUNT') or 0}"  # differs from other jobs' names
+        name = f"gate_{self.job_id}_{os.environ.get('SLURM_RESTART_COUNT') or 0}"  # differs for each job and restart
         try:
             chosen, failed = run_preflight(self.record, self.job, self.all_nodes, self.examine, name=name)
         except Interrupted:  # no node is at fault
@@ -195,7 +195,7 @@ class Batch:
         """Ask Slurm to start the job again. Returns a decision if it must not start, or if Slurm ignores the request.
 
         Slurm sends this process SIGTERM, which is ignored here, and kills it some time later (KillWait). Until then,
-        this process excludes nodes, which Slurm accepts only while the requeued job is pending.
+        this process tries to exclude nodes, which Slurm accepts only while the requeued job is pending.
         """
         decision = settled(decision, self.record, self.cluster, never_began=self.never_began)
         if decision.next != "requeue":
@@ -212,7 +212,7 @@ class Batch:
         return Decision("end", "failed", "Slurm was asked to requeue this job, but did not end it")
 
     def upload(self) -> None:
-        """Upload the output of this job if the record is in S3, since until then it is only on this node."""
+        """Upload the output of this job if the record is in S3. Before this, the output is only on this node."""
         path = self.log()
         if self.record.is_remote and path is not None:
             self.record.folder.write(f"logs/job_{self.job_id}.txt", path.read_bytes())

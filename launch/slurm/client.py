@@ -2,7 +2,7 @@
 
 The methods raise InputError if the user has to fix something, Unreachable if slurmctld does not answer, and Failure if
 Slurm rejects a request for another reason. Jobs are listed in columns, which are the same in all releases, unlike the
-schema of `squeue --json`. Their names and comments are not listed, since these may contain anything.
+schema of `squeue --json`. Names and comments of jobs are not listed, since they may contain a column separator.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from train.config import Failure, InputError, Unreachable, check
 from train.run.command import printable
 from train.system.schema import BadContent, shown
 
-# The variables in KEPT name the cluster. Slurm's commands do not get its other variables, which belong to a surrounding
-# job or set options that the plan does not show: SBATCH_WAIT waits for the job's end, SBATCH_ARRAY_INX submits arrays.
+# The variables in KEPT name the cluster. All others of Slurm are hidden from its commands: they are about a surrounding
+# job or set options that the plan does not show (SBATCH_WAIT waits for the job's end, SBATCH_ARRAY_INX makes an array).
 KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 OWN = ("SLURM_", "SBATCH_", "SCANCEL_", "SQUEUE_", "SACCT_", "SINFO_")
-READING = {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}  # 0 shows full lists; not for sbatch, whose job would inherit both
+READING = {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}  # 0 shows full lists; not set for sbatch: its job would inherit both
 
 SILENT = re.compile(
     "Unable to contact|Socket timed out|Connection (refused|timed out|reset)|No route to host|standby mode"
@@ -152,17 +152,17 @@ class Slurm:
         self.answer("scancel", str(job_id))
 
     def requeue(self, job_id: int) -> None:
-        """Put a job back into the queue. A running job is killed, so its srun must have ended before."""
+        """Put a job back into the queue. A running job is killed, so its srun must have ended first."""
         # A job that has ended starts again after about two minutes (cred_expire).
         self.answer("scontrol", "requeue", str(job_id))
 
     def excluded(self, job_id: int) -> tuple[str, ...]:
-        """Return the nodes that a job must not get."""
+        """Return the nodes on which a job must not run."""
         said = self.answer("squeue", "--noheader", f"--jobs={job_id}", "--format=%x").strip()
         return () if said in UNKNOWN else self.hostnames(said)
 
     def exclude(self, job_id: int, nodes: Sequence[str]) -> None:
-        """Set the nodes that a waiting job must not get. Slurm rejects this for a running job: requeue it first."""
+        """Set the nodes on which a waiting job must not run. Slurm rejects this for a running job: requeue it first."""
         self.answer("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(check_hosts(nodes))}")
 
     # ---- nodes and partitions --------------------------------------------------------------------------------------

@@ -34,11 +34,12 @@ class SlurmConfig(ClusterConfig):
 
     kind: str = "slurm"
     gate: bool = True
-    partition: str | None = None  # The partition; None takes the site's default.
+    partition: str | None = None  # The partition; None uses the site's default.
     sbatch_args: list[str] = field(default_factory=list)  # The additional options of sbatch (man sbatch), for example
     # ["--gres=gpu:8","--qos=high"]; they may include --account, --constraint, --reservation, --exclude and --chdir.
-    exclusive: bool = True  # Take whole nodes.
-    time_limit: str | None = None  # The time limit: 30 (minutes), 12:00:00 or 2-00:00:00; None takes the partition's.
+    exclusive: bool = True  # Reserve whole nodes.
+    time_limit: str | None = None  # The time limit, such as 30 (minutes), 12:00:00 or 2-00:00:00; None uses the
+    # partition's.
     stop_before_s: int = setting(300, above=0, most=65535)  # The time before time_limit, in seconds, at which the run
     # is asked to stop with a checkpoint.
     container: str | None = None  # The container image; None uses none. Apptainer runs *.sif files and URLs such as

@@ -1,6 +1,6 @@
 #!/bin/bash
-# The script of every job. What differs between jobs is in the record's job.json, which launch.slurm.batch reads.
-# Arguments: the Python interpreter, the site's prologue (cluster.prologue, may be empty), and launch.slurm.batch's.
+# The script of every job. All that differs between jobs is in the record's job.json, which launch.slurm.batch reads.
+# Arguments: the Python interpreter, cluster.prologue (which may be empty), and the arguments of launch.slurm.batch.
 set -eo pipefail
 python=$1 prologue=$2
 shift 2
@@ -12,4 +12,4 @@ if [ /dev/stdout -ef /dev/null ]; then # the record is in S3: write to a private
 fi
 eval "$prologue" # before `set -u`: the `module` of many sites reads unset variables
 set -u
-exec "$python" -m launch.slurm.batch "$@" # it replaces this shell and so receives Slurm's signals
+exec "$python" -m launch.slurm.batch "$@" # replaces this shell, and thereby receives Slurm's signals

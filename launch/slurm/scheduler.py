@@ -34,7 +34,7 @@ class Scheduler(spec.Scheduler):
         except NoSlurm as error:
             if cfg.submit:
                 raise
-            return f"Slurm was not asked: {error}. Not checked: partition, its limits, when the job would start"
+            return f"Slurm was not asked: {error}. Not checked: the partition, its limits, and when the job would start"
 
     def submit(self, job: Job, record: Record) -> Handle:
         slurm, asked, started = Slurm(), options(job, record), script(job, record)

@@ -74,7 +74,7 @@ def test_a_damaged_job_is_rejected(tmp_path, changes):
     job = plan(["cluster=local"], ["experiment=demo", "run_dir=runs/mine"])[1]
     values = {**json.loads(job.to_json()), **changes}
     record.folder.write("job.json", json.dumps(values).encode())
-    rejects("has format 1, but this version reads 2" if "format" in changes else "job", record.job)
+    rejects("has format 1; this version reads 2" if "format" in changes else "job", record.job)
 
 
 def test_a_record_is_beside_the_run_and_keeps_every_event(tmp_path):

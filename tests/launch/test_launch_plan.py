@@ -106,7 +106,7 @@ def test_a_plan_for_slurm_needs_no_slurm_and_its_submission_does(monkeypatch, tm
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))  # as on a laptop
     assert main([*SLURM, "--", *OF_RUN]) == DONE
-    assert "Not checked: partition" in capsys.readouterr().out
+    assert "Not checked: the partition" in capsys.readouterr().out
     assert main([*SLURM, "submit=true", "--", *OF_RUN]) == REJECTED
     said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
     assert len(said) == 1 and "is not on the PATH" in said[0]
