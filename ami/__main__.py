@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in commands.COMMANDS:
         return commands.main(arguments)
     cli.add_schema(AmiConfig, "ami", [])
-    others = list(commands.COMMANDS)[:5]  # the commands after these run on an image
+    others = list(commands.COMMANDS)[:5]  # the remaining commands are for use on an image
     parser = cli.settings_parser(
         "ami",
         AmiConfig,

@@ -63,7 +63,7 @@ def find_left(api: Api, region: str, build_id: str | None) -> list[Resource]:
 
 def remove_left(api: Api, region: str, build_id: str | None) -> None:
     """Remove a build's resources until two searches in a row find none. Raises Failure if some remain."""
-    # One search is not enough, since EC2 lists new resources late.
+    # One search is not enough, since EC2 may not list new resources immediately.
 
     def remove(left: list[Resource]) -> None:
         delete(api, [each for each in left if each.kind != "role"])
@@ -89,6 +89,6 @@ def remove_role(api: Api, region: str, name: str) -> None:
         for policy in ask("list_role_policies", RoleName=name)["PolicyNames"]:
             ask("delete_role_policy", RoleName=name, PolicyName=policy)
         ask("delete_role", RoleName=name)
-    except Rejected as error:  # a removal takes effect in IAM only after a delay
+    except Rejected as error:  # IAM may not yet see earlier removals; the next search repeats this
         if error.code not in ("NoSuchEntity", "DeleteConflict"):
             raise

@@ -21,7 +21,7 @@ from train.system.folders import canonical_json, local_path, open_folder
 from train.system.versions import read_versions
 
 KEPT = 3  # number of images of each kind that prune keeps
-MAY_BE_BUILT = timedelta(hours=6)  # an image without tags may still be under construction if it is younger
+MAY_BE_BUILT = timedelta(hours=6)  # an image without tags that is younger than this may still be under construction
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def verify(options: argparse.Namespace) -> int:
         print(printable(f"{image.id} {each}"))
     if wrong:
         return FAILED
-    print(f"{image.id}: {image.kind}, encrypted, IMDSv2 only, private, the versions of ami/versions.yaml")
+    print(f"{image.id}: {image.kind}, encrypted, IMDSv2 only, private, with the versions in ami/versions.yaml")
     return DONE
 
 

@@ -27,10 +27,10 @@ class AmiConfig(Section):
     # ami-... is any other image.
     build: bool = False  # Build the image; false shows the plan and starts nothing.
     regions: list[str] = field(default_factory=list)  # The regions: the image is built in the first and copied to the
-    # others; [] takes the region of AWS_PROFILE.
+    # others; [] uses the AWS profile's region.
     instance: InstanceConfig = field(default_factory=InstanceConfig)  # the builder
-    subnet: str | None = None  # The id of a subnet with internet access; None takes one in the default VPC.
-    compile_cache: str | None = None  # The s3://bucket/prefix of compiled graphs to put into the image.
+    subnet: str | None = None  # The id of a subnet with internet access; None uses one in the default VPC.
+    compile_cache: str | None = None  # The s3://bucket/prefix of a compile cache to copy into the image.
     wheel: str | None = None  # The file of baretrain's wheel; None builds one from this checkout.
 
     def __post_init__(self) -> None:
@@ -56,6 +56,6 @@ class AmiConfig(Section):
         has_device = name.startswith("trn1") if self.image == "neuron" else self.instance.device == "cuda"
         check(
             has_device,
-            f"instance={name} has no device on which the image {self.image} could be tested; take "
+            f"instance={name} has no device on which the image {self.image} could be tested; use "
             f"instance={IMAGES[self.image]}",
         )

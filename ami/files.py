@@ -1,4 +1,4 @@
-"""The files that a build uploads besides its scripts: versions, packages with hashes, and our wheel."""
+"""The files that a build uploads besides its scripts: versions, packages with hashes, and baretrain's wheel."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-# The builder of either image: it has no inbound port, no public address, no IMDSv1, encrypted disks, and a role for SSM
-# that exists only during the build.
+# The builder, the machine on which an image is built. It has no open inbound port, no public address, no IMDSv1,
+# encrypted disks, and a role for SSM that exists only during the build.
 source "amazon-ebs" "machine" {
   region        = var.region
   source_ami    = var.base_image

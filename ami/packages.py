@@ -1,4 +1,4 @@
-"""The Python packages of an image, resolved with their sha256 on the computer that starts the build.
+"""The Python packages of an image, whose versions and sha256 are resolved on the computer that starts the build.
 
 The build installs only these packages, Neuron's only from Neuron's index and all others only from PyPI. If pip asked
 both for a package that only one of them has, anybody could register its name with the other, and so put code into the
@@ -20,7 +20,7 @@ from pathlib import Path
 from train.config import Failure, InputError, check
 from train.system.versions import INDEX, Versions
 
-NEURON = ("libneuronxla", "neuronx-cc", "torch-neuronx")  # only Neuron's index has the real ones
+NEURON = ("libneuronxla", "neuronx-cc", "torch-neuronx")  # installed only from Neuron's index
 BUILDER = "setuptools"  # builds packages that have no wheel, so it needs a hash, too
 EXTRAS = {"neuron": "report,trn1", "cuda": "report"}
 PUBLIC, OF_NEURON = "requirements.txt", "neuron.txt"
@@ -67,11 +67,11 @@ def this_python() -> str:
 
 
 def find_python(version: str) -> str:
-    """Return the path of a Python with the image's version. Raises InputError without one, or on another platform."""
+    """Return the path of Python in the image's version. Raises InputError if it is missing, or on another platform."""
     here, wanted = (sys.platform, platform.machine()), ("linux", "x86_64")
     check(
         here == wanted,
-        f"images are for {' '.join(wanted)}, and this is {' '.join(here)}: start the build on such a machine",
+        f"images are for {' '.join(wanted)}, not {' '.join(here)}: start the build on such a machine",
     )
     path = sys.executable if this_python() == version else shutil.which(f"python{version}")
     if path is None:

@@ -77,7 +77,7 @@ def base_image(api: Api, region: str, cfg: AmiConfig, parameter: str) -> Image:
     check(
         bool(api.pages(region, *query, by={"instance-type": [cfg.instance.name]}, LocationType="region")),
         f"{region} has no {cfg.instance.name}: build in another region and copy the image (regions=[us-east-1,"
-        f"{region}]), or take a builder other than instance={IMAGES[cfg.image]}",
+        f"{region}]), or choose a builder other than instance={IMAGES[cfg.image]}",
     )
     image_id = read_parameter(api, region, parameter) if parameter else cfg.base
     if image_id is None:
@@ -90,7 +90,7 @@ def base_image(api: Api, region: str, cfg: AmiConfig, parameter: str) -> Image:
     check(
         re.search(r"amzn|al20\d\d|amazon.?linux", about, re.IGNORECASE) is None,
         f"base image {base.id} ({base.name}) is Amazon Linux, which cannot run torch-neuronx 2.9 (its wheel needs "
-        "glibc 2.35): take an Ubuntu 24.04 image",
+        "glibc 2.35): use an Ubuntu 24.04 image",
     )
     sdk, wanted = re.search(r"Neuron SDK (\d+\.\d+)", about), read_versions()["neuron-sdk"].rpartition(".")[0]
     check(

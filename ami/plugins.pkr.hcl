@@ -1,4 +1,4 @@
-# Packer before 1.7, as in Debian, does not know required_plugins. This is a separate file so that tests can omit it.
+# Packer before 1.7, as in Debian, does not support required_plugins. This is a separate file so that tests can omit it.
 packer {
   required_version = ">= 1.10.0"
   required_plugins {

@@ -198,8 +198,9 @@ def end(record: Record, seen: Status) -> None:
     assert submission is not None
     name, expected = submission.scheduler, record.job().scheduler
     if name != expected:  # the run's machines can write events, but must not make this computer end another job
-        reason = f"{record.location}/events names cluster={name}, but {JOB} names cluster={expected}"
-        raise Failure(f"{reason}: nothing was cancelled")
+        raise Failure(
+            f"{record.location}/events names cluster={name}, but {JOB} names cluster={expected}: nothing was cancelled"
+        )
     # Write the event first: it keeps supervisors from starting attempts, and launches on EC2 from starting machines.
     record.append_event("cancelled", step=seen.progress.step, checkpoint=seen.progress.checkpoint)
     if record.run.size(STOP_FILE) is not None:

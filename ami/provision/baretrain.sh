@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Make the virtual environment /opt/baretrain/venv with our wheel and the packages that were resolved with their sha256,
-# and copy the compile cache if the build names one. Runs as root; a second run changes nothing. PIP_ARGS can have more
-# arguments for pip, for example to use a mirror.
+# Make the virtual environment /opt/baretrain/venv with baretrain's wheel and the packages that were resolved before the
+# build, and copy the compile cache if the build names one. Runs as root; a second run changes nothing. PIP_ARGS may
+# contain more arguments for pip, for example to use a mirror.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=functions.sh
 . /etc/baretrain/functions.sh
@@ -10,12 +10,12 @@ venv=$top/venv
 wheels=("$top"/dist/baretrain-*.whl)
 [[ -f ${wheels[0]} && ${#wheels[@]} = 1 ]] || fail "$top/dist must contain one wheel of baretrain"
 found=$(python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-[ "$found" = "$PYTHON" ] || fail "python3 is $found, and the packages were resolved for $PYTHON: take another base image"
+[ "$found" = "$PYTHON" ] || fail "python3 is $found, but the packages were resolved for $PYTHON: use another base image"
 cd "$top/dist"
 
-# Install only packages that were resolved before the build, verify their sha256, and use one index at a time, since pip
-# reads no configuration file. Packages without a wheel are built with the resolved setuptools; otherwise pip would
-# download setuptools without verifying a hash.
+# Install only packages that were resolved before the build, verify their sha256, and use one index at a time: pip reads
+# no configuration file, which could name another. Packages without a wheel are built with the resolved setuptools;
+# otherwise pip would download setuptools without verifying a hash.
 read -ra more <<<"${PIP_ARGS:-}"
 pip_install() {
     PIP_CONFIG_FILE=/dev/null "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-cache-dir \

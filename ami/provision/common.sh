@@ -32,7 +32,7 @@ put 0644 /etc/sysctl.d/90-baretrain.conf <<'EOF'
 net.core.somaxconn = 4096
 EOF
 
-# EC2's clock, which needs no route to the internet.
+# EC2's time service, which needs no route to the internet.
 put 0644 /etc/chrony/sources.d/ec2.sources <<'EOF'
 server 169.254.169.123 prefer iburst minpoll 4 maxpoll 4
 EOF
@@ -60,7 +60,7 @@ if ! mountpoint -q /mnt/local; then
         for model in /sys/class/block/nvme*n1/device/model; do
             grep -qs "Amazon EC2 NVMe Instance Storage" "$model" || continue
             disk=/dev/$(basename "${model%/device/model}")
-            [ -n "$(lsblk -nro MOUNTPOINT "$disk" | tr -d '\n')" ] || disks+=("$disk") # the base image may use it
+            [ -n "$(lsblk -nro MOUNTPOINT "$disk" | tr -d '\n')" ] || disks+=("$disk") # the base image may use this disk
         done
         [ "${#disks[@]}" -gt 0 ] || exit 0
         device=${disks[0]}

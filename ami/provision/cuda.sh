@@ -13,5 +13,5 @@ if [ -z "$driver" ]; then
     driver=$(modinfo -F version nvidia)
 fi
 [ "${driver%%.*}" -ge "$NVIDIA_DRIVER_LEAST" ] ||
-    fail "the driver is $driver, but torch's wheels need $NVIDIA_DRIVER_LEAST or newer: take a newer base image"
+    fail "the driver is $driver, but torch's wheels need $NVIDIA_DRIVER_LEAST or newer: use a newer base image"
 hold nvidia

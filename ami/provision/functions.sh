@@ -14,7 +14,7 @@ put() { install -D -m "$1" /dev/stdin "$2"; } # put MODE FILE < content
 
 apt_install() { # apt_install PACKAGE...: also installs the running kernel's headers, with which drivers are built
     local headers=()
-    [ ! -d "/lib/modules/$(uname -r)" ] || headers=("linux-headers-$(uname -r)") # a chroot has no kernel of its own
+    [ ! -d "/lib/modules/$(uname -r)" ] || headers=("linux-headers-$(uname -r)") # a chroot may lack this folder
     apt-get update -q -o APT::Update::Error-Mode=any &&
         apt-get install -q -y --no-install-recommends --allow-downgrades --allow-change-held-packages \
             -o DPkg::Lock::Timeout=600 "${headers[@]}" "$@"

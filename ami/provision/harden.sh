@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Disable services that a training machine does not need, keep the tested versions, and remove the builder's keys and
-# logs. Runs as root; a second run changes nothing.
+# Disable services that a training machine does not need, prevent upgrades, and remove the builder's keys and logs. Runs
+# as root; a second run changes nothing.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=functions.sh
 . /etc/baretrain/functions.sh

@@ -20,7 +20,7 @@ EOF
 
 apt_install "aws-neuronx-dkms=$NEURON_DKMS.*" "aws-neuronx-runtime-lib=$NEURON_RUNTIME.*" \
     "aws-neuronx-collectives=$NEURON_COLLECTIVES.*" "aws-neuronx-tools=$NEURON_TOOLS.*" ||
-    fail "Neuron's repository lacks a package of SDK $NEURON_SDK, see above; ami/versions.yaml has the wanted versions"
+    fail "Neuron's repository lacks a package of SDK $NEURON_SDK, see above; ami/versions.yaml names the versions"
 hold '^aws-neuronx-'
 
 put 0644 /etc/profile.d/neuron.sh <<'EOF'
