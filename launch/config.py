@@ -17,7 +17,7 @@ class ClusterConfig(Section, prefix="cluster."):
     """Settings of the scheduler that provides the machines. Other code tests the class variables, never `kind`."""
 
     is_here: ClassVar[bool] = False  # whether the job runs on this machine
-    signals_ranks: ClassVar[bool] = False  # whether a SIGTERM that only ranks get means that machines are taken away
+    signals_ranks: ClassVar[bool] = False  # whether a SIGTERM to ranks alone means that machines are taken away
     finds_types: ClassVar[bool] = False  # whether the scheduler knows machine types that conf/instance does not list
     has_check: ClassVar[bool] = False  # whether check=true is supported
 

@@ -97,7 +97,7 @@ def planned(cfg: TrainConfig, nodes: int, processes: int, *, rows: int | None, s
         plan = make_plan(cfg, world_size=world, rows=MANY_ROWS if rows is None else rows, seq_len=seq_len)
     except InputError as error:
         return ClusterSize(nodes, world, reason=str(error))
-    is_open = rows is None and cfg.max_steps is cfg.max_examples is None  # epochs of unknown size
+    is_open = rows is None and cfg.max_steps is cfg.max_examples is None  # length in epochs, whose size is unknown
     sizes = plan.global_batch_size, plan.micro_batch_size, plan.accumulation
     return ClusterSize(nodes, world, plan.replicas, *sizes, None if is_open else plan.total_steps)
 

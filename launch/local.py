@@ -81,7 +81,7 @@ class Scheduler(spec.Scheduler):
     def cancel(self, record: Record, handle: Handle) -> None:
         if self.state(record, handle).is_active:
             pid = int(handle["pid"])
-            processes.kill([pid, *processes.descendants(pid)])  # ranks are in sessions that torchrun made
+            processes.kill([pid, *processes.descendants(pid)])  # torchrun puts ranks into separate sessions
 
 
 def supervisor(job: Job, record: Record) -> list[str]:

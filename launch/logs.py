@@ -5,7 +5,7 @@ logs/attempt_0001/HOST.txt                          torchrun on a machine, and i
 logs/attempt_0001/HOST/.../attempt_0/3/stderr.log   a rank, numbered within its machine
 log/rank_0003.txt                                   in the run folder: messages of a rank's trainer during all attempts
 
-If the run is in S3, machines may upload their logs only when an attempt ends. Logs of this machine are read locally.
+If the run is in S3, logs of other machines may be missing until an attempt ends. Logs of this machine are read locally.
 """
 
 from __future__ import annotations

@@ -76,11 +76,11 @@ def make_job(
 
 
 def check_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> None:
-    """Raise InputError if a machine would run more ranks than devices or, for ranks on CPUs, RANKS_PER_CPU per CPU."""
+    """Raise InputError if a machine cannot run this number of ranks: one per device, or up to RANKS_PER_CPU per CPU."""
     instance, ranks = cfg.instance, cfg.ranks_per_node
     if instance.rank_counts is not None:
         valid = instance.rank_counts if cfg.nodes == 1 else [max(instance.rank_counts)]
-        name = instance.name if cfg.nodes == 1 else f"each of several {instance.name}"
+        name = instance.name if cfg.nodes == 1 else f"with several machines, each {instance.name}"
         check(ranks in valid, f"processes_per_node={ranks}: {name} runs {' or '.join(map(str, valid))}")
         return
     most, share = instance.devices, "one per device"

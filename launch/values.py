@@ -1,4 +1,4 @@
-"""Functions that read values of a type from JSON, with a default for bad values, and functions that format values."""
+"""Functions that read typed values from JSON, with defaults for bad ones, and functions that format values."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def regions_of(run: Record, more: Iterable[str] = ()) -> list[str]:
 
 
 def begin(run: Record, operation: str, region: str, *, submission: str) -> Call:
-    """Record a call that is about to be sent. Raises Superseded if another process took its number."""
+    """Record a call that is about to be sent. Raises Superseded if another process took the same number."""
     number = 1 + len(run.folder.names(CALLS))
     call = Call(number, operation, region, submission, owner_name(os.getpid()), round(time.time(), 3))
     if not run.folder.create(call.file, canonical_json(asdict(call))):

@@ -1,4 +1,4 @@
-"""The parameters of RunInstances for a run's machines. The functions are pure: equal arguments, equal requests."""
+"""Pure functions that make the parameters of RunInstances for a run's machines."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run_instances(
     group: str | None,
     placement: str | None,
 ) -> dict[str, Any]:
-    """Return the request for machines in one subnet: EC2 starts all or none. `group` is the security group."""
+    """Return the request for machines in one subnet; EC2 starts all of them or none. `group` is a security group."""
     disk = {"VolumeSize": cluster.disk_gib, "VolumeType": "gp3", "Encrypted": True, "DeleteOnTermination": True}
     kinds = ["instance", "volume", "network-interface"]
     kinds += ["spot-instances-request"] if cluster.market == "spot" else []

@@ -44,7 +44,7 @@ class Scheduler(spec.Scheduler):
         return "\n".join(plan_lines(job, cluster_of(job, Ec2Config), record, cfg))
 
     def found_type(self, cfg: LaunchConfig, s3: S3Config) -> list[str]:
-        """Return instance settings from EC2's description of a type, which set no accelerators but NVIDIA's GPUs."""
+        """Return instance settings from EC2's description of a type. The only accelerators included are NVIDIA GPUs."""
         cluster, api, name = cfg.cluster, Api(s3.profile, s3.region), cfg.instance.name
         assert isinstance(cluster, Ec2Config)
         info = api.instance_type(api.regions(cluster.regions)[0], name)

@@ -109,7 +109,7 @@ class Batch:
         """
         now_s = time.monotonic()
         if number == signal.SIGUSR1:
-            self.limit_s = now_s + self.cluster.stop_before_s  # or a minute later (man sbatch, --signal)
+            self.limit_s = now_s + self.cluster.stop_before_s  # the limit may be a minute later (man sbatch, --signal)
         elif now_s < self.limit_s:
             self.is_ending = True
         else:

@@ -143,7 +143,7 @@ class Slurm:
         return read_jobs(out, job_id, self.hostnames)
 
     def job_ids(self, name: str) -> list[int]:
-        """Return the ids of the user's waiting and running jobs with this name. An array counts once."""
+        """Return the ids of the user's waiting and running jobs with this name. An array has one id."""
         out = self.answer("squeue", "--noheader", "--me", f"--name={name}", "--format=%F")
         return sorted({int(word) for word in out.split() if word.isdecimal()})
 

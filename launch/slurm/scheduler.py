@@ -103,8 +103,8 @@ def options(job: Job, record: Record) -> list[str]:
     made = [f"--job-name={name}", "--ntasks-per-node=1", "--requeue"]
     made += ["--open-mode=append"]  # otherwise a requeued job would begin with an empty log
     log = f"{str(folder).replace('%', '%%')}/{'part_%a' if is_array else 'job'}.txt"
-    # If the record is in S3, the nodes may not share a folder with this machine. job.sh then writes the output to a
-    # private folder on the node, and the job uploads it when it ends.
+    # If the record is in S3, nodes might share no folder with this machine. job.sh then writes the output to a private
+    # folder on the node, and the job uploads the output when it ends.
     made += [f"--output={'/dev/null' if record.is_remote else log}"]
     if job.kind == "train":
         made += ["--dependency=singleton"]  # two jobs of this name, that is, of this run, never run at the same time
@@ -119,6 +119,6 @@ def options(job: Job, record: Record) -> list[str]:
 
 
 def script(job: Job, record: Record) -> list[str]:
-    """Return the job's script and its arguments. They are not passed by --export, which splits values at commas."""
+    """Return the job's script and its arguments. They are not passed through --export, which splits at commas."""
     prologue = "\n".join(cluster_of(job, SlurmConfig).prologue)
     return ["--", str(SCRIPT), job.python, prologue, record.run_dir, *record.flags()]
