@@ -133,7 +133,7 @@ def others(words: list[str]) -> list[str]:
         ([*SLURM, "parts=2"], OF_RUN, "parts needs prepare=true"),
         (["calibrate=runs/nowhere"], OF_RUN, "calibrate=runs/nowhere is not a run folder"),
         (["instance=trn1.32xlarge", "processes_per_node=16"], OF_RUN, "trn1.32xlarge runs 1 or 2 or 8 or 32"),
-        ([*SLURM, "instance=trn1.32xlarge", "processes_per_node=8"], OF_RUN, "with several machines, each trn1.32xlarge runs 32"),
+        ([*SLURM, "instance=trn1.32xlarge", "processes_per_node=8"], OF_RUN, "each trn1.32xlarge runs 32"),
         ([f"processes_per_node={TOO_MANY}"], OF_RUN, f"processes_per_node={TOO_MANY}"),
         (["instance=p5.48xlarge", "processes_per_node=9"], OF_RUN, "p5.48xlarge runs at most 8 ranks, one per device"),
         ([*SLURM, "instance.vcpus=2", "processes_per_node=9"], OF_RUN, "local runs at most 8 ranks, 4 per CPU"),
