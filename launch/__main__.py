@@ -78,7 +78,7 @@ def rejected(message: str) -> int:
 
 
 def with_unknown_type(own: list[str]) -> list[str]:
-    """Replace instance=TYPE with instance.name=TYPE if conf/instance does not list the type, but EC2 may know it."""
+    """Replace instance=TYPE with instance.name=TYPE if conf/instance lacks the type and EC2 may know it."""
     names = [each.removeprefix("instance=") for each in own if each.startswith("instance=")]
     if not names or names[-1] in instance_names() or re.fullmatch(INSTANCE_TYPE, names[-1]) is None:
         return own
@@ -91,7 +91,7 @@ def with_unknown_type(own: list[str]) -> list[str]:
 
 
 def is_unknown(cfg: LaunchConfig) -> bool:
-    """Return whether to ask EC2 about the machine type. Raises InputError if this needs check=true."""
+    """Return whether to ask EC2 about the machine type. Raises InputError if that is needed but not allowed."""
     instance = cfg.instance
     if instance.name in instance_names() or instance.devices is not None or not cfg.cluster.finds_types:
         return False

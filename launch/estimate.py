@@ -97,7 +97,7 @@ def planned(cfg: TrainConfig, nodes: int, processes: int, *, rows: int | None, s
         plan = make_plan(cfg, world_size=world, rows=MANY_ROWS if rows is None else rows, seq_len=seq_len)
     except InputError as error:
         return ClusterSize(nodes, world, reason=str(error))
-    is_open = rows is None and cfg.max_steps is cfg.max_examples is None  # length in epochs, whose size is unknown
+    is_open = rows is None and cfg.max_steps is cfg.max_examples is None  # the run lasts for epochs of unknown size
     sizes = plan.global_batch_size, plan.micro_batch_size, plan.accumulation
     return ClusterSize(nodes, world, plan.replicas, *sizes, None if is_open else plan.total_steps)
 
@@ -173,8 +173,8 @@ def notes_of_network(cfg: TrainConfig, num_bytes: int, processes: int) -> list[s
     if known:
         # For AWS's run in this note, the estimate is 53,000 sequences/s; AWS reports 25,853 (Neuron SDK 2.20).
         notes.append(
-            "bandwidths are from data sheets, and the weight update is not counted: with few micro batches per step, "
-            "many machines take longer than this (twice as long for AWS's BERT-large on 16 trn1.32xlarge, batch 16,384)"
+            "bandwidths are from data sheets, and the weight update is not counted: with few micro batches per step, a "
+            "run on many machines takes longer (twice as long for AWS's BERT-large on 16 trn1.32xlarge, batch 16,384)"
         )
     name = cfg.instance.name
     return [*notes, *(f"the all-reduce {each} is not counted: the bandwidth of {name} is unknown" for each in unknown)]

@@ -37,7 +37,7 @@ class Neuron(DDP):
 
     name = "neuron"
     # With a pre-release on trn2, a step took 126 ms with AdamW's foreach implementation and 1,324 ms with its loop over
-    # weights, which also failed for a model with 814 weights (hokindeng/object-permanence, pwm/).
+    # weight tensors, which also failed for a model with 814 of them (hokindeng/object-permanence, pwm/).
     adamw = {"foreach": True}
     skips_on_device = False  # AdamW counts steps on the host, so the host must know which are skipped
     pin_memory = False

@@ -4,7 +4,7 @@ Shapes: B sequences, S tokens, P positions to predict, V vocabulary.
 
 In ALBERT's paper, the token loss is a mean over tokens and the order loss a mean over sequences. Here both are sums,
 which the engine divides by the number of masked tokens. Each order loss is multiplied by P, so the result is nearly the
-same: if positions are unused, the order weighs slightly more.
+same: if some of a sequence's P positions are unused, the order loss weighs slightly more.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class MaskedLMTask(Task):
         }
         check(
             self.eval_rows > 0 and all(map(math.isfinite, self.facts.values())),
-            f"data.path={cfg.data.path} has no validation sequences, or no {' or no '.join(self.facts)}, like data of "
-            "an earlier version; prepare the data again",
+            f"data.path={cfg.data.path} has no validation sequences, or lacks {' or '.join(self.facts)}, as does "
+            "data from an earlier version; prepare the data again",
         )
         self.eval_sample = eval_sample(self.eval_rows, cfg.eval_examples, seed=cfg.seed)
         self.eval_rows, self.num_shown = len(self.eval_sample), cfg.samples
@@ -263,7 +263,7 @@ def blanks_of(positions: Tensor, labels: Tensor, guesses: Tensor, shares: Tensor
 
 
 class Spelling:
-    """The spelling of tokens by the tokenizer of a prepared data set."""
+    """A converter of tokens to readable text, with the tokenizer of a prepared data set."""
 
     def __init__(self, folder: Path, *, mask_id: int, special_ids: Sequence[int]) -> None:
         self.tokenizer = open_tokenizer(folder)

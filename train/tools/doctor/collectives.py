@@ -56,7 +56,7 @@ class Measured:
     is_cpu: bool
     device: AllReduce
     hosts: AllReduce
-    links: dict[str, float]  # bytes/s in each direction of a link, measured in both at the same time; by "a - b"
+    links: dict[str, float]  # keys "a - b"; bytes/s in each direction, measured in both at the same time
 
 
 def measure(cfg: BackendConfig, instance: InstanceConfig, *, mib: int | None = None) -> Measured:
