@@ -25,7 +25,7 @@ class Image:
     def __init__(self, region: str, seen: Mapping[str, Any]) -> None:
         self.region, self.seen = region, seen
         self.id, self.name = str(seen["ImageId"]), str(seen.get("Name", ""))
-        self.state = str(seen.get("State", "in no state"))
+        self.state = str(seen.get("State", "in an unknown state"))
         self.created = str(seen.get("CreationDate", ""))  # such as 2026-11-20T08:22:00.000Z
         self.tags: dict[str, str] = {tag["Key"]: tag["Value"] for tag in seen.get("Tags", ())}
         kind = self.tags.get(KIND_TAG, "")

@@ -33,7 +33,7 @@ OF_RANK = re.compile(r"attempt_(\d{4,9})/([^/]+)/(?:.+/)?attempt_\d+/(\d{1,5})/(
 
 @dataclass(frozen=True)
 class Wanted:
-    attempt: int | None = None  # None: the last attempt and later ones
+    attempt: int | None = None  # None: the newest attempt, and any that start later
     rank: int | None = None
     node: str | None = None
     lines: int = LINES
@@ -110,7 +110,7 @@ def select(record: Record, wanted: Wanted, history: History) -> list[Log]:
 def of_rank(
     record: Record, logs: dict[str, Log], attempt: int, hosts: list[str], rank: int, *, is_last: bool
 ) -> list[Log]:
-    """Return a rank's logs from torchrun and, for the last attempt, its trainer's log, which covers all attempts."""
+    """Return a rank's logs from torchrun and, for the last attempt, its trainer's log of all attempts."""
     per_node = record.job().processes_per_node
     ranks = len(hosts) * per_node
     check(0 <= rank < ranks, f"there is no rank {rank} in attempt {attempt}, which has {ranks} ranks")
@@ -129,7 +129,7 @@ def of_trainer(record: Record, rank: int) -> list[Log]:
 
 
 class Printer:
-    """A printer that remembers how much of each log it has shown, and prints a title whenever the log changes."""
+    """A printer that remembers how much of each log it has shown, and prints a title before lines of another log."""
 
     def __init__(self, record: Record, wanted: Wanted) -> None:
         self.record, self.wanted, self.title = record, wanted, ""

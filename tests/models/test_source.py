@@ -93,7 +93,7 @@ def test_a_run_without_an_export_gives_its_checkpoint(finished, tmp_path, monkey
     for path in copy.glob("checkpoints/*/model.pt"):
         path.unlink()
     assert resolved(from_run(copy), LOCAL, tmp_path / "cache") == cfg  # it is there: nothing is exported again
-    says = r"model.init_from=.*cannot be exported \(.*no valid checkpoint"
+    says = r"model.init_from=.*: exporting its checkpoint failed \(.*no valid checkpoint"
     rejects(says, resolved, from_run(copy), LOCAL, tmp_path / "other")
     assert not [path for path in (tmp_path / "other/models").iterdir() if path.is_dir()]
 

@@ -291,5 +291,5 @@ def test_a_forged_manifest_of_a_checkpoint_is_damaged(key, value):
 @pytest.mark.parametrize("name", ["unigram_entropy", "neighbour_accuracy"])
 def test_data_without_what_pretraining_needs_is_rejected_by_its_task(data, tmp_path, name):
     forge(data, lambda body: body["counts"].pop(name))
-    with pytest.raises(InputError, match=f"lacks .*{name}.* as does data from an earlier version; prepare the data again"):
+    with pytest.raises(InputError, match=f"lacks .*{name}.* as does data from an earlier version; prepare"):
         build_task(train_config(tmp_path / "run", data))

@@ -119,8 +119,8 @@ def exported_checkpoint(key: str, location: str, folder: Folder, s3: S3Config, c
         if done.returncode != 0:
             reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise InputError(
-                f"{key}={location}: its checkpoint cannot be exported ({reason.removeprefix('error: ')}); export one "
-                f"with python -m train.checkpoints {location} export FOLDER and --step or --data, and name that folder"
+                f"{key}={location}: exporting its checkpoint failed ({reason.removeprefix('error: ')}); run "
+                f"python -m train.checkpoints {location} export FOLDER with --step or --data, and set {key}=FOLDER"
             )
 
     return once(cache, made_of, export)

@@ -29,7 +29,7 @@ from train.system.folders import open_folder, sha256_bytes, sha256_json
 logger = logging.getLogger("train")
 DIGEST_BYTES = 64  # length of the hexadecimal sha256 before the content
 KEY_DIGITS = 20
-FAULTS = (InputError, Unreachable, OSError)  # errors of the folder of compiled graphs; a run can train without it
+FAULTS = (InputError, Unreachable, OSError)  # errors of the compile cache; a run can train without it
 MOST_GRAPHS = 1024  # torch silently stops compiling a function beyond this limit; the budget warns much earlier
 
 
@@ -80,8 +80,9 @@ class TorchCompiler:
             part = "the encoder as one graph" if self.what == "model" else "each layer"
             logger.info(
                 f"backend.compile=auto compiles {part} (backend.compile={self.what}): about "
-                f"{seconds_of(self.what, model):.0f} s for each batch length, which has "
-                + ("many micro batches" if self.work.passes == sys.maxsize else f"{self.work.passes:,} micro batches")
+                f"{seconds_of(self.what, model):.0f} s for each batch length, and there are "
+                + ("many" if self.work.passes == sys.maxsize else f"{self.work.passes:,}")
+                + " micro batches of each"
             )
         if self.cache is not None:
             weights = {name: list(weight.shape) for name, weight in model.named_parameters()}
@@ -170,7 +171,7 @@ class KernelCache:
         self.kept: set[tuple[str, str]] = set()  # kind and key of each entry that is in a file
 
     def load(self, key: dict[str, Any]) -> None:
-        """Load the graphs of the model that `key` identifies. Errors only cause a warning: other ranks may wait."""
+        """Load the graphs of the model that `key` identifies. Errors only warn, since other ranks may be waiting."""
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         self.prefix = f"torch_compile_{sha256_json({**versions, **key})[:KEY_DIGITS]}_"
         try:

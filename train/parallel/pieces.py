@@ -34,7 +34,7 @@ class Tensors(Mapping[Any, Tensor]):
     """
 
     def __init__(self, files: Mapping[str, Any], *, are_all: bool = True) -> None:
-        """Index the tensors of `files`, a mapping by file name. Raises BadContent unless `check_covered` accepts all."""
+        """Index the tensors of `files`, by tensor name. Raises BadContent unless `check_covered` accepts all."""
         self.found: dict[Any, list[tuple[str, Any]]] = {}
         for file, content in files.items():
             if not isinstance(content, dict):

@@ -61,7 +61,7 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launched:
         ("RANK", rank, "WORLD_SIZE", world_size),
         ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size),
     ):
-        check(number < of, f"{name}={number} must be below {total}={of}, since ranks count from 0; {FIX}")
+        check(number < of, f"{name}={number} must be below {total}={of}, since ranks are numbered from 0; {FIX}")
     return Launched(
         rank=rank,
         world_size=world_size,

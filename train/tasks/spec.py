@@ -98,7 +98,10 @@ class Task(ABC):
         return
 
     def only_evaluates(self, run: Folder | None) -> None:
-        """Prepare to evaluate without training. `run` trained the model, if any. Raises InputError if it is damaged."""
+        """Prepare to evaluate without training. `run` is the folder of the run that trained the model, if there is one.
+
+        Raises InputError if the run is damaged.
+        """
         return
 
     def window_shards(self, order: ShardSampler) -> int:

@@ -136,7 +136,7 @@ def show(reasons: dict[int, str | None], uncommitted: list[str], action: str) ->
     for step, reason in reasons.items():
         print(f"{step_name(step)}  {action if reason is None else f'kept: {reason}'}")
     for name in uncommitted:
-        print(f"{name}  {action}: files of a save that no manifest names")
+        print(f"{name}  {action}: files of an unfinished save, which no manifest lists")
 
 
 # ---- export, which needs torch -------------------------------------------------------------------------------------

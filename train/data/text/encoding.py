@@ -1,4 +1,4 @@
-"""Token ids of documents from a finished tokenizer. transformers is not imported, so that processes start fast."""
+"""Encoding of documents as token ids by a trained tokenizer. transformers is not imported, so processes start fast."""
 
 from __future__ import annotations
 

@@ -20,8 +20,9 @@ class MultiLabelConfig(TaskConfig):
     """Multi-label classification: any number of labels, or none, for a text or a pair of texts."""
 
     kind: str = "multilabel"
-    positive_weights: Any = None  # The loss weights of labels that a text has, one for each label in order; other
-    # labels have weight 1. balanced computes rows without the label / rows with it from the training data; None uses 1.
+    positive_weights: Any = None  # The weights in the loss of texts that have a label, one for each label in order;
+    # texts without it have weight 1. balanced computes rows without the label / rows with it from the training data;
+    # None uses 1.
     threshold: Any = 0.5  # The minimum probability at which a label is predicted, or a list of these, one for each
     # label; best (one for all, by micro F1) and best_per_label choose it on the validation data. The export keeps it.
 

@@ -45,7 +45,7 @@ MULTILABEL_ROWS = RowKind(
 
 
 class MultiLabelFeaturizer(ClassifyFeaturizer):
-    """A featurizer that tokenizes texts like a classifier's; a label is 1 if the text has it, otherwise 0."""
+    """A featurizer that tokenizes texts as a classifier's does; a label is 1 if the text has it, otherwise 0."""
 
     kind = MULTILABEL_ROWS
 
@@ -84,7 +84,7 @@ class MultiLabel(TextTask):
 
     def limits(self) -> list[float]:
         """Return the minimum probability at which each label is predicted, [C]."""
-        # Evaluations use USUAL if thresholds are chosen on the same rows, because with these scores would be too good.
+        # Evaluations use USUAL if thresholds are chosen on the same rows: the chosen ones would make scores too good.
         given = self.thresholds or (USUAL if self.cfg.threshold in CHOSEN else self.cfg.threshold)
         limits = given if isinstance(given, list) else [given] * len(self.labels)
         check_each("task.threshold", limits, self.labels)
@@ -129,7 +129,7 @@ class MultiLabel(TextTask):
         }
 
     def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
-        # One line per text, and the scores of each label with the threshold that is best for its F1.
+        # One line per text. For each label: its scores at the thresholds in use, and the threshold with the best F1.
         from sklearn.metrics import precision_recall_fscore_support
 
         truth, shares = self.truth(features), probabilities(statistics[:, 1:])
@@ -171,7 +171,7 @@ class MultiLabel(TextTask):
     def labels_of(self, source: str, config: PreTrainedConfig) -> list[str]:
         labels, problem = names_of_head(config), getattr(config, "problem_type", None)
         ok = problem == "multi_label_classification"
-        check(ok, f"{source} must predict any number of labels; it has problem_type {problem}")
+        check(ok, f"{source} is not a multi-label model: problem_type is {problem}, not multi_label_classification")
         self.thresholds = read_thresholds(f"{source}/config.json", getattr(config, THRESHOLDS, None), labels)
         return labels
 
@@ -229,7 +229,7 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
 
 
 def positive_weights(given: Any, labels: Sequence[str], has_label: np.ndarray) -> np.ndarray | None:
-    """Return the loss weights of labels that a text has, [C] float32; None if all are 1. `has_label` is [rows, C]."""
+    """Return pos_weight for the loss, one per label, [C] float32; None if all are 1. `has_label` is [rows, C]."""
     if given is None:
         return None
     if given != "balanced":
