@@ -97,7 +97,7 @@ def test_verify_names_the_damaged_file_and_what_the_next_start_does(run_dir, cap
     code, (start,) = verified()
     assert code == 1 and start.startswith("the next start fails")
     shutil.rmtree(run_dir / "checkpoints")
-    assert verified() == (0, ["the next start begins from the beginning: there is no checkpoint"])
+    assert verified() == (0, ["the next start begins from scratch: there is no checkpoint"])
 
 
 # ---- prune ---------------------------------------------------------------------------------------------------------

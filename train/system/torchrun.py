@@ -95,7 +95,7 @@ def has_rejected() -> bool:
 
 
 def end_torchrun() -> None:
-    """End torchrun if it would restart this machine's ranks. Call this after all reports of errors. Only the first rank acts."""
+    """End torchrun if it would restart this machine's ranks. Call it after all reports. Only the first rank acts."""
     restarts, limit = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     pid = find_torchrun() if is_under_torchrun() and restarts != limit else None
     if pid is not None and is_first("ended"):

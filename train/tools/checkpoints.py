@@ -106,7 +106,7 @@ def verify(store: Store, step: int | None) -> int:
             valid.append(each)
     is_lost = not valid and bool(steps or store.quarantined())
     if step is None:
-        start = f"resumes from step {valid[-1]}" if valid else "starts from the beginning: there is no checkpoint"
+        start = f"resumes from step {valid[-1]}" if valid else "begins from scratch: there is no checkpoint"
         print(f"the next start {'fails: there are checkpoints, but none is valid' if is_lost else start}")
     return FAILED if is_lost or len(valid) < len(steps) else DONE
 
