@@ -208,7 +208,18 @@ def test_a_shard_comes_whole_through_faults(bucket, large, name):
 def test_a_shard_that_does_not_come_is_given_up_and_named(bucket, large, fault, kind, message):
     bucket.proxy.set(fault)
     with pytest.raises(kind, match=f"^{bucket.location('data')}/large.safetensors: .*{message}"):
-        large(attempt_s=0.5 if fault.do == "stall" else 5.0, deadline_s=5.0 if kind is Unreachable else 60.0)
+        large(attempt_s=0.5 if fault.do == "stall" else 60.0, deadline_s=5.0 if kind is Unreachable else 60.0)
+
+
+def test_silence_at_the_end_does_not_hide_the_last_answer(bucket, large, monkeypatch):
+    answers = iter([Unreachable("it is not in the bucket")])
+
+    def fetch(downloader, shard, reads):
+        raise next(answers, download.Silent("nothing arrived"))
+
+    monkeypatch.setattr(Downloader, "fetch", fetch)
+    with pytest.raises(Unreachable, match="safetensors: it is not in the bucket; then nothing arrived$"):
+        large(attempt_s=0.5, deadline_s=2.0)
 
 
 def test_a_slow_but_steady_link_is_waited_for(bucket, large, monkeypatch):

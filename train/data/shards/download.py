@@ -54,6 +54,10 @@ class Doubtful(RuntimeError):
     """An error that retries rarely cure, such as a missing bucket or an object that does not match the manifest."""
 
 
+class Silent(Unreachable):
+    """The end of an attempt at which nothing arrived for data.attempt_s."""
+
+
 class Client:
     """A client of the connector for the objects of one data set, with boto3's current credentials.
 
@@ -197,7 +201,7 @@ class Downloader:
             return
         if path.exists():
             logger.warning("%s in the cache %s; it is fetched again", shard.file, fault)
-        doubts, reads = 0, set[Future[list[bytes]]]()
+        doubts, reads, answers = 0, set[Future[list[bytes]]](), list[BaseException]()
 
         def attempt() -> None:
             nonlocal doubts
@@ -214,6 +218,8 @@ class Downloader:
             reason = f"{url}: {error} ({state.attempt_number} attempts)"
             logger.warning("%s; next attempt in %.1f s", reason, state.next_action.sleep if state.next_action else 0.0)
             on_failure(reason)
+            if error is not None and not isinstance(error, Silent):
+                answers.append(error)
 
         retrying = Retrying(
             wait=wait_random_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
@@ -226,7 +232,8 @@ class Downloader:
             retrying(attempt)
         except (InputError, Unreachable, Doubtful) as error:
             kind = InputError if isinstance(error, InputError) else Unreachable
-            raise kind(f"{url}: {error}") from error
+            answer = f"{answers[-1]}; then " if answers and isinstance(error, Silent) else ""
+            raise kind(f"{url}: {answer}{error}") from error
 
     def fetch(self, shard: Shard, reads: set[Future[list[bytes]]]) -> list[bytes]:
         """Return a shard's content, read by a new thread or by one of an earlier attempt, whichever finishes first.
@@ -257,7 +264,7 @@ class Downloader:
             self.client = None
         if not ended:
             limit = f"nothing arrived within {self.cfg.attempt_s:g} s (data.attempt_s)"
-            raise Unreachable(f"{limit}; raise it for a slow link")
+            raise Silent(f"{limit}; raise it for a slow link")
         return (whole or list(ended))[0].result()
 
     def store(self, shard: Shard, content: list[bytes]) -> None:
