@@ -6,6 +6,7 @@ The plan shows the request to EC2, its maximum cost, and how to undo it. With ch
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import time
@@ -219,7 +220,7 @@ def plan_lines(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) 
         yield f"cost: {cfg.nodes} machines for at most {limit}; the price is unknown (instance.{price_name})"
     else:
         usd = cfg.nodes * price * longest_s / 3600
-        yield f"cost: at most ${usd:,.0f}: {cfg.nodes} x ${price:.2f} an hour x {limit}; disks cost extra"
+        yield f"cost: at most ${math.ceil(usd):,}: {cfg.nodes} x ${price:.2f} an hour x {limit}; disks cost extra"
     yield f"undo: python -m launch cancel {record.run_dir} --yes; python -m launch clean {record.run_dir} --yes"
     yield (
         "EC2 would accept the request (DryRun in each subnet, which does not check capacity)"
