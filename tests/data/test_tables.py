@@ -217,7 +217,7 @@ def test_a_damaged_folder_is_made_anew(cfg):
 def test_raw_data_that_changes_while_it_is_read_is_rejected(cfg, raw):
     words = Words()
     words.kind = replace(CLASSIFY_ROWS, read=lambda row: (raw.touch(), CLASSIFY_ROWS.read(row))[1])
-    rejects("train.csv changed while it was read; start again", open_tables, cfg, words)
+    rejects("train.csv changed while it was being read; start again", open_tables, cfg, words)
     assert folders_of(cfg) == []
 
 

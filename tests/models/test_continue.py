@@ -93,7 +93,7 @@ def test_a_checkpoint_without_a_head_says_what_is_new(published, tmp_path, capsy
     source.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(folder / "model").save_pretrained(tmp_path / "model")
     train_with(recipe("bert_continue", tmp_path / "run", folder / "data", f"model.pretrained={tmp_path / 'model'}"))
-    assert "read; new, with random weights: cls.predictions" in capsys.readouterr().err
+    assert "(randomly initialised: cls.predictions" in capsys.readouterr().err
 
 
 def test_modernbert_from_scratch_rises_stays_and_falls(published, tmp_path):

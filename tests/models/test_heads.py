@@ -217,14 +217,14 @@ def test_on_xla_batches_with_and_without_padding_are_one_graph(architecture, pre
 def test_continued_pretraining_says_that_it_drops_the_pooler_and_has_dropout(labelled_folder, log):
     model = build_masked_lm(ModelConfig(pretrained=str(labelled_folder)), vocab_size=V, pad_id=PAD, seq_len=S)
     assert all(module.training for module in model.modules())  # transformers' from_pretrained returns it without
-    assert log.messages[0].endswith("not used by this model: bert.pooler.dense, classifier")
+    assert log.messages[0].endswith("not used by this model: bert.pooler.dense, classifier)")
 
 
 def test_an_encoder_of_our_own_gets_a_new_head_and_says_so(encoder_folder, log, capfd, monkeypatch):
     monkeypatch.setattr(logging.getLogger("train"), "handlers", [])  # which a run of another test has left
     model = build("label", ModelConfig(pretrained=str(encoder_folder)), sharp=False)
-    new, unused = "new, with random weights: bert.pooler.dense, classifier", "cls.predictions"
-    assert log.messages == [f"{encoder_folder}: read; {new}; not used by this model: {unused}"]
+    new, unused = "randomly initialised: bert.pooler.dense, classifier", "cls.predictions"
+    assert log.messages == [f"loaded {encoder_folder} ({new}; not used by this model: {unused})"]
     assert capfd.readouterr() == ("", "")  # transformers' own tables
     theirs = load_file(encoder_folder / "model.safetensors")
     for name, parameter in model.network.named_parameters():
@@ -269,7 +269,7 @@ def test_a_head_for_other_labels_is_rejected_unless_a_new_one_is_wanted(labelled
     rejects(says, build, "label", ModelConfig(pretrained=str(labelled_folder)), labels=labels)
     cfg = ModelConfig(pretrained=str(labelled_folder), new_head=True)
     model = build("label", cfg, labels=labels, sharp=False)
-    assert "new, with random weights: classifier" in log.text
+    assert "randomly initialised: classifier" in log.text
     assert model.network.config.id2label == dict(enumerate(labels))
     theirs = load_file(labelled_folder / "model.safetensors")
     weight = model.network.classifier.weight

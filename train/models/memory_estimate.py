@@ -115,7 +115,7 @@ def on_cpu(needed: Memory, *, scores: float, saves: bool) -> Memory:
 
 
 def layers_of_rank(shape: Shape, held: Held) -> int:
-    """Return a lower bound on the largest layer count of a rank, because a large head moves layers to other stages."""
+    """Return the largest layer count of a rank, or fewer: layers that a large head moves elsewhere do not count."""
     return math.ceil(shape.num_hidden_layers * held.layers)
 
 

@@ -81,10 +81,10 @@ def read_weights(
         missing |= begin_head(network)
     broken = [name for name, weight in network.named_parameters() if not weight.isfinite().all()]
     check(not broken, f"{source}: {', '.join(broken[:3])} contains NaN or infinity; the weights are damaged")
-    said = {"new, with random weights": missing, "not used by this model": info["unexpected_keys"]}
+    said = {"randomly initialised": missing, "not used by this model": info["unexpected_keys"]}
     parts = [f"{what}: {', '.join(modules_of(names))}" for what, names in said.items() if names]
     if parts:
-        logger.info("%s: read; %s", source, "; ".join(parts))
+        logger.info("loaded %s (%s)", source, "; ".join(parts))
     return network, frozenset(missing)
 
 
@@ -165,7 +165,7 @@ def check_weights(folder: Path) -> None:
     pickled = next(folder.glob("pytorch_model*.bin"), None)
     check(
         bool(paths) or pickled is None,
-        f"{pickled} has pickled weights, which baretrain does not read; convert them where PyTorch is 2.10 or newer: "
+        f"{pickled} has pickled weights, which baretrain does not read; convert them with PyTorch 2.10 or newer: "
         f"cd {shlex.quote(str(folder))} && {CONVERT}",
     )
     for path in paths:

@@ -31,7 +31,7 @@ class GraphBudget:
         self.limit = 0  # set once the model is known
         self.base: int | None = None
         self.reported = 0
-        # The different input shapes in the stream of batches in which a new shape last appeared.
+        # The distinct input shapes of one stream of batches: the stream that most recently had a new shape.
         self.shapes: list[dict[str, tuple[int, ...]]] = []
 
     def start(self) -> None:
@@ -84,12 +84,12 @@ class Compilers:
 
     def __init__(self, is_compiling: Callable[[], bool] = lambda: False, store: dist.Store | None = None) -> None:
         self.is_compiling, self.store = is_compiling, store
-        self.signs: int | None = None  # the store's count of signs from compiling ranks, when last read
+        self.signs: int | None = None  # the store's count of messages from compiling ranks, as last read
         self.others_compile = False
         self.asking: Thread | None = None
 
     def are_busy(self) -> bool:
-        """Return whether this rank is compiling, or another was at the last call. Tells the others if this rank is.
+        """Return whether this rank is compiling, or another was when last asked. Tells the others if this rank is.
 
         This never waits for the store, whose machine may have died. If it does not answer, other ranks count as idle.
         """

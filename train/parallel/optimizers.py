@@ -87,8 +87,8 @@ def learning_rate(step: int, *, cfg: OptimConfig, plan: Plan) -> float:
 def check_continues(step: int, lr: float | None, *, cfg: OptimConfig, plan: Plan, force: bool) -> None:
     """Raise InputError if a wsd run's length contradicts the rate of its last step; with `force`, only warn.
 
-    `step` steps are done, the last one at the rate `lr`. A run whose decay has not begun may have any length with
-    which the decay begins later.
+    `step` steps are done, the last one at the rate `lr`. Before its decay begins, a run may change to
+    any length whose decay begins after `step`.
     """
     if cfg.schedule != WSD or lr is None or (now := learning_rate(step - 1, cfg=cfg, plan=plan)) == lr:
         return

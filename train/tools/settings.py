@@ -38,7 +38,7 @@ Files in `conf/` may set other defaults; `--cfg job` shows them.
 
 A setting on the command line overrides a recipe (`experiment=`). This includes a different key for the same thing:
 `model.pretrained` overrides the recipe's `model.init_from`, and `max_steps` its `max_epochs`. Two such keys on the
-command line are an error. Only the length of training can be set by several keys: the shortest length counts.
+command line are an error, except for the length of training, where the shortest one counts.
 
 Below, `train` stands for all commands that take the settings of a run: `python -m train`, `train.precompile`,
 `train.records` and `train.doctor --collectives`.

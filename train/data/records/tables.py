@@ -71,7 +71,7 @@ logger = logging.getLogger("train")
 RESERVED = ("tokenizer", "scratch")  # folder names that a split cannot have
 ROWS_AT_ONCE = 1000  # rows tokenised together, and rows per chunk of an Arrow file
 LAUNCH = ".launch-"  # prefix of the files in which a rank leaves a result for the other ranks of its machine
-SHARD = "128MB"  # maximum size of each of a table's files; to be copied to S3, a file is read into memory
+SHARD = "128MB"  # maximum size of each file of a table: an upload to S3 reads a whole file into memory
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def provide(request: TableRequest) -> str:
             logger.warning(line)
         if data.save_to is not None and is_first_machine:
             save(folder, open_folder(data.save_to, request.cfg.s3))
-    # The tokenizer has used threads in this process. In forked loader workers it must not use any, or warn about it.
+    # The tokenizer has used threads in this process. This keeps forked workers from using any, and from warning.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return str(folder)
 
@@ -219,7 +219,7 @@ def make(request: TableRequest, folder: Path, now: str) -> None:
         datasets.disable_progress_bars()
     scratch.mkdir()
     raw = read_raw(data, featurizer.kind, s3, seed=request.cfg.seed, folder=scratch)
-    check(version(data, s3) == now, f"data.path={data.path} changed while it was read; start again")
+    check(version(data, s3) == now, f"data.path={data.path} changed while it was being read; start again")
     featurizer.labels = raw.labels
     splits, tokens = {}, {}
     for split, examples in raw.splits.items():

@@ -1,7 +1,7 @@
 """A run's metrics lines, read for the report: newest first, in memory that does not grow with their number.
 
-After a resume, lost steps are repeated, and their new lines supersede the old ones: a line is superseded if a line of
-the same kind with the same or a lower step was read before it.
+After a resume, lost steps are repeated, and their new lines supersede the old ones. As lines are read newest first, a
+line is superseded if one of its kind with the same or a lower step has already been read.
 """
 
 from __future__ import annotations

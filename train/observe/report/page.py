@@ -68,7 +68,7 @@ ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("Highest peak memory of a rank (GB)", "most_rank_bytes", gigabytes),
     ("Final training loss", "train_loss", "{:,.4f}".format),
     ("Unigram entropy (nats)", "unigram_entropy", "{:.4f}".format),
-    ("Accuracy of a table of neighbouring tokens", "neighbour_accuracy", SHARE),
+    ("Accuracy of guessing from both neighbours", "neighbour_accuracy", SHARE),
     ("Goodput", "goodput", SHARE),
     ("Faults and alarms", "alarms", COUNT),
     ("Faults survived", "faults_survived", COUNT),
@@ -174,7 +174,7 @@ def samples_of(run: Run) -> samples.Samples | None:
 
 
 def shown_figures(figures: Sequence[tuple[str, str, bytes]]) -> list[tuple[str, str, int]]:
-    """Return (title, PNG in base64, minimum width in pixels) per figure. At this width, a point is a pixel."""
+    """Return (title, PNG in base64, minimum width in pixels) per figure. At this width, 1/72 inch is a pixel."""
     widths = [int.from_bytes(png[16:20], "big") * 72 // DPI for _, _, png in figures]  # read from the header of a PNG
     encoded = [(title, base64.b64encode(png).decode()) for _, title, png in figures]
     return [(*each, width) for each, width in zip(encoded, widths, strict=True)]

@@ -119,7 +119,7 @@ class Classification(TextTask):
         problem = getattr(config, "problem_type", None)
         check(
             problem in (None, "single_label_classification") and len(labels) > 1,
-            f"{source} must choose one of several labels; it has {len(labels)} outputs and problem_type {problem}",
+            f"{source} does not predict one of several labels: it has {len(labels)} outputs and problem_type {problem}",
         )
         return labels
 
