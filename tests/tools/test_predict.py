@@ -84,7 +84,7 @@ def rejected(capsys, *arguments):
     assert predict.main([*map(str, arguments), *FP32]) == cli.REJECTED
     result = capsys.readouterr()
     assert not result.out
-    (line,) = [line for line in result.err.splitlines() if "random weights" not in line]
+    (line,) = [line for line in result.err.splitlines() if "randomly initialised" not in line]
     return line.removeprefix("error: ")
 
 
