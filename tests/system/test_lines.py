@@ -18,6 +18,7 @@ from train.system import appended as parts
 from train.system.folders import LocalFolder
 from train.system.ownership import LeaseLost
 from train.system.run_folder import RunFolder
+from train.system.schema import BadContent
 
 LINE = {"kind": "train", "attempt": 1, "time_unix_s": 1.0, "step": 1}
 
@@ -128,6 +129,13 @@ def test_a_damaged_line_is_left_out_and_named(folder, bad):
     damage = []
     assert list(read_back(folder.local, damage=damage)) == [LINE] and not damage
     assert open_journal(folder).attempt == 2
+
+
+@pytest.mark.parametrize("read", [read_lines, read_back])
+def test_a_count_of_parts_whose_names_would_fill_the_memory_is_rejected(tmp_path, read):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "parts", "parts": {"00000001": 1000000000000}, "bytes": 5}\n')
+    with pytest.raises(BadContent, match="line 1 is damaged: .*1000000000000 parts, more than 1000000"):
+        list(read(LocalFolder(tmp_path)))
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 9, 10, 11, 500])

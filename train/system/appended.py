@@ -23,6 +23,7 @@ from train.system.folders import Folder
 from train.system.schema import BadContent, FileName, of_type, read_object
 
 PART_BYTES = 2**18  # size of a part, and the most that a save uploads, unless more was written since the previous save
+MAX_PARTS = 10**6  # maximum number of parts, whose names fit in memory
 BLOCK_BYTES = 2**16  # bytes read at a time when reading backwards
 MARK = b'{"kind": "parts", '
 
@@ -64,6 +65,8 @@ def read_head(file: BinaryIO, where: str) -> Parts:
     try:
         head = read_object(MARK + file.readline())
         counts = of_type(dict[FileName, int], head.get("parts"), "parts")
+        if sum(counts.values()) > MAX_PARTS:
+            raise BadContent(f"{sum(counts.values())} parts, more than {MAX_PARTS}")
         return Parts(counts, of_type(int, head.get("bytes"), "bytes"))
     except BadContent as error:
         text = "it should count the parts that precede this file"
