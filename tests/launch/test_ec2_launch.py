@@ -262,7 +262,8 @@ def test_a_launch_in_the_foreground_from_submission_to_the_end(ec2, cli, capsys)
     cli.acts.append(end)
     assert cli.launch("submit=true", "instance=g4dn.xlarge", "processes_per_node=1") == 0
     assert ec2.requests[0]["InstanceType"] == "g4dn.xlarge"
-    assert seen[0]["answer"]["is_active"] and seen[0]["answer"]["text"].startswith("machines in us-east-1")
+    assert seen[0]["answer"]["is_active"] and "machines in us-east-1" in seen[0]["answer"]["text"]
+    assert seen[0]["answer"]["text"].count(": 2") == 1
     assert "nothing of the run is left on EC2" in capsys.readouterr().out and ec2.anything() == []
     assert cli.status()["state"] == "done" and cli.do("clean", "--yes") == cli.do("clean") == 0
 
