@@ -2,6 +2,8 @@
 
 import csv
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from train.data.shards.order import PADDING
 from train.system.folders import LocalFolder
 from train.tasks.classify import ClassifyConfig
 from train.tasks.classify.task import ClassifyFeaturizer, class_weights, scores, tables
-from train.tasks.texts import lengths_up_to
+from train.tasks.texts import lengths_up_to, resolved_lengths
 
 LABELS = ["bad", "fair", "good"]
 
@@ -114,7 +116,7 @@ def test_one_length_needs_no_buckets_and_several_know_which_row_needs_which(make
     ("settings", "gpus", "step", "most"),
     [
         ([], False, 8, 64),
-        ([], True, 16, 64),
+        ([], True, 8, 64),
         (["backend.compile=layers"], False, 16, 3),
         (["backend=xla"], False, 16, 3),
         (["backend=neuron", "backend.device=neuron"], False, 16, 3),
@@ -132,6 +134,12 @@ def test_by_default_lengths_keep_padding_low_or_are_few_graphs(make, monkeypatch
     lengths = ", ".join(map(str, shorter))
     said = f"batches of {lengths} or {task.lengths[-1]} tokens (data.lengths=auto); in training "
     assert task.summary() == f"{said}{padding_share(rows, task.lengths):.1%} of the tokens are padding"
+
+
+def test_one_very_long_row_does_not_pad_the_short_ones(make):
+    rows = np.array([12] * 5000 + [8190])
+    tables: Any = SimpleNamespace(facts={"splits": {"train": {}}}, lengths=lambda split: rows)
+    assert resolved_lengths(make().run_cfg, tables, seq_len=8192, shortest=8) == (16, 8192)
 
 
 def test_what_lies_behind_the_end_is_said(make):

@@ -86,7 +86,7 @@ class RecordsConfig(DataConfig):
     lengths: Any = "auto"  # The lengths in tokens, in rising order, to which batches are padded, such as [32,64,128].
     # The longest length, which is seq_len or that of the longest row, is always added; [] pads all batches to it. auto
     # picks the fewest lengths that keep padding below 10 %, but at most three if each needs a compiled graph (XLA,
-    # Trainium, backend.compile). It picks multiples of 16, or of 8 on CPUs without compilation.
+    # Trainium, backend.compile). It picks multiples of 16, or of 8 without compilation.
     delimiter: str = ","  # The character between the fields of a CSV file.
     quote: str | None = "auto"  # The quote character of CSV files; auto uses ", or none if the delimiter is a tab; None
     # disables quoting.

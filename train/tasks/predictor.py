@@ -20,7 +20,7 @@ from train.data.batches.buckets import BUCKET_SHIFT
 from train.data.records.table_facts import column, cut_words
 from train.models.heads import logits_of
 from train.tasks import TASKS, class_of, spec_of
-from train.tasks.texts import EAGER_CPU_STEP, MOST_LENGTHS, MOST_TOKENS, Sizes
+from train.tasks.texts import MOST_TOKENS, Sizes, eager_step
 
 if TYPE_CHECKING:
     from train.system.folders import Folder
@@ -71,7 +71,7 @@ class Predictor:
         new = ", ".join(sorted(model.new)[:3])
         check(not model.new, f"{self.source} has no weights for {new}: its head was not trained")
         self.model, self.device, self.autocast = model.to(device).eval(), device, autocast
-        step = max(EAGER_CPU_STEP, -(-seq_len // MOST_LENGTHS))
+        step = eager_step(seq_len)
         lengths = (*range(-(-min(task.shortest, seq_len) // step) * step, seq_len, step), seq_len)
         task.sizes = replace(task.sizes, lengths=lengths)
 

@@ -11,7 +11,7 @@ from train.data.records.table_facts import MOST_GRAPHS, STEP, best_lengths
 from train.data.shards.cache import cache_dir
 from train.models.encoder import fitting_config, model_config, most_positions
 from train.models.source import resolved, task_tokenizer
-from train.parallel.backends import compiles_each_length, is_cuda
+from train.parallel.backends import compiles_each_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 MOST_TOKENS = 512  # tokens; the limit if seq_len is not set: few texts are longer, and attention over them is slow
 MOST_PADDING = 0.1  # the share of padding in a batch's tokens that data.lengths=auto accepts
 MOST_LENGTHS = 128  # the limit on the number of batch lengths without compilation
-EAGER_CPU_STEP = 8  # tokens between lengths on CPUs without compilation; GPU kernels prefer multiples of STEP
+MOST_CHOICES = 1024  # the limit on the number of lengths among which data.lengths=auto chooses; time is quadratic in it
+EAGER_STEP = 8  # tokens; without compilation, lengths are multiples of this: on CPUs, bf16 is slower with others
 
 
 @dataclass(frozen=True)
@@ -71,16 +72,19 @@ def resolved_lengths(cfg: TrainConfig, tables: Tables, *, seq_len: int, shortest
     """Return the lengths in tokens, from `shortest` to `seq_len`, to which a run pads its batches."""
     assert isinstance(cfg.data, RecordsConfig)
     is_compiled = compiles_each_length(cfg.backend, cfg.instance)
-    step = STEP if is_compiled or is_cuda(cfg.backend, cfg.instance) else EAGER_CPU_STEP
     longest = max(int(tables.lengths(split).max(initial=shortest)) for split in tables.facts["splits"])
+    step = STEP if is_compiled else eager_step(longest, MOST_CHOICES)
     longest = min(-(-longest // step) * step, seq_len)
     if cfg.data.lengths != "auto":
         return lengths_up_to(cfg.seq_len or max([longest, *cfg.data.lengths]), cfg.data.lengths)
-    if not is_compiled:
-        step = max(step, -(-longest // MOST_LENGTHS))
     most = MOST_GRAPHS if is_compiled else MOST_LENGTHS
     rows = tables.lengths(next(iter(tables.facts["splits"])))  # training rows, if there are any
     return tuple(best_lengths(rows, longest, most, step=step, shortest=shortest, enough=MOST_PADDING))
+
+
+def eager_step(longest: int, most: int = MOST_LENGTHS) -> int:
+    """Return the tokens between batch lengths without compilation: at most `most` lengths, the last is `longest`."""
+    return EAGER_STEP * max(1, -(-longest // (EAGER_STEP * most)))
 
 
 def lengths_up_to(seq_len: int, lengths: Sequence[int]) -> tuple[int, ...]:
