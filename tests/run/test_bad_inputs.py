@@ -84,7 +84,10 @@ TYPED = [
     ("run_dir=$HOME/x", "$HOME is not expanded here"),
     # ---- names
     ("max_step=3", "did you mean max_steps?"),
-    ("export=3", "export must be true or false"),
+    *((f"export={value}", "export must be true or false") for value in ("3", '"3"', "1.5", "[1]", "maybe")),
+    ("best={export: 3}", "best.export must be true or false"),
+    ("seed=null", "seed=null: seed cannot be null; leave it out"),
+    ("best={metric: null}", "best.metric cannot be null; leave it out"),
     ("optm.lr=1", "did you mean optim?"),
     ("optim.lrr=1", "optim.lrr is not a setting; did you mean optim.lr?"),
     ("lr=1", "lr is not a setting; did you mean optim.lr?"),

@@ -44,7 +44,7 @@ from train.run.command import DONE, EXITS, FAILED, REJECTED, STOPPED, Parser, co
 from train.run.help import OWN_OPTIONS, groups, settings_help, words_as_text
 from train.run.names import opened, quoted
 from train.run.own import check_imports
-from train.run.precedence import check_digits, check_switches, over_recipe
+from train.run.precedence import check_numbers, over_recipe
 from train.system.torchrun import leave_rejection
 from train.tasks import TASKS, spec_of
 
@@ -145,9 +145,8 @@ def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
             where = "of the data chosen here" if key.startswith("data.") else "of this command"
             check(OmegaConf.select(composed, key) is not None, f"{key} is not a setting {where}; --cfg job lists all")
             OmegaConf.update(composed, key, value, merge=True, force_add=True)
-        check_switches(composed, overrides)
         parse = OverridesParser.create().parse_override
-        check_digits(composed, {each: parse(each).value() for each in overrides if not each.isascii()})
+        check_numbers(composed, {each: parse(each).value() for each in overrides})
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(explain(error, schema, given)) from error
     return composed
@@ -213,7 +212,7 @@ def close_to(name: str, keys: Sequence[str]) -> str:
     return f"did you mean {last[close[0]]}?" if close else "--cfg job lists all"
 
 
-KINDS = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "string": "text"}
+KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false", "string": "text"}
 
 
 def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -> str:
@@ -236,8 +235,10 @@ def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -
             return f"{full_key} is not a setting {where}; {f'{others} has it' if others else '--cfg job lists all'}"
         return f"{full_key} is not a setting; {close_to(full_key, keys)}"
     seen = ([full_key] + [override for override in overrides if is_of(override, full_key)])[-1]
-    if match := re.search(r"could not be converted to (\w+)|Cannot convert .* to (\w+)", first):
-        return f"{seen}: {full_key} must be {KINDS.get(match[1] or match[2], match[1] or match[2])}"
+    if match := re.search(r"(?:could not be converted to|Cannot convert .* to|is not a valid) (\w+)", first):
+        return f"{seen}: {full_key} must be {KINDS.get(match[1], match[1])}"
+    if "is not Optional" in first or "Incompatible value 'None'" in first:
+        return f"{seen}: {full_key} cannot be null; leave it out"
     if "is not a ListConfig" in first:
         return f"{seen}: {full_key} must be a list, such as {full_key}=[a,b]"
     if "is not a subclass of" in first or "not a DictConfig" in first or "Cannot merge DictConfig with" in first:

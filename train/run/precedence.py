@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -49,18 +48,15 @@ def over_recipe(given: Mapping[str, Any], groups: Collection[str]) -> dict[str, 
     return values
 
 
-def check_digits(composed: DictConfig, given: Mapping[str, Any]) -> None:
-    """Raise InputError if a number has digits other than 0 to 9, which Python accepts. `given`: values by override."""
+def check_numbers(composed: DictConfig, given: Mapping[str, Any]) -> None:
+    """Raise InputError if a number has digits other than 0 to 9, or if a switch is a number other than 0 and 1.
+
+    Python accepts other digits, and Hydra reads every number except 0 as true. `given` are the values by override.
+    """
     for override, values in given.items():
         for name, value in leaves(values, override.partition("=")[0]):
-            is_number = isinstance(OmegaConf.select(composed, name), int | float)
+            current = OmegaConf.select(composed, name)
+            is_other = str(value)[-1:].isdigit() and str(value) not in ("0", "1")
+            check(not (is_other and isinstance(current, bool)), f"{override}: {name} must be true or false")
+            is_number = isinstance(current, int | float)
             check(not is_number or str(value).isascii(), f"{override}: {name} must be a number with the digits 0 to 9")
-
-
-def check_switches(composed: DictConfig, overrides: Iterable[str]) -> None:
-    """Raise InputError if a switch is set to a number other than 0 and 1, which Hydra would read as true."""
-    for override in overrides:
-        key, _, text = override.partition("=")
-        is_other = re.fullmatch(r"[+-]?\d[\d.e_]*", text) and text not in ("0", "1")
-        is_switch = is_other and isinstance(OmegaConf.select(composed, key), bool)
-        check(not is_switch, f"{override}: {key} must be true or false")
