@@ -147,14 +147,19 @@ def test_an_answer_is_the_tokens_that_hold_it_all(begin, end, tokens):
 
 
 def test_windows_without_room_and_tokenizers_without_cls_in_front_are_rejected(tokenizer):
-    rejects("must be below 33, .* seq_len=48 minus task.max_question_tokens=12 ", featurizer, tokenizer, stride=40)
-    rejects("must be below 0, the number of tokens left", featurizer, tokenizer, max_question_tokens=64)
+    rejects("task.max_question_tokens=12 .* leaves 33 .* more than task.stride=40;", featurizer, tokenizer, stride=40)
+    rejects("=64 and 3 special tokens leaves 0 tokens for the context", featurizer, tokenizer, max_question_tokens=64)
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.post_processor = processors.TemplateProcessing(
         single="$A [SEP] [CLS]", pair="$A [SEP] $B:1 [SEP]:1 [CLS]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     other = PreTrainedTokenizerFast(tokenizer_object=backend, cls_token="[CLS]", sep_token="[SEP]", pad_token="<pad>")
     rejects("does not begin sequences with its", featurizer, other)
+    for side in ("padding_side", "truncation_side"):
+        other = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer.backend_tokenizer, **{**tokenizer.special_tokens_map, side: "left"}
+        )
+        rejects("tokenizer pads or cuts sequences on the left", featurizer, other)
     just = featurizer(tokenizer, stride=32)  # of 33
     assert len(windows_of(just, ["ba be na " * 9], ["no na " * 60])["row"]) > 20
 

@@ -67,19 +67,18 @@ class QAFeaturizer(Featurizer):
         names = ("stride", "max_question_tokens", "unanswerable")
         super().__init__(tokenizer, seq_len=seq_len, **{name: getattr(task, name) for name in names})
         self.task, self.kind = task, qa_rows(task)
+        cls, special = tokenizer.cls_token, tokenizer.num_special_tokens_to_add(pair=True)
         begins = tokenizer("a", "b")["input_ids"][0] == tokenizer.cls_token_id
-        check(
-            begins and tokenizer.padding_side == tokenizer.truncation_side == "right",
-            f"this tokenizer does not begin sequences with its {tokenizer.cls_token}, the answer to unanswerable "
-            "questions; choose a model like bert, albert, roberta, distilbert",
-        )
-        special = tokenizer.num_special_tokens_to_add(pair=True)
+        fault = "" if begins else f"does not begin sequences with its {cls}, the answer to unanswerable questions"
+        if "left" in (tokenizer.padding_side, tokenizer.truncation_side):
+            fault = fault or "pads or cuts sequences on the left"
+        check(not fault, f"this tokenizer {fault}; choose a model like bert, albert, roberta, distilbert")
         left = seq_len - special - task.max_question_tokens
         check(
             task.stride < left,
-            f"task.stride={task.stride} must be below {max(left, 0)}, the number of tokens left for the context: "
-            f"seq_len={seq_len} minus task.max_question_tokens={task.max_question_tokens} and {special} special "
-            "tokens; raise seq_len or lower one of the others",
+            f"seq_len={seq_len} minus task.max_question_tokens={task.max_question_tokens} and {special} special tokens "
+            f"leaves {max(left, 0)} tokens for the context, which must be more than task.stride={task.stride}; raise "
+            "seq_len or lower one of the others",
         )
 
     def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
