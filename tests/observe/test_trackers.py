@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -98,24 +99,28 @@ def raises(at: str, calls: int) -> Callable[[str, int], None]:
 
 
 @pytest.mark.parametrize(
-    ("before", "arrives", "warns"),
+    ("before", "arrives", "missing"),
     [
-        (lambda call, number: time.sleep(0.02), True, False),
-        (raises("connect", 1), True, True),
-        (raises("send", 1), True, True),
-        (raises("end", 1), True, True),
-        (raises("connect", 10**6), False, True),
+        (lambda call, number: time.sleep(0.02), True, None),
+        (raises("connect", 1), True, ""),
+        (raises("send", 1), True, ""),
+        (raises("end", 1), True, ""),
+        (raises("end", 10**6), True, "the final status"),
+        (raises("connect", 10**6), False, "8 lines and the final status"),
     ],
-    ids=["slow", "connects later", "sends later", "ends later", "never connects"],
+    ids=["slow", "connects later", "sends later", "ends later", "never ends", "never connects"],
 )
-def test_training_is_the_same_whatever_a_tracker_does(before, arrives, warns, toy, fake):
+def test_training_is_the_same_whatever_a_tracker_does(before, arrives, missing, toy, fake):
     assert toy.train("without") == ("done", 6)
     fake.before = before
     assert toy.train(telemetry=WANDB) == ("done", 6)
     assert toy.values("train", "loss") == toy.values("train", "loss", "without")
-    assert (fake.lines, fake.statuses) == ((ALL, ["FINISHED"]) if arrives else ([], []))
+    assert fake.lines == (ALL if arrives else [])
+    assert fake.statuses == ([] if missing else ["FINISHED"])
+    log = (toy.folder / "run/log/rank_0000.txt").read_text()
+    assert re.findall("tracker wandb: not sent: (.*)", log) == ([missing] if missing else [])
     said = "tracker wandb: ConnectionError: no route to http://server; the run continues"
-    assert warnings(toy) == ([said] if warns else [])
+    assert warnings(toy) == ([] if missing is None else [said])
     assert all(os.environ[name] == value for name, value in trackers.ENVIRONMENT.items())
 
 

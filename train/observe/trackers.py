@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from train.config import TelemetryConfig, TrainConfig, check, flat
+from train.config import TelemetryConfig, TrainConfig, check, flat, plural
 from train.system.run_folder import RunFolder
 
 logger = logging.getLogger("train")
@@ -142,6 +142,8 @@ class Tracker:
     waiting: queue.SimpleQueue[Line | str] = field(default_factory=queue.SimpleQueue)
     unsent: deque[Line | str] = field(default_factory=lambda: deque(maxlen=MOST_LINES))
     has_warned: bool = False
+    num_added: int = 0  # lines
+    num_sent: int = 0
 
     def __post_init__(self) -> None:
         self.thread = threading.Thread(target=self._work, name=f"tracker {self.name}", daemon=True)
@@ -149,6 +151,7 @@ class Tracker:
 
     def add(self, line: Line) -> None:
         """Queue a line to be sent, without waiting."""
+        self.num_added += 1
         if self.thread.ident is None:
             self.thread.start()
         if self.waiting.qsize() < MOST_LINES:
@@ -167,8 +170,10 @@ class Tracker:
                 time.sleep(RETRY_S if number else 0)
                 if self._try_to_send():
                     break
-        if self.unsent:
-            logger.info("tracker %s: %d lines were not sent", self.name, len(self.unsent))
+        missing = self.num_added - self.num_sent  # more than in `unsent` if lines were dropped
+        parts = [plural(missing, "line")] * (missing > 0) + ["the final status"] * bool(self.unsent)
+        if parts:
+            logger.info("tracker %s: not sent: %s", self.name, " and ".join(parts))
 
     def _try_to_send(self) -> bool:
         """Send the lines in `unsent`, and return whether all were sent. Those that remain can be sent later."""
@@ -181,6 +186,7 @@ class Tracker:
                     self.client.end(item)
                 else:
                     self.client.send(item)
+                    self.num_sent += 1
                 self.unsent.popleft()
         except Exception as error:  # whatever the library raises, training continues
             self.warn(f"{type(error).__name__}: {error}"[:300])
