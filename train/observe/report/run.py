@@ -100,7 +100,7 @@ def read_run(folder: Folder | Path) -> Run:
     run.exported_step = marked(folder, "weights")
     run.add(chain([newest], lines))
     if damage:
-        logger.warning("%s: %s; damaged lines are left out", where, damage[0])
+        logger.warning("%s: %s; such lines are left out", where, damage[0])
     run.label = printable(run.name)
     return run
 
