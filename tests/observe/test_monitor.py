@@ -111,6 +111,9 @@ def test_errors_are_counted_once_by_kind_and_core_and_memory_errors_when_they_ri
         "NeuronCore 0: executions completed with other errors": 1,  # four failed, three of them have a type
     }
     assert second.errors == {"Neuron device 0: uncorrected memory errors (sram_ecc_uncorrected)": 1}
+    parser = LineParser(1, None)
+    devices = [{"neuron_devices": [{"neuron_device_index": 0, "mem_ecc_uncorrected": n}]} for n in (4, 5, 2, 2, 0)]
+    assert [sum(parser.new_ecc(each).values()) for each in devices] == [0, 1, 2, 0, 0]  # totals, or of one period
 
 
 def test_groups_that_are_missing_null_or_carry_an_error_are_left_out(log):

@@ -179,13 +179,16 @@ class LineParser:
         return group
 
     def new_ecc(self, counters: dict[str, Any]) -> dict[str, int]:
-        """Return how much each counter of uncorrected errors has grown since the last line."""
+        """Return the new uncorrected errors since the last line; counts in the first line may be old."""
+        # The guide does not say whether the counts are totals. AWS's neuron-monitor-prometheus.py adds them up, as if
+        # they were counts of one period. In both cases, a rise is new, and so is any count after a fall.
         new = {}
         for device in counters.get("neuron_devices") or []:
             for name in ECC_COUNTERS:
                 index, count = device["neuron_device_index"], device.get(name)
                 if count is not None:
-                    increase = count - self.ecc.get((index, name), count)
+                    before = self.ecc.get((index, name), count)
+                    increase = count - before if count >= before else count
                     new[f"Neuron device {index}: uncorrected memory errors ({name})"] = increase
                     self.ecc[index, name] = count
         return new
