@@ -23,7 +23,7 @@ from launch.record import Job, Record
 from launch.schedulers import SETTINGS, scheduler
 from launch.speed import read_calibration
 from launch.values import columns, line, paragraph
-from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check
+from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check, plural
 from train.data.shards.format import read_manifest
 from train.run import compose as cli
 from train.run.command import add_import_flag, guarded
@@ -163,9 +163,9 @@ def expect(cfg: LaunchConfig, run: TrainConfig) -> Estimate:
 
 def plan_lines(job: Job, request: Sequence[str], bundle_bytes: int) -> list[str]:
     ranks, spares = job.nodes * job.processes_per_node, f" and {job.spares} more as spares" if job.spares else ""
-    machines = f"{job.nodes} x {job.instance}{spares}, {job.processes_per_node} ranks each, {ranks} in all"
+    machines = f"{job.nodes} x {job.instance}{spares}, {plural(job.processes_per_node, 'rank')} each, {ranks} in all"
     if job.kind == "prepare":
-        machines = f"{job.parts} part{'s' if job.parts > 1 else ''} of the corpus, each on one {job.instance}"
+        machines = f"{plural(job.parts, 'part')} of the corpus, each on one {job.instance}"
     chosen = {key: value for key, value in job.cluster.items() if value not in (None, [], "")}
     shown = {key: str(value).lower() if isinstance(value, bool) else value for key, value in chosen.items()}
     return [

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
-from train.config import InputError, TrainConfig
+from train.config import InputError, TrainConfig, plural
 from train.run import compose as cli
 from train.run.rejection import inform_others
 from train.run.stopping import StoppedEarly, StopRequest
@@ -61,7 +61,7 @@ def attempt(cfg: TrainConfig, *, collects: bool = False) -> int:
             end_torchrun()
         return {"done": cli.DONE, "stopped": cli.STOPPED}.get(over["outcome"], cli.FAILED)
     if launch.rank == 0:
-        ranks = f"{launch.world_size} rank{'s' if launch.world_size > 1 else ''}"
+        ranks = plural(launch.world_size, "rank")
         print(f"starting {cfg.run_dir}: {ranks}", file=sys.stderr)  # Importing torch takes several seconds.
     rank_setup.prepare(launch, forks=cfg.data.num_workers > 0)
     search_rarely()  # garbage is collected rarely until `loop.run` has imported the task

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from train.checkpoints.manifest import Progress
-from train.config import DataParallelConfig, Plan, TrainConfig, check, make_plan
+from train.config import DataParallelConfig, Plan, TrainConfig, check, make_plan, plural
 from train.data.batches.loader import Batch
 from train.models.memory_estimate import GIB, advice, memory_of, on_cpu
 from train.models.model_sizes import check_layers, shape_of_model
@@ -319,8 +319,8 @@ def memory_note(attempt: Attempt, backend: Backend, model: nn.Module) -> str | N
     limit_bytes = total_memory_bytes()
     check(
         num_ranks * needed.total < limit_bytes,
-        f"{held}; this machine or container has too little, {limit_bytes / GIB:,.3g} GiB for {num_ranks} ranks; "
-        f"{advice(cfg, world_size=plan.world_size)}",
+        f"{held}; this machine or container has too little, {limit_bytes / GIB:,.3g} GiB for "
+        f"{plural(num_ranks, 'rank')}; {advice(cfg, world_size=plan.world_size)}",
     )
     return str(held)
 

@@ -362,7 +362,7 @@ CASES = {
     ],
     "memory": [
         case(trn1, "warn", "32 ranks and the compiler", "ps", memory_bytes=(36 * GIB, 512 * GIB)),
-        case(laptop, "bad", "end other programs", memory_bytes=(GIB // 2, 16 * GIB)),
+        case(laptop, "bad", "for 1 rank -> end other programs", memory_bytes=(GIB // 2, 16 * GIB)),
     ],
     "malloc arenas": [case(trn1, "warn", "export MALLOC_ARENA_MAX=64", env={"MALLOC_ARENA_MAX": ""})],
     "variables": [

@@ -22,6 +22,7 @@ from train.config.checks import (
     check_printable,
     check_values,
     leaves,
+    plural,
     setting,
     shortlist,
 )

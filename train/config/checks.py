@@ -90,6 +90,10 @@ def shortlist(names: Iterable[object], most: int = SHOWN_NAMES) -> str:
     return ", ".join(every[:most]) + (f", ... ({len(every):,})" if len(every) > most else "")
 
 
+def plural(count: float, one: str, many: str = "") -> str:
+    return f"{count:,.0f} {one if count == 1 else many or one + 's'}"
+
+
 def check_choice(key: str, value: object, choices: Sequence[object]) -> None:
     """Raise InputError unless `value` is one of `choices`."""
     check(value in choices, f"{key}={value} is not known; choose one of: {', '.join(map(str, choices))}")

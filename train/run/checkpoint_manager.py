@@ -17,7 +17,7 @@ from train.checkpoints.loader import Loaded, fitting, load, read_weights
 from train.checkpoints.manifest import Damaged, Manifest, NoneValid, Progress
 from train.checkpoints.retention import best
 from train.checkpoints.saver import MAX_LOSS_S, MAX_WAIT_S, AsyncSaver, Saved, SavesFail
-from train.config import Failure, InputError, NotPermitted, TrainConfig, flat
+from train.config import Failure, InputError, NotPermitted, TrainConfig, flat, plural
 from train.observe.metrics import Recorder, Window
 from train.parallel.optimizers import check_continues
 from train.run import goodput
@@ -141,7 +141,7 @@ class CheckpointManager:
         if self.lost is not None and self.recorder.steps_done:
             since_s = time.time() - self.lost.last_sign_unix_s
             recover_s = max(since_s, self.attempt.folder.attempt_s())  # clocks may differ
-            text = f"{self.lost.reason}; {self.lost.steps} steps lost, {recover_s:.0f} s until the first step"
+            text = f"{self.lost.reason}; {plural(self.lost.steps, 'step')} lost, {recover_s:.0f} s until the first step"
             logger.warning(text)
             self.recorder.fault(text, steps_lost=self.lost.steps, recover_s=recover_s)
             self.lost = None

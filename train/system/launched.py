@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from train.config import InstanceConfig, check
+from train.config import InstanceConfig, check, plural
 
 FIX = (
     "start one torchrun per machine, or unset RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_PORT for a "
@@ -107,11 +107,11 @@ def check_launch(instance: InstanceConfig, launch: Launched) -> None:
     valid = instance.rank_counts
     check(
         local in valid,
-        f"{local} ranks on one machine: {instance.name} runs {' or '.join(map(str, valid))}; "
+        f"{plural(local, 'rank')} on one machine: {instance.name} runs {' or '.join(map(str, valid))}; "
         f"start torchrun with --nproc-per-node={max(valid)}",
     )
     check(
         world == local or local == max(valid),
-        f"{local} ranks on each of {world // local} machines: several {instance.name} work together only with "
-        f"{max(valid)} ranks each; start torchrun with --nproc-per-node={max(valid)}",
+        f"{plural(local, 'rank')} on each of {world // local} machines: several {instance.name} work together only "
+        f"with {max(valid)} ranks each; start torchrun with --nproc-per-node={max(valid)}",
     )

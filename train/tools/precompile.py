@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.config import Plan, RecordsConfig, TrainConfig, check, make_plan
+from train.config import Plan, RecordsConfig, TrainConfig, check, make_plan, plural
 from train.data.records.table_facts import MOST_GRAPHS
 from train.run import compose as cli
 from train.run.command import command_parser, guarded
@@ -234,7 +234,7 @@ def precompile(short_run: ShortRun, environ: dict[str, str]) -> int:
         count = f"{len(failed)} of {len(graphs)} graphs failed to compile {took}; the same command tries again"
         return fail(f"{count}:\n  {names}", short_run)
     if graphs:
-        print(f"{len(graphs)} graphs compiled {took}")
+        print(f"{plural(len(graphs), 'graph')} compiled {took}")
     elif machine.cached_graphs(short_run.cache) == set():
         return fail("the short run succeeded, but no graph was collected; does this backend use Trainium?", short_run)
     else:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from train.config import shortlist
+from train.config import plural, shortlist
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -55,7 +55,7 @@ def shortages(splits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         yield f"no training row has the label {shortlist(names)}: it cannot be learnt"
     for split, facts in splits.items():
         if split != "train" and (rows := facts["examples"]) < FEW_EXAMPLES:
-            what = f"{split} has only {rows} example{'s' if rows > 1 else ''}"
+            what = f"{split} has only {plural(rows, 'example')}"
             yield f"{what}: one answer moves a score by {1 / rows:.0%}; hold out at least {FEW_EXAMPLES}"
 
 

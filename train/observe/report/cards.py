@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from train.config import plural
 from train.observe.report.comparison import is_same_work, times
 from train.observe.report.data import Records
 from train.observe.report.run import Run, divergence, number
-from train.observe.report.texts import duration, figure, plural, printable
+from train.observe.report.texts import duration, figure, printable
 from train.tasks import TASKS
 
 MOST_CHARS = 300  # maximum length of an outcome's reason

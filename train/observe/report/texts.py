@@ -31,10 +31,6 @@ def file_name(prefix: str, name: str) -> str:
     return f"{prefix}_{plain}{hashed}"
 
 
-def plural(count: float, one: str, many: str = "") -> str:
-    return f"{count:,.0f} {one if count == 1 else many or one + 's'}"
-
-
 # ---- numbers -------------------------------------------------------------------------------------------------------
 
 

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from train import loop
-from train.config import Failure, HubConfig, InputError, TelemetryConfig, TrainConfig
+from train.config import Failure, HubConfig, InputError, TelemetryConfig, TrainConfig, plural
 from train.config.attempt import BestConfig
 from train.config.train import EarlyStopConfig
 from train.entry import leave_at_once
 from train.observe.metrics import Recorder
-from train.observe.report.texts import plural
 from train.parallel.backend import peak_device_bytes
 from train.parallel.backends import Backend
 from train.parallel.ranks import AGREED

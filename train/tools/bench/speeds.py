@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from train.config import InstanceConfig
-from train.observe.report.texts import plural
+from train.config import InstanceConfig, plural
 
 GIB = 2**30
 FLOPS_SOURCE = "train/models/model_sizes.py: a multiply-add is 2 operations; a backward pass is twice a forward pass"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import re
 
-from train.config import InputError, InstanceConfig
+from train.config import InputError, InstanceConfig, plural
 from train.system.launched import Launched, check_launch
 from train.system.machine import Chip, read_neuron_ls
 from train.tools.doctor.probe import Finding, Probe, ToolOutput, bad, ok, skip, warn
@@ -45,7 +45,7 @@ def devices(probe: Probe) -> Finding:
     if probe.has_gpu:
         return gpu_devices(probe, probe.ask(*GPU_QUERY))
     if probe.instance and probe.num_devices:
-        text = f"{probe.instance.name} has {probe.num_devices} devices, but this machine has none"
+        text = f"{probe.instance.name} has {plural(probe.num_devices, 'device')}, but this machine has none"
         return bad(text, cure="set --instance to this machine's type (without the flag, the firmware names it)")
     return ok(f"no accelerator; {probe.num_cpus} CPU cores")
 
@@ -154,14 +154,15 @@ def ranks(probe: Probe) -> Finding:
         chips = neuron_chips(probe) if probe.is_trainium else []
         full = sum(chip.num_cores for chip in chips) or len(read_csv(probe.ask(*GPU_QUERY)))
     if full and wanted > full:
-        return bad(f"{wanted} ranks for {full} devices", cure=f"torchrun --standalone --nproc-per-node={full}")
+        text = f"{wanted} ranks for {plural(full, 'device')}"
+        return bad(text, cure=f"torchrun --standalone --nproc-per-node={full}")
     world = Launched(world_size=wanted * probe.num_machines, local_world_size=wanted, is_distributed=True)
     try:
         check_launch(probe.instance or InstanceConfig(), world)
     except InputError as error:
         text, _, cure = str(error).partition("; ")
         return bad(text, cure=cure)
-    return ok(f"{wanted} per machine" + (f", which has {full} devices" if full else ""))
+    return ok(f"{wanted} per machine" + (f", which has {plural(full, 'device')}" if full else ""))
 
 
 # ---- EFA -----------------------------------------------------------------------------------------------------------
@@ -179,18 +180,18 @@ def efa(probe: Probe) -> Finding:
         text = f"{num_seen} of {probe.instance.name}'s {wanted} interfaces{alone}"
         cure = "launch again with InterfaceType=efa on every network card: interfaces cannot be added later; "
         return fault(text, cure=cure + "if all were requested, run the EFA installer: sudo ./efa_installer.sh -y")
-    answer = probe.ask("fi_info", "-p", "efa")
+    seen, answer = plural(num_seen, "interface"), probe.ask("fi_info", "-p", "efa")
     # fi_info lists each device once per endpoint type ("rdmap16s27-rdm", "rdmap16s27-dgrm").
     usable = len(set(re.findall(r"^\s*domain:\s*(\S+?)(?:-rdm|-dgrm)?$", answer.out, re.MULTILINE)))
     if usable < num_seen:
         why = f" ({answer.fault})" if answer.fault else ""
-        text = f"{num_seen} interfaces, of which libfabric sees {usable}{why}{alone}"
+        text = f"{seen}, of which libfabric sees {usable}{why}{alone}"
         cure = "install EFA's libfabric: sudo ./efa_installer.sh -y, then export PATH=/opt/amazon/efa/bin:$PATH"
         return fault(text, cure=cure)
     if probe.has_gpu and not has_nccl_plugin(probe):
         cure = f"install aws-ofi-nccl (sudo ./efa_installer.sh -y), then export LD_LIBRARY_PATH={OFI_NCCL}"
-        return fault(f"{num_seen} interfaces; NCCL has no libnccl-net*.so and would use TCP{alone}", cure=cure)
-    return ok(f"{num_seen} interfaces" + (f" of {wanted}" if wanted else "") + ", libfabric sees all")
+        return fault(f"{seen}; NCCL has no libnccl-net*.so and would use TCP{alone}", cure=cure)
+    return ok(seen + (f" of {wanted}" if wanted else "") + ", libfabric sees all")
 
 
 def has_nccl_plugin(probe: Probe) -> bool:

@@ -6,6 +6,7 @@ import math
 import re
 from pathlib import Path
 
+from train.config import plural
 from train.system import machine
 from train.system.rank_setup import OPEN_FILES
 from train.tools.doctor.probe import Finding, Probe, bad, nearest, ok, skip, warn
@@ -122,7 +123,7 @@ def memory(probe: Probe) -> Finding:
     if free >= wanted:
         return ok(text)
     cure = "end other programs (ps aux --sort=-rss | head)"
-    text += f", but about {wanted / GIB:,.0f} are needed for {num_ranks} ranks"
+    text += f", but about {wanted / GIB:,.0f} are needed for {plural(num_ranks, 'rank')}"
     if probe.is_trainium:
         cure += "; export NEURON_PARALLEL_COMPILE_MAX_RETRIES=1 if the compiler is killed"
         text += " and the compiler"

@@ -19,9 +19,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from train.config import BackendConfig, Failure, InstanceConfig, shortlist
+from train.config import BackendConfig, Failure, InstanceConfig, plural, shortlist
 from train.config.backend import DEFAULT_TIMEOUT_S, JOIN_TIMEOUT_S
-from train.observe.report.texts import plural
 from train.parallel.backends import Backend, open_backend
 from train.parallel.ranks import World
 from train.run.command import FAILED, printable
