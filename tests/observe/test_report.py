@@ -474,7 +474,7 @@ def test_damaged_files_on_the_data_are_rejected_by_name(tmp_path, capsys, name, 
     [
         ([], "", {}, "no lines yet"),
         ([], HALF, {}, "no lines yet"),
-        ([], '{"kind": "train", "step": 1, "time_unix_s": 1}\n', {}, "time_unix_s, as in earlier versions"),
+        ([], '{"kind": "train", "step": 1, "time_unix_s": 1}\n', {}, "time_unix_s; an earlier version wrote others"),
         (whole_run(), "", {"config.yaml": "a: [1"}, "config.yaml is damaged"),
         (whole_run(), "", {"environment.json": None}, "Is a directory"),
     ],

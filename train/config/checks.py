@@ -91,6 +91,7 @@ def shortlist(names: Iterable[object], most: int = SHOWN_NAMES) -> str:
 
 
 def plural(count: float, one: str, many: str = "") -> str:
+    """Return the count and its noun, such as "1 rank" and "2 ranks"."""
     return f"{count:,.0f} {one if count == 1 else many or one + 's'}"
 
 

@@ -71,4 +71,5 @@ def parse(row: bytes) -> Line:
         is_valid = isinstance(line.get("kind"), str) and isinstance(line.get("time_unix_s"), int | float)
         if is_valid and all(isinstance(count, int) and 0 <= count < LARGEST for count in counts):
             return line
-    raise BadContent("a line is not an object with kind, attempt, step and time_unix_s, as in earlier versions")
+    what = "kind, attempt, step and time_unix_s; an earlier version wrote others"
+    raise BadContent(f"a line is not an object with {what}")
