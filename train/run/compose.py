@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from hydra import compose, initialize_config_module
+from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import QuotedString
@@ -78,6 +79,8 @@ def schemas() -> list[Schema]:
 def register(configs: tuple[tuple[type, str], ...], options: tuple[Schema, ...]) -> None:
     """Register dataclasses with Hydra: as the schemas of files in conf/, or as the options in OWN_OPTIONS."""
     store = ConfigStore.instance()
+    # Composing Hydra's own options as well, which nothing here reads, would take half as long again.
+    store.store(group="hydra", name="config", node=HydraConf(defaults=[]))
     for schema, file in configs:
         store.store(name=f"{file}_schema", node=schema)
     for group, name, node in options:

@@ -141,11 +141,10 @@ def groups(name: str) -> dict[str, tuple[str | None, list[str]]]:
     for entry in listed:
         if isinstance(entry, dict):
             ((group, default),) = entry.items()
-            if not group.startswith("override "):
-                files = (file.name for file in (folder / group).iterdir())
-                options = sorted(file.removesuffix(".yaml") for file in files if file.endswith(".yaml"))
-                options += [name for own_group, name in OWN_OPTIONS if own_group == group]
-                options_of[group] = (default, options)
+            files = (file.name for file in (folder / group).iterdir())
+            options = sorted(file.removesuffix(".yaml") for file in files if file.endswith(".yaml"))
+            options += [name for own_group, name in OWN_OPTIONS if own_group == group]
+            options_of[group] = (default, options)
     return options_of
 
 
