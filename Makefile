@@ -70,8 +70,9 @@ $(MLFLOW)/.ready: $(VENV)/.ready
 	@$(MLFLOW)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) mlflow==3.17.2
 	@touch $@
 
-# Two for each core: half of the tests' time is waiting for processes that they start.
-PYTEST = $(BIN)/python -m pytest --numprocesses=$$($(BIN)/python -c "import os; print(2 * os.cpu_count())") --maxprocesses=4
+# Two for each core: half of the tests' time is waiting for processes that they start. Where Python may not store
+# bytecode, each of these processes would compile the package again.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=$$($(BIN)/python -c "import os; print(2 * os.cpu_count())") --maxprocesses=4
 
 test: setup
 	@$(PYTEST) -m "not services" $(TEST_ARGS)

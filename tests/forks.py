@@ -1,4 +1,4 @@
-"""Programs that are run in forks of one process, which has loaded torch and transformers: that takes seconds each time.
+"""Programs that are run in forks of one process, which has loaded torch and all else that takes seconds each time.
 
 All else is as if they had been started from the command line: arguments, environment, standard output, exit status. The
 ranks of a launch are forks of torchrun, by its own options. Only what libraries read from the environment when they are
@@ -35,6 +35,9 @@ HEAVY = [
     "transformers.models.auto.tokenization_auto",
     "transformers.models.albert.modeling_albert",
     "torch_xla.distributed.parallel_loader",
+    "datasets",
+    "sklearn.metrics",
+    "warm",
 ]
 forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(HEAVY)  # what is missing is passed over
