@@ -1,12 +1,9 @@
-"""Steps as CUDA graphs train as steps that are sent kernel by kernel. On a CPU a recording is replayed by a call.
+"""Steps as CUDA graphs train as steps that are sent kernel by kernel. On a CPU, tapes stand for the graphs: `taped`."""
 
-Like CUDA's, such a recording is of one function and one shape, and reads its inputs from the memory that it was
-recorded with.
-"""
-
-import warnings
+import math
+import weakref
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, partialmethod
 from types import SimpleNamespace
 
 import pytest
@@ -14,18 +11,20 @@ import torch
 from finetuning import tuned, two_lengths
 from forks import DEVICE
 from rejections import rejects
-from run_results import assert_same_run, losses
-from running import train_config
+from run_results import TOLERANCE, assert_same_run, losses
+from running import lines, train_config
+from taped import put_tapes
 from toy import Line
 
 from train import loop
 from train.config import BackendConfig, DataParallelConfig, FSDPConfig, OptimConfig
 from train.parallel import captured, ddp
-from train.parallel.data import Captured
+from train.parallel.data import Captured, DataParallel
 from train.parallel.engines import build_engine
 from train.parallel.grad_sync import sent
 from train.run.stopping import StopRequest
 from train.system import imported
+from train.tasks.mlm.task import MaskedLMTask
 
 OFF = "backend.cuda_graphs=false"
 
@@ -37,13 +36,19 @@ def recorded(monkeypatch):
 
     def seeing(self, function, inputs):
         seen.append((function.__name__, {name: tuple(value.shape) for name, value in inputs.items()}))
-        return record(self, function, inputs) if DEVICE == "cuda" else partial(function, inputs)
+        return record(self, function, inputs)
 
     monkeypatch.setattr(captured.Graphs, "record", seeing)
     if DEVICE != "cuda":
+        put_tapes(monkeypatch)
         monkeypatch.setattr(ddp, "captures_steps", lambda cfg, *_: cfg.cuda_graphs is not False)
-        monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+        opened = ddp.DDP.__init__
+
+        def as_on_a_gpu(self, *args, **options):
+            opened(self, *args, **options)
+            self.skips_on_device = True
+
+        monkeypatch.setattr(ddp.DDP, "__init__", as_on_a_gpu)
     return seen
 
 
@@ -61,7 +66,7 @@ def log(folder):
 def test_a_recorded_run_is_the_plain_one_and_resumes_bit_for_bit(
     recorded, prepared, tmp_path, optimizer, micro, functions
 ):
-    settings = [f"micro_batch_size={micro}", f"optim={optimizer}"]
+    settings = [f"micro_batch_size={micro}", f"optim={optimizer}", "model.hidden_dropout=0.1"]
     plain = train(tmp_path / "plain", prepared, *settings, OFF)
     assert not recorded
     run = train(tmp_path / "run", prepared, *settings)
@@ -85,18 +90,47 @@ def test_each_length_has_a_graph_after_its_first_steps(recorded, tokenizer_folde
     assert {shapes["input_ids"][1] for _, shapes in recorded} == {16, 32} and len(recorded) <= 3  # one without a mask
 
 
+@pytest.mark.parametrize("micro", [8, 2])
+def test_recorded_steps_are_skipped_and_rolled_back_as_others(recorded, prepared, tmp_path, monkeypatch, micro):
+    """The loss is multiplied by a number on the device that is NaN at some steps. Counts of labels vary."""
+    factor = torch.ones((), device=DEVICE)
+    step, loss = iter(()), MaskedLMTask.loss
+
+    def begin_step(self, count, lr, *, begin):
+        number = next(step)
+        factor.copy_(torch.tensor(math.nan if number in (7, 10, 11) else 1.0))
+        begin(self, count * (1 + number % 3), lr)
+
+    monkeypatch.setattr(MaskedLMTask, "loss", lambda *args: loss(*args) * factor)
+    for engine in (DataParallel, Captured):
+        monkeypatch.setattr(engine, "begin_step", partialmethod(begin_step, begin=engine.begin_step))
+    settings = [f"micro_batch_size={micro}", "max_steps=16", "nonfinite.max_skips=2", "model.hidden_dropout=0.1"]
+    for name, off in (("plain", [OFF]), ("run", [])):
+        step = iter(range(100))
+        train(tmp_path / name, prepared, *settings, *off)
+    values = [[loss or 0.0 for loss in losses(tmp_path / name)] for name in ("run", "plain")]  # NaN is written as null
+    assert values[0] == pytest.approx(values[1], rel=TOLERANCE) and values[0].count(0) == 3
+    assert len(recorded) == (2 if micro == 8 else 4)  # once more after the rollback
+    reasons = [[line["reason"] for line in lines(tmp_path / name, "fault")] for name in ("run", "plain")]
+    assert reasons[0] == reasons[1] and "back to step 9" in reasons[0][-1]
+
+
+@pytest.mark.parametrize("architecture", ["bert", "modernbert"])
+def test_a_model_that_makes_its_own_masks_is_recorded(recorded, tokenizer_folder, tmp_path, architecture):
+    """transformers would read each mask, to drop it if it hides nothing."""
+    model = [f"model.architecture={architecture}", "model.embedding_size=null", "model.hidden_dropout=null"]
+    settings = [*two_lengths(tmp_path), "max_steps=16", *model]
+    plain = tuned(tmp_path / "plain", tokenizer_folder, *settings, OFF)
+    run = tuned(tmp_path / "run", tokenizer_folder, *settings)
+    assert losses(run) == pytest.approx(losses(plain), rel=1e-5)
+    assert {tuple(shapes) for _, shapes in recorded} >= {("input_ids", "attention_mask", "token_type_ids", "labels")}
+
+
 def test_a_step_that_waits_for_the_gpu_is_not_recorded(recorded, prepared, tmp_path, monkeypatch):
     plain = train(tmp_path / "plain", prepared, OFF)
-    if DEVICE == "cuda":
-        reads = float
-    else:
-
-        def reads(_norm):
-            warnings.warn(captured.WAITS, stacklevel=1)
-
     update = ddp.DDP.update
     monkeypatch.setattr(
-        ddp.DDP, "update", lambda self, opt, norm, **rest: (reads(norm), update(self, opt, norm, **rest))
+        ddp.DDP, "update", lambda self, opt, norm, **rest: (float(norm), update(self, opt, norm, **rest))
     )
     run = train(tmp_path / "run", prepared)
     assert not recorded and losses(run) == pytest.approx(losses(plain), rel=1e-5)
@@ -127,6 +161,23 @@ def test_a_recording_that_fails_costs_nothing_but_speed(recorded, prepared, tmp_
     run = train(tmp_path / "run", prepared, *settings)
     assert failed == [failing] and losses(run) == pytest.approx(losses(plain), rel=1e-5)
     assert "cannot be recorded (RuntimeError: operation not permitted)" in log(run)
+
+
+def test_a_recording_that_fails_is_freed_before_its_step_runs(monkeypatch):
+    """Its memory may be all that the device has."""
+    kept = []
+
+    def record(self, function, inputs):
+        memory = torch.zeros(1)
+        kept.append(weakref.ref(memory))
+        raise torch.OutOfMemoryError("out of memory")
+
+    put_tapes(monkeypatch)
+    monkeypatch.setattr(captured.Graphs, "record", record)
+    graphs, seen = captured.Graphs(), []
+    for _ in range(captured.FIRST_CALLS + 2):
+        graphs.run(lambda inputs: seen.append([each() for each in kept]), {})
+    assert seen == [[], [], [], [None], [None]] and not graphs.is_on
 
 
 def test_after_a_recording_that_fails_stream_and_random_numbers_are_as_before(monkeypatch):

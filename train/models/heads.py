@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from train.config import ModelConfig, check, shortlist
 from train.config.checks import SHOWN_NAMES
 from train.models.encoder import fitting_config, make_network
-from train.models.network import Network
+from train.models.network import Network, with_unread_masks
 
 logger = logging.getLogger("train")
 
@@ -53,7 +53,9 @@ class PaddedEncoder(Network):
 
 def logits_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     """Return a PaddedEncoder's logits for a batch. A batch without padding has no attention mask."""
-    logits: Tensor = model(inputs["input_ids"], inputs.get("attention_mask"), inputs["token_type_ids"])
+    mask = inputs.get("attention_mask")
+    with with_unread_masks(given=mask is not None):
+        logits: Tensor = model(inputs["input_ids"], mask, inputs["token_type_ids"])
     return logits
 
 

@@ -51,6 +51,8 @@ class Network(nn.Module):
         super().__init__()
         self.attention = attention
         self.network, self.new = network.train(), new  # transformers returns pretrained models in eval mode
+        # To warn about padding without a mask, some models would read tokens in each step, and wait for the device.
+        network.base_model.warn_if_padding_and_no_attention_mask = lambda *_: None
         self.has_segments = getattr(network.config, "type_vocab_size", 0) >= 2
         self.mask_dtype: torch.dtype | None = None  # dtype of attention scores; None: the weights' dtype
 
@@ -61,8 +63,7 @@ class Network(nn.Module):
     def mask(self, real: Tensor) -> Tensor:
         """Return the attention mask in the architecture's form; `real` [B, S] is 1 at tokens and 0 at padding.
 
-        transformers reads the values of a mask [B, S] in every forward pass, and drops it if it hides nothing. On XLA
-        this would wait for the device and need two graphs. A mask of four dimensions is used unchanged.
+        transformers uses a mask of four dimensions unchanged, and makes one from a mask [B, S] in every forward pass.
         """
         if self.attention in OWN_MASKS:
             return real
@@ -213,12 +214,13 @@ class Network(nn.Module):
         return
 
 
-def with_usual_masks() -> AbstractContextManager[object]:
-    """Return a context in which transformers makes the same masks while a CUDA graph is recorded as in other steps.
+def with_unread_masks(*, given: bool) -> AbstractContextManager[object]:
+    """Return a context in which transformers makes a mask if one is `given`, and none otherwise.
 
-    Otherwise it would keep masks that hide nothing during recording, because reading a mask waits for the GPU.
+    Otherwise it would read which tokens are padding in order to drop masks that hide nothing, except while a CUDA graph
+    is recorded. Reading waits for the device, so a CUDA graph cannot contain it.
     """
-    return patch.object(import_utils, "is_cuda_stream_capturing", lambda: False, create=True)
+    return patch.object(import_utils, "is_cuda_stream_capturing", lambda: given, create=True)
 
 
 def is_norm(module: nn.Module) -> bool:

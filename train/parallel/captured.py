@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from train.config import BackendConfig, check
+from train.parallel.graphs import brief
 from train.system import imported
 
 logger = logging.getLogger("train")
@@ -63,9 +64,9 @@ class Graphs:
             try:
                 self.recorded[key] = held, self.record(function, held)
             except Exception as error:  # any operation may fail; recording runs no kernel, so the step can still run
-                first = error.__context__ or error  # ending the failed recording raises a second error
-                cause = f"{type(first).__name__}: {str(first).strip().partition(chr(10))[0]}"
+                cause = brief(error.__context__ or error)  # ending the failed recording raises a second error
                 self.turn_off(f"one of their operations cannot be recorded ({cause})")
+            if not self.is_on:  # the error, and the memory of the failed recording, are freed by now
                 return function(inputs)
         held, replay = self.recorded[key]
         for name, value in inputs.items():
@@ -103,14 +104,14 @@ class Graphs:
 
     def record(self, function: Callable[[Inputs], None], inputs: Inputs) -> Callable[[], object]:
         """Record `function(inputs)`, and return a function that replays it in one call."""
-        from train.models.network import with_usual_masks  # late: it imports transformers
+        from train.models.network import with_unread_masks  # late: it imports transformers
 
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         before = generator.clone_state()
         # "thread_local" lets other threads use the GPU during the recording: one of them page-locks the next batches.
-        with with_usual_masks():
+        with with_unread_masks(given=False):  # `logits_of` knows better
             try:
                 # The outer context restores the current stream, which a failed recording would not.
                 with (

@@ -22,7 +22,7 @@ from torch._dynamo.callback import callback_handler
 
 from train.config import BackendConfig, InputError, S3Config, Unreachable
 from train.parallel.auto_compile import Workload, seconds_of, way_of
-from train.parallel.graphs import GraphBudget, Graphs
+from train.parallel.graphs import GraphBudget, Graphs, brief
 from train.parallel.ranks import World
 from train.system.folders import open_folder, sha256_bytes, sha256_json
 
@@ -117,8 +117,7 @@ class TorchCompiler:
         try:
             micro_batch()
         except Exception as error:  # any part of the compiler may fail; the warning names the cause
-            inner = getattr(error, "inner_exception", error)  # torch wraps the compiler's exception
-            cause = f"{type(inner).__name__}: {str(inner).strip().partition(chr(10))[0]}"
+            cause = brief(getattr(error, "inner_exception", error))  # torch wraps the compiler's exception
         cause = world.broadcast(next(filter(None, world.gather(cause)), ""))
         if cause:
             self.is_on = False

@@ -106,3 +106,8 @@ class Compilers:
         with suppress(dist.DistError):  # the store's process has ended
             self.signs = self.store.add("signs_of_compiling", own_signs)
             self.others_compile = before is not None and self.signs > before
+
+
+def brief(error: BaseException) -> str:
+    """Return the type and the first line of an error. A reference to it would keep the memory of its frames."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
