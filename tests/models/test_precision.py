@@ -34,7 +34,10 @@ def test_fp16_learns_what_fp32_learns(toy):
     assert "loss_scale" not in toy.lines("train", "fp32")[0]
 
 
-@pytest.mark.parametrize("architecture", ["albert", "bert", "modernbert"])
+@pytest.mark.parametrize(
+    "architecture",
+    "albert bert deberta-v2 distilbert electra eurobert modernbert mpnet nomic_bert rembert roberta roformer".split(),
+)
 def test_norms_that_return_bf16_keep_gradients_within_two_percent_of_fp32(architecture):
     """Twelve layers, whose states pass from one to the next in bf16 alone."""
     found = {}
