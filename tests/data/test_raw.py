@@ -111,7 +111,7 @@ TABS = {"format": "csv", "delimiter": "\t"}
 BAD = {  # a row, and why it is left out
     b"fine,1": None,
     b"too,many,fields": "3 fields where the header has 2",
-    b"few": "1 fields where the header has 2",
+    b"few": "1 field where the header has 2",
     b'"early" quote,1': "not CSV: ",
     b"caf\xe9,1": "byte 0xe9 is not utf-8",
     b",1": "an empty text",
@@ -143,6 +143,7 @@ def test_bad_rows_are_named_by_line_counted_and_left_out_or_rejected(folder):
     ("content", "settings", "message"),
     [
         ("text,sentiment\na,1\n", {}, r"a\.csv:2: no column label \(data.columns.label\); the columns are: text, sent"),
+        ("text;label\na;1\n", {}, "columns are: text;label; the delimiter seems to be ';'"),
         ("text, label\na,1\n", {}, r'columns are: text,  label; " label" exists: blanks and capitals matter'),
         (",".join(map(str, range(10**4))) + "\n" + "a," * 9999, {}, r"18, 19, \.\.\. \(10,000\)"),
         (f'text,label\n"{LONG * 3}",1\n', {}, r"a\.csv:2: a field of more than .* characters, or an unclosed quote"),
@@ -165,7 +166,7 @@ def test_bad_rows_are_named_by_line_counted_and_left_out_or_rejected(folder):
         (labelled(1, 2, "inf"), {}, "not whole, such as inf"),
         ("text;label\na;2,5\nb;3,0\n", {"delimiter": ";"}, "not whole, such as 2,5"),
         (labelled("true", 0, 1), {}, r"the labels are 0, 1, true, where true may mean 1: data\.lab"),
-        (csv_of([*ROWS, ("text", "label"), *ROWS]), {}, r"1 bad rows.*a\.csv:42: the header again"),
+        (csv_of([*ROWS, ("text", "label"), *ROWS]), {}, r"1 bad row.*a\.csv:42: the header again"),
         ('{"data": [{"text": "a"}]}', {"format": "jsonl"}, "no column text .*: data; are the rows in data"),
     ],
 )
@@ -294,7 +295,7 @@ SINGLE = [
 def test_what_is_not_one_label_is_rejected_by_row(folder, label, message):
     lines = [json.dumps({"text": text, "label": other}) for text, other in ROWS]
     path = put(folder, "a.jsonl", "\n".join([*lines, json.dumps({"text": "x", "label": label})]))
-    rejects(r"1 bad rows, .*a\.jsonl:41: " + f".*{message}", read, path)
+    rejects(r"1 bad row, .*a\.jsonl:41: " + f".*{message}", read, path)
 
 
 # ---- formats ------------------------------------------------------------------------------------------------------
@@ -456,7 +457,7 @@ def test_data_in_s3(folder, bucket):
     for message, prefix, settings in (
         (r"set/nowhere\.csv: there is no such file", "set/nowhere.csv", {}),
         (r"data\.train=x-\*: there is no such file in s3://", "set", {"train": "x-*"}),
-        (r"1 bad rows.*: s3://\S+/set/bad\.csv:42: an empty text", "set/bad.csv", {}),
+        (r"1 bad row.*: s3://\S+/set/bad\.csv:42: an empty text", "set/bad.csv", {}),
     ):
         rejects(message, read, bucket.location(prefix), s3=s3, **settings)
     cfg = RecordsConfig(path=bucket.location("set/train.csv"))
@@ -550,7 +551,7 @@ def test_broken_squad_is_one_line(folder, content, message):
 
 def test_a_question_whose_id_is_repeated_is_a_bad_row(folder):
     put(folder, "dev.json", squad(question("one"), question("one")))
-    read_questions(folder, message="1 bad rows, .*question one: an earlier row also has the id one")
+    read_questions(folder, message="1 bad row, .*question one: an earlier row also has the id one")
     raw = read_questions(folder, max_bad_rows=1)
     assert raw.splits["validation"]["id"][:] == ["one"] and raw.dropped["validation"].bad_rows == 1
 

@@ -135,7 +135,7 @@ def test_facts_say_what_the_rows_are(cfg, raw):
     assert (facts["kind"], facts["labels"], facts["settings"]) == ("classify", ["n", "p"], Words().settings)
     train, lengths = facts["splits"]["train"], tables.lengths("train")
     assert (train["rows"], train["examples"], train["label_counts"]) == (ROWS, ROWS, {"n": 400, "p": 800})
-    bad = [f"{raw}:{ROWS + 2}: 1 fields where the header has 2"]
+    bad = [f"{raw}:{ROWS + 2}: 1 field where the header has 2"]
     assert (train["bad_rows"], train["bad_examples"], train["left_out"]) == (1, bad, 2)
     assert train["tokens"] == lengths.sum() == sum(map(len, tables.features("train")["input_ids"]))
     assert train["length_histogram"]["up_to"] == [4, 6, 8, 12, 16]
@@ -224,7 +224,7 @@ def test_raw_data_that_changes_while_it_is_read_is_rejected(cfg, raw):
 def test_tables_with_more_bad_rows_than_this_run_allows_are_rejected(cfg, raw):
     made = open_tables(cfg, Words())
     assert is_reused(with_data(cfg, max_bad_rows=7), made)
-    says = f"train: 1 bad rows, more than data.max_bad_rows=0 allows: {raw}:1202: 1 fields"
+    says = f"train: 1 bad row, more than data.max_bad_rows=0 allows: {raw}:1202: 1 field"
     rejects(says, open_tables, with_data(cfg, max_bad_rows=0), words := Words())
     assert words.calls == []
 
@@ -426,8 +426,8 @@ def test_the_command_prepares_and_says_what_there_is(command, raw, tmp_path):
         "n 400 (33.3%), p 800 (66.7%)",
         f"cut       {train['notes']['truncated']:.0f} of 1,200 rows are cut at 16 tokens: ",
         f"tokens: {train['notes']['tokens_cut']:,.0f} of ",
-        "1 bad rows, 2 by data.label_map",
-        "train.csv:1202: 1 fields",
+        "1 bad row, 2 by data.label_map",
+        "train.csv:1202: 1 field",
         f"padding   {padding_share(Tables(tmp_path / 'saved', '', facts).lengths('train'), [8, 16]):.1%} of batches",
         f"saved to {tmp_path / 'saved'}",
     ):

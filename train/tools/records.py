@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from train.config import RecordsConfig, TrainConfig, check, shortlist
+from train.config import RecordsConfig, TrainConfig, check, plural, shortlist
 from train.data.records.table_facts import cut_words, padding_share
 from train.run import compose as cli
 from train.tasks import build_task
@@ -82,5 +82,5 @@ def description(tables: Tables, lengths: Sequence[int]) -> Iterator[str]:
             hint = "if no text contains line breaks, set data.quote=null"
             yield f"  lines     {lines:,}, but {rows:,} rows; {hint}"
         if facts["bad_rows"] or facts["left_out"]:
-            yield f"  left out  {facts['bad_rows']:,} bad rows, {facts['left_out']:,} by data.label_map"
+            yield f"  left out  {plural(facts['bad_rows'], 'bad row')}, {facts['left_out']:,} by data.label_map"
             yield from (f"    {example}" for example in facts["bad_examples"])

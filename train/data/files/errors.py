@@ -21,10 +21,15 @@ class BadRow(Exception):
 
 
 def listed(columns: Iterable[str], wanted: str) -> str:
-    """Return at most 20 column names for a message, with a hint if one differs from `wanted` only in blanks or case."""
+    """Return at most 20 column names for a message.
+
+    A hint is added if a name differs from `wanted` only in blanks or case, or if the only one is probably several.
+    """
     names = list(columns)
     near = next((name for name in names if name.strip().lower() == wanted.strip().lower()), None)
     hint = "" if near is None else f'; "{near}" exists: blanks and capitals matter'
+    mark = next((mark for mark in ";|\t" if len(names) == 1 and mark in names[0]), None)
+    hint += "" if mark is None else f"; the delimiter seems to be {mark!r}"
     return (shortlist(names, SHOWN_COLUMNS) or "(none)") + hint
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from train.config import InputError, check, shortlist
+from train.config import InputError, check, plural, shortlist
 from train.data.files.errors import LIBRARY_ERRORS, BadRow, naming, unreadable
 
 Values = dict[str, Any] | BadRow  # a row's values by column, or why it is bad
@@ -80,7 +80,7 @@ def csv_rows(
             else:
                 columns = columns or [str(number) for number in range(len(fields))]
                 fits = len(fields) == len(columns)
-                wrong = f"{len(fields)} fields where the {first} has {len(columns)}"
+                wrong = f"{plural(len(fields), 'field')} where the {first} has {len(columns)}"
                 if header and fields == columns:
                     fits, wrong = False, "the header again, as if files had been joined; remove this line"
                 yield line, dict(zip(columns, fields, strict=True)) if fits else BadRow(wrong)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
-from train.config import InputError, RecordsConfig, check, shortlist
+from train.config import InputError, RecordsConfig, check, plural, shortlist
 from train.data.files.errors import BadRow, listed
 from train.data.records.formats import LocatedRow, Table
 from train.data.records.kinds import Row, RowKind, names_in, plain, plain_label
@@ -46,7 +46,7 @@ class Dropped:
 
     def check(self) -> None:
         """Raise InputError if there are more bad rows than allowed."""
-        what = f"{self.split}: {self.bad_rows:,} bad rows, more than data.max_bad_rows={self.limit} allows"
+        what = f"{self.split}: {plural(self.bad_rows, 'bad row')}, more than data.max_bad_rows={self.limit} allows"
         shown = "; ".join(self.bad_examples[:MAX_SHOWN]) + ("; ..." if self.bad_rows > MAX_SHOWN else "")
         check(self.bad_rows <= self.limit, f"{what}: {shown}")
 
