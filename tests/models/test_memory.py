@@ -162,6 +162,6 @@ def test_it_is_the_peak_of_a_run_on_cpus(
 
 def test_a_run_that_this_machine_cannot_hold_is_rejected_before_it_starts(prepared: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(loop, "total_memory_bytes", lambda: 50_000)
-    more = "^about .* process 0.85; this machine or container has too little, .* for 1 ranks; lower micro_batch"
+    more = "^about .* process 0.85; this machine or container has too little, .* for 1 rank; lower micro_batch"
     rejects(more, train_here, tmp_path / "run", prepared)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
