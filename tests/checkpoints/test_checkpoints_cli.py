@@ -10,8 +10,9 @@ import sys
 import pytest
 import torch
 from running import ROOT, lines
+from safetensors import SafetensorError
 from saved_steps import copy_step, flip, set_manifest, step_folder, store_of
-from transformers import AutoModelForMaskedLM
+from transformers import AutoModelForMaskedLM, PreTrainedModel
 
 from train.system.exported import MARK
 from train.system.folders import LocalFolder, sha256_file
@@ -180,6 +181,22 @@ def test_the_newest_whole_step_is_exported_where_none_was_evaluated(run_dir, cap
     (step_folder(run_dir, 8) / "model.pt").unlink()
     assert command.chosen(store_of(run_dir), None) == (6, "the newest (none was evaluated)")
     assert "skipped: step 8: model.pt is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_an_export_to_a_full_disk_names_it_and_leaves_nothing(run_dir, tmp_path, capsys, monkeypatch, existed):
+    def full(_model, folder):
+        (folder / "config.json").write_text("{}")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    out = tmp_path / "out"
+    if existed:
+        out.mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(PreTrainedModel, "save_pretrained", full)
+        code, output = called(capsys, run_dir, "export", out)
+        assert (code, output.err) == (1, f"error: cannot write {out}: the disk is full; free some space\n")
+    assert out.exists() == existed and called(capsys, run_dir, "export", out)[0] == 0
 
 
 def set_config(run_dir, before, now):

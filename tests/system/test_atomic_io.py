@@ -110,6 +110,12 @@ def test_what_is_missing_needs_no_removal(tmp_path, caplog, monkeypatch):
         atomic_io.discard(missing)
         with contextlib.suppress(OSError):
             atomic_io.create_atomic(missing / "made", b"")
+
+    def read_only(path, *_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(os, "unlink", read_only)
+    atomic_io.discard(tmp_path / "new")
     assert caplog.text == ""
 
 

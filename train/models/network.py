@@ -21,8 +21,9 @@ from transformers.models.albert.modeling_albert import AlbertLayerGroup, AlbertT
 from transformers.utils import import_utils
 from transformers.utils.logging import disable_progress_bar
 
-from train.config import HeadSize, check
+from train.config import Failure, HeadSize, check
 from train.models.model_sizes import NO_RATES, shape_of
+from train.system.folders import is_full
 
 # checkpoint(function, *tensors) returns function(*tensors), and computes it again in the backward pass.
 Checkpoint = Callable[..., Any]
@@ -205,7 +206,12 @@ class Network(nn.Module):
         plain.tie_weights()
         self.finish(plain)
         disable_progress_bar()  # saving takes a fraction of a second
-        plain.save_pretrained(folder)
+        try:
+            plain.save_pretrained(folder)
+        except Exception as error:
+            if is_full(error):
+                raise Failure(f"cannot write {folder}: the disk is full; free some space") from error
+            raise
         for path in folder.glob("*.safetensors"):  # the library makes these files private, whatever the umask
             shutil.copymode(folder / "config.json", path)
 

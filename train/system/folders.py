@@ -202,6 +202,11 @@ def files_below(top: Path) -> Iterator[Path]:
         yield from (Path(parent, name) for name in files)
 
 
+def is_full(error: Exception) -> bool:
+    """Return whether an error says that a disk is full. Libraries written in Rust raise exceptions of other classes."""
+    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
+
+
 @contextmanager
 def disk_errors(action: str, path: Path) -> Iterator[None]:
     """Raise each OSError of the block as InputError, except FileNotFoundError if `action` is "read"."""
@@ -210,9 +215,8 @@ def disk_errors(action: str, path: Path) -> Iterator[None]:
     except OSError as error:
         if action == "read" and isinstance(error, FileNotFoundError):
             raise
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        hint = f"; {'free some space or ' if is_full else ''}choose another folder" if action == "write" else ""
-        raise InputError(f"cannot {action} {path}: {error.strerror}{hint}") from error
+        hint = f"; {'free some space or ' if is_full(error) else ''}choose another folder" if action == "write" else ""
+        raise InputError(f"cannot {action} {path}: {error.strerror or error}{hint}") from error
 
 
 def check_place(location: str) -> None:
@@ -306,8 +310,8 @@ def scratch_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="baretrain-", ignore_cleanup_errors=True) as folder:
         try:
             yield Path(folder)
-        except Exception as error:  # libraries written in Rust raise a plain Exception
-            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error):
+        except Exception as error:
+            if is_full(error):
                 hint = "free some space, or set TMPDIR to another folder"
                 raise InputError(f"{Path(folder).parent} is full; {hint}") from error
             raise

@@ -17,6 +17,7 @@ from train.config import InputError, S3Config, check, shortlist
 from train.run.command import DONE, FAILED, REJECTED, add_import_flag, add_s3_flags, command_parser, run_flags
 from train.run.saved import read_config
 from train.system import machine
+from train.system.atomic_io import discard
 from train.system.folders import Folder, LocalFolder, is_s3, local_path, make_folder, open_folder
 from train.system.ownership import LeaseLost, Ownership
 
@@ -152,9 +153,14 @@ def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Conf
     cfg.data.path, cfg.data.cache_dir, cfg.s3 = options.data or cfg.data.path, options.cache_dir, s3
     step, why = chosen(store, options.step)
     path = fetch(store, step, "model")
+    existed = target.exists()
     try:
         export_step(path, store.manifest(step), cfg, target, run=folder)
-    except InputError as error:
+    except BaseException as error:
+        for made in target.iterdir() if existed else [target]:  # the next export needs an empty folder
+            discard(made)
+        if not isinstance(error, InputError):
+            raise
         hint = "; give --endpoint, --region and --profile for the run's data: config.yaml's values are not used"
         raise InputError(f"{error}{hint if is_s3(cfg.data.path) and s3 == S3Config() else ''}") from error
     store.release(path)
