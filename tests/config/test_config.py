@@ -66,6 +66,7 @@ def test_a_recipe_may_name_norwegian(tmp_path, monkeypatch):
     recipe = "defaults: [csv]\nlabels: [de, no, en]\nlabel_map: {off: no}\nname: no\nheader: no\npath: x\n"
     (tmp_path / "conf/data/reviews.yaml").write_text(recipe)
     monkeypatch.delitem(sys.modules, "conf")
+    monkeypatch.setattr(cli, "compose_options", cli.compose_options.__wrapped__)  # it knows the files of before
     monkeypatch.syspath_prepend(tmp_path)
     given = ["task=classify", "data=reviews", "run_dir=r", "max_steps=1", "micro_batch_size=1"]
     data = cli.load_config(TrainConfig, given).data

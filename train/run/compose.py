@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 import re
 import shlex
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from hydra import compose, initialize_config_module
 from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import QuotedString
+from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -132,7 +133,6 @@ def check_typed(schema: type, typed: Sequence[str]) -> None:
 
 def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
     """Compose the settings and check names, options and types; values may still be missing."""
-    register(tuple(CONFIGS.items()), tuple(schemas()))
     overrides, users_own = opened(given)
     for override in overrides:
         check_override(schema, override)
@@ -140,19 +140,46 @@ def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
     # Hydra has no syntax for "no option of this group". If that is the group's default, group=null is dropped.
     overrides = [each for each in overrides if not (each.endswith("=null") and each.removesuffix("=null") in listed)]
     try:
-        with initialize_config_module("conf", version_base="1.3"), words_as_text():
-            composed = compose(CONFIGS[schema], overrides=overrides)
+        options = tuple(each for each in overrides if is_option(each, listed))
+        composed = copy.deepcopy(compose_options(CONFIGS[schema], options, tuple(CONFIGS.items()), tuple(schemas())))
+        for override in overrides:
+            if override not in options:
+                OmegaConf.update(composed, parsed(override).key_or_group, parsed(override).value(), merge=True)
         for key, value in preferred(schema, overrides).items():
             OmegaConf.update(composed, key, value)
         for key, value in users_own.items():
             where = "of the data chosen here" if key.startswith("data.") else "of this command"
             check(OmegaConf.select(composed, key) is not None, f"{key} is not a setting {where}; --cfg job lists all")
             OmegaConf.update(composed, key, value, merge=True, force_add=True)
-        parse = OverridesParser.create().parse_override
-        check_numbers(composed, {each: parse(each).value() for each in overrides})
+        check_numbers(composed, {each: parsed(each).value() for each in overrides})
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(explain(error, schema, given)) from error
     return composed
+
+
+@functools.lru_cache(maxsize=32)
+def compose_options(
+    name: str, options: tuple[str, ...], configs: tuple[tuple[type, str], ...], known: tuple[Schema, ...]
+) -> DictConfig:
+    """Compose conf/`name`.yaml with options of its groups: most of the time, so a process does it once for each choice.
+
+    Callers copy the result. `configs` and `known` are those of `register`.
+    """
+    register(configs, known)
+    with initialize_config_module("conf", version_base="1.3"), words_as_text():
+        return compose(name, overrides=list(options))
+
+
+@functools.lru_cache(maxsize=1024)
+def parsed(override: str) -> Override:
+    """Parse an override. Raises HydraException."""
+    return OverridesParser.create().parse_override(override)
+
+
+def is_option(override: str, listed: Container[str]) -> bool:
+    """Return whether an override chooses an option of a group, and does not set values."""
+    key = parsed(override).key_or_group
+    return (key in listed or "/" in key) and not isinstance(parsed(override).value(), dict)
 
 
 def check_override(schema: type, override: str) -> None:
@@ -161,13 +188,13 @@ def check_override(schema: type, override: str) -> None:
     check(not override.startswith("~"), f"{override}: settings cannot be removed; give the value you want")
     key, equals, value = override.partition("=")
     try:
-        parsed = OverridesParser.create().parse_override(override)
+        read = parsed(override)
     except HydraException as error:
         check_printable(override)
         raise InputError(f"{override} is not key=value; {spelling(key, equals, value)}") from error
-    check(key != "" and parsed.package is None, f"{override} is not key=value: {key!r} is not a name")
+    check(key != "" and read.package is None, f"{override} is not key=value: {key!r} is not a name")
     check(
-        not parsed.is_sweep_override(),
+        not read.is_sweep_override(),
         f"{override} has several values, but sweeps are not supported: start one run for each, or quote a single "
         f"""value, as in '{key}="{value}"'""",
     )
@@ -176,7 +203,7 @@ def check_override(schema: type, override: str) -> None:
     if top not in listed and all(top != item.name for item in fields(schema)):
         raise InputError(f"{top if '.' in key else key} is not a setting; {close_to(top, known_keys(schema))}")
     default, options = listed.get(key, (None, []))
-    chosen = parsed.value()
+    chosen = read.value()
     if options and not isinstance(chosen, dict):
         text = str(chosen) if isinstance(chosen, str | QuotedString) else ""
         check(
@@ -202,8 +229,7 @@ def spelling(key: str, equals: str, value: str) -> str:
 
 def preferred(schema: type, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the settings that follow from the overrides and replace a recipe's; see `train.run.precedence`."""
-    parse = OverridesParser.create().parse_override
-    given = {override.partition("=")[0]: parse(override).value() for override in overrides}
+    given = {override.partition("=")[0]: parsed(override).value() for override in overrides}
     return over_recipe(dict(flatten(given)), groups(CONFIGS[schema]))
 
 
