@@ -35,6 +35,15 @@ def test_every_option_of_every_group_composes_to_settings_of_its_own(group):
     assert len(set(composed.values())) == len(composed)
 
 
+def test_a_composition_leaves_no_trace_in_the_next():
+    before = load("optim=lamb")
+    changed = load("optim=lamb", "seed=7", "optim.betas=[0.5,0.5]")
+    changed.optim.betas.append(0.5)
+    assert changed.seed == 7 and load("optim=lamb") == before
+    given = ["max_steps=1", "max_steps=2", "seed=1", "max_steps=3"]  # of several values the last counts
+    assert load(*given).max_steps == 3 and load(*given[::-1]).max_steps == 1
+
+
 def test_tables_of_names_take_new_ones():
     given = ["task=classify", "data=reviews", "data.label_map={0: negative, 6: null}"]
     data = load(*given, "data.more_validation={other: b.csv}").data
