@@ -67,7 +67,7 @@ def discard(path: Path) -> None:
                 path.unlink()
         except OSError as error:
             failures.append(error)
-    if failures and os.path.lexists(path):  # a read-only disk gives an error for a missing file too
+    if failures and os.path.lexists(path):  # on a read-only disk, removing a missing file fails too
         text = f"{path} cannot be removed: {failures[0].strerror}; it is no longer needed"
         warn_once((path.parent, failures[0].errno), text)
 
