@@ -33,6 +33,7 @@ from triton.backends.compiler import GPUTarget
 
 from train.config import ModelConfig
 from train.models.encoder import MaskedLM, build_masked_lm
+from train.parallel.precision import set_deterministic
 from train.tasks.mlm.task import loss_sum
 
 B, S, H, P, V = 128, 128, 768, 20, 1000  # sequences, tokens, width, predictions, vocabulary
@@ -215,6 +216,8 @@ def main() -> None:
         "loss": codes_of(loss_sum, fake(B * P, V, dtype=BF16), fake(B * P, dtype=torch.int64)),
         "with embeddings": codes_of_module(albert, lambda model, *x: model(*x), ids, ids, positions),
     }
+    set_deterministic(True)
+    made["with embeddings, deterministic"] = codes_of_module(albert, lambda model, *x: model(*x), ids, ids, positions)
     print(json.dumps({name: figures(each) for name, each in made.items()}))
 
 

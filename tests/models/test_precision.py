@@ -43,7 +43,7 @@ def test_norms_that_return_bf16_keep_gradients_within_two_percent_of_fp32(archit
     found = {}
     for name, norms in (("fp32", None), ("fp32 norms", torch.float32), ("bf16 norms", torch.bfloat16)):
         torch.manual_seed(0)
-        sizes = {"hidden_size": 64, "num_layers": 12, "num_heads": 2, "intermediate_size": 256, "max_positions": 32}
+        sizes = {"hidden_size": 64, "num_layers": 12, "num_heads": 2, "intermediate_size": 256, "max_positions": 40}
         cfg = ModelConfig(architecture=architecture, **sizes)
         model = build_masked_lm(cfg, vocab_size=200, pad_id=0, seq_len=32).eval()  # without dropout
         ids, positions = torch.randint(5, 200, (4, 32)), torch.arange(8).expand(4, 8)

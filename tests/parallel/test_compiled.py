@@ -5,6 +5,7 @@ TorchInductor takes many seconds for a graph on a CPU: where kernels are not wha
 
 import os
 import shutil
+import weakref
 from functools import partial
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from train.config import BackendConfig, ModelConfig, S3Config
 from train.models.encoder import build_masked_lm
 from train.parallel import auto_compile, compiled, ddp
 from train.parallel.compiled import KernelCache
+from train.parallel.ranks import World
 from train.run.command import DONE, REJECTED
 from train.run.stopping import StopRequest
 from train.tools import precompile
@@ -146,6 +148,21 @@ def test_auto_compiles_what_repays_it_and_goes_on_without_where_the_first_graph_
         patch.setattr(auto_compile, "can_compile", lambda: False)
         loop.run(train_config(tmp_path / "no_triton", prepared, "backend=ddp", WIDE), StopRequest())
         assert "1 of 1 ranks have no Triton" in said("no_triton") and losses(tmp_path / "no_triton") == losses(plain)
+
+
+def test_a_trial_that_fails_is_freed_before_training_continues(log):
+    """Its activations may be half of what the device has."""
+    kept = []
+
+    def fails():
+        activations = torch.zeros(1)
+        kept.append(weakref.ref(activations))
+        raise RuntimeError("no kernels today")
+
+    compiler = compiled.TorchCompiler(BackendConfig(), {}, None)
+    compiler.try_first(fails, World())
+    assert kept[0]() is None and not compiler.is_on and "no kernels today" in log.text
+    compiler.close()
 
 
 @pytest.mark.parametrize(
