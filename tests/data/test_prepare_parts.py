@@ -1,5 +1,6 @@
 """Preparation in parts: over jobs and processes, to disk and to S3, killed, merged and rejected."""
 
+import contextlib
 import gzip
 import json
 import multiprocessing
@@ -264,8 +265,11 @@ def test_a_process_that_is_killed_is_named_and_the_same_command_continues(
 
 
 def spawned(parent):
-    children = psutil.Process(parent.pid).children()
-    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process(parent.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            found += [child] if "spawn_main" in " ".join(child.cmdline()) else []
+    return found
 
 
 def test_processes_end_with_the_one_that_started_them(corpus, ready, tmp_path):
