@@ -22,7 +22,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from train.config import TrainConfig, check
-from train.data.records.table_facts import best_lengths, length_histogram, padding_share
+from train.data.records.table_facts import best_lengths, length_histogram, padding_share, shortages
 from train.data.records.tables import LAUNCH, Tables, once_per_machine, open_tables
 from train.run import compose as cli
 from train.system import progress
@@ -154,6 +154,10 @@ def test_a_label_of_no_training_row_and_a_small_validation_are_named_each_time(c
         words = Words()
         open_tables(with_data(cfg, labels=["n", "q", "p"]), words)
         assert caplog.messages == wanted and len(words.calls) == calls
+    facts = {"examples": 99, "label_counts": {"n": 99, "p": 0}}
+    lacks = ["validation has no row with the label p: its scores do not measure it"]
+    assert list(shortages({"validation": facts})) == lacks
+    assert list(shortages({"train": {**facts, "label_counts": {"n": 1, "p": 1}}, "validation": facts})) == lacks
 
 
 def test_the_id_is_of_what_training_sees(cfg, raw):

@@ -48,7 +48,7 @@ def facts_of_split(
 
 
 def shortages(splits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a warning about labels without training rows, and one for each validation split that is too small."""
+    """Yield a warning about labels without training rows, and warnings about small or incomplete validation splits."""
     counts = splits["train"]["label_counts"] if "train" in splits else {}
     names = [name for name, count in counts.items() if not count]
     if names:
@@ -57,6 +57,9 @@ def shortages(splits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         if split != "train" and (rows := facts["examples"]) < FEW_EXAMPLES:
             what = f"{split} has only {plural(rows, 'example')}"
             yield f"{what}: one answer moves a score by {1 / rows:.0%}; hold out at least {FEW_EXAMPLES}"
+        absent = [name for name, count in facts["label_counts"].items() if not count and counts.get(name, 1)]
+        if split != "train" and absent:
+            yield f"{split} has no row with the label {shortlist(absent)}: its scores do not measure it"
 
 
 def cut_words(*, rows: int, tokens: int, notes: Mapping[str, float], seq_len: int) -> str:
