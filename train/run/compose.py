@@ -142,9 +142,8 @@ def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
     try:
         options = tuple(each for each in overrides if is_option(each, listed))
         composed = copy.deepcopy(compose_options(CONFIGS[schema], options, tuple(CONFIGS.items()), tuple(schemas())))
-        for override in overrides:
-            if override not in options:
-                OmegaConf.update(composed, parsed(override).key_or_group, parsed(override).value(), merge=True)
+        for value in map(parsed, (each for each in overrides if each not in options)):
+            OmegaConf.update(composed, value.key_or_group, value.value(), merge=True)
         for key, value in preferred(schema, overrides).items():
             OmegaConf.update(composed, key, value)
         for key, value in users_own.items():
