@@ -21,7 +21,7 @@ from train.system.launched import launched
 from train.system.outcome import may_continue, what_is_over
 from train.system.run_folder import RunFolder
 from train.system.runtime import search_rarely
-from train.system.torchrun import end_torchrun, is_first
+from train.system.torchrun import end_torchrun, first_to
 
 logger = logging.getLogger("train")
 
@@ -56,9 +56,10 @@ def attempt(cfg: TrainConfig, *, collects: bool = False) -> int:
     use_console("stdout")
     launch = launched()
     if launch.restart_count > 0 and (over := what_is_over(RunFolder(cfg.run_dir, cfg.s3).last_outcome())):
-        if is_first("over"):  # one rank per machine prints this and ends torchrun
-            print(f"not started again: outcome {over['outcome']} ({over['reason']})", file=sys.stderr, flush=True)
-            end_torchrun()
+        with first_to("over") as is_first:  # one rank per machine prints this and ends torchrun
+            if is_first:
+                print(f"not started again: outcome {over['outcome']} ({over['reason']})", file=sys.stderr, flush=True)
+        end_torchrun()
         return {"done": cli.DONE, "stopped": cli.STOPPED}.get(over["outcome"], cli.FAILED)
     if launch.rank == 0:
         ranks = plural(launch.world_size, "rank")

@@ -64,6 +64,14 @@ def test_norms_that_return_bf16_keep_gradients_within_two_percent_of_fp32(archit
         assert float((gradient - exact).norm() / exact.norm()) < 0.02, name
 
 
+def test_a_model_whose_code_fails_in_bf16_is_rejected_there():
+    sizes = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "intermediate_size": 32, "max_positions": 40}
+    model = build_masked_lm(ModelConfig(architecture="deberta", **sizes), vocab_size=99, pad_id=0, seq_len=32)
+    DDP(BackendConfig(device="cpu", precision="fp32")).place(model)
+    narrow = DDP(BackendConfig(device="cpu", precision="bf16"))
+    rejects("deberta does not run in backend.precision=bf16: .* Set backend.precision=fp32", narrow.place, model)
+
+
 @pytest.mark.parametrize("architecture", ["albert", "bert", "distilbert", "electra", "roberta", "modernbert"])
 def test_joined_projections_compute_what_three_products_do(architecture):
     cfg = ModelConfig(architecture=architecture, hidden_size=32, num_layers=2, num_heads=2, max_positions=40)

@@ -90,6 +90,15 @@ def test_each_length_has_a_graph_after_its_first_steps(recorded, tokenizer_folde
     assert {shapes["input_ids"][1] for _, shapes in recorded} == {16, 32} and len(recorded) <= 3  # one without a mask
 
 
+def test_shapes_beyond_the_last_graph_run_without(recorded, tokenizer_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(captured, "MOST_GRAPHS", 1)
+    settings = [*two_lengths(tmp_path), "max_steps=16"]
+    plain = tuned(tmp_path / "plain", tokenizer_folder, *settings, OFF)
+    run = tuned(tmp_path / "run", tokenizer_folder, *settings)
+    assert losses(run) == pytest.approx(losses(plain), rel=1e-5) and len(recorded) == 1
+    assert log(run).count("steps with other shapes than these 1 run without") == 1
+
+
 @pytest.mark.parametrize("micro", [8, 2])
 def test_recorded_steps_are_skipped_and_rolled_back_as_others(recorded, prepared, tmp_path, monkeypatch, micro):
     """The loss is multiplied by a number on the device that is NaN at some steps. Counts of labels vary."""

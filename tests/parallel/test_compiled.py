@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from finetuning import tuned, two_lengths
-from forks import DEVICE, run_forked
+from forks import DEVICE, launch, run_forked
 from rejections import rejects
 from run_results import assert_same_run, losses
 from running import ROOT, lines, run, train_config, train_overrides
@@ -148,6 +148,35 @@ def test_auto_compiles_what_repays_it_and_goes_on_without_where_the_first_graph_
         patch.setattr(auto_compile, "can_compile", lambda: False)
         loop.run(train_config(tmp_path / "no_triton", prepared, "backend=ddp", WIDE), StopRequest())
         assert "1 of 1 ranks have no Triton" in said("no_triton") and losses(tmp_path / "no_triton") == losses(plain)
+
+
+ONE_RANK_FAILS = f"""
+import os, sys
+from train.__main__ import main
+from train.parallel import auto_compile, compiled
+eager = compiled.lookup_backend("aot_eager")
+def build(graph, inputs):
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("no kernels on this rank")
+    return eager(graph, inputs)
+compiled.lookup_backend = lambda _: build
+auto_compile.DEVICES, auto_compile.can_compile, auto_compile.LEAST_PASSES = ({DEVICE!r},), lambda: True, 1
+sys.exit(main())
+"""
+
+
+def test_where_the_first_graph_fails_on_one_rank_all_ranks_go_on_without(prepared, tmp_path):
+    (tmp_path / "script.py").write_text(ONE_RANK_FAILS)
+    for name, program, compile in (("trial", str(tmp_path / "script.py"), "auto"), ("plain", "train", "none")):
+        settings = train_overrides(
+            tmp_path / name, prepared, "backend=ddp", WIDE, "max_steps=4", f"backend.compile={compile}"
+        )
+        done = run_forked(launch(program, settings, ranks=2), os.environ)
+        assert done.returncode == DONE, done.stderr
+    assert losses(tmp_path / "trial") == losses(tmp_path / "plain") and summary(tmp_path / "trial")["graphs"] > 0
+    for rank in range(2):
+        said = (tmp_path / "trial" / "log" / f"rank_{rank:04d}.txt").read_text()
+        assert said.count("the first graph failed: no kernels on this rank") == (rank == 0)
 
 
 def test_a_trial_that_fails_is_freed_before_training_continues(log):

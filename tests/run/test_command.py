@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from train.config import Failure, InputError, TrainConfig, Unreachable
 from train.run import compose as cli
 from train.run.command import DONE, FAILED, INTERRUPTED, REJECTED, UNREAD, guarded
 from train.run.help import comments, explained_field, groups, shown_default
+from train.system.torchrun import first_to
 
 
 def shown(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -100,6 +102,20 @@ def test_a_mistake_of_the_program_has_its_traceback_and_a_line(capsys):
     assert guarded(raises(KeyError("x"))) == FAILED
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("Traceback") and "report it" in lines[-1]
+
+
+def test_a_rank_that_fails_later_waits_until_the_first_has_reported(tmp_path, monkeypatch, capsys):
+    (tmp_path / "0").mkdir()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0/error.json"))
+    codes: list[int] = []
+    later = threading.Thread(target=lambda: codes.append(guarded(raises(InputError("seed=x")))))
+    with first_to("report") as is_first:
+        assert is_first
+        later.start()
+        later.join(0.3)
+        assert not codes  # once one rank has exited, torchrun ends the others
+    later.join()
+    assert codes == [REJECTED] and not capsys.readouterr().err
 
 
 def test_the_whole_configuration_is_printed_with_what_is_missing(capsys):

@@ -66,6 +66,8 @@ class Graphs:
             except Exception as error:  # any operation may fail; recording runs no kernel, so the step can still run
                 cause = brief(error.__context__ or error)  # ending the failed recording raises a second error
                 self.turn_off(f"one of their operations cannot be recorded ({cause})")
+            if len(self.recorded) == MOST_GRAPHS:
+                logger.info("backend.cuda_graphs: steps with other shapes than these %d run without", MOST_GRAPHS)
             if not self.is_on:  # the error, and the memory of the failed recording, are freed by now
                 return function(inputs)
         held, replay = self.recorded[key]

@@ -28,7 +28,7 @@ from train.parallel.backend import RANK_STRIDE, Backend, State, Work
 from train.parallel.captured import captures_steps
 from train.parallel.grad_sync import GradSync
 from train.parallel.graphs import Compilers, Graphs
-from train.parallel.precision import AUTOCAST, norms_of, pick_precision, set_deterministic
+from train.parallel.precision import AUTOCAST, check_precision, norms_of, pick_precision, set_deterministic
 from train.parallel.rendezvous import join
 from train.system import caches, machine, rank_setup
 from train.system.console import without_stdout
@@ -145,8 +145,10 @@ class DDP(Backend):
             model.recompute_layers(partial(checkpoint, use_reentrant=False))
 
     def place(self, model: nn.Module) -> None:
-        """Move a model to the device. In bf16 on CPUs, it then computes attention by matrix products."""
-        # On CPUs, SDPA's backward pass in bf16 takes four times as long as matrix products (benchmarks/notes.md).
+        """Move a model to the device. Raises InputError if its code does not run in this backend's precision."""
+        check_precision(model, self.precision)
+        # On CPUs, attention in bf16 is computed by matrix products: SDPA's backward pass takes four times as long
+        # (benchmarks/notes.md).
         from train.models.network import Network  # late: it imports transformers
 
         model.to(self.device)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
 from train.config import check
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+ONLY_FP32 = {"deberta"}  # deberta-v2, which DeBERTa v3 has as well, runs in all precisions
 NORMS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -42,6 +44,16 @@ def norms_of(name: str, precision: str, *, compiles_on_gpu: bool) -> torch.dtype
     )
     is_narrow = name == "auto" and precision == "bf16" and compiles_on_gpu
     return torch.bfloat16 if is_narrow else NORMS.get(name)
+
+
+def check_precision(model: Any, precision: str) -> None:
+    """Raise InputError if the model's code in transformers fails in this precision."""
+    config = getattr(getattr(model, "network", None), "config", None)
+    check(
+        getattr(config, "model_type", "") not in ONLY_FP32 or precision in ("fp32", "tf32"),
+        f"{getattr(config, 'model_type', '')} does not run in backend.precision={precision}: its attention in "
+        "transformers fills masks with a number that is too large for it. Set backend.precision=fp32",
+    )
 
 
 def set_deterministic(wanted: bool) -> None:

@@ -37,6 +37,7 @@ from train.parallel import guards, nonfinite, rendezvous
 from train.parallel.backend import RANK_STRIDE, Backend, State, all_reduce_flat, round_to_bf16, widen
 from train.parallel.grad_sync import GradSync
 from train.parallel.graphs import Compilers, GraphBudget, Graphs
+from train.parallel.precision import check_precision
 from train.system import machine
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ class XLA(Backend):
     # ---- the model -------------------------------------------------------------------------------------------------
 
     def setup_model(self, model: Any, *, accumulation: int = 1, lengths: int = 1) -> None:
+        check_precision(model, self.precision)
         training = 2 if self.reduces_on_host or accumulation > self.cfg.batches_per_execution else 1
         self.budget.limit = (training + 1) * lengths  # training graphs, and one for evaluation
         self.model, self.tied = model, guards.tied_names(model)

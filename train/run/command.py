@@ -19,7 +19,7 @@ from train.config import Failure, InputError, S3Config, Unreachable
 from train.config.checks import LARGEST
 from train.system import imported
 from train.system.console import use_console
-from train.system.torchrun import is_reported, leave_rejection
+from train.system.torchrun import first_to, leave_rejection
 
 DONE, FAILED, REJECTED, STOPPED = 0, 1, 2, 75  # 75: EX_TEMPFAIL of sysexits.h, "try again later"
 INTERRUPTED, UNREAD = 128 + signal.SIGINT, 128 + signal.SIGPIPE  # as shells report these signals
@@ -179,9 +179,11 @@ def guarded(
             whose = imported.blamed(error) or "this is a bug, please report it"
             line = f"error: {type(error).__name__}: {error}; {whose}"
             code = FAILED
-    if line and not is_reported():
-        with suppress(OSError, ValueError):  # standard error may be closed, or on a full disk
-            print(printable(line), file=sys.stderr, flush=True)
+    if line:
+        # Standard error may be closed, or on a full disk.
+        with suppress(OSError, ValueError), first_to("report") as is_first:
+            if is_first:
+                print(printable(line), file=sys.stderr, flush=True)
     if code == REJECTED:
         after_rejection(printable(line).removeprefix("error: "))
     return code

@@ -6,11 +6,14 @@ The module imports only the standard library, since it runs before the imports t
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from train.system.processes import end_with_parent, read_process
 
@@ -63,30 +66,34 @@ def file_of_start(name: str) -> Path:
     return Path(error_file).parents[1] / name if error_file else Path("/dev/null", name)
 
 
-def is_first(action: str) -> bool:
-    """Return whether this rank is the first on its machine to ask for `action` during this start."""
-    try:
-        file_of_start(action).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except OSError:  # without torchrun's folder, two ranks may act, which is better than none
-        pass
-    return True
+@contextmanager
+def first_to(action: str) -> Iterator[TextIO | None]:
+    """Yield a file to the rank that is the first on its machine to do `action` during this start, and None to others.
 
-
-def is_reported() -> bool:
-    """Return whether another rank of this machine has already reported an error, so that this rank need not."""
-    return not is_first("reported")
+    Another rank waits until the first has done it: torchrun ends all ranks as soon as one of them exits. What the first
+    rank writes to the file is kept in torchrun's folder.
+    """
+    file = None
+    with suppress(OSError):
+        file = file_of_start(action).open("a")
+    if file is None:  # without torchrun's folder, two ranks may act, which is better than none
+        yield io.StringIO()
+        return
+    with file:
+        with suppress(OSError):  # the file system may not support locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        is_done = os.fstat(file.fileno()).st_size > 0
+        yield None if is_done else file
+        file.flush()
+        if os.fstat(file.fileno()).st_size == 0:
+            file.write("done")
 
 
 def leave_rejection(rejection: str) -> None:
     """Write a rejection to a file for the program that started torchrun: torchrun exits with 1 after any failure."""
-    with suppress(OSError), file_of_start(REJECTION).open("a") as file:  # torchrun's folder may be missing
-        with suppress(OSError):  # the file system may not support locks
-            fcntl.flock(file, fcntl.LOCK_EX)  # another rank waits here before it ends torchrun
-        if os.fstat(file.fileno()).st_size == 0:
+    with suppress(OSError), first_to(REJECTION) as file:  # the disk may be full
+        if file:
             file.write(rejection)
-            file.flush()
 
 
 def has_rejected() -> bool:
@@ -98,9 +105,11 @@ def end_torchrun() -> None:
     """End torchrun if it would restart this machine's ranks. Call it after all reports. Only the first rank acts."""
     restarts, limit = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     pid = find_torchrun() if is_under_torchrun() and restarts != limit else None
-    if pid is not None and is_first("ended"):
-        print("torchrun would restart the run, so it is asked to end; its report follows", file=sys.stderr)
-        os.kill(pid, signal.SIGTERM)
+    if pid is not None:
+        with first_to("end") as is_first:
+            if is_first:
+                print("torchrun would restart the run, so it is asked to end; its report follows", file=sys.stderr)
+                os.kill(pid, signal.SIGTERM)
 
 
 def leave_signals_to_the_parent(_worker: int) -> None:

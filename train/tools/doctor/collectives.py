@@ -24,7 +24,7 @@ from train.config.backend import DEFAULT_TIMEOUT_S, JOIN_TIMEOUT_S
 from train.parallel.backends import Backend, open_backend
 from train.parallel.ranks import World
 from train.run.command import FAILED, printable
-from train.system.torchrun import is_reported
+from train.system.torchrun import first_to
 from train.tools.doctor.probe import Finding, State, bad, ok
 
 REPEATS = 5
@@ -109,8 +109,10 @@ def deadline(operation: str, timeout_s: float) -> Iterator[None]:
     """
 
     def end() -> None:
-        if not is_reported():
-            print(f"error: {operation} took more than {timeout_s:g} s (backend.timeout_s)", file=sys.stderr, flush=True)
+        with first_to("report") as is_first:
+            if is_first:
+                line = f"error: {operation} took more than {timeout_s:g} s (backend.timeout_s)"
+                print(line, file=sys.stderr, flush=True)
         os._exit(FAILED)
 
     timer = threading.Timer(timeout_s + GRACE_S, end)
