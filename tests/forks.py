@@ -40,7 +40,7 @@ HEAVY = [
     "warm",
 ]
 forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(HEAVY)  # what is missing is passed over
+forks.set_forkserver_preload(HEAVY)
 
 
 def run_forked(words: list[str], env: Mapping[str, str], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -65,9 +65,20 @@ def start_forked(
 @functools.cache
 def load() -> None:
     """Wait until all is loaded: whoever starts a program waits for what that does, not for this."""
-    first = forks.Process(target=int)
-    first.start()
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{Path(__file__).parent}"  # where the server looks for `warm`
+    first = forks.Process(target=fail_unless_warm)
+    try:
+        first.start()
+    finally:
+        os.environ.pop("PYTHONPATH")
+        os.environ.update({} if before is None else {"PYTHONPATH": before})
     first.join()
+    assert first.exitcode == 0, "the server of forks has not loaded tests/warm.py"
+
+
+def fail_unless_warm() -> None:
+    sys.exit("warm" not in sys.modules)  # the server passes over what it cannot import
 
 
 def become(words: list[str], env: dict[str, str], out: Path, err: Path, cwd: Path) -> None:

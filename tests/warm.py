@@ -8,4 +8,4 @@ from train.config import TrainConfig
 from train.run.compose import load_config
 from train.tasks.classify import task as task
 
-load_config(TrainConfig, ["run_dir=any", "data.path=any", "max_steps=1", "optim.lr=3e-3"])
+load_config(TrainConfig, ["run_dir=any", "data.path=any", "max_steps=1", "micro_batch_size=1"])
