@@ -70,8 +70,8 @@ def file_of_start(name: str) -> Path:
 def first_to(action: str) -> Iterator[TextIO | None]:
     """Yield a file to the rank that is the first on its machine to do `action` during this start, and None to others.
 
-    Another rank waits until the first has done it: torchrun ends all ranks as soon as one of them exits. What the first
-    rank writes to the file is kept in torchrun's folder.
+    Another rank waits until the first has done it, because torchrun ends all ranks as soon as one of them exits. The
+    file is kept in torchrun's folder, with the text that the first rank writes to it.
     """
     file = None
     with suppress(OSError):
