@@ -21,7 +21,10 @@ pytest_plugins = "held launched launching machines_fixture s3_fixtures saved_ste
 
 # Autograd counts the devices at a process's first backward pass: that of XLA has to be open by then, for the tests that
 # train both ways in this process. Its compiler takes a quarter of the time without optimising.
-os.environ |= {"PJRT_DEVICE": "CPU", "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"}
+os.environ |= {
+    "PJRT_DEVICE": "CPU",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false",
+}
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
 # So is this: torch.compile takes the processor's word for its vector instructions. Else every process compiles a
 # program for each kind and loads it in a process of its own: a third of the time of a small graph.

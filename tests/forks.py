@@ -62,6 +62,27 @@ def start_forked(
     return process
 
 
+class Forked:
+    """A command of `train.api` in a fork: what it asks of a `subprocess.Popen` whose output is a pipe."""
+
+    def __init__(self, command: list[str], *, env: Mapping[str, str], output: int) -> None:
+        assert command[1] == "-m" and output == subprocess.PIPE
+        with tempfile.TemporaryDirectory() as folder:
+            pipe = Path(folder) / "pipe"
+            os.mkfifo(pipe)
+            self.process = start_forked(command[2:], env, pipe, pipe, Path.cwd())
+            self.stdout = pipe.open("rb")  # waits until the fork has opened it
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self) -> None:
+        self.process.join()
+
+    terminate = wait  # the server of forks may tell of an end after the pipe does
+    returncode = property(poll)
+
+
 @functools.cache
 def load() -> None:
     """Wait until all is loaded: whoever starts a program waits for what that does, not for this."""
@@ -87,9 +108,11 @@ def become(words: list[str], env: dict[str, str], out: Path, err: Path, cwd: Pat
     os.environ.clear()
     os.environ.update(env)
     tempfile.tempdir = None  # TMPDIR may be another one
-    sys.path[0:0] = ["", *env.get("PYTHONPATH", "").split(os.pathsep)]
+    here = [] if env.get("PYTHONSAFEPATH") else [""]
+    sys.path[0:0] = [*here, *env.get("PYTHONPATH", "").split(os.pathsep)]
     for path, number in ((out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
     if DEVICE == "cuda":  # cannot be opened in a fork
         os.execve(sys.executable, [sys.executable, *(words if words[0] == "-c" else ["-m", *words])], env)
     multiprocessing.set_start_method(None, force=True)  # which is that of the server else

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from train import entry as entry
-from train import loop as loop
+import importlib
+
 from train.config import TrainConfig
 from train.run.compose import load_config
-from train.tasks.classify import task as task
 
+for name in (
+    "launch.commands",
+    "matplotlib.figure",
+    "torch.utils.tensorboard",
+    "train.entry",
+    "train.loop",
+    "train.observe.card",
+    "train.parallel.data",
+    "train.parallel.ddp",
+    "train.tasks.classify.task",
+    "train.tasks.mlm.task",
+    "train.tools.predict",
+    "train.tools.report",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.modernbert.modeling_modernbert",
+):
+    importlib.import_module(name)
 load_config(TrainConfig, ["run_dir=any", "data.path=any", "max_steps=1", "micro_batch_size=1"])

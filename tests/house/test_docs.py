@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 import pytest
-from forks import free_port, run_forked, start_forked
+from forks import Forked, free_port, run_forked, start_forked
 from forks import launch as torchrun
 from running import ROOT, prepare_config, write_corpus
 
@@ -34,6 +34,7 @@ from launch.config import LaunchConfig
 from launch.schedulers import SETTINGS
 from train.config import PrepareConfig, TrainConfig
 from train.run import compose
+from train.system import processes
 from train.tools import prepare
 from train.tools.bench.config import BenchConfig
 from train.tools.compare import CompareConfig
@@ -247,13 +248,16 @@ def test_the_blocks_of_a_page_run(folder: Path, page: str) -> None:
             run_lines(folder, lines(block))
 
 
-def test_the_search_of_the_notebook_page_runs(folder: Path) -> None:
+def test_the_search_of_the_notebook_page_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("optuna", reason="optuna, a development package, is not installed: make setup")
     search = next(each.text for each in BLOCKS["notebook"] if "optuna" in each.text)
     short = search.replace("n_trials=3", "n_trials=2").replace("max_epochs=2", "max_steps=2")
-    ended = run_forked(["-c", short], ENVIRONMENT, folder)
-    assert ended.returncode == 0, ended.stderr
-    assert "{'lr': " in ended.stdout and (folder / "runs/search/1/export/model.safetensors").is_file()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(processes, "start", Forked)
+    exec(short, {})
+    assert "{'lr': " in capsys.readouterr().out and (folder / "runs/search/1/export/model.safetensors").is_file()
 
 
 def run_lines(folder: Path, commands: list[str]) -> None:

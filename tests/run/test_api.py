@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from finetuning import tuning
-from forks import DEVICE
+from forks import DEVICE, Forked
 from rejections import rejects
 from running import ROOT, outcome
 
@@ -40,12 +40,15 @@ def cell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Notebook:
     return output
 
 
-def test_a_run_is_trained_and_asked_with_its_progress_in_the_cell(cell: Notebook, prepared: Path) -> None:
+def test_a_run_is_trained_and_asked_with_its_progress_in_the_cell(
+    cell: Notebook, prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = tuning(Path("run"), prepared / "tokenizer", *TWEETS)
     run = api.train(settings)
     assert (run.outcome, run.step, run.export) == ("done", 2, "run/export")
     assert [row["step"] for row in run.metrics] == [1, 2] and {"loss", "accuracy"} <= run.metrics[0].keys()
     assert "step 1/2 " in cell.getvalue() and "done at step 2" in cell.getvalue()
+    monkeypatch.setattr(api.processes, "start", Forked)  # the first was a process of its own
     answers = api.predict(run.run_dir, ["so good", "é — bad"], options=["--device", DEVICE])
     assert [answer["id"] for answer in answers] == ["0", "1"] and set(answers[0]["probabilities"]) == {"0", "1", "2"}
     known = api.predict("run", [{"labels": "1", "text": "so good"}], options=["--device", DEVICE])
@@ -60,7 +63,9 @@ def test_a_run_is_trained_and_asked_with_its_progress_in_the_cell(cell: Notebook
     rejects(r"^max_stepz is not a setting; did you mean max_steps\?$", api.train, [*settings, "max_stepz=1"])
 
 
-def test_an_interrupt_of_two_ranks_stops_them_with_a_checkpoint(cell: Notebook, prepared: Path) -> None:
+def test_an_interrupt_of_two_ranks_stops_them_with_a_checkpoint(
+    cell: Notebook, prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = tuning(Path("run"), prepared / "tokenizer", *TWEETS)
     rejects(r"^data\.path=nowhere.csv: ", api.train, [*settings, "run_dir=other", "data.path=nowhere.csv"], ranks=2)
     cell.at = " 3/500 "
@@ -69,6 +74,7 @@ def test_an_interrupt_of_two_ranks_stops_them_with_a_checkpoint(cell: Notebook, 
     stopped = outcome(Path("run"))
     assert "2 ranks" in cell.getvalue()
     assert (stopped["outcome"], stopped["kind"]) == ("stopped", "SIGINT") and stopped["checkpoint"] == stopped["step"]
+    monkeypatch.setattr(api.processes, "start", Forked)
     run = api.train([*settings, f"max_steps={stopped['step'] + 1}"])
     assert (run.outcome, run.step) == ("done", stopped["step"] + 1)
 
