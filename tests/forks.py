@@ -86,14 +86,13 @@ class Forked:
 @functools.cache
 def load() -> None:
     """Wait until all is loaded: whoever starts a program waits for what that does, not for this."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{Path(__file__).parent}"  # where the server looks for `warm`
+    from pytest import MonkeyPatch  # late: forks import this module too
+
     first = forks.Process(target=fail_unless_warm)
-    try:
+    with MonkeyPatch.context() as patch:  # where the server looks for `warm`, and never in the working folder
+        patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{Path(__file__).parent}")
+        patch.setenv("PYTHONSAFEPATH", "1")
         first.start()
-    finally:
-        os.environ.pop("PYTHONPATH")
-        os.environ.update({} if before is None else {"PYTHONPATH": before})
     first.join()
     assert first.exitcode == 0, "the server of forks has not loaded tests/warm.py"
 
@@ -111,7 +110,8 @@ def become(words: list[str], env: dict[str, str], out: Path, err: Path, cwd: Pat
     here = [] if env.get("PYTHONSAFEPATH") else [""]
     sys.path[0:0] = [*here, *env.get("PYTHONPATH", "").split(os.pathsep)]
     for path, number in ((out, 1), (err, 2)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        is_open = number == 2 and path == out
+        os.dup2(1 if is_open else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
     if DEVICE == "cuda":  # cannot be opened in a fork
         os.execve(sys.executable, [sys.executable, *(words if words[0] == "-c" else ["-m", *words])], env)
