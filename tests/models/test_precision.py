@@ -14,6 +14,7 @@ from train.config import BackendConfig, InstanceConfig, ModelConfig, NeuronConfi
 from train.models.encoder import build_masked_lm
 from train.models.network import is_norm
 from train.parallel.ddp import DDP, CudaWork
+from train.parallel.precision import check_precision
 from train.run import checkpoint_manager
 from train.tasks.mlm.task import loss_sum
 
@@ -70,6 +71,9 @@ def test_a_model_whose_code_fails_in_bf16_is_rejected_there():
     DDP(BackendConfig(device="cpu", precision="fp32")).place(model)
     narrow = DDP(BackendConfig(device="cpu", precision="bf16"))
     rejects("deberta does not run in backend.precision=bf16: .* Set backend.precision=fp32", narrow.place, model)
+    check_precision(model, "bf16_stochastic")  # of XLA, whose weights are in bf16
+    ids, positions = torch.randint(5, 99, (2, 32)), torch.arange(8).expand(2, 8)
+    assert model.to(torch.bfloat16)(ids, torch.zeros_like(ids), positions).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("architecture", ["albert", "bert", "distilbert", "electra", "roberta", "modernbert"])

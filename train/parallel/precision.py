@@ -10,7 +10,7 @@ import torch
 from train.config import check
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-ONLY_FP32 = {"deberta"}  # deberta-v2, which DeBERTa v3 has as well, runs in all precisions
+ONLY_FP32 = {"deberta"}  # under autocast; deberta-v2, the type of DeBERTa v3, runs in all precisions
 NORMS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -47,12 +47,12 @@ def norms_of(name: str, precision: str, *, compiles_on_gpu: bool) -> torch.dtype
 
 
 def check_precision(model: Any, precision: str) -> None:
-    """Raise InputError if the model's code in transformers fails in this precision."""
-    config = getattr(getattr(model, "network", None), "config", None)
+    """Raise InputError if the model's code in transformers fails under this precision's autocast."""
+    kind = getattr(getattr(getattr(model, "network", None), "config", None), "model_type", "")
     check(
-        getattr(config, "model_type", "") not in ONLY_FP32 or precision in ("fp32", "tf32"),
-        f"{getattr(config, 'model_type', '')} does not run in backend.precision={precision}: its attention in "
-        "transformers fills masks with a number that is too large for it. Set backend.precision=fp32",
+        kind not in ONLY_FP32 or precision not in AUTOCAST,
+        f"{kind} does not run in backend.precision={precision}: its code in transformers fills masks with a number "
+        f"that {precision} cannot represent. Set backend.precision=fp32",
     )
 
 
