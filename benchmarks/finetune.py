@@ -29,6 +29,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 from transformers import AutoTokenizer
 
@@ -71,7 +72,7 @@ def settings(options: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def prepare(options: argparse.Namespace, folder: Path) -> Result:
-    """Write what the runs share: data/ (tables), tokens/ (for the Trainer), start/ (weights) and facts.json.
+    """Write what the runs share: data/ (rows), tokens/ (for the Trainer), start/ (weights) and facts.json.
 
     Return the content of facts.json.
     """
@@ -79,7 +80,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> Result:
     words = [*settings(options, folder), *reading, f"model.init_from={options.model}", f"run_dir={folder / 'none'}"]
     rows = build_task(cli.load_config(TrainConfig, words)).train_rows
     whole = [f"data.max_train_examples={rows // options.batch * options.batch or rows}"]  # whole batches
-    cfg = cli.load_config(TrainConfig, [*words, *whole, f"data.save_to={folder / 'data'}"])
+    cfg = cli.load_config(TrainConfig, [*words, *whole])
     task: Any = build_task(cfg)
     plan = make_plan(cfg, world_size=1, rows=task.train_rows, seq_len=task.seq_len)
     torch.manual_seed(0)
@@ -98,8 +99,11 @@ def prepare(options: argparse.Namespace, folder: Path) -> Result:
             raise RuntimeError(f"{split}: the Trainer would read different tokens than our loop")
         tokens.save_to_disk(folder / "tokens" / split)
         rows_of[split] = len(rows)
+    examples = datasets.DatasetDict({split: task.tables.examples(split) for split in rows_of})
+    examples.save_to_disk(folder / "data")
+    columns = [f"data.columns.{name}={name}" for name in examples["train"].column_names]
     facts = {"steps": plan.total_steps, "warmup_steps": plan.warmup_steps, "rows": rows_of}
-    facts |= {"labels": task.labels, "settings": to_dict(cfg)}
+    facts |= {"labels": task.labels, "settings": to_dict(cfg), "columns": columns}
     (folder / "facts.json").write_text(json.dumps(facts))
     return facts
 
@@ -123,8 +127,9 @@ def run_variant(options: argparse.Namespace, variant: str, seed: int, folder: Pa
     result = run_dir / "result.json"
     words = ["benchmarks.peers.trainer", variant, str(folder), str(seed), str(result)]
     if variant in OURS:
-        words = ["train", *settings(options, folder), "data=records", "data.format=saved", f"seed={seed}"]
-        words += [f"data.path={folder / 'data'}", f"model.init_from={folder / 'start'}", f"run_dir={run_dir}"]
+        words = ["train", *settings(options, folder), "data=records", f"data.path={folder / 'data'}"]
+        words += ["data.validation=validation", *json.loads((folder / "facts.json").read_text())["columns"]]
+        words += [f"model.init_from={folder / 'start'}", f"run_dir={run_dir}", f"seed={seed}"]
         if not options.at_defaults:
             lengths = [*options.lengths, options.seq_len]
             words += [f"data.lengths={lengths}", "data.num_workers=0", "backend.compile=none"]

@@ -423,7 +423,7 @@ def test_another_file_time_or_setting_of_reading_is_another_version(folder):
     put(folder, "b.csv", csv_of(ROWS))
     table().save_to_disk(folder / "saved")
     first, saved = of("a.csv"), of("saved")
-    assert first == of("a.csv", num_workers=3, cache_dir="x", save_to="y", lengths=[16, 32], max_bad_rows=1)
+    assert first == of("a.csv", num_workers=3, cache_dir="x", lengths=[16, 32], max_bad_rows=1)
     changes = [{"delimiter": ";"}, {"label_map": {"0": "no"}}, {"columns": ColumnsConfig(text="b")}]
     changes += [{"format": "jsonl"}, {"validation": "b.csv"}]
     assert len({first, of("b.csv"), *[of("a.csv", **change) for change in changes]}) == 7

@@ -4,14 +4,12 @@ import json
 import multiprocessing
 import os
 import platform
-import shutil
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 from finetuning import tuning, word_tokenizer
@@ -22,14 +20,14 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from train.config import TrainConfig, check
+from train.data.records import tables
 from train.data.records.table_facts import best_lengths, length_histogram, padding_share, shortages
+from train.data.records.table_folder import whole_facts
 from train.data.records.tables import LAUNCH, Tables, once_per_machine, open_tables
 from train.run import compose as cli
 from train.system import progress
 from train.system.folders import sha256_file
 from train.tasks.classify.task import CLASSIFY_ROWS, ClassifyFeaturizer
-from train.tasks.qa import QAConfig
-from train.tasks.qa.windows import qa_rows
 from train.tools import records
 
 WORDS = "good bad day sun rain very so and the not".split()
@@ -261,6 +259,17 @@ def test_two_runs_that_want_the_same_make_it_once_and_what_takes_long_is_reporte
     other.join()
 
 
+def test_a_run_keeps_tables_that_another_run_made_after_it_had_looked(cfg, monkeypatch):
+    first = Words()
+
+    def look_too_early(folder, *, checksums):
+        monkeypatch.setattr(tables, "whole_facts", whole_facts)
+        open_tables(cfg, first)
+
+    monkeypatch.setattr(tables, "whole_facts", look_too_early)
+    assert open_tables(cfg, words := Words()).folder.is_dir() and first.calls and words.calls == []
+
+
 def test_names_of_splits_that_are_taken_are_rejected(cfg):
     for name in ("tokenizer", "train_examples", "../up"):
         rejects("cannot be the name of a split", open_tables, with_data(cfg, more_validation={name: "x"}), Words())
@@ -307,88 +316,6 @@ def test_one_rank_of_a_machine_prepares_the_others_wait_and_if_it_fails_another_
     assert len([*tmp_path.iterdir()]) == 2  # of both attempts
 
 
-@pytest.fixture
-def saved(cfg, tmp_path):
-    return open_tables(with_data(cfg, save_to=str(tmp_path / "saved")), Words())
-
-
-def from_saved(cfg, tmp_path, **changes):
-    return with_data(cfg, path=str(tmp_path / "saved"), **changes)
-
-
-def test_what_was_saved_is_used_without_the_raw_data(cfg, raw, saved, tmp_path):
-    raw.unlink()
-    result = open_tables(from_saved(cfg, tmp_path), words := Words())
-    assert (result.id, result.facts, result.folder) == (saved.id, saved.facts, tmp_path / "saved") and words.calls == []
-    plain = datasets.load_from_disk(str(tmp_path / "saved" / "train"))
-    assert plain[7] == saved.features("train")[7]
-
-
-@pytest.mark.parametrize("form", ["squad", "hub", "parquet"])
-def test_saved_data_is_read_by_its_path_alone_whatever_format_the_raw_data_had(cfg, saved, tmp_path, form):
-    files = {"format": form, "train": None, "validation": "gone.csv"}
-    assert is_reused(from_saved(cfg, tmp_path, **files), replace(saved, folder=tmp_path / "saved"))
-
-
-def test_saving_twice_is_once_and_over_something_else_is_rejected(cfg, saved, tmp_path):
-    target = tmp_path / "saved"
-    before = (target / "tables.json").stat().st_mtime_ns
-    open_tables(with_data(cfg, save_to=str(target)), Words())
-    assert (target / "tables.json").stat().st_mtime_ns == before
-    for changes, says in (
-        ({"max_train_examples": 7}, "saved contains other prepared data; choose another folder"),
-        ({"save_to": str(tmp_path)}, r"contains other files \(cache, dev.csv, saved\); choose an empty folder"),
-    ):
-        rejects(says, open_tables, with_data(cfg, **{"save_to": str(target), **changes}), Words())
-    (target / "tables.json").unlink()  # a save that was killed goes on
-    open_tables(with_data(cfg, save_to=str(target)), Words())
-    assert open_tables(from_saved(cfg, tmp_path), Words()).facts == saved.facts
-
-
-def test_saved_data_of_other_settings_is_rejected(cfg, saved, tmp_path):
-    there = from_saved(cfg, tmp_path)
-    cases = [
-        (there, Words(version=2), "was prepared with version=1, but this run has 2"),
-        (there, Words(WORDS[::-1]), "was prepared with a tokenizer of sha256 .*, but the model's has"),
-        (with_data(there, labels=["p", "n"]), Words(), r"labels=\['n', 'p'\], but this run has \['p', 'n'\]"),
-        (with_data(there, max_train_examples=9), Words(), "max_train_examples=None, but this run has 9"),
-        (with_data(there, more_validation={"other": "x"}), Words(), "has no split other"),
-    ]
-    for settings, words, message in cases:
-        rejects(message, open_tables, settings, words)
-    words = Words()
-    words.kind = qa_rows(QAConfig())
-    rejects("was prepared for task=classify, not qa", open_tables, there, words)
-    assert open_tables(with_data(there, labels=["n", "p"]), Words()).id == saved.id
-
-
-def test_damaged_saved_data_is_rejected(cfg, saved, tmp_path):
-    for damage, message in (
-        (lambda folder: flip(folder / "train" / ARROW), "train/data-00000-of-00001.arrow has sha256"),
-        (lambda folder: change_facts(folder, labels=["good", "bad"]), "tables.json is damaged"),
-        (lambda folder: change_facts(folder, format=1), "by another version of this program; prepare the data again"),
-    ):
-        damage(tmp_path / "saved")
-        rejects(message, open_tables, from_saved(cfg, tmp_path), Words())
-
-
-def test_prepared_data_goes_to_s3_and_comes_back(cfg, bucket, tmp_path):
-    where = bucket.location("prepared/tweets")
-    made = open_tables(replace(with_data(cfg, save_to=where), s3=bucket.config()), Words())
-    assert bucket.keys("prepared/tweets/tables.json")
-    there = replace(with_data(cfg, path=where, cache_dir=str(tmp_path / "other")), s3=bucket.config())
-    result = open_tables(there, Words())
-    assert result.facts == made.facts and result.folder.is_relative_to(tmp_path / "other")
-    assert result.features("train")[:] == made.features("train")[:]
-    key = f"prepared/tweets/train/{ARROW}"
-    content = bucket.get(key)
-    bucket.put(key, content[:-1] + b"x")
-    assert open_tables(there, Words()) == result  # from the cache
-    shutil.rmtree(result.folder)
-    rejects(f"{key} is damaged: its sha256", open_tables, there, Words())
-    assert not result.folder.exists()
-
-
 def test_padding_is_counted_against_the_first_length_that_fits():
     lengths = np.array([4, 8, 9, 16])
     assert padding_share(lengths, [16]) == pytest.approx(1 - 37 / 64)
@@ -420,10 +347,11 @@ def command(raw, monkeypatch, capsys):
 
 
 def test_the_command_prepares_and_says_what_there_is(command, raw, tmp_path):
-    code, said = command(f"data.save_to={tmp_path / 'saved'}", "seq_len=16", "data.lengths=[8]")
-    facts = json.loads((tmp_path / "saved" / "tables.json").read_bytes())
+    code, said = command("seq_len=16", "data.lengths=[8]")
+    folder = Path(said.split(": id ")[0])
+    facts = json.loads((folder / "tables.json").read_bytes())
     train = facts["splits"]["train"]
-    assert code == 0 and said.startswith(str(tmp_path / "cache" / "records"))
+    assert code == 0 and folder.parent == tmp_path / "cache" / "records"
     for words in (
         f": id {facts['id'][:12]}, classify, at most 16 tokens",
         "train: 1,200 examples, 1,200 rows of tokens",
@@ -432,8 +360,7 @@ def test_the_command_prepares_and_says_what_there_is(command, raw, tmp_path):
         f"tokens: {train['notes']['tokens_cut']:,.0f} of ",
         "1 bad row, 2 by data.label_map",
         "train.csv:1202: 1 field",
-        f"padding   {padding_share(Tables(tmp_path / 'saved', '', facts).lengths('train'), [8, 16]):.1%} of batches",
-        f"saved to {tmp_path / 'saved'}",
+        f"padding   {padding_share(Tables(folder, '', facts).lengths('train'), [8, 16]):.1%} of batches",
     ):
         assert words in said
     assert "  lines " not in said

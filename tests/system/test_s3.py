@@ -18,7 +18,6 @@ from services.fault_proxy import Fault
 from services.process import free_port
 
 from train.config import InputError, NotPermitted, RecordsConfig, TrainConfig, Unreachable
-from train.data.records.table_folder import find_facts
 from train.data.shards.format import read_manifest
 from train.data.text.documents import CorpusPart
 from train.data.text.preparation import read_state
@@ -410,7 +409,6 @@ def threshold(folder):
 READERS = {
     "manifest": read_manifest,
     "state of a part": lambda folder: read_state(folder, CorpusPart(1, 1), "id"),
-    "tables": find_facts,
     "threshold of a run": threshold,
 }
 

@@ -96,8 +96,6 @@ class RecordsConfig(DataConfig):
     encoding: str = "utf-8"  # The text encoding of the files, as Python names it.
     max_bad_rows: int = setting(0, least=0)  # The maximum number of bad rows: rows that cannot be read, or have an
     # invalid label or answer. They are skipped, counted and named; if there are more, the data is rejected.
-    save_to: str | None = None  # The folder or s3://bucket/prefix to which the prepared data is also saved; other runs
-    # can use it as data.path.
 
     def __post_init__(self) -> None:
         super().__post_init__()

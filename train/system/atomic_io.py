@@ -230,12 +230,12 @@ def sync_tree(folder: Path) -> None:
         sync(path)
 
 
-def made_once(path: Path, make: Callable[[Path], object]) -> Path:
-    """Return the folder `path`. If it is missing, one process fills it with `make`, and other processes wait."""
+def made_once(path: Path, make: Callable[[Path], object], *, is_whole: Callable[[Path], bool] = Path.is_dir) -> Path:
+    """Return the folder `path`. If it is not whole, one process fills it with `make`, and other processes wait."""
     with path.with_name(f"{path.name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.is_dir():
+        if not is_whole(path):
             remove_temporaries(path.parent, re.escape(path.name))
-            with new_folder(path) as folder:
+            with new_folder(path, replaces=True) as folder:
                 make(folder)
     return path

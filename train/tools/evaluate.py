@@ -44,7 +44,7 @@ NEW_DATA = {"data", "data.path", "data.validation"}  # keys that replace the run
 # Keys of a run's data settings that are ignored: if the rows are new, if they are from a new data.path, and always.
 OF_ROWS = {"validation", "more_validation", "max_validation_examples"}
 OF_SOURCE = {"name", "revision"}
-OF_TRAINING = {"save_to", "cache_dir", "num_workers", "verify", "max_train_examples", "labels", "lengths", "format"}
+OF_TRAINING = {"cache_dir", "num_workers", "verify", "max_train_examples", "labels", "lengths", "format"}
 
 USED: tuple[str, ...] = ("data.path", "data.validation", "data.format", "data.label_map", "data.max_bad_rows")
 USED += ("eval_batch_size", "eval_examples", "backend.device", "backend.precision", "s3.endpoint")

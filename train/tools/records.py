@@ -1,7 +1,7 @@
 """The command `python -m train.records key=value ...`, which prepares and describes labelled examples.
 
 It prepares them as `python -m train` would with the same settings, and prints classes, lengths, padding and bad rows.
-Nothing is trained. data.save_to names a folder for a copy of the prepared examples.
+Nothing is trained.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHOWN_CLASSES = 50
 
 
 USED: tuple[str, ...] = ("data.path", "data.format", "data.train", "data.validation", "data.validation_fraction")
-USED += ("data.labels", "data.label_map", "data.max_bad_rows", "data.lengths", "data.delimiter", "data.save_to")
+USED += ("data.labels", "data.label_map", "data.max_bad_rows", "data.lengths", "data.delimiter")
 USED += ("seq_len", "model.pretrained", "model.init_from", "model.tokenizer")
 
 
@@ -35,7 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         examples=(
             "experiment=tweets_trainium data.path=tweets.csv",
             "task=classify data=csv data.path=reviews.csv data.columns.text=body model=any model.init_from=runs/demo",
-            "experiment=reviews_multilingual data.save_to=s3://bucket/reviews",
         ),
         keys=USED,
     )
@@ -55,8 +54,6 @@ def show(cfg: TrainConfig) -> int:
     assert isinstance(cfg.data, RecordsConfig) and isinstance(task, TextTask)
     for line in (*description(task.tables, task.lengths), *task.remarks):
         print(line)
-    if cfg.data.save_to is not None:
-        print(f"saved to {cfg.data.save_to}")
     return cli.DONE
 
 

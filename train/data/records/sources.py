@@ -32,7 +32,7 @@ NO_FILE = "neither a regular file nor a folder (a pipe can be read only once, an
 MAX_LISTED = 5  # maximum files named in an error
 NO_ROWS = ""  # the value of data.train in a run without training, which reads no training rows
 # These settings do not change which rows are read.
-NOT_READING = ("path", "num_workers", "verify", "cache_dir", "lengths", "save_to", "max_bad_rows")
+NOT_READING = ("path", "num_workers", "verify", "cache_dir", "lengths", "max_bad_rows")
 
 
 def split_names(cfg: RecordsConfig) -> dict[str, str | None]:

@@ -6,7 +6,7 @@
               tables.json; SETTINGS and VERSION are hashes of the settings, and of the raw files' names, sizes and times
 
 The data's id is a hash of the token rows and the labels, so it does not depend on where they were prepared.
-If another run's data.path is a folder that data.save_to wrote, that run reads no raw data and tokenises nothing.
+Machines that share a disk prepare once if CACHE_DIR is on it.
 """
 
 from __future__ import annotations
@@ -31,34 +31,13 @@ from train.data.records.featurizer import Featurizer
 from train.data.records.formats import load_saved
 from train.data.records.raw import read_raw
 from train.data.records.rows import Dropped
-from train.data.records.sources import is_named, settings_of, version
+from train.data.records.sources import settings_of, version
 from train.data.records.table_facts import column, facts_of_split, shortages
-from train.data.records.table_folder import (
-    FORMAT,
-    NAME,
-    Facts,
-    bring,
-    check_same,
-    find_facts,
-    parse_facts,
-    save,
-    seal,
-    whole_facts,
-)
+from train.data.records.table_folder import FORMAT, NAME, Facts, parse_facts, seal, whole_facts
 from train.data.shards.cache import cache_dir
 from train.system import progress
-from train.system.atomic_io import discard, made_once, remove_folder
-from train.system.checksums import check_entries
-from train.system.folders import (
-    Folder,
-    canonical_json,
-    disk_errors,
-    is_s3,
-    local_path,
-    make_folder,
-    open_folder,
-    sha256_json,
-)
+from train.system.atomic_io import discard, made_once
+from train.system.folders import canonical_json, disk_errors, make_folder, sha256_json
 from train.system.launched import launched
 from train.system.processes import is_gone, owner_name
 from train.system.progress import Phase
@@ -145,24 +124,14 @@ def once_per_machine(root: Path, key: str, action: Callable[[], str]) -> str:
 
 
 def provide(request: TableRequest) -> str:
-    """Return the folder with the tables on this machine. The first machine also saves them to data.save_to."""
-    data, launch = request.data, launched()
+    """Return the folder with the tables on this machine."""
+    launch = launched()
     is_first_machine = launch.rank == launch.local_rank
-    progress.begin(Phase(f"looking for data.path={data.path}"))
+    progress.begin(Phase(f"looking for data.path={request.data.path}"))
     with progress.reported(speaks=is_first_machine):
-        # Any folder may contain prepared tables, whatever data.format is.
-        is_folder = not is_named(data.path) if is_s3(data.path) else "://" not in data.path.removeprefix("file://")
-        source = open_folder(data.path, request.cfg.s3) if is_folder else None
-        facts = find_facts(source) if source else None
-        if source and facts:
-            check_same(facts, data, request.featurizer, request.tokenizer_id)
-            folder = find_saved(request, source, facts)
-        else:
-            folder = find_or_make(request)
+        folder = find_or_make(request)
         for line in shortages(parse_facts((folder / NAME).read_bytes())["splits"]) if is_first_machine else ():
             logger.warning(line)
-        if data.save_to is not None and is_first_machine:
-            save(folder, open_folder(data.save_to, request.cfg.s3))
     # The tokenizer has used threads in this process. This keeps forked workers from using any, and from warning.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return str(folder)
@@ -174,19 +143,6 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
     return sha256_json({name: part for name, part in parts.items() if name not in ("truncation", "padding")})
 
 
-def find_saved(request: TableRequest, source: Folder, facts: Facts) -> Path:
-    """Return the saved folder, or a cached copy if it is in S3. Raises InputError if a file is missing or damaged."""
-    data = request.data
-    if not is_s3(data.path):
-        folder = local_path(data.path)
-        check_entries(folder, facts["files"], checksums=data.verify)
-        return folder
-    folder = request.root / facts["id"][:24]
-    if whole_facts(folder, checksums=data.verify) != facts:
-        remake(folder, lambda temporary: bring(source, facts, temporary))
-    return folder
-
-
 def find_or_make(request: TableRequest) -> Path:
     """Return the folder for these rows, settings and tokenizer, and make it if it is not in the cache.
 
@@ -196,20 +152,17 @@ def find_or_make(request: TableRequest) -> Path:
     now = version(data, request.cfg.s3)
     made_by = sha256_json([FORMAT, settings_of(data), request.cfg.seed, kind, settings, request.tokenizer_id])
     folder = request.root / f"{made_by[:12]}-{now[:12]}"
-    if whole_facts(folder, checksums=data.verify) is None:
-        remake(folder, lambda temporary: make(request, temporary, now))
+
+    def is_whole(there: Path) -> bool:
+        return whole_facts(there, checksums=data.verify) is not None
+
+    if not is_whole(folder):
+        make_folder(folder.parent)
+        with disk_errors("write", folder):
+            made_once(folder, lambda temporary: make(request, temporary, now), is_whole=is_whole)
     for split, facts in parse_facts((folder / NAME).read_bytes())["splits"].items():
         Dropped(split, data.max_bad_rows, facts["bad_rows"], facts["bad_examples"]).check()
     return folder
-
-
-def remake(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Make a folder that is missing or damaged. Other runs that need it wait until it is complete."""
-    if folder.is_dir():
-        remove_folder(folder)
-    make_folder(folder.parent)
-    with disk_errors("write", folder):
-        made_once(folder, fill)
 
 
 def make(request: TableRequest, folder: Path, now: str) -> None:
@@ -239,8 +192,6 @@ def make(request: TableRequest, folder: Path, now: str) -> None:
         "kind": featurizer.kind.name,
         "labels": raw.labels,
         "settings": featurizer.settings,
-        "selection": {name: getattr(data, name) for name in ("max_train_examples", "max_validation_examples")},
-        "tokenizer_sha256": request.tokenizer_id,
         "splits": splits,
     }
     discard(scratch)
