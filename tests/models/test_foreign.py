@@ -10,17 +10,12 @@ import stat
 import struct
 import subprocess
 import sys
-from contextlib import suppress
-from pathlib import Path
 
 import datasets
 import huggingface_hub.constants
 import pytest
 import torch
 import yaml
-from hostile import changed, quick
-from hypothesis import given
-from hypothesis import strategies as st
 from rejections import rejects
 from running import ROOT, train_config
 from safetensors.torch import load_file
@@ -41,7 +36,6 @@ from train.config import (
     to_dict,
 )
 from train.data.records.formats import load_hub, load_saved
-from train.data.records.table_folder import parse_facts
 from train.data.text.corpus import open_corpus
 from train.data.text.tokenizer import load_tokenizer
 from train.models.encoder import model_config, without_weights
@@ -49,9 +43,8 @@ from train.models.network import Network
 from train.models.source import task_tokenizer
 from train.run import compose as cli
 from train.run.saved import read_config
-from train.system.folders import LocalFolder, sha256_json
+from train.system.folders import LocalFolder
 from train.system.s3 import S3Folder
-from train.system.schema import BadContent
 from train.tools import checkpoints, predict
 
 SMALL = {"vocab_size": 10, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
@@ -470,25 +463,6 @@ def test_a_data_set_is_read_from_its_folder_and_from_the_cache_of_the_hub(descri
     (snapshot / "a.csv").symlink_to("../../blobs/123")
     assert rows_of(snapshot) == documents_of(snapshot) == ["ours"]
     assert documents_of(folder, str(tmp_path / "secret.csv")) == ["private"]  # which the user typed
-
-
-FACTS = json.loads((ROOT / "tests/recorded/43a6bda/labelled/tables.json").read_text())
-del FACTS["sha256"]
-
-
-@quick
-@given(data=st.data())
-def test_changed_tables_are_rejected_or_name_only_files_of_their_folder(data):
-    body, root = data.draw(changed(FACTS)), Path("/a/folder")
-    with suppress(ValueError, TypeError):  # what has no checksum
-        body = {**body, "sha256": sha256_json(body)}
-    try:
-        facts = parse_facts(json.dumps(body).encode())
-    except BadContent as error:
-        assert str(error).isprintable()
-        return
-    for name in [*facts["files"], *facts["splits"]]:
-        assert (root / name).resolve() == root / name != root
 
 
 def test_objects_whose_names_lead_out_of_a_folder_are_left_out(bucket, caplog):
