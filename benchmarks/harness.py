@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 ROOT = Path(__file__).parent.parent
-STARTED = "BARETRAIN_BENCHMARK"  # environment variable: the module of a benchmark that another one has started
 QUIET = {"save_strategy": "no", "report_to": [], "disable_tqdm": True}  # arguments of the Trainer
 Result = dict[str, Any]
 Name = TypeVar("Name")
@@ -50,22 +49,9 @@ def turns(rounds: int, sides: Sequence[Name]) -> Iterator[tuple[int, Name]]:
 # ---- processes -----------------------------------------------------------------------------------------------------
 
 
-def environment_of(command: Sequence[str], changes: dict[str, str]) -> dict[str, str]:
-    """Return the environment for a new process.
-
-    Raises RuntimeError if this process is a benchmark that was started by another one, and `command` is a benchmark. A
-    benchmark that overlooks the flag of its child processes would otherwise start itself forever.
-    """
-    module = next((word for word in command if word.startswith("benchmarks.")), "")
-    if module and STARTED in os.environ:
-        raise RuntimeError(f"{os.environ[STARTED]}, which a benchmark has started, must not start {module}")
-    return {**os.environ, **changes, **({STARTED: module} if module else {})}
-
-
 def run(*command: str, **environment: str) -> str:
     """Run a command in the repository; return its stdout. Raises RuntimeError with the end of stderr if it fails."""
-    env = environment_of(command, environment)
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, **environment})
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
     return done.stdout
@@ -88,7 +74,7 @@ class Usage:
 def run_timed(module: str, *words: str, log: Path, **environment: str) -> Usage:
     """Run a module in a new process. Raises RuntimeError with the end of its log if it fails."""
     began_s = time.perf_counter()
-    env = environment_of([module], environment)
+    env = {**os.environ, **environment}
     with log.open("w") as file:
         process = subprocess.Popen([sys.executable, "-m", module, *words], stdout=file, stderr=file, cwd=ROOT, env=env)
         _, status, used = os.wait4(process.pid, 0)
@@ -186,15 +172,6 @@ def shown(value: float, digits: int = 3) -> str:
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     head = list(head)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
-
-
-def measure_table(labels: Mapping[str, str], columns: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    """Return a table with a labelled row for each measure that has values in any column."""
-    rows = [
-        [label, *(spread(column.get(measure, ()), 4) for column in columns.values())]
-        for measure, label in labels.items()
-    ]
-    return table(["", *columns], [row for row in rows if any(row[1:])])
 
 
 # ---- the machine ---------------------------------------------------------------------------------------------------

@@ -1,30 +1,23 @@
-"""Pretraining on random tokens, with our code and with transformers: data, batches, models and saved activations."""
+"""Pretraining on random tokens, with our code and with transformers: data, batches and models."""
 
 from __future__ import annotations
 
 import tempfile
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.harness import Result
-from train.config import BackendConfig, ModelConfig, TrainConfig
+from train.config import ModelConfig, TrainConfig
 from train.data.batches.loader import Batch, Batches
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.shards.format import SPLITS, Shard, TokenizerInfo, write_manifest, write_shard
 from train.data.shards.order import ShardSampler
 from train.data.text.packing import Rows
-from train.models.encoder import build_masked_lm
-from train.parallel.ddp import DDP
-from train.parallel.engines import Engine
 from train.run import compose as cli
 from train.system.folders import LocalFolder, sha256_bytes
 from train.tasks import build_task
@@ -112,13 +105,6 @@ def ready_batches(folder: Path, shape: Shape, steps: int) -> list[Batch]:
     return list(islice(made, steps))
 
 
-def train_step(engine: Engine, batch: Batch) -> None:
-    """Take an optimizer step with a single micro batch."""
-    engine.begin_step(batch["count"], 1e-4)
-    engine.forward_backward(batch, is_last=True)
-    engine.optimizer_step(engine.reduce_and_clip())
-
-
 def plain_rows(batch: Batch) -> list[dict[str, Tensor]]:
     """Return the rows of a batch in transformers' form, with labels [S] at the same masked positions."""
     inputs = batch["inputs"]
@@ -151,63 +137,3 @@ def transformers_model(cfg: ModelConfig, vocab_size: int) -> nn.Module:
             attention_probs_dropout_prob=0.0,
         )
     )
-
-
-# ---- activations saved for the backward pass -----------------------------------------------------------------------
-
-
-class Kept:
-    """The peak number of bytes that autograd saves. Each storage counts once, and weights do not count."""
-
-    def __init__(self, weights: Iterable[Tensor]) -> None:
-        self.weights = {weight.untyped_storage().data_ptr() for weight in weights}
-        self.users: Counter[int] = Counter()
-        self.num_bytes, self.peak_bytes = 0, 0
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(partial(Saved, self), lambda saved: saved.tensor)
-
-    def __enter__(self) -> Kept:
-        self.hooks.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.hooks.__exit__()
-
-
-class Saved:
-    """A tensor that autograd has saved and keeps until this object is deleted. Several may share a storage."""
-
-    def __init__(self, kept: Kept, tensor: Tensor) -> None:
-        self.kept, self.tensor, self.key = kept, tensor, tensor.untyped_storage().data_ptr()
-        kept.users[self.key] += 1
-        if kept.users[self.key] == 1 and self.key not in kept.weights:
-            kept.num_bytes += tensor.untyped_storage().nbytes()
-            kept.peak_bytes = max(kept.peak_bytes, kept.num_bytes)
-
-    def __del__(self) -> None:
-        self.kept.users[self.key] -= 1
-        if not self.kept.users[self.key] and self.key not in self.kept.weights:
-            self.kept.num_bytes -= self.tensor.untyped_storage().nbytes()
-
-
-def activations(shape_name: str, precision: str) -> Result:
-    """Return the MiB per sequence that our model and transformers' model save for the backward pass."""
-    shape, result = SHAPES[shape_name], {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        synthetic_data(folder, shape)
-        cfg = native_config(folder, shape, precision, 1)
-        inputs = ready_batches(folder, shape, 1)[0]["inputs"]
-    ours = build_masked_lm(cfg.model, vocab_size=shape.vocab_size, pad_id=PAD, seq_len=shape.seq_len)
-    DDP(BackendConfig(device="cpu", precision=precision)).setup_model(ours)
-    theirs = transformers_model(cfg.model, shape.vocab_size)
-    for label, model in {"ours": ours, "transformers": theirs}.items():
-        with Kept(model.parameters()) as kept, torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            if model is ours:
-                logits = model(inputs["input_ids"], inputs["token_type_ids"], inputs["positions"])
-                loss = F.cross_entropy(logits.flatten(0, 1).float(), inputs["labels"].flatten())
-            else:
-                tokens = {name: inputs[name] for name in ("input_ids", "token_type_ids")}
-                loss = model(**tokens, labels=full_labels(inputs)).loss
-        result[f"{label}_mib_per_sequence"] = round(kept.peak_bytes / 2**20 / shape.batch, 1)
-        del loss
-    return {"shape": shape_name, "precision": precision, **result}

@@ -6,8 +6,7 @@
 "trainer" is the Trainer with its defaults, on transformers' model class; "trainer_eager" is the same with "eager"
 attention. Before each step of a loop, a bare step is taken. Each ratio compares such a pair, and the medians of ratios
 are reported, so load from other users of the machine hardly affects them. The share of the peak is the model's FLOP/s
-divided by that of the fastest matrix product, which is measured before the first round and after each. --activations
-counts the memory that is saved for the backward pass instead.
+divided by that of the fastest matrix product, which is measured before the first round and after each.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from benchmarks.pretraining import (
     PAD,
     SHAPES,
     Shape,
-    activations,
     native_config,
     plain_rows,
     ready_batches,
@@ -197,14 +195,10 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="base")
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32"])
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=["ours", "trainer"])
-    parser.add_argument("--activations", action="store_true", help="count saved activations instead of timing")
     options = parser.parse_args()
     for precision in options.precision:
-        if options.activations:
-            print(json.dumps(activations(options.shape, precision)))
-        else:
-            names = options.contestants
-            print(json.dumps(compare(options.shape, precision, options.rounds, options.steps, names), indent=1))
+        names = options.contestants
+        print(json.dumps(compare(options.shape, precision, options.rounds, options.steps, names), indent=1))
 
 
 if __name__ == "__main__":

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import statistics
 import sys
 import time
-import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +22,7 @@ import numpy as np
 
 from benchmarks.harness import Result, hide_torch_xla, ratios
 
-hide_torch_xla()  # mosaicml-streaming imports transformers
+hide_torch_xla()
 
 import torch
 from torch import Tensor
@@ -158,79 +156,6 @@ def hf_torch(corpus: Corpus) -> DataLoader[Any]:
     return DataLoader(rows, corpus.batch, shuffle=True, drop_last=True, collate_fn=stack)
 
 
-# ---- LitData -------------------------------------------------------------------------------------------------------
-
-
-class FlatRows:
-    """The rows of a shard, for LitData's writer, which pickles this object."""
-
-    def __init__(self, corpus: Corpus) -> None:
-        self.corpus = corpus
-
-    def __call__(self, shard: int) -> Iterator[Tensor]:
-        yield from torch.from_numpy(np.array(self.corpus.shard(shard)))
-
-
-def write_litdata(corpus: Corpus) -> None:
-    import litdata
-
-    litdata.optimize(
-        FlatRows(corpus),
-        list(range(corpus.shards)),
-        str(corpus.path_of("litdata")),
-        num_workers=1,
-        chunk_size=corpus.shard_rows * corpus.seq_len,
-        item_loader=litdata.TokensLoader(block_size=corpus.seq_len),
-    )
-
-
-def read_litdata(corpus: Corpus) -> Any:
-    import litdata
-
-    items = litdata.TokensLoader(block_size=corpus.seq_len)
-    data = litdata.StreamingDataset(str(corpus.path_of("litdata")), item_loader=items, shuffle=True)
-    return litdata.StreamingDataLoader(
-        data, batch_size=corpus.batch, collate_fn=lambda rows: torch.stack(rows).long(), drop_last=True
-    )
-
-
-# ---- mosaicml-streaming --------------------------------------------------------------------------------------------
-
-
-def streaming() -> Any:
-    """Return the module streaming. A stub replaces torchvision, which it imports, if that does not fit this torch."""
-    try:
-        import streaming as module
-    except (ImportError, RuntimeError):
-        for name in [name for name in sys.modules if name.split(".")[0] in ("streaming", "torchvision")]:
-            del sys.modules[name]
-        for part in ("", ".datasets", ".transforms", ".transforms.functional"):
-            sys.modules[f"torchvision{part}"] = types.ModuleType(f"torchvision{part}")
-        sys.modules["torchvision.datasets"].VisionDataset = type("VisionDataset", (), {})  # type: ignore[attr-defined]
-        sys.modules["torchvision.transforms.functional"].to_tensor = None  # type: ignore[attr-defined]
-        import streaming as module
-    return module
-
-
-def write_mds(corpus: Corpus) -> None:
-    columns = {"tokens": f"ndarray:uint16:{corpus.seq_len}"}
-    size_limit = corpus.shard_rows * (2 * corpus.seq_len + 4) + 2**16  # the size of our shards
-    with streaming().MDSWriter(out=str(corpus.path_of("mds")), columns=columns, size_limit=size_limit) as writer:
-        for row in corpus.flat():
-            writer.write({"tokens": np.asarray(row)})
-
-
-def mds(corpus: Corpus) -> Any:
-    """Return a loader of MDS data in its default order, py1e."""
-
-    def stack(samples: list[dict[str, np.ndarray]]) -> Tensor:
-        return torch.from_numpy(np.stack([sample["tokens"] for sample in samples]).astype(np.int64))
-
-    local, size = str(corpus.path_of("mds")), corpus.batch
-    data = streaming().StreamingDataset(shuffle=True, batch_size=size, local=local)
-    return streaming().StreamingDataLoader(data, batch_size=size, collate_fn=stack, drop_last=True)
-
-
 # ---- the table of readers ------------------------------------------------------------------------------------------
 
 
@@ -239,7 +164,6 @@ class Reader:
     label: str
     build: Callable[[Corpus], Iterable[Tensor]]
     format: str = "flat.bin"  # a file or folder of the corpus, which WRITERS writes
-    environment: str = "ours"
 
 
 READERS = {
@@ -247,10 +171,8 @@ READERS = {
     "ours": Reader("**ours**", ours, "ours"),
     "masked": Reader("ours with masks", partial(ours, masked=True), "ours"),
     "hf_torch": Reader("datasets, torch format, DataLoader", hf_torch, "hf"),
-    "litdata": Reader("LitData, TokensLoader", read_litdata, "litdata", "litdata"),
-    "mds": Reader("mosaicml-streaming, MDS", mds, "mds", "mds"),
 }
-WRITERS = {"ours": write_ours, "hf": write_hf, "litdata": write_litdata, "mds": write_mds}
+WRITERS = {"ours": write_ours, "hf": write_hf}
 
 
 # ---- one measurement -------------------------------------------------------------------------------------------------
@@ -295,8 +217,7 @@ def main() -> None:
         WRITERS[name](corpus)
     else:
         result = measure(name, corpus, float(seconds))
-    print(json.dumps(result), flush=True)
-    os._exit(0)  # some loaders leave threads behind
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from running import run, train_overrides
 from s3_fixtures import Bucket
 from services.fault_proxy import Fault
 from test_saver import DRAFT, FULL, Rejecting, left
+from thread_ranks import Run, save_cost
 from torch import nn
 
-from benchmarks.save_cost import Run, save_cost
 from train.checkpoints.loader import fitting, read_optimizer, read_weights
 from train.checkpoints.manifest import FILE, Manifest, Progress, Untrusted
 from train.checkpoints.saver import AsyncSaver

@@ -5,20 +5,52 @@ import re
 import tracemalloc
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
 from services.process import set_aws
+from simulated_data import DIGITS, Simulated, StandInS3
 
-from benchmarks.scale import BATCH, LATE, planned, sampler_of
-from benchmarks.simulated import DIGITS, Simulated, StandInS3
-from train.config import ShardsConfig
+from train.config import ShardsConfig, TrainConfig
 from train.data.shards.cache import WINDOWS_HELD, cut_shards
-from train.data.shards.order import MAX_LANES, ShardSampler
+from train.data.shards.order import MAX_LANES, ShardSampler, eval_shards
 from train.data.shards.prefetch import wanted_shards
 from train.data.shards.prepared import PreparedData
 
 MISSION = [250_000] * 1200  # sequences of its shards
+RANKS, BATCH = 32, 4096  # ranks per machine; sequences per global batch
+HELD_OUT = 0.01  # validation shards per training shard, the default of train.prepare
+LATE = 0.95  # share of the second epoch
+
+
+def sampler_of(shard_rows: list[int], number: int, machines: int, *, epochs: float = 0) -> ShardSampler:
+    """Return the sampler of a machine's first rank, after `epochs` epochs."""
+    here = range(number * RANKS, (number + 1) * RANKS)
+    place: dict[str, Any] = {"rank": here[0], "world_size": machines * RANKS, "machine_ranks": here}
+    sampler = ShardSampler(shard_rows, seed=0, global_batch_size=BATCH, **place)
+    sampler.consumed_rows = int(epochs * sampler.steps) * BATCH
+    return sampler
+
+
+def planned(data: Simulated, machines: int) -> dict[str, float]:
+    """Return how many shards all machines fetch, also for evaluations: in total, and as a multiple of the data.
+
+    The result also has the maximum per machine: in total, and before the first step of a new and of a resumed run.
+    """
+    sampler = sampler_of([data.shard_rows] * data.shards, 0, machines)
+    fresh, later, late = sampler.epoch_order(0), sampler.epoch_order(1), int(LATE * sampler.steps)
+    held_out = [data.shard_rows] * max(1, round(data.shards * HELD_OUT))
+    sample, parts, first, resumed = np.arange(sum(held_out)), [], [], []
+    for number in range(machines):
+        ranks = range(number * RANKS, (number + 1) * RANKS)
+        here = sampler.lanes_of(ranks)
+        evaluated = eval_shards(held_out, sample, ranks, machines * RANKS, TrainConfig.samples)
+        parts.append(len(sampler.lanes.shards_of(here)) + len(evaluated))
+        first.append(len(np.unique(fresh.shards_from(0, here)[0])))
+        resumed.append(len(np.unique(later.shards_from(late, here)[0])))
+    most = {"most": max(parts), "first": max(first), "resumed": max(resumed)}
+    return {"fetched": sum(parts), "times": sum(parts) / (data.shards + len(held_out)), **most}
 
 
 @pytest.mark.parametrize("shards", [1200, 20_000])

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from planning import node, plan, script, with_module
 from running import eventually
 from services.process import set_aws
+from simulated_data import Simulated, StandInS3
 from torch.distributed.run import parse_args
 
-from benchmarks.simulated import Simulated, StandInS3
 from launch.__main__ import expect, main
 from launch.plan import absolute, check_unchanged, located, run_overrides
 from launch.record import Job, Record

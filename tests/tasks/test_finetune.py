@@ -15,7 +15,6 @@ from rejections import rejects
 from running import ROOT, lines, run
 from transformers import AutoModelForSequenceClassification
 
-from benchmarks import finetune, harness
 from train.checkpoints.manifest import step_name
 from train.config import InputError
 from train.observe.report.run import read_run
@@ -178,16 +177,6 @@ def best_step(run_dir):
 
 def test_a_layer_that_is_shared_cannot_be_frozen(train, tmp_path):
     rejects("shares one layer over its whole depth", train, tmp_path / "run", "model.freeze_layers=1")
-
-
-def test_a_benchmark_reads_what_stands_behind_its_dashes_and_none_starts_itself_without_end(monkeypatch):
-    given = []
-    monkeypatch.setattr(finetune, "benchmark", lambda options: given.append(options.overrides))
-    finetune.main(["--model", "runs/demo", "--variants", "buckets", "--", "data.escape=null"])
-    assert given == [["data.escape=null"]]
-    monkeypatch.setenv(harness.STARTED, "benchmarks.xla")
-    with pytest.raises(RuntimeError, match="benchmarks.xla, which a benchmark has started, must not start benchmarks"):
-        harness.answer("benchmarks.xla")
 
 
 def test_what_is_rejected_on_several_ranks_is_said_once(overrides, tmp_path):

@@ -1,7 +1,5 @@
 """The bytes and requests of one sharded save to S3, counted for several numbers of ranks. Nothing is timed.
 
-    python -m benchmarks.save_cost [--ranks 1 8 32 128 512]
-
 Each rank is a thread of this process, and saves one row of a weight and of its moment with the real AsyncSaver and
 S3Store, as two files. Stand-ins for torch.distributed and S3 count requests, and bytes at the rank that receives them.
 The counts are those of the fifth save, which also removes the second checkpoint (checkpoint.keep=3). Each machine has
@@ -26,7 +24,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from benchmarks import harness
 from train.checkpoints.loader import Loaded, load
 from train.checkpoints.manifest import Manifest, Progress
 from train.checkpoints.saver import AsyncSaver
@@ -264,18 +261,3 @@ def save_cost(size: int) -> tuple[int, int, dict[str, int]]:
         run.save()
         received = run.collectives.received
         return sum(received.values()), max(received.values(), default=0), run.requests()
-
-
-def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8, 32, 128, 512])
-    kinds, rows = ("PUT", "HEAD", "GET", "LIST", "DELETE"), []
-    for size in parser.parse_args().ranks:
-        total, most, requests = save_cost(size)
-        numbers = (size, total, most, *(requests.get(kind, 0) for kind in kinds))
-        rows.append([f"{number:,}" for number in numbers])
-    print(harness.table(["ranks", "bytes received by all ranks", "maximum of a rank", *kinds], rows))
-
-
-if __name__ == "__main__":
-    main()

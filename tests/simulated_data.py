@@ -1,4 +1,4 @@
-"""Simulated prepared data of any size: sparse shards on disk, or a server that generates shards when they are read.
+"""Simulated prepared data of any size: a server that generates shards when they are read.
 
 Manifest, lengths, headers and checksums are like those of real shards.
 """
@@ -93,15 +93,6 @@ class Simulated:
             counts={},
             config={},
         )
-
-    def write_sparse(self, folder: Path) -> DataManifest:
-        """Write everything; the shards of zeros take no space on the disk."""
-        manifest, head = self.write(folder), self.zeros.rstrip(b"\0")
-        for shard in manifest.shards:
-            with (folder / shard.file).open("wb") as file:
-                file.write(head)
-                file.truncate(shard.bytes)
-        return manifest
 
 
 class StandInS3:
