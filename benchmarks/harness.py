@@ -51,7 +51,9 @@ def turns(rounds: int, sides: Sequence[Name]) -> Iterator[tuple[int, Name]]:
 
 def run(*command: str, **environment: str) -> str:
     """Run a command in the repository; return its stdout. Raises RuntimeError with the end of stderr if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, **environment})
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, **environment}
+    )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
     return done.stdout

@@ -26,7 +26,6 @@ from train.checkpoints.saver import AsyncSaver
 from train.checkpoints.store import LocalStore
 from train.checkpoints.store_s3 import S3Store
 from train.config import BackendConfig, CheckpointConfig, Failure
-from train.parallel.data import ShardedOptimizer, shared_out
 from train.parallel.ddp import DDP
 from train.parallel.engines import Engine
 from train.parallel.fsdp import FSDP, rows_of
@@ -97,14 +96,8 @@ def test_the_parts_that_a_rank_asks_for_hold_its_rows_and_moments_whatever_the_n
                 each for each in range(before) if set(mine) & set(range(num_rows)[rows_of(each, num_rows, before)])
             }
         assert asked == wanted
-    engine.numbered = list(model)
-    sizes = [weight.numel() for weight in model]
-    engine.owners = shared_out(sizes, now)
-    for rank in range(now):
-        asked = ShardedOptimizer.sources(engine, rank, before, {"parallel.shard_optimizer": True})
-        assert asked == {shared_out(sizes, before)[n] for n in range(29) if engine.owners[n] == rank}
-    for other in ({"parallel.name": "data", "parallel.shard_optimizer": False}, {}):
-        assert FSDP.sources(engine, 0, 4, other) is None is ShardedOptimizer.sources(engine, 0, 4, other)
+    for other in ({"parallel.name": "data"}, {}):
+        assert FSDP.sources(engine, 0, 4, other) is None
 
 
 class Divided(Engine):

@@ -9,7 +9,7 @@ from train import loop
 from train.config import InputError
 from train.run.stopping import StopRequest
 
-FSDP, SHARDED = "parallel=fsdp", "parallel.shard_optimizer=true"
+FSDP = "parallel=fsdp"
 DEEP = ["model=any", "model.architecture=bert", "model.embedding_size=null", "model.num_layers=8"]
 
 
@@ -22,9 +22,7 @@ def pipeline(stages, micro_batches, schedule):
     ("ranks", "options", "message"),
     [
         (1, [FSDP, "backend=xla"], "parallel=fsdp does not work with backend=xla"),
-        (1, [SHARDED, "backend=xla"], "parallel.shard_optimizer=true does not work with backend=xla"),
         (1, [FSDP, "backend.precision=fp16"], "parallel=fsdp does not work with backend.precision=fp16"),
-        (1, [SHARDED, "backend.precision=fp16"], "shard_optimizer=true does not work with backend.precision=fp16"),
         (1, [FSDP, "backend.grad_compression=bf16"], "parallel=fsdp reduces gradients itself"),
         (1, [FSDP, "backend.compile=layers"], "backend.compile=layers has not been tested with parallel=fsdp"),
         (1, ["backend=xla", "backend.name=ddp"], "settings of backend=xla: use backend=ddp"),

@@ -79,9 +79,8 @@ def test_it_is_what_an_h100_allocated_at_most(layers: int, batch: int, vocabular
 
 def test_each_split_divides_its_own_states():
     weights = PUBLISHED["bert-large-uncased"].trained_parameters(HeadSize(predictions=20))
-    data, sharded, fsdp = of(), of("parallel.shard_optimizer=true"), of("parallel=fsdp")
+    data, fsdp = of(), of("parallel=fsdp")
     assert (data.weights, data.gradients, data.moments, data.copies) == tuple(each * weights for each in (4, 4, 8, 2))
-    assert sharded.moments == data.moments / 8 and sharded.gradients == data.gradients
     assert [fsdp.weights, fsdp.gradients, fsdp.moments] == [n * weights / 8 for n in (4, 4, 8)]
     assert 0 < fsdp.copies < data.copies / 3 and of("parallel=fsdp", "parallel.reshard_after_forward=false").copies == (
         2 * weights
@@ -122,16 +121,9 @@ def test_a_plan_names_the_memory_and_what_to_change_if_it_is_too_much():
     assert "parallel" not in advice(load(*LARGE), world_size=1)
     assert "of the device's 40" in notes("micro_batch_size=8")
     assert "MORE than the device's 40; lower micro_batch_size" in notes("micro_batch_size=512")
-    assert "parallel.shard_optimizer=true or parallel=fsdp" in notes("micro_batch_size=512")
+    assert "parallel=fsdp with backend=ddp" in notes("micro_batch_size=512")
     assert "parallel.reduce_once=false or more ranks" in notes("micro_batch_size=512", "parallel=fsdp")
     assert of().total / GIB == pytest.approx(float(str(of()).split()[1]), rel=0.01)
-
-
-def test_the_largest_tensor_of_a_sharded_optimizer_is_one_ranks():
-    shape = replace(PUBLISHED["bert-large-uncased"], vocab_size=250_002)
-    cfg = load(*LARGE, "parallel.shard_optimizer=true")
-    sizes = {"world_size": 64, "micro_batch_size": 4, "accumulation": 1, "seq_len": 128, "precision": "bf16"}
-    assert memory_of(cfg, shape, **sizes).moments == 8 * 250_002 * 1024
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from train.run.saved import read_config
 from train.system.folders import LocalFolder
 from train.tasks import build_task
 
-FSDP, SHARDED = "parallel=fsdp", "parallel.shard_optimizer=true"
+FSDP = "parallel=fsdp"
 PIPELINE = ["parallel=pipeline", "parallel.stages=2", "parallel.micro_batches=2", "micro_batch_size=6"]
 AGAIN = "backend.activation_checkpointing=true"
 ALBERT: list[str] = []  # one layer that is applied twice, and a head that is tied to the embedding
@@ -43,7 +43,6 @@ SPLITS = {
     "albert": ("albert", 2, [FSDP, "micro_batch_size=2"]),
     "bert": ("bert", 4, [FSDP, "parallel.reduce_once=false", "micro_batch_size=1", AGAIN]),
     "lamb": ("lamb", 2, [FSDP, "parallel.reshard_after_forward=false"]),
-    "optimizer of lamb": ("lamb", 2, [SHARDED, "micro_batch_size=2"]),
 }
 
 
@@ -80,7 +79,7 @@ def test_it_is_the_run_of_one_process(splits, plain, name, model):
     assert exported and all(torch.equal(value, saved[f"network.{name}"]) for name, value in exported.items())
 
 
-@pytest.mark.parametrize("name", ["albert", "lamb", "optimizer of lamb"])
+@pytest.mark.parametrize("name", ["albert", "lamb"])
 def test_its_checkpoint_is_that_of_one_process_and_resumes_there(splits, plain, prepared, tmp_path, name):
     model = SPLITS[name][0]
     saved, wanted = (moments(path, 3) for path in (splits / name, plain / model))
@@ -92,10 +91,9 @@ def test_its_checkpoint_is_that_of_one_process_and_resumes_there(splits, plain, 
     assert losses(tmp_path / "run")[6:] == pytest.approx(losses(plain / model)[3:], rel=2e-5)
 
 
-@pytest.mark.parametrize("split", [FSDP, SHARDED])
-def test_a_run_of_one_process_goes_on_split(plain, prepared, tmp_path, split):
+def test_a_run_of_one_process_goes_on_split(plain, prepared, tmp_path):
     run_dir = cut_back(plain / "bert", tmp_path / "run")
-    done = run(train_overrides(run_dir, prepared, *BERT, split), ranks=2)
+    done = run(train_overrides(run_dir, prepared, *BERT, FSDP), ranks=2)
     assert "resuming from the checkpoint of step 3" in done.stderr
     assert losses(run_dir)[6:] == pytest.approx(losses(plain / "bert")[3:], rel=2e-5)
 
@@ -194,7 +192,7 @@ def test_a_classifier_with_a_frozen_layer_and_a_rate_of_its_own_for_the_head(
 # ---- what a rank holds ---------------------------------------------------------------------------------------------
 
 
-HELD = {"fsdp": [FSDP], "lamb": [FSDP, *LAMB], "optimizer": [SHARDED]}
+HELD = {"fsdp": [FSDP], "lamb": [FSDP, *LAMB]}
 
 
 def hold_all(out, prepared):
@@ -271,17 +269,12 @@ def held(prepared, tmp_path_factory):
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize(
-    ("way", "split"), [("fsdp", ("weights", "moments")), ("lamb", ("weights", "moments")), ("optimizer", ("moments",))]
-)
-def test_a_rank_holds_its_part_alone_and_all_skip_a_step_that_one_cannot_take(held, way, split):
+@pytest.mark.parametrize("way", HELD)
+def test_a_rank_holds_its_part_alone_and_all_skip_a_step_that_one_cannot_take(held, way):
     ranks = [rank[way] for rank in held]
     for name, factor in (("weights", 1), ("moments", 2)):
         parts, whole = [rank[name] for rank in ranks], factor * ranks[0]["all"]
-        if name in split:
-            assert sum(parts) == whole and max(parts) < 0.6 * whole  # tensors of an odd number of rows have no halves
-        else:
-            assert parts == [whole, whole]
+        assert sum(parts) == whole and max(parts) < 0.6 * whole  # tensors of an odd number of rows have no halves
     for rank in ranks:
         assert rank["skipped"] == 2 and rank["unchanged"]
         assert np.isnan(rank["norms"][:2]).all() and rank["norms"][2] == ranks[0]["norms"][2] > 0

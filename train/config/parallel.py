@@ -24,12 +24,11 @@ class Held:
     layers: float = 1.0  # share of the layers that a pipeline stage has
     activations: float = 1.0  # share of a micro batch whose activations a pipeline stage keeps at a time
     buffers: int = 0  # fp32 buffers of a pipeline stage, each for the hidden states of a whole micro batch
-    whole_tensors: bool = False  # whether moments are sharded by whole tensors; a rank has all of the largest's
 
 
 @dataclass(kw_only=True)
 class ParallelConfig(Section, prefix="parallel."):
-    frees: ClassVar[str] = "parallel.shard_optimizer=true or parallel=fsdp with backend=ddp"  # advice to save memory
+    frees: ClassVar[str] = "parallel=fsdp with backend=ddp"  # advice to save memory
 
     name: str = "data"  # The engine: with data, every rank holds the model and computes a share of each batch; fsdp
     # shards the model; pipeline splits it by layers.
@@ -78,16 +77,6 @@ class ParallelConfig(Section, prefix="parallel."):
 @dataclass(kw_only=True)
 class DataParallelConfig(ParallelConfig):
     """Data parallelism: every rank holds all weights and gradients, and computes its share of each batch."""
-
-    shard_optimizer: bool = False  # Shard the optimizer's state: each rank keeps only the state for its share of the
-    # weights.
-
-    def check_goes_with(self, backend: BackendConfig) -> None:
-        if self.shard_optimizer:
-            check_shards("parallel.shard_optimizer=true", backend=backend.name, precision=backend.precision)
-
-    def held(self, world_size: int) -> Held:
-        return Held(moments=1 / world_size, whole_tensors=True) if self.shard_optimizer else Held()
 
 
 @dataclass(kw_only=True)

@@ -90,14 +90,11 @@ def memory_of(
         "layer": here if separate < shape.num_hidden_layers else here - in_layers + 2 * shape.layer_parameters(),
         "model": here,
     }
-    # If no tensor's moments are split over ranks, one rank holds at least those of the largest tensor, the embedding.
-    largest = 0 if model.freeze_embeddings or not held.whole_tensors else shape.vocab_size * shape.embedding_width
-    moments = max(trained * held.moments, largest)
     sums = trained if held.sums_whole and accumulation > 1 else 0
     return Memory(
         weights=WEIGHT_BYTES.get(precision, STATE_BYTES) * here * held.weights,
         gradients=STATE_BYTES * (trained * held.gradients + sums),
-        moments=2 * STATE_BYTES * moments,
+        moments=2 * STATE_BYTES * trained * held.moments,
         copies=value * gathered[held.gathers],
         activations=activation_bytes(cfg, shape, held, micro_batch_size * seq_len, seq_len, precision),
     )

@@ -1,26 +1,17 @@
-"""Data parallelism: every rank holds the whole model and trains it on a share of each batch.
-
-`shard_optimizer` is stage 1 of ZeRO, https://arxiv.org/abs/1910.02054: each rank keeps the moments of some weights,
-updates these weights, and broadcasts them. No weight is split between ranks, so every optimizer computes the same
-updates as without sharding, including LAMB's trust ratios. torch's ZeroRedundancyOptimizer is not used, because it does
-not tell a fused optimizer inside it to skip a step.
-"""
+"""Data parallelism: every rank holds the whole model and trains it on a share of each batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from train.config import DataParallelConfig, OptimConfig, ParallelConfig, check
-from train.config.parallel import check_shards
-from train.parallel.backend import split_like
+from train.config import OptimConfig, ParallelConfig, check
 from train.parallel.captured import Graphs, Inputs
 from train.parallel.engines import Engine
-from train.parallel.optimizer_spec import parameter_groups, part_of, roles, set_learning_rate
+from train.parallel.optimizer_spec import roles, set_learning_rate
 from train.parallel.optimizers import build_optimizer
 
 if TYPE_CHECKING:
@@ -37,9 +28,6 @@ EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 def build(cfg: ParallelConfig, optim: OptimConfig, backend: Backend, *args: Any, **options: Any) -> DataParallel:
-    if isinstance(cfg, DataParallelConfig) and cfg.shard_optimizer and backend.world.size > 1:
-        check_shards("parallel.shard_optimizer=true", backend=backend.name, precision=backend.precision)
-        return ShardedOptimizer(optim, backend, *args, **options)
     if backend.captures:
         return Captured(optim, backend, *args, **options)
     return DataParallel(optim, backend, *args, **options)
@@ -161,66 +149,6 @@ class Captured(DataParallel):
         self.graphs.forget()  # the moments may have moved
 
 
-class ShardedOptimizer(DataParallel):
-    """The engine in which each rank updates some of the weights and sends them to the other ranks."""
-
-    def build_optimizer(self, optim: OptimConfig, of: Roles) -> torch.optim.Optimizer:
-        groups = [group["params"] for group in parameter_groups(optim, self.parameters, **of)]
-        self.numbered = [weight for group in groups for weight in group]  # in the order of an unsharded optimizer
-        self.owners = shared_out([weight.numel() for weight in self.numbered], self.data_size)
-        self.own = [number for number, owner in enumerate(self.owners) if owner == self.data_rank]
-        check(
-            len(self.numbered) >= self.data_size,
-            f"parallel.shard_optimizer=true: this model trains {len(self.numbered)} tensors, too few for "
-            f"{self.data_size} ranks; leave it out",
-        )
-        # Groups keep the order of the model's weights, as in an unsharded optimizer.
-        own = [self.numbered[number] for number in self.own]
-        return build_optimizer(optim, own, adamw=self.backend.adamw, **of)
-
-    def ready(self) -> None:
-        self.backend.ready(self.optimizer, [self.numbered[number] for number in self.own])
-
-    def optimizer_step(self, norm: Tensor) -> None:
-        super().optimizer_step(norm)
-        for weight in self.numbered:
-            weight.grad = None
-        self._send_updated()
-
-    @torch.no_grad()
-    def _send_updated(self) -> None:
-        """Broadcast the weights that each rank has updated, in one message per rank and dtype."""
-        parts: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
-        for weight, owner in zip(self.numbered, self.owners, strict=True):
-            parts.setdefault((owner, weight.dtype), []).append(weight)
-        messages = {part: torch.cat([weight.reshape(-1) for weight in weights]) for part, weights in parts.items()}
-        sending = {part: dist.broadcast(message, part[0], async_op=True) for part, message in messages.items()}
-        for part, weights in parts.items():
-            sending[part].wait()
-            if part[0] != self.data_rank:
-                for weight, updated in zip(weights, split_like(messages[part], weights), strict=True):
-                    weight.copy_(updated)
-
-    # ---- checkpoints -----------------------------------------------------------------------------------------------
-
-    def state(self) -> dict[str, State]:
-        local = self.local_state_dict()
-        own: State = {"state": {number: self.optimizer.state[self.numbered[number]] for number in self.own}}
-        if self.data_rank != 0:
-            return {"optimizer": own}
-        groups = [{"params": list(range(len(self.numbered)))}]
-        return {**local, "optimizer": {**local["optimizer"], **own, "param_groups": groups}}
-
-    def sources(self, rank: int, num_ranks: int, settings: Mapping[str, Any]) -> set[int] | None:
-        if settings.get("parallel.shard_optimizer") is not True:
-            return None
-        before = shared_out([weight.numel() for weight in self.numbered], num_ranks)
-        return {owner for owner, now in zip(before, self.owners, strict=True) if now == rank}
-
-    def load(self, model: Tensors, optimizer: State) -> None:
-        super().load(model, part_of(optimizer, self.own, total=len(self.numbered)))
-
-
 @torch.no_grad()
 def divide_and_clip(parameters: Sequence[nn.Parameter], divisor: Tensor, max_norm: float | None) -> Tensor:
     """Divide the gradients by `divisor` [1] and clip their norm to `max_norm`, in one pass over the gradients.
@@ -245,12 +173,3 @@ def scale(gradients: list[Tensor], norm: Tensor, divisor: Tensor, max_norm: floa
         factor = factor * (max_norm / (norm + EPSILON)).clamp(max=1.0)
     torch._foreach_mul_(gradients, factor.float())
     return norm
-
-
-def shared_out(sizes: list[int], num_ranks: int) -> list[int]:
-    """Return the rank to which each size is assigned: the largest first, each to the rank with the smallest sum."""
-    loads, owners = [0] * num_ranks, [0] * len(sizes)
-    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
-        owners[number] = loads.index(min(loads))
-        loads[owners[number]] += sizes[number]
-    return owners
