@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -128,8 +129,8 @@ def plain(value: Any) -> str:
 
 def plain_label(value: Any) -> str:
     """Return a label as a string that is the same in all file formats and in settings."""
-    # 1, 1.0 and "+1" become "1", True and "TRUE" become "true", None and NaN become "".
-    text = plain(value)
+    # Characters are composed (NFC). 1, 1.0 and "+1" become "1", True and "TRUE" become "true", None and NaN become "".
+    text = unicodedata.normalize("NFC", plain(value))
     whole = WHOLE.fullmatch(text)
     if whole is None:
         return BOOLEANS.get(text, text)

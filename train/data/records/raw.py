@@ -7,7 +7,6 @@ of them reported; more than `data.max_bad_rows` are an error.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,15 +20,14 @@ from train.config import RecordsConfig, S3Config, check, shortlist
 from train.data.files.errors import naming
 from train.data.random_bits import draw_rows, text_uniform
 from train.data.records.formats import Table, open_splits
-from train.data.records.kinds import STRING, RowKind
+from train.data.records.kinds import STRING, RowKind, names_in
+from train.data.records.label_checks import check_column
 from train.data.records.rows import Dropped, LabelNames, examples
 from train.data.records.sources import FILE_FORMATS, MAX_LISTED, is_named, layout
 from train.data.records.table_facts import column
 from train.system import progress
 from train.system.folders import scratch_folder
 from train.system.progress import Phase
-
-logger = logging.getLogger("train")
 
 BATCH_ROWS = 500  # rows gathered in memory before they are written
 
@@ -41,6 +39,7 @@ class Raw:
     splits: dict[str, datasets.Dataset]  # "train", "validation", then the names of data.more_validation
     labels: list[str]  # names by id; [] if the task has no labels
     dropped: dict[str, Dropped]  # the unused rows of each split
+    remarks: list[str]  # what seems strange about the labels
 
 
 def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, folder: Path) -> Raw:
@@ -55,18 +54,22 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
     labels = given_labels(cfg, kind, next(iter(tables.values()))[0]) if has_labels else []
     splits: dict[str, datasets.Dataset] = {}
     dropped: dict[str, Dropped] = {}
+    remarks: list[str] = []
     for number, (split, parts) in enumerate(tables.items()):
         progress.begin(Phase(f"reading {split} of data.path={cfg.path}"))
         dropped[split], names = Dropped(split, cfg.max_bad_rows), LabelNames(cfg, labels)
         rows = examples(parts, cfg, kind, names, dropped[split])
         table = write_table(rows, cfg, kind, folder / f"{number}.arrow")
         dropped[split].check()
-        labels = labels or (names.in_order() if has_labels else [])
+        if has_labels and not labels:
+            target = ", ".join(names_in(kind.columns_of(parts[0].keys or cfg.columns)[kind.target]))
+            remarks += check_column(names.column(target, kind))
+            labels = names.in_order()
         ok = bool(labels) or not has_labels or not len(table)
         check(ok, f"{split}: no row has a label, so there is nothing to learn; is data.columns.{kind.target} right?")
         if split == "train" and names.unmapped and any(cfg.label_map.values()):
             some = shortlist(sorted(names.unmapped))
-            logger.warning("data.label_map does not name %s: these labels are left unchanged", some)
+            remarks.append(f"data.label_map does not name {some}: these labels are left unchanged")
         if labels:
             label = datasets.ClassLabel(names=labels)
             table = table.cast_column(kind.target, datasets.List(label) if kind.has_lists else label)
@@ -88,7 +91,7 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
         what = f"train: all {num_rows:,} rows have the label {found[0]}"
         ok = len(found) > 1 or is_some
         check(ok, f"{what}, so there is nothing to learn; is data.columns.{kind.target} right?")
-    return Raw(splits, labels, dropped)
+    return Raw(splits, labels, dropped, remarks)
 
 
 def write_table(rows: Iterable[dict[str, Any]], cfg: RecordsConfig, kind: RowKind, path: Path) -> datasets.Dataset:

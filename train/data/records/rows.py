@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -13,18 +13,13 @@ from train.config import InputError, RecordsConfig, check, plural, shortlist
 from train.data.files.errors import BadRow, listed
 from train.data.records.formats import LocatedRow, Table
 from train.data.records.kinds import Row, RowKind, names_in, plain, plain_label
+from train.data.records.label_checks import BITS, PLAIN_NUMBER, TRUTHS, LabelColumn, items_of
 
 logger = logging.getLogger("train")
 
 MAX_NAMED, MAX_SHOWN = 10, 2  # maximum bad rows recorded per split, and shown in an error
-MAX_LABELS = 1000  # distinct labels in the data; more suggest a wrong column
+MOST_LABELS = 100_000  # distinct labels in the data; more are texts or ids, and would fill the memory
 COLUMN_ROWS = 100  # number of first JSON lines whose keys are the columns; a single row may lack some
-MAX_NUMBERS = 50  # distinct numbers as labels; more are scores, years or ids
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
-SCORE = re.compile(rf"{NUMBER.pattern}|[+-]?\d+,\d+", re.IGNORECASE)  # a number; a decimal comma is accepted
-NO_NUMBER = re.compile(r"[+-]?(inf(inity)?|nan)", re.IGNORECASE)  # numbers if other labels are numbers; else labels
-TRUTHS, BITS = {"true", "false"}, {"0", "1"}
-SEVERAL = re.compile(r"""\[\s*(['"\d].*)?\]|\{\s*['"].*\}""", re.DOTALL)  # a list or an object as text, as in CSV
 
 
 @dataclass
@@ -63,7 +58,8 @@ class LabelNames:
         self.known = list(known or cfg.labels)
         self.separator = cfg.label_separator
         self.spellings = {plain_label(name): name for name in self.known}
-        self.seen: set[str] = set()
+        self.counts: Counter[str] = Counter()  # how often each label was seen
+        self.widths: set[int] = set()  # the numbers of values in the rows' lists
         self.unmapped: set[str] = set()
 
     def look_up(self, value: Any, names: Sequence[str] | None) -> tuple[str, str | None]:
@@ -90,32 +86,24 @@ class LabelNames:
         name = name if name in self.known else self.spellings.get(plain_label(name), name)
         if self.known and name not in self.known:
             raise BadRow(f"unknown label {key[:40]}; the labels are {shortlist(self.known)}")
-        self.seen.add(name)
+        self.counts[name] += 1
         if plain_label(key) not in self.map:
             self.unmapped.add(name)
-        if not self.known and len(self.seen) > MAX_LABELS:
-            self.check_numbers()
-            many = f"more than {MAX_LABELS} different labels, such as {name[:40]}; is data.columns right?"
+        if not self.known and len(self.counts) > MOST_LABELS:
+            many = f"more than {MOST_LABELS:,} different labels, such as {name[:40]}; is data.columns right?"
             raise InputError(f"the data has {many}")
         return name
 
-    def check_numbers(self) -> None:
-        """Raise InputError if true may mean 1, or if the labels are scores, even with words such as n/a among them."""
-        seen = sorted(self.seen) if not self.known else []
-        check(
-            not (TRUTHS & {*seen} and BITS & {*seen}),
-            f"the labels are {shortlist(seen)}, where true may mean 1: data.label_map={{true: 1, false: 0}} "
-            "merges the two; if each label is a class, list all in data.labels",
-        )
-        values = {name: float(name.replace(",", ".")) for name in seen if SCORE.fullmatch(name)}
-        values |= {name: float(name) for name in seen if values and NO_NUMBER.fullmatch(name)}
-        fraction = next((name for name, value in values.items() if not value.is_integer()), None)
-        what = "numbers that are not whole" if fraction else f"more than {MAX_NUMBERS} different numbers"
-        example = fraction or max(values, key=values.__getitem__, default="")
-        check(
-            fraction is None and len(values) <= MAX_NUMBERS,
-            f"the labels are {what}, such as {example}: scores are learnt by regression (task=regress), not as "
-            "classes; if each number is a class, list all of them, as in data.labels=[0,1,2]",
+    def column(self, name: str, kind: RowKind) -> LabelColumn:
+        """Return the facts about the labels seen so far. `name`: the column or columns in the data."""
+        is_words = kind.check_each is not None
+        return LabelColumn(
+            name,
+            kind.target,
+            self.counts,
+            takes_lists=kind.has_lists and not is_words,
+            takes_words=is_words,
+            widths=self.widths,
         )
 
     def in_order(self) -> list[str]:
@@ -124,12 +112,11 @@ class LabelNames:
         If all names are numbers, or data.label_map maps only numbers to them, they are sorted by these numbers;
         otherwise alphabetically.
         """
-        self.check_numbers()
-        names = sorted(self.seen)
+        names = sorted(self.counts)
         numbers = {name: [key for key, to in self.map.items() if to == name] or [name] for name in names}
-        if all(map(NUMBER.fullmatch, names)):
+        if all(map(PLAIN_NUMBER.fullmatch, names)):
             return sorted(names, key=float)
-        if all(NUMBER.fullmatch(key) for keys in numbers.values() for key in keys):
+        if all(PLAIN_NUMBER.fullmatch(key) for keys in numbers.values() for key in keys):
             return sorted(names, key=lambda name: min(map(float, numbers[name])))
         return names
 
@@ -211,19 +198,18 @@ def target_of(
 
 
 def check_single(value: Any, column: str, kind: RowKind) -> None:
-    """Raise BadRow if a label is bytes, a list or an object, or the text of a list or object."""
+    """Raise BadRow if a label is bytes, a list or an object."""
     if isinstance(value, bytes):
         raise BadRow(f"{column} holds bytes, {value!r:.40}; write the column as strings")
-    if not isinstance(value, list | dict) and not (isinstance(value, str) and SEVERAL.fullmatch(value.strip())):
+    if not isinstance(value, list | dict):
         return
-    is_object = isinstance(value, dict) or str(value).lstrip().startswith("{")
-    inner = next((key for key in value if isinstance(value, dict) and key.isidentifier()), "...")
-    if isinstance(value, dict) and {"text", "answer_start"} <= value.keys():
-        what = "which are answers: set task=qa"
-    elif is_object:
-        what = f"which is an object, not a label; name a value inside it: data.columns.{kind.target}={column}.{inner}"
-    else:
+    if isinstance(value, list):
         what = f"which is a list: task=multilabel learns several labels per row; task={kind.name} learns one"
+    elif {"text", "answer_start"} <= value.keys():
+        what = "which are answers: set task=qa"
+    else:
+        inner = next(filter(str.isidentifier, value), "...")
+        what = f"which is an object, not a label; name a value inside it: data.columns.{kind.target}={column}.{inner}"
     raise BadRow(f"{column} holds {value!r:.40}, {what}")
 
 
@@ -239,13 +225,30 @@ def columns_with(values: Sequence[Any], names: Sequence[str]) -> list[int]:
 def labels_of_row(value: Any, column: str, labels: LabelNames, names: Sequence[str] | None) -> list[str]:
     """Return the distinct labels of a row, without those that data.label_map maps to null."""
     if isinstance(value, str):
-        if labels.separator is None:
-            raise BadRow(f"{column} holds {value!r:.40}, not a list; data.label_separator splits a text into labels")
-        value = [label for label in value.split(labels.separator) if label.strip()]
+        value = split_labels(value, column, labels.separator)
     if not isinstance(value, list) or any(isinstance(each, list | dict) for each in value):
         raise BadRow(f"{column} holds {value!r:.40}, not a list of labels")
+    labels.widths.add(len(value))
+    if names is None and is_multi_hot(value, labels.known):
+        value = [labels.known[number] for number in columns_with(value, labels.known)]
     found = dict.fromkeys(labels.of(each, names) for each in value)
     return [name for name in found if name is not None]
+
+
+def split_labels(text: str, column: str, separator: str | None) -> list[str]:
+    """Return the labels in a text: a list such as ['a', 'b'], or the parts between separators."""
+    items = items_of(text)
+    if items is not None:
+        return items
+    if separator is None:
+        raise BadRow(f"{column} holds {text!r:.40}, not a list; data.label_separator splits a text into labels")
+    return [label for label in text.split(separator) if label.strip()]
+
+
+def is_multi_hot(values: Sequence[Any], known: Sequence[str]) -> bool:
+    """Return whether a list has a 0 or a 1 for each of the known labels, none of which has such a name."""
+    bits = TRUTHS | BITS
+    return len(values) == len(known) > 1 and not bits & {*known} and {*map(plain_label, values)} <= bits
 
 
 def labels_of_each(

@@ -49,6 +49,7 @@ class Facts(TypedDict):
     id: Sha256  # the hash of the token rows and the labels
     kind: str
     labels: list[str]
+    remarks: list[str]  # what seems strange about the labels
     settings: dict[str, Any]
     splits: dict[str, SplitEntry]  # the keys, names of splits, are FileNames
     files: dict[RelativePath, FileEntry]

@@ -130,7 +130,8 @@ def provide(request: TableRequest) -> str:
     progress.begin(Phase(f"looking for data.path={request.data.path}"))
     with progress.reported(speaks=is_first_machine):
         folder = find_or_make(request)
-        for line in shortages(parse_facts((folder / NAME).read_bytes())["splits"]) if is_first_machine else ():
+        facts = parse_facts((folder / NAME).read_bytes())
+        for line in (*facts["remarks"], *shortages(facts["splits"])) if is_first_machine else ():
             logger.warning(line)
     # The tokenizer has used threads in this process. This keeps forked workers from using any, and from warning.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -191,6 +192,7 @@ def make(request: TableRequest, folder: Path, now: str) -> None:
         "id": content_id(tokens, raw.labels),
         "kind": featurizer.kind.name,
         "labels": raw.labels,
+        "remarks": raw.remarks,
         "settings": featurizer.settings,
         "splits": splits,
     }

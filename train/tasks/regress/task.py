@@ -20,7 +20,7 @@ from torch import Tensor
 from train.config import InputError, RecordsConfig, TrainConfig, check
 from train.data.files.errors import BadRow
 from train.data.records.kinds import STRING, RowKind
-from train.data.records.rows import NUMBER
+from train.data.records.label_checks import PLAIN_NUMBER, is_number
 from train.data.records.sources import NO_ROWS
 from train.data.records.table_facts import column
 from train.data.records.token_rows import TokenRows
@@ -47,9 +47,13 @@ MOST_PAIRS = 500  # pairs of truth and prediction per target in evaluation.json
 
 def number_of(value: Any, name: str) -> float:
     """Return a target, which may be given as text. Raises BadRow if it is not a number that float32 can represent."""
-    ok = NUMBER.fullmatch(value.strip()) if isinstance(value, str) else isinstance(value, int | float | Decimal)
+    ok = PLAIN_NUMBER.fullmatch(value.strip()) if isinstance(value, str) else isinstance(value, int | float | Decimal)
     if not ok or isinstance(value, bool):
-        what = "a list: each number needs a column" if isinstance(value, list) else "not a number"
+        what = "not a number"
+        if isinstance(value, list):
+            what = "a list: each number needs a column"
+        elif isinstance(value, str) and is_number(value):
+            what = "not a number in this form: the decimal mark must be a point, as in 0.64, without other signs"
         raise BadRow(f"{name} holds {value!r:.40}, {what}")
     if not abs(value := float(value)) <= MOST:  # rejects NaN too
         raise BadRow(f"{name} holds {value}, not a number up to {MOST:.2g}")
