@@ -14,8 +14,9 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,6 +32,8 @@ from train.system.imported import FLAG
 from train.system.outcome import read_outcome
 from train.system.torchrun import REJECTION
 
+KINDS = "give texts, or mappings from column names to values, in a list, a data frame or a data set"
+FILES = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".conll", ".gz")
 LINES = 1000  # at most this many of the last output lines are kept, to find the reason for a failure
 
 __all__ = ["Failure", "InputError", "Result", "evaluate", "predict", "prepare", "train"]
@@ -73,34 +76,38 @@ def train(settings: Sequence[str], *, ranks: int = 1, imports: Sequence[str] = (
 
 def prepare(settings: Sequence[str]) -> str:
     """Prepare a corpus as `python -m train.prepare` does. Returns the location of the shards, for data.path."""
-    done("train.prepare", listed(settings))
+    settings = listed(settings)
+    done("train.prepare", settings)
     return str(composed("train.prepare", settings)["output"])
 
 
 def predict(
     model: str,
-    rows: Sequence[str | Mapping[str, Any]] | Path,
+    rows: str | Mapping[str, Any] | Iterable[Any] | Path,
     *,
     options: Sequence[str] = (),
     imports: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Return a model's prediction for each row, as `python -m train.predict` makes it.
 
-    `model` is a run, a transformers folder or a Hub id. A row is a text, or a mapping from column names to values.
-    `rows` may also be the path of a file. `options` are further flags of the command.
+    `model` is a run, a transformers folder or a Hub id. `rows` are texts, or mappings from column names to values: one,
+    or a list, generator, array, data frame or data set of them. A Path names a file of rows. `options` are further
+    flags of the command.
     """
-    if not isinstance(rows, Path) and not rows:
+    lines = [] if isinstance(rows, Path) else lines_of(rows)
+    if not isinstance(rows, Path) and not lines:
         return []
     with TemporaryDirectory() as folder:
         output = Path(folder, "answers.jsonl")
         if isinstance(rows, Path):
             given = [f"--input={rows}"]
         else:
-            are_texts = all(isinstance(row, str) for row in listed(rows))
-            lines = [{"text": row} if isinstance(row, str) else dict(row) for row in rows]
             file = Path(folder, "rows.jsonl")
-            file.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
-            given = [f"--input={file}", *(["--text-column=text"] if are_texts else [])]
+            texts = [line for line in lines if isinstance(line, str)]
+            check(len(texts) in (0, len(lines)), "some rows are texts and others are not: give rows of one kind")
+            records = [{"text": line} if isinstance(line, str) else line for line in lines]
+            file.write_text("".join(f"{json_line(record)}\n" for record in records), encoding="utf-8")
+            given = [f"--input={file}", *(["--text-column=text"] if texts else [])]
         arguments = [model, *given, f"--output={output}", *listed(options), *flags(imports)]
         try:
             done("train.predict", arguments)
@@ -120,6 +127,48 @@ def evaluate(
         return metrics
 
 
+# ---- rows ----------------------------------------------------------------------------------------------------------
+
+
+def lines_of(rows: Any) -> list[str | Mapping[Any, Any]]:
+    """Return rows of any usual kind as texts and mappings. Raises InputError if they are something else."""
+    if isinstance(rows, str | Mapping):
+        is_file = isinstance(rows, str) and " " not in rows and rows.endswith(FILES)
+        check(not is_file, f"{rows!r:.80} seems to be a file: give it as a Path, or a text as a list, [{rows!r:.80}]")
+        rows = [rows]
+    elif hasattr(rows, "to_dicts"):  # a data frame of polars
+        rows = rows.to_dicts()
+    elif hasattr(rows, "to_pylist"):  # a table or an array of pyarrow
+        rows = rows.to_pylist()
+    elif hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a data frame of pandas
+        rows = rows.to_dict("records")
+    is_ordered = isinstance(rows, Iterable) and not isinstance(rows, set | frozenset | bytes | bytearray)
+    check(is_ordered and getattr(rows, "ndim", 1) == 1, f"rows are of type {type(rows).__name__}: {KINDS}")
+    lines = list(rows)
+    for number, line in enumerate(lines, 1):
+        check(isinstance(line, str | Mapping), f"row {number} is of type {type(line).__name__}: {KINDS}")
+    return lines
+
+
+def json_line(row: Mapping[Any, Any]) -> str:
+    """Return a row as JSON. Raises InputError if a value cannot be expressed."""
+    try:
+        return json.dumps({str(key): value for key, value in row.items()}, default=plain_value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"a row cannot be written as JSON: {error}") from None
+
+
+def plain_value(value: Any) -> Any:
+    """Return a value of numpy, pandas or the standard library as JSON has it. Raises TypeError for other types."""
+    if hasattr(value, "tolist"):  # arrays and numbers of numpy
+        return value.tolist()
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    if isinstance(value, Decimal | Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} is neither text nor number")
+
+
 # ---- processes -----------------------------------------------------------------------------------------------------
 
 
@@ -127,10 +176,13 @@ def flags(imports: Sequence[str]) -> list[str]:
     return [f"{FLAG}={path}" for path in listed(imports)]
 
 
-def listed(values: Sequence[Any]) -> Sequence[Any]:
-    """Return the values. Raises InputError if they are one string, each character of which would become a value."""
-    check(not isinstance(values, str), f"{values!r} must be a list of texts, such as [{values!r}]")
-    return values
+def listed(values: Iterable[str]) -> list[str]:
+    """Return the values, which a generator yields once. Raises InputError if they are not a list of texts."""
+    # The characters of a string, or the keys of a dict, would become values.
+    given = [] if isinstance(values, str | Mapping) else list(values)
+    is_list = not isinstance(values, str | Mapping) and all(isinstance(each, str) for each in given)
+    check(is_list, f"{values!r:.80} must be a list of texts, such as ['key=value']")
+    return given
 
 
 def composed(module: str, arguments: Sequence[str]) -> dict[str, Any]:

@@ -1,9 +1,17 @@
 """The commands as functions: what a notebook gets of a run, a rejection, an interruption."""
 
+import datetime
 import functools
 import io
+import json
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
+import datasets
+import numpy as np
+import pandas
+import pyarrow
 import pytest
 from finetuning import tuning
 from forks import DEVICE, Forked
@@ -57,10 +65,62 @@ def test_a_run_is_trained_and_asked_with_its_progress_in_the_cell(
     names = ("loss", "accuracy", "f1_macro", "f1_weighted", "matthews_correlation")
     assert api.evaluate("run") == {name: pytest.approx(run.metrics[-1][name]) for name in names}
     rejects(r"^run belongs to another run \(.*seed: 0 -> 1\); choose ", api.train, [*settings, "seed=1"])
-    rejects(r"^'max_steps=1' must be a list of texts, such as \['max_steps=1'\]$", api.train, "max_steps=1")
+    rejects(r"^'max_steps=1' must be a list of texts, such as \['key=value'\]$", api.train, "max_steps=1")
+    rejects(r"must be a list of texts", api.train, {"max_steps": 1})
     rejects(r"^rows\.jsonl[^/]*$", api.predict, "run", [{"other": "so good"}], options=["--device", DEVICE])
-    rejects(r"^'so good' must be a list of texts, such as \['so good'\]$", api.predict, "run", "so good")
+    (one,) = api.predict("run", "so good", options=["--device", DEVICE])
+    assert one["probabilities"] == pytest.approx(answers[0]["probabilities"])
+    frame = pandas.DataFrame({"labels": np.array([1], np.int64), "text": ["so good"]})
+    assert api.predict("run", frame, options=["--device", DEVICE]) == known
     rejects(r"^max_stepz is not a setting; did you mean max_steps\?$", api.train, [*settings, "max_stepz=1"])
+
+
+TEXTS, ROWS = ["so good", "so bad"], [{"text": "so good", "n": 1}, {"text": "so bad", "n": 2}]
+FRAME = pandas.DataFrame(ROWS)
+KINDS = {
+    "a text": ("so good", TEXTS[:1]),
+    "a row": (ROWS[0], ROWS[:1]),
+    "a list": (TEXTS, TEXTS),
+    "a tuple": (tuple(TEXTS), TEXTS),
+    "a generator": ((text for text in TEXTS), TEXTS),
+    "a generator of rows": ((row for row in ROWS), ROWS),
+    "an array": (np.array(TEXTS), TEXTS),
+    "a series": (FRAME["text"], TEXTS),
+    "a data frame": (FRAME, ROWS),
+    "rows of numpy": ([{"text": np.str_("so good"), "n": np.int64(1)}], ROWS[:1]),
+    "a data set": (datasets.Dataset.from_list(ROWS), ROWS),
+    "a table of arrow": (pyarrow.Table.from_pylist(ROWS), ROWS),
+    "a time": ([{"at": datetime.date(2024, 1, 5), 3: np.array([1, 2])}], [{"at": "2024-01-05", "3": [1, 2]}]),
+    "a decimal": ([{"n": Decimal("1.5")}], [{"n": "1.5"}]),
+    "nothing": ([], []),
+}
+
+
+@pytest.mark.parametrize(("given", "rows"), KINDS.values(), ids=KINDS)
+def test_rows_of_any_kind_are_the_same_rows(given: Any, rows: list[Any]) -> None:
+    lines = api.lines_of(given)
+    assert [line if isinstance(line, str) else json.loads(api.json_line(line)) for line in lines] == rows
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (7, "^rows are of type int: give texts, or mappings"),
+        (None, "^rows are of type NoneType: "),
+        (b"so good", "^rows are of type bytes: "),
+        ({"so good"}, "^rows are of type set: "),
+        (np.array([["a", "b"]]), "^rows are of type ndarray: "),
+        (["so good", float("nan")], "^row 2 is of type float: "),
+        ([["so", "good"]], "^row 1 is of type list: "),
+        ("rows.csv", r"^'rows.csv' seems to be a file: give it as a Path, or a text as a list, \['rows.csv'\]$"),
+        (["so good", {"text": "so bad"}], "^some rows are texts and others are not"),
+        (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), "JSON: Dataset is neither text nor number$"),
+        ([{"text": object()}], "^a row cannot be written as JSON: object is neither text nor number$"),
+    ],
+    ids=str,
+)
+def test_what_is_no_rows_is_rejected_before_a_process_starts(given: Any, message: str) -> None:
+    rejects(message, api.predict, "run", given)
 
 
 def test_an_interrupt_of_two_ranks_stops_them_with_a_checkpoint(

@@ -134,7 +134,7 @@ def near_copies(column: LabelColumn) -> str | None:
 
 
 def nearly_unique(column: LabelColumn) -> str | None:
-    """Return an error if there are nearly as many labels as rows."""
+    """Return an error if labels have fewer than two rows on average."""
     total, names = sum(column.counts.values()), column.counts
     if not is_sparse(column):
         return None
@@ -207,7 +207,7 @@ def are_codes(names: list[str]) -> bool:
 
 
 def is_sparse(column: LabelColumn) -> bool:
-    """Return whether there are nearly as many labels as rows."""
+    """Return whether many labels have fewer than two rows on average."""
     return len(column.counts) >= MANY_LABELS and sum(column.counts.values()) < 2 * len(column.counts)
 
 
