@@ -17,7 +17,6 @@ COMMANDS = {
     "prepare": "turn a corpus into shards for pretraining",
     "records": "describe labelled examples: classes, lengths, bad rows",
     "shards": "show or verify prepared shards",
-    "convert": "make shards from sequences that another tool has packed",
     "report": "write a page about one or more runs",
     "compare": "run variants of an experiment and compare them",
     "bench": "measure how fast a run would train on this machine",

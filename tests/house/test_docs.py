@@ -69,8 +69,7 @@ SCHEMAS |= {"launch": LaunchConfig, "ami": AmiConfig}
 HERE = {"s3://BUCKET/": "bucket/", "=myaccount": "=ec2", "=mysite": "=slurm", "29500": str(free_port())}
 # What needs no process of its own.
 HERE_TOO = [
-    f"train.{name}"
-    for name in "prepare records report shards checkpoints convert evaluate predict doctor settings".split()
+    f"train.{name}" for name in "prepare records report shards checkpoints evaluate predict doctor settings".split()
 ]
 BARETRAIN = "from train.baretrain import main; raise SystemExit(main())"
 # What makes a run short, by module. The demo's model learns in a second.

@@ -28,7 +28,7 @@ from train.config import InputError, PrepareConfig, TrainConfig
 from train.run import compose as cli
 from train.system import machine
 from train.system.folders import local_path
-from train.tools import checkpoints, convert, precompile, predict, prepare, records, shards
+from train.tools import checkpoints, precompile, predict, prepare, records, shards
 from train.tools import compare as compare_command
 from train.tools import hub as hub_command
 from train.tools import report as report_command
@@ -44,7 +44,6 @@ MAINS = {
     "doctor": doctor.main,
     "shards": shards.main,
     "checkpoints": checkpoints.main,
-    "convert": convert.main,
     "predict": predict.main,
     "hub": hub_command.main,
     "precompile": precompile.main,
@@ -234,10 +233,6 @@ FLAGS = [
     ("checkpoints", "RUN export", "FOLDER"),
     ("checkpoints", "RUN export TEXT", "is a file; choose another folder"),
     ("checkpoints", "RUN export DATA", "is not empty; choose another folder"),
-    ("convert", "", "direction"),
-    ("convert", "to-arrow DATA new", "'to-arrow'"),
-    ("convert", "from-arrow nosuch new", "--tokenizer"),
-    ("convert", "from-arrow nosuch new --tokenizer DATA/tokenizer", "nosuch"),
     ("predict", "", "MODEL"),
     ("predict", "RUN", "--text"),
     ("predict", "RUN --text a --input b", "--input"),

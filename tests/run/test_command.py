@@ -34,7 +34,7 @@ def test_help_has_purpose_examples_and_exit_codes_and_the_version_is_ours(comman
     name = "train" if command == "train" else f"train.{command}"
     _, purpose, examples, *_ = text.split("\n\n")
     assert len(purpose) > 20
-    assert len([line for line in examples.splitlines() if f"-m {name}" in line]) == (2 if command == "convert" else 3)
+    assert len([line for line in examples.splitlines() if f"-m {name}" in line]) == 3
     assert "exit codes:\n  0    " in text
     assert "hydra" not in text.lower() and "_schema" not in text
     assert shown(command, "--version", capsys) == f"baretrain {train.__version__}\n"

@@ -87,7 +87,7 @@ class MaskedLMTask(Task):
         if (rate := cfg.task.eval_mask_rate) is not None:
             self.eval_masker = replace(self.masker, mask_rate=rate, max_predictions=self.head.eval_predictions)
         self.swapper = Swapper(cfg.seed) if cfg.task.sop else None
-        has_none = self.manifest.counts.get("validation_pairs") == 0  # data from train.convert has no such count
+        has_none = self.manifest.counts.get("validation_pairs") == 0
         check(not (cfg.task.sop and has_none), f"task.sop=true, but in {cfg.data.path} {NO_PAIRS}")
         self.shard_rows = [shard.rows for shard in self.manifest.splits["train"]]
         self.train_rows, self.eval_rows = self.manifest.rows("train"), self.manifest.rows("validation")
