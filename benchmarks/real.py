@@ -118,11 +118,12 @@ def tweets(path: Path) -> list[Result]:
 def write_data(task: str, folder: Path, options: argparse.Namespace) -> None:
     """Write train.json(l) and validation.json(l). Except in multilabel, no generated word is in both files."""
     folder.mkdir()
-    rng, words = np.random.default_rng(0), vocabulary(options.model)
+    rng = np.random.default_rng(0)
     if task == "classify":
         rows = tweets(options.tweets)
         sides = {"train": [row for n, row in enumerate(rows) if n % 5], "validation": rows[::5]}
     else:
+        words = vocabulary(options.model)
         halves = {"train": words[::2], "validation": words[1::2]}
         halves = dict.fromkeys(halves, words) if task == "multilabel" else halves  # words define its topics
         rows_of = {"train": TRAIN_ROWS, "validation": VALIDATION_ROWS}
