@@ -77,7 +77,7 @@ def run(
         attempt.watch.phase("join", is_start=True)
         with stop.nothing_to_save():
             work = workload(cfg, plan, task, is_whole=saves)
-            backend = open_backend(cfg.backend, cfg.instance, cfg.s3, collects=collects, work=work)
+            backend = open_backend(cfg.backend, cfg.instance, collects=collects, work=work)
         attempt.watch.compiles = backend.compilers.are_busy
         attempt.joined(backend.world)
         failure: Exception | None = None

@@ -268,18 +268,17 @@ def test_who_captures(monkeypatch, settings, device, precision, ranks, captures)
     assert ddp.captures_steps(BackendConfig(cuda_graphs=True), torch.device("cuda"), "bf16", 1)
 
 
-def test_precompile_compiles_the_parts_that_the_run_does(monkeypatch):
+def test_a_run_whose_steps_are_recorded_compiles_layers(monkeypatch):
     monkeypatch.setattr(ddp, "captures_steps", lambda *_: True)
     made = []
     compiler = SimpleNamespace(
         compile=lambda _, **how: made.append(how["one_graph"]), expect=int, what="layers", is_busy=lambda: True
     )
     monkeypatch.setattr(ddp.DDP, "open_compiler", lambda *_, **__: compiler)
-    for collects in (False, True):
-        backend = ddp.DDP(BackendConfig(device="cpu", compile="layers"), collects=collects)
-        assert backend.captures is not collects and backend.compilers.are_busy()  # without torchrun, too
-        backend.setup_model(torch.nn.Linear(2, 2))
-    assert made == [False, False]
+    backend = ddp.DDP(BackendConfig(device="cpu", compile="layers"))
+    assert backend.captures and backend.compilers.are_busy()  # without torchrun, too
+    backend.setup_model(torch.nn.Linear(2, 2))
+    assert made == [False]
 
 
 @pytest.mark.parametrize("parallel", [DataParallelConfig(), FSDPConfig()])

@@ -7,26 +7,22 @@ import os
 import shutil
 import weakref
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from finetuning import tuned, two_lengths
 from forks import DEVICE, launch, run_forked
-from rejections import rejects
 from run_results import assert_same_run, losses
 from running import ROOT, lines, run, train_config, train_overrides
 from traced import without_kernels
 
 from train import loop
-from train.config import BackendConfig, ModelConfig, S3Config
+from train.config import BackendConfig, ModelConfig
 from train.models.encoder import build_masked_lm
 from train.parallel import auto_compile, compiled, ddp
-from train.parallel.compiled import KernelCache
 from train.parallel.ranks import World
-from train.run.command import DONE, REJECTED
+from train.run.command import DONE
 from train.run.stopping import StopRequest
-from train.tools import precompile
 
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler: apt-get install g++")
 RECOMPUTED = ["backend.activation_checkpointing=true", "micro_batch_size=2"]
@@ -188,7 +184,7 @@ def test_a_trial_that_fails_is_freed_before_training_continues(log):
         kept.append(weakref.ref(activations))
         raise RuntimeError("no kernels today")
 
-    compiler = compiled.TorchCompiler(BackendConfig(), {}, None)
+    compiler = compiled.TorchCompiler(BackendConfig())
     compiler.try_first(fails, World())
     assert kept[0]() is None and not compiler.is_on and "no kernels today" in log.text
     compiler.close()
@@ -241,65 +237,3 @@ def test_a_classifier_of_several_lengths_has_a_graph_for_each_and_one_too_many_i
         line for line in (tmp_path / "run" / "log" / "rank_0000.txt").read_text().splitlines() if "graph" in line
     ]
     assert "graph 4 was compiled, but only 3 are expected" in warning
-
-
-HITS = """if True:
-    import sys
-    from torch._dynamo.utils import counters
-    from train import entry
-    code = entry.run_command_line(sys.argv[1:])
-    print("HITS", *(counters["aot_autograd"][f"autograd_cache_{what}"] for what in ("hit", "miss")))
-    sys.exit(code)
-"""
-
-
-@compiles
-def test_precompile_fills_the_cache_of_a_run_on_another_machine_which_trains_as_without(
-    finished, prepared, tmp_path, capfd
-):
-    """A damaged file is no obstacle."""
-    settings = train_overrides(tmp_path / "run", prepared, "backend=ddp", "backend.compile=layers")
-    assert precompile.main([*settings, "--nproc-per-node=1"]) == REJECTED
-    assert "error: set backend.compile_cache to the folder or s3://" in capfd.readouterr().err
-    settings.append(f"backend.compile_cache={tmp_path / 'cache'}")
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
-    done = run([*settings, "--nproc-per-node=1"], module="train.precompile", env=env)
-    assert done.returncode == DONE, done.stderr
-    (kept,) = (tmp_path / "cache").iterdir()
-    assert kept.suffix == ".bin" and not (tmp_path / "run").exists()
-    damaged = kept.with_name(f"{kept.stem}0.bin")
-    damaged.write_bytes(kept.read_bytes()[:-1] + b"?")
-    for graphs in ("fxgraph", "aotautograd"):  # the other machine has none; for the kernels g++ takes a minute
-        shutil.rmtree(tmp_path / "inductor" / graphs)
-    done = run_forked(["-c", HITS, *settings], env)
-    assert done.returncode == DONE, done.stderr
-    assert done.stdout.splitlines()[-1] == "HITS 3 0"
-    assert "is damaged; its graphs are compiled again" in done.stderr
-    assert {*(tmp_path / "cache").iterdir()} == {kept, damaged}  # nothing was written again
-    assert_same_run(tmp_path / "run", finished)
-
-
-MADE = b"graphs", SimpleNamespace(artifacts={"inductor": ["key"]})
-
-
-def test_graphs_that_cannot_be_kept_are_an_error_of_precompile_alone(monkeypatch, log):
-    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: MADE)
-    KernelCache("/proc/no", S3Config(), may_write=True).save()
-    assert "compiled graphs are not kept for other runs: cannot write /proc/no/" in log.text
-    rejects("cannot write /proc/no/", KernelCache("/proc/no", S3Config(), may_write=True, must_write=True).save)
-
-
-def test_graphs_are_kept_in_s3_and_not_twice(bucket, monkeypatch):
-    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: MADE)
-    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", lambda content: loaded.append(content) or MADE[1])
-    loaded = []
-    for _ in range(2):
-        cache = KernelCache(bucket.location("kernels"), bucket.config(), may_write=True)
-        cache.load({"device": "cpu"})
-        cache.save()
-    assert loaded == [MADE[0]] and len(bucket.keys()) == 1
-
-
-def test_a_cache_that_one_rank_cannot_read_stops_nobody(bucket, log):
-    KernelCache("s3://there-is-no-such-bucket/kernels", bucket.config(), may_write=False).load({})
-    assert "the compile cache cannot be read, so graphs are compiled again" in log.text

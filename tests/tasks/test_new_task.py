@@ -133,7 +133,7 @@ def test_its_options_are_those_of_the_command_line(code, settings, tmp_path):
     recipe = ["experiment=tweets_trainium", "data.path=x", "model.pretrained=x", "optim=sgd"]
     assert re.search("^optim:(\n  .*)*\n  lr: 0.01$", done(f"--import={code}", *recipe, "--cfg", "job"), re.M)
     assert re.search(r"task=mlm.*\| focal", done(f"--import={code}", "--help"))
-    short = [*settings, f"run_dir={tmp_path}/x", "backend.compile=layers", f"backend.compile_cache={tmp_path}/kernels"]
+    short = [*settings, f"run_dir={tmp_path}/x", "backend=xla", "backend.device=cpu"]
     said = done(f"--import={code}", *short, "--dry-run", "--nproc-per-node=1", module="train.precompile")
     assert f"-m train.tools.collect_graphs --import={code} " in said  # what starts runs imports the same
 

@@ -37,9 +37,6 @@ class BackendConfig(Section, prefix="backend."):
     # them with one rank and without --import, unless the precision is fp16, activations are recomputed, or a step has
     # to wait for the GPU.
     deterministic: bool = False  # Make runs on GPUs bitwise reproducible, with slower kernels. CPU runs always are.
-    compile_cache: str | None = None  # The folder or s3://bucket/prefix that shares compiled graphs with other machines
-    # and later restarts. Its files are executed, so use only a source that you trust; None keeps graphs only on this
-    # machine.
     timeout_s: float | None = setting(None, above=0)  # The time limit of a collective in seconds; None uses 600, or
     # 7,200 on Trainium.
 
@@ -67,10 +64,6 @@ class BackendConfig(Section, prefix="backend."):
         check(
             self.compile in ("none", "auto") or self.name != "xla",
             f"backend.compile={self.compile} is not for backend=xla, which always compiles; leave it out",
-        )
-        check(
-            self.compile != "none" or self.compile_cache is None,
-            "backend.compile_cache needs backend.compile=layers or model; on trn1 set NEURON_COMPILE_CACHE_URL",
         )
 
 
@@ -103,10 +96,6 @@ class NeuronConfig(BackendConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check(not self.cuda_graphs, "backend.cuda_graphs=true is only for GPUs; leave it out with backend=neuron")
-        check(
-            self.compile_cache is None,
-            "backend.compile_cache is for GPUs and CPUs; set TORCH_NEURONX_NEFF_CACHE_DIR with backend=neuron",
-        )
 
 
 @dataclass(kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from train.config import BackendConfig, InstanceConfig, S3Config, TrainConfig, check
+from train.config import BackendConfig, InstanceConfig, TrainConfig, check
 from train.parallel.auto_compile import Workload
 from train.parallel.backend import Backend
 from train.system import machine
@@ -62,14 +62,13 @@ def compiles_each_length(cfg: BackendConfig, instance: InstanceConfig) -> bool:
 def open_backend(
     cfg: BackendConfig,
     instance: InstanceConfig,
-    s3: S3Config | None = None,
     *,
     collects: bool = False,
     work: Workload | None = None,
 ) -> Backend:
     """Open the device and join the other ranks. Raises InputError if this machine lacks the chosen device.
 
-    `collects`: the run only compiles graphs. Its results are meaningless, and failing to store a graph is an error.
+    `collects`: the run only collects the graphs of backend=xla, and its results are meaningless.
     `work`: the workload on which backend.compile=auto bases its choice.
     """
     wanted = instance.device
@@ -104,4 +103,4 @@ def open_backend(
         return Neuron(cfg)
     from train.parallel.ddp import DDP
 
-    return DDP(cfg, s3, collects=collects, work=work)
+    return DDP(cfg, work=work)

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from train.config import BackendConfig, S3Config, check
+from train.config import BackendConfig, check
 from train.config.backend import DEFAULT_TIMEOUT_S
 from train.parallel import auto_compile, guards, nonfinite
 from train.parallel.auto_compile import Workload
@@ -32,7 +32,6 @@ from train.parallel.precision import AUTOCAST, check_precision, norms_of, pick_p
 from train.parallel.rendezvous import join
 from train.system import caches, machine, rank_setup
 from train.system.console import without_stdout
-from train.system.folders import is_s3, local_path
 
 if TYPE_CHECKING:
     from train.data.batches.loader import Batch
@@ -54,11 +53,9 @@ class DDP(Backend):
     deterministic = False  # whether kernels always add in the same order
     one_graph = False  # whether backend.compile=auto may compile small layers together as one graph
 
-    def __init__(
-        self, cfg: BackendConfig, s3: S3Config | None = None, *, collects: bool = False, work: Workload | None = None
-    ) -> None:
+    def __init__(self, cfg: BackendConfig, *, work: Workload | None = None) -> None:
         super().__init__()
-        world, self.collects = self.world, collects
+        world = self.world
         self.device = pick_device(cfg.device, world.local_rank, world.local_size)
         is_cuda = self.device.type == "cuda"
         self.pin_memory = is_cuda
@@ -72,14 +69,13 @@ class DDP(Backend):
         self.monitor_kind = "nvidia" if is_cuda else "cpu"
         self.recomputes, self.deterministic = cfg.activation_checkpointing, is_cuda and cfg.deterministic
         self.workload = work or Workload()
-        captures = captures_steps(cfg, self.device, self.precision, world.size)
-        self.captures = captures and not collects
-        self.one_graph = world.num_machines == 1 and not captures  # must not depend on `collects`
+        self.captures = captures_steps(cfg, self.device, self.precision, world.size)
+        self.one_graph = world.num_machines == 1 and not self.captures
         if self.captures:
             self.adamw = {"fused": True, "capturable": True}
         chooses = auto_compile.is_wanted(cfg.compile, self.device.type, self.workload)
         if cfg.compile not in ("none", "auto") or (chooses and auto_compile.can_compile()):
-            self.compiler = self.open_compiler(cfg, s3 or S3Config(), must_keep=collects)
+            self.compiler = self.open_compiler(cfg)
         if is_cuda:
             torch.cuda.set_device(self.device)
             rank_setup.pin(pci_address(self.device))
@@ -105,11 +101,9 @@ class DDP(Backend):
         if self.compiler is not None:
             self.compilers = Compilers(self.compiler.is_busy, store)
 
-    def open_compiler(self, cfg: BackendConfig, s3: S3Config, *, must_keep: bool) -> TorchCompiler:
+    def open_compiler(self, cfg: BackendConfig) -> TorchCompiler:
         caches.place_kernels()
-        if cfg.compile_cache is not None and not is_s3(cfg.compile_cache):
-            caches.unshared_folder(local_path(cfg.compile_cache), "backend.compile_cache")
-        from train.parallel.compiled import KernelCache, TorchCompiler  # late: it imports Inductor
+        from train.parallel.compiled import TorchCompiler  # late: it imports Inductor
 
         cxx = os.environ.get("CXX", "g++")
         check(
@@ -117,14 +111,7 @@ class DDP(Backend):
             f"backend.compile={cfg.compile} needs a C++ compiler for a CPU, and there is no {cxx} here: apt-get "
             "install g++, set CXX, or leave backend.compile out",
         )
-        # Compiled code contains the GPU's index, so every rank of the first machine writes; on CPUs, only rank 0.
-        writes = self.world.rank == (0 if self.device.index is None else self.world.local_rank)
-        cache = None
-        if cfg.compile_cache is not None:
-            cache = KernelCache(cfg.compile_cache, s3, may_write=writes, must_write=must_keep)
-        processor = torch.backends.cpu.get_cpu_capability()
-        facts = {"device": f"{self.device} {self.device_name} {processor}", "precision": self.precision}
-        return TorchCompiler(cfg, facts, cache, work=self.workload)
+        return TorchCompiler(cfg, work=self.workload)
 
     def setup_model(self, model: Any, *, accumulation: int = 1, lengths: int = 1) -> None:
         tied = guards.tied_names(model)
@@ -138,7 +125,7 @@ class DDP(Backend):
             widens = self.device.type == "cuda" and self.precision in AUTOCAST and self.norms is not torch.bfloat16
             if self.device.type == "cuda":
                 model.join_projections()
-            self.compiler.compile(model, one_graph=self.one_graph, norms=self.norms, widens=widens)
+            self.compiler.compile(model, one_graph=self.one_graph, widens=widens)
             self.compiler.expect(lengths)
             self.compiles = self.compiler.what
         if self.recomputes:

@@ -62,7 +62,7 @@ class Neuron(DDP):
         if cfg.compile not in ("none", "auto"):
             from train.parallel.compiled import TorchCompiler  # late: it imports Dynamo
 
-            self.compiler = TorchCompiler(cfg, {}, None, compiles_with="neuron")
+            self.compiler = TorchCompiler(cfg, compiles_with="neuron")
         self.device = torch.device(DEVICE)
         self.work, self.span = WaitedWork(self.device), WaitedWork(self.device)
         if self.world.is_distributed:

@@ -111,7 +111,7 @@ def evaluate_alone(
     with begin(Attempt(cfg, plan, task, RunFolder(cfg.run_dir), {}, stop, saves=False)) as attempt:
         attempt.watch.phase("join", is_start=True)
         with stop.nothing_to_save():
-            backend = open_backend(cfg.backend, cfg.instance, cfg.s3)
+            backend = open_backend(cfg.backend, cfg.instance)
         attempt.watch.compiles = backend.compilers.are_busy
         attempt.joined(backend.world)
         try:

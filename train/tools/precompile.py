@@ -2,8 +2,7 @@
 
 It accepts the settings of `python -m train`, and must run on each machine of the run. On Trainium,
 neuron_parallel_compile runs a few steps with NEURON_EXTRACT_GRAPHS_ONLY=1. These steps collect the graphs without
-executing them, so all results are 0. The tool then compiles the graphs in parallel. With backend.compile, the same
-short run fills backend.compile_cache, without Neuron's tool.
+executing them, so all results are 0. The tool then compiles the graphs in parallel.
 
 Not tested on hardware. Facts about the tool come from Neuron's documentation ("PyTorch NeuronX neuron_parallel_compile
 CLI", SDK 2.29), its source in torch-neuronx 2.6 and, for the files in the cache, optimum-neuron's cache guide:
@@ -56,7 +55,6 @@ class ShortRun:
     added: dict[str, str]
     cache: str
     plan: Plan
-    is_inductor: bool  # True for torch.compile on GPUs and CPUs, which does not need Neuron's tool
     work: Path  # local folder for the tool's results and the short run's run folder
 
 
@@ -72,11 +70,6 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         return cli.DONE
     environ = {**os.environ, **short_run.added}
-    if short_run.is_inductor:
-        status = subprocess.run(short_run.command, env=environ, check=False).returncode
-        if status != 0:
-            return fail(f"the short run failed (exit status {status}), see above", short_run)
-        return finish(f"the graphs of this run are in {short_run.cache}", short_run)
     check(
         shutil.which(TOOL, path=environ.get("PATH")) is not None,
         f"{TOOL} is not installed; on a machine with Trainium: {read_versions().sdk.install} (docs/trainium.md)",
@@ -88,13 +81,13 @@ def run(options: argparse.Namespace) -> int:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = command_parser(
         "train.precompile",
-        "Compile every graph of a run before it starts: on Trainium 1, or with backend.compile on GPUs and CPUs.\n"
+        "Compile every graph of a run on Trainium 1 before it starts.\n"
         "Start it on each machine of the run, with the settings of the run. Under Slurm:\n"
         "srun --ntasks-per-node=1 python -m train.precompile ...",
         examples=(
             f"{EXAMPLE} --dry-run",
             f"{EXAMPLE} --nnodes 2 --node-rank 0 --master-addr host0",
-            "experiment=demo run_dir=runs/x backend.compile=layers backend.compile_cache=kernels --nproc-per-node 1",
+            "experiment=tweets_trainium data.path=tweets.csv run_dir=runs/tweets instance=trn1.2xlarge",
         ),
         exits={cli.DONE: "all graphs compiled", cli.FAILED: "a graph failed", cli.REJECTED: "arguments rejected"},
         imports=True,
@@ -123,6 +116,10 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
         "native PyTorch (trn2, trn3) compiles operators while it runs, so there are no graphs to compile before a run; "
         f"{machine.NATIVE_CACHE} names the folder of the compiled operators",
     )
+    check(
+        cfg.backend.compile in ("none", "auto"),
+        f"backend.compile={cfg.backend.compile}: a run compiles these graphs itself when it starts; start the run",
+    )
     num_nodes, machines = find_machines(options, environ)
     ranks = options.nproc_per_node if options.nproc_per_node is not None else cfg.instance.devices or 0
     check(ranks > 0, f"ranks of this machine: {ranks}; set --nproc-per-node, or for example instance=trn1.32xlarge")
@@ -135,23 +132,16 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
     cli.load_config(TrainConfig, overrides)
     # The data is not opened here: assume more rows than any plan needs.
     plan = make_plan(cfg, world_size=world, rows=2**62, seq_len=cfg.seq_len)
-    # With backend.compile=auto, setting backend.compile_cache means that torch.compile makes the graphs.
-    is_inductor = cfg.backend.compile in ("layers", "model") or cfg.backend.compile_cache is not None
-    if is_inductor:
-        added, cache = {}, cfg.backend.compile_cache
-        check(cache is not None, "set backend.compile_cache to the folder or s3://bucket/prefix that the run reads")
-    else:
-        added = environment(environ)
-        cache, fault = machine.cache_location(environ), machine.cache_fault(environ)
-        check(fault is None, fault or "")
-        added["NEURON_COMPILE_CACHE_URL"] = cache  # Neuron's default folder may belong to another user.
+    added = environment(environ)
+    cache, fault = machine.cache_location(environ), machine.cache_fault(environ)
+    check(fault is None, fault or "")
+    added["NEURON_COMPILE_CACHE_URL"] = cache  # Neuron's default folder may belong to another user.
     # torchrun must run in the user's current folder, not in the tool's.
     torchrun = ["env", f"--chdir={Path.cwd()}", sys.executable, "-m", *machines]
     return ShortRun(
         command=[*torchrun, f"--nproc-per-node={ranks}", "-m", "train.tools.collect_graphs", *flags(), *overrides],
         added=added,
-        cache=str(cache),
-        is_inductor=is_inductor,
+        cache=cache,
         plan=plan,
         work=work,
     )
@@ -208,7 +198,7 @@ def describe(short_run: ShortRun) -> None:
     """Print the command, its variables, and the sizes on which the graphs depend."""
     for name, value in short_run.added.items():
         print(f"{name}={shlex.quote(value)}")
-    print(shlex.join([*([] if short_run.is_inductor else [TOOL]), *short_run.command]))
+    print(shlex.join([TOOL, *short_run.command]))
     plan = short_run.plan
     sizes = f"world size {plan.world_size}, micro batch {plan.micro_batch_size}, accumulation {plan.accumulation}"
     print(f"{sizes}; compile cache {short_run.cache}", flush=True)

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         examples=(
             "experiment=tweets_trainium data.path=tweets.csv",
             "task=classify data=csv data.path=reviews.csv data.columns.text=body model=any model.init_from=runs/demo",
-            "task=ner data=records data.path=entities.conll model=any model.init_from=runs/demo",
+            "task=regress data=csv data.path=ratings.csv data.columns.label=score model=any model.init_from=runs/demo",
         ),
         keys=USED,
     )
