@@ -159,7 +159,7 @@ def json_line(row: Mapping[Any, Any]) -> str:
 
 
 def plain_value(value: Any) -> Any:
-    """Return a value of numpy, pandas or the standard library as JSON has it. Raises TypeError if it has another type."""
+    """Return a value of numpy, pandas or the standard library as JSON has it. Raises TypeError if it is none."""
     if hasattr(value, "tolist"):  # arrays and numbers of numpy
         return value.tolist()
     if hasattr(value, "isoformat"):
