@@ -141,6 +141,10 @@ REJECTED = {  # by what the error says: files of the model with changes of their
     "num_labels is 1000000000;": {"config.json": {"num_labels": 10**9}},
     "different name for each label, not 'a', 'a'": {"config.json": {"id2label": {"0": "a", "1": "a"}}},
     "different name for each label, not 0, 1": {"config.json": {"id2label": {"0": 0, "1": 1}}},
+    "position_embedding_type is 'relative_key_query'": {
+        "config.json": {"position_embedding_type": "relative_key_query"}
+    },
+    "pruned_heads is {'0': [1]}": {"config.json": {"pruned_heads": {"0": [1]}}},
     "chunk_size_feed_forward is 7;": {"config.json": {"chunk_size_feed_forward": 7}},
     "hidden_size is '8';": {"config.json": {"hidden_size": "8"}},
     "pad_token_id is 99999;": {"config.json": {"pad_token_id": 99999}},
@@ -196,7 +200,9 @@ def test_layers_that_the_configuration_leaves_out_are_named(tmp_path, capsys):
     BertForSequenceClassification(BertConfig(**{**SMALL, "num_hidden_layers": 2})).save_pretrained(tmp_path)
     edit(write_tokenizer(tmp_path) / "config.json", num_hidden_layers=1)
     assert predict.main([str(tmp_path), *ASK]) == 2
-    assert "has layers that its config.json does not describe: bert.encoder.layer.1." in capsys.readouterr().err
+    assert (
+        "has weights in its encoder that transformers does not read: bert.encoder.layer.1." in capsys.readouterr().err
+    )
 
 
 def test_pickled_weights_are_not_read_and_the_command_that_converts_them_is_named(model, capsys):

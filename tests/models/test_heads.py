@@ -303,6 +303,14 @@ def test_a_classifier_becomes_a_span_reader(labelled_folder):
 NORM = "bert.embeddings.LayerNorm.bias"
 
 
+DISTANCES = {"bert.encoder.layer.0.attention.self.distance_embedding.weight": torch.zeros(63, 16)}  # of transformers 4
+
+
+def bare(weights):
+    """The weights of the encoder, named as transformers names those of a model without a head."""
+    return {name.removeprefix("bert."): value for name, value in weights.items() if name.startswith("bert.")}
+
+
 def changed(folder, target, change):
     """A copy of a checkpoint with other tensors."""
     (target / "config.json").write_bytes((folder / "config.json").read_bytes())
@@ -321,12 +329,38 @@ def changed(folder, target, change):
         (lambda w: {**w, NORM: torch.full((32,), torch.nan)}, f"{NORM} contains NaN or infinity"),
         (lambda w: {**w, NORM: torch.zeros(32, dtype=torch.int8)}, rf"{NORM} has quantised weights \(I8\)"),
         (lambda w: {**w, NORM: torch.zeros(7)}, rf"{NORM} is \[7\] instead of \[32\]; its config.json is another"),
+        (lambda w: w | DISTANCES, "does not read: bert.encoder.layer.0.attention.self.distance_embedding.weight$"),
+        (lambda w: bare(w | DISTANCES), "does not read: encoder.layer.0.attention.self.distance_embedding.weight$"),
+        (lambda w: bare(w) | {"rel_bias.weight": torch.zeros(7)}, "does not read: rel_bias.weight$"),
         (lambda w: {**w, "classifier.bias": torch.zeros(7)}, r"classifier.bias is \[7\] instead of \[3\]; model.new_h"),
     ],
-    ids=["another architecture", "a layer is missing", "not finite", "int8", "another size", "another head"],
+    ids=[
+        "another architecture",
+        "a layer is missing",
+        "not finite",
+        "int8",
+        "another size",
+        "distances",
+        "of a bare one",
+        "a bias",
+        "a head",
+    ],
 )
 def test_a_checkpoint_that_does_not_hold_the_encoder_is_rejected(encoder_folder, tmp_path, change, says):
     rejects(says, build, "label", changed(encoder_folder, tmp_path, change))
+
+
+@pytest.mark.parametrize("change", [dict, bare])
+def test_buffers_and_heads_may_remain_unread(encoder_folder, tmp_path, change):
+    inside = ["bert.embeddings.position_ids", "bert.pooler.extra.weight", "bert.rotary_emb.inv_freq"]
+    heads = ["cls.seq_relationship.weight", "lm_head.dense.weight"]
+
+    def more(weights):
+        weights = change(weights | {name: torch.zeros(7) for name in inside})
+        return weights | {name: torch.zeros(7) for name in heads}
+
+    cfg = changed(encoder_folder, tmp_path, more)
+    build("label", cfg)
 
 
 def test_sizes_that_do_not_fit_are_rejected(encoder_folder):

@@ -26,6 +26,15 @@ BAD_FILES = (OSError, ValueError, LookupError, TypeError, AttributeError)  # tra
 FILES = ("config.json", "adapter_config.json")  # files that read_model_config fetches from the Hub
 WEIGHTS = (*FILES, "model*.safetensors", "model.safetensors.index.json")
 QUANTISED = ("I8", "U8", "I4", "U4", "F4", "F6", "F8")  # prefixes of quantised dtypes in safetensors
+# A checkpoint of an encoder alone may also have these heads.
+HEADS = """
+    classifier cls decoder dense discriminator_predictions entity_predictions generator_lm_head generator_predictions
+    head lm_head lm_predictions mask_predictions pred_layer pre_classifier predictions qa_classifier qa_outputs
+    sequence_summary sop_classifier vocab_layer_norm vocab_projector vocab_transform
+"""
+# Weights inside an encoder that may remain unread: buffers that transformers computes, the pooler, and the decoder of
+# Funnel, which some heads leave out.
+UNREAD = re.compile(r"(.*\.)?(position_ids|token_type_ids|(original_)?inv_freq)|(pooler|decoder)\..+")
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation")  # attributes of transformers' configurations
 # Pickled weights are not read: before PyTorch 2.10 they could write to any memory (CVE-2026-24747).
 CONVERT = (
@@ -47,7 +56,7 @@ def read_weights(
     try:
         with quiet(), asking_hub(source):
             folder = fetched(source, WEIGHTS)
-            check_weights(folder)
+            names = check_weights(folder)
             network, info = auto.from_pretrained(
                 folder,
                 config=config,
@@ -67,10 +76,7 @@ def read_weights(
     encoder = {name for name, p in network.named_parameters() if p in inside and ".pooler." not in name}
     lacking = sorted(encoder & missing)
     check(not lacking, f"{source} lacks {len(lacking)} weights of the encoder: {', '.join(lacking[:3])}")
-    prefix = f"{network.base_model_prefix}."
-    kinds = {re.sub(r"\d+", "N", name.removeprefix(prefix)) for name in encoder}
-    unread = sorted(name for name in info["unexpected_keys"] if re.sub(r"\d+", "N", name.removeprefix(prefix)) in kinds)
-    check(not unread, f"{source} has layers that its config.json does not describe: {', '.join(unread[:3])}")
+    check_read(source, f"{network.base_model_prefix}.", names, info["unexpected_keys"])
     other = {name: f"{list(theirs)} instead of {list(ours)}" for name, theirs, ours in info["mismatched_keys"]}
     wrong = [name for name in sorted(other) if name in encoder or not new_head]
     hint = (
@@ -86,6 +92,17 @@ def read_weights(
     if parts:
         logger.info("loaded %s (%s)", source, "; ".join(parts))
     return network, frozenset(missing)
+
+
+def check_read(source: str, prefix: str, names: Sequence[str], unread: Iterable[str]) -> None:
+    """Raise InputError if the model does not read a weight of the encoder, whose names may begin with `prefix`."""
+    # The model would compute something else than it did in training, such as attention without relative positions.
+    if any(name.startswith(prefix) for name in names):
+        inside = [name for name in unread if name.startswith(prefix)]
+    else:
+        inside = [name for name in unread if name.split(".")[0] not in HEADS.split()]
+    lost = sorted(name for name in inside if not UNREAD.fullmatch(name.removeprefix(prefix)))
+    check(not lost, f"{source} has weights in its encoder that transformers does not read: {shortlist(lost, 3)}")
 
 
 def modules_of(names: Iterable[str]) -> list[str]:
@@ -154,8 +171,11 @@ def read_model_config(source: str) -> PreTrainedConfig:
     return config
 
 
-def check_weights(folder: Path) -> None:
-    """Raise InputError if weights are not safetensors, are quantised or damaged, or an index names a missing file."""
+def check_weights(folder: Path) -> list[str]:
+    """Return the names of a folder's weights.
+
+    Raises InputError if weights are not safetensors, are quantised or damaged, or an index names a missing file.
+    """
     for path in folder.glob("*.index.json"):
         with naming(str(path), ()):
             files = of_type(dict[str, FileName], read_object(path.read_bytes()).get("weight_map"), "weight_map")
@@ -168,6 +188,7 @@ def check_weights(folder: Path) -> None:
         f"{pickled} has pickled weights, which baretrain does not read; convert them with PyTorch 2.10 or newer: "
         f"cd {shlex.quote(str(folder))} && {CONVERT}",
     )
+    names = []
     for path in paths:
         damaged = f"{path} is damaged, or is a Git LFS pointer"
         with naming(damaged, (SafetensorError, OSError)), safe_open(path, "pt") as file:
@@ -177,6 +198,8 @@ def check_weights(folder: Path) -> None:
                 not kind.startswith(QUANTISED),
                 f"{path}: {name} has quantised weights ({kind}), which cannot be trained; use the original weights",
             )
+        names += kinds
+    return names
 
 
 def unavailable(source: str, error: Exception) -> str:

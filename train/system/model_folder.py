@@ -32,6 +32,8 @@ MOST_LABELS = 10**6  # limited because transformers creates a name for each labe
 WIDTHS = ("vocab_size", "hidden_size", "dim", "embedding_size", "intermediate_size", "hidden_dim")
 COUNTS = ("num_attention_heads", "n_heads", "max_position_embeddings")
 DEPTHS = ("num_hidden_layers", "n_layers", "num_hidden_groups", "inner_group_num")
+# Keys that changed the arithmetic of earlier versions of transformers, and the values with which nothing changes.
+IGNORED = {"position_embedding_type": (None, "absolute"), "pruned_heads": (None, {})}
 ADAPTER = "adapter_config.json"  # a file that names another model, which transformers would load instead
 
 
@@ -58,6 +60,9 @@ def read_model_json(folder: Path) -> dict[str, Any] | None:
     check_number(path, "num_labels", values.get("num_labels"), least=1, most=MOST_LABELS)
     check_number(path, "chunk_size_feed_forward", values.get("chunk_size_feed_forward"), least=0, most=0)
     check_number(path, "type_vocab_size", values.get("type_vocab_size"), least=0, most=LARGEST)
+    for name, plain in IGNORED.items():
+        if values.get(name) not in plain:
+            raise BadContent(f"{path}: {name} is {shown(values[name])}, which transformers no longer computes")
     vocabulary = values.get("vocab_size")
     if vocabulary is not None:
         check_number(path, "pad_token_id", values.get("pad_token_id"), least=0, most=vocabulary - 1)
