@@ -13,10 +13,10 @@ from train.system.identity import ENVIRONMENT
 from train.system.lease import newest, parse
 from train.system.outcome import read_outcome
 from train.system.schema import BadContent, read_object
+from train.tasks import scores_of
 
 TAIL_BYTES = 2**22  # bytes read from the end of metrics.jsonl: about 10,000 lines, probably including an evaluation
 COMMITTED = re.compile(r"checkpoints/step_([0-9]{1,18})/manifest\.json")
-NOT_SCORES = re.compile("attempt|step|examples|epoch|cost_usd|.*_s")  # fields of an eval line that are not scores
 MAX_SCORES = 6
 
 
@@ -47,11 +47,13 @@ def read_progress(run: Folder) -> RunProgress:
     lines = list(read_back(run, limit_bytes=TAIL_BYTES))[::-1]
     trained, evaluated, ended = ([line for line in lines if line["kind"] == k] for k in ("train", "eval", "summary"))
     last, score = (trained or [{}])[-1], (evaluated or [{}])[-1]
-    scores = [(key, number(score, key)) for key in score if not NOT_SCORES.fullmatch(key)]
     try:
-        planned = count(table(read_object(run.read(ENVIRONMENT)), "plan"), "total_steps") or None
+        environment = read_object(run.read(ENVIRONMENT))
     except (FileNotFoundError, BadContent):
-        planned = None
+        environment = {}
+    planned = count(table(environment, "plan"), "total_steps") or None
+    declared = scores_of(str(table(environment, "identity").get("task.kind")))
+    scores = [(key, number(score, key)) for key in score if key in declared]
     # Skip fault lines: a fault may occur before the first step. If the run is in S3, its lease may have a newer step.
     lease = parse(newest(run)[1]) if "lease" in names else None
     steps = [line["step"] for line in lines if line["kind"] != "fault"][-1:]

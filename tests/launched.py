@@ -92,7 +92,7 @@ class Launched:
         return self.note("attempt_began", number=number, nodes=NODES)
 
     def describe(self) -> Launched:
-        content = {"identity": {}, "plan": {"total_steps": 100}}
+        content = {"identity": {"task.kind": "mlm"}, "plan": {"total_steps": 100}}
         self.record.run.write("environment.json", json.dumps(content).encode())
         return self
 

@@ -12,7 +12,7 @@ from train.config import S3Config, TrainConfig
 from train.config.train import CompareConfig
 from train.data.records.raw import read_raw, read_texts
 from train.run import compose as cli
-from train.tasks import metric_of
+from train.tasks import best_metric
 from train.tasks.classify.task import CLASSIFY_ROWS
 from train.tasks.regress.task import regress_rows
 from train.tools import predict
@@ -142,4 +142,4 @@ def test_the_table_of_glue_has_three_seeds_of_each_data_set():
     for variant in variants:
         cfg, name = variant.cfg, variant.name[:-2]
         assert (cfg.data.path, cfg.data.name, f"{name}_{cfg.seed}") == ("nyu-mll/glue", name, variant.name)
-        assert (cfg.task.kind == "regress") == (name == "stsb") and metric_of(cfg.task.kind, cfg.best.metric).sign == 1
+        assert (cfg.task.kind == "regress") == (name == "stsb") and best_metric(cfg).sign == 1

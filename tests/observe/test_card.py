@@ -9,10 +9,15 @@ from typing import Any
 import finished_run
 import pytest
 import yaml
+from finetuning import tuned, two_lengths
 from finished_run import SECRETS, write
 from huggingface_hub import ModelCard
 
+from launch.run_progress import read_progress
 from train.observe import card
+from train.observe.report.run import read_run
+from train.system.folders import LocalFolder
+from train.tools import report
 
 
 def made(run: Path) -> tuple[dict[str, Any], str]:
@@ -42,6 +47,23 @@ def test_the_head_says_what_it_is_and_how_good(tmp_path):
     assert ("validation", "eval_s") not in answer
     read = ModelCard(card.card(tmp_path / "run", "tweets"))  # by the Hub's own reader
     assert {result.metric_name for result in read.data.eval_results} >= {"f1_macro", "accuracy", "loss"}
+
+
+def test_the_price_of_a_run_is_no_score_of_it(prepared, tmp_path, capsys):
+    settings = [*two_lengths(tmp_path), "instance.usd_per_hour=4", "eval_every=1"]
+    run = tuned(tmp_path / "run", prepared / "tokenizer", *settings)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [line for line in lines if line["kind"] == "eval"]
+    assert all(line["cost_usd"] > 0 for line in evaluated)
+    head = yaml.safe_load((run / "export/README.md").read_text().split("---\n", 2)[1])
+    results = head["model-index"][0]["results"][0]["metrics"]
+    scores = {"loss", "accuracy", "f1", "f1_macro", "f1_weighted", "matthews_correlation"}
+    assert {metric["name"] for metric in results} == scores
+    assert report.main([str(run)]) == 0
+    assert {path.stem for path in (run / "report").glob("validation_*.png")} == {f"validation_{s}" for s in scores} - {
+        "validation_loss"
+    }
+    assert set(read_run(run).summary["scores"]) == set(read_progress(LocalFolder(run)).scores) == scores
 
 
 @pytest.mark.parametrize(("weights", "f1"), [(10, 0.5), (30, 0.7), (15, None)])

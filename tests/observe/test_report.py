@@ -337,15 +337,14 @@ def test_unknown_mfu_and_cost_are_called_unknown_and_say_why(reported, tmp_path)
 def test_best_and_last_scores_are_of_all_metrics_and_of_nothing_else(tmp_path):
     lines = [
         eval_line(10, sop_accuracy=0.9, odd=3),
-        eval_line(20, sop_accuracy=0.4, odd=1),
-        eval_line(30, loss=8.5, perplexity=None),
+        eval_line(20, sop_accuracy=0.4, odd=1, cost_usd=2.0),
+        eval_line(30, loss=8.5, perplexity=None, cost_usd=3.0),
     ]
     scores = summarise(tmp_path / "run", [train_line(10), *lines])["scores"]
     assert scores["loss"] == {"best": (7.0, 20), "last": (8.5, 30)}
     assert scores["perplexity"] == {"best": (2**7.0, 20), "last": (None, 30)}  # what it became, no earlier number
     assert scores["sop_accuracy"] == {"best": (0.9, 10), "last": (0.4, 20)}
-    assert scores["odd"] == {"last": (1, 20)}  # nobody said which way is better
-    assert set(scores) == {"loss", "perplexity", "masked_accuracy", "sop_accuracy", "odd"}
+    assert set(scores) == {"loss", "perplexity", "masked_accuracy", "sop_accuracy"}  # those that the task declares
     assert facts(tmp_path / "run")["Validation perplexity, last"] == "no number at step 30"
     diverged = report_run.read_run(write_run(tmp_path / "diverged", [train_line(10), train_line(20, loss=None)]))
     assert ["Final training loss", "unknown"] in report.table([diverged])

@@ -14,9 +14,9 @@ from typing import Any
 
 from train.config import RecordsConfig, TaskConfig, TrainConfig, check, check_choice
 from train.tasks import classify, mlm, multilabel, ner, qa, regress
-from train.tasks.spec import Metric, Task, TaskSpec
+from train.tasks.spec import LOSS, Metric, Task, TaskSpec
 
-__all__ = ["TASKS", "Metric", "Task", "TaskSpec", "best_metric", "build_task", "class_of", "metric_of", "spec_of"]
+__all__ = ["TASKS", "Metric", "Task", "TaskSpec", "best_metric", "build_task", "class_of", "scores_of", "spec_of"]
 
 TASKS: dict[str, TaskSpec] = {
     "mlm": mlm.SPEC,
@@ -36,17 +36,24 @@ def spec_of(cfg: TaskConfig) -> TaskSpec:
     return spec
 
 
-def metric_of(kind: str, name: str, splits: Iterable[str] = ()) -> Metric:
-    """Return a task's metric. `name` may begin with a split. An undeclared metric has higher_is_better=None."""
-    declared = {metric.name: metric for metric in TASKS[kind].metrics} if kind in TASKS else {}
-    names = [name, *(name.removeprefix(f"{split}_") for split in splits)]
-    return next((replace(declared[each], name=name) for each in names if each in declared), Metric(name, None))
+def scores_of(kind: str, splits: Iterable[str] = ()) -> dict[str, Metric]:
+    """Return the metrics that a task declares, by name, also with the prefixes of further validation `splits`.
+
+    Everything else in an evaluation is no score. Of an unknown task, only the loss is known.
+    """
+    declared = TASKS[kind].metrics if kind in TASKS else (LOSS,)
+    prefixes = ("", *(f"{split}_" for split in splits))
+    return {
+        f"{prefix}{metric.name}": replace(metric, name=prefix + metric.name)
+        for prefix in prefixes
+        for metric in declared
+    }
 
 
 def best_metric(cfg: TrainConfig) -> Metric:
     """Return the metric that best.metric names."""
     splits = cfg.data.more_validation if isinstance(cfg.data, RecordsConfig) else ()
-    return metric_of(cfg.task.kind, cfg.best.metric, splits)
+    return scores_of(cfg.task.kind, splits).get(cfg.best.metric, Metric(cfg.best.metric, None))
 
 
 def class_of(spec: TaskSpec) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,7 +25,7 @@ from train.system.exported import marked
 from train.system.folders import Folder, LocalFolder
 from train.system.outcome import read_outcome
 from train.system.schema import read_yaml
-from train.tasks import Metric, metric_of
+from train.tasks import Metric, scores_of
 
 Summary = dict[str, Any]  # see `summarise`
 logger = logging.getLogger("train")
@@ -72,11 +71,17 @@ class Run:
     def drawn(self, kind: str) -> list[Line]:
         return self.evaluations if kind == "eval" else self.train
 
-    def metric(self, name: str) -> Metric:
-        """Return the task's declaration of a metric, with a printable name."""
+    @cached_property
+    def declared(self) -> dict[str, Metric]:
+        """The scores that the run's task declares, by name; of a task that is not known, also best.metric."""
         prefix = "data.more_validation."
         splits = [key.removeprefix(prefix) for key in self.config if key.startswith(prefix)]
-        return replace(metric_of(str(self.config.get("task.kind")), name, splits), name=printable(name))
+        wanted = str(self.config.get("best.metric"))
+        return {wanted: Metric(wanted, None), **scores_of(str(self.config.get("task.kind")), splits)}
+
+    def metric(self, name: str) -> Metric:
+        """Return the task's declaration of a metric, with a printable name."""
+        return replace(self.declared.get(name, Metric(name, None)), name=printable(name))
 
     @property
     def name(self) -> str:
@@ -130,7 +135,6 @@ def mean(pairs: list[tuple[float | None, float | None]]) -> float | None:
 
 # ---- summary -------------------------------------------------------------------------------------------------------
 
-NOT_SCORES = re.compile("attempt|step|examples|epoch|.*_s")  # keys of an eval line that are not scores
 MODEL_SIZES = (("{} layers", "model.num_layers"), ("hidden size {}", "model.hidden_size"))
 OF_ENVIRONMENT = ("parameters", "world_size", "seq_len", "unigram_entropy", "neighbour_accuracy")  # numbers
 OF_PLAN = ("global_batch_size", "micro_batch_size", "accumulation")
@@ -138,9 +142,9 @@ OF_SUMMARY = ("bubble_share", "bubble_share_ideal", "mttf_s", "suggested_interva
 
 
 def scores(run: Run, evaluations: list[Line]) -> dict[str, dict[str, tuple[Any, int]]]:
-    """Return each metric's "last" (value, step) and, if it has a direction, its "best". None: not finite."""
+    """Return each declared score's "last" (value, step) and, if it has a direction, its "best". None: not finite."""
     result: dict[str, dict[str, tuple[Any, int]]] = {}
-    for name in {key: None for line in evaluations for key in line if not NOT_SCORES.fullmatch(key)}:
+    for name in {key: None for line in evaluations for key in line if key in run.declared}:
         reached = [(value, line["step"]) for line in evaluations if (value := number(line, name)) is not None]
         sign = run.metric(name).sign
         best = {"best": max(reached, key=lambda point: sign * point[0])} if sign and reached else {}
