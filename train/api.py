@@ -8,6 +8,7 @@ the command fails. The error's text is the reason that the command printed.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -25,6 +26,7 @@ import yaml
 
 from train.config import Failure, InputError, S3Config, check
 from train.observe.lines import read_lines
+from train.observe.report.run import Run, read_run, settled
 from train.run.command import DONE, REJECTED
 from train.system import processes
 from train.system.folders import open_folder
@@ -47,6 +49,7 @@ class Result:
     outcome: str  # "done" or "stopped"; the same call resumes a stopped run
     step: int
     metrics: list[dict[str, float]]  # one row per evaluation, for pandas.DataFrame(result.metrics)
+    scores: dict[str, float]  # those of the exported weights or, without an export, of the last evaluation
     export: str | None  # a folder for from_pretrained; None if nothing was exported
 
 
@@ -71,7 +74,14 @@ def train(settings: Sequence[str], *, ranks: int = 1, imports: Sequence[str] = (
         if line["kind"] == "eval"
     ]
     export = f"{location.rstrip('/')}/export" if folder.names("export/") else None
-    return Result(location, str(now["outcome"]), int(now["step"] or 0), evaluations, export)
+    scores = final_scores(read_run(folder)) if evaluations else {}
+    return Result(location, str(now["outcome"]), int(now["step"] or 0), evaluations, scores, export)
+
+
+def final_scores(run: Run) -> dict[str, float]:
+    """Return the value of each score by which a run is judged; NaN if it is not finite."""
+    values = {name: settled(points)[0] for name, points in run.summary["scores"].items()}
+    return {name: math.nan if value is None else value for name, value in values.items()}
 
 
 def prepare(settings: Sequence[str]) -> str:

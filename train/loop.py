@@ -330,7 +330,8 @@ def export(attempt: Attempt, checkpoints: CheckpointManager, model: nn.Module) -
     from train.observe import card  # imports the report's code, which training does not need
 
     cfg, task, folder = attempt.cfg, attempt.task, attempt.folder
-    step = checkpoints.restore_best() if cfg.best.export else checkpoints.recorder.progress.step
+    step, chosen = checkpoints.restore_exported()
+    task.adopt(chosen)
     with exported.renewed(folder, checkpoints.recorder.progress.step, step) as scratch:
         task.export(model, scratch)
     write_samples(attempt, step)

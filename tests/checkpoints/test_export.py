@@ -100,7 +100,7 @@ def test_a_fine_tuning_in_s3_leaves_its_model_there(finetuned, unexported, bucke
             bucket.put(f"run/{path.relative_to(unexported)}", path.read_bytes())
     run, step = S3Folder(bucket.location("run"), bucket.config()), unexported / "checkpoints/step_00000002"
     manifest = Manifest.from_json((step / "manifest.json").read_bytes())
-    export_step(step, manifest, read_config(run), tmp_path / "out", run=run)
+    export_step(step, manifest, read_config(run), tmp_path / "out", run=run, chosen={})
     result = (tmp_path / "out/model.safetensors").read_bytes()
     assert result == (finetuned[1] / "export/model.safetensors").read_bytes()
 
@@ -118,7 +118,7 @@ def test_no_second_copy_of_the_weights_is_made(finetuned, unexported, tmp_path):
     run, num_bytes = LocalFolder(unexported), (step / "model.pt").stat().st_size
     model = Network(HEADS[finetuned[0]].from_pretrained(finetuned[1] / "export"))
     assert allocated(lambda: model.export(tmp_path / "end")) < 0.1 * num_bytes
-    mapped = allocated(lambda: export_step(step, manifest, read_config(run), tmp_path / "later", run=run))
+    mapped = allocated(lambda: export_step(step, manifest, read_config(run), tmp_path / "later", run=run, chosen={}))
     assert 0.9 * num_bytes < mapped < 1.1 * num_bytes
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("end", "later")]
     assert files[0] == files[1]
@@ -130,7 +130,7 @@ def test_weights_that_share_memory_though_the_model_has_two_are_rejected(unexpor
     weights = torch.load(step / "model.pt", weights_only=True)
     first, second = [name for name in weights if name.endswith(("query.bias", "key.bias"))][:2]
     torch.save({**weights, first: weights[second]}, step / "model.pt")
-    export = partial(export_step, step, manifest, read_config(run), tmp_path / "out", run=run)
+    export = partial(export_step, step, manifest, read_config(run), tmp_path / "out", run=run, chosen={})
     rejects("does not contain the state of this model.*who wrote it", export, error=Untrusted)
 
 

@@ -21,7 +21,7 @@ LEVELS = [*PACKAGES[:-1], "loop", "entry", "tools", "__main__", "baretrain"]
 TOOLS = "train.tools train.observe.report train.observe.card train.observe.push".split()
 # Of train, without torch: exactly these, or what is in these.
 FOR_LAUNCH = "config system run.command run.compose run.saved data.shards.format data.shards.order "
-FOR_LAUNCH += "models.memory_estimate models.model_sizes observe.lines"
+FOR_LAUNCH += "models.memory_estimate models.model_sizes observe.lines tasks.scores_of"
 FOR_LAUNCH = tuple(f"train.{package}" for package in FOR_LAUNCH.split())
 ONLY_IN = {  # heavy or device libraries, and the files that may import them
     "torch_xla": "parallel/xla",

@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard
 
 from launch.run_progress import read_progress
 from train.observe import card
-from train.observe.report.run import read_run
+from train.observe.report.run import read_run, settled
 from train.system.folders import LocalFolder
 from train.tools import report
 
@@ -74,6 +74,7 @@ def test_the_results_are_of_the_weights_that_are_there(tmp_path, weights, f1):
         assert "model-index" not in head
         return
     assert f"The exported weights are those of step {weights}." in body
+    assert settled(read_run(tmp_path / "run").summary["scores"]["f1_macro"]) == (f1, weights)
     metrics = {metric["name"]: metric["value"] for metric in head["model-index"][0]["results"][0]["metrics"]}
     assert metrics["f1_macro"] == f1
 
@@ -83,7 +84,7 @@ def test_the_body_shows_data_results_settings_hardware_and_cost(tmp_path):
     for words in (
         "one of 3 labels: negative, neutral, positive",
         "fine-tuned from pretrained, 1,234,567 parameters",
-        "The best evaluation, at step 20:",
+        "The evaluation at step 20:",
         "| neutral | 300 (30.0%) | 30 (30.0%) |",
         "sha-of-the-data",
         "tweets.csv",
@@ -91,8 +92,8 @@ def test_the_body_shows_data_results_settings_hardware_and_cost(tmp_path):
     ):
         assert words in body
     expected = {
-        "f1 macro": ["0.7500 at step 20", "0.7000 at step 30"],
-        "loss": ["0.7000 at step 30", "0.7000 at step 30"],
+        "f1 macro": ["0.7500 at step 20", "0.7500 at step 20", "0.7000 at step 30"],
+        "loss": ["0.8000 at step 20", "0.7000 at step 30", "0.7000 at step 30"],
         "neutral": ["0.7000", "0.8000", "0.7467", "30"],
         "Bad rows, left out": ["2", "0"],
         "Peak learning rate": ["0.002"],

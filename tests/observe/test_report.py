@@ -88,7 +88,7 @@ def test_a_report_is_one_file_that_loads_nothing(reported):
     assert not re.search(r"<script|<link|<iframe|@import|url\(", html)
     assert "https://example.com/prices" in html  # a value of the configuration is shown, not loaded
     assert str(run / "report" / "report.html") in printed
-    assert not re.search(" (Data|Best evaluation|Labels|Bad rows) ", shown(html))  # it has no labelled data
+    assert not re.search(" (Data|Evaluation|Labels|Bad rows) ", shown(html))  # it has no labelled data
 
 
 def test_several_runs_are_compared_beside_the_first(tmp_path, capsys):
@@ -413,7 +413,7 @@ def test_data_and_evaluation_of_a_run_are_shown(tmp_path):
         "Left out by data.label_map 7 0",
         "Padding (share of all tokens) 25.0% 37.5%",
         "positive 100 (10.0%) 20 (20.0%)",  # training first, whatever the file's order
-        "Best evaluation, at step 20",
+        "Evaluation at step 20",
         "neutral 0.7000 0.8000 0.7467 30",
         "accuracy 0.8100 0.6600",
         "tweets.csv:99: &lt;b&gt;?&lt;/b&gt;",

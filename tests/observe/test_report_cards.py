@@ -155,7 +155,7 @@ def test_a_report_leads_with_what_people_look_for(tmp_path):
     assert quality.notes[2].endswith("accuracy of guessing the most frequent label: 0.500")
     html = page.render([read_run(run)], tmp_path / "out").read_text()
     wanted = ["Outcome", "Model", "Validation f1 macro", "Training loss", "Tokens per second", "Training time", "Cost"]
-    wanted += ["Goodput", "Curves", "Sample predictions", "Data", "Best evaluation, at step 20", "Details"]
+    wanted += ["Goodput", "Curves", "Sample predictions", "Data", "Evaluation at step 20", "Details"]
     assert re.findall(r"<h2>(.*?)</h2>", html) == wanted
     assert html.index("<details") < html.index("Tokens/s over the whole run")  # the long table is folded
     pictures = re.findall(r'<img alt="(.*?)"', html)

@@ -17,14 +17,12 @@ from rejections import rejects
 from services.fault_proxy import Fault
 from services.process import free_port
 
-from train.config import InputError, NotPermitted, RecordsConfig, TrainConfig, Unreachable
+from train.config import InputError, NotPermitted, Unreachable
 from train.data.shards.format import read_manifest
 from train.data.text.documents import CorpusPart
 from train.data.text.preparation import read_state
 from train.system import s3, s3_retry
 from train.system.folders import LocalFolder, open_folder
-from train.tasks.qa import QAConfig
-from train.tasks.qa.task import threshold_of
 
 MIB = 2**20
 pytestmark = pytest.mark.usefixtures("pauses")
@@ -397,19 +395,9 @@ def test_what_is_waited_for_is_reported_and_not_too_often(bucket, monkeypatch, c
 # ---- what programs read ---------------------------------------------------------------------------------------------
 
 
-def config_of(task, data):
-    return TrainConfig(run_dir="run", max_steps=1, micro_batch_size=1, task=task, data=data)
-
-
-def threshold(folder):
-    run = config_of(QAConfig(unanswerable=True), RecordsConfig(path="x"))
-    return threshold_of((run, folder), None)
-
-
 READERS = {
     "manifest": read_manifest,
     "state of a part": lambda folder: read_state(folder, CorpusPart(1, 1), "id"),
-    "threshold of a run": threshold,
 }
 
 

@@ -12,9 +12,11 @@ from rejections import rejects
 from running import lines, run
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from train import api
 from train.observe.report.data import classes_table, read_records
+from train.observe.report.run import read_run
 from train.run.stopping import StopRequest
-from train.system import samples
+from train.system import exported, samples
 from train.system.folders import LocalFolder
 from train.tasks.multilabel import MultiLabelConfig
 from train.tasks.multilabel.task import best_threshold, chosen, positive_weights
@@ -124,15 +126,20 @@ def test_the_loss_is_torchs_with_weights_and_without_in_an_evaluation(given, tmp
 
 
 def test_predictions_are_those_of_the_export_with_its_thresholds(trained, rows, tmp_path, capsys):
-    config = json.loads((trained / "export/config.json").read_text())
-    assert config["problem_type"] == "multi_label_classification" and config["label_thresholds"] == [0.4] * 3
+    config, file = json.loads((trained / "export/config.json").read_text()), trained / "export/baretrain_task.json"
+    state = json.loads(file.read_text())
+    assert config["problem_type"] == "multi_label_classification" and state["settings"]["threshold"] == 0.4
+
+    def keep(limits):
+        file.write_text(json.dumps({**state, "settings": {**state["settings"], "threshold": limits}}))
+
     (tmp_path / "new.jsonl").write_text("".join(json.dumps({"text": t, "label": has}) + "\n" for t, has in rows))
     model = AutoModelForSequenceClassification.from_pretrained(trained / "export").eval()
     with torch.no_grad():
         tokens = AutoTokenizer.from_pretrained(trained / "export")([rows[5][0]], return_tensors="pt")
         shares = model(**tokens).logits[0].sigmoid().tolist()
     for limits in ([0.4, 0.4, 0.4], [0.0001, 0.9999, shares[2]]):
-        (trained / "export/config.json").write_text(json.dumps(config | {"label_thresholds": limits}))
+        keep(limits)
         given = [str(trained / "export"), "--input", str(tmp_path / "new.jsonl"), *FP32]
         assert predict.main(given) == 0
         said = capsys.readouterr()
@@ -141,9 +148,12 @@ def test_predictions_are_those_of_the_export_with_its_thresholds(trained, rows, 
         sure = [share >= limit - 1e-6 for share, limit in zip(shares, limits, strict=True)]
         assert [name in answer["prediction"] for name in NAMES][:2] == sure[:2]
         assert "f1_micro 0." in said.err and "64 rows with a known answer" in said.err
-    (trained / "export/config.json").write_text(json.dumps(config | {"label_thresholds": [0.4, "x", 1]}))
-    assert predict.main(given) == 2 and "label_thresholds must be a list of numbers" in capsys.readouterr().err
-    (trained / "export/config.json").write_text(json.dumps(config))
+    keep([0.4, "x", 1])
+    assert predict.main(given) == 2
+    assert "baretrain_task.json cannot be used: task.threshold=[0.4, 'x', 1] must be" in capsys.readouterr().err
+    keep([0.4, 0.4])
+    assert predict.main(given) == 2 and "task.threshold has 2 numbers for 3 labels" in capsys.readouterr().err
+    keep(0.4)
     assert (
         predict.main([str(trained), "--input", str(tmp_path / "new.jsonl"), "--output", f"{tmp_path}/a.csv", *FP32])
         == 0
@@ -181,9 +191,9 @@ def test_thresholds_that_the_validation_data_chose_are_those_of_exports_and_pred
     assert len(set(limits)) == (1 if how == "best" else 3) and 0.5 not in limits
     shutil.rmtree(run_dir / "export")
     train_with(of_run)  # nothing is left to do but to export
-    assert checkpoints.main([str(run_dir), "export", str(tmp_path / "exported")]) == 0
+    assert checkpoints.main([str(run_dir), "export", str(tmp_path / "exported"), "--step", "3"]) == 0
     for folder in (run_dir / "export", tmp_path / "exported"):
-        assert json.loads((folder / "config.json").read_text())["label_thresholds"] == limits
+        assert json.loads((folder / "baretrain_task.json").read_text())["settings"]["threshold"] == limits
     (tmp_path / "new.jsonl").write_text("".join(json.dumps({"text": "no", "label": [name]}) + "\n" for name in NAMES))
     for flags, used in (([], limits), (["--threshold", "0.001"], [0.001] * 3)):
         capsys.readouterr()
@@ -195,17 +205,54 @@ def test_thresholds_that_the_validation_data_chose_are_those_of_exports_and_pred
     assert [line["prediction"] for line in evaluated] == [
         [name for name, share in line["probabilities"].items() if share >= 0.5] for line in evaluated
     ]
-    # So it is in train.evaluate with these rows, which judges others by what was chosen.
+    # train.evaluate judges by what the export keeps, as train.predict does.
     (tmp_path / "all.jsonl").write_text("".join(json.dumps({"text": a, "label": b}) + "\n" for a, b in rows))
     other, scores = f"data.path={tmp_path}/all.jsonl", []
     for settings in ([], [other], [other, f"task.threshold={limits}"]):
         command = [str(run_dir), *settings, f"--output={tmp_path}/scores.json", f"data.cache_dir={tmp_path}/cache"]
         assert evaluate.main(command) == 0
         scores.append(json.loads((tmp_path / "scores.json").read_text())["metrics"])
-    assert scores[0].items() <= lines(run_dir, "eval")[-1].items()
+    last = lines(run_dir, "eval")[-1]
+    assert scores[0]["loss"] == last["loss"] and scores[0]["f1_macro"] > last["f1_macro"]
     assert scores[1] == scores[2]
-    (run_dir / "model/config.json").write_text('{"label_thresholds": [1]}')
-    rejects("model/config.json: label_thresholds has 1 numbers for 3 labels", train_with, of_run)
+
+
+@pytest.mark.parametrize("best", [True, False])
+def test_thresholds_predictions_and_scores_are_those_of_the_exported_step(given, tmp_path, best):
+    """Also after a stop, with fewer checkpoints kept than made, and in exports of other steps."""
+    run_dir, asked = tmp_path / "run", StopRequest()
+    settings = [
+        "task.threshold=best_per_label",
+        "optim.lr=0.3",
+        "optim.schedule=constant",
+        "eval_every=1",
+        "max_steps=7",
+    ]
+    settings = given(run_dir, *settings, "checkpoint.every=1", "checkpoint.keep=2", f"checkpoint.best={best}")
+    asked.reason = "SIGTERM"
+    for _ in range(4):  # a step each
+        train_with(settings, asked)
+    assert train_with(settings) == ("done", 7)
+    scores = {line["step"]: line["f1_micro"] for line in lines(run_dir, "eval")}
+    top = max(scores, key=scores.get)
+    assert top < 6, scores  # else this shows nothing: choose another rate
+    step = top if best else 7
+    assert exported.marked(LocalFolder(run_dir), "weights") == step
+    assert json.loads((run_dir / "evaluation.json").read_text())["step"] == step
+    evaluated = [json.loads(line) for line in (run_dir / "predictions/validation.jsonl").read_text().splitlines()]
+    shares = np.array([[*line["probabilities"].values()] for line in evaluated])
+    truth = np.array([[name in line["label"] for name in NAMES] for line in evaluated])
+
+    def limits(folder):
+        return json.loads((folder / "baretrain_task.json").read_text())["settings"]["threshold"]
+
+    assert limits(run_dir / "export") == chosen(truth, shares, each=True)
+    assert api.final_scores(read_run(run_dir))["f1_micro"] == scores[step]
+    said = f"the export has the weights of step {step}, the {'best by f1_micro' if best else 'last'}"
+    assert said in (run_dir / "log/rank_0000.txt").read_text()
+    for each in (6, step):
+        assert checkpoints.main([str(run_dir), "export", str(tmp_path / str(each)), "--step", str(each)]) == 0
+    assert limits(tmp_path / str(step)) == limits(run_dir / "export") != limits(tmp_path / "6")
 
 
 def test_weights_and_thresholds_fit_the_labels(given, tmp_path):

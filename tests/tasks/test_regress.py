@@ -108,7 +108,6 @@ def test_the_export_predicts_in_the_units_of_the_data(targets, trained, several,
     run_dir = trained if len(targets) == 1 else several
     model = AutoModelForSequenceClassification.from_pretrained(run_dir / "export").eval()
     assert model.config.problem_type == "regression" and [*model.config.id2label.values()] == targets
-    assert not hasattr(model.config, "target_scale")
     with torch.no_grad():
         tokens = AutoTokenizer.from_pretrained(run_dir / "export")([ROWS[5][0]], return_tensors="pt")
         wanted = model(**tokens).logits[0].tolist()
@@ -130,8 +129,6 @@ def test_a_checkpoint_is_exported_without_the_data_and_learns_on_in_other_units(
     assert checkpoints.main([str(trained), "export", str(tmp_path / "out"), "--step", str(step)]) == 0
     assert (tmp_path / "out/model.safetensors").read_bytes() == (trained / "export/model.safetensors").read_bytes()
     config = tmp_path / "out/config.json"
-    assert "target_scale" not in config.read_text()
-    config.write_text(config.read_text().replace("{", '{"target_scale": {"mean": [9], "deviation": [9]},', 1))
     rated.with_name("half.csv").write_text("".join(rated.read_text().splitlines(keepends=True)[:31]))
     given = [each for each in given(tmp_path / "on") if not each.startswith(("model", "data.path"))]
     given += ["model=any", f"model.init_from={tmp_path / 'out'}", f"data.path={rated.with_name('half.csv')}"]
@@ -144,7 +141,7 @@ def test_a_checkpoint_is_exported_without_the_data_and_learns_on_in_other_units(
         answers = {line["id"]: line for line in map(json.loads, asked(trained, rated, tmp_path).splitlines())}
         ids = task.tables.examples("validation")["id"][:2]
         assert computed[:, 0] == pytest.approx([answers[name]["prediction"] for name in ids], rel=1e-4)
-    assert task.scale is None and not hasattr(model.network.config, "target_scale")
+    assert task.scale is None and model.scale is None
     config.write_text(config.read_text().replace('"problem_type": "regression",', ""))
     wanted = [answer["prediction"] for answer in answers.values()]
     assert [json.loads(line)["prediction"] for line in asked(config.parent, rated, tmp_path).splitlines()] == wanted

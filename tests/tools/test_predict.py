@@ -176,16 +176,18 @@ def test_answers_are_those_of_the_runs_evaluation(answering, tmp_path, capsys, m
         assert answer.guesses[0].text == predicted and truth in sample.context
 
 
-def test_the_threshold_decides_whether_there_is_an_answer_and_comes_from_the_evaluation(answering, tmp_path, capsys):
+def test_the_threshold_decides_whether_there_is_an_answer_and_lies_in_the_export(answering, tmp_path, capsys):
     run, dev = answering
     for threshold, has_answer in (("-1e9", False), ("1e9", True)):
         result, _ = answers(capsys, run, "--input", dev, f"--null-threshold={threshold}")
         assert {bool(line["answer"]) for line in result} == {has_answer}
     shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation.json", "checkpoints"))
-    question = [tmp_path / "run", "--question", "ba ?", "--context", "ba be bo"]
-    assert "evaluation.json has no threshold" in rejected(capsys, *question)
-    (answer,), _ = answers(capsys, *question, "--null-threshold", "0")
-    assert set(answer) == {"id", "answer", "score", "n_best"}
+    found = []
+    for folder in (run, tmp_path / "run", run / "export"):
+        lines, _ = answers(capsys, folder, "--input", dev)
+        assert set(lines[0]) == {"id", "answer", "score", "n_best"}
+        found.append([line["answer"] for line in lines])
+    assert found[0] == found[1] == found[2] and "" in found[0]
 
 
 def test_a_model_of_transformers_reads_by_its_own_settings_and_flags(folder, texts, tmp_path, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,11 +17,15 @@ from train.models.network import Network
 from train.system.folders import Folder, make_folder, scratch_folder
 from train.system.identity import differences, find_identity
 from train.tasks import build_task, spec_of
+from train.tasks.state import NAME, TaskState
 
 
-def export_step(source: Path, manifest: Manifest, cfg: TrainConfig, target: Path, *, run: Folder) -> None:
+def export_step(
+    source: Path, manifest: Manifest, cfg: TrainConfig, target: Path, *, run: Folder, chosen: dict[str, Any]
+) -> None:
     """Export the weights in `source`, the folder of a verified step, to `target`.
 
+    `chosen` has the settings that the evaluation of the step has chosen.
     The other files of the export come from the run folder `run` if the model was fine-tuned, and from the data if it
     was pretrained. Raises InputError if the data or configuration belongs to another run, or if the data is unreadable.
     """
@@ -37,7 +42,7 @@ def export_step(source: Path, manifest: Manifest, cfg: TrainConfig, target: Path
             identity.get("data") == data,
             f"step {manifest.step} and {run.location}/model are from runs on different data",
         )
-        export_described(source, manifest, spec_of(cfg.task).head, run, target)
+        export_described(source, manifest, spec_of(cfg.task).head, run, target, chosen)
         return
     task = build_task(cfg)
     check(
@@ -45,6 +50,7 @@ def export_step(source: Path, manifest: Manifest, cfg: TrainConfig, target: Path
         f"{cfg.data.path} has the id {task.data_id[:12]}, but the run's data has {data[:12]}: the tokenizer may "
         "differ; give the location of the run's data with --data",
     )
+    task.adopt(chosen)
     export_mapped(task.build_model, source, manifest, lambda model: task.export(model, make_folder(target)))
 
 
@@ -59,18 +65,25 @@ def export_mapped(
         write(model)
 
 
-def export_described(source: Path, manifest: Manifest, head: str, run: Folder, target: Path) -> None:
-    """Export the model that config.json in the run's model/ describes, with the tokenizer from the same folder."""
+def export_described(
+    source: Path, manifest: Manifest, head: str, run: Folder, target: Path, chosen: dict[str, Any]
+) -> None:
+    """Export the model that config.json in the run's model/ describes, with the other files from the same folder."""
     names = [name for name in run.names("model/") if name.count("/") == 1]
+    where = f"{run.location}/model/{NAME}"
+    check(f"model/{NAME}" in names, f"{where} is missing: an earlier version wrote this run")
+    state = TaskState.from_json(run.read(f"model/{NAME}"), where)
+
+    def described() -> PaddedEncoder:
+        model = PaddedEncoder(without_weights(head, scratch))
+        model.scale = state.scale
+        return model
+
     with scratch_folder() as scratch:
         for name in names:
             (scratch / Path(name).name).write_bytes(run.read(name))
-        export_mapped(
-            lambda: PaddedEncoder(without_weights(head, scratch)),
-            source,
-            manifest,
-            lambda model: model.export(make_folder(target)),
-        )
+        export_mapped(described, source, manifest, lambda model: model.export(make_folder(target)))
     for name in names:
         if name != "model/config.json":
             (target / Path(name).name).write_bytes(run.read(name))
+    (target / NAME).write_bytes(state.choosing(chosen).to_json())

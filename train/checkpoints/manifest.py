@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,8 @@ class Progress:
     best_metric: str = "loss"
     best_step: int | None = None
     evals_since_best: int = 0
+    chosen: dict[str, dict[str, Any]] = field(default_factory=dict)  # by step: settings that the best and the last
+    # evaluation have chosen for exports of their weights
     owes_evaluation: bool = False  # whether this step must still be evaluated: a request to stop left no time
     rollbacks: int = 0
     skipped: int = 0  # steps whose gradient was not finite
@@ -60,6 +62,13 @@ class Progress:
         self.step += 1
         self.examples += examples
         self.lr = lr
+
+    def keep(self, chosen: dict[str, Any]) -> None:
+        """Keep what the evaluation of this step has chosen, beside that of the best step. Call `saw` first."""
+        kept = self.chosen.get(str(self.best_step))
+        self.chosen = {str(self.best_step): kept} if kept else {}
+        if chosen:
+            self.chosen[str(self.step)] = chosen
 
     def saw(self, score: float, metric: str = "loss", *, min_delta: float) -> bool:
         """Record an evaluation. Returns whether its score is the best (the lowest) of this metric so far.
@@ -132,6 +141,15 @@ class Manifest:
         if step not in (None, manifest.step):
             raise Damaged(f"{FILE} is for step {manifest.step}, not {step}")
         return manifest
+
+
+def chosen_at(step: int, manifests: Mapping[int, Manifest]) -> dict[str, Any]:
+    """Return the settings that the evaluation of a step has chosen; {} if there are none.
+
+    A step that was evaluated after it was saved is described by later checkpoints.
+    """
+    known = (manifest.progress.get("chosen", {}).get(str(step)) for _, manifest in sorted(manifests.items()))
+    return next(filter(None, known), {})
 
 
 def file_name(content: str, rank: int) -> FileName:

@@ -74,4 +74,5 @@ class BestConfig:
     """The metric that selects the best evaluation, for early_stop, checkpoint.best and checkpoint.keep."""
 
     metric: str = "loss"  # The metric that ranks the evaluations, a key of the eval lines in metrics.jsonl.
-    export: bool = False  # Export the best checkpoint instead of the last one; this needs checkpoint.best=true.
+    export: bool | None = None  # Export the best checkpoint instead of the last one; None does if checkpoint.best=true.
+    # Thresholds, predictions and the scores of reports are those of the exported checkpoint.

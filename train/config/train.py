@@ -112,6 +112,11 @@ class TrainConfig(Section):
     nonfinite: NonfiniteConfig = field(default_factory=NonfiniteConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
+    @property
+    def exports_best(self) -> bool:
+        """True if the weights of the best evaluation are exported, instead of the last ones."""
+        return self.checkpoint.best if self.best.export is None else self.best.export
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.data, ShardsConfig) and self.data.path.startswith("s3://"):

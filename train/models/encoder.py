@@ -320,8 +320,10 @@ def most_positions(config: PreTrainedConfig) -> int | None:
     """
     check_memory(config)
     cannot = f"transformers cannot build a {config.model_type} from this configuration"
+    config = copy.deepcopy(config)
+    config.architectures = config.architectures or []  # transformers has two models for Funnel, and looks here
     with naming(cannot, (Exception,)), torch.device("meta"):  # The architecture's code may raise anything.
-        model = AutoModel.from_config(copy.deepcopy(config), trust_remote_code=False)
+        model = AutoModel.from_config(config, trust_remote_code=False)
     tables = [module for name, module in model.named_modules() if name.split(".")[-1] == "position_embeddings"]
     first = [-1 if (padding := getattr(table, "padding_idx", None)) is None else padding for table in tables]
     limits = [len(table.weight) - padding - 1 for table, padding in zip(tables, first, strict=True)]

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
+from math import isfinite
 
 import numpy as np
 import torch
@@ -23,13 +24,26 @@ from train.models.network import Network, with_unread_masks
 
 logger = logging.getLogger("train")
 
-SCALE = "target_scale"  # the key of a `Scale` in transformers' configuration during training
 # The possible names of a head's dropout in transformers' configurations.
 DROPOUTS = ("classifier_dropout_prob", "classifier_dropout", "cls_dropout", "seq_classif_dropout", "qa_dropout")
 
 
+@dataclass(frozen=True)
+class Scale:
+    """The scale of a head's C outputs: each is (target - mean) / deviation."""
+
+    mean: list[float]  # [C]
+    deviation: list[float]  # [C], above 0
+
+    def __post_init__(self) -> None:
+        ok = len(self.mean) == len(self.deviation) and all(map(isfinite, [*self.mean, *self.deviation]))
+        check(ok and all(value > 0 for value in self.deviation), f"a scale needs finite deviations above 0: {self}")
+
+
 class PaddedEncoder(Network):
     """An encoder that reads padded sequences, with the head of transformers' AutoModelFor<head>."""
+
+    scale: Scale | None = None  # the scale of the targets that the head learns; its export has none
 
     def forward(self, input_ids: Tensor, real: Tensor | None, token_type_ids: Tensor) -> Tensor:
         """Return logits: [B, C] for a label per sequence, [B, S, C] for one per token, [B, S, 2] for a span's two ends.
@@ -46,9 +60,8 @@ class PaddedEncoder(Network):
 
     def finish(self, plain: PreTrainedModel) -> None:
         # A head that was trained on standardised targets is changed to return numbers in the targets' units.
-        scale = vars(plain.config).pop(SCALE, None)
-        if scale is not None:
-            rescale(last_layer(plain)[1], scale["mean"], scale["deviation"])
+        if self.scale is not None:
+            rescale(last_layer(plain)[1], self.scale.mean, self.scale.deviation)
 
 
 def logits_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
@@ -86,7 +99,6 @@ def build_with_head(
         config.label2id = {label: number for number, label in enumerate(labels)}
     else:
         config.num_labels = 2  # The labels are start and end; a checkpoint's configuration may have others.
-    vars(config).pop(SCALE, None)  # A checkpoint's config.json may contain it.
     if head == "SequenceClassification":
         config.problem_type = problem_type
     auto = getattr(transformers, f"AutoModelFor{head}")
@@ -95,16 +107,8 @@ def build_with_head(
     return model
 
 
-@dataclass(frozen=True)
-class Scale:
-    """The scale of a head's C outputs: each is (target - mean) / deviation."""
-
-    mean: list[float]  # [C]
-    deviation: list[float]  # [C], above 0
-
-
 def learn_scaled(model: PaddedEncoder, scale: Scale | None, *, is_trained: bool) -> None:
-    """Make the model predict targets in `scale`, and record the scale in its configuration for the export.
+    """Make the model predict targets in `scale`, which its export reverses.
 
     `is_trained`: a loaded head already returns numbers in the targets' units, so its last layer is converted to the
     scale. Raises InputError if the head does not end in a linear layer with biases.
@@ -112,7 +116,7 @@ def learn_scaled(model: PaddedEncoder, scale: Scale | None, *, is_trained: bool)
     if scale is None:
         return
     name, layer = last_layer(model.network)
-    setattr(model.network.config, SCALE, asdict(scale))
+    model.scale = scale
     if f"{name}.weight" not in model.new and is_trained:
         mean, deviation = np.array(scale.mean), np.array(scale.deviation)
         rescale(layer, (-mean / deviation).tolist(), (1 / deviation).tolist())

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -56,6 +57,13 @@ class Network(nn.Module):
         network.base_model.warn_if_padding_and_no_attention_mask = lambda *_: None
         self.has_segments = getattr(network.config, "type_vocab_size", 0) >= 2
         self.mask_dtype: torch.dtype | None = None  # dtype of attention scores; None: the weights' dtype
+
+    @property
+    def inputs(self) -> list[str]:
+        """The names of the inputs that the network is fed, for transformers' tokenizer."""
+        reads = signature(type(self.network).forward).parameters
+        is_fed = {"token_type_ids": self.has_segments, "attention_mask": "attention_mask" in reads}
+        return ["input_ids", *(name for name, fed in is_fed.items() if fed)]
 
     def segments(self, token_type_ids: Tensor) -> dict[str, Tensor]:
         """Return the segments as a keyword argument; {} if the architecture does not distinguish segments."""

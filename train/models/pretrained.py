@@ -188,7 +188,7 @@ def check_weights(folder: Path) -> list[str]:
         f"{pickled} has pickled weights, which baretrain does not read; convert them with PyTorch 2.10 or newer: "
         f"cd {shlex.quote(str(folder))} && {CONVERT}",
     )
-    names = []
+    names: list[str] = []
     for path in paths:
         damaged = f"{path} is damaged, or is a Git LFS pointer"
         with naming(damaged, (SafetensorError, OSError)), safe_open(path, "pt") as file:

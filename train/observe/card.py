@@ -5,16 +5,19 @@ The card may be published, so it contains no host names or endpoints, and only t
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from train.config import ShardsConfig
-from train.observe.report.data import Records, classes_table, labels_table, metrics_table, splits_table
+from train.observe.report.data import Records, classes_table, labels_table, metrics_table, read_mapping, splits_table
 from train.observe.report.page import facts
-from train.observe.report.run import Line, Run, number, read_run, scores
+from train.observe.report.run import Run, number, read_run, scores
 from train.observe.report.texts import at_step, count, printable
 from train.system.atomic_io import write_atomic
+from train.system.exported import TASK_STATE
 from train.system.run_folder import RunFolder
 from train.tasks import TASKS, TaskSpec
 
@@ -34,6 +37,7 @@ SETTINGS = (  # (label, key in config.yaml or environment.json)
     ("Frozen layers", "model.freeze_layers"),
     ("Seed", "seed"),
 )
+COLUMNS = ("exported", "best", "last")  # of the table of scores
 TRAINED: tuple[str, ...] = ("Steps done", "Sequence length (tokens)", "Precision")  # rows of the report's table
 MACHINES: tuple[str, ...] = ("Instance", "Device", "World size (ranks)", "Training time (h:mm:ss)")
 MACHINES += ("Tokens/s over the whole run", "Cost", "Versions")
@@ -61,11 +65,19 @@ def card(path: Path, name: str) -> str:
     blocks += ["## Training", table([("Setting", "Value"), *settings(run, figures)])]
     blocks += ["## Hardware, time and cost", table([("", ""), *((label, figures[label]) for label in MACHINES)])]
     if task is not None:
-        location = hub_id(run, "hub.push_to") or HERE
-        call = [f'pipe = pipeline("{task.pipeline}", model="{location}")', f"pipe({task.example})"]
-        code = ["```python", "from transformers import pipeline", "", *call, "```"]
-        blocks += ["## How to use it", "\n".join(code)]
+        blocks += ["## How to use it", f"```python\n{code(run, task)}\n```", task.note]
     return "\n\n".join([f"---\n{metadata(run, records, name)}\n---", *filter(None, blocks)]) + "\n"
+
+
+def code(run: Run, task: TaskSpec) -> str:
+    """Return Python code that uses the model."""
+    location, example = hub_id(run, "hub.push_to") or HERE, task.example
+    if task.code:
+        return task.code.replace("{model}", location)
+    if run.config.get("data.columns.text_pair"):
+        example = example.replace('"A text."', '{"text": "A text.", "text_pair": "Another text."}')
+    call = f'pipe = pipeline("{task.pipeline}", model="{location}")\npipe({example})'
+    return f"from transformers import pipeline\n\n{call}"
 
 
 def task_of(run: Run) -> TaskSpec | None:
@@ -110,18 +122,13 @@ def metadata(run: Run, records: Records, name: str) -> str:
 
 def results_of(run: Run, records: Records) -> list[tuple[str, str, float]]:
     """Return (split, metric, value) for each score of the exported weights."""
-    line = exported_evaluation(run)
+    line = run.exported
     others = [split.name for split in records.evaluated if split.name != "validation"]  # their metrics: <split>_<name>
     triples = []
     for name, points in scores(run, [line] if line else []).items():
         split = next((each for each in others if name.startswith(f"{each}_")), "validation")
         triples.append((split, name.removeprefix(f"{split}_"), points["last"][0]))
     return triples
-
-
-def exported_evaluation(run: Run) -> Line | None:
-    """Return the evaluation of the exported weights; None if there was none."""
-    return next((line for line in run.evaluations if line["step"] == run.exported_step), None)
 
 
 # ---- names that may be published -----------------------------------------------------------------------------------
@@ -176,34 +183,42 @@ def about(run: Run, records: Records) -> str:
 
 
 def results(run: Run, records: Records) -> Iterator[str]:
-    """Yield the best and the last value of each metric, and the tables of the best evaluation."""
+    """Yield the exported, the best and the last value of each score, and the tables of an evaluation."""
     if not run.evaluations:
         yield "The run was not evaluated."
         return
-    rows = [["Validation", "best", "last"]]
+    rows = [["Validation", *COLUMNS]]
     for name, points in scores(run, run.evaluations).items():
-        values = (at_step(*points[which]) if which in points else "unknown" for which in ("best", "last"))
+        values = (at_step(*points[which]) if which in points else "unknown" for which in COLUMNS)
         rows.append([name.replace("_", " "), *values])
     yield table(rows)
     if run.exported_step is not None:
-        remark = "" if exported_evaluation(run) else ", which was not evaluated"
+        remark = "" if run.exported else ", which was not evaluated"
         yield f"The exported weights are those of step {run.exported_step:,}{remark}."
     of_labels = [(f"{text(f'Labels of {split.name}')}:", classes_table(split)) for split in records.evaluated]
     tables = [(caption, rows) for caption, rows in [("", metrics_table(records)), *of_labels] if rows]
     if records.step is not None and tables:
-        yield f"The best evaluation, at step {records.step:,}:"
+        yield f"The evaluation at step {records.step:,}:"
     for caption, rows in tables:
         yield from (caption, table(rows))
 
 
 def settings(run: Run, figures: dict[str, str]) -> Iterator[tuple[str, str]]:
-    known, task = {**run.config, **run.environment}, task_of(run)
+    known, task = {**run.config, **run.environment, **exported_settings(run)}, task_of(run)
     yield "Epochs", count(number(run.train[-1], "epoch") if run.train else None)
     yield from ((label, figures[label]) for label in TRAINED)
     for label, key in [*SETTINGS, *(task.card_settings if task else ())]:
         value = known.get(key)
         if value not in (None, False, 0, []):
-            yield label, f"{value:g}" if isinstance(value, float) else str(value)
+            numbers = value if isinstance(value, list) else [value]
+            yield label, ", ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in numbers)
+
+
+def exported_settings(run: Run) -> dict[str, Any]:
+    """Return the task's settings in the export, which include the thresholds that were chosen for its weights."""
+    state = read_mapping(run.folder, f"export/{TASK_STATE}", json.loads)
+    settings = state.get("settings", {})
+    return {f"task.{name}": value for name, value in settings.items()} if isinstance(settings, dict) else {}
 
 
 # ---- markdown ------------------------------------------------------------------------------------------------------

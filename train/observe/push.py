@@ -1,6 +1,6 @@
 """Pushing a run to the Hugging Face Hub, in one commit.
 
-The commit contains the exported model with its tokenizer and card, the TensorBoard files, the best evaluation, and the
+The commit contains the exported model with its tokenizer and card, the TensorBoard files, the evaluation, and the
 numbers in the metrics lines. The configuration and the strings in these lines are not pushed, since they may contain
 private paths. The token (from HF_TOKEN or `hf auth login`) is never written to a file or a message.
 """

@@ -14,7 +14,7 @@ import torch
 
 from train.checkpoints import open_store
 from train.checkpoints.loader import Loaded, fitting, load, read_weights
-from train.checkpoints.manifest import Damaged, Manifest, NoneValid, Progress
+from train.checkpoints.manifest import Damaged, Manifest, NoneValid, Progress, chosen_at
 from train.checkpoints.retention import best
 from train.checkpoints.saver import MAX_LOSS_S, MAX_WAIT_S, AsyncSaver, Saved, SavesFail
 from train.config import Failure, InputError, NotPermitted, TrainConfig, flat, plural
@@ -173,7 +173,7 @@ class CheckpointManager:
         progress.window = {**dataclasses.asdict(window), "count": count, "tokens": tokens, "wait_s": 0.0, "work_s": 0.0}
         loss_sum = float(self.backend.to_host([self.engine.loss_sum])[0])
         own = {"loss_sum": loss_sum, "wait_s": window.wait_s, "work_s": window.work_s}
-        must = is_last or (self.cfg.best.export and progress.best_step == progress.step)
+        must = is_last or (self.cfg.exports_best and progress.best_step == progress.step)
         patience_s = last_save_patience_s(self.cfg, self.attempt.began_s) if is_last else 0.0
         if self.recorder.journal is not None:
             self.recorder.journal.flush()  # a run that resumes from here does not write these lines again
@@ -263,7 +263,17 @@ class CheckpointManager:
             except (InputError, Failure) as error:
                 logger.warning("could not remove the files of unfinished saves in %s: %s", self.store.location, error)
 
-    def restore_best(self) -> int:
+    def restore_exported(self) -> tuple[int, dict[str, Any]]:
+        """Load the weights to be exported into rank 0's model. Return their step, and the settings chosen for them."""
+        progress = self.recorder.progress
+        step = self._restore_best() if self.cfg.exports_best else progress.step
+        by, key = self.cfg.best.metric, "checkpoint.best=true exports the best by best.metric"
+        why = f"the best by {by}" if self.cfg.exports_best else f"the last; {key}={by}"
+        logger.info("the export has the weights of step %d, %s", step, why)
+        known = progress.chosen.get(str(step))
+        return step, known or chosen_at(step, self.store.look_at_all()[0] if self.cfg.exports_best else {})
+
+    def _restore_best(self) -> int:
         """Load the weights of the best evaluation into rank 0's model after training, and return their step.
 
         If their checkpoint is missing or damaged, the best of the other checkpoints is loaded.
@@ -281,7 +291,6 @@ class CheckpointManager:
                 logger.warning("step %d is damaged: %s", step, error)
                 del manifests[step]
                 continue
-            logger.info("exporting step %d, the best by %s", step, self.cfg.best.metric)
             with fitting(path):
                 weights = read_weights(path, manifests[step])
                 for name, value in self.engine.model.state_dict().items():  # load_state_dict might run hooks

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,7 +28,6 @@ from train.run.attempt import Attempt, begin
 from train.run.feed import check_same_data, draw, eval_order
 from train.run.stopping import StoppedEarly, StopRequest, Votes
 from train.system import samples
-from train.system.folders import Folder
 from train.system.launched import check_launch, launched
 from train.system.run_folder import RunFolder
 from train.tasks import best_metric, build_task
@@ -51,13 +50,15 @@ def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recor
     recorder.progress.owes_evaluation = votes.stops > 0 and measured is None
     if measured is None:
         return None
-    metrics, rows = measured
+    metrics, chosen, rows = measured
     recorder.evaluation(recorder.progress.step, metrics, time.perf_counter() - began_s)
     best, step = attempt.cfg.best, recorder.progress.step
     if step == 0:  # never the best: step 0 has no checkpoint, and patience does not start with it
         return None
     score = -best_metric(attempt.cfg).sign * metrics[best.metric]
-    if recorder.progress.saw(score, best.metric, min_delta=attempt.cfg.early_stop.min_delta):
+    is_best = recorder.progress.saw(score, best.metric, min_delta=attempt.cfg.early_stop.min_delta)
+    recorder.progress.keep(chosen)
+    if is_best or not attempt.cfg.exports_best:  # the exported weights may be these
 
         def write() -> str | None:  # returns failures: a full disk must not stop training
             try:
@@ -96,17 +97,17 @@ class Evaluated:
 
 
 def evaluate_alone(
-    cfg: TrainConfig, stop: StopRequest, *, run: Folder | None, step: int | None, load: Callable[[Network], None]
+    cfg: TrainConfig, stop: StopRequest, *, step: int | None, load: Callable[[Network], None]
 ) -> Evaluated:
     """Evaluate the model that training would start from, as training evaluates it. `load` may replace its weights.
 
-    Every rank must call this with a separate, empty cfg.run_dir. `run` is the folder of the run that trained the model,
-    and `step` the step of its weights. Raises StoppedEarly if a rank is asked to stop.
+    Every rank must call this with a separate, empty cfg.run_dir. `step` is the step of the weights. Raises StoppedEarly
+    if a rank is asked to stop.
     """
     with stop.nothing_to_save():
         check_launch(cfg.instance, launched())
         task = build_task(cfg)
-        task.only_evaluates(run)
+        task.only_evaluates()
         plan = make_plan(cfg, world_size=launched().world_size, rows=launched().world_size, seq_len=task.seq_len)
     with begin(Attempt(cfg, plan, task, RunFolder(cfg.run_dir), {}, stop, saves=False)) as attempt:
         attempt.watch.phase("join", is_start=True)
@@ -156,8 +157,10 @@ def evaluate_model(
 
 def measure(
     attempt: Attempt, backend: Backend, engine: Engine, votes: Votes, *, is_first: bool
-) -> tuple[dict[str, float], np.ndarray] | None:
-    """Return the metrics of the validation data on all ranks, and on rank 0 the statistics [examples, n] behind them.
+) -> tuple[dict[str, float], dict[str, Any], np.ndarray] | None:
+    """Return the metrics of the validation data and what the task chooses by them, on all ranks.
+
+    The third result, on rank 0, is the statistics [examples, n] behind them.
 
     Returns None if a rank is asked to stop. Also returns None if the backend only collects graphs: each rank then
     runs a single batch, whose metrics would be meaningless.
@@ -196,7 +199,12 @@ def measure(
     by_data_rank = {data_rank: part for data_rank, part in gathered if part is not None}
     # The host merges the rows in the order of the data, so the metrics are the same on any number of ranks.
     merged = order.merged([by_data_rank[data_rank] for data_rank in sorted(by_data_rank)]) if gathered else np.empty(0)
-    return backend.world.run_on_rank0(lambda: task.eval_metrics(merged), attempt.watch.heartbeat), merged
+
+    def judge() -> tuple[dict[str, float], dict[str, Any]]:
+        metrics = task.eval_metrics(merged)
+        return metrics, task.choose(merged, metrics)
+
+    return *backend.world.run_on_rank0(judge, attempt.watch.heartbeat), merged
 
 
 def agreed(batches: Iterator[list[Batch]], votes: Votes) -> Iterator[Batch]:

@@ -13,6 +13,7 @@ from train.system.run_folder import RunFolder
 from train.system.schema import read_object
 
 MARK = "baretrain.json"  # file in export/: {"step": step that the run had reached, "weights": step of the weights}
+TASK_STATE = "baretrain_task.json"  # file in export/: what the task needs beside the weights (train/tasks/state.py)
 NO_STEP = -1  # the "step" in S3 while files are being uploaded
 
 

@@ -6,7 +6,6 @@ An evaluation covers all validation splits, one after another.
 from __future__ import annotations
 
 import json
-import shutil
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,13 +34,13 @@ from train.system.samples import Sample
 from train.tasks import spec_of
 from train.tasks.predictor import Predictor
 from train.tasks.spec import Task
+from train.tasks.state import TaskState, files_beside
 from train.tasks.texts import Sizes, resolved_lengths
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-Run = tuple[TrainConfig, Folder]  # the settings and the folder of a run
 Entry = dict[str, Any]  # an input row by column, or a prediction
 Results = tuple[dict[str, bytes], dict[str, Any]]  # files for predictions/ and more entries for evaluation.json
 CANDIDATES = 4  # examples that the model answers per sample shown
@@ -102,8 +101,7 @@ class TextTask(Task):
 
     def token_rows(self, features: Dataset, columns: Mapping[str, str]) -> TokenRows:
         """Return features as rows for batches. `columns` maps further batch inputs to feature columns."""
-        pad_id = self.sizes.tokenizer.pad_token_id
-        return TokenRows(features, pad_id=pad_id, lengths=self.sizes.lengths, columns=columns)
+        return TokenRows(features, columns=columns, **self.sizes.of_rows)
 
     # ---- learning: methods that each task defines ------------------------------------------------------------------
 
@@ -125,7 +123,7 @@ class TextTask(Task):
 
     @abstractmethod
     def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
-        """Return what the best evaluation writes in addition to its metrics."""
+        """Return what an evaluation writes in addition to its metrics."""
 
     # ---- predictions: methods that each task defines ---------------------------------------------------------------
 
@@ -137,8 +135,8 @@ class TextTask(Task):
         """Return the settings that name a trained model's outputs. `labels_of`, which reads them, must run first."""
         return {} if self.labels == default_names(len(self.labels)) else {"data.labels": self.labels}
 
-    def use(self, data: RecordsConfig, run: Run | None, options: Mapping[str, Any]) -> None:
-        """Prepare for predictions: `data` says how to read rows, `run` trained the model, `options` are flag values."""
+    def use(self, data: RecordsConfig, options: Mapping[str, Any]) -> None:
+        """Prepare for predictions: `data` says how to read rows, and `options` are the values of flags."""
         return
 
     def row_of(self, texts: dict[str, str]) -> dict[str, Any]:
@@ -226,7 +224,7 @@ class TextTask(Task):
             if words := cut_words(**of_split, seq_len=self.sizes.seq_len):
                 yield f"{name}: {words}"
 
-    def only_evaluates(self, run: Folder | None) -> None:
+    def only_evaluates(self) -> None:
         self.remarks = [*self.remarks, *self.cut_rows()]
 
     def train_data(self) -> TokenRows:
@@ -263,17 +261,24 @@ class TextTask(Task):
             splits[split.name] = {**self.metrics_of(split, rows), **tables}
         folder.write("evaluation.json", canonical_json({"step": step, "splits": splits}))
 
+    def files_beside(self, model: PaddedEncoder) -> dict[str, bytes]:
+        """Return the files of an export beside its weights and configuration, by name."""
+        state = TaskState.of(self.cfg, seq_len=self.sizes.seq_len, seed=self.run_cfg.seed, scale=model.scale)
+        state = state.choosing(self.chosen)
+        return files_beside(self.tables.folder / "tokenizer", inputs=model.inputs, state=state)
+
     def describe_model(self, model: nn.Module, folder: Folder) -> None:
-        # With tokenizer and config.json in model/, a checkpoint can be exported without the data.
+        # With these files in model/, a checkpoint can be exported without the data.
         assert isinstance(model, PaddedEncoder)
-        for path in sorted((self.tables.folder / "tokenizer").iterdir()):
-            folder.write(f"model/{path.name}", path.read_bytes())
+        for name, content in self.files_beside(model).items():
+            folder.write(f"model/{name}", content)
         folder.write("model/config.json", model.network.config.to_json_string().encode())
 
     def export(self, model: nn.Module, folder: Path) -> None:
         assert isinstance(model, PaddedEncoder)
         model.export(folder)
-        shutil.copytree(self.tables.folder / "tokenizer", folder, dirs_exist_ok=True)
+        for name, content in self.files_beside(model).items():
+            (folder / name).write_bytes(content)
 
     def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
         # The model answers the examples as in `python -m train.predict`.

@@ -20,7 +20,8 @@ from train.data.batches.buckets import BUCKET_SHIFT
 from train.data.records.table_facts import column, cut_words
 from train.models.heads import logits_of
 from train.tasks import TASKS, class_of, spec_of
-from train.tasks.texts import MOST_TOKENS, Sizes, eager_step
+from train.tasks.state import NAME, read_state
+from train.tasks.texts import Sizes, eager_step
 
 if TYPE_CHECKING:
     from train.system.folders import Folder
@@ -39,19 +40,19 @@ class Predictor:
         """Read all but the weights. Raises InputError if no task suits the model.
 
         `source` is a folder in the format of transformers, or a Hub id. `data` says how rows are read. `run` is the
-        run that trained the model, if any. If `seq_len` is None, it is the run's or, without a run, the model's limit.
+        run that trained the model, if any. If `seq_len` is None, it is that of training, or else the model's limit.
         """
         self.source, self.data, self.run = source, data, run
-        task = None
-        if run is not None:
-            task, seq_len = run[0].task, seq_len or run[0].seq_len
-        most = None if run is None else MOST_TOKENS  # the run cut texts at this length too
-        sizes = Sizes.read(ModelConfig(pretrained=source, tokenizer=source), seq_len, most=most)
+        task, state = None, read_state(source)
+        if state is not None:
+            task, seq_len = state.config, seq_len or state.seq_len
+        check(state is not None or run is None, f"{source} has no {NAME}: an earlier version wrote it; export it again")
+        sizes = Sizes.read(ModelConfig(pretrained=source, tokenizer=source), seq_len)
         names = ", ".join(sizes.config.architectures or ["none"])
         only_number = "regression" if sizes.config.num_labels == 1 else None  # transformers assumes this for one output
         task = task or default_task(source, names, getattr(sizes.config, "problem_type", None) or only_number)
         self.spec = spec = spec_of(task)
-        check(spec.head in names, f"{source}: the run's task is {task.kind}, but the model is a {names}")
+        check(spec.head in names, f"{source}: the task is {task.kind}, but the model is a {names}")
         self.task: TextTask = class_of(spec)(task, sizes)
         self.task.labels = self.task.featurizer.labels = self.task.labels_of(source, sizes.config)
         self.num_rows, self.has_target = 0, False
@@ -66,7 +67,7 @@ class Predictor:
     ) -> None:
         """Read the weights. `options` are the values of the flags in the task's TaskSpec.options."""
         task, seq_len = self.task, self.task.sizes.seq_len
-        task.use(self.data, self.run, options or dict.fromkeys(self.spec.options))
+        task.use(self.data, options or dict.fromkeys(self.spec.options))
         model = task.build_model()
         new = ", ".join(sorted(model.new)[:3])
         check(not model.new, f"{self.source} has no weights for {new}: its head was not trained")

@@ -59,6 +59,8 @@ class TaskSpec:
     pipeline: str  # transformers' pipeline that runs an export
     sentence: str  # what the model does; {labels} is the number of labels, {names} their names
     example: str  # the arguments of the pipeline, as Python code
+    code: str = ""  # Python code that runs an export {model}, if transformers has no such pipeline
+    note: str = ""  # what a caller of the pipeline or the code must do to get the answers of train.predict
     card_settings: tuple[tuple[str, str], ...] = ()  # names and keys of task settings that the card lists
 
     # The following fields are for `python -m train.predict`, whose rows have the same columns as the run's data.
@@ -82,6 +84,7 @@ class Task(ABC):
     data_id: str  # identifies the training data; a checkpoint resumes only on the same data
     facts: dict[str, float]  # facts about the data, for metrics and report
     remarks: Sequence[str] = ()  # remarks on the data, for the log
+    chosen: Mapping[str, Any] = {}  # settings that the evaluation of the weights to be exported has chosen
     details: dict[str, Any] = {}  # details of the data, for run_dir/data.json; empty: the file is not written
 
     @classmethod
@@ -97,11 +100,8 @@ class Task(ABC):
         """Compare the data with its checksums, if this is still to be done. An InputError names damaged files."""
         return
 
-    def only_evaluates(self, run: Folder | None) -> None:
-        """Prepare to evaluate without training. `run` is the folder of the run that trained the model, if there is one.
-
-        Raises InputError if the run is damaged.
-        """
+    def only_evaluates(self) -> None:
+        """Prepare to evaluate a trained model. Raises InputError if the state of its task is damaged."""
         return
 
     def window_shards(self, order: ShardSampler) -> int:
@@ -144,8 +144,16 @@ class Task(ABC):
     def eval_metrics(self, rows: np.ndarray) -> dict[str, float]:
         """Return metrics by name, computed from the statistics [eval_rows, n], whose order is that of the data."""
 
+    def choose(self, rows: np.ndarray, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """Return settings that are best for these weights, from the statistics and metrics of their evaluation."""
+        return {}
+
+    def adopt(self, chosen: Mapping[str, Any]) -> None:
+        """Keep what `choose` returned for the weights that will be exported."""
+        self.chosen = chosen
+
     def write_evaluation(self, rows: np.ndarray, folder: Folder, *, step: int) -> None:
-        """Write the predictions and tables, if any, of the best evaluation so far. Only rank 0 calls this."""
+        """Write the predictions and tables, if any, of an evaluation. Only rank 0 calls this."""
         return
 
     def flops_per_example(self, model: nn.Module, seq_len: int) -> float | None:

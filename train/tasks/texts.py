@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from train.config import InputError, ModelConfig, RecordsConfig, TrainConfig, check
 from train.data.records.table_facts import MOST_GRAPHS, STEP, best_lengths
@@ -61,6 +61,12 @@ class Sizes:
     def config(self) -> PreTrainedConfig:
         """Return transformers' configuration of the encoder. Raises InputError if there is none."""
         return model_config(self.model, vocab_size=len(self.tokenizer), pad_id=self.tokenizer.pad_token_id)
+
+    @property
+    def of_rows(self) -> dict[str, Any]:
+        """The arguments of `TokenRows` on padding and segments."""
+        first_type = next(iter(self.tokenizer.backend_tokenizer.encode("").type_ids), 0)  # 2 in Funnel
+        return {"pad_id": self.tokenizer.pad_token_id, "lengths": self.lengths, "first_type": first_type}
 
     @property
     def fit(self) -> dict[str, int]:

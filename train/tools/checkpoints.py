@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from train.checkpoints import open_store
-from train.checkpoints.manifest import Damaged, Manifest, step_name
+from train.checkpoints.manifest import Damaged, Manifest, chosen_at, step_name
 from train.checkpoints.retention import ALWAYS_VALID, best, retention
 from train.checkpoints.store import Store
 from train.config import InputError, S3Config, check, shortlist
@@ -155,7 +155,8 @@ def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Conf
     path = fetch(store, step, "model")
     existed = target.exists()
     try:
-        export_step(path, store.manifest(step), cfg, target, run=folder)
+        settings = chosen_at(step, store.look_at_all()[0])
+        export_step(path, store.manifest(step), cfg, target, run=folder, chosen=settings)
     except BaseException as error:
         for made in target.iterdir() if existed else [target]:  # the next export needs an empty folder
             discard(made)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
+from train.checkpoints.manifest import chosen_at
 from train.config import Failure, RecordsConfig, S3Config, TrainConfig, check, shortlist
 from train.run import compose as cli
 from train.run.names import LABELS, TABLES
@@ -61,6 +62,7 @@ class Model:
     run: tuple[TrainConfig, Folder] | None
     step: int | None  # training step of the weights; None if unknown
     is_chosen: bool  # True if --checkpoint gave the step
+    settings: dict[str, Any]  # the settings that the evaluation of that step has chosen
     holds_out: bool  # True if the rows were split off the training rows, which must then be read too
 
 
@@ -79,12 +81,13 @@ def find(options: Namespace) -> Model:
     check(run is not None or not is_chosen, f"--checkpoint {step}: {options.model} is not the run_dir of a run")
     holds_out = run is not None and isinstance(run[0].data, RecordsConfig) and run[0].data.validation is None
     holds_out &= not NEW_DATA & {each.partition("=")[0] for each in options.settings}
-    model = Model(options.model, s3, composed.data.cache_dir, output, run, step, is_chosen, holds_out)
+    model = Model(options.model, s3, composed.data.cache_dir, output, run, step, is_chosen, {}, holds_out)
     if run is not None and not is_chosen:
         model.step = None if is_outdated(run[1]) else marked(run[1], "weights")
     if run is not None and (is_chosen or (model.step is None and saved_steps(run[1]))):
         with opened(run[1], model.cache_dir) as store:
             model.step = chosen(store, step)[0]
+            model.settings = chosen_at(model.step, store.look_at_all()[0])
     return model
 
 
@@ -95,6 +98,7 @@ def settings_of(model: Model, typed: Mapping[str, str]) -> list[str]:
     """
     from train.data.shards.cache import cache_dir  # needs torch, so it is imported after the flags have been checked
     from train.models.source import located
+    from train.tasks.state import read_state
 
     for key in typed:
         is_fixed = key == "experiment" or key.split(".")[0] == "model"
@@ -107,14 +111,20 @@ def settings_of(model: Model, typed: Mapping[str, str]) -> list[str]:
         if model.run is not None
         else settings_of_model(source, typed)
     )
+    if (state := read_state(source)) is not None:
+        given |= {"task": state.kind, "seed": state.seed}
+        settings = model.settings if model.is_chosen else state.settings
+        given |= {f"task.{name}": value for name, value in settings.items()}
     if given.get("task") != "mlm":
         from train.tasks.predictor import Predictor
 
         trained = Predictor(source, RecordsConfig(path=""), run=model.run, seq_len=None)
         outputs, is_new = trained.task.settings_of_outputs(), model.run is None or bool(NEW_DATA & typed.keys())
-        # New rows need the threshold that was chosen on the run's validation rows; those rows need the run's setting.
+        if state is not None and model.run is None:
+            given["seq_len"] = state.seq_len
         given = {"task": trained.task.cfg.kind, **outputs, **given, **(outputs if is_new else {})}
-    for group in {"data", "task", "backend"} & typed.keys():  # The typed option has other settings than the run's.
+    # Another option than the model's has other settings.
+    for group in {group for group in {"data", "task", "backend"} & typed.keys() if typed[group] != given.get(group)}:
         given = {key: value for key, value in given.items() if not key.startswith(f"{group}.") or key == LABELS}
     given["model.pretrained"] = source
     return [*FIXED, *(f"{key}={as_text(key, value)}" for key, value in given.items())]
@@ -227,14 +237,13 @@ def evaluate(cfg: TrainConfig, model: Model) -> int:
 
     if isinstance(cfg.data, RecordsConfig) and not model.holds_out:
         cfg = replace(cfg, data=replace(cfg.data, train=NO_ROWS))
-    run = None if model.run is None else model.run[1]
     try:
         with (
             TemporaryDirectory(prefix="baretrain-evaluate-", ignore_cleanup_errors=True) as folder,
             StopRequest() as stop,
         ):
             cfg = replace(cfg, run_dir=folder, tensorboard=False)
-            result = evaluate_alone(cfg, stop, run=run, step=model.step, load=lambda network: load(network, model))
+            result = evaluate_alone(cfg, stop, step=model.step, load=lambda network: load(network, model))
     except StoppedEarly as signal:
         raise Failure(f"stopped on {signal}: nothing was evaluated") from signal
     except AGREED:
@@ -255,11 +264,11 @@ def load(network: Network, model: Model) -> None:
     They may differ if --checkpoint names a step, or if training standardised the targets.
     """
     from train.checkpoints.loader import fitting, read_weights
-    from train.models.heads import SCALE
 
     new = shortlist(sorted(network.new))
     check(not new, f"{model.location} holds no weights for {new}: its head was not trained")
-    if model.run is None or model.step is None or not (model.is_chosen or hasattr(network.network.config, SCALE)):
+    is_scaled = getattr(network, "scale", None) is not None
+    if model.run is None or model.step is None or not (model.is_chosen or is_scaled):
         return
     with opened(model.run[1], model.cache_dir) as store:
         if not model.is_chosen and model.step not in store.steps():

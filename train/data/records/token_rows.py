@@ -81,16 +81,18 @@ class TokenRows:
         lengths: Sequence[int],
         columns: Mapping[str, str],
         weights: np.ndarray | None = None,
+        first_type: int = 0,
     ) -> None:
         """Map the table. `lengths`: the padded lengths, ascending; each row gets the first one that it fits into.
 
         `columns`: a numeric column for each additional input; the input `labels` has the classes. `weights` [labels]:
-        the weight of each class's rows; None: 1. Raises InputError if a column is missing or not numeric,
-        or a row is longer than the last of `lengths`.
+        the weight of each class's rows; None: 1. `first_type`: the segment of a row's first token. Raises InputError
+        if a column is missing or not numeric, or a row is longer than the last of `lengths`.
         """
         missing = sorted({"input_ids", "second_at", "length", *columns.values()} - set(table.column_names))
         check(not missing, f"the data has no column {', '.join(missing)}; there are {shortlist(table.column_names)}")
         self.pad_id, self.lengths, self.weights = pad_id, tuple(lengths), weights
+        self.first_type = first_type
         arrow = table.with_format("arrow")[:]  # mapped from disk; copied only if the table is a selection
         self.tokens = Lists(arrow.column("input_ids"))
         self.row_lengths = arrow.column("length").to_numpy()  # copied: a few bytes per row
@@ -137,6 +139,7 @@ class TokenRows:
             "attention_mask": is_token.astype(np.int64),
             "token_type_ids": (is_token & (positions >= self.second_at[rows][:, None])).astype(np.int64),
         }
+        inputs["token_type_ids"][:, 0] = self.first_type
         for name, values in self.values.items():
             inputs[name] = values[rows].astype(self.dtypes[name], copy=False)
             inputs[name][is_padding] = self.fill[name]

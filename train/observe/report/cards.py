@@ -9,7 +9,7 @@ from typing import NamedTuple
 from train.config import plural
 from train.observe.report.comparison import is_same_work, times
 from train.observe.report.data import Records
-from train.observe.report.run import Run, divergence, number
+from train.observe.report.run import Run, divergence, number, settled
 from train.observe.report.texts import duration, figure, printable
 from train.tasks import TASKS
 
@@ -78,7 +78,7 @@ def model(run: Run) -> Card | None:
 
 
 def quality(run: Run) -> Card:
-    """Return a card with the last value of the task's main metric, and comparisons that help to judge it."""
+    """Return a card with the task's main metric of the exported weights, and comparisons that help to judge it."""
     summary, records = run.summary, run.records or Records()
     scores, spec = summary["scores"], TASKS.get(str(summary["task"]))
     declared = [metric.name for metric in spec.metrics] if spec else []
@@ -86,15 +86,16 @@ def quality(run: Run) -> Card:
     name = next((name for name in wanted if name in scores), None)
     if name is None:
         return Card("not evaluated")
-    (value, step), best = scores[name]["last"], scores[name].get("best")
+    (value, step), best = settled(scores[name]), scores[name].get("best")
     is_loss = value is not None and name in ("loss", "mlm_loss")
     notes = [against_entropy(value, summary["unigram_entropy"]) if is_loss else ""]
     if best is not None and best[0] != value:
-        notes.append(f"best {figure(best[0])} at step {best[1]:,}, last at step {step:,}")
+        which = "exported" if "exported" in scores[name] else "last"
+        notes.append(f"best {figure(best[0])} at step {best[1]:,}, {which} at step {step:,}")
     not_its_own = tuple(f"{split.name}_" for split in records.evaluated if split.name != "validation")
     others = [each for each in scores if (metric := run.metric(each)).sign and metric.is_shown_beside]
     others = [each for each in others if each != name and not each.startswith((*not_its_own, "best_"))][:MOST_OTHERS]
-    notes.append(", ".join(f"{run.metric(each).title} {figure(scores[each]['last'][0])}" for each in others))
+    notes.append(", ".join(f"{run.metric(each).title} {figure(settled(scores[each])[0])}" for each in others))
     notes.append(against_majority(records) if "accuracy" in (name, *others) else "")
     if "masked_accuracy" in scores and (table := summary["neighbour_accuracy"]) is not None:
         notes.append(f"a lookup table of neighbouring tokens predicts {table:.0%} of the tokens")

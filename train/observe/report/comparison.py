@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from train.config.checks import shortlist
-from train.observe.report.run import Run, divergence
+from train.observe.report.run import Run, divergence, settled
 from train.observe.report.texts import as_text, count, percent, printable, shortened
 
 SAME_EXAMPLES = 0.01  # a smaller relative difference is ignored: an epoch need not be a multiple of the batch size
@@ -31,13 +31,13 @@ def times(run: Run, baseline: Run, key: str) -> str:
 
 
 def quality(run: Run, baseline: Run, tolerance: float) -> str:
-    """Describe whether the last validation scores (best.metric, or else the loss) on the same data are equal."""
+    """Describe whether the validation scores by which runs are judged are equal: best.metric, or else the loss."""
     there, here = baseline.summary["scores"], run.summary["scores"]
     wanted = [name for name in (baseline.config.get("best.metric"), "loss") if isinstance(name, str)]
     name = next((name for name in wanted if name in there and name in here), None)
     if name is None:
         return "quality unknown (no score in common)"
-    value, base = here[name]["last"][0], there[name]["last"][0]
+    value, base = settled(here[name])[0], settled(there[name])[0]
     both = " against ".join("no number" if each is None else f"{each:.4g}" for each in (value, base))
     metric = run.metric(name)
     both = f"{metric.title} {both}"
@@ -89,7 +89,7 @@ def differing(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
 
 
 def over_seeds(runs: Sequence[Run]) -> list[list[str]]:
-    """Return a table of the mean and spread of best.metric at the end of runs that differ only in their seed.
+    """Return a table of the mean and spread of best.metric, as `settled` takes it, over runs that differ only in seed.
 
     The first row is the header. The spread is the sample standard deviation. Without such runs, the result is [].
     """
@@ -102,8 +102,9 @@ def over_seeds(runs: Sequence[Run]) -> list[list[str]]:
     rows = [["over seeds", "validation", "mean", "spread", "runs"]]
     for group in groups.values():
         name = str(group[0].config.get("best.metric"))
-        last = [run.summary["scores"].get(name, {}).get("last", (None, 0))[0] for run in group]
-        known = [value for value in last if value is not None]
+        found = [run.summary["scores"].get(name) for run in group]
+        values = [settled(points)[0] for points in found if points is not None]
+        known = [value for value in values if value is not None]
         missing = "" if len(known) == len(group) else f" of {len(group)}"
         mean = f"{fmean(known):.4g}" if known else "unknown"
         spread = f"{stdev(known):.4g}" if len(known) > 1 else "unknown"

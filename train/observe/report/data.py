@@ -1,4 +1,4 @@
-"""Readers and tables of data.json (labelled data) and evaluation.json (the best evaluation), which are optional."""
+"""Readers and tables of data.json (labelled data) and evaluation.json (of the exported weights), which are optional."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Records:
     labels: list[str] = field(default_factory=list)
     lengths: list[float] = field(default_factory=list)  # lengths to which batches are padded, in tokens
     splits: list[SplitFacts] = field(default_factory=list)
-    step: int | None = None  # step of the best evaluation
+    step: int | None = None  # step of the evaluation
     evaluated: list[Evaluated] = field(default_factory=list)
 
 
@@ -164,7 +164,7 @@ def labels_table(records: Records) -> Table:
 
 
 def metrics_table(records: Records) -> Table:
-    """Return a table of the best evaluation with a row per metric and a column per split."""
+    """Return a table of an evaluation with a row per metric and a column per split."""
     columns = {split.name: split.metrics for split in records.evaluated}
     names = {name: None for metrics in columns.values() for name in metrics}
     rows = [[name.replace("_", " "), *(score(each.get(name)) for each in columns.values())] for name in names]

@@ -1,4 +1,4 @@
-"""PNG figures of a run's labelled data and best evaluation."""
+"""PNG figures of a run's labelled data and of the evaluation in evaluation.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_SCATTERED = 8  # maximum number of scatter plots per split, one for each tar
 
 
 def data_figures(records: Records) -> Iterator[tuple[str, str, bytes]]:
-    """Yield (file name, title, PNG) for each figure of the data and of the best evaluation."""
+    """Yield (file name, title, PNG) for each figure of the data and of that evaluation."""
     with style():
         if any(sum(split.counts) for split in records.splits):
             yield "lengths_by_split", "Lengths", png_of(length_steps(records))

@@ -154,8 +154,8 @@ def describe(run: Run, index: int) -> dict[str, Any]:
 
 
 def sections(records: Records) -> list[tuple[str, list[tuple[str, Table]]]]:
-    """Return (title, [(caption, table)]) for the data and the best evaluation. Empty tables are left out."""
-    evaluation = "Best evaluation" if records.step is None else f"Best evaluation, at step {records.step:,}"
+    """Return (title, [(caption, table)]) for the data and an evaluation. Empty tables are left out."""
+    evaluation = "Evaluation" if records.step is None else f"Evaluation at step {records.step:,}"
     by_label = [(f"Labels of {split.name}", classes_table(split)) for split in records.evaluated]
     titled = (
         ("Data", [("", splits_table(records)), ("", labels_table(records))]),

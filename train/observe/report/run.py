@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -84,6 +84,11 @@ class Run:
         return replace(self.declared.get(name, Metric(name, None)), name=printable(name))
 
     @property
+    def exported(self) -> Line | None:
+        """The evaluation of the exported weights; None if there was none."""
+        return next((line for line in self.evaluations if line["step"] == self.exported_step), None)
+
+    @property
     def name(self) -> str:
         return self.folder.location.rpartition("/")[2]
 
@@ -142,7 +147,11 @@ OF_SUMMARY = ("bubble_share", "bubble_share_ideal", "mttf_s", "suggested_interva
 
 
 def scores(run: Run, evaluations: list[Line]) -> dict[str, dict[str, tuple[Any, int]]]:
-    """Return each declared score's "last" (value, step) and, if it has a direction, its "best". None: not finite."""
+    """Return each declared score's "last" (value, step), and if they are known, "exported" and "best".
+
+    A value that is not finite is None. "exported" is that of the exported weights; a score without a direction has no
+    "best".
+    """
     result: dict[str, dict[str, tuple[Any, int]]] = {}
     for name in {key: None for line in evaluations for key in line if key in run.declared}:
         reached = [(value, line["step"]) for line in evaluations if (value := number(line, name)) is not None]
@@ -151,7 +160,15 @@ def scores(run: Run, evaluations: list[Line]) -> dict[str, dict[str, tuple[Any, 
         if reached:
             end = next(line for line in reversed(evaluations) if name in line)
             result[name] = {**best, "last": (number(end, name), end["step"])}
+            line = next((line for line in evaluations if line["step"] == run.exported_step), None)
+            if line is not None:
+                result[name]["exported"] = number(line, name), line["step"]
     return result
+
+
+def settled(points: Mapping[str, tuple[Any, int]]) -> tuple[Any, int]:
+    """Return the (value, step) by which a run is judged: of the exported weights, or the last without an export."""
+    return points.get("exported", points["last"])
 
 
 def summarise(run: Run) -> Summary:

@@ -43,7 +43,7 @@ SPEC = TaskSpec(
     ),
     pipeline="text-classification",
     sentence="It labels a text, or a pair of texts, with one of {labels} labels: {names}.",
-    example='"A text."',
+    example='"A text.", truncation=True',
     card_settings=(
         ("Label smoothing", "task.label_smoothing"),
         ("Class weights", "task.class_weights"),

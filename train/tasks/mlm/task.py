@@ -10,7 +10,6 @@ same: if some of a sequence's P positions are unused, the order loss weighs slig
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,6 +37,7 @@ from train.system.folders import Folder
 from train.system.samples import MOST_CHARS, MOST_GUESSES, Answer, Guess, Sample, excerpt
 from train.tasks.mlm import MLMConfig
 from train.tasks.spec import Task
+from train.tasks.state import TaskState, files_beside
 from train.tasks.topk import topk
 
 MOST_BLANKS = 4  # maximum in a sample
@@ -61,6 +61,7 @@ class MaskedLMTask(Task):
             cfg.seq_len in (None, self.seq_len),
             f"seq_len={cfg.seq_len}, but {cfg.data.path} has {self.seq_len}; leave it out, or prepare the data again",
         )
+        self.state = TaskState.of(cfg.task, seq_len=self.seq_len, seed=cfg.seed)
         self.head = cfg.task.head_size(self.seq_len)
         self.predictions = self.head.predictions
         for name, slots in (("mask_rate", self.predictions), ("eval_mask_rate", self.head.eval_predictions)):
@@ -134,7 +135,7 @@ class MaskedLMTask(Task):
     def verify_data(self) -> None:
         self.verify()
 
-    def only_evaluates(self, run: Folder | None) -> None:
+    def only_evaluates(self) -> None:
         """Make `verify_data` fetch and verify only the validation data."""
         self.open_split, self.verify = self.data.brought, partial(self.data.bring, "validation")
 
@@ -208,7 +209,8 @@ class MaskedLMTask(Task):
     def export(self, model: nn.Module, folder: Path) -> None:
         assert isinstance(model, MaskedLM)
         model.export(folder)
-        shutil.copytree(self.folder / "tokenizer", folder, dirs_exist_ok=True)
+        for name, content in files_beside(self.folder / "tokenizer", inputs=model.inputs, state=self.state).items():
+            (folder / name).write_bytes(content)
 
     @torch.inference_mode()
     def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:

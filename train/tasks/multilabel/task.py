@@ -9,28 +9,23 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from datasets import Dataset, List, Value
-from torch import Tensor, nn
+from torch import Tensor
 
 from train.config import RecordsConfig, check, shortlist
-from train.data.files.errors import naming
 from train.data.records.featurizer import TOKENS
 from train.data.records.kinds import STRING, RowKind
 from train.data.records.table_facts import column
 from train.data.records.token_rows import TokenRows
-from train.models.heads import PaddedEncoder, names_of_head
-from train.system.folders import Folder
+from train.models.heads import names_of_head
 from train.system.samples import Answer, Guess, Sample, excerpt
-from train.system.schema import BadContent, read_object
 from train.tasks.classify.task import ClassifyFeaturizer, check_each, read_texts
-from train.tasks.finetune import Entry, Results, Run, TextTask, examples_of, json_lines, mean_loss, table_of
-from train.tasks.multilabel import CHOSEN, MultiLabelConfig, are_numbers
+from train.tasks.finetune import Entry, Results, TextTask, examples_of, json_lines, mean_loss, table_of
+from train.tasks.multilabel import CHOSEN, MultiLabelConfig
 from train.tasks.texts import Sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-THRESHOLDS = "label_thresholds"  # a key of config.json: one threshold for each label
-DESCRIBED = "model/config.json"  # the run's file that becomes config.json in exports of its checkpoints
 USUAL = 0.5
 
 MULTILABEL_ROWS = RowKind(
@@ -71,7 +66,7 @@ class MultiLabel(TextTask):
     def __init__(self, cfg: MultiLabelConfig, sizes: Sizes) -> None:
         super().__init__(cfg, sizes)
         self.featurizer = MultiLabelFeaturizer(sizes.tokenizer, seq_len=sizes.seq_len)
-        self.thresholds: list[float] | None = None  # [C]; None: the settings' threshold
+        self.threshold: float | None = None  # for all labels; None: the settings' threshold
 
     @property
     def csv_columns(self) -> list[str]:  # type: ignore[override]
@@ -85,15 +80,10 @@ class MultiLabel(TextTask):
     def limits(self) -> list[float]:
         """Return the minimum probability at which each label is predicted, [C]."""
         # Evaluations use USUAL if thresholds are chosen on the same rows: the chosen ones would make scores too good.
-        given = self.thresholds or (USUAL if self.cfg.threshold in CHOSEN else self.cfg.threshold)
+        given = self.threshold or (USUAL if self.cfg.threshold in CHOSEN else self.cfg.threshold)
         limits = given if isinstance(given, list) else [given] * len(self.labels)
         check_each("task.threshold", limits, self.labels)
         return limits
-
-    def build_model(self) -> PaddedEncoder:
-        model = super().build_model()
-        setattr(model.network.config, THRESHOLDS, self.limits())
-        return model
 
     def loss_of(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         # The engine divides this sum by texts * labels ("count"). The result is torch's mean.
@@ -142,42 +132,25 @@ class MultiLabel(TextTask):
             table[self.labels[number]] |= best_threshold(truth[:, number], shares[:, number])
         return {f"{split}.jsonl": lines}, {"labels": self.labels, "per_class": table}
 
-    def describe_model(self, model: nn.Module, folder: Folder) -> None:
-        assert isinstance(model, PaddedEncoder)
-        self.described = model.network.config  # the config of exports
-        if self.cfg.threshold in CHOSEN and folder.size(DESCRIBED) is not None:  # the run is resumed
-            where = f"{folder.location}/{DESCRIBED}"
-            with naming(f"{where} is damaged", (BadContent,)):
-                there = read_object(folder.read(DESCRIBED)).get(THRESHOLDS)
-            setattr(self.described, THRESHOLDS, read_thresholds(where, there, self.labels) or self.limits())
-        super().describe_model(model, folder)
-
-    def write_evaluation(self, rows: np.ndarray, folder: Folder, *, step: int) -> None:
-        """Also write the thresholds for exports, if task.threshold chooses them on the validation data."""
-        super().write_evaluation(rows, folder, step=step)
-        if self.cfg.threshold in CHOSEN:
-            validation = self.splits[0]
-            truth, shares = self.truth(validation.features), probabilities(validation.of(rows)[:, 1:])
-            setattr(self.described, THRESHOLDS, chosen(truth, shares, each=self.cfg.threshold == CHOSEN[1]))
-            folder.write(DESCRIBED, self.described.to_json_string().encode())
+    def choose(self, rows: np.ndarray, metrics: Mapping[str, float]) -> dict[str, Any]:
+        if self.cfg.threshold not in CHOSEN:
+            return {}
+        validation = self.splits[0]
+        truth, shares = self.truth(validation.features), probabilities(validation.of(rows)[:, 1:])
+        return {"threshold": chosen(truth, shares, each=self.cfg.threshold == CHOSEN[1])}
 
     # ---- predictions -----------------------------------------------------------------------------------------------
 
-    def use(self, data: RecordsConfig, run: Run | None, options: Mapping[str, Any]) -> None:
-        if (given := options["threshold"]) is not None:
-            check(0 < given < 1, f"--threshold {given:g} must be between 0 and 1")
-            self.thresholds = [given] * len(self.labels)
+    def use(self, data: RecordsConfig, options: Mapping[str, Any]) -> None:
+        self.threshold = given = options["threshold"]
+        check(given is None or 0 < given < 1, f"--threshold {given} must be between 0 and 1")
+        self.limits()
 
     def labels_of(self, source: str, config: PreTrainedConfig) -> list[str]:
         labels, problem = names_of_head(config), getattr(config, "problem_type", None)
         ok = problem == "multi_label_classification"
         check(ok, f"{source} is not a multi-label model: problem_type is {problem}, not multi_label_classification")
-        self.thresholds = read_thresholds(f"{source}/config.json", getattr(config, THRESHOLDS, None), labels)
         return labels
-
-    def settings_of_outputs(self) -> dict[str, Any]:
-        limits = {} if self.thresholds is None else {"task.threshold": self.thresholds}
-        return super().settings_of_outputs() | limits
 
     def named(self, has_label: Sequence[Any]) -> list[str]:
         return [label for label, has in zip(self.labels, has_label, strict=True) if has]
@@ -205,14 +178,6 @@ class MultiLabel(TextTask):
 
 
 TASK = MultiLabel
-
-
-def read_thresholds(where: str, given: Any, labels: Sequence[str]) -> list[float] | None:
-    """Return the thresholds [C] of a config.json; None if it has none. Raises InputError if they are invalid."""
-    if given is not None:
-        check(are_numbers(given), f"{where}: {THRESHOLDS} must be a list of numbers, not {given!r:.40}")
-        check_each(f"{where}: {THRESHOLDS}", given, labels)
-    return given
 
 
 def losses_of(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:

@@ -28,6 +28,7 @@ SPEC = TaskSpec(
     pipeline="token-classification",
     sentence="It tags each word of a text with one of {labels} tags: {names}.",
     example='"Anna lives in Bonn ."',
+    note="The tag of a word is that of its first token.",
     does="tags words",
     inputs={"tokens": "words to tag, separated by spaces"},
 )

@@ -29,6 +29,21 @@ class QAConfig(TaskConfig):
         return HeadSize(token_labels=2)
 
 
+CODE = """import torch
+from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{model}")
+model = AutoModelForQuestionAnswering.from_pretrained("{model}")
+question, context = "Who wrote it?", "It was written by somebody."
+inputs = tokenizer(question, context, truncation="only_second", return_tensors="pt")
+with torch.no_grad():
+    output = model(**inputs)
+first, last = output.start_logits.argmax(), output.end_logits.argmax()
+print(tokenizer.decode(inputs["input_ids"][0, first : last + 1]))"""
+
+NOTE = """train.predict reads long contexts in windows, and takes the span with the highest sum of its two logits. There
+is no answer if the sum for the first token is higher by more than the threshold, which Training lists."""
+
 SPEC = TaskSpec(
     settings=QAConfig,
     module="train.tasks.qa.task",
@@ -41,7 +56,9 @@ SPEC = TaskSpec(
     pipeline="question-answering",
     sentence="It finds the answer to a question in a context, as a span of it.",
     example='question="Who wrote it?", context="It was written by somebody."',
-    card_settings=(("Window stride (tokens)", "task.stride"),),
+    code=CODE,
+    note=NOTE,
+    card_settings=(("Window stride (tokens)", "task.stride"), ("Threshold of no answer", "task.null_threshold")),
     does="answers questions",
     inputs={"question": "question to answer from --context", "context": "text that contains the answer"},
     options={"null_threshold": 'margin by which "no answer" must outscore the best span'},

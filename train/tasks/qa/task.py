@@ -5,7 +5,6 @@ Contexts that are too long are read in overlapping windows. Shapes: B windows, S
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +15,13 @@ import torch.nn.functional as F
 from datasets import Dataset
 from torch import Tensor
 
-from train.config import InputError, RecordsConfig
+from train.config import RecordsConfig
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.records.table_facts import column
 from train.data.records.token_rows import Lists
 from train.system.folders import canonical_json
 from train.system.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
-from train.tasks.finetune import Entry, Results, Run, TextTask, json_lines, mean_loss
+from train.tasks.finetune import Entry, Results, TextTask, json_lines, mean_loss
 from train.tasks.qa import QAConfig, spans
 from train.tasks.qa.windows import QAFeaturizer
 from train.tasks.texts import Sizes
@@ -125,10 +124,17 @@ class QuestionAnswering(TextTask):
         }
         return files, {"questions": len(questions), "windows": len(statistics), "threshold": self.threshold}
 
+    def choose(self, rows: np.ndarray, metrics: Mapping[str, float]) -> dict[str, Any]:
+        if not self.cfg.unanswerable or self.cfg.null_threshold is not None:
+            return {}
+        margin = metrics["best_f1_threshold"]  # infinite if a question has no span; no score exceeds LOWEST
+        return {"null_threshold": float(np.clip(margin, spans.LOWEST, -spans.LOWEST))}
+
     # ---- predictions -----------------------------------------------------------------------------------------------
 
-    def use(self, data: RecordsConfig, run: Run | None, options: Mapping[str, Any]) -> None:
-        self.threshold = threshold_of(run, options["null_threshold"])
+    def use(self, data: RecordsConfig, options: Mapping[str, Any]) -> None:
+        given = options["null_threshold"]
+        self.threshold = self.threshold if given is None else given
         # The run's shortest batch length limits the scores kept per window, as it did in the run.
         lengths = [] if data.lengths == "auto" else data.lengths
         self.shortest = min([N_BEST, *lengths])
@@ -160,24 +166,3 @@ class QuestionAnswering(TextTask):
 
 
 TASK = QuestionAnswering
-
-
-def threshold_of(run: Run | None, given: float | None) -> float | None:
-    """Return the `null_odds` above which no answer is given, or None if the model always answers.
-
-    The threshold is `given`, otherwise the one in the run's settings, otherwise the best for F1 on the run's validation
-    data. Raises InputError if the run's evaluation.json has none.
-    """
-    if given is not None or run is None:
-        return given
-    cfg, folder = run
-    assert isinstance(cfg.task, QAConfig)
-    if not cfg.task.unanswerable or cfg.task.null_threshold is not None:
-        return cfg.task.null_threshold
-    try:
-        return float(json.loads(folder.read("evaluation.json"))["splits"]["validation"]["best_f1_threshold"])
-    except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise InputError(
-            f'{folder.location}/evaluation.json has no threshold for "no answer" ({type(error).__name__}); set one, '
-            "such as --null-threshold 0"
-        ) from error

@@ -17,7 +17,7 @@ import torch
 from datasets import Dataset, List, Value
 from torch import Tensor
 
-from train.config import InputError, RecordsConfig, TrainConfig, check
+from train.config import RecordsConfig, TrainConfig, check, shortlist
 from train.data.files.errors import BadRow
 from train.data.records.kinds import STRING, RowKind
 from train.data.records.label_checks import PLAIN_NUMBER, is_number
@@ -25,13 +25,12 @@ from train.data.records.sources import NO_ROWS
 from train.data.records.table_facts import column
 from train.data.records.token_rows import TokenRows
 from train.data.shards.order import spread
-from train.models.heads import SCALE, PaddedEncoder, Scale, default_names, learn_scaled, names_of_head
-from train.system.folders import Folder
+from train.models.heads import PaddedEncoder, Scale, default_names, learn_scaled, names_of_head
 from train.system.samples import Answer, Guess, Sample, excerpt
-from train.system.schema import BadContent, read_object, record
 from train.tasks.classify.task import ClassifyFeaturizer, read_texts
 from train.tasks.finetune import Entry, Results, TextTask, examples_of, json_lines, mean_loss
 from train.tasks.regress import RegressConfig
+from train.tasks.state import read_state
 from train.tasks.texts import Sizes
 
 if TYPE_CHECKING:
@@ -152,11 +151,14 @@ class Regression(TextTask):
         for table in tables:
             table.values["labels"] = ((table.values["labels"] - mean) / deviation).astype(np.float32)
 
-    def only_evaluates(self, run: Folder | None) -> None:
+    def only_evaluates(self) -> None:
         """Standardise the targets as the run did, because the loss is that of standardised targets."""
-        super().only_evaluates(run)
-        if run is not None and self.cfg.standardize and self.scale is None:
-            self.standardize(read_scale(run), self.eval_table)
+        super().only_evaluates()
+        state = read_state(str(self.sizes.model.pretrained))
+        if state is not None and state.scale is not None and self.cfg.standardize and self.scale is None:
+            ok = len(state.scale.mean) == len(self.targets)
+            check(ok, f"{self.sizes.model.pretrained}: its scale is not that of the targets {shortlist(self.targets)}")
+            self.standardize(state.scale, self.eval_table)
 
     def build_model(self) -> PaddedEncoder:
         model = super().build_model()
@@ -237,15 +239,6 @@ class Regression(TextTask):
 
 
 TASK = Regression
-
-
-def read_scale(run: Folder) -> Scale:
-    """Return the mean and deviation with which a run standardised its targets. Raises InputError if it has none."""
-    try:
-        return record(Scale, read_object(run.read("model/config.json")).get(SCALE), SCALE)
-    except (FileNotFoundError, BadContent) as error:
-        where = f"{run.location}/model/config.json"
-        raise InputError(f"{where} lacks the mean and deviation that standardised the targets: {error}") from error
 
 
 def squared_errors(logits: Tensor, targets: Tensor) -> Tensor:
