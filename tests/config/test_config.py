@@ -183,6 +183,8 @@ def test_the_shortest_length_counts():
     assert plan("max_steps=50", "max_epochs=1").total_steps == 1000 // 32
     assert plan("max_steps=5", "max_epochs=1").total_steps == 5
     assert plan("max_steps=null", "max_epochs=2.5", rows=320).total_steps == 25
+    assert plan("max_steps=null", "max_epochs=1.15", rows=3200).total_steps == 115
+    assert plan("max_steps=null", "max_epochs=1.999", rows=3200).total_steps == 199
     # The ALBERT scaling recipe: twice the nodes, half the steps.
     fixed = ("global_batch_size=null", "micro_batch_size=16", "max_steps=null", "max_examples=640000")
     assert [plan(*fixed, world_size=ranks).total_steps for ranks in (16, 32)] == [2500, 1250]

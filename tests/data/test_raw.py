@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import datasets
 import huggingface_hub.constants
+import pyarrow.parquet
 import pytest
 from rejections import rejects
 
@@ -308,7 +309,54 @@ def test_json_lines_with_objects_in_them(folder):
     assert sorted(row["text"] for table in raw.splits.values() for row in table) == sorted(text for text, _ in ROWS)
     examples = enumerate(zip(raw.dropped["train"].bad_examples, bad.values(), strict=True))
     assert all(f"a.json:{81 + 2 * number}: " in where and reason in where for number, (where, reason) in examples)
-    rejects(r"a\.json: one JSON list", read, put(folder, "a.json", "[{}]"))
+
+
+DOCUMENTS = {
+    "a list": lambda rows: json.dumps(rows),
+    "an indented list": lambda rows: json.dumps(rows, indent=2),
+    "a line for each": lambda rows: "[" + ",\n".join(map(json.dumps, rows)) + "]",
+    "wrapped": lambda rows: json.dumps({"version": 1, "tags": ["a"], "rows": rows}, indent=2),
+}
+
+
+@pytest.mark.parametrize("write", DOCUMENTS.values(), ids=DOCUMENTS)
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.json.gz"])
+def test_one_json_document_is_read_as_its_rows(folder, write, name):
+    rows = [{"text": text, "label": label} for text, label in ROWS]
+    found = new_rows(put(folder, name, write([*rows, {"text": "last"}])))
+    assert [row["text"] for row in found] == [text for text, _ in ROWS] + ["last"]
+    for content, message in (
+        (write([*rows, 3]), f"{name}, row 41: a int where an object should be"),
+        (write(rows)[:-1], rf"{name}:\d+: not JSON: "),
+        (write([[]]), f"{name}, row 1: a list where" if write is not DOCUMENTS["wrapped"] else "0 lists of rows"),
+    ):
+        rejects(message, read, put(folder, name, content))
+
+
+def test_lines_may_end_in_carriage_returns_alone(folder):
+    text = csv_of([*ROWS, ("bad",)])
+    says = r"1 bad row, .*a\.csv:42: 1 field where the header has 2"
+    for end in ("\n", "\r\n", "\r"):
+        rejects(says, read, put(folder, "a.csv", text.replace("\n", end)))
+        lines = end.join(json.dumps({"text": text, "label": label}) for text, label in ROWS)
+        assert [row["text"] for row in new_rows(put(folder, "a.jsonl", lines))] == [text for text, _ in ROWS]
+
+
+@pytest.mark.parametrize("header", ["text,label", "Text,Label", "\ufefftext, label"])
+def test_files_that_were_joined_have_another_header(folder, header):
+    rows = csv_of(ROWS).removeprefix("text,label\n")
+    path = put(folder, "a.csv", f"text,label\n{rows}{header}\n{rows}")
+    rejects(r"1 bad row.*a\.csv:42: the header again", read, path)
+    path = put(folder, "b.csv", f"text,label\n{rows}{','.join(reversed(header.split(',')))}\n{rows}")
+    rejects(r"b\.csv:42: a second header, whose columns are in another order", read, path, max_bad_rows=99)
+
+
+def test_a_column_that_is_not_read_may_have_any_type(folder):
+    columns = table().to_dict()
+    counts = pyarrow.array([[("a", 1)]] * len(ROWS), pyarrow.map_(pyarrow.string(), pyarrow.int8()))
+    pyarrow.parquet.write_table(pyarrow.table(columns | {"counts": counts}), folder / "a.parquet")
+    assert sum(map(len, read(folder / "a.parquet").splits.values())) == 40
+    rejects("a.parquet cannot be read as Parquet: ", read, folder / "a.parquet", columns={"label": "counts"})
 
 
 def table(names=("neg", "pos")):
@@ -566,6 +614,14 @@ def test_answers_in_the_shape_of_the_hub_are_checked_too(folder):
     rejects("row 3: answer 'Normandy' is not at character 3 of the context", read, folder / "saved", **settings)
     raw = read(folder / "saved", max_bad_rows=1, columns={"id": "id"}, **settings)
     assert raw.splits["train"]["answers"][:] == rows["answers"][:2] and raw.splits["train"]["id"][:] == ["a", "b"]
+
+
+@pytest.mark.parametrize("start", [-1, 0])
+def test_an_empty_text_is_no_answer(folder, start):
+    put(folder, "dev.json", squad(question("one", "", start), question("two")))
+    assert [row["text"] for row in read_questions(folder).splits["validation"]["answers"]] == [[], ["Normandy"]]
+    put(folder, "dev.json", squad(question("one", "", 7)))
+    read_questions(folder, message="an answer must be a text and a number, not '' and 7")
 
 
 def test_new_questions_may_have_answers(folder):

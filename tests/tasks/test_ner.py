@@ -17,7 +17,9 @@ from transformers import AutoTokenizer
 
 from train.config import ColumnsConfig
 from train.data.batches.masking import IGNORE_INDEX
+from train.data.files.errors import BadRow
 from train.data.records.conll import conll_rows
+from train.data.records.spans import words_of
 from train.tasks.ner.task import NERFeaturizer, TokenClassification, first_tokens, tables
 from train.tasks.texts import Sizes
 from train.tools import predict
@@ -202,8 +204,10 @@ NO_WORDS = [
     (
         GERMAN,
         {},
-        r"a\.conll: column 0 has no letters, so it has no words: set data.columns.tokens, as in .*tokens=1",
+        r"a\.conll: column 0 has the same value in all words of a sentence, or counts: set .*tokens=1",
     ),
+    ("s7 Anna B-PER\ns7 rests O\n\ns8 She O\ns8 too O\n", {}, "column 0 has the same value .*tokens=1"),
+    ("s7.1 Anna B-PER\ns7.2 rests O\ns7.3 too O\n", {}, "column 0 has the same value .*tokens=1"),
     ("".join(f"1.5 O\n{n} O\n\n" for n in range(9)), {}, "column 0 has no letters"),
     (GERMAN, {"tokens": "4"}, r"a\.conll:1: data.columns.tokens=4 is not a column: columns are 0 to 3"),
     (GERMAN, {"tags": "x"}, "data.columns.tags=x is not a column"),
@@ -214,6 +218,69 @@ NO_WORDS = [
 @pytest.mark.parametrize(("content", "columns", "message"), NO_WORDS)
 def test_columns_that_hold_no_words_are_rejected_with_the_setting(content, columns, message):
     rejects(message, list, conll_rows(content.splitlines(True), "a.conll", "utf-8", ColumnsConfig(**columns)))
+
+
+TEXT = "Mira Lund, Bonn: $5"
+SPANS = {
+    "lists": [[0, 9, "PER"], [11, 15, "LOC"]],
+    "in any order": [[11, 15, "LOC"], [0, 9, "PER"]],
+    "objects": [{"start": 0, "end": 9, "label": "PER"}, {"start_offset": 11, "end_offset": 15, "label": "LOC"}],
+    "next to blanks": [[0, 9, "PER"], [10, 15, "LOC"]],
+}
+
+
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
+def test_spans_of_characters_become_tags_of_words(spans):
+    words, tags = words_of(TEXT, spans, "label")
+    if spans == SPANS["next to blanks"]:
+        assert dict(zip(words, tags, strict=True))["Bonn"] == "B-LOC"
+    else:
+        assert words == ["Mira", "Lund", ",", "Bonn", ":", "$5"] and tags == "B-PER I-PER O B-LOC O O".split()
+    assert words_of(TEXT, [], "label") == (TEXT.split(), ["O"] * 4)
+
+
+BAD_SPANS = [
+    ([[0, 4, "PER"], [3, 9, "PER"]], "two spans overlap at character 3"),
+    ([[0, 99, "PER"]], r"not \[first, last, type\] in a text of 19 characters"),
+    ([[4, 4, "PER"]], "holds the span"),
+    ([["PER", 0, 4]], "holds the span"),
+    (["B-PER"], "holds the span 'B-PER'"),
+    ([{"start": 0}], "holds the span"),
+    ("B-PER", r"if each row is a word, join sentences: pandas\.read_csv.*data\.format=conll"),
+]
+
+
+@pytest.mark.parametrize(("spans", "message"), BAD_SPANS, ids=str)
+def test_spans_that_mark_no_words_are_bad_rows(spans, message):
+    rejects(message, words_of, TEXT, spans, "label", error=BadRow)
+
+
+def test_texts_with_spans_are_learnt_and_types_may_have_blanks(overrides, tmp_path):
+    names = [" ".join(["Anna"] * size) for size in range(1, 21)]
+    rows = [{"text": f"{name} lives in Bonn", "label": [[0, len(name), "Person Name"]]} for name in names]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    given = overrides(tmp_path / "run", f"data.path={tmp_path}/a.json")
+    rejects("if entities are spans of a text: data.columns.tokens=text data.columns.tags=SPANS", task_of, given)
+    task = task_of([*given, "data.columns.tokens=text", "data.columns.tags=label"])
+    assert task.labels == ["B-Person Name", "I-Person Name", "O"]
+    read = [row for split in ("train", "validation") for row in task.tables.examples(split)]
+    tags = {len(row["tokens"]): [task.labels[tag] for tag in row["tags"]] for row in read}
+    assert tags[5] == ["B-Person Name", "I-Person Name", "O", "O", "O"] and len(tags) == 20
+
+
+def test_a_token_beyond_the_vocabulary_of_the_model_is_rejected_before_the_first_step(
+    overrides, words_folder, tmp_path
+):
+    content = json.loads((words_folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    far = len(vocabulary) + 3
+    vocabulary["Bonn"] = far
+    shutil.copytree(words_folder, tmp_path / "gap")
+    (tmp_path / "gap/tokenizer.json").write_text(json.dumps(content))
+    given = overrides(tmp_path / "run", f"model.tokenizer={tmp_path}/gap", f"data.cache_dir={tmp_path}")
+    says = f"the data has the token id {far}, but the model has {far - 3} tokens; set model.vocab_size above it"
+    rejects(says, task_of, given)
+    assert task_of([*given, f"model.vocab_size={far + 1}"]).train_rows > 0
 
 
 def test_a_map_of_some_tags_leaves_the_others(overrides, tmp_path):

@@ -54,7 +54,8 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
     )
     steps_per_epoch = rows // global_batch  # rows that do not fill a batch are left out, different ones each epoch
     by_examples = None if cfg.max_examples is None else cfg.max_examples // global_batch
-    by_epochs = None if cfg.max_epochs is None else int(cfg.max_epochs * steps_per_epoch)
+    # Rounded first: 1.15 * 100 is 114.99999999999999.
+    by_epochs = None if cfg.max_epochs is None else int(round(cfg.max_epochs * steps_per_epoch, 6))
     lengths = (cfg.max_steps, by_examples, by_epochs)
     total = min(length for length in lengths if length is not None)
     check(total > 0, f"the run is shorter than one step of {global_batch} sequences; raise max_examples or max_epochs")

@@ -101,7 +101,9 @@ class TextTask(Task):
 
     def token_rows(self, features: Dataset, columns: Mapping[str, str]) -> TokenRows:
         """Return features as rows for batches. `columns` maps further batch inputs to feature columns."""
-        return TokenRows(features, columns=columns, **self.sizes.of_rows)
+        rows = TokenRows(features, columns=columns, **self.sizes.of_rows)
+        rows.check_ids(self.sizes.config.vocab_size)
+        return rows
 
     # ---- learning: methods that each task defines ------------------------------------------------------------------
 

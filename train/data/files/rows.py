@@ -26,11 +26,22 @@ def json_rows(lines: Iterable[str], encoding: str, settings: str = "data.encodin
 
 
 def json_object(line: str) -> Values:
+    row = json_value(line)
+    is_row = isinstance(row, dict | BadRow)
+    return row if is_row else BadRow(f"not a JSON object on one line but a {type(row).__name__}")
+
+
+def json_value(line: str) -> Any:
+    """Return the JSON value in a line, or a BadRow."""
     try:
-        row = json.loads(line)
+        return json.loads(line)
     except (ValueError, RecursionError) as error:
         return BadRow(f"not a JSON object on one line: {error}")
-    return row if isinstance(row, dict) else BadRow(f"not a JSON object on one line but a {type(row).__name__}")
+
+
+def holds_objects(value: Any) -> bool:
+    """Return whether a JSON value is a list of objects, as rows are."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def csv_dialect(delimiter: str = ",", quote: str | None = '"', escape: str | None = None) -> dict[str, Any]:
@@ -81,11 +92,22 @@ def csv_rows(
                 columns = columns or [str(number) for number in range(len(fields))]
                 fits = len(fields) == len(columns)
                 wrong = f"{plural(len(fields), 'field')} where the {first} has {len(columns)}"
-                if header and fields == columns:
+                if header and is_header(fields, columns):
+                    same = f"{name}:{line}: a second header, whose columns are in another order: join by names"
+                    check(folded(fields) == folded(columns), same)
                     fits, wrong = False, "the header again, as if files had been joined; remove this line"
                 yield line, dict(zip(columns, fields, strict=True)) if fits else BadRow(wrong)
 
     return names, rows()
+
+
+def is_header(fields: list[str], columns: list[str]) -> bool:
+    """Return whether fields are the names of the columns, in any order and in capitals or not."""
+    return len(fields) == len(columns) and sorted(folded(fields)) == sorted(folded(columns))
+
+
+def folded(names: list[str]) -> list[str]:
+    return [name.strip("\ufeff \t").casefold() for name in names]
 
 
 def csv_records(

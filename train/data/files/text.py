@@ -17,6 +17,7 @@ from train.data.files.errors import naming
 
 LONGEST_LINE_CHARS = 2**27  # a longer line is rejected: a gzip file of a megabyte can contain a line of a gigabyte
 MAX_LINE_CHARS = 2**20  # a longer line of plain text is read in stretches, so that memory and time are bounded
+START_CHARS = 2**16  # first characters, which show the line end, and how JSON is laid out
 STRETCH_CHARS = 2**16  # maximum characters in a stretch
 STRETCH = re.compile(rf".{{1,{STRETCH_CHARS}}}(?!\S)|.{{1,{STRETCH_CHARS}}}", re.DOTALL)  # cut at a blank if possible
 SEEKABLE = ("utf-8", "ascii", "iso8859", "cp125")  # prefixes of encodings in which 0x0a is always a line end
@@ -55,6 +56,17 @@ def open_text(
         ) as text,
     ):
         yield text, raw
+
+
+def start_of(path: Path, encoding: str) -> str:
+    """Return the first characters of a file."""
+    with open_text(path, encoding) as (text, _):
+        return text.read(START_CHARS)
+
+
+def line_end_of(start: str) -> str:
+    """Return how lines end in a text that begins so: in a carriage return alone, as in old files of Macs, or not."""
+    return "\r" if "\r" in start and "\n" not in start else "\n"
 
 
 def check_encoding(encoding: str, key: str) -> None:

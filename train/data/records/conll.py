@@ -13,13 +13,15 @@ from train.data.files.rows import Values
 
 logger = logging.getLogger("train")
 
-TAG = re.compile(r"O|[BIESLU]-\S+")  # O: the word is in no entity
+TAG = re.compile(r"O|[BIESLU]-\S(.*\S)?")  # O: the word is in no entity
 # These tags of CoNLL-2003 mark phrases, not entities.
 PHRASE = re.compile(r"[BI]-(NP|VP|PP|ADVP|ADJP|SBAR|PRT|CONJP|INTJ|LST|UCP|NC|VC|PC)|O")
 MAX_WORDS = 10_000  # words per sentence; more suggest a file without blank lines
 FEW_WORDS = 10  # a file with fewer words may contain only numbers and signs
+DIGITS = re.compile(r"\d+")
 IN_FILES = {"tokens": "0", "tags": "-1"}  # the columns to read if data.columns has the default names
 DOCUMENT = "-DOCSTART-"  # marks the beginning of a document; not a word
+MIN_IDS = 3  # words in sentences of several words; fewer say nothing about a column
 COMMENT = ("# ", "#\t")
 TABS, BLANKS = re.compile(r" *\t *"), re.compile(r"[ \t]+")
 UNIVERSAL = 10  # the column count of CoNLL-U, in which lines numbered 1-2 or 1.1 are not words
@@ -84,7 +86,8 @@ class Sentences:
         self.name, self.given = name, given
         self.columns = self.word = self.tag = 0
         self.start: list[str] = []  # the columns of the first word
-        self.num_words, self.has_letters, self.counts = 0, False, True
+        self.num_words, self.num_long, self.has_letters = 0, 0, False
+        self.steady: set[int] = set()  # columns whose values differ in no sentence but for digits, as ids do
         self.like_tags: set[int] = set()  # other columns that contain only tags
         self.named: set[int] = set()  # those of `like_tags` in which a tag marks an entity
 
@@ -105,6 +108,7 @@ class Sentences:
         same = f"{self.name}:{number}: data.columns.tokens and data.columns.tags are both column {self.word}"
         check(columns == 1 or self.word != self.tag, same)
         self.like_tags = set(range(columns)) - {self.word, self.tag}
+        self.steady = set(range(columns))
 
     def read(self, words: list[list[str]]) -> dict[str, list[str]]:
         """Return the tokens and tags of a sentence; `words` has the columns of each word."""
@@ -112,20 +116,23 @@ class Sentences:
         self.start = self.start or [words[0][column] for column in range(self.columns)]
         self.num_words += len(tokens)
         self.has_letters = self.has_letters or any(letter.isalpha() for token in tokens for letter in token)
-        self.counts = self.counts and tokens == [str(number) for number in range(1, len(tokens) + 1)]
+        if len(tokens) > 1:
+            self.num_long += len(tokens)
+            self.steady = {c for c in self.steady if len({DIGITS.sub("", fields[c]) for fields in words}) == 1}
         self.like_tags = {c for c in self.like_tags if all(TAG.fullmatch(fields[c]) for fields in words)}
         self.named |= {c for c in self.like_tags if not all(PHRASE.fullmatch(fields[c]) for fields in words)}
         return {"tokens": tokens, **({"tags": [fields[self.tag] for fields in words]} if self.columns > 1 else {})}
 
     def end(self) -> None:
-        """Raise InputError if the words have no letters. Log other columns that may contain the tags."""
+        """Raise InputError if the words are numbers or ids. Log other columns that may contain the tags."""
         with_letters = [column for column, text in enumerate(self.start) if any(map(str.isalpha, text))]
-        hint = f"as in data.columns.tokens={(*with_letters, 0)[0]} (columns are counted from 0)"
-        is_counting = self.counts and self.num_words > 1
-        check(
-            self.has_letters or self.columns == 1 or not (is_counting or self.num_words >= FEW_WORDS),
-            f"{self.name}: column {self.word} has no letters, so it has no words: set data.columns.tokens, {hint}",
-        )
+        others = [column for column in with_letters if column not in self.steady]
+        hint = f"set data.columns.tokens, as in data.columns.tokens={(*others, 0)[0]} (columns are counted from 0)"
+        are_ids = self.word in self.steady and self.num_long >= MIN_IDS
+        what = f"{self.name}: column {self.word} has"
+        check(not are_ids or self.columns == 1, f"{what} the same value in all words of a sentence, or counts: {hint}")
+        few = self.has_letters or self.num_words < FEW_WORDS or self.columns == 1
+        check(few, f"{what} no letters, so it has no words: {hint}")
         if self.given.tags == "tags" and (others := sorted(self.like_tags & self.named)):
             listed = ", ".join(map(str, others))
             message = "%s: tags are read from column %d; column %s also contains tags: see data.columns.tags"

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow
 
-from train.config import ColumnsConfig, InputError, RecordsConfig, S3Config, check, shortlist
+from train.config import ColumnsConfig, InputError, RecordsConfig, S3Config, check, plural, shortlist
 from train.data.files.data_sets import open_builder
 from train.data.files.errors import LIBRARY_ERRORS, BadRow, naming
-from train.data.files.rows import BATCH_ROWS, Values, json_rows, open_parquet
-from train.data.files.text import bounded_lines, bounded_text, open_text
+from train.data.files.rows import BATCH_ROWS, Values, holds_objects, json_rows, json_value, open_parquet
+from train.data.files.text import bounded_lines, bounded_text, line_end_of, open_text, start_of
 from train.data.records.conll import conll_rows
 from train.data.records.delimited import Lines, csv_lines
 from train.data.records.sources import (
@@ -36,9 +37,9 @@ from train.system.schema import BadContent, FileName, of_type, read_object
 
 PARQUET_START = b"PAR1"
 SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
-START_CHARS = 4096  # first characters of a JSON file, which show whether it is SQuAD
 SQUAD_START = re.compile(r'\s*\{\s*("version"\s*:\s*"[^"]*"\s*,\s*)?"data"\s*:\s*\[')
 LEVELS = ("data", "paragraphs", "qas")  # SQuAD's nested lists, from the outside in
+NO_ANSWERS = (("", -1), ("", 0))  # texts and starts
 SHOWN_CHARS = 40  # maximum characters of a text in an error
 
 LocatedRow = tuple[str, Values]  # the location of a row, such as file.csv:17, and its values
@@ -90,11 +91,14 @@ def file_table(file: File, cfg: RecordsConfig, wanted: Collection[str], scratch:
         return parquet_table(path, name, wanted)
     if form == "squad":
         return Table(name, lambda: squad_rows(path, name, cfg.encoding), keys=ColumnsConfig(id="id"))
+    start = start_of(path, cfg.encoding)
+    if form == "jsonl" and is_document(start):
+        return Table(name, lambda: document_rows(path, name, cfg.encoding))
 
     lines = Lines()
 
     def rows() -> Iterator[LocatedRow]:
-        with open_text(path, cfg.encoding) as (file, _):
+        with open_text(path, cfg.encoding, newline=line_end_of(start)) as (file, _):
             text = bounded_lines(file, name)
             if form == "csv":
                 found = csv_lines(lines.counted(text, int(cfg.header)), name, cfg)
@@ -121,10 +125,7 @@ def format_of(path: Path, name: str, cfg: RecordsConfig) -> str:
     check(suffix in SUFFIXES, f"{name}: the name does not say the format; set data.format to one of: {known}")
     if suffix != ".json":
         return "csv" if suffix == ".tsv" else suffix[1:]
-    with open_text(path, cfg.encoding) as (text, _):
-        start = text.read(START_CHARS)
-    hint = "write one object per line, as jq -c '.[]' does"
-    check(not start.lstrip().startswith("["), f"{name}: one JSON list, which cannot be read row by row; {hint}")
+    start = start_of(path, cfg.encoding)
     return "squad" if SQUAD_START.match(start) and '"paragraphs"' in start else "jsonl"
 
 
@@ -135,17 +136,46 @@ def squad_rows(path: Path, name: str, encoding: str) -> Iterator[tuple[str, Valu
     [{"paragraphs": [{"context": ..., "qas": [{"id", "question", "answers": [{"text", "answer_start"}],
     "is_impossible"}]}]}]}.
     """
-    with open_text(path, encoding) as (text, _):
-        content = bounded_text(text, name, "split its list into several files in one folder, or write JSON lines")
-        try:
-            document = json.loads(content)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{name}:{error.lineno}: not JSON: {error.msg}") from error
+    document = read_document(path, name, encoding)
     is_squad = isinstance(document, dict) and isinstance(document.get("data"), list)
     check(is_squad, f'{name} is not SQuAD: there is no list "data" at the top level')
     for where, row in questions(document, LEVELS, "", {}):
         own = row.get("id") if isinstance(row, dict) else None
         yield f"{name}, " + (f"question {own}" if isinstance(own, str) else where), row
+
+
+def read_document(path: Path, name: str, encoding: str) -> Any:
+    """Return a JSON value that fills a file. Raises InputError if the file is too long, or is not JSON."""
+    with open_text(path, encoding) as (text, _):
+        content = bounded_text(text, name, "split its list into several files in one folder, or write JSON lines")
+        try:
+            return json.loads(content)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{name}:{error.lineno}: not JSON: {error.msg}") from error
+        except RecursionError:
+            raise InputError(f"{name}: not JSON: it is nested too deeply") from None
+
+
+def is_document(start: str) -> bool:
+    """Return whether a file that begins so is one JSON value, such as a list of rows, and has no row per line."""
+    lines = start.strip().splitlines() or [""]
+    if lines[0].startswith("["):
+        return len(lines) == 1 or isinstance(json_value(lines[0]), BadRow)
+    return len(lines) > 1 and lines[0].startswith("{") and lines[0].rstrip().endswith(("{", "[", ",", ":"))
+
+
+def document_rows(path: Path, name: str, encoding: str) -> Iterator[LocatedRow]:
+    """Yield the rows of a file that is one JSON list of objects, or one object with such a list in it."""
+    document = read_document(path, name, encoding)
+    lists = [document] if isinstance(document, list) else list(filter(holds_objects, document.values()))
+    check(
+        len(lists) == 1,
+        f"{name}: one JSON object, with {plural(len(lists), 'list')} of rows; write one row per line, as jq -c does, "
+        "or pandas' to_json(FILE, orient='records', lines=True)",
+    )
+    for number, row in enumerate(lists[0], 1):
+        is_row = isinstance(row, dict)
+        yield f"{name}, row {number}", row if is_row else BadRow(f"a {type(row).__name__} where an object should be")
 
 
 def questions(node: Any, levels: tuple[str, ...], where: str, above: dict[str, Any]) -> Iterator[tuple[str, Values]]:
@@ -176,25 +206,29 @@ def answers_of(value: Any, context: str) -> dict[str, list[Any]]:
     texts, starts = (value.get("text"), value.get("answer_start")) if isinstance(value, dict) else (None, None)
     if not isinstance(texts, list) or not isinstance(starts, list) or len(texts) != len(starts):
         raise BadRow("answers must be equally long lists text and answer_start, or a list of objects with these keys")
-    for text, start in zip(texts, starts, strict=True):
+    # Data sets without a list of no answers say so with an empty text, at -1 or 0.
+    pairs = [pair for pair in zip(texts, starts, strict=True) if pair not in NO_ANSWERS]
+    for text, start in pairs:
         if not isinstance(text, str) or not text or type(start) is not int:
             raise BadRow(f"an answer must be a text and a number, not {text!r:.40} and {start!r:.40}")
         there = context[max(start, 0) : max(start, 0) + len(text)]
         if start < 0 or there != text:
             at = f"character {start} of the context"
             raise BadRow(f"answer {text[:SHOWN_CHARS]!r} is not at {at}, which has {there[:SHOWN_CHARS]!r} there")
-    return {"text": texts, "answer_start": starts}
+    return {"text": [text for text, _ in pairs], "answer_start": [start for _, start in pairs]}
 
 
 def parquet_table(path: Path, name: str, wanted: Collection[str]) -> Table:
     """Return the table of a Parquet file, with the names of labels if `datasets` wrote them into the file."""
     with open_parquet(path, name) as file:
         schema = file.schema_arrow
-        features = datasets.Features.from_arrow_schema(schema)
+        names = present(wanted, schema.names)
+        read = pyarrow.schema([field for field in schema if field.name in names], schema.metadata)
+        features = datasets.Features.from_arrow_schema(read)  # other columns may have types that `datasets` lacks
 
     def rows() -> Iterator[LocatedRow]:
         with open_parquet(path, name) as file:
-            yield from numbered(file.iter_batches(BATCH_ROWS, columns=present(wanted, schema.names)), name)
+            yield from numbered(file.iter_batches(BATCH_ROWS, columns=names), name)
 
     return Table(name, rows, schema.names, class_names(features))
 

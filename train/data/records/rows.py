@@ -11,6 +11,7 @@ from typing import Any
 
 from train.config import InputError, RecordsConfig, check, plural, shortlist
 from train.data.files.errors import BadRow, listed
+from train.data.files.rows import holds_objects
 from train.data.records.formats import LocatedRow, Table
 from train.data.records.kinds import Row, RowKind, names_in, plain, plain_label
 from train.data.records.label_checks import BITS, PLAIN_NUMBER, TRUTHS, LabelColumn, items_of
@@ -18,7 +19,7 @@ from train.data.records.label_checks import BITS, PLAIN_NUMBER, TRUTHS, LabelCol
 logger = logging.getLogger("train")
 
 MAX_NAMED, MAX_SHOWN = 10, 2  # maximum bad rows recorded per split, and shown in an error
-MOST_LABELS = 100_000  # distinct labels in the data; more are texts or ids, and would fill the memory
+MOST_LABELS = 20_000  # distinct labels in the data; more are texts or ids, and would fill the memory
 COLUMN_ROWS = 100  # number of first JSON lines whose keys are the columns; a single row may lack some
 
 
@@ -287,12 +288,10 @@ def with_columns(needed: Mapping[str, str | tuple[str, ...]], table: Table) -> I
         where, row = good[0]
         lists = [name for name, value in row.items() if name.isidentifier() and holds_objects(value)]
         hint = f"; are the rows in {lists[0]}? Write one per line, as jq -c '.{lists[0]}[]' does" if lists else ""
+        if "text" in row and "tokens" in needed and needed["tokens"] not in row:
+            hint = "; if entities are spans of a text: data.columns.tokens=text data.columns.tags=SPANS"
         check_columns(needed, list(dict.fromkeys(name for _, row in good for name in row)), where, hint)
     return chain(first, rows)
-
-
-def holds_objects(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def check_columns(

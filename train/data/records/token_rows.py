@@ -106,6 +106,13 @@ class TokenRows:
         check(longest <= self.lengths[-1], f"the data has a row of {longest} tokens, longer than {self.lengths[-1]}")
         self.bucket_of = np.searchsorted(self.lengths, self.row_lengths).astype(np.uint8)  # [rows]
 
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise InputError if a token is not among those of the model; a tokenizer may skip ids."""
+        largest = max((int(values.max(initial=0)) for values in self.tokens.values), default=0)
+        what = f"the data has the token id {largest}, but the model has {vocab_size} tokens"
+        cure = "set model.vocab_size above it, or choose the tokenizer of the model"
+        check(largest < vocab_size, f"{what}; {cure}")
+
     def __len__(self) -> int:
         return len(self.tokens)
 

@@ -36,6 +36,7 @@ def read_texts(row: Row) -> dict[str, str]:
     return texts
 
 
+MOST_CONFUSED = 2000  # labels of a confusion matrix, whose size is their square
 CLASSIFY_ROWS = RowKind(
     "classify",
     columns={"text": STRING, "text_pair": STRING, "label": STRING},
@@ -171,16 +172,15 @@ def check_each(key: str, values: Sequence[float], labels: Sequence[str]) -> None
 
 
 def tables(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> dict[str, Any]:
-    """Return precision, recall, F1 and support per label, and the confusion matrix: true labels by predicted labels."""
+    """Return precision, recall, F1 and support per label, and the confusion matrix, unless there are too many."""
     from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
     numbers = list(range(len(names)))
     scores = precision_recall_fscore_support(labels, predicted, labels=numbers, zero_division=0)
-    return {
-        "labels": list(names),
-        "per_class": table_of(names, scores),
-        "confusion": confusion_matrix(labels, predicted, labels=numbers).tolist(),
-    }
+    found = {"labels": list(names), "per_class": table_of(names, scores)}
+    if len(names) <= MOST_CONFUSED:
+        found["confusion"] = confusion_matrix(labels, predicted, labels=numbers).tolist()
+    return found
 
 
 def scores(truth: ArrayLike, predicted: ArrayLike, *, num_labels: int) -> dict[str, float]:

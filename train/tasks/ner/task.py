@@ -24,7 +24,8 @@ from train.data.batches.masking import IGNORE_INDEX
 from train.data.files.errors import BadRow
 from train.data.records.conll import TAG
 from train.data.records.featurizer import Featurizer
-from train.data.records.kinds import NUMBERS, STRING, RowKind
+from train.data.records.kinds import NUMBERS, STRING, Row, RowKind
+from train.data.records.spans import words_of
 from train.data.records.table_facts import column
 from train.data.records.token_rows import Lists
 from train.models.heads import names_of_head
@@ -52,12 +53,26 @@ def check_tag(tag: str) -> None:
         raise BadRow(f"{what}; map it with data.label_map, or set task.scheme=none for other tags")
 
 
+def read_words(row: Row) -> dict[str, Any]:
+    """Return the words of a row. If it has a text in their place, the spans in the column of tags become tags."""
+    column = str(row.columns["tags"])
+    spans = row.value("tags") if row.has("tags") else None
+    are_tags = isinstance(spans, list) and any(isinstance(each, str) for each in spans)
+    if are_tags or not isinstance(row.value("tokens"), str):
+        return {"tokens": row.texts("tokens")}
+    words, tags = words_of(row.text("tokens"), [] if spans is None else spans, column)
+    if not words:
+        raise BadRow(f"an empty {row.columns['tokens']}")
+    row.values = row.values if spans is None else {**row.values, column: tags}
+    return {"tokens": words}
+
+
 def ner_rows(scheme: str) -> RowKind:
     """Return the kind of rows with words and tags."""
     return RowKind(
         "ner",
         columns={"tokens": List(STRING), "tags": List(STRING)},
-        read=lambda row: {"tokens": row.texts("tokens")},
+        read=read_words,
         target="tags",
         check_each=check_tag if scheme == "entities" else lambda _: None,
         split_by="tokens",

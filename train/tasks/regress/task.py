@@ -52,7 +52,7 @@ def number_of(value: Any, name: str) -> float:
         if isinstance(value, list):
             what = "a list: each number needs a column"
         elif isinstance(value, str) and is_number(value):
-            what = "not a number in this form: the decimal mark must be a point, as in 0.64, without other signs"
+            what = "not a number in this form: write 0.64, without a decimal comma, thousands or signs"
         raise BadRow(f"{name} holds {value!r:.40}, {what}")
     if not abs(value := float(value)) <= MOST:  # rejects NaN too
         raise BadRow(f"{name} holds {value}, not a number up to {MOST:.2g}")
