@@ -124,6 +124,8 @@ def answers(task: str, rows: list[Row], export: Path, seq_len: int = 128) -> tup
     """Return the answers of plain transformers in fp32, and their scores (probabilities or a value)."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(export, trust_remote_code=False)
     model = model_of(task, export).eval()
+    kept = export / "baretrain_task.json"  # in our exports
+    least = json.loads(kept.read_text())["settings"].get("threshold", 0.5) if kept.is_file() else 0.5
     made = []
     for row in rows:
         tokens = encoded(task, row, tokenizer, seq_len)
@@ -133,18 +135,18 @@ def answers(task: str, rows: list[Row], export: Path, seq_len: int = 128) -> tup
         if task == "qa":
             made.append(best_span(output, tokens, row["context"]))
         else:
-            made.append(answer_of(task, output.logits[0].double(), tokens, row, model.config))
+            made.append(answer_of(task, output.logits[0].double(), tokens, row, model.config, least))
     return [each for each, _ in made], [score for _, score in made]
 
 
-def answer_of(task: str, logits: Any, tokens: Any, row: Row, config: Any) -> tuple[Any, Any]:
+def answer_of(task: str, logits: Any, tokens: Any, row: Row, config: Any, least: Any) -> tuple[Any, Any]:
     names = config.id2label
     if task == "classify":
         return names[int(logits.argmax())], logits.softmax(-1).tolist()
     if task == "multilabel":
         scores = logits.sigmoid().tolist()
-        least = getattr(config, "label_thresholds", [0.5] * len(names))  # in our exports
-        return [names[n] for n, share in enumerate(scores) if share >= least[n]], scores
+        limits = least if isinstance(least, list) else [least] * len(names)
+        return [names[n] for n, share in enumerate(scores) if share >= limits[n]], scores
     if task == "regress":
         return round(float(logits[0]), 3), [float(logits[0])]
     first = {word: n for n, word in reversed(list(enumerate(tokens.word_ids()))) if word is not None}

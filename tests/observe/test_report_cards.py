@@ -147,11 +147,11 @@ def test_runs_that_did_other_work_are_not_ranked_by_it(tmp_path):
 
 
 def test_a_report_leads_with_what_people_look_for(tmp_path):
-    run = finished_run.write(tmp_path / "run")
+    run = finished_run.write(tmp_path / "run", weights=30)
     (run / "samples.json").write_text(json.dumps({"step": 30, "samples": [SAMPLE]}))
     quality = cards_of(run)["Final quality"]
     assert (quality.title, quality.value) == ("Validation f1 macro", "0.700")
-    assert quality.notes[:2] == ["best 0.750 at step 20, last at step 30", "accuracy 0.760"]
+    assert quality.notes[:2] == ["best 0.750 at step 20, exported at step 30", "accuracy 0.760"]
     assert quality.notes[2].endswith("accuracy of guessing the most frequent label: 0.500")
     html = page.render([read_run(run)], tmp_path / "out").read_text()
     wanted = ["Outcome", "Model", "Validation f1 macro", "Training loss", "Tokens per second", "Training time", "Cost"]
@@ -165,8 +165,10 @@ def test_a_report_leads_with_what_people_look_for(tmp_path):
 
 def test_figures_have_the_same_names_in_every_report(tmp_path):
     few = read_run(write_run(tmp_path / "few", [train_line(10), eval_line(10)]))
-    odd = {"x/../y": 1.0, "z" * 300: 1.0}
-    many = read_run(write_run(tmp_path / "many", [train_line(10), eval_line(10, aaa=1.0, **odd)]))
+    odd = ["aaa", "x/../y", "z" * 300]  # names of further splits
+    lines = [train_line(10), eval_line(10, **{f"{split}_loss": 1.0 for split in odd})]
+    data = {"data": {"more_validation": dict.fromkeys(odd, "file")}}
+    many = read_run(write_run(tmp_path / "many", lines, config=data))
     names = [[panel.name for panel in panels([run])] for run in (few, many)]
     assert set(names[0]) < set(names[1]) and names[0][2:4] == ["validation_perplexity", "validation_masked_accuracy"]
     assert all(re.fullmatch(r"[a-z0-9_]{1,100}", name) for name in names[1])
