@@ -74,5 +74,5 @@ class BestConfig:
     """The metric that selects the best evaluation, for early_stop, checkpoint.best and checkpoint.keep."""
 
     metric: str = "loss"  # The metric that ranks the evaluations, a key of the eval lines in metrics.jsonl.
-    export: bool | None = None  # Export the best checkpoint instead of the last one; None does if checkpoint.best=true.
-    # Thresholds, predictions and the scores of reports are those of the exported checkpoint.
+    export: bool | None = None  # The checkpoint to export: true takes the best one, false the last one; None takes the
+    # best one if checkpoint.best=true.
