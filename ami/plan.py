@@ -14,7 +14,7 @@ from ami.packer import find_packer
 from launch.ec2.api import Api
 from train.config import InputError, check
 from train.run.command import printable
-from train.system.aws_errors import explained
+from train.system.aws_errors import settings_explained
 from train.system.environment import commit
 from train.system.versions import read_versions
 
@@ -40,7 +40,7 @@ def make_plan(api: Api, cfg: AmiConfig, now: datetime) -> ImagePlan:
     regions, base, last = cfg.regions, None, None
     source = "ubuntu" if cfg.base == "ubuntu" else f"{cfg.image}-dlami"
     parameter = "" if cfg.base.startswith("ami-") else read_versions().bases[source].version
-    with explained("this machine, credentials"):
+    with settings_explained():
         has_credentials = api.session.get_credentials() is not None
     if cfg.build or has_credentials:
         regions = api.regions(regions)

@@ -10,7 +10,7 @@ from botocore.exceptions import ClientError
 
 from train.config import S3Config, check
 from train.system.aws_errors import NOT_ALLOWED, explained
-from train.system.s3 import open_session
+from train.system.s3 import open_service, open_session
 
 TRIES, CONNECT_S, READ_S = 6, 10.0, 60.0
 QUOTA = ("InstanceLimitExceeded", "VcpuLimitExceeded", "MaxSpotInstanceCountExceeded")
@@ -65,7 +65,8 @@ class Api:
         if (service, region, tries) not in self.clients:
             retries = {"mode": "standard", "total_max_attempts": tries}
             config = Config(connect_timeout=CONNECT_S, read_timeout=READ_S, retries=retries)
-            client = self.clients[service, region, tries] = self.session.client(service, region, config=config)
+            client = open_service(self.session, service, region_name=region, config=config)
+            self.clients[service, region, tries] = client
             if tries == 1:
                 client.meta.events.register("before-send.ec2", lambda **_: self.before_create())
         return self.clients[service, region, tries]

@@ -17,7 +17,7 @@ from train.checkpoints.manifest import Manifest
 from train.checkpoints.retention import prune
 from train.checkpoints.store import LocalStore
 from train.checkpoints.store_s3 import S3Store
-from train.config import InputError
+from train.config import InputError, Unreachable
 from train.system import s3
 from train.system.folders import open_folder, sha256_bytes
 from train.system.lease import name_of
@@ -181,6 +181,25 @@ def test_what_is_damaged_in_the_bucket_is_quarantined_for_an_older_one(bucket, s
     assert store.steps() == [3] and len(store.quarantined()) == 1
     save(store, 6)
     assert_loads(store, 6)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_local_copy_that_is_gone_is_no_damage_in_the_bucket(store, monkeypatch, when):
+    save(store, 3)
+    save(store, 6)
+    download = store.folder.download
+
+    def lose(name, path):
+        if when == "after":
+            download(name, path)
+        shutil.rmtree(path.parent, ignore_errors=True)
+        if when == "before":
+            download(name, path)
+
+    monkeypatch.setattr(store.folder, "download", lose)
+    with pytest.raises((Unreachable, OSError), match="No such file"):
+        newest_valid(store)
+    assert store.steps() == [3, 6] and not store.quarantined()
 
 
 def test_putting_aside_that_stops_half_way_is_done_again(bucket, store):

@@ -17,6 +17,7 @@ from rejections import rejects
 from services.fault_proxy import Fault
 from services.process import free_port
 
+from launch.ec2.api import Api
 from train.config import InputError, NotPermitted, Unreachable
 from train.data.shards.format import read_manifest
 from train.data.text.documents import CorpusPart
@@ -300,13 +301,14 @@ KEY, SECRET = "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"
 UNKNOWN = "s3://.*/a: S3 does not recognise these credentials "
 UNUSABLE = [  # environment (None: not set), settings, and what is said of them
     ({KEY: None, SECRET: None}, {}, "s3://.*/a: no AWS credentials on this machine; attach a role"),
-    ({SECRET: None}, {}, f"S3 cannot be used .*: Partial .* in env, missing: {SECRET}$"),
+    ({SECRET: None}, {}, f"AWS credentials: Partial .* in env, missing: {SECRET}; attach a role"),
     ({KEY: "wrong"}, {}, rf"{UNKNOWN}\(InvalidAccessKeyId\); aws sts get-call"),
     ({SECRET: "wrong"}, {}, rf"{UNKNOWN}\(SignatureDoesNotMatch\)"),
     ({}, {"profile": "nobody"}, "profile=nobody is not in ~/.aws; aws configure list-profiles"),
     ({"AWS_PROFILE": "nobody"}, {}, "AWS_PROFILE=nobody is not in ~/.aws; aws configure list-profiles"),
-    ({}, {"endpoint": "http://a b"}, "S3 cannot be used with these settings: "),
-    ({}, {"region": "us east"}, "S3 cannot be used with these settings: "),
+    ({}, {"endpoint": "http://a b"}, "AWS's settings cannot be used: ValueError: Invalid endpoint"),
+    ({}, {"region": "us east"}, "AWS's settings cannot be used: Provided region_name"),
+    ({"AWS_REQUEST_CHECKSUM_CALCULATION": "never"}, {}, "AWS's settings cannot be used: Unsupported .* got never"),
 ]
 
 
@@ -317,6 +319,66 @@ def test_credentials_and_settings_that_cannot_be_used_are_named_in_one_line(
     for name, value in environment.items():
         monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
     rejects(f"^{says}", lambda: in_s3(bucket, **settings).read("a"))
+
+
+ROLE = "role_arn = arn:aws:iam::1:role/x"
+BROKEN = {  # what is said of a file of ~/.aws, by its content
+    "[default]\nregion = a\nregion = b\n": "Unable to parse config file: .*/aws; check .*/aws and ",
+    "region = a\n": "Unable to parse config file: .*/aws; check",
+    "[default]\nnonsense\n": "Unable to parse config file: .*/aws; check",
+    "\xff\xfe[\0d\0": "Unable to parse config file: .*/aws; check",
+    "[default]\ns3 =\nregion = a\n": "AttributeError: 'str' object has no .*; check .*/aws and ",
+    f"[default]\n{ROLE}\nsource_profile = b\n[profile b]\n{ROLE}\nsource_profile = default\n": "Infinite loop",
+    "[default]\ncredential_process = /no/such\n": "No such file or directory: '/no/such'; check .*/aws and ",
+    "[default]\ncredential_process = /bin/echo hello\n": "JSONDecodeError: .*; check .*/aws and ",
+    f"[default]\n{ROLE}\nweb_identity_token_file = /no/token\n": "No such file or directory: '/no/token'; check",
+    f"[default]\n{ROLE}\nweb_identity_token_file = /proc\n": "Is a directory: '/proc'; check",
+}
+
+
+@pytest.fixture
+def without_keys(monkeypatch, tmp_path):
+    """An environment whose credentials can come only from the file that is returned."""
+    for name in (KEY, SECRET):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws"))
+    monkeypatch.setattr(s3, "TOKEN_PAUSE_S", 0.0)
+    return tmp_path / "aws"
+
+
+@pytest.mark.parametrize("content", BROKEN, ids=BROKEN.values())
+def test_a_broken_file_of_aws_is_named_and_no_object_counts_as_missing(without_keys, tmp_path, content):
+    without_keys.write_bytes(content.encode("latin-1"))
+    says = rf"^AWS's settings cannot be used: .*{BROKEN[content]}"
+    nobody = s3.S3Config(endpoint=f"http://127.0.0.1:{free_port()}", timeout_s=0.1)
+    acts = [lambda folder: folder.read("a"), lambda folder: folder.size("a"), lambda folder: folder.names()]
+    acts += [lambda folder: folder.download("a", tmp_path / "a"), lambda folder: folder.remove("a")]
+    for act in acts:
+        rejects(says, lambda act=act: act(open_folder("s3://bucket/runs", nobody)))
+    rejects(says, lambda: Api(region="us-east-1").image("us-east-1", "ami-1"))
+
+
+def test_a_token_that_is_gone_for_a_moment_is_waited_for(bucket, monkeypatch):
+    monkeypatch.setattr(s3, "TOKEN_PAUSE_S", 0.0)
+    folder = in_s3(bucket)
+    folder.write("a", b"x")
+    gone = FileNotFoundError(errno.ENOENT, "No such file", "/token")
+    held = Mock(**{"get_frozen_credentials.side_effect": [gone, gone, "found", *[gone] * s3.TOKEN_READS]})
+    monkeypatch.setattr(folder.session, "get_credentials", lambda: held)
+    assert folder.read("a") == b"x"
+    rejects("AWS's settings cannot be used: .* '/token'; check", folder.size, "a")
+
+
+def test_only_the_answer_of_s3_says_that_an_object_is_missing(bucket, tmp_path):
+    folder = in_s3(bucket)
+    bucket.put("runs/data/a", b"x")
+    rejects("/a: cannot read it: .*No such file", folder.download, "a", tmp_path / "no" / "a", error=Unreachable)
+    rejects("/a: cannot write it: .*No such file", folder.upload, "a", tmp_path / "no", error=Unreachable)
+    bucket.proxy.set(Fault("status", code=404, error="", match="runs/data/a"))  # of a proxy, say
+    for act in (folder.read, folder.size, folder.head):
+        rejects("/a: S3 answers 404", act, "a")
+    rejects("/a: S3 answers 404", folder.download, "a", tmp_path / "a")
 
 
 def test_a_bucket_that_is_not_there_or_cannot_be_is_named(bucket):

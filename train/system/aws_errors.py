@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -25,6 +27,7 @@ NO_RENEWAL = ["CredentialRetrievalError", "SSOError", "TokenRetrievalError"]
 NO_ANSWER = ["ConnectionError", "HTTPClientError", "EndpointConnectionError"]
 # These codes concern the credentials, not the request.
 CREDENTIALS = [*EXPIRED, *UNKNOWN, *NO_RENEWAL, "NoCredentialsError", "PartialCredentialsError"]
+SETTINGS_FILES = {"AWS_CONFIG_FILE": "~/.aws/config", "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials"}
 SAID = "{service} answers {answer}: {text}"  # {text} is AWS's message
 RENEW = "renew them (aws sso login)"
 GET_SOME = "attach a role to the instance; elsewhere create a profile (aws configure sso) and set AWS_PROFILE to it"
@@ -119,6 +122,28 @@ def explain(
     if is_temporary(status, code) or code in NO_ANSWER:
         return Unreachable(line)
     return (BadCredentials if code in CREDENTIALS else Rejected)(line, code)
+
+
+@contextmanager
+def settings_explained() -> Iterator[None]:
+    """Raise any error of the block, in which boto3 reads the user's AWS settings, in one line that names their files.
+
+    boto3 passes on whatever its parsers, the files (~/.aws, a token) and the programs that these name raise. A missing
+    token would otherwise be a FileNotFoundError, and look like a missing object.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        if isinstance(error, ClientError) or code_of(error) in TABLE:
+            raise explain(error, "AWS credentials") from error
+        reason = re.sub(r"\S*@", "", one_line(error))  # hides the credentials in a URL
+        if not isinstance(error, BotoCoreError | OSError):  # such as an AttributeError of a parser
+            reason = f"{type(error).__name__}: {reason}"
+        files = [os.environ.get(name) or default for name, default in SETTINGS_FILES.items()]
+        where = f"check {' and '.join(files)}, the variables AWS_*, and the settings"
+        raise BadCredentials(f"AWS's settings cannot be used: {reason.rstrip(' .:')}; {where}", "") from error
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from botocore.exceptions import (
     ReadTimeoutError,
     ResponseStreamingError,
 )
-from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, stop_after_delay
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, stop_after_delay, wait_fixed
 
 from train.config import InputError, NotPermitted, S3Config, Unreachable, check, check_endpoint
 from train.system import aws_errors, s3_route
@@ -42,6 +42,7 @@ from train.system.s3_retry import ATTEMPTS, NotAnswered, RetryPolicy
 from train.system.schema import Head, is_path
 
 METADATA_ATTEMPTS = 5  # attempts to get credentials from the metadata service
+TOKEN_READS, TOKEN_PAUSE_S = 6, 1.0  # attempts to read files that credentials need, and the seconds between them
 CONNECTIONS = 32  # connections that are kept open
 PART_BYTES = 16 * 2**20  # bytes of a part in a multipart upload
 UPLOAD_THREADS = 4
@@ -54,7 +55,7 @@ TRANSFER = TransferConfig(
 TRANSFER.max_in_memory_upload_chunks = UPLOAD_THREADS  # the default is ten
 BODY_BROKEN = (ReadTimeoutError, ResponseStreamingError, IncompleteReadError, FlexibleChecksumError)
 BROKEN_OFF = (NotAnswered, ConnectionError, HTTPClientError, RetriesExceededError, *BODY_BROKEN)
-MISSING = ("NoSuchKey", "NotFound", "404")  # "404" is the code for HEAD, whose responses have no body
+MISSING = "NoSuchKey"  # the only answer that says so: a status 404 without it may come from a proxy
 UNSAID = " (or it is missing, which S3 says only to users who may list the bucket; or the bucket makes requesters pay:"
 UNSAID += " copy it with aws s3 cp --request-payer requester)"
 TAKEN = ("PreconditionFailed", "ConditionalRequestConflict")
@@ -74,15 +75,53 @@ def split(location: str) -> tuple[str, str]:
 
 def open_session(s3: S3Config) -> Any:
     """Return a boto3 session, which finds credentials and renews them."""
-    try:
-        session = boto3.session.Session(profile_name=s3.profile, region_name=s3.region)
+    with aws_errors.settings_explained():
+        try:
+            session = boto3.session.Session(profile_name=s3.profile, region_name=s3.region)
+            session._session.get_scoped_config()  # reads the files, so that their faults are reported here
+        except ProfileNotFound as error:
+            name = f"profile={s3.profile}" if s3.profile else f"AWS_PROFILE={os.environ.get('AWS_PROFILE')}"
+            raise InputError(f"{name} is not in ~/.aws; aws configure list-profiles lists the profiles") from error
         # Many ranks of a machine ask its metadata service at the same time. By default boto3 asks only once, and may
         # then find no credentials.
         session._session.set_config_variable("metadata_service_num_attempts", METADATA_ATTEMPTS)
-        return session
-    except ProfileNotFound as error:
-        name = f"profile={s3.profile}" if s3.profile else f"AWS_PROFILE={os.environ.get('AWS_PROFILE')}"
-        raise InputError(f"{name} is not in ~/.aws; aws configure list-profiles lists the profiles") from error
+    return session
+
+
+def open_service(session: Any, service: str, **options: Any) -> Any:
+    """Return boto3's client of a service. Before each request, `renew` renews the credentials."""
+    with aws_errors.settings_explained():
+        client = session.client(service, **options)
+        has_some = session.get_credentials() is not None
+    if has_some:  # otherwise each request would look for some, and the first one already says that there are none
+        client.meta.events.register_first("before-call", partial(renew, session))
+    return client
+
+
+def renew(session: Any, **_: object) -> None:
+    """Renew the session's credentials if they are about to expire. boto3 would take a result for S3's answer."""
+    credentials(session)
+
+
+def credentials(session: Any) -> Any:
+    """Return the session's credentials, renewed if they are about to expire; None if this machine has none.
+
+    boto3 would renew them while it signs a request, where a missing file of a token looks like a missing object. Such a
+    file may be gone for a moment while it is replaced.
+    """
+
+    def frozen() -> Any:
+        held = session.get_credentials()
+        return held and held.get_frozen_credentials()
+
+    retrying = Retrying(
+        retry=retry_if_exception_type(OSError),
+        stop=stop_after_attempt(TOKEN_READS),
+        wait=wait_fixed(TOKEN_PAUSE_S),
+        reraise=True,
+    )
+    with aws_errors.settings_explained():
+        return retrying(frozen)
 
 
 def open_client(session: Any, s3: S3Config) -> Any:
@@ -96,11 +135,7 @@ def open_client(session: Any, s3: S3Config) -> Any:
         s3={"addressing_style": "path" if s3.path_style else "virtual"},
     )
     region = session.region_name or DEFAULT_REGION
-    try:
-        client = session.client("s3", endpoint_url=s3.endpoint, region_name=region, config=config)
-    except (BotoCoreError, ValueError) as error:
-        reason = re.sub(r"\S*@", "", one_line(error))  # hides the credentials in a URL
-        raise InputError(f"S3 cannot be used with these settings: {reason}") from None
+    client = open_service(session, "s3", endpoint_url=s3.endpoint, region_name=region, config=config)
     retries.hook_into(client)
     client.meta.events.register_first("needs-retry.s3", reject_another_region)
     client.meta.events.register_first("needs-retry.s3", partial(renew_credentials, session, s3))
@@ -115,8 +150,8 @@ def renew_credentials(
     held, code = session.get_credentials(), response and response[1].get("Error", {}).get("Code")
     if attempts > 1 or code not in (*EXPIRED, *UNKNOWN) or isinstance(held, RefreshableCredentials):
         return None
-    with suppress(InputError, BotoCoreError):  # the file is missing or half written: S3's answer is reported instead
-        present = open_session(s3).get_credentials()
+    with suppress(InputError, Unreachable):  # the file is missing or half written: S3's answer is reported instead
+        present = credentials(open_session(s3))
         if present is not None:
             held.access_key, held.secret_key, held.token = present.access_key, present.secret_key, present.token
     return 0.0
@@ -180,7 +215,11 @@ class S3Folder:
 
     def download(self, name: str, path: Path) -> None:
         with self.explained("read", name):
-            self.client.download_file(self.bucket, self.key(name), str(path), Config=TRANSFER)
+            try:
+                self.client.download_file(self.bucket, self.key(name), str(path), Config=TRANSFER)
+            except ClientError as error:  # of a HEAD, which does not say why
+                self._get_after(error, name)
+                raise
 
     def create(self, name: str, content: bytes) -> bool:
         mark = uuid.uuid4().hex
@@ -210,13 +249,17 @@ class S3Folder:
                 try:
                     return self.client.head_object(**self.address(name))
                 except ClientError as error:
-                    if is_temporary(error.response["ResponseMetadata"]["HTTPStatusCode"], None):
-                        raise
-                    answer = self.client.get_object(**self.address(name))  # unlike HEAD, GET says why it fails
-                    answer["Body"].close()
-                    return answer
+                    return self._get_after(error, name)
         except FileNotFoundError:
             return None
+
+    def _get_after(self, error: ClientError, name: str) -> Any:
+        """Return boto3's response to GET after a HEAD that failed with `error`. Only GET says why it fails."""
+        if is_temporary(error.response["ResponseMetadata"]["HTTPStatusCode"], None):
+            raise error
+        answer = self.client.get_object(**self.address(name))
+        answer["Body"].close()
+        return answer
 
     def remove(self, name: str) -> None:
         try:
@@ -263,11 +306,13 @@ class S3Folder:
             raise Unreachable(f"{url}: no complete answer from {where}: {reason}") from error
         except BotoCoreError as error:
             raise aws_errors.explain(error, url, service="S3") from error
+        except FileNotFoundError as error:  # of a file on this machine: only S3 can say that an object is missing
+            raise Unreachable(f"{url}: cannot {action} it: {one_line(error)}") from error
 
     def explain(self, error: ClientError, action: str, url: str) -> Exception:
         """Return the exception for an error response of S3. `action` is what failed: read, write, delete or list."""
         code, answer = code_of(error), error.response.get("ResponseMetadata", {})
-        if code in MISSING:
+        if code == MISSING:
             return FileNotFoundError(url)
         if code in TAKEN:
             return FileExistsError(url)

@@ -20,7 +20,7 @@ from train.run.command import DONE, STOPPED
 from train.system import imported, processes
 from train.system.folders import canonical_json, open_folder
 from train.system.outcome import read_outcome
-from train.system.schema import FileName, read_yaml
+from train.system.schema import BadContent, FileName, read_yaml
 from train.tasks import build_task
 
 
@@ -137,7 +137,7 @@ def is_done(variant: Variant) -> bool:
     """Return whether the run is done with exactly these settings. If they differ, the run itself decides what to do."""
     folder = open_folder(variant.location, variant.cfg.s3)
     if read_outcome(folder).get("outcome") == "done":
-        with suppress(FileNotFoundError, InputError, TypeError):  # TypeError: the file is not a mapping.
+        with suppress(FileNotFoundError, BadContent, TypeError):  # TypeError: the file is not a mapping.
             settings = read_yaml(folder.read("config.yaml")), to_dict(variant.cfg)
             there, here = (canonical_json({**each, "run_dir": None}) for each in settings)
             return there == here

@@ -29,7 +29,7 @@ from train.system.atomic_io import discard
 from train.system.aws_errors import TABLE, code_of, is_temporary, one_line, problem_and_cure
 from train.system.checksums import fault_of, fault_of_file
 from train.system.folders import Folder
-from train.system.s3 import DEFAULT_REGION, BotoCoreError, ClientError, S3Folder, open_client, open_session
+from train.system.s3 import DEFAULT_REGION, BotoCoreError, ClientError, S3Folder, credentials, open_client, open_session
 
 logger = logging.getLogger("train")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # upper limits of the random pauses between attempts; the limit doubles
@@ -37,11 +37,9 @@ MIN_PART_BYTES, MAX_PART_BYTES = 5 * 2**20, 512 * 2**20  # the connector's limit
 CONNECTOR_ATTEMPTS = 3
 MAX_DOUBTS = 3  # Doubtful errors after which a shard is no longer tried
 FIRST_BYTES, REQUEST_S = 8 * 2**20, 5.0  # the size of the first request, and the time that later ones should take
-FINAL = {  # phrases in the connector's errors that retries rarely cure, and AWS's codes for them
-    "bucket does not exist": "NoSuchBucket",
-    "No signing credentials": "NoCredentialsError",
-}
+FINAL = {"bucket does not exist": "NoSuchBucket"}  # phrases in the connector's errors, and AWS's codes for them
 PASSING = {  # phrases of faults that may pass: a new role takes a while to work everywhere, a copy may be in progress
+    "No signing credentials": "NoCredentialsError",
     "TIME_TOO_SKEWED": "RequestTimeTooSkewed",
     "TOKEN_EXPIRED": "ExpiredToken",
     "key does not exist": "it is not in the bucket",
@@ -68,11 +66,10 @@ class Client:
     def __init__(self, folder: S3Folder, files: Sequence[str], *, largest_bytes: int) -> None:
         self.folder = folder
         put_back()  # programs that boto3 starts for credentials may need the user's proxy
-        self.session = open_session(folder.s3)
         try:
-            credentials = self.session.get_credentials()
-            frozen = None if credentials is None else credentials.get_frozen_credentials()
-        except (BotoCoreError, ClientError) as error:
+            self.session = open_session(folder.s3)
+            frozen = credentials(self.session)
+        except InputError as error:  # a file of ~/.aws or a token may be being replaced
             raise Unreachable(f"cannot get credentials: {error}") from error
         self.credentials = (None,) * 3 if frozen is None else (frozen.access_key, frozen.secret_key, frozen.token)
         self.request_bytes = FIRST_BYTES
@@ -135,14 +132,16 @@ class Client:
 
     def answer_to_boto3(self, file: str) -> tuple[int, str, str]:
         """Return the status, code and text of S3's answer to boto3. The code is "" if boto3 gets the object."""
-        client = open_client(self.session, self.folder.s3)  # the folder's connections belong to another process
         try:
+            client = open_client(self.session, self.folder.s3)  # the folder's connections belong to another process
             client.get_object(**self.folder.address(file), Range="bytes=0-0")["Body"].close()
         except ClientError as error:
             status = int(error.response["ResponseMetadata"]["HTTPStatusCode"])
             return status, code_of(error), one_line(error.response["Error"].get("Message") or "")
         except BotoCoreError as error:
             return 0, code_of(error), one_line(error)
+        except InputError as error:  # the credentials are gone since
+            raise Unreachable(str(error)) from error
         return 0, "", ""
 
 
