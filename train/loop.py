@@ -36,7 +36,7 @@ from train.system import exported, imported
 from train.system.identity import identity_of
 from train.system.launched import check_launch, launched
 from train.system.memory import total_memory_bytes
-from train.system.run_folder import RunFolder
+from train.system.run_folder import RunFolder, side_channel
 from train.system.runtime import search_as_usual
 from train.tasks import Task, build_task
 
@@ -335,7 +335,8 @@ def export(attempt: Attempt, checkpoints: CheckpointManager, model: nn.Module) -
     with exported.renewed(folder, checkpoints.recorder.progress.step, step) as scratch:
         task.export(model, scratch)
     write_samples(attempt, step)
-    card.write(folder)
+    with side_channel("the model card is not written"):
+        card.write(folder)
     exported.mirror(folder)
     if cfg.hub.push_to is not None:
         from train.observe.push import push

@@ -17,7 +17,7 @@ from torch import nn
 
 from train.checkpoints.loader import load, newest_valid
 from train.checkpoints.manifest import LATEST, Manifest, Progress, step_of
-from train.checkpoints.saver import AsyncSaver, SavesFail
+from train.checkpoints.saver import FAILING_S, AsyncSaver, SavesFail
 from train.checkpoints.store import LocalStore
 from train.config import BackendConfig, CheckpointConfig, OptimConfig
 from train.parallel.ddp import DDP
@@ -141,6 +141,7 @@ def test_a_save_that_comes_too_early_is_left_out_and_reported(tmp_path, monkeypa
     assert "skipped: the previous save has been running for 0 s" in skipped.failure
     seen = [saver.failure]
     monkeypatch.setattr("train.checkpoints.saver.MAX_LOSS_S", 1e-9)
+    monkeypatch.setattr("train.checkpoints.saver.FAILING_S", 0.0)
     for number in (9, 12, 15):
         save(saver, number, trained)
         seen.append(saver.failure)
@@ -227,14 +228,16 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it_and_nothing_else(tmp_
     assert store.steps() == [3, 9]
 
 
-def test_several_failures_in_a_row_end_the_run_and_a_success_forgives_them(tmp_path):
+def test_several_failures_in_a_row_end_the_run_after_a_while_and_a_success_forgives_them(tmp_path):
     store, trained = Rejecting(tmp_path), built()
     saver, seen = saver_of(store), []
     for number, rejected in enumerate(["model.pt", "", "commit", "model.pt", "model.pt"], start=1):
         store.rejected = rejected
         saved(saver, number, trained)
         seen.append(saver.failure)
-    assert seen[:4] == [None] * 4
+    assert seen == [None] * 5  # the disk may be back in a moment
+    saver.worked_s -= FAILING_S
+    seen[4] = saver.failure
     for words in ("3 saves in a row failed", "No space left on device", f"newest checkpoint is of step 2 ({tmp_path})"):
         assert words in str(seen[4])
     assert store.steps() == [2]
@@ -360,9 +363,9 @@ def test_all_ranks_stop_when_rank_0_cannot_save(tmp_path, prepared):
     assert done.returncode == 1
     ended = outcome(run_dir)
     assert (ended["outcome"], ended["kind"], ended["goes_on"]) == ("failed", "saves_fail", True)
-    assert re.search("saves in a row failed, the last: .*/checkpoints.*; there is no checkpoint", ended["reason"])
+    assert re.search("saving step 20: .*/checkpoints.*; there is no checkpoint", ended["reason"])
     reasons = [json.loads((run_dir / f"log/exit_rank_000{rank}.json").read_text())["reason"] for rank in range(2)]
-    assert reasons[0] == reasons[1] and "saves in a row failed" in reasons[0]  # two, or three by the time of the vote
+    assert reasons[0] == reasons[1]
 
 
 def test_a_job_that_lost_the_run_folder_does_not_commit(tmp_path):

@@ -16,6 +16,7 @@ from saved_steps import flip, store_of
 from toy import NAN, spoilt
 
 from train import entry, loop
+from train.checkpoints import saver
 from train.checkpoints.saver import SavesFail
 from train.config import Failure, XLAConfig
 from train.config.attempt import NonfiniteConfig
@@ -228,8 +229,9 @@ def test_a_run_without_a_checkpoint_has_nothing_to_go_back_to_and_leaves_with_1(
     assert "3 steps in a row had no finite gradient" in toy.outcome("again")["reason"]
 
 
-def test_weights_that_are_no_numbers_are_never_saved(toy):
+def test_weights_that_are_no_numbers_are_never_saved(toy, monkeypatch):
     """Each save is an alarm, the third ends the run."""
+    monkeypatch.setattr(saver, "FAILING_S", 0.0)
     hopeless = {"optim": {"lr": 1e39}, "log_every": 1000, "nonfinite": NonfiniteConfig(max_skips=10**6)}
     hopeless |= {"checkpoint": {"every": 1}, "max_steps": 300, "eval_every": None}
     rejects("saves in a row failed, the last: .*; there is no checkpoint", toy.train, error=SavesFail, **hopeless)

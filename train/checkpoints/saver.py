@@ -42,7 +42,7 @@ logger = logging.getLogger("train")
 UNSENT = (InputError, Unreachable)  # S3 rejects a file or cannot be reached; it may accept the file later
 MAX_WAIT_S = 10.0  # seconds that training waits for the previous save before it skips the new one
 MAX_LOSS_S = 1800.0  # a fault should cost at most this many seconds of work
-MAX_FAILURES = 3  # this many failures in a row end the run; fewer may be a temporary fault of the service
+MAX_FAILURES, FAILING_S = 3, 30.0  # this many failures in a row, over as many seconds, end the run; others may pass
 LONGEST_PAUSE_S = 10.0  # longest pause in seconds before a failed request is repeated
 Result = TypeVar("Result")
 
@@ -79,6 +79,7 @@ class AsyncSaver:
         self.pending_began_s = 0.0
         self.results: list[Saved] = []  # saves that ended since the last call of `take`
         self.failures: list[str] = []  # why the most recent saves failed; empty after a successful save
+        self.worked_s = time.monotonic()  # when a save last succeeded, or the attempt began
         self.newest: int | None = None  # the newest committed step, or the step from which the run resumed
         self.unsent: tuple[int, Path] | None = None  # step and local copy of a save that could not be uploaded
         self.stalls_s: list[float] = []
@@ -167,6 +168,8 @@ class AsyncSaver:
             if saved.num_bytes:
                 self.newest, self.save_s = saved.step, saved.save_s
             self.failures = [] if saved.failure is None else [*self.failures, saved.failure]
+            if saved.failure is None:
+                self.worked_s = time.monotonic()
             self.results.append(saved)
 
     def take(self) -> list[Saved]:
@@ -177,8 +180,8 @@ class AsyncSaver:
 
     @property
     def failure(self) -> SavesFail | None:
-        """The error that must end the run; None unless several saves failed in a row."""
-        if len(self.failures) < MAX_FAILURES:
+        """The error that must end the run; None unless several saves failed in a row, over some time."""
+        if len(self.failures) < MAX_FAILURES or time.monotonic() < self.worked_s + FAILING_S:
             return None
         text = f"{len(self.failures)} saves in a row failed, the last: {self.failures[-1]}"
         return SavesFail(f"{text}; {self.newest_text}")

@@ -9,18 +9,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from train.config import Failure
 from train.observe import trackers
 from train.observe.lines import read_back
 from train.system.atomic_io import make_alike, open_alike
 from train.system.outcome import ENDS
-from train.system.run_folder import RunFolder
+from train.system.run_folder import RunFolder, side_channel
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -34,8 +32,9 @@ MOST_WAITING = 100  # if more lines are waiting to be written, training waits fo
 class Journal:
     """The writer of a run's metrics lines, on rank 0.
 
-    A thread writes the train lines, so that training does not wait for the disk, the console or TensorBoard. Once
-    another job owns the run folder, nothing more is written.
+    A thread writes the train lines, so that training does not wait for the disk, the console or TensorBoard. None of
+    them can end the run: lines that the disk does not take are kept and written later, and `RunFolder.mirror` commits
+    no checkpoint without them. Once another job owns the run folder, nothing more is written.
     """
 
     def __init__(self, folder: RunFolder, *, first_step: int, tensorboard: bool, to: Sequence[Tracker] = ()) -> None:
@@ -45,11 +44,10 @@ class Journal:
         newest = next(read_back(folder.local), None)
         self.attempt = 1 + (newest["attempt"] if newest else 0)
         self.owes_summary = newest is not None and newest["kind"] != "summary"  # the previous attempt was killed
-        self.file = open_alike(folder.metrics, "ab")
+        open_alike(folder.metrics, "ab").close()
         self.writer: SummaryWriter | None = None
         self.waiting: deque[tuple[dict[str, Any], Callable[[], None]]] = deque()
         self.has_lines, self.writing, self.is_closed = threading.Event(), threading.Lock(), False
-        self.failure: Exception | None = None  # raised by the thread; the next call re-raises it
         self.thread = threading.Thread(target=self._write_beside, name="journal", daemon=True)
 
     @cached_property
@@ -62,93 +60,78 @@ class Journal:
         """Write a line, then call `then`. Lines are written in the order of the calls.
 
         Train lines may be written a little later; any other line is written immediately, after all waiting lines.
-        Raises Failure if this line or an earlier one cannot be written.
         """
         line = {"kind": kind, "attempt": self.attempt, "time_unix_s": round(time.time(), 3), **values}
         self.waiting.append((line, then))
         if kind != "train" or len(self.waiting) > MOST_WAITING:
-            self.flush()
+            self.write_waiting()
             return
         if self.thread.ident is None:
             self.thread.start()
         self.has_lines.set()
-        self._raise_failure()
-
-    def flush(self) -> None:
-        """Write the waiting lines. Raises Failure if a line cannot be written."""
-        self._write_waiting()
-        self._raise_failure()
-
-    def _raise_failure(self) -> None:
-        failure, self.failure = self.failure, None
-        if failure is not None:
-            raise failure
 
     def _write_beside(self) -> None:
         while self.has_lines.wait() and not self.is_closed:
             self.has_lines.clear()
-            self._write_waiting()
+            self.write_waiting()
 
-    def _write_waiting(self) -> None:
+    def write_waiting(self) -> None:
+        """Write the waiting lines."""
         with self.writing:
             lines = [self.waiting.popleft() for _ in range(len(self.waiting))]
-            try:
-                if lines and not self.file.closed and self.folder.ownership.may_append():
-                    self._append([line for line, _ in lines])
-                for _, then in lines:
+            if lines and not self.is_closed and self.folder.ownership.may_append():
+                self._append([line for line, _ in lines])
+            for _, then in lines:
+                with side_channel("the console"):
                     then()
-            except Exception as error:  # the next call to the journal re-raises it
-                self.failure = error
 
     def _append(self, lines: Sequence[dict[str, Any]]) -> None:
-        try:
-            self.file.write(b"".join(map(encoded, lines)))
-            self.file.flush()
-        except OSError as error:
-            with suppress(OSError):  # close() retries the failed write
-                self.file.close()
-            raise Failure(f"cannot write to {self.folder.metrics}: {error.strerror}") from error
+        with side_channel(f"lines are kept in memory until they can be written to {self.folder.metrics}"):
+            self.folder.lines.append(b"".join(map(encoded, lines)))
         for line in lines:
             if line["kind"] in ("train", "eval"):
                 if self.tensorboard:
                     self.add_curves(line)
-                trackers.track(self.trackers, line)
+                with side_channel("trackers"):
+                    trackers.track(self.trackers, line)
             elif line["kind"] == "summary":
                 self.reason = line["reason"]
 
     def add_curves(self, line: dict[str, Any]) -> None:
-        try:
-            if self.writer is None:
-                from torch.utils.tensorboard import SummaryWriter  # slow: the first step must not wait
+        self.tensorboard = False  # unless it succeeds, or the disk fails, which may pass
+        with side_channel("TensorBoard's files are not written"):
+            try:
+                if self.writer is None:
+                    from torch.utils.tensorboard import SummaryWriter  # slow: the first step must not wait
 
-                make_alike(self.folder.tensorboard)
-                self.writer = SummaryWriter(str(self.folder.tensorboard), purge_step=self.first_step)
-            for name, value in line.items():
-                if name not in trackers.NO_CURVES:
-                    self.writer.add_scalar(f"{line['kind']}/{name}", value, line["step"])
-        except OSError as error:
-            logger.warning("cannot write TensorBoard's files (%s): the run continues without them", error.strerror)
-            self.tensorboard = False
+                    make_alike(self.folder.tensorboard)
+                    self.writer = SummaryWriter(str(self.folder.tensorboard), purge_step=self.first_step)
+                for name, value in line.items():
+                    if name not in trackers.NO_CURVES:
+                        self.writer.add_scalar(f"{line['kind']}/{name}", value, line["step"])
+                self.tensorboard = True
+            except OSError:
+                self.writer, self.tensorboard = None, True  # its thread ends with its first failure
+                self.first_step = line["step"]
+                raise
 
     def close(self, error: BaseException | None = None) -> None:
-        """Write the waiting lines, close the files and, unless another job has taken over the run, end the trackers.
-
-        Raises Failure if lines cannot be written, unless the run is already ending with an `error`.
-        """
-        self._write_waiting()
+        """Write the waiting lines, close the files and, unless another job has taken over the run, end the trackers."""
+        self.write_waiting()
         self.is_closed = True
         self.has_lines.set()
-        self.file.close()
-        if self.writer is not None and self.tensorboard:
-            self.writer.close()
+        if self.folder.lines.kept and self.folder.ownership.may_append():
+            self.folder.at_end(self.folder.lines.append)
+        self.folder.lines.close()
+        if self.writer is not None:
+            with side_channel("TensorBoard's files are not written"):
+                self.writer.close()
         status = "FINISHED" if error is None and self.reason in ENDS else "KILLED"
         if isinstance(error, Exception):
             status = "FAILED"
         if self.folder.ownership.may_append() and not self.folder.ownership.lost:
             waits = error is None or isinstance(error, Exception)  # not after a second signal: exit now
             trackers.end(self.trackers, status, waits=waits)
-        if error is None:
-            self._raise_failure()
 
 
 def encoded(line: dict[str, Any]) -> bytes:

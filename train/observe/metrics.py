@@ -24,7 +24,7 @@ from train.observe.trackers import open_trackers
 from train.parallel.backend import peak_device_bytes
 from train.system.memory import own_peak_bytes
 from train.system.processes import age_s
-from train.system.run_folder import RunFolder
+from train.system.run_folder import RunFolder, side_channel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -327,7 +327,9 @@ class Recorder:
         if price is None or journal is None:
             return None
         attempt_s = self.before_s + self.folder.attempt_s()
-        return journal.cost_before_usd + price * self.world.num_machines * attempt_s / 3600
+        with side_channel("cost_usd is unknown now"):
+            return journal.cost_before_usd + price * self.world.num_machines * attempt_s / 3600
+        return None
 
     def write(self, kind: str, values: dict[str, Any], then: Callable[[], None] = lambda: None) -> None:
         """Write a line on rank 0, and call `then` on every rank. Rank 0 may do both later: see Journal.write."""

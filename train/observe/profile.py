@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from train.config import TrainConfig
-from train.system.run_folder import RunFolder
+from train.system.run_folder import RunFolder, side_channel
 
 if TYPE_CHECKING:
     from train.parallel.backends import Backend
 
 logger = logging.getLogger("train")
 FIRST, STEPS = 10, 5  # steps to skip (graphs compile and caches fill), and then steps to trace
+NO_PROFILE = "the profile is not written"
 MOST_ROWS = 30  # maximum number of rows in the table
 
 
@@ -34,24 +35,26 @@ class Profiler:
         """Begin the trace if it is due. Call this before a step's batches are drawn."""
         if self.steps == FIRST:
             self.backend.copy_to_host([], [])  # waits for the device
-            self.scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-            self.tracing = self.backend.tracer(Path(self.scratch.name) / "device")
-            self.tracing.start()
+            with side_channel(NO_PROFILE):
+                self.scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+                tracing = self.backend.tracer(Path(self.scratch.name) / "device")
+                tracing.start()
+                self.tracing = tracing
 
     def end_step(self) -> None:
         """End the trace if it is complete. Call this after each step."""
         self.steps += 1
         if self.tracing is not None and self.steps == FIRST + STEPS:
             self.backend.copy_to_host([], [])
-            self.tracing.stop()
-            with self.scratch as scratch:
+            with side_channel(NO_PROFILE), self.scratch as scratch:
+                self.tracing.stop()
                 self.write(Path(scratch))
             self.tracing = None
 
     def close(self) -> None:
         if self.tracing is not None:
-            self.tracing.stop()
-            self.scratch.cleanup()
+            with side_channel(NO_PROFILE), self.scratch:
+                self.tracing.stop()
         if self.steps < FIRST + STEPS:
             last = FIRST + STEPS
             logger.warning(

@@ -25,7 +25,7 @@ from train.system.memory import count_oom_kills, find_oom_counter, own_peak_byte
 from train.system.outcome import ENDS, OUT_OF_MEMORY, STOP_FILE, Outcome, may_continue
 from train.system.ownership import LeaseLost
 from train.system.processes import age_s, read_process
-from train.system.run_folder import RunFolder, set_up_logging
+from train.system.run_folder import RunFolder, set_up_logging, side_channel
 from train.system.torchrun import has_rejected
 from train.tasks import Task
 
@@ -139,16 +139,19 @@ def begin(attempt: Attempt) -> Iterator[Attempt]:
 def record_end(attempt: Attempt, reason: str, step: int) -> None:
     """Record that the run is done or stopped, on all ranks. Raises LeaseLost if another job has taken the folder."""
     folder = attempt.folder
-    folder.ownership.check()
+    folder.at_end(folder.ownership.check)
+    if (lost := folder.ownership.failure) is not None:
+        raise lost
     folder.exit_file(reason, step)
     if launched().rank == 0:
         ended = "done" if reason in ENDS else "stopped"
         asked, goes_on = attempt.asked or reason, ended == "stopped"
-        folder.mirror()
+        if folder.is_remote:  # the outcome promises that the metrics are in S3
+            folder.mirror()
         outcome = Outcome(ended, attempt.kind or reason, asked, step, attempt.checkpoint, goes_on=goes_on)
         folder.outcome(outcome, is_of_all=True)
-        if attempt.has_stop_file():
-            with suppress(NotPermitted):
+        with suppress(NotPermitted), side_channel(f"the file {STOP_FILE}"):
+            if attempt.has_stop_file():
                 folder.folder.remove(STOP_FILE)  # otherwise it would also stop the next attempt
 
 

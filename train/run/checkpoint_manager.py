@@ -22,6 +22,7 @@ from train.observe.metrics import Recorder, Window
 from train.parallel.optimizers import check_continues
 from train.run import goodput
 from train.system.environment import versions
+from train.system.run_folder import side_channel
 
 if TYPE_CHECKING:
     from train.parallel.backends import Backend
@@ -176,7 +177,7 @@ class CheckpointManager:
         must = is_last or (self.cfg.exports_best and progress.best_step == progress.step)
         patience_s = last_save_patience_s(self.cfg, self.attempt.began_s) if is_last else 0.0
         if self.recorder.journal is not None:
-            self.recorder.journal.flush()  # a run that resumes from here does not write these lines again
+            self.recorder.journal.write_waiting()  # a run that resumes from here does not write these lines again
         if self.attempt.saves:
             self.saver.save(progress, own, metric=metric, must=must, patience_s=patience_s, on_wait=self.on_wait)
 
@@ -242,14 +243,16 @@ class CheckpointManager:
         stalls_s = self.saver.stalls_s
         if self.world.rank != 0 or not stalls_s:
             return {}
-        return goodput.facts(
-            self.attempt.folder.local,
-            wall_s=self.attempt.folder.run_s(),
-            stall_s=sum(stalls_s) / len(stalls_s),
-            save_s=self.saver.save_s,
-            step_s=self.recorder.train_s / max(1, self.recorder.steps_done),
-            max_loss_s=MAX_LOSS_S,
-        )
+        with side_channel("the summary lacks the cost of faults"):
+            return goodput.facts(
+                self.attempt.folder.local,
+                wall_s=self.attempt.folder.run_s(),
+                stall_s=sum(stalls_s) / len(stalls_s),
+                save_s=self.saver.save_s,
+                step_s=self.recorder.train_s / max(1, self.recorder.steps_done),
+                max_loss_s=MAX_LOSS_S,
+            )
+        return {}
 
     def remove_leftovers(self) -> None:
         """Remove files of unfinished saves by earlier owners of the folder, even if one of them may still be alive."""
@@ -260,7 +263,7 @@ class CheckpointManager:
                 self.store.remove_uncommitted(range(self.attempt.folder.ownership.number))
             except NotPermitted:
                 pass  # was reported when the attempt began
-            except (InputError, Failure) as error:
+            except (InputError, Failure, OSError) as error:
                 logger.warning("could not remove the files of unfinished saves in %s: %s", self.store.location, error)
 
     def restore_exported(self) -> tuple[int, dict[str, Any]]:

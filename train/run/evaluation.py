@@ -29,7 +29,7 @@ from train.run.feed import check_same_data, draw, eval_order
 from train.run.stopping import StoppedEarly, StopRequest, Votes
 from train.system import samples
 from train.system.launched import check_launch, launched
-from train.system.run_folder import RunFolder
+from train.system.run_folder import RunFolder, side_channel
 from train.tasks import best_metric, build_task
 
 if TYPE_CHECKING:
@@ -75,13 +75,10 @@ def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recor
 
 def write_samples(attempt: Attempt, step: int) -> None:
     """Write some validation examples with the answers of the model exported at `step`. Only rank 0 calls this."""
-    # The run has ended and is complete without samples, so a failure is only logged.
     folder, most = attempt.folder, attempt.cfg.samples
-    try:
+    with side_channel("could not write samples of the model's answers"):
         answered = attempt.task.samples(folder.export, folder.folder, most) if most else []
         samples.write(folder.folder, samples.Samples(step, answered))
-    except (InputError, Unreachable, OSError) as error:
-        logger.warning("could not write samples of the model's answers: %s", error)
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,15 @@ still in NAME. Importing this does not import torch.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 from train.config import InputError
-from train.system.atomic_io import open_whole
+from train.system.atomic_io import open_alike, open_whole
 from train.system.folders import Folder
 from train.system.schema import BadContent, FileName, of_type, read_object
 
@@ -115,6 +117,35 @@ def back(file: BinaryIO, first: int) -> Iterator[bytes]:
         pieces.append(piece)
         end = begin
     yield b"".join(reversed(pieces))
+
+
+class Appender:
+    """A file on this machine to which threads append lines. Lines that the disk does not take now are kept in memory.
+
+    The disk may have taken half a line, which the next write continues.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.kept, self.lock = path, bytearray(), threading.Lock()
+        self.file: BinaryIO | None = None
+
+    def append(self, lines: bytes = b"") -> None:
+        """Append the lines that were kept, and `lines`. Raises OSError if some of them are still kept."""
+        with self.lock:
+            self.kept += lines
+            try:
+                while self.kept:
+                    self.file = self.file or open_alike(self.path, "ab", buffering=0)
+                    del self.kept[: self.file.write(self.kept)]
+            except OSError:
+                self.close()  # its handle may be stale
+                raise
+
+    def close(self) -> None:
+        if self.file is not None:
+            with suppress(OSError):
+                self.file.close()
+            self.file = None
 
 
 class Mirrored:

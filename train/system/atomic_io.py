@@ -83,10 +83,10 @@ def bits_of(folder: Path) -> int:
     return 0o700 | folder.stat().st_mode & 0o077
 
 
-def open_alike(path: Path, mode: str) -> BinaryIO:
+def open_alike(path: Path, mode: str, *, buffering: int = -1) -> BinaryIO:
     """Open a file. If it is new, only users who can read its folder can read it."""
     bits = bits_of(path.parent) & 0o666
-    return cast("BinaryIO", open(path, mode, opener=lambda name, flags: os.open(name, flags, bits)))
+    return cast("BinaryIO", open(path, mode, buffering, opener=lambda name, flags: os.open(name, flags, bits)))
 
 
 def make_alike(folder: Path) -> None:

@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from train.config import InputError, LeaseConfig, NotPermitted, S3Config, TrainConfig, Unreachable, to_dict
 from train.system import machine
-from train.system.appended import Mirrored, back
-from train.system.atomic_io import discard, make_alike, open_alike, sync, write_atomic
+from train.system.appended import Appender, Mirrored, back
+from train.system.atomic_io import discard, make_alike, open_alike, said, sync, warn_once, write_atomic
 from train.system.environment import environment
 from train.system.folders import (
     Folder,
@@ -51,6 +52,7 @@ from train.system.processes import age_s
 
 logger = logging.getLogger("train")
 MIRRORED = ("environment.json", "config.yaml", "data.json")
+END_PATIENCE_S, END_PAUSE_S = 6.0, 0.5  # seconds for which a record of an attempt's end is retried, and the pauses
 GROWING = ("metrics.jsonl", "log/rank_0000.txt")
 
 
@@ -80,6 +82,7 @@ class RunFolder:
         self.local = LocalFolder(self.path)  # this machine's copy of a folder in S3, or the run folder itself
         self.environment = self.path / "environment.json"
         self.metrics = self.path / "metrics.jsonl"
+        self.lines = Appender(self.metrics)  # the lines that rank 0 writes
         self.tensorboard = self.path / "tensorboard"
         self.export = self.path / "export"
         self.log = self.path / "log"
@@ -188,8 +191,12 @@ class RunFolder:
         return max(time.time() - self.first_started_unix_s, self.attempt_s())
 
     def mirror(self) -> None:
-        """Upload rank 0's files to S3; on disk, sync the metrics. The caller must have just checked the ownership."""
+        """Upload rank 0's files to S3; on disk, sync the metrics. The caller must have just checked the ownership.
+
+        Raises OSError if lines cannot be written: a run that resumes from a checkpoint does not write them again.
+        """
         with self.mirroring:
+            self.lines.append()
             if not self.is_remote and self.metrics.is_file():
                 sync(self.metrics)
             for name in (*MIRRORED, *GROWING) if self.is_remote else ():
@@ -226,11 +233,10 @@ class RunFolder:
     def exit_file(self, reason: str, step: int | None) -> None:
         """Write this rank's exit record."""
         if self.log.is_dir():
-            with self.logging_failures():
-                content = canonical_json({"reason": reason, "step": step, "time_unix_s": round(time.time(), 1)})
-                if self.is_remote:
-                    write_atomic(self.exit_path, content)
-                self.folder.write(f"log/{self.exit_path.name}", content)
+            content = canonical_json({"reason": reason, "step": step, "time_unix_s": round(time.time(), 1)})
+            if self.is_remote:
+                self.at_end(lambda: write_atomic(self.exit_path, content))
+            self.at_end(lambda: self.folder.write(f"log/{self.exit_path.name}", content))
 
     def outcome(self, outcome: Outcome, *, is_of_all: bool = False) -> None:
         """Record how the attempt ended. Without this record, launchers assume that the attempt was killed.
@@ -240,15 +246,27 @@ class RunFolder:
         on this machine.
         """
         if self.log.is_dir():
-            with self.logging_failures():
-                try:
-                    write_outcome(self.folder, outcome, replaces_all=is_of_all)
-                except (InputError, Unreachable):
-                    if self.is_remote:
-                        write_outcome(self.local, outcome, replaces_all=is_of_all)
-                    raise
-                if launched().rank == 0:
-                    self.mirror()
+            is_written = self.at_end(lambda: write_outcome(self.folder, outcome, replaces_all=is_of_all))
+            if not is_written and self.is_remote:
+                self.at_end(lambda: write_outcome(self.local, outcome, replaces_all=is_of_all))
+            if launched().rank == 0:
+                self.at_end(self.mirror)
+
+    def at_end(self, action: Callable[[], object]) -> bool:
+        """Call `action`, which records the attempt's end, and return whether it succeeded. A failure is logged.
+
+        On a disk, it is repeated for a while. S3Folder has already done so.
+        """
+        retrying = Retrying(
+            retry=retry_if_exception_type(OSError if self.is_remote else (InputError, OSError)),
+            stop=stop_after_delay(END_PATIENCE_S),
+            wait=wait_fixed(END_PAUSE_S),
+            reraise=True,
+        )
+        with self.logging_failures():
+            retrying(action)
+            return True
+        return False
 
     @contextmanager
     def logging_failures(self) -> Iterator[None]:
@@ -276,10 +294,31 @@ def set_up_logging(path: Path | None, *, may_write: Callable[[], bool] = lambda:
     root.handlers = [terminal]
     if path is not None:
         open_alike(path, "ab").close()  # the handler alone would create a file that everybody can read
-        file = logging.FileHandler(path)
+        file = LogFile(path)
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         file.addFilter(lambda _: may_write())
         root.handlers = [file, terminal]
+
+
+@contextmanager
+def side_channel(what: str) -> Iterator[None]:
+    """Log the first failure of the block as a warning: training can go on without `what`. Raises LeaseLost."""
+    try:
+        yield
+    except LeaseLost:
+        raise
+    except Exception as error:  # libraries that cannot be imported raise anything
+        reason = (str(error).splitlines() or [""])[0]
+        warn_once(("side channel", what), f"{what}: {type(error).__name__}: {reason}; the run continues")
+
+
+class LogFile(logging.FileHandler):
+    """A log file. Text that the disk does not take is kept in its buffer; logging would print a traceback."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if ("log", self.baseFilename) not in said:
+            said.add(("log", self.baseFilename))
+            print(f"cannot write to {self.baseFilename}: {sys.exc_info()[1]}; the run continues", file=sys.stderr)
 
 
 class TerminalHandler(logging.StreamHandler):
