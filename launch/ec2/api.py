@@ -10,7 +10,7 @@ from botocore.exceptions import ClientError
 
 from train.config import S3Config, check
 from train.system.aws_errors import NOT_ALLOWED, explained
-from train.system.s3 import open_service, open_session
+from train.system.s3_session import open_service, open_session
 
 TRIES, CONNECT_S, READ_S = 6, 10.0, 60.0
 QUOTA = ("InstanceLimitExceeded", "VcpuLimitExceeded", "MaxSpotInstanceCountExceeded")

@@ -25,7 +25,7 @@ FOR_LAUNCH += "models.memory_estimate models.model_sizes observe.lines tasks.sco
 FOR_LAUNCH = tuple(f"train.{package}" for package in FOR_LAUNCH.split())
 ONLY_IN = {  # heavy or device libraries, and the files that may import them
     "torch_xla": "parallel/xla",
-    "boto3": "system/s3",
+    "boto3": "system/s3 system/s3_session",
     "psutil": "system/memory system/rank_setup observe/monitor tools/doctor/checks",
     "pynvml": "observe/monitor tools/doctor/checks",
     "matplotlib": "observe/report/figures",

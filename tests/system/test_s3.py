@@ -22,7 +22,7 @@ from train.config import InputError, NotPermitted, Unreachable
 from train.data.shards.format import read_manifest
 from train.data.text.documents import CorpusPart
 from train.data.text.preparation import read_state
-from train.system import s3, s3_retry
+from train.system import s3, s3_retry, s3_session
 from train.system.folders import LocalFolder, open_folder
 
 MIB = 2**20
@@ -343,7 +343,7 @@ def without_keys(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws"))
-    monkeypatch.setattr(s3, "TOKEN_PAUSE_S", 0.0)
+    monkeypatch.setattr(s3_session, "TOKEN_PAUSE_S", 0.0)
     return tmp_path / "aws"
 
 
@@ -360,11 +360,11 @@ def test_a_broken_file_of_aws_is_named_and_no_object_counts_as_missing(without_k
 
 
 def test_a_token_that_is_gone_for_a_moment_is_waited_for(bucket, monkeypatch):
-    monkeypatch.setattr(s3, "TOKEN_PAUSE_S", 0.0)
+    monkeypatch.setattr(s3_session, "TOKEN_PAUSE_S", 0.0)
     folder = in_s3(bucket)
     folder.write("a", b"x")
     gone = FileNotFoundError(errno.ENOENT, "No such file", "/token")
-    held = Mock(**{"get_frozen_credentials.side_effect": [gone, gone, "found", *[gone] * s3.TOKEN_READS]})
+    held = Mock(**{"get_frozen_credentials.side_effect": [gone, gone, "found", *[gone] * s3_session.TOKEN_READS]})
     monkeypatch.setattr(folder.session, "get_credentials", lambda: held)
     assert folder.read("a") == b"x"
     rejects("AWS's settings cannot be used: .* '/token'; check", folder.size, "a")

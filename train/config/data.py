@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,6 +13,7 @@ from train.config.checks import Section, check, setting, shortlist
 
 MOST_LENGTHS = 255  # maximum of data.lengths, to which the longest length is added: rows store an index in one byte
 MAX_LOADER_PROCESSES = 128  # maximum per rank; a trn1.32xlarge has 128 vCPUs for its 32 ranks
+KMS_KEY = re.compile(r"arn:aws[\w-]*:kms:[\w-]+:\d{12}:(key|alias)/[\w/-]+", re.ASCII)
 FORMATS = ("auto", "csv", "jsonl", "parquet", "squad", "conll", "hub", "saved")  # saved: by Dataset.save_to_disk
 
 
@@ -138,15 +140,21 @@ class S3Config(Section, prefix="s3."):
     profile: str | None = None  # The profile in ~/.aws with the credentials.
     path_style: bool = False  # Put the bucket into the path of URLs, as most S3-compatible servers require.
     timeout_s: float = setting(60.0, above=0)  # The time limit of a request in seconds, retries included.
+    sse: str | None = None  # The encryption that writes ask for: AES256, aws:kms, or the ARN of a KMS key; null leaves
+    # it to the bucket. Some buckets' policies demand it.
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check(
+            self.sse in (None, "AES256", "aws:kms") or bool(KMS_KEY.fullmatch(self.sse)),
+            f"s3.sse={self.sse} must be AES256, aws:kms, or the ARN of a KMS key (arn:aws:kms:REGION:ACCOUNT:key/ID)",
+        )
         if self.endpoint is not None:
             check_endpoint("s3.endpoint", self.endpoint)
 
     def flags(self) -> list[str]:
         """Return these settings as command line flags."""
-        given = {"--endpoint": self.endpoint, "--region": self.region, "--profile": self.profile}
+        given = {"--endpoint": self.endpoint, "--region": self.region, "--profile": self.profile, "--sse": self.sse}
         # Flag and value are one argument, since a value may begin with a dash.
         flags = [f"{flag}={value}" for flag, value in given.items() if value is not None]
         return [*flags, "--path-style"] if self.path_style else flags

@@ -115,6 +115,7 @@ def add_s3_flags(parser: argparse.ArgumentParser, *, caches: bool = True) -> Non
     parser.add_argument("--region", help="region of the bucket")
     parser.add_argument("--profile", help="profile in ~/.aws whose credentials are used")
     parser.add_argument("--path-style", action="store_true", help="put the bucket in the path, not in the host name")
+    parser.add_argument("--sse", help="encryption that writes ask for: AES256, aws:kms, or the ARN of a KMS key")
     if caches:
         parser.add_argument(
             "--cache-dir", metavar="FOLDER", help="folder for local copies of files in S3 (data.cache_dir)"
@@ -124,7 +125,11 @@ def add_s3_flags(parser: argparse.ArgumentParser, *, caches: bool = True) -> Non
 def s3_of(options: argparse.Namespace) -> S3Config:
     """Return the S3 settings given by the flags of `add_s3_flags`."""
     return S3Config(
-        endpoint=options.endpoint, region=options.region, profile=options.profile, path_style=options.path_style
+        endpoint=options.endpoint,
+        region=options.region,
+        profile=options.profile,
+        path_style=options.path_style,
+        sse=options.sse,
     )
 
 

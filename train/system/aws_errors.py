@@ -31,6 +31,7 @@ SETTINGS_FILES = {"AWS_CONFIG_FILE": "~/.aws/config", "AWS_SHARED_CREDENTIALS_FI
 SAID = "{service} answers {answer}: {text}"  # {text} is AWS's message
 RENEW = "renew them (aws sso login)"
 GET_SOME = "attach a role to the instance; elsewhere create a profile (aws configure sso) and set AWS_PROFILE to it"
+DENIED = "a policy denies it explicitly, so that no added permission helps: ask its owner what it demands"
 WHOSE = "aws sts get-caller-identity shows the user"
 ROWS: list[tuple[list[str], str, str]] = [  # AWS's codes or botocore's error classes, the problem, and the cure
     (EXPIRED, "the AWS credentials have expired ({code})", RENEW),
@@ -100,7 +101,8 @@ def problem_and_cure(
     if is_temporary(status, code):
         problem, cure = "{service} answers {answer}", ""
     problem = problem.format(service=service, answer=answer, code=code, text=text)
-    return problem.rstrip(" .:"), (cures or {}).get(code, cure)
+    is_denied = code in NOT_ALLOWED and "explicit deny" in text
+    return problem.rstrip(" .:"), DENIED if is_denied else (cures or {}).get(code, cure)
 
 
 def explain(

@@ -1,4 +1,4 @@
-"""S3 through boto3: small files, uploads, credentials. Shards are read by train/data/shards/download.py.
+"""S3 through boto3: small files and uploads. Shards are read by train/data/shards/download.py.
 
 boto3 retries after throttling, 5xx responses and lost connections for as long as s3_retry.py allows. If a request still
 fails, the error has a one-line message.
@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import boto3
 from boto3.exceptions import RetriesExceededError
 from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
@@ -28,21 +27,19 @@ from botocore.exceptions import (
     FlexibleChecksumError,
     HTTPClientError,
     IncompleteReadError,
-    ProfileNotFound,
     ReadTimeoutError,
     ResponseStreamingError,
 )
-from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, stop_after_delay, wait_fixed
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, stop_after_delay
 
 from train.config import InputError, NotPermitted, S3Config, Unreachable, check, check_endpoint
 from train.system import aws_errors, s3_route
 from train.system.atomic_io import warn_once
 from train.system.aws_errors import EXPIRED, NOT_ALLOWED, UNKNOWN, Rejected, code_of, is_temporary, one_line
 from train.system.s3_retry import ATTEMPTS, NotAnswered, RetryPolicy
+from train.system.s3_session import credentials, open_service, open_session
 from train.system.schema import Head, is_path
 
-METADATA_ATTEMPTS = 5  # attempts to get credentials from the metadata service
-TOKEN_READS, TOKEN_PAUSE_S = 6, 1.0  # attempts to read files that credentials need, and the seconds between them
 CONNECTIONS = 32  # connections that are kept open
 PART_BYTES = 16 * 2**20  # bytes of a part in a multipart upload
 UPLOAD_THREADS = 4
@@ -60,6 +57,10 @@ UNSAID = " (or it is missing, which S3 says only to users who may list the bucke
 UNSAID += " copy it with aws s3 cp --request-payer requester)"
 TAKEN = ("PreconditionFailed", "ConditionalRequestConflict")
 ELSEWHERE = ("AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
+NO_CONDITIONS = "it refuses a conditional write (If-None-Match), without which two jobs could own one run folder: "
+NO_CONDITIONS += "use a server that has conditional writes, or a disk"
+UNSUMMED = ("XAmzContentSHA256Mismatch", "NotImplemented", "InvalidArgument", "InvalidRequest", "SignatureDoesNotMatch")
+SUMS = {"AWS_REQUEST_CHECKSUM_CALCULATION": "when_required", "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required"}
 USUAL_ENDPOINT = re.compile(r"https://s3(\.[a-z0-9-]+)?\.amazonaws\.com(\.cn)?")
 WRITER = "writer"  # metadata key of created objects; the value identifies the call that created the object
 DEFAULT_REGION = "us-east-1"  # the default of AWS's tools; compatible servers accept it
@@ -69,59 +70,10 @@ def split(location: str) -> tuple[str, str]:
     """Split s3://bucket/prefix into bucket and prefix, without outer slashes. Raises InputError if it has no bucket."""
     bucket, _, prefix = location.removeprefix("s3://").partition("/")
     check(bool(bucket), f"{location} names no bucket; write s3://bucket/folder")
+    advice = "use its alias as the name of the bucket (it ends in -s3alias; the console and aws s3control show it)"
+    check(not bucket.startswith("arn:"), f"{location} is the ARN of an access point: {advice}")
     check("@" not in bucket, "s3://...@... contains credentials; remove them, and set them as AWS's tools expect")
     return bucket, prefix.strip("/")
-
-
-def open_session(s3: S3Config) -> Any:
-    """Return a boto3 session, which finds credentials and renews them."""
-    with aws_errors.settings_explained():
-        try:
-            session = boto3.session.Session(profile_name=s3.profile, region_name=s3.region)
-            session._session.get_scoped_config()  # reads the files, so that their faults are reported here
-        except ProfileNotFound as error:
-            name = f"profile={s3.profile}" if s3.profile else f"AWS_PROFILE={os.environ.get('AWS_PROFILE')}"
-            raise InputError(f"{name} is not in ~/.aws; aws configure list-profiles lists the profiles") from error
-        # Many ranks of a machine ask its metadata service at the same time. By default boto3 asks only once, and may
-        # then find no credentials.
-        session._session.set_config_variable("metadata_service_num_attempts", METADATA_ATTEMPTS)
-    return session
-
-
-def open_service(session: Any, service: str, **options: Any) -> Any:
-    """Return boto3's client of a service. Before each request, `renew` renews the credentials."""
-    with aws_errors.settings_explained():
-        client = session.client(service, **options)
-        has_some = session.get_credentials() is not None
-    if has_some:  # otherwise each request would look for some, and the first one already says that there are none
-        client.meta.events.register_first("before-call", partial(renew, session))
-    return client
-
-
-def renew(session: Any, **_: object) -> None:
-    """Renew the session's credentials if they are about to expire. boto3 would take a result for S3's answer."""
-    credentials(session)
-
-
-def credentials(session: Any) -> Any:
-    """Return the session's credentials, renewed if they are about to expire; None if this machine has none.
-
-    boto3 would renew them while it signs a request, where a missing file of a token looks like a missing object. Such a
-    file may be gone for a moment while it is replaced.
-    """
-
-    def frozen() -> Any:
-        held = session.get_credentials()
-        return held and held.get_frozen_credentials()
-
-    retrying = Retrying(
-        retry=retry_if_exception_type(OSError),
-        stop=stop_after_attempt(TOKEN_READS),
-        wait=wait_fixed(TOKEN_PAUSE_S),
-        reraise=True,
-    )
-    with aws_errors.settings_explained():
-        return retrying(frozen)
 
 
 def open_client(session: Any, s3: S3Config) -> Any:
@@ -175,6 +127,7 @@ class S3Folder:
         self.location = f"s3://{self.bucket}/{self.prefix}".rstrip("/")
         self.s3, self.session = s3, open_session(s3)
         self.client = open_client(self.session, s3)
+        self.encryption = encryption(s3)
         endpoint = self.client.meta.endpoint_url  # may come from the environment or ~/.aws
         check_endpoint("the endpoint of AWS_ENDPOINT_URL or ~/.aws", endpoint)
         s3_route.check_route(endpoint, self.session._session)
@@ -201,16 +154,22 @@ class S3Folder:
 
     def write(self, name: str, content: bytes) -> None:
         with self.explained("write", name):
-            self.client.upload_fileobj(io.BytesIO(content), self.bucket, self.key(name), Config=TRANSFER)
+            self._send(name, io.BytesIO(content))
 
     def upload(self, name: str, path: Path) -> None:
         with self.explained("write", name), path.open("rb") as file:
-            self.client.upload_fileobj(file, self.bucket, self.key(name), Config=TRANSFER)
+            self._send(name, file)
+
+    def _send(self, name: str, file: BinaryIO) -> None:
+        address = self.bucket, self.key(name)
+        self.client.upload_fileobj(file, *address, ExtraArgs=self.encryption, Config=TRANSFER)
 
     def replace(self, name: str, content: bytes, version: str | None) -> str:
-        condition = {} if version is None else {"IfMatch": version.strip('"')}  # Ceph compares it without quotes
+        options = dict(self.encryption)
+        if version is not None:
+            options["IfMatch"] = version.strip('"')  # Ceph compares it without quotes
         with self.explained("write", name):
-            answer = self.client.put_object(**self.address(name), Body=content, **condition)
+            answer = self.client.put_object(**self.address(name), Body=content, **options)
         return str(answer["ETag"])
 
     def download(self, name: str, path: Path) -> None:
@@ -223,11 +182,16 @@ class S3Folder:
 
     def create(self, name: str, content: bytes) -> bool:
         mark = uuid.uuid4().hex
+        options = {**self.address(name), **self.encryption, "IfNoneMatch": "*", "Metadata": {WRITER: mark}}
         for _ in range(ATTEMPTS):
             try:
                 with self.explained("write", name):
-                    self.client.put_object(**self.address(name), Body=content, IfNoneMatch="*", Metadata={WRITER: mark})
+                    self.client.put_object(Body=content, **options)
                 return True
+            except Rejected as error:
+                if error.code == "NotImplemented":
+                    raise Rejected(f"{error}; {NO_CONDITIONS}", error.code) from error
+                raise
             except FileExistsError:  # an earlier attempt may have created it, but its response was lost
                 answer = self._head(name)
                 if answer is not None:
@@ -286,12 +250,13 @@ class S3Folder:
 
     def _list(self, prefix: str, **options: str) -> dict[str, Head]:
         """Return the objects and, with a Delimiter, the prefixes that have objects under them."""
-        paginator = self.client.get_paginator("list_objects_v2")
+        paginator, start = self.client.get_paginator("list_objects_v2"), self.key(prefix)
+        whole = start[: start.rfind("/") + 1]  # directory buckets list only prefixes that end in a slash
         with self.explained("list", prefix):
-            pages = list(paginator.paginate(Bucket=self.bucket, Prefix=self.key(prefix), **options))
+            pages = list(paginator.paginate(Bucket=self.bucket, Prefix=whole, **options))
         listed = {item["Key"]: Head(item["Size"], item["ETag"]) for page in pages for item in page.get("Contents", ())}
         listed |= {item["Prefix"]: Head(0, "") for page in pages for item in page.get("CommonPrefixes", ())}
-        return {key.removeprefix(self.key("")): item for key, item in listed.items()}
+        return {key.removeprefix(self.key("")): item for key, item in listed.items() if key.startswith(start)}
 
     @contextmanager
     def explained(self, action: str, name: str) -> Iterator[None]:
@@ -321,9 +286,25 @@ class S3Folder:
             region = region or error.response["Error"].get("Region", "another one")
             here = self.client.meta.region_name
             return Rejected(f"{url}: the bucket is in region {region}, not {here}; set s3.region", code)
+        text = one_line(error.response["Error"].get("Message") or "")
         if code in NOT_ALLOWED:
-            text = one_line(error.response["Error"].get("Message") or "")
             hint = f": {text}" if "not authorized" in text else UNSAID if action == "read" else ""
+            cure = aws_errors.problem_and_cure(code, text)[1]
+            if action == "write" and not self.encryption:
+                cure += "; if the bucket's policy demands encryption, set s3.sse"
             kind = NotPermitted if action == "delete" else InputError
-            return kind(f"{url}: no permission to {action} it{hint}; {aws_errors.TABLE[code][1]}")
-        return aws_errors.explain(error, url, service="S3")
+            return kind(f"{url}: no permission to {action} it{hint}; {cure}")
+        explained = aws_errors.explain(error, url, service="S3")
+        if action == "write" and code in UNSUMMED and self.endpoint and not SUMS.items() <= os.environ.items():
+            variables = " and ".join(f"{name}={value}" for name, value in SUMS.items())
+            explained.args = (f"{explained}; if the server does not know checksums of uploads, set {variables}",)
+        return explained
+
+
+def encryption(s3: S3Config) -> dict[str, str]:
+    """Return boto3's arguments for writes that ask for s3.sse."""
+    if s3.sse is None:
+        return {}
+    if s3.sse.startswith("arn:"):
+        return {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": s3.sse}
+    return {"ServerSideEncryption": s3.sse}

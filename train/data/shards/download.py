@@ -29,7 +29,8 @@ from train.system.atomic_io import discard
 from train.system.aws_errors import TABLE, code_of, is_temporary, one_line, problem_and_cure
 from train.system.checksums import fault_of, fault_of_file
 from train.system.folders import Folder
-from train.system.s3 import DEFAULT_REGION, BotoCoreError, ClientError, S3Folder, credentials, open_client, open_session
+from train.system.s3 import DEFAULT_REGION, BotoCoreError, ClientError, S3Folder, open_client
+from train.system.s3_session import credentials, open_session
 
 logger = logging.getLogger("train")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # upper limits of the random pauses between attempts; the limit doubles
