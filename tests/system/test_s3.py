@@ -330,7 +330,7 @@ BROKEN = {  # what is said of a file of ~/.aws, by its content
     "[default]\ns3 =\nregion = a\n": "AttributeError: 'str' object has no .*; check .*/aws and ",
     f"[default]\n{ROLE}\nsource_profile = b\n[profile b]\n{ROLE}\nsource_profile = default\n": "Infinite loop",
     "[default]\ncredential_process = /no/such\n": "No such file or directory: '/no/such'; check .*/aws and ",
-    "[default]\ncredential_process = /bin/echo hello\n": "JSONDecodeError: .*; check .*/aws and ",
+    "[default]\ncredential_process = /bin/echo x\n": "JSONDecodeError: .*; check .*/aws and ",
     f"[default]\n{ROLE}\nweb_identity_token_file = /no/token\n": "No such file or directory: '/no/token'; check",
     f"[default]\n{ROLE}\nweb_identity_token_file = /proc\n": "Is a directory: '/proc'; check",
 }

@@ -94,16 +94,21 @@ def test_an_encryption_that_s3_does_not_have_is_rejected():
         rejects("must be AES256, aws:kms, or the ARN of a KMS key", S3Config, sse=sse)
 
 
-REFUSALS = {  # of a server that lacks a feature: the header, its answer, the call, and what is said
-    "mismatch": ("x-amz-sdk-checksum-algorithm", (400, "XAmzContentSHA256Mismatch", "no match"), "write", "and AWS_RESPONSE_CHECK"),
+LACKS = {  # of a server that lacks a feature: the header, its answer, the call, and what is said
+    "mismatch": (
+        "x-amz-sdk-checksum-algorithm",
+        (400, "XAmzContentSHA256Mismatch", "no match"),
+        "write",
+        "and AWS_RESPONSE_CHECK",
+    ),
     "header": ("x-amz-sdk-checksum-algorithm", (400, "InvalidArgument", "Unsupported header"), "write", "and AWS_RES"),
     "condition": ("If-None-Match", (501, "NotImplemented", "A header"), "create", "conditional write .*, or a disk"),
 }
 
 
-@pytest.mark.parametrize("what", REFUSALS)
+@pytest.mark.parametrize("what", LACKS)
 def test_what_a_server_lacks_is_named_with_its_cure(folder, monkeypatch, what):
-    header, error, how, says = REFUSALS[what]
+    header, error, how, says = LACKS[what]
     monkeypatch.setattr("train.system.s3_retry.ATTEMPTS", 2)
 
     def demand(request):

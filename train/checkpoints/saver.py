@@ -42,7 +42,7 @@ logger = logging.getLogger("train")
 UNSENT = (InputError, Unreachable)  # S3 rejects a file or cannot be reached; it may accept the file later
 MAX_WAIT_S = 10.0  # seconds that training waits for the previous save before it skips the new one
 MAX_LOSS_S = 1800.0  # a fault should cost at most this many seconds of work
-MAX_FAILURES, FAILING_S = 3, 30.0  # this many failures in a row, over as many seconds, end the run; others may pass
+MAX_FAILURES, FAILING_S = 3, 30.0  # failures in a row that end the run, and the seconds that they must span
 LONGEST_PAUSE_S = 10.0  # longest pause in seconds before a failed request is repeated
 Result = TypeVar("Result")
 

@@ -249,7 +249,7 @@ class RunFolder:
             is_written = self.at_end(lambda: write_outcome(self.folder, outcome, replaces_all=is_of_all))
             if not is_written and self.is_remote:
                 self.at_end(lambda: write_outcome(self.local, outcome, replaces_all=is_of_all))
-            if launched().rank == 0:
+            if is_written and launched().rank == 0:
                 self.at_end(self.mirror)
 
     def at_end(self, action: Callable[[], object]) -> bool:
@@ -302,7 +302,7 @@ def set_up_logging(path: Path | None, *, may_write: Callable[[], bool] = lambda:
 
 @contextmanager
 def side_channel(what: str) -> Iterator[None]:
-    """Log the first failure of the block as a warning: training can go on without `what`. Raises LeaseLost."""
+    """Log the first failure of the block as a warning: training continues without `what`. Raises LeaseLost."""
     try:
         yield
     except LeaseLost:
