@@ -14,13 +14,14 @@ from running import train_here
 
 from launch.run_progress import TAIL_BYTES, read_progress
 from train.checkpoints.saver import AsyncSaver
-from train.config import S3Config
+from train.config import InputError, S3Config
 from train.observe.journal import Journal
 from train.observe.lines import read_back, read_lines
 from train.run import goodput
 from train.system import appended as parts
-from train.system import atomic_io
+from train.system import atomic_io, run_folder
 from train.system.folders import LocalFolder
+from train.system.outcome import Outcome
 from train.system.ownership import LeaseLost
 from train.system.run_folder import RunFolder
 from train.system.schema import BadContent
@@ -228,3 +229,28 @@ def test_a_start_and_launch_status_read_the_end_of_a_long_file(folder):
 def test_what_is_no_file_is_not_waited_for(folder):
     os.mkfifo(folder.metrics)
     assert list(read_back(folder.local)) == [] == list(read_lines(folder.local))
+
+
+def test_the_end_is_recorded_once_the_disk_is_back_and_a_lost_folder_is_left_alone(folder, monkeypatch):
+    monkeypatch.setattr(run_folder, "END_PAUSE_S", 0.0)
+    folder.log.mkdir()
+    create, fault = LocalFolder.create, InputError("cannot write outcome.json: Permission denied")
+    answers = iter([fault, PermissionError(errno.EACCES, "Permission denied"), None])
+
+    def failing(self, name, content):
+        if (error := next(answers)) is not None:
+            raise error
+        return create(self, name, content)
+
+    monkeypatch.setattr(LocalFolder, "create", failing)
+    folder.lines.append(b"{}\n")
+    folder.outcome(Outcome("done", "done", "done", 3, 3, goes_on=False))
+    assert folder.last_outcome()["step"] == 3 and folder.metrics.read_bytes() == b"{}\n"
+
+    def lose():
+        raise LeaseLost("another job has it")
+
+    folder.ownership.check = lose
+    folder.lines.kept += b"late\n"
+    folder.outcome(Outcome("failed", "x", "x", 4, 4, goes_on=False))
+    assert folder.last_outcome()["step"] == 3 and folder.metrics.read_bytes() == b"{}\n"
