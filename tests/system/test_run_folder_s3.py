@@ -132,7 +132,7 @@ def test_the_metrics_go_before_the_manifest_and_requests_are_few(bucket, prepare
     assert list(reached) == [1, 2, 3, 4, 5, 6, 7, 8] and all(last >= step for step, last in reached.items())
     seen = [line_of(request) for request in bucket.proxy.requests()]
     listed = {re.search(r"[?&]prefix=([^&]*)", line)[1] for line in seen if "list-type" in line}
-    assert listed == {"run%2F", "run%2Flease%2F", "run%2Flog%2Fexit_rank_", "run%2Fcheckpoints%2Fstep_"}
+    assert listed == {"run%2F", "run%2Flease%2F", "run%2Flog%2F", "run%2Fcheckpoints%2F"}
     assert sum("delimiter" in line for line in seen) == sum("prefix=run%2F&" in line for line in seen) == 1
     commits = [number for number, line in enumerate(seen) if re.match("PUT .*/manifest.json", line)]
     assert len(commits) == 8

@@ -247,7 +247,7 @@ class RunFolder:
         """
         if self.log.is_dir():
             is_written = self.at_end(lambda: write_outcome(self.folder, outcome, replaces_all=is_of_all))
-            if not is_written and self.is_remote:
+            if not is_written and self.is_remote and not self.ownership.lost:
                 self.at_end(lambda: write_outcome(self.local, outcome, replaces_all=is_of_all))
             if is_written and launched().rank == 0:
                 self.at_end(self.mirror)
