@@ -84,7 +84,7 @@ class RecordsConfig(DataConfig):
     label_map: dict[str, str | None] = field(default_factory=dict)  # The label for each value of the label column; None
     # drops the rows with that value.
     label_separator: str | None = None  # The separator of several labels in one field, such as | in CSV; None expects
-    # lists.
+    # lists, which may be written as text: ['a', 'b'].
     lengths: Any = "auto"  # The lengths in tokens, in rising order, to which batches are padded, such as [32,64,128].
     # The longest length, which is seq_len or that of the longest row, is always added; [] pads all batches to it. auto
     # picks the fewest lengths that keep padding below 10 %, but at most three if each needs a compiled graph (XLA,
