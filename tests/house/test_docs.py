@@ -289,7 +289,7 @@ def test_the_settings_and_flags_of_what_is_only_read_exist(
         at = arguments.index("--") if "--" in arguments else len(arguments)
         own, of_run = arguments[:at], arguments[at + 1 :]
         flags = [each for each in own if each.startswith("-")]
-        settings = ["sweep=true" if each == "--sweep" else each for each in own if "=" in each or each == "--sweep"]
+        settings = [each for each in own if "=" in each]
         compose_settings(module, settings)
         compose_settings("train.prepare" if "prepare=true" in own else "train", of_run)
         if flags or not settings:

@@ -209,10 +209,8 @@ FLAGS = [
     ("compare", f"{ONE_MORE} {shlex.quote(UNQUOTED)}", "No closing quotation"),
     ("train", "compare.variants={a: seed=1}", "compare.variants"),
     ("bench", f"{BENCH} stepz=3", "stepz is not a setting; did you mean steps?"),
-    ("bench", f"{BENCH} nproc=2", "nproc=2 is only for a sweep; add --sweep"),
     ("bench", f"{BENCH} output=/nowhere/a.json", "/nowhere is not a writable folder"),
     ("bench", f"{BENCH} output=s3:/b/x", "s3:/b/x is neither a URL"),
-    ("bench", f"{BENCH} data.path=/none --sweep", "/none"),  # before the first try
     ("doctor", "--instance trn9", "trn9"),
     ("doctor", "--machines 0", "--machines: 0"),
     ("doctor", "--machines \u00b2", "--machines: \u00b2 must be a whole number"),  # a digit, by Unicode

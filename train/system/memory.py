@@ -80,13 +80,6 @@ def read_number(path: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def limit_allocations(most_bytes: int) -> None:
-    """Limit the private writable memory of this process and its later children (RLIMIT_DATA of getrlimit(2))."""
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    if hard == resource.RLIM_INFINITY or most_bytes < hard:
-        resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, hard))
-
-
 def find_oom_counter() -> Path | None:
     """Return the file that counts OOM kills in this process's cgroup, or on the machine; None without such a file."""
     names = ("memory.events", "memory.oom_control")  # cgroup v2, v1

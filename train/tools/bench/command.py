@@ -15,12 +15,12 @@ from train.system.runtime import search_rarely
 from train.system.torchrun import die_with_torchrun, end_torchrun
 from train.tools.bench.config import BenchConfig
 
-USED: tuple[str, ...] = ("steps", "warmup", "output", "sweep", "max_memory_gib", "nproc")
-USED += ("data.path", "global_batch_size", "micro_batch_size", "backend.device", "backend.precision")
+USED: tuple[str, ...] = ("steps", "warmup", "output", "data.path", "global_batch_size", "micro_batch_size")
+USED += ("backend.device", "backend.precision")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = ["sweep=true" if each == "--sweep" else each for each in (arguments or sys.argv[1:])]
+    given = list(arguments or sys.argv[1:])
     settings = [each for each in given if "=" in each and not each.startswith("-")]
     cli.add_schema(BenchConfig, "bench", [])
     parser = cli.settings_parser(
@@ -30,11 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         examples=(
             "experiment=demo output=bench.json",
             "torchrun --standalone --nproc-per-node=8 -m train.bench experiment=albert_pretrain instance=p5.48xlarge",
-            "experiment=albert_pretrain --sweep nproc=8 instance=p5.48xlarge",
+            "experiment=albert_pretrain global_batch_size=512 micro_batch_size=64 instance=p5.4xlarge",
         ),
         keys=USED,
     )
-    parser.add_argument("--sweep", action="store_true", help="the same as sweep=true")
     die_with_torchrun()
     code = cli.run(BenchConfig, lambda cfg: act(cfg, settings), parser, arguments=given)
     if code != cli.DONE:
@@ -49,10 +48,6 @@ def act(cfg: BenchConfig, settings: Sequence[str]) -> int:
         folder = file.parent
         check(os.access(folder, os.W_OK), f"output={cfg.output}: {folder} is not a writable folder")
     try:
-        if cfg.sweep:
-            from train.tools.bench import sweep
-
-            return sweep.run(cfg, settings)
         rank_setup.prepare(launched(), forks=cfg.data.num_workers > 0)
         search_rarely()  # Garbage is collected rarely until `loop.run` has imported the task.
         from train.tools.bench import measure  # torch takes seconds to import

@@ -30,9 +30,9 @@ from train.system.atomic_io import write_atomic
 from train.system.environment import environment
 from train.system.folders import local_path
 from train.system.launched import launched
-from train.system.memory import limit_allocations, own_peak_bytes, total_memory_bytes
+from train.system.memory import own_peak_bytes, total_memory_bytes
 from train.tools.bench.config import BenchConfig
-from train.tools.bench.speeds import GIB, Peak, TimedSteps, cost, speeds, table
+from train.tools.bench.speeds import Peak, TimedSteps, cost, speeds, table
 
 logger = logging.getLogger("train")
 MEASURED = "measured"  # the reason why the run stops
@@ -115,10 +115,7 @@ class Meter:
 
     def on_line(self, recorder: Recorder, kind: str, values: dict[str, Any]) -> None:
         """Handle a log line that `train.loop.run` passes."""
-        limit_gib = self.cfg.max_memory_gib
-        if kind == "start" and limit_gib is not None and recorder.backend.monitor_kind == "cpu":
-            limit_allocations(round(limit_gib * GIB))  # Drivers of other devices map more memory than they use.
-        elif kind == "train":
+        if kind == "train":
             self.keep(recorder, values)
         elif kind == "summary" and values["reason"] == MEASURED:
             self.summarise(recorder)
