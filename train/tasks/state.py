@@ -14,6 +14,7 @@ from typing import Any
 from train.config import InputError, TaskConfig, check
 from train.data.text.tokenizer import ANY_FAST
 from train.models.heads import Scale
+from train.models.pretrained import BAD_FILES, unavailable
 from train.system.exported import TASK_STATE as NAME
 from train.system.folders import canonical_json
 from train.system.hub_access import asking_hub, fetched
@@ -64,9 +65,15 @@ class TaskState:
 
 
 def read_state(source: str) -> TaskState | None:
-    """Return the state in a model's folder or on the Hub; None if it has none. Raises InputError if it is damaged."""
-    with asking_hub(source):
-        path = fetched(source, ("config.json", NAME)) / NAME
+    """Return the state in a model's folder or on the Hub; None if it has none.
+
+    Raises InputError if it is damaged, or if there is no such model.
+    """
+    try:
+        with asking_hub(source):
+            path = fetched(source, ("config.json", NAME)) / NAME
+    except BAD_FILES as error:
+        raise InputError(unavailable(source, error)) from error
     return TaskState.from_json(path.read_bytes(), str(path)) if path.is_file() else None
 
 
