@@ -164,9 +164,13 @@ def test_the_best_step_is_exported_as_the_end_of_the_run_would(run_dir, tmp_path
     }
 
 
-def test_any_step_can_be_exported_also_where_the_data_has_moved(run_dir, prepared, tmp_path, capsys):
+@pytest.mark.parametrize("is_described", [True, False])
+def test_any_step_can_be_exported_where_the_data_is_gone_or_named(run_dir, prepared, tmp_path, capsys, is_described):
     set_config(run_dir, f"path: {prepared}", "path: /gone")
-    code, output = called(capsys, run_dir, "export", tmp_path / "out", "--step", 3, "--data", prepared)
+    if not is_described:
+        shutil.rmtree(run_dir / "model")  # as the run of a task of one's own, or of an earlier version
+    data = [] if is_described else ["--data", prepared]
+    code, output = called(capsys, run_dir, "export", tmp_path / "out", "--step", 3, *data)
     assert code == 0 and "step 3, as requested" in output.out
     exported = AutoModelForMaskedLM.from_pretrained(tmp_path / "out").state_dict()
     saved = torch.load(step_folder(run_dir, 3) / "model.pt", weights_only=True)
@@ -208,15 +212,22 @@ def set_config(run_dir, before, now):
 def test_what_cannot_be_exported_is_one_line(run_dir, prepared, tmp_path, capsys):
     out = tmp_path / "out"
     assert "is not empty" in rejection(capsys, run_dir, "export", run_dir)
-    assert "no manifest.json" in rejection(capsys, run_dir, "export", out, "--data", tmp_path)
     identity = store_of(run_dir).manifest(3).identity
     set_manifest(run_dir, 3, identity={**identity, "data": "0123456789abcdef"})
-    assert "the run's data has 0123456789ab:" in rejection(capsys, run_dir, "export", out, "--step", 3)
+    assert "are from runs on different data" in rejection(capsys, run_dir, "export", out, "--step", 3)
+    (run_dir / "model").rename(tmp_path / "model")
+    data = ["--data", prepared]
+    assert "the run's data has 0123456789ab:" in rejection(capsys, run_dir, "export", out, "--step", 3, *data)
+    assert "no manifest.json" in rejection(capsys, run_dir, "export", out, "--data", tmp_path)
+    assert "name it with --data" in rejection(capsys, run_dir, "export", out)
+    set_manifest(run_dir, 6, identity={**identity, "model.pretrained": "/a/model"})
+    assert "model.pretrained of another" in rejection(capsys, run_dir, "export", out, "--step", 6, *data)
+    set_manifest(run_dir, 6, identity=identity)
+    (tmp_path / "model").rename(run_dir / "model")
     config = (run_dir / "config.yaml").read_text()
     for before, now, words in (
         ("hidden_size: 32", "hidden_size: 64", "model.hidden_size: 32 -> 64"),
         ("hidden_size: 32", "hidden: 32", "model.hidden is not a setting"),
-        (f"path: {prepared}", f"path: {tmp_path / 'gone'}", "gone"),
         ("kind: mlm", "kind: other", "other"),
     ):
         set_config(run_dir, before, now)
@@ -254,7 +265,7 @@ def test_what_cannot_be_looked_into_is_one_line(finished, tmp_path, capsys, argu
 
 def test_a_run_in_s3_is_looked_into_where_it_lies(run_dir, bucket, tmp_path, capsys):
     for path in run_dir.rglob("*"):
-        if path.is_file() and "step_" not in str(path):
+        if path.is_file() and not re.search("/step_|/model/", str(path)):
             bucket.put(f"run/{path.relative_to(run_dir)}", path.read_bytes())
     for step in (3, 6):
         manifest = dataclasses.replace(store_of(run_dir).manifest(step), folder="00000001-abcdefab")

@@ -10,7 +10,7 @@ import torch
 
 from train.checkpoints.loader import fitting, read_weights
 from train.checkpoints.manifest import Manifest
-from train.config import InputError, TrainConfig, check, flat
+from train.config import OF_A_MODEL, InputError, TrainConfig, check, flat
 from train.models.encoder import without_weights
 from train.models.heads import PaddedEncoder
 from train.models.network import Network
@@ -25,12 +25,13 @@ def export_step(
 ) -> None:
     """Export the weights in `source`, the folder of a verified step, to `target`.
 
-    `chosen` has the settings that the evaluation of the step has chosen.
-    The other files of the export come from the run folder `run` if the model was fine-tuned, and from the data if it
-    was pretrained. Raises InputError if the data or configuration belongs to another run, or if the data is unreadable.
+    `chosen` has the settings that the evaluation of the step has chosen. The other files of the export come from the
+    run folder `run`. If it does not describe the model, as the runs of some tasks of your own, they come from the data
+    at cfg.data.path, which the user must have named. Raises InputError if the data or configuration belongs to another
+    run, or if the data is not named or unreadable.
     """
-    known = {key: value for key, value in manifest.identity.items() if key.startswith(("model.", "task."))}
-    now = flat(cfg)
+    names = [*(f"model.{name}" for name in OF_A_MODEL), *(key for key in manifest.identity if key.startswith("task."))]
+    known, now = {key: manifest.identity.get(key) for key in names if key in manifest.identity}, flat(cfg)
     changed = differences(known, {key: now.get(key) for key in known})
     check(not changed, f"config.yaml does not belong to the run that wrote step {manifest.step}: {', '.join(changed)}")
     data = str(manifest.identity.get("data"))
@@ -44,6 +45,10 @@ def export_step(
         )
         export_described(source, manifest, spec_of(cfg.task).head, run, target, chosen)
         return
+    no_model = f"{run.location} has no model/config.json"
+    check(cfg.data.path != "", f"{no_model}, so its export needs the prepared data: name it with --data")
+    weights = [key for key in ("model.pretrained", "model.init_from") if manifest.identity.get(key) is not None]
+    check(not weights, f"{no_model}, and {' and '.join(weights)} of another machine are not read; use its export/")
     task = build_task(cfg)
     check(
         task.data_id == data,

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Protocol
 
 from train.checkpoints.manifest import FILE, LATEST, Damaged, Manifest, check_files, step_name, step_of
+from train.config import InputError
 from train.system.atomic_io import begin_folder, publish_folder, remove_folder, remove_temporaries, sync, write_atomic
 from train.system.checksums import fault_of
 from train.system.folders import LocalFolder, at_once, check_space
+from train.system.foreign import read_whole
 from train.system.schema import FileName
 
 Looked = tuple[dict[int, Manifest], dict[int, Damaged]]  # valid manifests and faults, both by step
@@ -115,9 +117,12 @@ class LocalStore(Store):
 
     def manifest(self, step: int) -> Manifest:
         try:
-            return Manifest.from_json((self.path / step_name(step) / FILE).read_bytes(), step=step)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:  # other errors may be temporary
+            content = read_whole(self.path / step_name(step) / FILE, self.path)
+        except (FileNotFoundError, NotADirectoryError) as error:  # other errors may be temporary
             raise Damaged(f"{FILE}: {error.strerror}") from error
+        except InputError as error:
+            raise Damaged(str(error)) from error
+        return Manifest.from_json(content, step=step)
 
     def look(self, step: int) -> Manifest:
         manifest = self.manifest(step)

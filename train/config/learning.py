@@ -13,6 +13,11 @@ from train.config.data import DataConfig, RecordsConfig
 WSD = "wsd"  # warm-up, stable, decay: https://arxiv.org/abs/2404.06395
 DECAY_FRACTION = 0.1  # default share of a wsd run in which the learning rate decays: section 4 of the paper
 ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2", "flex_attention")
+# The settings that say what a model is. The others name files, or say how the model is trained.
+OF_A_MODEL = (
+    *("architecture", "attention", "vocab_size", "max_positions", "embedding_size", "hidden_size", "intermediate_size"),
+    *("num_layers", "num_heads", "initializer_range", "hidden_dropout", "attention_dropout"),
+)
 TO_BE_GIVEN = "(to be given)"  # the value of model.pretrained in conf/model/pretrained.yaml
 
 

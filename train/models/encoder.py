@@ -304,6 +304,8 @@ def without_weights(head: str, folder: Path) -> PreTrainedModel:
     """
     config = read_model_config(str(folder))
     check_memory(config)
+    if head == "MaskedLM" and any(name.endswith("ForPreTraining") for name in config.architectures or ()):
+        head = "PreTraining"  # it also predicts the order of sentences
     auto: Any = getattr(transformers, f"AutoModelFor{head}")
     check(type(config) in auto._model_mapping, f"{folder}: transformers has no {head} of type {config.model_type}")
     network: PreTrainedModel = auto.from_config(

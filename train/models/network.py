@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from functools import partial
@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from train.config import Failure, HeadSize, check
 from train.models.model_sizes import NO_RATES, shape_of
-from train.system.folders import is_full
+from train.system.folders import Folder, is_full
 
 # checkpoint(function, *tensors) returns function(*tensors), and computes it again in the backward pass.
 Checkpoint = Callable[..., Any]
@@ -222,6 +222,14 @@ class Network(nn.Module):
             raise
         for path in folder.glob("*.safetensors"):  # the library makes these files private, whatever the umask
             shutil.copymode(folder / "config.json", path)
+
+    def describe(self, folder: Folder, files: Mapping[str, bytes]) -> None:
+        """Write config.json and `files` to model/: with them, a checkpoint can be exported without the data."""
+        config = deepcopy(self.network.config)
+        config.architectures = [type(self.network).__name__]
+        for name, content in files.items():
+            folder.write(f"model/{name}", content)
+        folder.write("model/config.json", config.to_json_string().encode())
 
     def finish(self, plain: PreTrainedModel) -> None:
         """Convert modules of `plain`, the model to be exported, to the form that exports need."""

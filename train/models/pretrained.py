@@ -17,14 +17,16 @@ from transformers.activations import ACT2FN
 from train.config import InputError, check, shortlist
 from train.data.files.errors import naming
 from train.data.text.tokenizer import quiet
+from train.system.foreign import check_folder, read_whole
 from train.system.hub_access import asking_hub, fetched, why_missing
 from train.system.model_folder import models_below, read_model_json
 from train.system.schema import FileName, of_type, read_object
 
 logger = logging.getLogger("train")
 BAD_FILES = (OSError, ValueError, LookupError, TypeError, AttributeError)  # transformers raises these for bad files
+INDEX = "model.safetensors.index.json"
 FILES = ("config.json", "adapter_config.json")  # files that read_model_config fetches from the Hub
-WEIGHTS = (*FILES, "model*.safetensors", "model.safetensors.index.json")
+WEIGHTS = (*FILES, "model*.safetensors", INDEX)
 QUANTISED = ("I8", "U8", "I4", "U4", "F4", "F6", "F8")  # prefixes of quantised dtypes in safetensors
 # A checkpoint of an encoder alone may also have these heads.
 HEADS = """
@@ -56,6 +58,7 @@ def read_weights(
     try:
         with quiet(), asking_hub(source):
             folder = fetched(source, WEIGHTS)
+            check_folder(folder)
             names = check_weights(folder)
             network, info = auto.from_pretrained(
                 folder,
@@ -152,6 +155,7 @@ def read_model_config(source: str) -> PreTrainedConfig:
     try:
         with asking_hub(source):
             folder = fetched(source, FILES)
+            check_folder(folder)
             values = read_model_json(folder)
     except InputError:
         raise
@@ -176,12 +180,17 @@ def check_weights(folder: Path) -> list[str]:
 
     Raises InputError if weights are not safetensors, are quantised or damaged, or an index names a missing file.
     """
-    for path in folder.glob("*.index.json"):
+    paths = {*folder.glob("model*.safetensors")}
+    path = folder / INDEX
+    if path.exists():
         with naming(str(path), ()):
-            files = of_type(dict[str, FileName], read_object(path.read_bytes()).get("weight_map"), "weight_map")
-        missing = sorted({file for file in files.values() if not (folder / file).is_file()})
+            index = read_object(read_whole(path, folder))
+            files = sorted(set(of_type(dict[str, FileName], index.get("weight_map"), "weight_map").values()))
+        other = [file for file in files if not file.endswith(".safetensors")]
+        check(not other, f"{path}: weight_map names {shortlist(other, 3)}; only .safetensors files are read")
+        missing = [file for file in files if not (folder / file).exists()]
         check(not missing, f"{path} names {', '.join(missing[:3])}, which does not exist")
-    paths = list(folder.glob("model*.safetensors"))
+        paths |= {folder / file for file in files}
     pickled = next(folder.glob("pytorch_model*.bin"), None)
     check(
         bool(paths) or pickled is None,
@@ -189,7 +198,7 @@ def check_weights(folder: Path) -> list[str]:
         f"cd {shlex.quote(str(folder))} && {CONVERT}",
     )
     names: list[str] = []
-    for path in paths:
+    for path in sorted(paths):
         damaged = f"{path} is damaged, or is a Git LFS pointer"
         with naming(damaged, (SafetensorError, OSError)), safe_open(path, "pt") as file:
             kinds = {name: str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,8 @@ from train.system import machine
 from train.system.folders import LocalFolder, is_s3, local_path, make_folder
 from train.system.launched import launched
 from train.system.run_folder import RunFolder
-from train.system.schema import is_inside, is_path
+from train.system.foreign import is_inside
+from train.system.schema import is_path
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -82,8 +84,7 @@ def gathered(run: Path, name: str) -> dict[str, Path | bytes]:
     files: dict[str, Path | bytes] = {
         path.relative_to(export).as_posix(): path for path in sorted(export.rglob("*")) if is_to_push(path, run)
     }
-    events = run / "tensorboard"
-    for path in sorted(path for path in events.glob("events.out.tfevents.*") if is_inside(path, events)):
+    for path in sorted(path for path in run.glob("tensorboard/events.out.tfevents.*") if is_to_push(path, run)):
         parts = path.name.split(".")  # events.out.tfevents.<time>.<host>.<pid>.<number>; the host is left out
         files[f"runs/{name}/{'.'.join([*parts[:4], *parts[4:][-2:]])}"] = path
     if is_to_push(run / "evaluation.json", run):
@@ -122,7 +123,7 @@ def run_here(folder: RunFolder, cache_dir: str | None) -> Iterator[Path]:
             path.parent.mkdir(parents=True, exist_ok=True)
             folder.folder.download(name, path)
         if folder.tensorboard.is_dir():
-            (Path(scratch) / "tensorboard").symlink_to(folder.tensorboard.resolve())
+            shutil.copytree(folder.tensorboard, Path(scratch) / "tensorboard")
         yield Path(scratch)
 
 

@@ -3,30 +3,81 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from train.config import BackendConfig, HubConfig, InputError, NeuronConfig, S3Config, TrainConfig, XLAConfig, check
+from train.config import (
+    OF_A_MODEL,
+    BackendConfig,
+    InputError,
+    InstanceConfig,
+    ModelConfig,
+    NeuronConfig,
+    RecordsConfig,
+    TrainConfig,
+    XLAConfig,
+    check,
+)
 from train.parallel.optimizers import OPTIMIZERS
 from train.run import compose as cli
 from train.system import imported
 from train.system.folders import Folder
+from train.system.foreign import MOST_SETTINGS_BYTES, check_size
 from train.system.identity import find_identity
 from train.system.schema import BadContent, read_yaml
 from train.tasks import TASKS
 
+# The settings of another run that apply to its model, besides those of its task. No other setting is taken over:
+# none of these names a file, a server or code.
+OF_RUN = ("seed", "seq_len", "global_batch_size", "micro_batch_size", "eval_batch_size", "eval_examples")
+OF_ROWS = ("format", "columns", "labels", "label_map", "lengths", "delimiter", "quote", "escape", "header", "encoding")
+OF_ROWS += ("label_separator", "max_bad_rows")  # how rows are read
+OF_BACKEND = ("name", "precision", "norms", "compile")
+OF_INSTANCE = ("name", "device", "device_tflops_bf16", "device_tflops_fp32")
+# The data that a run was trained on. Only an evaluation for which the user names no data opens it.
+DATA = ("path", "name", "revision", "train", "validation", "more_validation", "validation_fraction")
+DATA += ("max_validation_examples",)
+
 
 def read_config(folder: Folder) -> TrainConfig:
-    """Return the configuration that a run was last started with. Raises InputError if this version cannot read it.
+    """Return the settings of a run that apply to its model. Raises InputError if this version cannot read them.
 
-    Others may have written the file, so references (`${oc.env:...}`) are rejected, and the file can choose neither the
-    server that receives this machine's credentials nor a place to write to: `s3`, `data.cache_dir` and `hub` are reset
-    to their defaults, and `run_dir` to the folder that was read. The file may name data and weights.
+    Others may have written config.yaml, so only listed settings are taken from it, and all others have their defaults.
+    None of these names a file to read or to write, a server or code. References (`${oc.env:...}`) are rejected.
     """
+    config = whole_config(folder)
+    rows = OF_ROWS if isinstance(config.data, RecordsConfig) else ()
+    return TrainConfig(
+        run_dir=folder.location,
+        max_steps=1,
+        **listed(config, OF_RUN),
+        task=config.task,
+        model=ModelConfig(**listed(config.model, OF_A_MODEL)),
+        data=type(config.data)(path="", **listed(config.data, rows)),
+        backend=type(config.backend)(**listed(config.backend, OF_BACKEND)),
+        instance=InstanceConfig(**listed(config.instance, OF_INSTANCE)),
+    )
+
+
+def read_data(folder: Folder) -> dict[str, Any]:
+    """Return the data settings of a run, by name: where its data is and which rows it evaluates. Nothing is opened."""
+    data = whole_config(folder).data
+    return listed(data, DATA if isinstance(data, RecordsConfig) else DATA[:1])
+
+
+def listed(section: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(section, name) for name in names}
+
+
+def whole_config(folder: Folder) -> TrainConfig:
+    """Return the configuration as it was written. Raises InputError if it is not one of this version."""
     config_path = f"{folder.location}/config.yaml"
     try:
-        plain = read_yaml(folder.read("config.yaml"))
+        content = folder.read("config.yaml")
+        check_size(config_path, len(content), MOST_SETTINGS_BYTES)
+        plain = read_yaml(content)
         is_plain = "${" not in json.dumps(plain)
         check(is_plain, f"{config_path} has a reference ${{...}}: references in a run's file are not resolved")
         saved = OmegaConf.create(plain)
@@ -48,5 +99,4 @@ def read_config(folder: Folder) -> TrainConfig:
             f"{config_path} is damaged or of another version: {cli.explain(error, TrainConfig)}"
         ) from error
     assert isinstance(config, TrainConfig)
-    config.s3, config.hub, config.run_dir, config.data.cache_dir = S3Config(), HubConfig(), folder.location, None
     return config

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from train.config import InputError, check
 from train.system.folders import Folder, at_once, sha256_bytes, sha256_file, sha256_json
+from train.system.foreign import is_inside
 from train.system.schema import BadContent, FileEntry, shown
 
 Item = TypeVar("Item")
@@ -33,6 +34,8 @@ def fault_of(entry: FileEntry, size: int | None, sha256: Callable[[], str] | Non
 
 def fault_of_file(path: Path, entry: FileEntry, *, checksum: bool) -> str | None:
     """Return the result of `fault_of` for a file on this machine."""
+    if path.is_symlink() and not is_inside(path, path.parent):
+        return "is a link that leads out of its folder"
     size = path.stat().st_size if path.is_file() else None
     return fault_of(entry, size, (lambda: sha256_file(path)) if checksum else None)
 

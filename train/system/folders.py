@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 
 from train.config import InputError, NotPermitted, S3Config, check, check_printable
 from train.system.atomic_io import create_atomic, discard, is_temporary, make_alike, open_whole, write_atomic
+from train.system.foreign import open_inside, read_whole
 from train.system.schema import Head, RelativePath
 from train.system.torchrun import file_of_start, has_rejected
 
@@ -27,6 +28,7 @@ from train.system.torchrun import file_of_start, has_rejected
 NO_URL = re.compile(
     r"\s*([a-z][a-z0-9+.-]*:/|(s3[an]?|gs|gcs|hdfs|abfss?|az|wasbs?|https?|file|hf|dbfs):)", re.IGNORECASE
 )
+CHECKPOINTS = "checkpoints"  # subfolder of a run that may be a link
 PRIVATE = 0o700  # mode of a new folder; an existing one keeps its mode
 SPACE_FACTOR = 1.1  # required free bytes / bytes to write
 AT_ONCE = 16  # number of threads: hashing releases the GIL, and requests to S3 or a shared disk wait for the network
@@ -106,18 +108,19 @@ class LocalFolder:
         """Return the path of a file. Raises BadContent if the name would lead out of the folder."""
         return self.path / RelativePath(name)
 
+    def root_of(self, name: str) -> Path:
+        """Return the folder that a file may not lead out of. A run's checkpoints may lie on another disk."""
+        return self.path / CHECKPOINTS if name.startswith(f"{CHECKPOINTS}/") else self.path
+
     def read(self, name: str) -> bytes:
         path = self.at(name)
         with disk_errors("read", path):
-            check(not path.is_fifo(), f"cannot read {path}: it is a pipe, which may never end")
-            return path.read_bytes()
+            return read_whole(path, self.root_of(name))
 
     def open(self, name: str) -> BinaryIO:
         path = self.at(name)
         with disk_errors("read", path):
-            if not path.is_file():  # a pipe counts as missing: reading it could block forever
-                raise FileNotFoundError(path)
-            return path.open("rb")
+            return open_inside(path, self.root_of(name))
 
     def write(self, name: str, content: bytes) -> None:
         path = self.at(name)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config import shortlist
+from train.system.foreign import read_whole
 from train.system.schema import BadContent, of_type, read_object, shown
 
 # For these text encoders, transformers loads no further code or models: no kernels from the Hub, no inner model.
@@ -99,10 +100,10 @@ def read_tokenizer_json(folder: Path) -> dict[str, Any]:
 
 def read_checked(path: Path) -> dict[str, Any] | None:
     """Return the object in a file; None without the file. Raises BadContent if a key loads code or files."""
-    if not path.is_file():
+    if not path.exists():
         return None
     try:
-        values = read_object(path.read_bytes())
+        values = read_object(read_whole(path, path.parent))
     except BadContent as error:
         raise BadContent(f"{path}: {error}") from error
     inner: list[Any] = [values]

@@ -36,6 +36,7 @@ from train.config import InputError, NotPermitted, S3Config, Unreachable, check,
 from train.system import aws_errors, s3_route
 from train.system.atomic_io import warn_once
 from train.system.aws_errors import EXPIRED, NOT_ALLOWED, UNKNOWN, Rejected, code_of, is_temporary, one_line
+from train.system.foreign import check_size
 from train.system.s3_retry import ATTEMPTS, NotAnswered, RetryPolicy
 from train.system.s3_session import credentials, open_service, open_session
 from train.system.schema import Head, is_path
@@ -147,7 +148,12 @@ class S3Folder:
             reraise=True,
         )
         with self.explained("read", name):
-            return retrying(lambda: bytes(self.client.get_object(**self.address(name))["Body"].read()))
+            return retrying(lambda: self._read(name))
+
+    def _read(self, name: str) -> bytes:
+        answer = self.client.get_object(**self.address(name))
+        check_size(f"{self.location}/{name}", answer["ContentLength"])
+        return bytes(answer["Body"].read())
 
     def open(self, name: str) -> BinaryIO:
         return io.BytesIO(self.read(name))

@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
-from pathlib import Path
 from types import UnionType
 from typing import Any, NamedTuple, TypedDict, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
@@ -73,11 +72,6 @@ def is_path(name: str) -> bool:
     except BadContent:
         return False
     return True
-
-
-def is_inside(path: Path, folder: Path) -> bool:
-    """Return whether a path is below a folder after symbolic links are resolved."""
-    return path.resolve().is_relative_to(folder.resolve())
 
 
 def shown(value: object) -> str:

@@ -270,11 +270,8 @@ class TextTask(Task):
         return files_beside(self.tables.folder / "tokenizer", inputs=model.inputs, state=state)
 
     def describe_model(self, model: nn.Module, folder: Folder) -> None:
-        # With these files in model/, a checkpoint can be exported without the data.
         assert isinstance(model, PaddedEncoder)
-        for name, content in self.files_beside(model).items():
-            folder.write(f"model/{name}", content)
-        folder.write("model/config.json", model.network.config.to_json_string().encode())
+        model.describe(folder, self.files_beside(model))
 
     def export(self, model: nn.Module, folder: Path) -> None:
         assert isinstance(model, PaddedEncoder)

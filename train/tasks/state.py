@@ -17,6 +17,7 @@ from train.models.heads import Scale
 from train.models.pretrained import BAD_FILES, unavailable
 from train.system.exported import TASK_STATE as NAME
 from train.system.folders import canonical_json
+from train.system.foreign import read_whole
 from train.system.hub_access import asking_hub, fetched
 from train.system.schema import read_object, record, shown
 from train.tasks import TASKS
@@ -74,7 +75,7 @@ def read_state(source: str) -> TaskState | None:
             path = fetched(source, ("config.json", NAME)) / NAME
     except BAD_FILES as error:
         raise InputError(unavailable(source, error)) from error
-    return TaskState.from_json(path.read_bytes(), str(path)) if path.is_file() else None
+    return TaskState.from_json(read_whole(path, path.parent), str(path)) if path.exists() else None
 
 
 def files_beside(tokenizer: Path, *, inputs: Sequence[str], state: TaskState) -> dict[str, bytes]:

@@ -18,7 +18,7 @@ from train.run.command import DONE, FAILED, REJECTED, add_import_flag, add_s3_fl
 from train.run.saved import read_config
 from train.system import machine
 from train.system.atomic_io import discard
-from train.system.folders import Folder, LocalFolder, is_s3, local_path, make_folder, open_folder
+from train.system.folders import Folder, LocalFolder, local_path, make_folder, open_folder
 from train.system.ownership import LeaseLost, Ownership
 
 REJECTED_TEXT = "arguments rejected, or a job uses the run"
@@ -150,7 +150,7 @@ def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Conf
     is_new = not target.exists() or (target.is_dir() and not any(target.iterdir()))
     check(is_new, f"{target} is {'a file' if target.is_file() else 'not empty'}; choose another folder")
     cfg = read_config(folder)
-    cfg.data.path, cfg.data.cache_dir, cfg.s3 = options.data or cfg.data.path, options.cache_dir, s3
+    cfg.data.path, cfg.data.cache_dir, cfg.s3 = options.data or "", options.cache_dir, s3
     step, why = chosen(store, options.step)
     path = fetch(store, step, "model")
     existed = target.exists()
@@ -160,10 +160,7 @@ def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Conf
     except BaseException as error:
         for made in target.iterdir() if existed else [target]:  # the next export needs an empty folder
             discard(made)
-        if not isinstance(error, InputError):
-            raise
-        hint = "; give --endpoint, --region and --profile for the run's data: config.yaml's values are not used"
-        raise InputError(f"{error}{hint if is_s3(cfg.data.path) and s3 == S3Config() else ''}") from error
+        raise
     store.release(path)
     print(f"{target}: step {step}, {why}; load it with transformers' from_pretrained")
     return DONE
@@ -218,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     exporting.add_argument(
         "--step", type=int, default=None, help="step to write (default: the best, or the newest if none was evaluated)"
     )
-    exporting.add_argument("--data", default=None, metavar="LOCATION", help="location of the prepared data, if moved")
+    exporting.add_argument("--data", default=None, metavar="LOCATION", help="location of the prepared data, if RUN has no model/ folder")
     return run_flags(parser, arguments, look)
 
 

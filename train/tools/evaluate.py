@@ -23,7 +23,9 @@ from train.checkpoints.manifest import chosen_at
 from train.config import Failure, RecordsConfig, S3Config, TrainConfig, check, shortlist
 from train.run import compose as cli
 from train.run.names import LABELS, TABLES
+from train.run.command import printable
 from train.run.rejection import inform_others
+from train.run.saved import read_data
 from train.system import rank_setup
 from train.system.exported import is_outdated, marked, saved_steps
 from train.system.folders import Folder
@@ -42,10 +44,10 @@ logger = logging.getLogger("train")
 BATCH_SIZE = 32  # sequences per rank, if the model is not a run
 FIXED = ["run_dir=runs/evaluate", "max_steps=1", "micro_batch_size=1", "model=any"]  # required keys without effect
 NEW_DATA = {"data", "data.path", "data.validation"}  # keys that replace the run's rows with new ones
-# Keys of a run's data settings that are ignored: if the rows are new, if they are from a new data.path, and always.
-OF_ROWS = {"validation", "more_validation", "max_validation_examples"}
-OF_SOURCE = {"name", "revision"}
-OF_TRAINING = {"cache_dir", "num_workers", "verify", "max_train_examples", "labels", "lengths", "format"}
+# What is read of a run's data settings: always, if the user names no new rows, and if rows were held out of the data.
+HOW_ROWS_ARE_READ = ("label_map", "label_separator", "delimiter", "quote", "escape", "header", "encoding", "max_bad_rows")
+OWN_ROWS = ("validation", "more_validation", "max_validation_examples")
+HELD_OUT = ("train", "validation_fraction")
 
 USED: tuple[str, ...] = ("data.path", "data.validation", "data.format", "data.label_map", "data.max_bad_rows")
 USED += ("eval_batch_size", "eval_examples", "backend.device", "backend.precision", "s3.endpoint")
@@ -79,7 +81,8 @@ def find(options: Namespace) -> Model:
     assert isinstance(s3, S3Config)
     run = find_run(options.model, s3)
     check(run is not None or not is_chosen, f"--checkpoint {step}: {options.model} is not the run_dir of a run")
-    holds_out = run is not None and isinstance(run[0].data, RecordsConfig) and run[0].data.validation is None
+    is_of_rows = run is not None and isinstance(run[0].data, RecordsConfig)
+    holds_out = run is not None and is_of_rows and read_data(run[1])["validation"] is None
     holds_out &= not NEW_DATA & {each.partition("=")[0] for each in options.settings}
     model = Model(options.model, s3, composed.data.cache_dir, output, run, step, is_chosen, {}, holds_out)
     if run is not None and not is_chosen:
@@ -148,14 +151,19 @@ def settings_of_run(
     is_new = bool(NEW_DATA & typed.keys())
     if not is_new:
         yield "eval_examples", cfg.eval_examples
+    own = read_data(run)
+    names = [] if "data.path" in typed else [key for key in ("path", "name", "revision") if key in own]
+    if names and launched().rank == 0:
+        where = f"{printable(run.location)}/config.yaml names data.path={printable(str(own['path']))}"
+        print(f"{where}, which is read; data.path=... reads other data", file=sys.stderr, flush=True)
     if not isinstance(cfg.data, RecordsConfig):
-        yield from {"data": "shards", "data.path": cfg.data.path}.items()
+        yield from {"data": "shards", "data.path": own["path"]}.items()
         return
-    unread = OF_TRAINING | (OF_ROWS if is_new else set()) | (OF_SOURCE if "data.path" in typed else set())
-    unread |= set() if holds_out else {"train", "validation_fraction"}
-    data, columns = asdict(cfg.data), asdict(cfg.data.columns)
-    yield from ((f"data.{name}", data[name]) for name in data.keys() - {"columns"} - unread)
-    yield from ((f"data.columns.{name}", value) for name, value in columns.items())
+    names += [] if is_new else OWN_ROWS
+    names += HELD_OUT if holds_out else []
+    yield from ((f"data.{name}", own[name]) for name in names)
+    yield from ((f"data.{name}", getattr(cfg.data, name)) for name in HOW_ROWS_ARE_READ)
+    yield from ((f"data.columns.{name}", value) for name, value in asdict(cfg.data.columns).items())
     yield from {"data": "records", "data.format": format_of(cfg.data, typed), "seq_len": cfg.seq_len}.items()
     yield "data.lengths", identity.get("data.lengths", cfg.data.lengths)
 

@@ -13,6 +13,7 @@ from train.data.shards.prefetch import Prefetcher
 from train.system.atomic_io import write_atomic
 from train.system.checksums import fault_of, fault_of_file, first_fault, read_verified
 from train.system.folders import Folder, is_s3, local_path, open_folder, sha256_bytes, sha256_file
+from train.system.foreign import check_folder
 
 TOKENIZER = (TOKENIZER_FILE, "tokenizer/tokenizer_config.json")
 
@@ -28,6 +29,7 @@ class PreparedData:
         self.cache = ShardCache(cfg, self.manifest) if is_s3(cfg.path) else None
         if self.cache is None:
             self.folder = local_path(cfg.path)
+            check_folder(self.folder / "tokenizer", self.folder)
             if looks:
                 check_files(self.folder, self.manifest, checksums=False)
         else:

@@ -27,6 +27,7 @@ from train.config import MIN_VOCAB_SIZE, InputError, check
 from train.data.shards.format import TokenizerInfo
 from train.data.text.encoding import Vocabulary
 from train.system.folders import Folder, scratch_folder, sha256_bytes
+from train.system.foreign import check_folder
 from train.system.hub_access import asking_hub, fetched, hub_or_path, why_missing
 from train.system.memory import available_bytes
 from train.system.model_folder import models_below, read_model_json, read_tokenizer_json
@@ -186,6 +187,7 @@ def load_tokenizer(
     try:
         with quiet(), asking_hub(source):
             folder = fetched(source, FILES)
+            check_folder(folder)
             config = tokenizer_config(source, folder)
             has_pieces = any(path.is_file() for pattern in PIECES for path in folder.glob(pattern))
             no_pieces = f"it has no tokenizer.json or vocabulary file{models_below(folder)}"

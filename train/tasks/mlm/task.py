@@ -206,10 +206,17 @@ class MaskedLMTask(Task):
         assert isinstance(model, MaskedLM)
         return model.train_flops(self.head, seq_len)
 
+    def describe_model(self, model: nn.Module, folder: Folder) -> None:
+        assert isinstance(model, MaskedLM)
+        model.describe(folder, self.files_beside(model))
+
+    def files_beside(self, model: MaskedLM) -> dict[str, bytes]:
+        return files_beside(self.folder / "tokenizer", inputs=model.inputs, state=self.state)
+
     def export(self, model: nn.Module, folder: Path) -> None:
         assert isinstance(model, MaskedLM)
         model.export(folder)
-        for name, content in files_beside(self.folder / "tokenizer", inputs=model.inputs, state=self.state).items():
+        for name, content in self.files_beside(model).items():
             (folder / name).write_bytes(content)
 
     @torch.inference_mode()
