@@ -58,7 +58,7 @@ def train(settings: Sequence[str], *, ranks: int = 1, imports: Sequence[str] = (
 
     A KeyboardInterrupt makes the run save and stop, and is then raised again. `imports` are files for --import.
     """
-    arguments = [*flags(imports), *listed(settings)]
+    arguments = [*flags(imports), *values(settings)]
     cfg = composed("train", arguments)
     location = str(cfg["run_dir"])
     folder = open_folder(location, S3Config(**cfg["s3"]))
@@ -86,7 +86,7 @@ def final_scores(run: Run) -> dict[str, float]:
 
 def prepare(settings: Sequence[str]) -> str:
     """Prepare a corpus as `python -m train.prepare` does. Returns the location of the shards, for data.path."""
-    settings = listed(settings)
+    settings = values(settings)
     done("train.prepare", settings)
     return str(composed("train.prepare", settings)["output"])
 
@@ -118,7 +118,7 @@ def predict(
             records = [{"text": line} if isinstance(line, str) else line for line in lines]
             file.write_text("".join(f"{json_line(record)}\n" for record in records), encoding="utf-8")
             given = [f"--input={file}", *(["--text-column=text"] if texts else [])]
-        arguments = [model, *given, f"--output={output}", *listed(options), *flags(imports)]
+        arguments = [*values([model]), *given, f"--output={output}", *options_of(options), *flags(imports)]
         try:
             done("train.predict", arguments)
         except (InputError, Failure) as error:
@@ -132,7 +132,8 @@ def evaluate(
     """Return the metrics of a run or another model on validation data, as `python -m train.evaluate` does."""
     with TemporaryDirectory() as folder:
         output = Path(folder, "metrics.json")
-        done("train.evaluate", [model, *listed(settings), f"--output={output}", *flags(imports)], ranks=ranks)
+        arguments = [*values([model, *listed(settings)]), f"--output={output}", *flags(imports)]
+        done("train.evaluate", arguments, ranks=ranks)
         metrics: dict[str, float] = json.loads(output.read_bytes())["metrics"]
         return metrics
 
@@ -193,6 +194,22 @@ def listed(values: Iterable[str]) -> list[str]:
     is_list = not isinstance(values, str | Mapping) and all(isinstance(each, str) for each in given)
     check(is_list, f"{values!r:.80} must be a list of texts, such as ['key=value']")
     return given
+
+
+def values(given: Iterable[str]) -> list[str]:
+    """Return values for a command line. Raises InputError if one would be read as a flag, such as --import=FILE."""
+    texts = listed(given)
+    wrong = next((text for text in texts if text.startswith("-")), None)
+    check(wrong is None, f"{wrong!r} begins with '-': a flag cannot stand here; begin a path with ./")
+    return texts
+
+
+def options_of(given: Iterable[str]) -> list[str]:
+    """Return the flags of a command. Raises InputError if one would import a file, which only `imports` may name."""
+    texts = listed(given)
+    wrong = next((text for text in texts if text.partition("=")[0] == FLAG), None)
+    check(wrong is None, f"options has {wrong!r}: name files to import with imports=[...]")
+    return texts
 
 
 def composed(module: str, arguments: Sequence[str]) -> dict[str, Any]:

@@ -303,10 +303,10 @@ def test_the_configuration_of_a_run_decides_on_no_server_and_no_place_to_write_t
 
 def test_the_settings_of_a_saved_backend_are_those_of_its_name(tmp_path):
     def through_xla(config):
-        config["backend"].update(name="xla", batches_per_execution=2)
+        config["backend"].update(name="xla", precision="bf16_master")
 
     backend = read_config(LocalFolder(foreign_run(tmp_path / "run", through_xla))).backend
-    assert isinstance(backend, XLAConfig) and backend.batches_per_execution == 2
+    assert isinstance(backend, XLAConfig) and backend.precision == "bf16_master"
 
 
 OBJECT = "!!python/object/apply:os.system [x]"

@@ -123,6 +123,24 @@ def test_what_is_no_rows_is_rejected_before_a_process_starts(given: Any, message
     rejects(message, api.predict, "run", given)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda flag: api.predict(flag, ["x"]),
+        lambda flag: api.predict("run", ["x"], options=["--device=cpu", *flag.split("=")]),
+        lambda flag: api.predict("run", ["x"], options=[flag]),
+        lambda flag: api.evaluate(flag),
+        lambda flag: api.evaluate("run", [flag]),
+        lambda flag: api.train(["run_dir=run", flag]),
+        lambda flag: api.prepare([flag]),
+    ],
+)
+def test_no_value_is_read_as_a_flag_that_runs_a_file(cell: Notebook, tmp_path: Path, call: Any) -> None:
+    (tmp_path / "evil.py").write_text("open('executed', 'w')")
+    rejects(r"^'--import=\./evil.py' begins with '-'|^options has '--import", call, "--import=./evil.py")
+    assert not (tmp_path / "executed").exists()
+
+
 def test_an_interrupt_of_two_ranks_stops_them_with_a_checkpoint(
     cell: Notebook, prepared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ import datasets
 import pyarrow
 
 from train.config import ColumnsConfig, InputError, RecordsConfig, S3Config, check, plural, shortlist
-from train.data.files.data_sets import open_builder
+from train.data.files.data_sets import PLAIN, kinds_of, open_builder
 from train.data.files.errors import LIBRARY_ERRORS, BadRow, naming
 from train.data.files.rows import BATCH_ROWS, Values, holds_objects, json_rows, json_value, open_parquet
 from train.data.files.text import bounded_lines, bounded_text, line_end_of, open_text, start_of
@@ -33,6 +33,7 @@ from train.data.records.sources import (
     split_names,
 )
 from train.system.folders import is_s3, local_path, sha256_json
+from train.system.foreign import check_folder, read_whole
 from train.system.schema import BadContent, FileName, of_type, read_object
 
 PARQUET_START = b"PAR1"
@@ -284,30 +285,34 @@ def saved_splits(folder: Path, location: str, names: dict[str, str | None]) -> d
 def load_saved(folder: Path, name: str | None = None) -> Any:
     """Return the Dataset or DatasetDict that `save_to_disk` wrote, memory-mapped. Errors name `name` or `folder`.
 
-    The data set's index lists its files; their names are checked before the library opens them. Raises InputError if
-    the data set cannot be read, or if the index names a file outside the folder.
+    Only columns of types in PLAIN are kept: the library would open the file or URL that a row of an image column names.
+    Raises InputError if the data set cannot be read, or if a file is not a regular file inside the folder.
     """
     with naming(f"{name or folder} cannot be read as a saved data set", LIBRARY_ERRORS):
-        check_saved(folder)
-        try:
-            return datasets.load_from_disk(str(folder))
-        except IndexError:
-            raise BadContent("a split has no rows") from None
+        index = folder / SPLITS_FILE
+        if not index.exists():
+            return load_split(folder)
+        splits = listed(index, "splits", list[FileName])
+        return datasets.DatasetDict({split: load_split(folder / split) for split in splits})
 
 
-def check_saved(folder: Path) -> None:
-    """Raise BadContent if an index has a name that leads out of the folder."""
-    parts, index = [folder], folder / SPLITS_FILE
-    if index.is_file():
-        parts = [folder / split for split in listed(index, "splits", list[FileName])]
-    for state in [part / STATE_FILE for part in parts]:
-        if state.is_file():
-            listed(state, "_data_files", list[dict[str, FileName]])
+def load_split(folder: Path) -> datasets.Dataset:
+    """Return one table that `save_to_disk` wrote. Its index lists its files, which are examined before they are read."""
+    files = listed(folder / STATE_FILE, "_data_files", list[dict[str, FileName]])
+    check_folder(folder)
+    missing = [name for file in files for name in file.values() if not (folder / name).exists()]
+    check(not missing, f"{folder / STATE_FILE} names {shortlist(missing, 1)}, which does not exist")
+    try:
+        dataset = datasets.Dataset.load_from_disk(str(folder))
+    except IndexError:
+        raise BadContent("a split has no rows") from None
+    plain = [name for name, feature in dataset.features.items() if set(kinds_of(feature)) <= set(PLAIN)]
+    return dataset if len(plain) == len(dataset.features) else dataset.select_columns(plain)
 
 
 def listed(path: Path, key: str, hint: Any) -> Any:
     try:
-        return of_type(hint, read_object(path.read_bytes()).get(key), key)
+        return of_type(hint, read_object(read_whole(path, path.parent)).get(key), key)
     except BadContent as error:
         raise BadContent(f"{path}: {error}") from None
 
