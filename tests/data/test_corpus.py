@@ -98,21 +98,38 @@ def test_the_fingerprint_changes_with_the_files_and_not_with_their_place(tmp_pat
 
 @pytest.mark.parametrize("pattern", ["", "**/*.txt", "**"])
 def test_links_in_a_circle_give_each_file_once_and_are_named(tmp_path, caplog, pattern):
-    folder, outside = tmp_path / "in", tmp_path / "outside"
+    folder, other = tmp_path / "in", tmp_path / "in" / ".other"
     (folder / "sub").mkdir(parents=True)
-    outside.mkdir()
-    for path in (folder / "a.txt", folder / "sub" / "b.txt", outside / "c.txt"):
+    other.mkdir()
+    for path in (folder / "a.txt", folder / "sub" / "b.txt", other / "c.txt"):
         path.write_text(path.stem)
-    (folder / "to_c").symlink_to(outside)  # followed, and once
-    (folder / "twice").symlink_to(outside)
+    (folder / "to_c").symlink_to(other)  # followed, and once
+    (folder / "twice").symlink_to(other)
     (folder / "again").symlink_to("sub")
     (folder / "a_copy.txt").symlink_to("a.txt")
-    for link, target in (("sub/up", ".."), ("itself", "."), ("neighbours", "..")):
+    for link, target in (("sub/up", ".."), ("itself", ".")):
         (folder / link).symlink_to(target)
     find.report_left_out.cache_clear()
     assert texts(files("text", folder / pattern if pattern else folder)) == ["a", "b", "c"]
     named = {record.args[0].relative_to(folder).as_posix() for record in caplog.records}  # type: ignore[union-attr, index]
-    assert named == {"twice", "again", "a_copy.txt", "sub/up", "itself", "neighbours"}
+    assert named == {"twice", "again", "a_copy.txt", "sub/up", "itself"}
+
+
+@pytest.mark.parametrize("pattern", ["", "*.txt", "**/*.txt", "*/*.txt", "**"])
+def test_a_link_that_leads_out_of_a_folder_is_not_followed_but_one_that_is_typed_is(tmp_path, pattern):
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private/key.txt").write_text("secret")
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a")
+    is_of_folders = pattern == "*/*.txt"
+    (folder / "b.txt").symlink_to("../private" if is_of_folders else "../private/key.txt")
+    assert "leads out of" in error_of("text", folder / pattern if pattern else folder)
+    (folder / "b.txt").unlink()
+    (folder / "sub").symlink_to("../private")
+    if pattern != "*.txt":
+        assert "leads out of" in error_of("text", folder / pattern if pattern else folder)
+    assert texts(files("text", folder / "sub/key.txt")) == texts(files("text", folder / "sub")) == ["secret"]
 
 
 def test_what_cannot_be_opened_is_named_instead_of_left_out(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import ast
 import base64
+import datetime
 import io
 import json
 import os
@@ -13,9 +14,12 @@ import sys
 
 import datasets
 import huggingface_hub.constants
+import pyarrow as pa
 import pytest
 import torch
 import yaml
+from datasets import packaged_modules
+from pyarrow import parquet
 from rejections import rejects
 from running import ROOT, train_config
 from safetensors.torch import load_file
@@ -24,17 +28,19 @@ from test_source import write_tokenizer
 from transformers import BertConfig, BertForSequenceClassification
 
 from train.config import (
+    ColumnsConfig,
     HFCorpusConfig,
     HFDataset,
-    HubConfig,
     InputError,
     ModelConfig,
     RecordsConfig,
     S3Config,
     TrainConfig,
     XLAConfig,
+    flat,
     to_dict,
 )
+from train.data.files.data_sets import BUILDERS
 from train.data.records.formats import load_hub, load_saved
 from train.data.text.corpus import open_corpus
 from train.data.text.tokenizer import load_tokenizer
@@ -45,6 +51,7 @@ from train.run import compose as cli
 from train.run.saved import read_config
 from train.system.folders import LocalFolder
 from train.system.s3 import S3Folder
+from train.tasks.classify import ClassifyConfig
 from train.tools import checkpoints, predict
 
 SMALL = {"vocab_size": 10, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
@@ -218,12 +225,24 @@ def test_pickled_weights_are_not_read_and_the_command_that_converts_them_is_name
     assert all(made[name].equal(weight) for name, weight in wanted.items()) and made["extra"].shape == (3, 2)
 
 
-@pytest.mark.parametrize("name", ["../small/model.safetensors", "/etc/passwd", 5])
+@pytest.mark.parametrize("name", ["../small/model.safetensors", "/etc/passwd", 5, "w.bin", "model.safetensors.bin"])
 def test_an_index_of_weights_names_files_of_its_folder_only(model, name, capsys):
     (model / "model.safetensors").unlink()
+    (model / "w.bin").write_bytes(b"")
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"bert.x": name}}))
     assert predict.main([str(model), *ASK]) == 2
     assert "weight_map" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "tokenizer.json", "notes.txt"])
+@pytest.mark.parametrize("target", [None, "../secret", "/dev/zero"])
+def test_the_files_of_a_model_are_regular_files_of_its_folder(model, tmp_path, capsys, name, target):
+    (tmp_path / "secret").write_text("{}")
+    (model / name).unlink(missing_ok=True)
+    os.mkfifo(model / name) if target is None else (model / name).symlink_to(target)
+    assert predict.main([str(model), *ASK]) == 2
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1 and ("leads out of" in errors or "not a regular file" in errors)
 
 
 CODE = [path for package in ("train", "launch", "ami", "benchmarks") for path in (ROOT / package).rglob("*.py")]
@@ -289,16 +308,32 @@ def test_nothing_in_the_configuration_of_a_run_is_looked_up(tmp_path, monkeypatc
     assert errors.count("references in a run's file are not resolved") == 2 and "hf_secret" not in errors
 
 
-def test_the_configuration_of_a_run_decides_on_no_server_and_no_place_to_write_to(tmp_path):
+def test_the_configuration_of_a_run_names_no_file_no_server_and_no_place_to_write_to(tmp_path):
     def point_elsewhere(config):
         config["s3"].update(endpoint="http://evil:1", profile="prod", region="x")
-        config["data"].update(cache_dir="/home")
+        config["data"].update(cache_dir="/home", path="/home/me/.aws/credentials", num_workers=128)
+        config["model"].update(pretrained="/home/me/model", tokenizer="evil/tokenizer")
+        config["backend"].update(compile_cache="s3://evil/cache", compile="layers")
         config["hub"].update(push_to="evil/model")
-        config.update(run_dir="/home/me")
+        config["telemetry"].update(trackers=["mlflow", "wandb"])
+        config["lease"].update(ttl_s=9)
+        config.update(run_dir="/home/me", profile=True, max_steps=10**9)
 
-    cfg = read_config(LocalFolder(foreign_run(tmp_path / "run", point_elsewhere)))
-    assert (cfg.s3, cfg.hub, cfg.data.cache_dir) == (S3Config(), HubConfig(), None)
-    assert cfg.run_dir == str(tmp_path / "run")
+    ours = flat(read_config(LocalFolder(foreign_run(tmp_path / "ours"))))
+    theirs = flat(read_config(LocalFolder(foreign_run(tmp_path / "theirs", point_elsewhere))))
+    changed = {key: value for key, value in theirs.items() if value != ours[key]}
+    assert changed == {"run_dir": str(tmp_path / "theirs"), "backend.compile": "layers"}
+    assert (ours["data.path"], ours["data.cache_dir"], ours["model.tokenizer"]) == ("", None, None)
+
+
+def test_of_labelled_rows_only_the_form_is_taken_over(tmp_path):
+    settings = RecordsConfig(path="/etc", train="a.csv", validation="/etc/passwd", more_validation={"x": "y"}, name="n")
+    config = to_dict(TrainConfig(run_dir="x", task=ClassifyConfig(), data=settings, max_steps=1, micro_batch_size=1))
+    config["data"].update(delimiter=";", labels=["a", "b"], columns={**config["data"]["columns"], "text": "words"})
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    data = read_config(LocalFolder(tmp_path)).data
+    columns = ColumnsConfig(text="words")
+    assert data == RecordsConfig(path="", delimiter=";", labels=["a", "b"], columns=columns)
 
 
 def test_the_settings_of_a_saved_backend_are_those_of_its_name(tmp_path):
@@ -403,6 +438,29 @@ def test_the_index_of_a_saved_data_set_names_files_of_its_folder_only(saved):
         path.write_text(before)
 
 
+def test_of_a_saved_data_set_only_what_was_examined_is_read(saved, tmp_path):
+    shutil.copy(tmp_path / "other/train/dataset_info.json", saved)  # the library prefers this table of the folder
+    elsewhere = {"_data_files": [{"filename": "../other/train/data-00000-of-00001.arrow"}]}
+    state = json.loads((tmp_path / "other/train/state.json").read_text())
+    (saved / "state.json").write_text(json.dumps({**state, **elsewhere}))
+    assert load_saved(saved)["train"]["text"][:] == ["ours"] * 3
+    table = saved / "train/data-00000-of-00001.arrow"
+    table.unlink()
+    table.symlink_to("../../other/train/data-00000-of-00001.arrow")
+    rejects("leads out of", load_saved, saved)
+    (saved / "dataset_dict.json").unlink()
+    rejects("state.json: _data_files", load_saved, saved)
+    os.mkfifo(saved / "dataset_dict.json")
+    rejects("it is a pipe", load_saved, saved)
+
+
+def test_a_saved_column_whose_rows_name_files_is_left_out(tmp_path):
+    features = datasets.Features({"text": datasets.Value("string"), "shown": datasets.List(datasets.Image())})
+    rows = {"text": ["a"], "shown": [[{"path": "http://127.0.0.1:1/a.png", "bytes": b"x"}]]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "saved"))
+    assert load_saved(tmp_path / "saved")[:] == {"text": ["a"]}
+
+
 @pytest.fixture
 def described(tmp_path, monkeypatch):
     """A data set of the layout of the Hub, beside a private file, and a function that writes its description."""
@@ -455,7 +513,8 @@ def test_a_description_of_a_data_set_names_files_of_its_folder_only(described, c
         text = json.dumps(config).replace("SECRET", f"{tmp_path}/secret.csv").replace("SERVER", server.endpoint)
         folder = described(**json.loads(text))
         for read in (rows_of, documents_of):
-            rejects(r"its description \(README.md\) names '.*', which is not a file of this data set", read, folder)
+            described_so = r"its description \(README.md\) names '.*', which is not a file of this data set"
+            rejects(f"{described_so}|sub is a link that leads out of", read, folder)
         assert not server.requests
 
 
@@ -469,6 +528,66 @@ def test_a_data_set_is_read_from_its_folder_and_from_the_cache_of_the_hub(descri
     (snapshot / "a.csv").symlink_to("../../blobs/123")
     assert rows_of(snapshot) == documents_of(snapshot) == ["ours"]
     assert documents_of(folder, str(tmp_path / "secret.csv")) == ["private"]  # which the user typed
+
+
+def of_each_kind():
+    """A file name of each kind of data set that the library reads and we do not."""
+    kinds = {module: name for name, (module, _) in packaged_modules._EXTENSION_TO_MODULE.items()}
+    return {module: name for module, name in kinds.items() if module not in BUILDERS}
+
+
+def test_data_sets_of_other_kinds_are_rejected_before_they_are_read(described, tmp_path):
+    kinds = of_each_kind()
+    assert kinds.keys() >= {"webdataset", "imagefolder", "audiofolder", "xml", "hdf5", "lance"}
+    for kind, suffix in kinds.items():
+        folder = tmp_path / kind
+        folder.mkdir()
+        (folder / f"train{suffix}").write_bytes(b"x")
+        for read in (rows_of, documents_of):
+            rejects(f"is of the kind {kind}, which is not read here", read, folder)
+
+
+TYPES = {  # of the column text, in a form that a description can have
+    "image": {"dtype": "image"},
+    "audio": {"dtype": "audio"},
+    "a list": {"list": {"dtype": "image"}},
+    "an object": {"struct": [{"name": "a", "dtype": "image"}]},
+}
+
+
+@pytest.mark.parametrize("kind", [*TYPES, "dataset_infos.json", "a schema"])
+def test_no_type_of_a_column_opens_what_the_rows_name(described, tmp_path, kind):
+    with FakeHub() as server:
+        folder = described(data_files="a.csv")
+        (folder / "a.csv").write_text(f"text,label\n{server.endpoint}/a.png,x\n{tmp_path}/secret.csv,y\n")
+        info = {"features": {"text": {"_type": "Image"}, "label": {"dtype": "string", "_type": "Value"}}}
+        if kind == "a schema":
+            place = {"path": f"{server.endpoint}/a.png", "bytes": None}
+            stored = pa.array([place], pa.struct({"bytes": pa.binary(), "path": pa.string()}))
+            table = pa.table({"text": stored, "label": ["x"]})
+            table = table.replace_schema_metadata({"huggingface": json.dumps({"info": info})})
+            parquet.write_table(table, folder / "a.parquet")
+            described(data_files="a.parquet")
+        elif kind == "dataset_infos.json":
+            (folder / "README.md").unlink()
+            (folder / kind).write_text(json.dumps({"default": info}))
+        else:
+            features = [{"name": "text", **TYPES[kind]}, {"name": "label", "dtype": "string"}]
+            head = {"configs": [{"config_name": "default", "data_files": "a.csv"}]}
+            head["dataset_info"] = {"features": features}
+            (folder / "README.md").write_text(f"---\n{yaml.safe_dump(head)}---\n")
+        for read in (rows_of, documents_of):
+            rejects("column 'text' has the type (Image|Audio); only text", read, folder)
+        assert not server.requests
+
+
+def test_what_columns_usually_are_is_read(described):
+    types = {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["a", "b"])}
+    types |= {"tags": datasets.List(datasets.ClassLabel(names=["c"])), "more": {"x": datasets.Value("date32")}}
+    rows = {"text": ["ours"], "label": [1], "tags": [[0]], "more": [{"x": datetime.date(2026, 1, 2)}]}
+    folder = described(data_files="a.parquet")
+    datasets.Dataset.from_dict(rows, features=datasets.Features(types)).to_parquet(folder / "a.parquet")
+    assert rows_of(folder) == documents_of(folder) == ["ours"]
 
 
 def test_objects_whose_names_lead_out_of_a_folder_are_left_out(bucket, caplog):

@@ -125,15 +125,22 @@ def test_all_of_it_is_one_commit_and_nothing_private_goes_along(the_hub, finishe
 def test_links_of_a_run_from_elsewhere_lead_to_nothing_of_this_machine(run, tmp_path):
     secret = tmp_path / "id_rsa"
     secret.write_text('{"PRIVATE KEY": 1}')
-    for name in ("export/notes.txt", "export/README.md", "evaluation.json", "tensorboard/events.out.tfevents.1.h.1.0"):
+    shutil.rmtree(run / "tensorboard")
+    (run / "tensorboard").symlink_to(tmp_path)
+    (tmp_path / "events.out.tfevents.1.h.1.0").write_text("PRIVATE")
+    os.mkfifo(run / "export/pipe.txt")
+    for name in ("export/notes.txt", "export/README.md"):
         (run / name).unlink(missing_ok=True)
         (run / name).symlink_to(secret)
     files = hub.gathered(run, "demo")
     contents = [content if isinstance(content, bytes) else content.read_bytes() for content in files.values()]
     assert not [content for content in contents if b"PRIVATE" in content]
-    assert "model.safetensors" in files and "evaluation.json" not in files
+    assert "model.safetensors" in files and not {"pipe.txt", "notes.txt"} & files.keys()
     card_text = files["README.md"]
     assert isinstance(card_text, bytes) and b"# demo" in card_text  # made anew
+    (run / "evaluation.json").unlink()
+    (run / "evaluation.json").symlink_to(secret)
+    rejects("evaluation.json is a link that leads out of .*demo", hub.gathered, run, "demo")
 
 
 def test_pushed_again_the_card_names_where_it_is_and_keeps_what_its_author_wrote(the_hub, run):

@@ -41,7 +41,7 @@ def test_metrics_have_the_fields_that_outside_tools_read(finished):
 def test_the_run_folder_is_as_the_readme_draws_it(finished):
     result = {path.name for path in finished.iterdir()}
     files = {"config.yaml", "environment.json", "metrics.jsonl", "outcome.json", "samples.json"}
-    assert result == files | {"checkpoints", "tensorboard", "log", "export", "lease"}
+    assert result == files | {"checkpoints", "tensorboard", "log", "model", "export", "lease"}
     environment = json.loads((finished / "environment.json").read_text())
     assert environment["plan"]["total_steps"] == 6
     assert environment["versions"]["torch"] == torch.__version__.split("+")[0]

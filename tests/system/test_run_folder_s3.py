@@ -113,7 +113,13 @@ def test_a_machine_that_vanishes_while_it_saves_is_followed_by_another(
     assert b"step 6/6" in bucket.get("run/log/rank_0000.txt")
     assert json.loads(bucket.get("run/lease/00000002.json"))["released"]
     files = {"config.yaml", "environment.json", "metrics.jsonl", "outcome.json", "samples.json"}
-    assert {key.split("/")[1] for key in bucket.keys("run/")} == files | {"checkpoints", "export", "lease", "log"}
+    assert {key.split("/")[1] for key in bucket.keys("run/")} == files | {
+        "checkpoints",
+        "export",
+        "lease",
+        "log",
+        "model",
+    }
 
 
 def test_the_metrics_go_before_the_manifest_and_requests_are_few(bucket, prepared, monkeypatch):

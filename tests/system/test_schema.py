@@ -1,7 +1,9 @@
 """Files that others may have written: no name leads out of its folder, and what cannot be is rejected in one line."""
 
 import json
+import os
 import shutil
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from hostile import EVIL_NAMES, changed, names, quick
 from hypothesis import given
 from hypothesis import strategies as st
+from rejections import rejects
 from running import train_config
 from safetensors.numpy import save
 from streaming import upload
@@ -16,9 +19,11 @@ from streaming import upload
 from train.checkpoints.manifest import Damaged, Manifest, OtherVersion
 from train.config import InputError
 from train.data.shards.format import ShardSet, map_tensors, parse_manifest, read_manifest
+from train.run.saved import read_config
 from train.system.checksums import sealed
 from train.system.folders import LocalFolder, canonical_json, sha256_bytes
-from train.system.schema import BadContent, FileName, RelativePath, is_inside
+from train.system.foreign import MOST_BYTES, open_inside
+from train.system.schema import BadContent, FileName, RelativePath
 from train.tasks import build_task
 from train.tools import shards as shards_tool
 
@@ -68,12 +73,69 @@ def test_a_local_folder_neither_reads_nor_writes_nor_removes_beside_itself(tmp_p
     assert not victim.exists()
 
 
-def test_a_link_that_leads_out_is_not_inside(tmp_path):
+@pytest.fixture
+def folder(tmp_path):
+    """A folder that somebody has put together, beside a private file."""
+    (tmp_path / "secret").write_text("{}")
     (tmp_path / "run").mkdir()
-    (tmp_path / "secret").write_text("")
-    (tmp_path / "run" / "link").symlink_to(tmp_path / "secret")
-    assert is_inside(tmp_path / "run" / "file", tmp_path / "run")
-    assert not is_inside(tmp_path / "run" / "link", tmp_path / "run")
+    return tmp_path / "run"
+
+
+def bound_socket(path):
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind(os.path.relpath(path))  # the length of its name is limited
+
+
+NOT_READ = {
+    "a link out": (lambda path: path.symlink_to("../secret"), "is a link that leads out of"),
+    "a link to a device": (lambda path: path.symlink_to("/dev/zero"), "it is a device"),
+    "a pipe": (os.mkfifo, "it is a pipe"),
+    "a socket": (bound_socket, "it is a socket"),
+    "a folder": (Path.mkdir, "it is a folder"),
+    "a large file": (lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), MOST_BYTES + 1), "more than"),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_READ)
+def test_only_regular_files_of_a_folder_are_read(folder, kind):
+    make, says = NOT_READ[kind]
+    make(folder / "config.yaml")
+    rejects(says, LocalFolder(folder).read, "config.yaml")
+    rejects(says, read_config, LocalFolder(folder))
+    if kind == "a link out":
+        rejects(says, LocalFolder(folder).open, "config.yaml")
+
+
+def test_links_inside_a_folder_and_to_blobs_of_the_hubs_cache_are_read(tmp_path, folder):
+    (folder / "a").write_text("a")
+    (folder / "link").symlink_to("a")
+    (tmp_path / "snapshots/1").mkdir(parents=True)
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs/2").write_text("b")
+    (tmp_path / "snapshots/1/link").symlink_to("../../blobs/2")
+    (tmp_path / "to_run").symlink_to("run")  # a path that the user typed
+    places = (folder, tmp_path / "snapshots/1", tmp_path / "to_run")
+    assert [LocalFolder(place).read("link") for place in places] == [b"a", b"b", b"a"]
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk/a").write_text("c")
+    (folder / "checkpoints").symlink_to("../disk")
+    assert LocalFolder(folder).read("checkpoints/a") == b"c"
+    (tmp_path / "disk/b").symlink_to("../secret")
+    rejects("leads out of", LocalFolder(folder).read, "checkpoints/b")
+
+
+@pytest.mark.parametrize(("exchange", "says"), [(os.mkfifo, "a pipe"), (NOT_READ["a link out"][0], "leads out of")])
+def test_a_file_is_examined_again_once_it_is_open(folder, monkeypatch, exchange, says):
+    (folder / "config.yaml").write_text("{}")
+    opens = os.open
+
+    def late(path, *args):
+        (folder / "config.yaml").unlink()
+        exchange(folder / "config.yaml")
+        return opens(path, *args)
+
+    monkeypatch.setattr(os, "open", late)
+    rejects(says, open_inside, folder / "config.yaml", folder)
 
 
 # ---- manifests of data ---------------------------------------------------------------------------------------------

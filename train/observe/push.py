@@ -22,9 +22,9 @@ from train.observe import card
 from train.observe.lines import read_lines
 from train.system import machine
 from train.system.folders import LocalFolder, is_s3, local_path, make_folder
+from train.system.foreign import is_inside
 from train.system.launched import launched
 from train.system.run_folder import RunFolder
-from train.system.foreign import is_inside
 from train.system.schema import is_path
 
 if TYPE_CHECKING:

@@ -32,13 +32,19 @@ from train.tasks import TASKS
 # The settings of another run that apply to its model, besides those of its task. No other setting is taken over:
 # none of these names a file, a server or code.
 OF_RUN = ("seed", "seq_len", "global_batch_size", "micro_batch_size", "eval_batch_size", "eval_examples")
-OF_ROWS = ("format", "columns", "labels", "label_map", "lengths", "delimiter", "quote", "escape", "header", "encoding")
-OF_ROWS += ("label_separator", "max_bad_rows")  # how rows are read
+HOW_ROWS_ARE_READ = (
+    *("label_map", "label_separator", "delimiter", "quote", "escape", "header", "encoding"),
+    "max_bad_rows",
+)
+OF_ROWS = ("format", "columns", "labels", "lengths", *HOW_ROWS_ARE_READ)
 OF_BACKEND = ("name", "precision", "norms", "compile")
 OF_INSTANCE = ("name", "device", "device_tflops_bf16", "device_tflops_fp32")
 # The data that a run was trained on. Only an evaluation for which the user names no data opens it.
-DATA = ("path", "name", "revision", "train", "validation", "more_validation", "validation_fraction")
-DATA += ("max_validation_examples",)
+WHERE = ("path", "name", "revision")
+DATA = (
+    *WHERE,
+    *("train", "validation", "more_validation", "validation_fraction", "max_validation_examples"),
+)
 
 
 def read_config(folder: Folder) -> TrainConfig:
@@ -64,7 +70,7 @@ def read_config(folder: Folder) -> TrainConfig:
 def read_data(folder: Folder) -> dict[str, Any]:
     """Return the data settings of a run, by name: where its data is and which rows it evaluates. Nothing is opened."""
     data = whole_config(folder).data
-    return listed(data, DATA if isinstance(data, RecordsConfig) else DATA[:1])
+    return listed(data, DATA if isinstance(data, RecordsConfig) else WHERE[:1])
 
 
 def listed(section: Any, names: tuple[str, ...]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
-from train.config import InputError, NotPermitted, S3Config, check, check_printable
+from train.config import InputError, NotPermitted, S3Config, check_printable
 from train.system.atomic_io import create_atomic, discard, is_temporary, make_alike, open_whole, write_atomic
 from train.system.foreign import open_inside, read_whole
 from train.system.schema import Head, RelativePath
@@ -120,6 +120,8 @@ class LocalFolder:
     def open(self, name: str) -> BinaryIO:
         path = self.at(name)
         with disk_errors("read", path):
+            if not path.is_file():  # a pipe counts as missing: reading it could block forever
+                raise FileNotFoundError(path)
             return open_inside(path, self.root_of(name))
 
     def write(self, name: str, content: bytes) -> None:

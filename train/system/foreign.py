@@ -52,8 +52,9 @@ def check_size(name: object, num_bytes: int, most: int = MOST_BYTES) -> None:
 
 
 def check_regular(path: Path, status: os.stat_result) -> None:
-    kind = "folder" if stat.S_ISDIR(status.st_mode) else "pipe, socket or device"
-    check(stat.S_ISREG(status.st_mode), f"{path} is not a regular file but a {kind}, which is not read")
+    kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
+    kind = kinds.get(stat.S_IFMT(status.st_mode), "device")
+    check(stat.S_ISREG(status.st_mode), f"cannot read {path}: it is a {kind}, not a regular file")
 
 
 def is_inside(path: Path, root: Path) -> bool:
@@ -65,7 +66,10 @@ def is_inside(path: Path, root: Path) -> bool:
 
 
 def check_inside(path: Path, root: Path) -> None:
-    check(is_inside(path, root), f"{path} is a link that leads out of {root}, so it is not read; put the file there")
+    check(
+        is_inside(path, root),
+        f"{path} is a link that leads out of {root}, so it is not read; put the file itself there, or name it",
+    )
 
 
 def check_folder(folder: Path, root: Path | None = None) -> None:

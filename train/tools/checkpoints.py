@@ -157,7 +157,7 @@ def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Conf
     try:
         settings = chosen_at(step, store.look_at_all()[0])
         export_step(path, store.manifest(step), cfg, target, run=folder, chosen=settings)
-    except BaseException as error:
+    except BaseException:
         for made in target.iterdir() if existed else [target]:  # the next export needs an empty folder
             discard(made)
         raise
@@ -215,7 +215,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     exporting.add_argument(
         "--step", type=int, default=None, help="step to write (default: the best, or the newest if none was evaluated)"
     )
-    exporting.add_argument("--data", default=None, metavar="LOCATION", help="location of the prepared data, if RUN has no model/ folder")
+    exporting.add_argument(
+        "--data", default=None, metavar="LOCATION", help="location of the prepared data, if RUN has no model/ folder"
+    )
     return run_flags(parser, arguments, look)
 
 

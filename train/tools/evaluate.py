@@ -22,10 +22,10 @@ from omegaconf import OmegaConf
 from train.checkpoints.manifest import chosen_at
 from train.config import Failure, RecordsConfig, S3Config, TrainConfig, check, shortlist
 from train.run import compose as cli
-from train.run.names import LABELS, TABLES
 from train.run.command import printable
+from train.run.names import LABELS, TABLES
 from train.run.rejection import inform_others
-from train.run.saved import read_data
+from train.run.saved import HOW_ROWS_ARE_READ, WHERE, read_data
 from train.system import rank_setup
 from train.system.exported import is_outdated, marked, saved_steps
 from train.system.folders import Folder
@@ -44,8 +44,7 @@ logger = logging.getLogger("train")
 BATCH_SIZE = 32  # sequences per rank, if the model is not a run
 FIXED = ["run_dir=runs/evaluate", "max_steps=1", "micro_batch_size=1", "model=any"]  # required keys without effect
 NEW_DATA = {"data", "data.path", "data.validation"}  # keys that replace the run's rows with new ones
-# What is read of a run's data settings: always, if the user names no new rows, and if rows were held out of the data.
-HOW_ROWS_ARE_READ = ("label_map", "label_separator", "delimiter", "quote", "escape", "header", "encoding", "max_bad_rows")
+# The run's settings for its validation rows, unless the user names new ones, and for rows that were held out.
 OWN_ROWS = ("validation", "more_validation", "max_validation_examples")
 HELD_OUT = ("train", "validation_fraction")
 
@@ -152,7 +151,7 @@ def settings_of_run(
     if not is_new:
         yield "eval_examples", cfg.eval_examples
     own = read_data(run)
-    names = [] if "data.path" in typed else [key for key in ("path", "name", "revision") if key in own]
+    names: list[str] = [] if "data.path" in typed else [key for key in WHERE if key in own]
     if names and launched().rank == 0:
         where = f"{printable(run.location)}/config.yaml names data.path={printable(str(own['path']))}"
         print(f"{where}, which is read; data.path=... reads other data", file=sys.stderr, flush=True)

@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from train.config import InputError, check
 from train.data.files.errors import naming
+from train.system.foreign import open_inside
 
 LONGEST_LINE_CHARS = 2**27  # a longer line is rejected: a gzip file of a megabyte can contain a line of a gigabyte
 MAX_LINE_CHARS = 2**20  # a longer line of plain text is read in stretches, so that memory and time are bounded
@@ -47,7 +48,7 @@ def open_text(
     with (
         naming(f"{path} cannot be read", (OSError, EOFError, zlib.error)),
         naming(f"{path} cannot be read", (UnicodeError,), f"; is {key} right?"),
-        path.open("rb") as raw,
+        open_inside(path) as raw,
         io.TextIOWrapper(
             window(raw, path, first, last),
             encoding="utf-8-sig" if is_utf8 and first == 0 else encoding,  # utf-8-sig drops a byte order mark

@@ -33,7 +33,7 @@ from train.data.records.sources import (
     split_names,
 )
 from train.system.folders import is_s3, local_path, sha256_json
-from train.system.foreign import check_folder, read_whole
+from train.system.foreign import check_folder, open_inside, read_whole
 from train.system.schema import BadContent, FileName, of_type, read_object
 
 PARQUET_START = b"PAR1"
@@ -116,7 +116,7 @@ def format_of(path: Path, name: str, cfg: RecordsConfig) -> str:
     """Return a file's format, one of FILE_FORMATS. `data.format`, the suffix or, for .json, the content decides."""
     # Parquet is recognised whatever the settings are: read as text, it would have no rows.
     check(path.is_file(), f"{name} is {NO_FILE}")
-    with naming(f"{name} cannot be read", (OSError,)), path.open("rb") as file:
+    with naming(f"{name} cannot be read", (OSError,)), open_inside(path) as file:
         if file.read(len(PARQUET_START)) == PARQUET_START:
             return "parquet"
     if cfg.format in FILE_FORMATS:
@@ -297,7 +297,7 @@ def load_saved(folder: Path, name: str | None = None) -> Any:
 
 
 def load_split(folder: Path) -> datasets.Dataset:
-    """Return one table that `save_to_disk` wrote. Its index lists its files, which are examined before they are read."""
+    """Return one table that `save_to_disk` wrote. The files that its index lists are examined before they are read."""
     files = listed(folder / STATE_FILE, "_data_files", list[dict[str, FileName]])
     check_folder(folder)
     missing = [name for file in files for name in file.values() if not (folder / name).exists()]

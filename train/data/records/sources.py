@@ -17,7 +17,7 @@ from datasets.exceptions import DatasetsError
 from train.config import InputError, RecordsConfig, S3Config, check, shortlist
 from train.data.files.data_sets import open_builder
 from train.data.files.errors import LIBRARY_ERRORS, naming
-from train.data.files.find import matching, walk
+from train.data.files.find import check_links, matching, walk
 from train.system.folders import LocalFolder, at_once, is_s3, local_path, sha256_json
 from train.system.hub_access import asking_hub, is_at_hub, why_missing
 from train.system.schema import Head, RelativePath, checked
@@ -154,7 +154,12 @@ def find(location: str, key: str, pattern: str | None, s3: S3Config) -> list[Fil
             return [root / only_one(location, key, names)]
         pattern = str(local_path(pattern))
         exact = root / pattern  # a file's name may contain characters that are special in globs
-        paths = [exact] if exact.is_file() else matching(str(Path(glob.escape(str(root)), pattern)))
+        # What is in a folder that the user named may lead nowhere else; a path that the user typed may.
+        is_typed = local_path(location).is_file() or Path(pattern).is_absolute() or ".." in Path(pattern).parts
+        if exact.is_file():
+            check_links([exact], None if is_typed else root)
+            return [exact]
+        paths = matching(str(Path(glob.escape(str(root)), pattern)), None if is_typed else root)
     check(bool(paths), f"{key}={pattern}: there is no file {exact}")
     return list(paths)
 

@@ -85,7 +85,7 @@ class PyDocs:
         only = "corpus=pydocs is one corpus without a validation part: leave out corpus.weights and corpus.validation"
         check(cfg.weights is None and cfg.validation is None, only)
         self.root = Path(sysconfig.get_path("stdlib"))
-        found = walk(self.root, SKIPPED_STDLIB)
+        found = walk(self.root, SKIPPED_STDLIB, may_lead_out=True)  # a distribution's own links
         self.modules = [path for path in found if path.suffix == ".py" and path.is_file()]  # links may lead nowhere
         check(bool(self.modules), f"corpus.kind=pydocs finds no sources in {self.root}; choose another corpus")
 
