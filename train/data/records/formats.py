@@ -256,8 +256,12 @@ def class_names(features: datasets.Features) -> dict[str, list[str]]:
 
 
 def numbered(batches: Any, where: str) -> Iterator[LocatedRow]:
-    rows = (row for batch in batches for row in batch.to_pylist())
-    return ((f"{where}, row {number}", row) for number, row in enumerate(rows, 1))
+    number = 0
+    for batch in batches:
+        batch.validate(full=True)  # Arrow does not check offsets while it reads, and a wrong one ends the process
+        for row in batch.to_pylist():
+            number += 1
+            yield f"{where}, row {number}", row
 
 
 def local_copy(file: File, scratch: Path) -> Path:
