@@ -41,7 +41,8 @@ from train.config import (
     to_dict,
 )
 from train.data.files.data_sets import BUILDERS
-from train.data.records.formats import load_hub, load_saved
+from train.data.records.formats import dataset_table, load_hub, load_saved, parquet_table
+from train.data.text import tokenizer as tokenizers
 from train.data.text.corpus import open_corpus
 from train.data.text.tokenizer import load_tokenizer
 from train.models.encoder import model_config, without_weights
@@ -184,6 +185,23 @@ def test_a_model_of_someone_is_rejected_in_one_line_before_transformers_sees_it(
     assert predict.main([str(model), *ASK]) == 2
     errors = capfd.readouterr().err
     assert says in errors and errors.count("\n") == 1
+
+
+def pattern(regex):
+    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Removed", "invert": False}
+
+
+def test_a_regular_expression_of_a_tokenizer_may_not_take_for_ever(model, monkeypatch, capfd):
+    monkeypatch.setattr(tokenizers, "TRIAL_S", 0.01)  # as if the trial took long
+    assert predict.main([str(model), *ASK]) == 2
+    assert "its tokenizer.json takes more than 0.01 s to read a trial text" in capfd.readouterr().err
+    monkeypatch.undo()
+    edit(model / "tokenizer.json", pre_tokenizer=pattern("(a+)+$"))
+    assert predict.main([str(model), *ASK]) == 2
+    assert "retry-limit-in-match" in capfd.readouterr().err
+    edit(model / "tokenizer.json", pre_tokenizer=pattern("(q+)+$"))  # the trial has none of these
+    assert predict.main([str(model), "--text", "q" * 60 + "!", *ASK[2:]]) == 1
+    assert capfd.readouterr().err.splitlines()[-1].startswith("error: the tokenizer cannot read a text: Onig: ")
 
 
 def test_a_vocabulary_names_no_numbers_far_behind_its_end(model):
@@ -579,6 +597,27 @@ def test_no_type_of_a_column_opens_what_the_rows_name(described, tmp_path, kind)
         for read in (rows_of, documents_of):
             rejects("column 'text' has the type (Image|Audio); only text", read, folder)
         assert not server.requests
+
+
+def test_a_table_of_arrow_whose_offsets_lead_out_of_it_is_rejected(tmp_path):
+    rows = [f"{number:4}" for number in range(99)]
+    datasets.Dataset.from_dict({"text": rows}).save_to_disk(str(tmp_path / "saved"))
+    (path,) = (tmp_path / "saved").glob("*.arrow")
+    good, end = path.read_bytes(), struct.pack("<2i", 4 * 98, 4 * 99)
+    assert good.count(end) == 1
+    path.write_bytes(good.replace(end, struct.pack("<2i", 4 * 98, 2**30)))  # without a check, reading ends the process
+    table = dataset_table(load_saved(tmp_path / "saved"), "it", ["text"])
+    rejects("it cannot be read completely: ", list, table.rows())
+
+
+NO_FEATURES = ["[]", '{"info": {"features": "x"}}', '{"info": {"features": {"a": {"_type": "Value"}}}}']
+
+
+@pytest.mark.parametrize("described_as", NO_FEATURES)
+def test_a_schema_that_describes_its_columns_wrongly_is_one_line(tmp_path, described_as):
+    table = pa.table({"a": ["x"]}).replace_schema_metadata({"huggingface": described_as})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    rejects("cannot be read as Parquet", parquet_table, tmp_path / "a.parquet", "a.parquet", ["a"])
 
 
 def test_what_columns_usually_are_is_read(described):

@@ -117,7 +117,7 @@ def test_rows_of_any_kind_are_the_same_rows(given: Any, rows: list[Any]) -> None
         (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), "JSON: Dataset is neither text nor number$"),
         ([{"text": object()}], "^a row cannot be written as JSON: object is neither text nor number$"),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_what_is_no_rows_is_rejected_before_a_process_starts(given: Any, message: str) -> None:
     rejects(message, api.predict, "run", given)

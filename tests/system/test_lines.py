@@ -10,6 +10,7 @@ import sys
 import threading
 
 import pytest
+from rejections import rejects
 from running import train_here
 
 from launch.run_progress import TAIL_BYTES, read_progress
@@ -254,3 +255,10 @@ def test_the_end_is_recorded_once_the_disk_is_back_and_a_lost_folder_is_left_alo
     folder.lines.kept += b"late\n"
     folder.outcome(Outcome("failed", "x", "x", 4, 4, goes_on=False))
     assert folder.last_outcome()["step"] == 3 and folder.metrics.read_bytes() == b"{}\n"
+
+
+def test_a_line_without_an_end_is_not_read_as_a_whole(folder):
+    folder.metrics.touch()
+    os.truncate(folder.metrics, 2**40)  # it takes no space on the disk
+    rejects("a line of metrics.jsonl has more than", list, read_lines(folder.local))
+    rejects("a line has more than", list, read_back(folder.local))

@@ -184,6 +184,10 @@ def guarded(
             whose = imported.blamed(error) or "this is a bug, please report it"
             line = f"error: {type(error).__name__}: {error}; {whose}"
             code = FAILED
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of a library in Rust; it derives from no other exception
+            raise
+        line, code = f"error: the tokenizer cannot read a text: {error}; choose another tokenizer", FAILED
     if line:
         # Standard error may be closed, or on a full disk.
         with suppress(OSError, ValueError), first_to("report") as is_first:

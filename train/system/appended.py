@@ -22,11 +22,13 @@ from typing import BinaryIO
 from train.config import InputError
 from train.system.atomic_io import open_alike, open_whole
 from train.system.folders import Folder
+from train.system.foreign import check_size
 from train.system.schema import BadContent, FileName, of_type, read_object
 
 PART_BYTES = 2**18  # size of a part, and the most that a save uploads, unless more was written since the previous save
 MAX_PARTS = 10**6  # maximum number of parts, whose names fit in memory
 BLOCK_BYTES = 2**16  # bytes read at a time when reading backwards
+MOST_LINE_BYTES = 2**24  # a usual line has some hundred bytes
 MARK = b'{"kind": "parts", '
 
 
@@ -88,8 +90,15 @@ def rows(folder: Folder, name: str) -> Iterator[bytes]:
     with folder.open(name) as newest:
         for part in read_head(newest, f"{folder.location}/{name}").names(name):
             with open_part(folder, part) as file:
-                yield from (row.rstrip(b"\n") for row in file)
-        yield from (row.rstrip(b"\n") for row in newest)
+                yield from whole_lines(file, name)
+        yield from whole_lines(newest, name)
+
+
+def whole_lines(file: BinaryIO, name: str) -> Iterator[bytes]:
+    """Yield lines without their ends. Raises InputError if one is too long, without reading all of it."""
+    while line := file.readline(MOST_LINE_BYTES + 1):
+        check_size(f"a line of {name}", len(line), MOST_LINE_BYTES)
+        yield line.rstrip(b"\n")
 
 
 def rows_back(folder: Folder, name: str) -> Iterator[bytes]:
@@ -115,6 +124,7 @@ def back(file: BinaryIO, first: int) -> Iterator[bytes]:
             yield from reversed(whole[:-1])
             pieces = []
         pieces.append(piece)
+        check_size("a line", len(pieces) * BLOCK_BYTES, MOST_LINE_BYTES)
         end = begin
     yield b"".join(reversed(pieces))
 

@@ -48,7 +48,7 @@ def read_whole(path: Path, root: Path | None = None, most: int = MOST_BYTES) -> 
 
 
 def check_size(name: object, num_bytes: int, most: int = MOST_BYTES) -> None:
-    check(num_bytes <= most, f"{name} has more than {most:,} bytes, the limit for a file that is read as a whole")
+    check(num_bytes <= most, f"{name} has more than {most:,} bytes, the limit for what is read as a whole")
 
 
 def check_regular(path: Path, status: os.stat_result) -> None:

@@ -142,7 +142,7 @@ def open_parquet(path: Path, name: object = None) -> Iterator[Any]:
     import pyarrow.parquet  # imported here: importing is slow, and few runs need it
 
     with (
-        naming(f"{name or path} cannot be read as Parquet", LIBRARY_ERRORS),
+        naming(f"{name or path} cannot be read as Parquet", (*LIBRARY_ERRORS, pyarrow.ArrowException)),
         pyarrow.parquet.ParquetFile(path, buffer_size=BUFFER_BYTES) as file,
     ):
         yield file

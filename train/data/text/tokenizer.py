@@ -50,9 +50,9 @@ FILES = [
 ]  # the files to fetch from the Hub
 PIECES = ("tokenizer.json", "vocab*", "*.model")
 ANY_FAST = "PreTrainedTokenizerFast"  # the class name that transformers 4 writes for any model's tokenizer.json
-# The trial loads a tokenizer.json, and encodes text of all scripts with it. If its tables are damaged, the library's
-# Rust code panics or ends the process, which `except` cannot catch. Every 97th character of CJK, of Hangul and of the
-# ranges after them is enough.
+# The trial loads a tokenizer.json, and encodes text of all scripts and repeated characters with it. If its tables are
+# damaged, the library's Rust code panics or ends the process, which `except` cannot catch. Every 97th character of CJK,
+# of Hangul and of the ranges after them is enough.
 TRIAL = """
 import sys
 sys.path[:] = sys.argv[2:]
@@ -64,7 +64,10 @@ tokenizer.no_padding()
 alphabets = range(0x3400), range(0xF900, 0x10000), range(0x1D000, 0x20000)
 text = "".join(map(chr, chain(*alphabets, range(0x3400, 0xD800, 97), range(0x20000, 0x110000, 97))))
 tokenizer.decode(tokenizer.encode("a b " + text).ids)
+for piece in ("a", "1", " ", "a1", "a ", "\\n", "a.", "-"):
+    tokenizer.encode(piece * 4000 + "!")
 """
+TRIAL_S = 120  # a usual one takes a second; a regular expression may need time that grows exponentially with the text
 MOST_IDS = 2  # maximum ratio of ids to pieces; it is above 1 because some vocabularies skip ids
 TRAINER_BYTES = 20  # bytes of memory per byte of text that sentencepiece reads; 19 measured (benchmarks/notes.md)
 MAX_LINE_BYTES = 4000  # sentencepiece drops longer lines (its limit is 4192), so they are cut at a space
@@ -264,7 +267,11 @@ def tokenizer_config(source: str, folder: Path) -> PreTrainedConfig:
 def try_tokenizer(folder: Path) -> None:
     """Try a folder's tokenizer.json in a new process, which a bad file may crash. Raises InputError if that fails."""
     command = [sys.executable, "-I", "-c", TRIAL, str(folder / "tokenizer.json"), *sys.path]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=TRIAL_S)
+    except subprocess.TimeoutExpired:
+        slow = f"its tokenizer.json takes more than {TRIAL_S} s to read a trial text"
+        raise InputError(f"tokenizer {folder} cannot be used: {slow}; choose another tokenizer") from None
     if done.returncode != 0:
         why = (done.stderr.strip().splitlines() or [f"it ended a process with code {done.returncode}"])[-1]
         raise InputError(f"tokenizer {folder} cannot be loaded: its tokenizer.json is damaged ({why})")
