@@ -363,7 +363,18 @@ def test_the_settings_of_a_saved_backend_are_those_of_its_name(tmp_path):
 
 
 OBJECT = "!!python/object/apply:os.system [x]"
-NO_CONFIGURATION = ["", "[]", "a: &a [*a]", OBJECT, "s3: 5", "\0", "task: 1", "a: 2001-99-99", "a: " + "[" * 5000]
+NO_CONFIGURATION = [
+    "",
+    "[]",
+    "a: &a [*a]",
+    OBJECT,
+    "s3: 5",
+    "\0",
+    "task: 1",
+    "a: 2001-99-99",
+    "a: " + "[" * 5000,
+    "#" * (2**22 + 1),
+]
 
 
 @pytest.mark.parametrize("content", NO_CONFIGURATION, ids=lambda content: ascii(content)[:30])
@@ -465,6 +476,9 @@ def test_of_a_saved_data_set_only_what_was_examined_is_read(saved, tmp_path):
     table = saved / "train/data-00000-of-00001.arrow"
     table.unlink()
     table.symlink_to("../../other/train/data-00000-of-00001.arrow")
+    rejects("leads out of", load_saved, saved)
+    shutil.rmtree(saved / "train")
+    (saved / "train").symlink_to("../other/train")
     rejects("leads out of", load_saved, saved)
     (saved / "dataset_dict.json").unlink()
     rejects("state.json: _data_files", load_saved, saved)

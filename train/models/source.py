@@ -21,6 +21,7 @@ from train.data.text.tokenizer import check_same_vocabulary, load_tokenizer
 from train.system.atomic_io import made_once
 from train.system.exported import is_outdated, saved_steps
 from train.system.folders import Folder, LocalFolder, is_s3, local_path, make_folder, open_folder, sha256_json
+from train.system.foreign import check_inside
 from train.system.hub_access import hub_or_path, is_at_hub
 from train.system.imported import flags
 from train.system.launched import launched
@@ -83,6 +84,7 @@ def located(key: str, location: str, s3: S3Config, cache: Path, *, needs: str) -
 def local_copy(folder: Folder, prefix: str, cache: Path) -> str:
     """Return the path of a subfolder, or of its copy in the cache if the folder is in S3."""
     if isinstance(folder, LocalFolder):
+        check_inside(folder.path / prefix, folder.path)
         return str(folder.path / prefix)
     listed = folder.listing(prefix).items()
     tags = {name: head.version for name, head in listed if "/" not in name.removeprefix(prefix)}

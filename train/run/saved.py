@@ -24,7 +24,6 @@ from train.parallel.optimizers import OPTIMIZERS
 from train.run import compose as cli
 from train.system import imported
 from train.system.folders import Folder
-from train.system.foreign import MOST_SETTINGS_BYTES, check_size
 from train.system.identity import find_identity
 from train.system.schema import BadContent, read_yaml
 from train.tasks import TASKS
@@ -81,9 +80,7 @@ def whole_config(folder: Folder) -> TrainConfig:
     """Return the configuration as it was written. Raises InputError if it is not one of this version."""
     config_path = f"{folder.location}/config.yaml"
     try:
-        content = folder.read("config.yaml")
-        check_size(config_path, len(content), MOST_SETTINGS_BYTES)
-        plain = read_yaml(content)
+        plain = read_yaml(folder.read("config.yaml"))
         is_plain = "${" not in json.dumps(plain)
         check(is_plain, f"{config_path} has a reference ${{...}}: references in a run's file are not resolved")
         saved = OmegaConf.create(plain)

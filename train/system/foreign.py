@@ -14,7 +14,6 @@ from typing import BinaryIO
 from train.config import check
 
 MOST_BYTES = 2**27  # of a file read as a whole: the largest tokenizer.json and the manifest of 100,000 shards fit
-MOST_SETTINGS_BYTES = 2**22  # of YAML, whose parser takes about ten seconds for this much
 FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK  # a pipe in place of the file does not block
 
 

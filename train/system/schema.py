@@ -20,6 +20,7 @@ from train.config import InputError
 MAX_NAME_BYTES = 200  # file systems allow 255; temporary names add up to 54 bytes
 MAX_PATH_BYTES = 1000  # S3 allows 1024 for a key
 MAX_COUNT = 2**63 - 1
+MAX_YAML_BYTES = 2**22  # the parser needs about a minute for this much
 SHOWN_CHARS = 80  # characters of a value that an error shows
 
 T = TypeVar("T")
@@ -118,7 +119,9 @@ class PlainLoader(yaml.SafeLoader):
 
 
 def read_yaml(content: bytes) -> Any:
-    """Return the plain values of a YAML file. Raises BadContent if it is invalid."""
+    """Return the plain values of a YAML file. Raises BadContent if it is invalid, or too long for the parser."""
+    if len(content) > MAX_YAML_BYTES:
+        raise BadContent(f"it has more than {MAX_YAML_BYTES:,} bytes")
     try:
         return PlainLoader(content).get_single_data()
     except BadContent:

@@ -295,15 +295,15 @@ def load_saved(folder: Path, name: str | None = None) -> Any:
     with naming(f"{name or folder} cannot be read as a saved data set", LIBRARY_ERRORS):
         index = folder / SPLITS_FILE
         if not index.exists():
-            return load_split(folder)
-        splits = listed(index, "splits", list[FileName])
-        return datasets.DatasetDict({split: load_split(folder / split) for split in splits})
+            return load_split(folder, folder)
+        splits = listed(index, folder, "splits", list[FileName])
+        return datasets.DatasetDict({split: load_split(folder / split, folder) for split in splits})
 
 
-def load_split(folder: Path) -> datasets.Dataset:
+def load_split(folder: Path, root: Path) -> datasets.Dataset:
     """Return one table that `save_to_disk` wrote. The files that its index lists are examined before they are read."""
-    files = listed(folder / STATE_FILE, "_data_files", list[dict[str, FileName]])
-    check_folder(folder)
+    files = listed(folder / STATE_FILE, root, "_data_files", list[dict[str, FileName]])
+    check_folder(folder, root)
     missing = [name for file in files for name in file.values() if not (folder / name).exists()]
     check(not missing, f"{folder / STATE_FILE} names {shortlist(missing, 1)}, which does not exist")
     try:
@@ -314,9 +314,9 @@ def load_split(folder: Path) -> datasets.Dataset:
     return dataset if len(plain) == len(dataset.features) else dataset.select_columns(plain)
 
 
-def listed(path: Path, key: str, hint: Any) -> Any:
+def listed(path: Path, root: Path, key: str, hint: Any) -> Any:
     try:
-        return of_type(hint, read_object(read_whole(path, path.parent)).get(key), key)
+        return of_type(hint, read_object(read_whole(path, root)).get(key), key)
     except BadContent as error:
         raise BadContent(f"{path}: {error}") from None
 
