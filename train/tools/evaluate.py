@@ -151,7 +151,7 @@ def settings_of_run(
     if not is_new:
         yield "eval_examples", cfg.eval_examples
     own = read_data(run)
-    names: list[str] = [] if "data.path" in typed else [key for key in WHERE if key in own]
+    names: list[str] = [] if {"data", "data.path"} & typed.keys() else [key for key in WHERE if key in own]
     if names and launched().rank == 0:
         where = f"{printable(run.location)}/config.yaml names data.path={printable(str(own['path']))}"
         print(f"{where}, which is read; data.path=... reads other data", file=sys.stderr, flush=True)
