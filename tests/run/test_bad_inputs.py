@@ -216,7 +216,6 @@ FLAGS = [
     ("doctor", "--machines \u00b2", "--machines: \u00b2 must be a whole number"),  # a digit, by Unicode
     ("doctor", "--ranks-per-machine -1", "--ranks-per-machine"),
     ("doctor", "nosuch", "nosuch"),
-    ("doctor", "explain", "text"),
     ("shards", "", "command"),
     ("shards", "ls", "LOCATION"),
     ("shards", "ls nosuch", "nosuch"),

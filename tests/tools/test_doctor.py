@@ -1,11 +1,9 @@
 """The doctor on machines made of recorded files and answers (tests/recorded), and once on this very machine."""
 
 import dataclasses
-import io
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import time
@@ -17,7 +15,6 @@ from train.system import machine
 from train.tools.doctor import checks, command
 from train.tools.doctor.checks_devices import CHIP_QUERY, GPU_QUERY, HOLDER_QUERY
 from train.tools.doctor.checks_versions import SYSTEM_PACKAGES
-from train.tools.doctor.explain import CAUSES, MAX_LINES, explain, page
 from train.tools.doctor.probe import (
     TEXT_COLUMN,
     Probe,
@@ -422,61 +419,6 @@ def test_tools_that_fail_are_missing_or_hang_are_answers(tmp_path, monkeypatch):
     assert ask_tool("hangs", timeout_s=0.2).fault == "hangs gave no answer in 0.2 s"
 
 
-# ---- explain -------------------------------------------------------------------------------------------------------
-
-TEXTS = json.loads(recorded("error_texts.json"))
-
-
-def names_of(text):
-    return [cause["name"] for cause in explain(text.splitlines())]
-
-
-def test_a_line_is_explained_by_its_row_alone_and_a_log_by_all_of_its_lines():
-    assert list(TEXTS) == [cause["name"] for cause in CAUSES] and len(CAUSES) > 35
-    for cause in CAUSES:
-        assert names_of(cause["message"]) == [cause["name"]]
-    for name, texts in TEXTS.items():
-        for text in texts:
-            assert names_of(text) == [name], text
-            assert names_of(f"Traceback ...\n  File a.py\n{text.upper()}\nmore\n") == [name]
-    log = "\n".join(texts[0] for texts in reversed(TEXTS.values()))
-    assert names_of(log) == list(TEXTS)
-
-
-def test_ordinary_lines_of_a_log_are_explained_by_nothing():
-    ordinary = """step 10: loss 5.42, 16 ranks, world_size=16, learning rate 0.001, no information
-    I1206 18:44:12 rank 3: 1,234 tokens/s, 9 of 12 GiB, signal of life, checkpoint 28 saved to s3://bucket/run
-    NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM
-    NCCL INFO Bootstrap : Using eth0:10.0.0.4<0>
-    INFO ||NEURON_CACHE||: Compile cache path: /var/tmp/neuron-compile-cache
-    Submitted batch job 229282
-    download: s3://bucket/a to ./a, 404 files, 403 of them new
-    Epoch 0: 24%|## | 99/404 [00:24<01:15, loss=0.98, memory 28.1 GB]"""
-    assert names_of(ordinary) == []
-    assert names_of(recorded("../monitor/trn1.jsonl")) == []
-
-
-def test_a_log_is_searched_in_time_in_proportion_to_its_length():
-    """Repetitions in patterns have an upper bound."""
-    for cause in CAUSES:
-        bare = re.sub(r"\\.|\[[^]]*\]", "x", cause["pattern"])
-        assert not re.search(r"[*+]|\{\d+,\}", bare), cause["name"]
-
-
-def test_a_log_in_another_encoding_is_explained_by_its_last_lines(monkeypatch, capsys):
-    log = b"received 0 items of ancdata\n" + b"\xff\n" * MAX_LINES + b"Errno 28"
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(log), encoding="utf-8"))
-    assert command.main(["explain", "-"]) == 0
-    said = capsys.readouterr().out
-    assert "the disk is full" in said and "too many open files" not in said
-
-
-def test_the_page_of_causes_is_made_of_the_table(capsys):
-    assert command.main(["causes"]) == 0
-    run = "run: python -m train.doctor causes > docs/troubleshooting.md"
-    assert capsys.readouterr().out == page() == (ROOT / "docs" / "troubleshooting.md").read_text(), run
-
-
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 
@@ -510,15 +452,3 @@ def test_the_screen_keeps_its_columns_and_is_coloured_on_terminals_that_want_it(
         monkeypatch.setenv("NO_COLOR", unwanted)
         command.main([])
         assert ("\033[31mBAD" in capsys.readouterr().out) == (not unwanted)
-
-
-def test_explain_by_command(capsys):
-    assert command.main(["explain", "NeuronCore(s) not available - Requested:1 Available:0"]) == 0
-    assert "kill PID" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        command.main(["--help"])
-    example = re.search(r'train.doctor explain "(.*)"', capsys.readouterr().out)[1]
-    assert command.main(["explain", example]) == 0
-    assert "ran out of memory" in " ".join(capsys.readouterr().out.split())
-    assert command.main(["explain", "the moon is full"]) == 1
-    assert len(capsys.readouterr().out.splitlines()) == 1

@@ -1,6 +1,6 @@
 """The command line of `python -m train.doctor`, which shows on one screen whether this machine can train.
 
-`explain "..."` prints the cause of an error. `--collectives`, under torchrun, measures how fast ranks exchange data.
+`--collectives`, under torchrun, measures how fast ranks exchange data.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import json
 import os
 import shutil
 import sys
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from train.config import check
@@ -22,8 +21,7 @@ from train.system import rank_setup
 from train.system.launched import check_launch, launched
 from train.system.machine import instance_names
 from train.tools.doctor import checks
-from train.tools.doctor.explain import explain, page, read_log
-from train.tools.doctor.probe import Finding, is_red, screen, wrap
+from train.tools.doctor.probe import Finding, is_red, screen
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,12 +35,6 @@ def examine(options: argparse.Namespace) -> int:
     if options.collectives:
         return examine_collectives(options)
     check(options.mib is None, "--mib needs --collectives")
-    if options.command == "explain":
-        check(options.text != "-" or sys.stdin is not None, "standard input is closed; give the text, or add < FILE")
-        return print_causes(read_log(sys.stdin.buffer) if options.text == "-" else options.text.splitlines())
-    if options.command == "causes":
-        print(page(), end="")
-        return DONE
     probe = checks.here(
         instance=options.instance, num_ranks=options.ranks_per_machine, num_machines=options.machines or 1
     )
@@ -88,15 +80,14 @@ def show(findings: Mapping[str, Finding], *, as_json: bool, **more: Any) -> int:
 def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_parser(
         "train.doctor",
-        "Show on one screen whether this machine can train, with a cure for each fault; or explain an error.",
+        "Show on one screen whether this machine can train, with a cure for each fault.",
         examples=(
             "",
             "torchrun --standalone --nproc-per-node=8 -m train.doctor --collectives backend=ddp instance=p5.48xlarge",
-            'explain "DataLoader worker (pid 12345) is killed by signal: Killed."',
         ),
         exits={
-            DONE: "there is nothing to fix, or the error is known",
-            FAILED: "there is something to fix, or the error is not known",
+            DONE: "there is nothing to fix",
+            FAILED: "there is something to fix",
             REJECTED: "arguments rejected",
         },
     )
@@ -113,10 +104,6 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     if "--collectives" in arguments:
         parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, see python -m train --help")
         return parser.parse_intermixed_args(arguments)
-    commands = parser.add_subparsers(dest="command")
-    explaining = commands.add_parser("explain", help="print the cause and the cure of an error")
-    commands.add_parser("causes", help="print all known errors, as in docs/troubleshooting.md")
-    explaining.add_argument("text", help='the error, or "-" to read it from standard input')
     return parser.parse_args(arguments)
 
 
@@ -128,17 +115,3 @@ def positive(text: str) -> int:
 
 def columns() -> int:
     return min(max(shutil.get_terminal_size().columns, 60), 120)
-
-
-# ---- explain -------------------------------------------------------------------------------------------------------
-
-
-def print_causes(lines: Iterable[str]) -> int:
-    causes = explain(lines)
-    for cause in causes:
-        print(cause["name"])
-        for paragraph in (cause["cause"], f"-> {cause['cure']}"):
-            print(textwrap.indent("\n".join(wrap(paragraph, width=columns() - 4)), "    "))
-    if not causes:
-        print("this error is not known; try the first error of the rank that failed first (log/rank_*.txt)")
-    return DONE if causes else FAILED
