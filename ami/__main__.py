@@ -17,6 +17,7 @@ from launch.ec2.api import Api
 from train.config import InputError
 from train.run import compose as cli
 from train.run.command import guarded
+from train.system.console import say
 
 USED = ("base", "build", "regions", "subnet", "compile_cache", "wheel")
 
@@ -53,15 +54,15 @@ def plan_and_build(cfg: AmiConfig) -> int:
     """Show the plan of a build and, with build=true, run it."""
     api = Api()
     plan = make_plan(api, cfg, datetime.now(UTC))
-    print("\n".join(plan_lines(plan)), flush=True)
+    say(*plan_lines(plan))
     if not cfg.build:
-        print("nothing was started; build=true builds the image")
+        say("nothing was started; build=true builds the image")
         return cli.DONE
     images = build(api, plan)
     for region, image in images.items():
-        print(f"made {image} in {region}")
+        say(f"made {image} in {region}")
     regions = " ".join(f"--region {region}" for region in images)
-    print(f"to let launch use it: python -m ami promote {images[plan.variables['region']]} {regions} --yes")
+    say(f"to let launch use it: python -m ami promote {images[plan.variables['region']]} {regions} --yes")
     return cli.DONE
 
 

@@ -17,6 +17,7 @@ from launch.ec2.api import Api
 from launch.values import columns
 from train.config import InputError, S3Config, check
 from train.run.command import DONE, FAILED, command_parser, guarded, printable
+from train.system.console import say
 from train.system.folders import canonical_json, local_path, open_folder
 from train.system.versions import read_versions
 
@@ -58,9 +59,9 @@ def list_images(options: argparse.Namespace) -> int:
             about = (image.kind or "-", image.created[:16].replace("T", " "), str(size_gib), state)
             rows.append((image.id, region, *about, printable(" ".join(versions)) or "-"))
     if len(rows) == 1:
-        print(f"this account has no image in {', '.join(regions)}: python -m ami neuron shows the plan of one")
+        say(f"this account has no image in {', '.join(regions)}: python -m ami neuron shows the plan of one")
         return DONE
-    print("\n".join(columns(rows, str.ljust)))
+    say(*columns(rows, str.ljust))
     return DONE
 
 
@@ -72,10 +73,10 @@ def verify(options: argparse.Namespace) -> int:
     wrong = [*faults(image)]
     wrong += [f"differs from ami/versions.yaml: {each}" for each in differences(image, read_versions())]
     for each in wrong:
-        print(printable(f"{image.id} {each}"))
+        say(f"{image.id} {each}")
     if wrong:
         return FAILED
-    print(f"{image.id}: {image.kind}, encrypted, IMDSv2 only, private, with the versions in ami/versions.yaml")
+    say(f"{image.id}: {image.kind}, encrypted, IMDSv2 only, private, with the versions in ami/versions.yaml")
     return DONE
 
 
@@ -94,15 +95,15 @@ def promote(options: argparse.Namespace) -> int:
         for fault in faults(image):
             raise InputError(f"{image.id} in {image.region} {fault}")
     for each in differences(images[0], read_versions()):
-        print(printable(f"note: differs from ami/versions.yaml: {each}"))
+        say(f"note: differs from ami/versions.yaml: {each}")
     for image in images:
         name = OWN_IMAGE.format(image.kind)
         before = read_parameter(api, image.region, name)
-        print(printable(f"{name} in {image.region}: {before or 'none'} -> {image.id}"))
+        say(f"{name} in {image.region}: {before or 'none'} -> {image.id}")
         if options.yes and before != image.id:
             value: dict[str, Any] = {"Name": name, "Value": image.id, "Type": "String", "DataType": "aws:ec2:image"}
             api.ask(image.region, "put_parameter", service="ssm", Overwrite=True, **value)
-    print("done" if options.yes else "nothing was changed: --yes promotes it")
+    say("done" if options.yes else "nothing was changed: --yes promotes it")
     return DONE
 
 
@@ -116,7 +117,7 @@ def prune(options: argparse.Namespace) -> int:
         images, snapshots = own_images(api, region), list[str]()
         for image in old_images(api, region, images, options.keep):
             shown = ", ".join(image.snapshots) or "no snapshot"
-            print(f"{image.id} ({region}) of {image.created[:10]}, with {shown}")
+            say(f"{image.id} ({region}) of {image.created[:10]}, with {shown}")
             count += 1
             snapshots += image.snapshots
             if options.yes:
@@ -124,15 +125,15 @@ def prune(options: argparse.Namespace) -> int:
         kept = {snapshot for image in images for snapshot in image.snapshots}
         for each in api.pages(region, "describe_snapshots", "Snapshots", OwnerIds=["self"], by={"tag-key": [KIND_TAG]}):
             if each["SnapshotId"] not in kept:
-                print(f"{each['SnapshotId']} ({region}), a snapshot without its image")
+                say(f"{each['SnapshotId']} ({region}), a snapshot without its image")
                 count += 1
                 snapshots.append(each["SnapshotId"])
         for snapshot in snapshots if options.yes else ():
             api.ask(region, "delete_snapshot", SnapshotId=snapshot)
     if not count:
-        print("nothing to remove")
+        say("nothing to remove")
     elif not options.yes:
-        print("nothing was removed: --yes removes it")
+        say("nothing was removed: --yes removes it")
     return DONE
 
 
@@ -150,7 +151,7 @@ def old_images(api: Api, region: str, images: Sequence[Image], keep: int) -> lis
     machines = [each for reservation in reservations for each in reservation["Instances"]]
     in_use = {each["ImageId"] for each in machines if each["State"]["Name"] != "terminated"}
     for image_id in sorted(in_use):
-        print(f"kept {image_id} ({region}): machines run from it")
+        say(f"kept {image_id} ({region}): machines run from it")
     return [image for image in old if image.id not in in_use]
 
 
@@ -160,15 +161,15 @@ def clean(options: argparse.Namespace) -> int:
     regions = api.regions(options.region)
     left = [each for region in regions for each in find_left(api, region, None)]
     if not left:
-        print(f"no build left anything in {', '.join(regions)}")
+        say(f"no build left anything in {', '.join(regions)}")
         return DONE
     if not options.yes:
-        print("\n".join(map(str, left)))
-        print("nothing was removed: --yes removes it, and ends builds that are under way")
+        say(*left)
+        say("nothing was removed: --yes removes it, and ends builds that are under way")
         return FAILED
     for region in regions:
         remove_left(api, region, None)
-    print("removed")
+    say("removed")
     return DONE
 
 
@@ -190,7 +191,7 @@ def restore(options: argparse.Namespace) -> int:
     for name in names:
         if target.size(name) != source.size(name):
             target.write(name, source.read(name))
-    print(f"{len(names)} files of {options.source} are in {options.folder}")
+    say(f"{len(names)} files of {options.source} are in {options.folder}")
     return DONE
 
 

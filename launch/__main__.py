@@ -6,6 +6,7 @@ The subcommands (list, status, logs, stop, resume, cancel; clean, iam and quota 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import shlex
 import sys
@@ -27,6 +28,7 @@ from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, c
 from train.data.shards.format import read_manifest
 from train.run import compose as cli
 from train.run.command import add_import_flag, guarded
+from train.system.console import say
 from train.system.folders import is_s3, open_folder
 from train.system.machine import instance_names
 
@@ -119,20 +121,20 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str]) ->
     command = starts.request(job, record)
     expected = None if cfg.prepare else expect(cfg, run)
     plan = {"request": command, "estimate": None if expected is None else dataclasses.asdict(expected)}
-    print(*plan_lines(job, command, len(bundle)), "", sep="\n")
+    say(*plan_lines(job, command, len(bundle)), "")
     if expected is not None:
-        notes = [textwrap.fill(f"- {each}", WIDTH, subsequent_indent="  ") for each in expected.assumptions]
-        print(*columns([HEADER, *map(cells, expected.rows)]), "", *notes, "", sep="\n")
-    print(*paragraph("scheduler", starts.preview(job, record, cfg)), sep="\n")
+        notes = [textwrap.wrap(f"- {each}", WIDTH, subsequent_indent="  ") for each in expected.assumptions]
+        say(*columns([HEADER, *map(cells, expected.rows)]), "", *itertools.chain(*notes), "")
+    say(*paragraph("scheduler", starts.preview(job, record, cfg)))
     if not cfg.submit:
-        print("nothing was started; submit=true starts the job")
+        say("nothing was started; submit=true starts the job")
         return cli.DONE
     for row in expected.rows if expected is not None else ():
         check(row.nodes != cfg.nodes or row.reason is None, f"nodes={cfg.nodes}: {row.reason}")
     handle = submit.submit(record, job, run, plan=plan, bundle=bundle)
     if record.is_remote:
-        print(f"job sha256 {job.sha256}: needed to resume from another computer (launch resume --job-sha256)")
-    print(f"submitted; python -m launch status {record.run_dir} shows its state", flush=True)
+        say(f"job sha256 {job.sha256}: needed to resume from another computer (launch resume --job-sha256)")
+    say(f"submitted; python -m launch status {record.run_dir} shows its state")
     return starts.attend(job, record, handle, detach=False)
 
 
@@ -145,7 +147,7 @@ def expect(cfg: LaunchConfig, run: TrainConfig) -> Estimate:
             rows, seq_len = manifest.rows("train"), seq_len or manifest.seq_len
             vocab_size = manifest.tokenizer.vocab_size
         except InputError:
-            print(f"note: {run.data.path} cannot be read from here, so the estimate does not use it", file=sys.stderr)
+            say(f"note: {run.data.path} cannot be read from here, so the estimate does not use it", file=sys.stderr)
     expected = estimate(
         run,
         nodes=cfg.nodes,

@@ -15,7 +15,8 @@ from launch.schedulers import scheduler
 from launch.status import Status, clean, lines_of, shown_step, status, watch
 from launch.values import columns, shown_moment
 from train.config import Failure, InputError, S3Config, check
-from train.run.command import DONE, Parser, add_s3_flags, command_parser, printable, run_flags
+from train.run.command import DONE, Parser, add_s3_flags, command_parser, run_flags
+from train.system.console import say
 from train.system.folders import LocalFolder, open_folder
 from train.system.outcome import STOP_FILE
 from train.system.schema import is_path
@@ -57,7 +58,7 @@ def list_runs(options: argparse.Namespace, s3: S3Config) -> int:
     place = open_folder(folder, s3)
     found = place.names_here()
     is_there = bool(found) or (isinstance(place, LocalFolder) and place.path.is_dir())
-    check(is_there, f"there is no folder {printable(folder)}: name the parent of the run folders")
+    check(is_there, f"there is no folder {folder}: name the parent of the run folders")
     names = sorted(name for name in found if name.endswith(SUFFIX) and is_path(name))
     table: list[tuple[str, ...]] = [("run", "state", "step", "nodes", "submitted")]
     for name in names:
@@ -65,16 +66,16 @@ def list_runs(options: argparse.Namespace, s3: S3Config) -> int:
         try:
             seen = status(record)
         except InputError as error:  # a damaged record must not hide other runs
-            print(f"{clean(record.run_dir)}: {clean(str(error))}", file=sys.stderr)
+            say(f"{clean(record.run_dir)}: {clean(str(error))}", file=sys.stderr)
             continue
         if options.json:
-            print(seen.to_json(), flush=True)
+            say(seen.to_json())
         else:
             table.append(row(seen))
     if len(table) > 1:
-        print("\n".join(columns(table, str.ljust)))
+        say(*columns(table, str.ljust))
     elif not names:
-        print(f"no run was launched in {printable(folder)}", file=sys.stderr)
+        say(f"no run was launched in {folder}", file=sys.stderr)
     return DONE
 
 
@@ -97,7 +98,7 @@ def show_status(options: argparse.Namespace, s3: S3Config) -> int:
     record = Record(options.run, s3)
     if options.watch is None:
         seen = status(record)
-        print(seen.to_json() if options.json else "\n".join(lines_of(seen)))
+        say(*[seen.to_json()] if options.json else lines_of(seen))
     else:
         check(options.watch > 0, f"--watch {options.watch:g} must be above 0")
         with suppress(KeyboardInterrupt):  # Ctrl-C is the usual way to leave
@@ -138,14 +139,14 @@ def stop(options: argparse.Namespace, s3: S3Config) -> int:
     )
     if not (seen.answer.nodes and seen.progress.exists):  # the trainer rejects a folder that contains only STOP
         end(record, seen)
-        print(printable(f"{record.run_dir}: the job was cancelled, since training had not begun ({seen.answer.text})"))
+        say(f"{record.run_dir}: the job was cancelled, since training had not begun ({seen.answer.text})")
         return DONE
     if seen.history.stop_asked_unix_s is None:
         # Write the event first: a supervisor removes a STOP file for which there is no event.
         record.append_event("stop_asked", reason="launch stop")
     record.run.write(STOP_FILE, b"")
-    print(printable(f"{record.run_dir} was asked to save a checkpoint and stop after its next step"))
-    print(printable(f"python -m launch status {record.run_dir} --watch shows when it has stopped"))
+    say(f"{record.run_dir} was asked to save a checkpoint and stop after its next step")
+    say(f"python -m launch status {record.run_dir} --watch shows when it has stopped")
     return DONE
 
 
@@ -158,7 +159,7 @@ def resume_flags(parser: Parser) -> None:
 def resume(options: argparse.Namespace, s3: S3Config) -> int:
     record = Record(options.run, s3, options.job_sha256)
     job, handle = submit.resume(record)
-    print(printable(f"{record.run_dir} was submitted again: python -m launch status {record.run_dir} --watch"))
+    say(f"{record.run_dir} was submitted again: python -m launch status {record.run_dir} --watch")
     return scheduler(job.scheduler).attend(job, record, handle, detach=True)
 
 
@@ -172,10 +173,10 @@ def cancel(options: argparse.Namespace, s3: S3Config) -> int:
     seen = active(record, "cancel")
     if seen is not None and options.yes:
         end(record, seen)
-        print(printable(f"{record.run_dir}: the job was cancelled; {lost(seen)}"))
+        say(f"{record.run_dir}: the job was cancelled; {lost(seen)}")
     elif seen is not None:
-        print(printable(f"{record.run_dir}: the job would end immediately ({seen.answer.text}); {lost(seen)}"))
-        print("nothing was cancelled: --yes cancels the job; launch stop ends it with a checkpoint")
+        say(f"{record.run_dir}: the job would end immediately ({seen.answer.text}); {lost(seen)}")
+        say("nothing was cancelled: --yes cancels the job; launch stop ends it with a checkpoint")
     return DONE
 
 
@@ -188,7 +189,7 @@ def active(record: Record, name: str) -> Status | None:
     if seen.answer.is_active is None:
         raise Failure(f"{record.run_dir}: {seen.answer.failure}")
     if not seen.answer.is_active:
-        print(printable(f"nothing to {name}: {record.run_dir} has no job ({seen.state})"))
+        say(f"nothing to {name}: {record.run_dir} has no job ({seen.state})")
         return None
     return seen
 

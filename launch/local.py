@@ -21,6 +21,7 @@ from train.config import Unreachable, check
 from train.run.command import DONE, FAILED, command_parser, run_flags
 from train.system import processes
 from train.system.atomic_io import make_alike, open_alike
+from train.system.console import say
 from train.system.memory import usable_cpus
 from train.system.processes import is_alive, read_process
 
@@ -63,7 +64,7 @@ class Scheduler(spec.Scheduler):
                 commands.main([*command, record.run_dir, *record.s3.flags()])
         ended = record.history().ended
         said = f"{ended.outcome}, {ended.reason}" if ended else "the job ended and recorded no reason"
-        print(f"{record.run_dir}: {said}; python -m launch status {record.run_dir} shows more")
+        say(f"{record.run_dir}: {said}; python -m launch status {record.run_dir} shows more")
         return CODES.get(ended.outcome, FAILED) if ended else FAILED
 
     def state(self, record: Record, handle: Handle) -> State:

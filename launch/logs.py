@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from launch.record import History, Record
 from launch.status import ask
 from train.config import Unreachable, check
-from train.run.command import printable
+from train.system.console import say
 from train.system.folders import Folder, LocalFolder
 from train.system.schema import is_path
 
@@ -52,7 +52,7 @@ class Log:
     position: int = 0
 
     def take(self, *, is_last: bool = False, lines: int | None = None) -> list[str]:
-        """Return the new lines, or the last `lines` of them, safe to print. `is_last` adds an unfinished line."""
+        """Return the new lines, or the last `lines` of them. `is_last` adds an unfinished line."""
         size = self.folder.size(self.name) or 0
         self.position = 0 if size < self.position else self.position  # a shorter file has replaced this one
         begin = self.position if lines is None else max(self.position, size - MAX_BYTES)
@@ -64,14 +64,11 @@ class Log:
         end = len(content) if is_last else content.rfind(b"\n") + 1
         self.position = begin + end
         taken = content[:end].removesuffix(b"\n").split(b"\n") if end else []
-        return list(map(safe, taken if lines is None else taken[max(0, len(taken) - lines) :]))
+        return list(map(as_text, taken if lines is None else taken[max(0, len(taken) - lines) :]))
 
 
-def safe(line: bytes) -> str:
-    """Return a line as text in which control characters are escaped."""
-    text = line.removesuffix(b"\r").decode(errors="backslashreplace")
-    shown = (char if char.isprintable() or char == "\t" else char.encode("unicode_escape").decode() for char in text)
-    return text if text.isprintable() else "".join(shown)
+def as_text(line: bytes) -> str:
+    return line.removesuffix(b"\r").decode(errors="backslashreplace")
 
 
 # ---- selection -------------------------------------------------------------------------------------------------------
@@ -143,9 +140,9 @@ class Printer:
             is_last, lines = is_over or title not in selected, None if title in self.logs else self.lines
             for line in log.take(is_last=is_last, lines=lines):
                 if title != self.title:
-                    print(f"==> {printable(title)} <==")
+                    say(f"==> {title} <==")
                     self.title = title
-                print(line)
+                say(line, keep="\t")
         sys.stdout.flush()
         self.logs = {title: self.logs.get(title, log) for title, log in selected.items()}
         self.lines = None
@@ -156,7 +153,7 @@ def show(record: Record, wanted: Wanted) -> None:
     printer.show_new(record.history(), is_over=True)
     if not printer.logs:
         no_logs = f"there are no logs yet; python -m launch status {record.run_dir} shows what the job is waiting for"
-        print(no_logs, file=sys.stderr)
+        say(no_logs, file=sys.stderr)
 
 
 def follow(record: Record, wanted: Wanted) -> None:
@@ -176,6 +173,6 @@ def follow(record: Record, wanted: Wanted) -> None:
         except Unreachable as error:
             is_over, problem = False, str(error)
         if problem and problem != before:
-            print(f"{printable(problem)}{'' if is_over else '; asking again'}", file=sys.stderr, flush=True)
+            say(f"{problem}{'' if is_over else '; asking again'}", file=sys.stderr)
         if not is_over:
             time.sleep(POLL_S3_S if record.is_remote else POLL_S)

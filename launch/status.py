@@ -14,7 +14,7 @@ from launch.schedulers import scheduler
 from launch.spec import State
 from launch.values import shown_duration, shown_moment
 from train.config import Failure, InputError, Unreachable
-from train.run.command import printable
+from train.system.console import printable, say
 
 MAX_ATTEMPTS = 5  # number of most recent attempts that are shown
 MAX_CHARS = 400  # maximum length of a text from a scheduler or a record
@@ -194,6 +194,6 @@ def watch(record: Record, every_s: float) -> None:
         except Unreachable as error:
             line = clean(str(error))
         if line != before:
-            print(f"{shown_moment(time.time())}  {line}", flush=True)
+            say(f"{shown_moment(time.time())}  {line}")
         if not is_over:
             time.sleep(every_s)

@@ -19,6 +19,7 @@ from launch.record import Event, History, Record, read_history
 from launch.run_progress import newest_checkpoint
 from train.config import Failure, InputError, Unreachable
 from train.run.command import DONE, FAILED, REJECTED, STOPPED
+from train.system.console import say
 from train.system.identity import ENVIRONMENT
 from train.system.outcome import STOP_FILE, read_outcome
 
@@ -35,7 +36,7 @@ PAUSE_S = 5.0  # pause between two attempts, during which a failed service may r
 def retry(act: Callable[..., Answer], *arguments: Any, **named: Any) -> Answer:
     """Call `act`, and call it again for up to RETRIES_S while a service does not answer."""
     again = retrying((Unreachable, OSError), RETRIES_S, ASKS_S)
-    again.before_sleep = lambda state: print(f"trying again: {state.outcome and state.outcome.exception()}", flush=True)
+    again.before_sleep = lambda state: say(f"trying again: {state.outcome and state.outcome.exception()}")
     return again(act, *arguments, **named)
 
 
@@ -151,7 +152,7 @@ class StopFile:
                 self.record.run.write(STOP_FILE, b"")
                 self.is_written = True
         except (InputError, Unreachable, OSError) as error:
-            print(f"the run cannot be asked to stop: {error}; trying again", flush=True)
+            say(f"the run cannot be asked to stop: {error}; trying again")
 
 
 def supervise(
@@ -197,7 +198,7 @@ def supervise(
             decision = replace(decision, next="requeue", reason=never_began)
         ended |= {"next": decision.next, "outcome": decision.outcome, "reason": decision.reason}
         retry(record.append_event, "attempt_ended", **ended)
-        print(f"attempt {number}: {decision.outcome}, {decision.reason}; next: {decision.next}", flush=True)
+        say(f"attempt {number}: {decision.outcome}, {decision.reason}; next: {decision.next}")
         if decision.next != "again":
             return decision
         time.sleep(PAUSE_S)

@@ -6,6 +6,8 @@ import os
 import sys
 from types import TracebackType
 
+from train.system.console import begin_output, say, trace_of
+
 __version__ = "0.1.0"
 
 
@@ -15,19 +17,20 @@ def show(kind: type[BaseException], error: BaseException, trace: TracebackType |
     missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
     if missing and missing.split(".")[0] not in ("train", "launch", "ami", "conf"):
         how = "use .venv/bin/python, or first `source .venv/bin/activate` (make setup creates .venv)"
-        print(f"error: {sys.executable} has no module {missing}: {how}", file=sys.stderr)
+        say(f"error: {sys.executable} has no module {missing}: {how}", file=sys.stderr)
     elif not issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, trace)
+        sys.stderr.write(f"{trace_of(error.with_traceback(trace))}\n")
     elif os.environ.get("RANK", "0") == "0":
-        print("interrupted", file=sys.stderr)
+        say("interrupted", file=sys.stderr)
 
 
 def begin() -> None:
-    """Prepare this process for a command before torch is imported: install `show`, and let idle OpenMP threads sleep.
+    """Prepare this process for a command before torch is imported: output, errors, and idle OpenMP threads that sleep.
 
     GNU OpenMP's idle threads spin 300,000 times by default, which keeps cores busy: two runs on two cores fell to a
     third of their speed (benchmarks/notes.md). https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
     """
+    begin_output()
     sys.excepthook = show
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "1000"

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from train.system.console import use_console
 from train.system.torchrun import die_with_torchrun
 
 
 def main() -> int:
     die_with_torchrun()
-    use_console("stderr")
     from train import entry  # imported late: this takes seconds, and the rank must already end if torchrun does
     from train.observe.trackers import unended
 

@@ -257,7 +257,8 @@ def show(process: subprocess.Popen[bytes], said: deque[str]) -> None:
     assert process.stdout is not None
     for line in process.stdout:
         said.append(line.decode(errors="replace"))
-        print(said[-1], end="", flush=True)
+        sys.stdout.write(said[-1])  # the command has made it visible
+        sys.stdout.flush()
 
 
 def judged(code: int, said: str) -> str:

@@ -11,6 +11,7 @@ import runpy
 import sys
 
 import train
+from train.system.console import say
 
 COMMANDS = {
     "train": "train a model; on N ranks: torchrun --standalone --no-python --nproc-per-node=N baretrain train ...",
@@ -36,15 +37,15 @@ PACKAGES = ("train", "launch", "ami")
 def main() -> int:
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name == "--version":
-        print(f"baretrain {train.__version__}")
+        say(f"baretrain {train.__version__}")
         return 0
     if name in ("--help", "-h"):
-        print("usage: baretrain COMMAND ...\n")
-        print(*(f"  {command:<12} {purpose}" for command, purpose in COMMANDS.items()), sep="\n")
-        print("\nbaretrain COMMAND --help explains a command.")
+        say("usage: baretrain COMMAND ...", "")
+        say(*(f"  {command:<12} {purpose}" for command, purpose in COMMANDS.items()))
+        say("", "baretrain COMMAND --help explains a command.")
         return 0
     if name not in COMMANDS:
-        print(f"error: there is no command {name}; choose one of: {', '.join(COMMANDS)}", file=sys.stderr)
+        say(f"error: there is no command {name}; choose one of: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     train.begin()
     os.environ.setdefault("PYTHONSAFEPATH", "1")  # Child processes must not import modules from the current folder.

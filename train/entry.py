@@ -15,7 +15,7 @@ from train.run import compose as cli
 from train.run.rejection import inform_others
 from train.run.stopping import StoppedEarly, StopRequest
 from train.system import rank_setup
-from train.system.console import use_console
+from train.system.console import say, use_console
 from train.system.folders import is_s3
 from train.system.launched import launched
 from train.system.outcome import may_continue, what_is_over
@@ -58,12 +58,12 @@ def attempt(cfg: TrainConfig, *, collects: bool = False) -> int:
     if launch.restart_count > 0 and (over := what_is_over(RunFolder(cfg.run_dir, cfg.s3).last_outcome())):
         with first_to("over") as is_first:  # one rank per machine prints this and ends torchrun
             if is_first:
-                print(f"not started again: outcome {over['outcome']} ({over['reason']})", file=sys.stderr, flush=True)
+                say(f"not started again: outcome {over['outcome']} ({over['reason']})", file=sys.stderr)
         end_torchrun()
         return {"done": cli.DONE, "stopped": cli.STOPPED}.get(over["outcome"], cli.FAILED)
     if launch.rank == 0:
         ranks = plural(launch.world_size, "rank")
-        print(f"starting {cfg.run_dir}: {ranks}", file=sys.stderr)  # Importing torch takes several seconds.
+        say(f"starting {cfg.run_dir}: {ranks}", file=sys.stderr)  # Importing torch takes several seconds.
     rank_setup.prepare(launch, forks=cfg.data.num_workers > 0)
     search_rarely()  # garbage is collected rarely until `loop.run` has imported the task
     # Without this variable, transformers imports accelerate, if installed, which imports torch_xla. That wastes two
@@ -83,7 +83,7 @@ def attempt(cfg: TrainConfig, *, collects: bool = False) -> int:
         except StoppedEarly as signal:
             if launch.rank == 0:  # the log may not be open yet
                 why = f"stopped on {signal} before there was anything to save"
-                print(f"{why}; the same command starts it again", file=sys.stderr)
+                say(f"{why}; the same command starts it again", file=sys.stderr)
             return cli.STOPPED
         except SystemExit as error:  # a second signal arrived: exit without waiting for a save
             leave_at_once(int(error.code or cli.FAILED))

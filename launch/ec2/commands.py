@@ -14,7 +14,8 @@ import yaml
 from launch.ec2.config import MARKETS
 from launch.record import CONFIG, JOB, PLAN, SUFFIX, Record
 from train.config import InputError, S3Config, check
-from train.run.command import DONE, FAILED, Parser, printable
+from train.run.command import DONE, FAILED, Parser
+from train.system.console import say
 
 POLICIES = Path(__file__).with_name("policies.yaml")
 # Files of a record that decide which code runs, or which machines exist: the run's machines must not write them.
@@ -53,11 +54,10 @@ def clean(options: argparse.Namespace, s3: S3Config) -> int:
     where = ", ".join(regions)
     if not options.yes:
         left = calls.left_over(api, record, regions)
-        lines = [printable(f"found: {each}") for each in left] or [f"EC2 lists nothing of {record.run_dir} in {where}"]
-        print(
+        lines = [f"found: {each}" for each in left] or [f"EC2 lists nothing of {record.run_dir} in {where}"]
+        say(
             *lines,
             "nothing was removed; --yes removes it" if left else "--yes waits until nothing more can appear",
-            sep="\n",
         )
         return FAILED if left else DONE
     is_known = bool(record.event_names())
@@ -65,11 +65,11 @@ def clean(options: argparse.Namespace, s3: S3Config) -> int:
         record.append_event("cancelled", reason="launch clean")  # written first: a running launch then stops
     left = calls.remove(api, record, regions)
     if left:
-        print(*(printable(f"still there: {each}") for each in left), sep="\n")
+        say(*(f"still there: {each}" for each in left))
         return FAILED
     if not is_known:
-        print(f"{record.location} is gone: resources requested in the last minutes may still appear")
-    print(printable(f"nothing of {record.run_dir} is left in {where}"))
+        say(f"{record.location} is gone: resources requested in the last minutes may still appear")
+    say(f"nothing of {record.run_dir} is left in {where}")
     return DONE
 
 
@@ -101,7 +101,7 @@ def iam(options: argparse.Namespace, s3: S3Config) -> int:
         folders = {"operator": [*data, own], "machine": [*data, of_run]}.get(name, [])
         statements += [statement for each in folders for statement in each]
         policies[name] = {"Version": "2012-10-17", "Statement": statements}
-    print(json.dumps(policies, indent=2))
+    say(*json.dumps(policies, indent=2).splitlines())
     return DONE
 
 
@@ -151,7 +151,7 @@ def quota(options: argparse.Namespace, s3: S3Config) -> int:
             f"too few; aws service-quotas request-service-quota-increase --service-code ec2 --quota-code {code} "
             f"--desired-value {needed} --region {region} (takes hours to days)"
         )
-        print(f"{line}; the account's other machines count, too" if vcpus >= needed else f"{line}: {cure}")
+        say(f"{line}; the account's other machines count, too" if vcpus >= needed else f"{line}: {cure}")
     return DONE if is_enough else FAILED
 
 

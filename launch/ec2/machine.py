@@ -32,6 +32,7 @@ from launch.supervise import Decision, StopFile, recording_failure, retry, settl
 from train.config import InputError, S3Config, Unreachable
 from train.run.command import DONE, FAILED, command_parser, run_flags
 from train.system import processes
+from train.system.console import say
 from train.system.folders import at_once, canonical_json
 from train.system.metadata import Metadata, metadata_endpoint
 from train.system.schema import FileName
@@ -113,7 +114,7 @@ class Machine:
 
     def run(self, stops_s: float) -> int:
         """Take part in the run. At time.monotonic() `stops_s`, the first machine asks the run to stop."""
-        print(f"{self.own.instance}, {self.own.host} at {self.own.address}, number {self.own.index}", flush=True)
+        say(f"{self.own.instance}, {self.own.host} at {self.own.address}, number {self.own.index}")
         try:
             if not self.join():
                 return FAILED
@@ -137,7 +138,7 @@ class Machine:
             return True
         came = names()
         reason = f"{len(came)} of {self.job.nodes} machines registered in {BOOT_S:.0f} s"
-        print(reason, flush=True)
+        say(reason)
         if came[0] == own:  # only one machine records the failure
             retry(self.record.append_event, "ended", outcome="failed", reason=reason)
         return False
@@ -197,7 +198,7 @@ class Machine:
             if step.command == END:
                 return
             self.do(step)
-        print(f"no step from the first machine for {BOOT_S:.0f} s", flush=True)
+        say(f"no step from the first machine for {BOOT_S:.0f} s")
 
     # ---- all machines ------------------------------------------------------------------------------------------------
 
@@ -244,7 +245,7 @@ class Machine:
                 self.logs_s = now_s
                 self.upload()
         except (InputError, Unreachable, OSError) as error:
-            print(f"trying again: {error}", flush=True)
+            say(f"trying again: {error}")
             return False
         return True
 

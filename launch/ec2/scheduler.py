@@ -29,9 +29,10 @@ from launch.spec import Handle, State
 from launch.values import shown_duration, text
 from train.config import Failure, S3Config, check
 from train.config.backend import CUDA
-from train.run.command import INTERRUPTED, printable
+from train.run.command import INTERRUPTED
 from train.system import schema
 from train.system.aws_errors import Rejected
+from train.system.console import say
 from train.system.folders import sha256_bytes
 from train.system.processes import is_gone, owner_name
 
@@ -87,7 +88,7 @@ class Scheduler(spec.Scheduler):
         try:
             return Launcher(record, job, cluster_of(job, Ec2Config), resolved, open_api(record)).run()
         except KeyboardInterrupt:
-            print(printable(f"this launch ends; its machines continue to train, and then shut down. {undo(record)}"))
+            say(f"this launch ends; its machines continue to train, and then shut down. {undo(record)}")
             return INTERRUPTED
 
     def state(self, record: Record, handle: Handle) -> State:
@@ -119,7 +120,7 @@ class Scheduler(spec.Scheduler):
         proof = f"python -m launch clean {record.run_dir} --yes verifies that nothing is left"
         if may_run:
             raise Failure(f"EC2 may still have {', '.join(may_run)}; {proof}, and ends them")
-        print(printable(proof))
+        say(proof)
 
 
 def check_job(job: Job, cluster: Ec2Config, record: Record) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from launch.ec2.api import Api, growing
 from launch.values import shown_moment
-from train.run.command import printable
 from train.system.aws_errors import Rejected
+from train.system.console import say
 
 FIRST_S, MOST_S = 5.0, 60.0  # first and longest pause between two rounds
 LIMIT_S = 1200.0  # time limit of a sweep: machines with many network interfaces take minutes to end
@@ -92,10 +92,6 @@ def call(api: Api, region: str, operation: str, **parameters: Any) -> None:
     except Rejected as error:
         if error.code not in PASSING and not error.code.endswith((".NotFound", ".Malformed")):
             raise
-
-
-def say(line: str) -> None:
-    print(printable(line), flush=True)
 
 
 def sweep(

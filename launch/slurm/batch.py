@@ -39,6 +39,7 @@ from launch.supervise import (
 from train.config import Failure, S3Config, check
 from train.run.command import STOPPED, command_parser, printable, run_flags
 from train.system import processes
+from train.system.console import say
 
 REQUEUED_S = 600.0  # how long to wait for Slurm to end this process after a requeue; it usually takes much less
 PAUSE_S = 0.2
@@ -174,7 +175,7 @@ class Batch:
             self.never_began = True
             return Decision("requeue", "failed", str(error))
         for node, reason in failed.items():
-            print(f"preflight: {node} is left out: {reason}", flush=True)
+            say(f"preflight: {node} is left out: {reason}")
         if len(chosen) == self.job.nodes:
             self.nodes = chosen
             return None

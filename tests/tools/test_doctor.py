@@ -183,7 +183,7 @@ def test_a_healthy_machine_is_green_on_one_screen(tmp_path, make):
     findings = checks.examine(altered(make(tmp_path), env={"NEURON_COMPILE_CACHE_URL": "s3://bucket/cache"}))
     assert {name for name, finding in findings.items() if finding.state == "skip"} == SKIPPED[make]
     assert not [finding for finding in findings.values() if finding.cure]
-    text = screen(findings, width=80, colour=False)
+    text = "\n".join(screen(findings, width=80, colour=False))
     assert len(text.splitlines()) <= 40
     assert max(map(len, text.splitlines())) <= 80
 

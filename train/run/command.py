@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import io
 import os
-import re
 import select
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -18,7 +15,7 @@ import train
 from train.config import Failure, InputError, S3Config, Unreachable
 from train.config.checks import LARGEST
 from train.system import imported
-from train.system.console import use_console
+from train.system.console import begin_output, printable, say, trace_of
 from train.system.torchrun import first_to, leave_rejection
 
 DONE, FAILED, REJECTED, STOPPED = 0, 1, 2, 75  # 75: EX_TEMPFAIL of sysexits.h, "try again later"
@@ -157,10 +154,8 @@ def guarded(
     `after_rejection` is called with the reason for a rejection. By default, it passes the reason to the program that
     started torchrun. `interrupted` is the line to print and the exit code after Ctrl-C.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as for standard error: the C locale has only ASCII
+    begin_output()
     line, code = "", DONE
-    use_console("stderr")
     try:
         code = act()
         sys.stdout.flush()
@@ -180,7 +175,7 @@ def guarded(
         if str(error).lstrip().startswith("Invalid log settings"):  # torch raises this while it is imported
             line, code = f"error: TORCH_LOGS={os.environ.get('TORCH_LOGS')} is not valid; unset it", REJECTED
         else:
-            traceback.print_exc()
+            sys.stderr.write(f"{trace_of(error)}\n")
             whose = imported.blamed(error) or "this is a bug, please report it"
             line = f"error: {type(error).__name__}: {error}; {whose}"
             code = FAILED
@@ -192,7 +187,7 @@ def guarded(
         # Standard error may be closed, or on a full disk.
         with suppress(OSError, ValueError), first_to("report") as is_first:
             if is_first:
-                print(printable(line), file=sys.stderr, flush=True)
+                say(printable(line), file=sys.stderr)
     if code == REJECTED:
         after_rejection(printable(line).removeprefix("error: "))
     return code
@@ -212,13 +207,6 @@ def is_unread() -> bool:
     with suppress(OSError, ValueError):  # standard output may not be a file
         poll.register(sys.stdout, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
-def printable(text: str) -> str:
-    """Return the text as one line, without control characters (file names may have them) or passwords in URLs."""
-    line = re.sub(r"://\S*@", "://...@", " ".join(text.split()))  # user:password@ of a URL
-    line = re.sub(r"(endpoint=[^\s?#]*)[?#]\S*", r"\1?...", line)
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
 
 
 def explained(error: OSError) -> str:

@@ -32,6 +32,14 @@ TYPES: dict[object, str] = {
 }
 
 
+def yaml_lines(text: str) -> list[str]:
+    """Return the lines of a YAML text; in ASCII if it has characters that would be escaped when they are printed."""
+    lines = text.removesuffix("\n").split("\n")
+    if not all(map(str.isprintable, lines)):
+        lines = yaml.safe_dump(yaml.safe_load(text), sort_keys=False).splitlines()
+    return lines
+
+
 def settings_help(schema: type, name: str, keys: Sequence[str]) -> str:
     """Return help on the settings `keys` of a schema, and on the groups of conf/`name`.yaml."""
     lines = ["most-used settings (key=value; --cfg job prints all, python -m train.settings explains all):"]

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
+from train.system.console import say
+
 FIRST_S, EVERY_S = 1.5, 10.0  # seconds until the first line, and between lines
 
 
@@ -57,7 +59,7 @@ def reported(*, speaks: bool = True) -> Iterator[None]:
             wait_s = EVERY_S
             with suppress(OSError, ValueError):  # standard error may be closed or full
                 if not (_phase.has_bar and sys.stderr.isatty()):
-                    print(f"... {_phase}", file=sys.stderr, flush=True)
+                    say(f"... {_phase}", file=sys.stderr)
 
     thread = threading.Thread(target=report, name="progress", daemon=True)
     if speaks:

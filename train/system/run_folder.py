@@ -33,6 +33,7 @@ from train.config import InputError, LeaseConfig, NotPermitted, S3Config, TrainC
 from train.system import machine
 from train.system.appended import Appender, Mirrored, back
 from train.system.atomic_io import discard, make_alike, open_alike, said, sync, warn_once, write_atomic
+from train.system.console import LogFormatter
 from train.system.environment import environment
 from train.system.folders import (
     Folder,
@@ -290,12 +291,12 @@ def set_up_logging(path: Path | None, *, may_write: Callable[[], bool] = lambda:
     root.propagate = False
     terminal = TerminalHandler(sys.stderr)
     terminal.setLevel(logging.INFO if launched().rank == 0 else logging.ERROR)
-    terminal.setFormatter(logging.Formatter("%(message)s"))
+    terminal.setFormatter(LogFormatter("%(message)s"))
     root.handlers = [terminal]
     if path is not None:
         open_alike(path, "ab").close()  # the handler alone would create a file that everybody can read
         file = LogFile(path)
-        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        file.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(message)s"))
         file.addFilter(lambda _: may_write())
         root.handlers = [file, terminal]
 

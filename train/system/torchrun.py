@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from train.system.console import say
 from train.system.processes import end_with_parent, read_process
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -108,7 +109,7 @@ def end_torchrun() -> None:
     if pid is not None:
         with first_to("end") as is_first:
             if is_first:
-                print("torchrun would restart the run, so it is asked to end; its report follows", file=sys.stderr)
+                say("torchrun would restart the run, so it is asked to end; its report follows", file=sys.stderr)
                 os.kill(pid, signal.SIGTERM)
 
 

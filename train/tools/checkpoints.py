@@ -18,6 +18,7 @@ from train.run.command import DONE, FAILED, REJECTED, add_import_flag, add_s3_fl
 from train.run.saved import read_config
 from train.system import machine
 from train.system.atomic_io import discard
+from train.system.console import say
 from train.system.folders import Folder, LocalFolder, local_path, make_folder, open_folder
 from train.system.ownership import LeaseLost, Ownership
 
@@ -101,14 +102,14 @@ def verify(store: Store, step: int | None) -> int:
         try:
             store.release(fetch(store, each))
         except Damaged as error:
-            print(f"{step_name(each)}  damaged: {str(error).removeprefix(f'step {each}: ')}", flush=True)
+            say(f"{step_name(each)}  damaged: {str(error).removeprefix(f'step {each}: ')}")
         else:
-            print(f"{step_name(each)}  valid, {size(store.manifest(each))}", flush=True)
+            say(f"{step_name(each)}  valid, {size(store.manifest(each))}")
             valid.append(each)
     is_lost = not valid and bool(steps or store.quarantined())
     if step is None:
         start = f"resumes from step {valid[-1]}" if valid else "begins from scratch: there is no checkpoint"
-        print(f"the next start {'fails: there are checkpoints, but none is valid' if is_lost else start}")
+        say(f"the next start {'fails: there are checkpoints, but none is valid' if is_lost else start}")
     return FAILED if is_lost or len(valid) < len(steps) else DONE
 
 
@@ -118,9 +119,9 @@ def prune(folder: Folder, store: Store, keep: int, *, removes: bool) -> int:
     check(keep >= least, f"--keep {keep} must be at least {least}: the last {least} valid checkpoints are always kept")
     if not removes:
         show(retention(store, keep), store.leftovers(), "would be removed")
-        print("nothing was removed: add --yes to remove them, once no job uses the run")
+        say("nothing was removed: add --yes to remove them, once no job uses the run")
         return DONE
-    with Ownership(folder, on_wait=lambda text: print(text, file=sys.stderr)) as ownership:
+    with Ownership(folder, on_wait=lambda text: say(text, file=sys.stderr)) as ownership:
         reasons = retention(store, keep)
         for step in [step for step, reason in reasons.items() if reason is None]:
             ownership.check()
@@ -135,9 +136,9 @@ def prune(folder: Folder, store: Store, keep: int, *, removes: bool) -> int:
 
 def show(reasons: dict[int, str | None], uncommitted: list[str], action: str) -> None:
     for step, reason in reasons.items():
-        print(f"{step_name(step)}  {action if reason is None else f'kept: {reason}'}")
+        say(f"{step_name(step)}  {action if reason is None else f'kept: {reason}'}")
     for name in uncommitted:
-        print(f"{name}  {action}: files of an unfinished save, which no manifest lists")
+        say(f"{name}  {action}: files of an unfinished save, which no manifest lists")
 
 
 # ---- export, which needs torch -------------------------------------------------------------------------------------
@@ -162,7 +163,7 @@ def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Conf
             discard(made)
         raise
     store.release(path)
-    print(f"{target}: step {step}, {why}; load it with transformers' from_pretrained")
+    say(f"{target}: step {step}, {why}; load it with transformers' from_pretrained")
     return DONE
 
 
@@ -173,7 +174,7 @@ def chosen(store: Store, step: int | None) -> tuple[int, str]:
         return step, "as requested"
     whole, damaged = store.look_at_all()
     for damaged_step, error in damaged.items():
-        print(f"skipped: step {damaged_step}: {error}", file=sys.stderr)
+        say(f"skipped: step {damaged_step}: {error}", file=sys.stderr)
     check(bool(whole), f"{store.location} has no valid checkpoint; the verify command says what is wrong")
     best_step = best(whole)
     if best_step is None:
@@ -234,8 +235,8 @@ def look(options: argparse.Namespace, s3: S3Config) -> int:
             if options.command == "export":
                 return export(folder, store, options, s3)
             for line in table(store):
-                print(line)
+                say(line)
     except (Damaged, LeaseLost) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", file=sys.stderr)
         return FAILED
     return DONE

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import sys
 
-from train.system.console import use_console
 from train.system.torchrun import die_with_torchrun
 
 
 def main() -> int:
     die_with_torchrun()
-    use_console("stderr")
     from train import entry  # imported here for the same reason as in train/__main__.py
 
     return entry.run_command_line(collects=True)

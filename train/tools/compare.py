@@ -12,6 +12,7 @@ from train.config import check
 from train.config.train import TOLERANCE, CompareConfig
 from train.observe.report.texts import printable
 from train.run.command import DONE, FAILED, STOPPED
+from train.system.console import say
 from train.tools.report import check_output, write_report
 from train.tools.report import main as report
 
@@ -51,7 +52,7 @@ def run_variants(given: Sequence[str], cfg: CompareConfig) -> int:
     with Runner(cfg.compare) as runner:
         endings = {variant.name: runner.run(variant) for variant in variants}
     if any(ending.outcome == "stopped" for ending in endings.values()):
-        print("stopped; the same command resumes", file=sys.stderr)
+        say("stopped; the same command resumes", file=sys.stderr)
         return STOPPED
     done = [variant.location for variant in variants if endings[variant.name].outcome == "done"]
     failed = {name: ending.reason for name, ending in endings.items() if ending.outcome == "failed"}
@@ -59,5 +60,5 @@ def run_variants(given: Sequence[str], cfg: CompareConfig) -> int:
         missing = [f"{name} is missing here because it failed: {printable(reason)}" for name, reason in failed.items()]
         write_report(done, cfg.s3, output=None, tolerance=TOLERANCE, failed=missing)
     for name, reason in failed.items():
-        print(f"error: {name}: {reason}", file=sys.stderr)
+        say(f"error: {name}: {reason}", file=sys.stderr)
     return FAILED if failed else DONE

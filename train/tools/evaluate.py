@@ -27,6 +27,7 @@ from train.run.names import LABELS, TABLES
 from train.run.rejection import inform_others
 from train.run.saved import HOW_ROWS_ARE_READ, WHERE, read_data
 from train.system import rank_setup
+from train.system.console import say
 from train.system.exported import is_outdated, marked, saved_steps
 from train.system.folders import Folder
 from train.system.launched import launched
@@ -291,9 +292,9 @@ def report(cfg: TrainConfig, model: Model, result: Evaluated) -> None:
 
     ranks = f", {launched().world_size} ranks" if launched().world_size > 1 else ""
     where = f"{result.precision} on {result.device}{ranks}"
-    print(f"{model.location}: {result.rows:,} validation rows of data.path={cfg.data.path}, {where}", file=sys.stderr)
+    say(f"{model.location}: {result.rows:,} validation rows of data.path={cfg.data.path}, {where}", file=sys.stderr)
     step = "" if model.step is None else f"step {model.step} "
-    print(f"{step}{evaluation_words(result.metrics, result.eval_s)}", flush=True)
+    say(f"{step}{evaluation_words(result.metrics, result.eval_s)}")
     if model.output is not None:
         about = {"model": model.location, "step": model.step, "task": cfg.task.kind, "data": cfg.data.path}
         figures = {**asdict(result), "metrics": json.loads(encoded(result.metrics))}

@@ -9,6 +9,7 @@ from pathlib import Path
 from train.config import S3Config
 from train.observe.push import check_name, gathered, run_here, send
 from train.run.command import DONE, EXITS, FAILED, REJECTED, add_s3_flags, command_parser, run_flags
+from train.system.console import say
 from train.system.run_folder import RunFolder
 
 
@@ -42,8 +43,8 @@ def act(options: argparse.Namespace, s3: S3Config) -> int:
         if options.dry_run:
             for name, content in files.items():
                 size = len(content) if isinstance(content, bytes) else content.stat().st_size
-                print(f"{size / 1e6:10.3f} MB  {name}")
-            print(f"nothing was sent to {options.to}: leave out --dry-run to push these files")
+                say(f"{size / 1e6:10.3f} MB  {name}")
+            say(f"nothing was sent to {options.to}: leave out --dry-run to push these files")
             return DONE
-        print(send(files, options.to, private=not options.public))
+        say(send(files, options.to, private=not options.public))
     return DONE

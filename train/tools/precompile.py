@@ -35,6 +35,7 @@ from train.run import compose as cli
 from train.run.command import command_parser, guarded
 from train.system import machine
 from train.system.caches import place_graphs
+from train.system.console import say
 from train.system.imported import flags
 from train.system.launched import Launched, check_launch
 from train.system.versions import read_versions
@@ -197,11 +198,11 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 def describe(short_run: ShortRun) -> None:
     """Print the command, its variables, and the sizes on which the graphs depend."""
     for name, value in short_run.added.items():
-        print(f"{name}={shlex.quote(value)}")
-    print(shlex.join([TOOL, *short_run.command]))
+        say(f"{name}={shlex.quote(value)}")
+    say(shlex.join([TOOL, *short_run.command]))
     plan = short_run.plan
     sizes = f"world size {plan.world_size}, micro batch {plan.micro_batch_size}, accumulation {plan.accumulation}"
-    print(f"{sizes}; compile cache {short_run.cache}", flush=True)
+    say(f"{sizes}; compile cache {short_run.cache}")
 
 
 # ---- running it ----------------------------------------------------------------------------------------------------
@@ -209,8 +210,8 @@ def describe(short_run: ShortRun) -> None:
 
 def precompile(short_run: ShortRun, environ: dict[str, str]) -> int:
     if locked := machine.cached_graphs(short_run.cache, "*.lock"):  # The tool silently skips locked graphs.
-        print(f"{short_run.cache} holds {len(locked)} locks: {CLEAR_LOCKS}")
-    print("compiling takes minutes per graph; ignore the losses and figures below", flush=True)
+        say(f"{short_run.cache} holds {len(locked)} locks: {CLEAR_LOCKS}")
+    say("compiling takes minutes per graph; ignore the losses and figures below")
     began_s = time.monotonic()
     short_run.work.mkdir()
     status = subprocess.run([TOOL, *short_run.command], cwd=short_run.work, env=environ, check=False).returncode
@@ -224,22 +225,22 @@ def precompile(short_run: ShortRun, environ: dict[str, str]) -> int:
         count = f"{len(failed)} of {len(graphs)} graphs failed to compile {took}; the same command tries again"
         return fail(f"{count}:\n  {names}", short_run)
     if graphs:
-        print(f"{plural(len(graphs), 'graph')} compiled {took}")
+        say(f"{plural(len(graphs), 'graph')} compiled {took}")
     elif machine.cached_graphs(short_run.cache) == set():
         return fail("the short run succeeded, but no graph was collected; does this backend use Trainium?", short_run)
     else:
-        print(f"no new graph ({took}): the cache has all graphs, unless another machine is compiling them now")
+        say(f"no new graph ({took}): the cache has all graphs, unless another machine is compiling them now")
     return finish(advice(short_run), short_run)
 
 
 def finish(message: str, short_run: ShortRun) -> int:
-    print(message)
+    say(message)
     shutil.rmtree(short_run.work, ignore_errors=True)
     return cli.DONE
 
 
 def fail(message: str, short_run: ShortRun) -> int:
-    print(f"error: {message}\nfiles of the tool and of the short run are in {short_run.work}", file=sys.stderr)
+    say(f"error: {message}", f"files of the tool and of the short run are in {short_run.work}", file=sys.stderr)
     return cli.FAILED
 
 
@@ -251,7 +252,7 @@ def read_results(folder: Path) -> dict[str, bool] | None:
             report = json.loads(path.read_bytes())["compilation_report"]
             compiled = (compiled or {}) | {str(graph): entry["status"] is True for graph, entry in report.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            print(f"{path.name} does not have the format of {TOOL} in torch-neuronx 2.6 ({error!r}); it is ignored")
+            say(f"{path.name} does not have the format of {TOOL} in torch-neuronx 2.6 ({error!r}); it is ignored")
     return compiled
 
 

@@ -45,6 +45,7 @@ from train.run.command import (
     s3_of,
 )
 from train.system.atomic_io import open_whole
+from train.system.console import say
 from train.system.folders import Folder, disk_errors, is_s3, local_path, open_folder
 from train.system.launched import launched
 from train.tasks import TASKS, spec_of
@@ -319,9 +320,9 @@ def predict(options: argparse.Namespace, s3: S3Config) -> int:
     unknown, tokens = (notes.get(name, 0) for name in ("unknown_tokens", "text_tokens"))
     remark = unknown_share(unknown, tokens, f"the tokenizer of {options.model} reads the texts", most=1)
     if remark.startswith("warning"):
-        print(remark, file=sys.stderr)
+        say(remark, file=sys.stderr)
     if cut := predictor.cut_rows():
-        print(f"{cut}; tokens_cut has the number for each row", file=sys.stderr)
+        say(f"{cut}; tokens_cut has the number for each row", file=sys.stderr)
     if metrics := predictor.metrics():
-        print(metrics, file=sys.stderr if path is None else sys.stdout)
+        say(metrics, file=sys.stderr if path is None else sys.stdout)
     return DONE

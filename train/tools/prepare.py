@@ -51,6 +51,7 @@ from train.data.text.preparation import (
 from train.data.text.processes import PROCESS_BYTES, most_processes, prepare_in_processes
 from train.run import compose as cli
 from train.system import progress
+from train.system.console import say
 from train.system.folders import (
     Folder,
     canonical_json,
@@ -99,13 +100,13 @@ def run(cfg: PrepareConfig) -> int:
     with progress.reported(), made:
         manifest = prepare(cfg)
     if manifest is None:
-        print(
+        say(
             f"{cfg.output}: part {cfg.part} is done; when all parts are done, run this command with merge=true instead "
             "of part"
         )
         return cli.DONE
     held_out = manifest.rows("validation")
-    print(
+    say(
         f"{cfg.output}: {manifest.rows('train'):,} training and {held_out:,} validation sequences "
         f"of {manifest.seq_len} tokens, vocabulary {manifest.tokenizer.vocab_size:,}, "
         f"unigram entropy {manifest.counts['unigram_entropy']:.3f} nats, "
@@ -113,12 +114,12 @@ def run(cfg: PrepareConfig) -> int:
         f"{manifest.counts['neighbour_accuracy']:.1%} of tokens, id {manifest.id[:12]}"
     )
     unknown, tokens = (manifest.counts.get(name, 0) for name in ("unknown_tokens", "tokens"))
-    print(unknown_share(unknown, tokens, "the tokenizer reads the corpus"))
+    say(unknown_share(unknown, tokens, "the tokenizer reads the corpus"))
     for line in composition(cfg.corpus, manifest):
-        print(line)
+        say(line)
     if held_out < FEW_SEQUENCES:
         few = f"the loss of only {held_out} validation sequences is noisy; give more text, or raise validation_fraction"
-        print(f"warning: {few} and choose another output", file=sys.stderr)
+        say(f"warning: {few} and choose another output", file=sys.stderr)
     return cli.DONE
 
 
@@ -176,7 +177,7 @@ def prepare_parts(cfg: PrepareConfig, folder: Folder, corpus: Corpus, parts: lis
     num_processes = min(cfg.processes or most_processes(), len(parts))
     if num_processes > 1:
         memory = f"at most about {PROCESS_BYTES / 1e9:.1g} GB of memory each"
-        print(f"... {len(parts)} parts in {num_processes} processes, {memory}", file=sys.stderr, flush=True)
+        say(f"... {len(parts)} parts in {num_processes} processes, {memory}", file=sys.stderr)
     with shown("tokenising and packing", total_bytes) as report:
         if num_processes == 1:
             for part in parts:
@@ -284,7 +285,7 @@ def vocabulary_of(cfg: PrepareConfig, corpus: Corpus, folder: Folder, held_out: 
         else:
             known = corpus.total_bytes if corpus.seekable else None  # Compressed files are smaller than their text.
             num_bytes = min(own.train_bytes, known or own.train_bytes)
-            print(f"... {tokenizers.check_trainer_memory(num_bytes)}", file=sys.stderr, flush=True)
+            say(f"... {tokenizers.check_trainer_memory(num_bytes)}", file=sys.stderr)
             made = tokenizers.train_tokenizer(
                 sample.watched(training_texts(cfg, corpus, held_out)),
                 vocab_size=own.vocab_size,
@@ -306,9 +307,9 @@ def check_coverage(cfg: PrepareConfig, tokenizer: PreTrainedTokenizerFast, texts
         cure = (
             f"tokenizer.{setting}=false keeps them" if source is None else "another tokenizer.pretrained may keep them"
         )
-        print(f"warning: the normalisation of {source or 'the tokenizer'} {loss}; {cure}", file=sys.stderr)
+        say(f"warning: the normalisation of {source or 'the tokenizer'} {loss}; {cure}", file=sys.stderr)
     if capitals := unused_capitals(tokenizer):
-        print(f"warning: tokenizer.pretrained={source} {capitals}", file=sys.stderr)
+        say(f"warning: tokenizer.pretrained={source} {capitals}", file=sys.stderr)
 
 
 def training_texts(cfg: PrepareConfig, corpus: Corpus, held_out: HeldOut) -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from train.config import RecordsConfig, TrainConfig, check, plural, shortlist
 from train.data.records.table_facts import cut_words, padding_share
 from train.run import compose as cli
+from train.system.console import say
 from train.tasks import build_task
 
 if TYPE_CHECKING:
@@ -48,13 +49,13 @@ def show(cfg: TrainConfig) -> int:
         f"task={cfg.task.kind} learns from shards, which python -m train.shards shows; choose a task that "
         "learns from labelled records",
     )
-    print(f"... opening data.path={cfg.data.path}", file=sys.stderr, flush=True)
+    say(f"... opening data.path={cfg.data.path}", file=sys.stderr)
     from train.tasks.finetune import TextTask  # torch takes seconds to import, so check the settings first
 
     task = build_task(cfg)
     assert isinstance(cfg.data, RecordsConfig) and isinstance(task, TextTask)
     for line in (*description(task.tables, task.lengths), *task.remarks):
-        print(line)
+        say(line)
     return cli.DONE
 
 

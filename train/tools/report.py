@@ -15,6 +15,7 @@ from train.observe.report import comparison
 from train.observe.report.page import render, table
 from train.observe.report.run import Run, read_run
 from train.run.command import DONE, add_s3_flags, command_parser, run_flags
+from train.system.console import say
 from train.system.folders import is_s3, local_path, open_folder
 
 
@@ -62,11 +63,11 @@ def write_report(
     rows = seeds or [["", *(run.label for run in runs)], *table(runs)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     if len(runs) > 1:
         sentences = [] if seeds else comparison.sentences(runs, tolerance)
-        print("", *sentences, *failed, *comparison.warnings(runs), sep="\n")
-    print(f"\nreport: {html}")
+        say("", *sentences, *failed, *comparison.warnings(runs))
+    say("", f"report: {html}")
     return html
 
 

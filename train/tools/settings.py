@@ -18,6 +18,7 @@ from train.config.train import CompareConfig
 from train.run.command import DONE, command_parser, guarded
 from train.run.compose import schemas
 from train.run.help import allowed, comment, groups, option_help, shown_default, type_name
+from train.system.console import say
 from train.tools.bench.config import BenchConfig
 
 INTRODUCTION = """# Settings
@@ -164,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def act() -> int:
         parser.parse_args(arguments)
-        print(page(), end="")
+        say(*page().splitlines())
         return DONE
 
     return guarded(act)

@@ -16,6 +16,7 @@ from train.data.shards.prepared import PreparedData
 from train.data.text.guessing import unigram_entropy
 from train.data.text.tokenizer import load_tokenizer
 from train.run.command import DONE, EXITS, FAILED, add_s3_flags, command_parser, run_flags
+from train.system.console import say
 from train.system.folders import open_folder, sha256_file
 from train.system.memory import usable_cpus
 
@@ -128,17 +129,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def look(options: argparse.Namespace, s3: S3Config) -> int:
     check(options.n is None or options.n > 0, f"-n {options.n} must be above 0")
     if options.command == "ls":
-        print(*list_shards(options.location, read_manifest(open_folder(options.location, s3))), sep="\n")
+        say(*list_shards(options.location, read_manifest(open_folder(options.location, s3))))
         return DONE
     data = PreparedData(ShardsConfig(path=options.location, cache_dir=options.cache_dir), s3, looks=False)
     if options.command == "verify":
         faults = find_damage(data)
-        print("\n".join(faults) or f"{options.location}: all {len(data.manifest.shards)} shards are valid")
+        say(*faults or [f"{options.location}: all {len(data.manifest.shards)} shards are valid"])
         return FAILED if faults else DONE
     if options.command == "head":
         lines = show_rows(data, options.split, options.n or 3)
     else:
         lines = describe(data, options.split, options.n or 20)
     for line in lines:
-        print(line)
+        say(line)
     return DONE

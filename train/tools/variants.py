@@ -18,6 +18,7 @@ from train.config.train import CompareConfig, VariantsConfig
 from train.run import compose as cli
 from train.run.command import DONE, STOPPED
 from train.system import imported, processes
+from train.system.console import say
 from train.system.folders import canonical_json, open_folder
 from train.system.outcome import read_outcome
 from train.system.schema import BadContent, FileName, read_yaml
@@ -109,14 +110,14 @@ class Runner:
         if self.is_asked_to_stop:
             return Ending("stopped")
         if is_done(variant):
-            print(f"{variant.name}: {variant.location} is done", flush=True)
+            say(f"{variant.name}: {variant.location} is done")
             return Ending("done")
         ranks = self.compare.ranks
         torchrun = ["-m", "train.system.local_torchrun", f"--nproc-per-node={ranks}"] if ranks > 1 else []
         command = [sys.executable, *torchrun, "-m", "train", *imported.flags(), *variant.overrides]
         folder = open_folder(variant.location, variant.cfg.s3)
         before = read_outcome(folder)
-        print(f"{variant.name}: python {shlex.join(command[1:])}", flush=True)
+        say(f"{variant.name}: python {shlex.join(command[1:])}")
         self.process = processes.start(command, env=os.environ)
         if self.is_asked_to_stop:  # The signal came before the process existed.
             self.process.terminate()

@@ -27,6 +27,7 @@ from train.run.attempt import OutOfMemory
 from train.run.stopping import StoppedEarly, StopRequest
 from train.system import machine
 from train.system.atomic_io import write_atomic
+from train.system.console import say
 from train.system.environment import environment
 from train.system.folders import local_path
 from train.system.launched import launched
@@ -65,7 +66,7 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
     if reason != MEASURED:
         raise Failure(f"nothing was measured: stopped on {reason} at step {step}")
     if launch.rank == 0:
-        print(table(meter.result), flush=True)
+        say(*table(meter.result).splitlines())
         write(cfg, {**meter.result, "settings": list(settings)})
     return cli.DONE
 

@@ -23,7 +23,8 @@ from train.config import BackendConfig, Failure, InstanceConfig, plural, shortli
 from train.config.backend import DEFAULT_TIMEOUT_S, JOIN_TIMEOUT_S
 from train.parallel.backends import Backend, open_backend
 from train.parallel.ranks import World
-from train.run.command import FAILED, printable
+from train.run.command import FAILED
+from train.system.console import printable, say
 from train.system.torchrun import first_to
 from train.tools.doctor.probe import Finding, State, bad, ok
 
@@ -112,7 +113,7 @@ def deadline(operation: str, timeout_s: float) -> Iterator[None]:
         with first_to("report") as is_first:
             if is_first:
                 line = f"error: {operation} took more than {timeout_s:g} s (backend.timeout_s)"
-                print(line, file=sys.stderr, flush=True)
+                say(line, file=sys.stderr)
         os._exit(FAILED)
 
     timer = threading.Timer(timeout_s + GRACE_S, end)

@@ -18,6 +18,7 @@ from train.config import check
 from train.run.command import DONE, FAILED, REJECTED, command_parser, guarded
 from train.run.rejection import inform_others
 from train.system import rank_setup
+from train.system.console import paint, say
 from train.system.launched import check_launch, launched
 from train.system.machine import instance_names
 from train.tools.doctor import checks
@@ -71,9 +72,9 @@ def examine_collectives(options: argparse.Namespace) -> int:
 def show(findings: Mapping[str, Finding], *, as_json: bool, **more: Any) -> int:
     if as_json:
         listed = [{"name": name, **dataclasses.asdict(finding)} for name, finding in findings.items()]
-        print(json.dumps({"ok": not is_red(findings), "findings": listed, **more}, indent=1))
+        say(*json.dumps({"ok": not is_red(findings), "findings": listed, **more}, indent=1).splitlines())
     else:
-        print(screen(findings, width=columns(), colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
+        paint(*screen(findings, width=columns(), colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
     return FAILED if is_red(findings) else DONE
 
 
@@ -83,6 +84,7 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "Show on one screen whether this machine can train, with a cure for each fault.",
         examples=(
             "",
+            "--instance trn1.32xlarge --json",
             "torchrun --standalone --nproc-per-node=8 -m train.doctor --collectives backend=ddp instance=p5.48xlarge",
         ),
         exits={

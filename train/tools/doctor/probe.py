@@ -17,6 +17,7 @@ from typing import Literal
 import yaml
 
 from train.config import InstanceConfig
+from train.system.console import visible
 from train.system.machine import is_native, nvidia_gpus
 from train.system.rank_setup import AMAZON, efa_devices
 
@@ -184,8 +185,8 @@ def is_red(findings: Mapping[str, Finding]) -> bool:
     return any(finding.state == "bad" for finding in findings.values())
 
 
-def screen(findings: Mapping[str, Finding], *, width: int, colour: bool) -> str:
-    """Return all findings as text of `width` columns. Lines break only at spaces, so that commands can be copied."""
+def screen(findings: Mapping[str, Finding], *, width: int, colour: bool) -> list[str]:
+    """Return all findings as lines of `width` columns. Lines break only at spaces, so that commands can be copied."""
     lines, count = [], dict.fromkeys(COLOURS, 0)
     for name, finding in findings.items():
         count[finding.state] += 1
@@ -196,8 +197,10 @@ def screen(findings: Mapping[str, Finding], *, width: int, colour: bool) -> str:
         lines.append(f"{mark}{name:{TEXT_COLUMN - NAME_COLUMN}}{text}")
         lines += [" " * TEXT_COLUMN + line for line in more]
     summary = f"{count['ok']} ok, {count['warn']} to look at, {count['bad']} to fix"
-    return "\n".join([*lines, summary + (f", {count['skip']} not applicable" if count["skip"] else "")])
+    return [*lines, summary + (f", {count['skip']} not applicable" if count["skip"] else "")]
 
 
 def wrap(text: str, *, width: int) -> list[str]:
-    return textwrap.wrap(text, max(width, 20), break_long_words=False, break_on_hyphens=False) or [""]
+    return textwrap.wrap(
+        visible(text, keep="\n\t"), max(width, 20), break_long_words=False, break_on_hyphens=False
+    ) or [""]
