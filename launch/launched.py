@@ -10,10 +10,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from launch.plan import absolute
 from launch.record import JOB, Job, Record
 from launch.values import table, text
 from train.config import InputError, check
-from train.system.folders import LocalFolder, canonical_json, sha256_bytes
+from train.system.folders import LocalFolder, canonical_json, local_path, sha256_bytes
 from train.system.schema import BadContent, read_object
 
 
@@ -62,3 +63,15 @@ def job_to_start(record: Record) -> Job:
         )
         job = record.job()
     return job
+
+
+def launched_as(record: Record) -> str:
+    """Return the run's location as its launch named it. It may be another path of the same folder."""
+    if record.is_remote:
+        return record.run_dir
+    try:
+        named = Record(record.run_dir, record.s3).job().run_dir
+    except InputError:
+        return absolute(record.run_dir)
+    is_this = os.path.realpath(named) == os.path.realpath(local_path(record.run_dir))
+    return named if is_this else absolute(record.run_dir)

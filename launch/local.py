@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from launch import spec
 from launch.config import ClusterConfig, LaunchConfig
+from launch.launched import launched_as
 from launch.preflight import run_preflight
 from launch.record import Job, Record, add_record_flags, attempt_name
 from launch.schedulers import cluster_of
@@ -75,7 +77,7 @@ class Scheduler(spec.Scheduler):
                 f"the job runs on {host}, but this is {platform.node()}: run the command there; if that machine is "
                 "gone, remove the record (the folder RUN.launch) and launch the run again"
             )
-        if is_alive(pid, started):
+        if is_alive(pid, started) and is_supervisor(pid, record):
             return State(True, f"process {pid} on {host}", [str(host)])
         return State(False, "the supervisor has ended")
 
@@ -85,9 +87,20 @@ class Scheduler(spec.Scheduler):
             processes.kill([pid, *processes.descendants(pid)])  # torchrun puts ranks into separate sessions
 
 
+def is_supervisor(pid: int, record: Record) -> bool:
+    """Return whether a process is this user's supervisor of the run: others may have written the handle's event."""
+    process = Path("/proc", str(pid))
+    try:
+        is_own = process.stat().st_uid == os.geteuid()
+        words = [os.fsdecode(word) for word in (process / "cmdline").read_bytes().split(b"\0")]
+    except OSError:
+        return False
+    return is_own and words[1:3] == ["-m", "launch.local"] and words[3:4] == [launched_as(record)]
+
+
 def supervisor(job: Job, record: Record) -> list[str]:
     """Return the command of the process that runs a job."""
-    return [job.python, "-m", "launch.local", record.run_dir, *record.flags()]
+    return [job.python, "-m", "launch.local", job.run_dir, *record.flags()]
 
 
 # ---- the supervisor --------------------------------------------------------------------------------------------------

@@ -131,10 +131,10 @@ class Slurm:
         check(code == 0, f"Slurm rejects the job: {line}{cure}")
         return out, said
 
-    def tasks(self, job_id: int) -> list[SlurmJob]:
-        """Return a job, or the tasks of a job array, with one entry for all waiting tasks."""
+    def tasks(self, job_id: int, name: str) -> list[SlurmJob]:
+        """Return a job, or the tasks of a job array, with one entry for all waiting tasks. Its name must be `name`."""
         # The list is empty once Slurm has forgotten the job, some minutes after its end (MinJobAge).
-        queued = ("--noheader", "--states=all", f"--jobs={job_id}", f"--format={SQUEUE}")
+        queued = ("--noheader", "--states=all", f"--jobs={job_id}", f"--name={name}", f"--format={SQUEUE}")
         code, out, said = self.run("squeue", *queued)
         if "Invalid job id specified" in said + out:
             return []

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from launch import spec
 from launch.config import LaunchConfig
+from launch.launched import launched_as
 from launch.plan import safe_name
 from launch.record import Job, Record
 from launch.schedulers import cluster_of
@@ -38,7 +39,7 @@ class Scheduler(spec.Scheduler):
 
     def submit(self, job: Job, record: Record) -> Handle:
         slurm, asked, started = Slurm(), options(job, record), script(job, record)
-        name = job_name(record.run_dir)
+        name = job_name(job.run_dir)
         if there := slurm.job_ids(name):  # Slurm's answer to an earlier submission was lost
             raise InputError(f"Slurm has job {there[0]} of this run, which is in no record: scancel {there[0]} ends it")
         if not record.is_remote:
@@ -58,7 +59,7 @@ class Scheduler(spec.Scheduler):
     def state(self, record: Record, handle: Handle) -> State:
         # The parts run before their merge, so the first of these jobs that is active or has failed decides.
         for name in ("parts_id", "job_id"):
-            jobs = Slurm().tasks(number(handle, name)) if name in handle else []
+            jobs = own_jobs(record, handle, name)
             states = {job.state for job in jobs} - {"COMPLETED"}
             if any(not job.is_over for job in jobs):
                 return State(True, said(handle, name, jobs), sorted({node for job in jobs for node in job.nodes}))
@@ -69,14 +70,19 @@ class Scheduler(spec.Scheduler):
 
     def cancel(self, record: Record, handle: Handle) -> None:
         for name in ("job_id", "parts_id"):
-            if name in handle:
+            if own_jobs(record, handle, name):
                 Slurm().cancel(number(handle, name))
+
+
+def own_jobs(record: Record, handle: Handle, name: str) -> list[SlurmJob]:
+    """Return the tasks of a job in a handle that has the run's name: others may have written the handle's event."""
+    return Slurm().tasks(number(handle, name), job_name(launched_as(record))) if name in handle else []
 
 
 def said(handle: Handle, name: str, jobs: Sequence[SlurmJob]) -> str:
     """Return the state of a job in Slurm's terms; for an array, the state of the task that has progressed least."""
     if not jobs:
-        return f"job {handle[name]} is no longer known to Slurm"
+        return f"Slurm has no job {handle[name]} of this run"
     job = min(jobs, key=lambda job: (job.is_over, job.state == "COMPLETED"))
     parts = [str(each.array_task) for each in jobs if each.is_over == job.is_over and each.state != "COMPLETED"]
     tasks = f", part {', '.join(parts[:8])}" if name == "parts_id" else ""
@@ -96,7 +102,7 @@ def job_name(run_dir: str) -> str:
 
 def options(job: Job, record: Record) -> list[str]:
     """Return the options of sbatch (man sbatch). They are passed as a list: no shell reads them."""
-    cluster, name, folder = cluster_of(job, SlurmConfig), job_name(record.run_dir), record.local_folder() / "logs"
+    cluster, name, folder = cluster_of(job, SlurmConfig), job_name(job.run_dir), record.local_folder() / "logs"
     check("\\" not in str(folder), f"{folder}: Slurm drops backslashes from the names of logs; choose another folder")
     # A percent sign in a log's name begins a pattern (man sbatch, "filename pattern").
     is_array = job.kind == "prepare" and job.parts > 1

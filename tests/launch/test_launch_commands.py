@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import platform
+import signal
+import subprocess
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -21,7 +26,8 @@ from launch.values import columns, count, number
 from train.config import InputError, Unreachable
 from train.run.command import DONE, FAILED, REJECTED
 from train.system.folders import LocalFolder
-from train.system.outcome import KEYS as OUTCOME_KEYS
+from train.system.outcome import Outcome
+from train.system.processes import read_process
 
 WAITING, RUNNING = State(True, "PENDING (Resources)"), State(True, "RUNNING", NODES)
 GONE = State(False, "no such job")
@@ -57,11 +63,11 @@ def says(capsys):
 def test_the_status_joins_scheduler_record_and_run_folder(run, says):
     run.begin().trained(step=40)
     run.record.run.write("lease/00000001.json", json.dumps({**LEASE, "step": 41}).encode())
-    outcome = {**dict.fromkeys(OUTCOME_KEYS, "failed"), "loss": float("nan")}
-    run.record.run.write("outcome.json", json.dumps(outcome).encode())
+    outcome = Outcome("failed", "other", "no", 41, 30, goes_on=True, time_unix_s=float("nan"))
+    run.record.run.write("outcome.json", json.dumps(asdict(outcome)).encode())
     out = says("status runs/mine --json")
     seen = json.loads(out)
-    assert "NaN" not in out and seen["progress"]["outcome"]["loss"] is None
+    assert "NaN" not in out and seen["progress"]["outcome"]["time_unix_s"] is None
     assert seen["state"] == "running"
     assert seen["answer"]["nodes"] == NODES and seen["history"]["submission"]["handle"] == HANDLE
     shown = seen["progress"]
@@ -212,6 +218,22 @@ def test_control_characters_of_a_log_do_not_reach_the_terminal(run, says):
     run.log("attempt_0001/n2\x1b[2J\u2028.txt", "of no machine\n")
     shown = r"\x1b[2J" + "\ttab" + r"\x9b31m \xff \u202e"
     assert says("logs runs/mine").splitlines() == ["==> attempt_0001/n1.txt <==", shown, "résumé"]
+
+
+@pytest.mark.parametrize("words", [["-c", "sleep 99; :"], ["-m", "launch.local", "/other/run"]])
+def test_a_forged_event_ends_no_other_process(tmp_path, monkeypatch, says, words):
+    """A process of this user, with the right start time, which is not the supervisor of this run."""
+    monkeypatch.chdir(tmp_path)
+    Path("launch.local").write_text("sleep 99; :")
+    with subprocess.Popen(["sh", *words], process_group=0) as process:
+        try:
+            handle = {"host": platform.node(), "pid": process.pid, "started": read_process(process.pid).started}
+            Launched("runs/mine", None).job(scheduler="local").submit(scheduler="local", handle=handle)
+            for command in ("cancel runs/mine --yes", "stop runs/mine"):
+                assert "runs/mine has no job (vanished)" in says(command)
+            assert process.poll() is None
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 # ---- stop and cancel -------------------------------------------------------------------------------------------------

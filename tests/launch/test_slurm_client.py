@@ -106,7 +106,8 @@ def sleeps(folder: Path, *options: str) -> int:
 
 
 def job_of(job_id):
-    (job,) = Slurm().tasks(job_id)
+    assert Slurm().tasks(job_id, "another") == []  # a forged handle
+    (job,) = Slurm().tasks(job_id, "job.sh")
     return job
 
 
@@ -160,4 +161,4 @@ def test_while_slurmctld_is_away_commands_say_so_and_jobs_go_on(slurm, tmp_path)
     assert job_of(job_id).state == "RUNNING"
     slurm.stop_controller()
     slurm.start_controller(forget=True)
-    assert Slurm().tasks(job_id) == []
+    assert Slurm().tasks(job_id, "job.sh") == []
