@@ -6,7 +6,7 @@ import os
 import sys
 from types import TracebackType
 
-from train.system.console import begin_output, say, trace_of
+from train.system.console import begin_program, say, trace_of
 
 __version__ = "0.1.0"
 
@@ -30,7 +30,7 @@ def begin() -> None:
     GNU OpenMP's idle threads spin 300,000 times by default, which keeps cores busy: two runs on two cores fell to a
     third of their speed (benchmarks/notes.md). https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
     """
-    begin_output()
+    begin_program()
     sys.excepthook = show
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "1000"

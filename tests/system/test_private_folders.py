@@ -4,6 +4,7 @@ import errno
 import os
 import stat
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -195,3 +196,34 @@ def test_the_output_of_a_slurm_job_goes_where_no_other_user_can_have_put_a_file(
     logs, said = list(tmp_path.glob("*/job_7.txt")), "-m launch.slurm.batch runs/x\n"
     assert [log.read_text() for log in logs] == ([said, said] if planted else [said * 2])
     assert {mode(log.parent) for log in logs} == {0o700} and not any(theirs.iterdir())
+
+
+def test_a_cache_that_another_user_made_first_is_not_used(home, monkeypatch):
+    cache = home / "xdg" / "baretrain"
+    assert machine.cache_root() == cache and mode(cache) == 0o700
+    facts, me = cache.lstat(), os.geteuid()
+
+    def of(owner, parent):
+        def stat_of(path, **_):
+            number = {cache: owner, cache.parent: parent}.get(path, me)
+            return os.stat_result([*facts[:4], number, *facts[5:]])
+
+        return stat_of
+
+    for owner, parent, is_used in ((me, 0, True), (me + 5, me + 5, True), (me + 5, me, False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "stat", of(owner, parent))
+            patch.setattr(Path, "lstat", of(owner, parent))
+            patch.setattr(Path, "chmod", lambda *_: None)
+            assert machine.is_own(cache) == is_used
+    monkeypatch.setattr(machine, "is_own", lambda _: False)
+    rejects("baretrain belongs to another user; remove it, or set XDG_CACHE_HOME", machine.cache_root)
+
+
+@pytest.mark.parametrize(
+    ("umask", "becomes"), [(0, 0o022), (0o002, 0o002), (0o007, 0o007), (0o020, 0o022), (0o077, 0o077)]
+)
+def test_what_libraries_make_cannot_be_written_to_by_others(umask, becomes):
+    code = f"import os; os.umask({umask}); import train; train.begin(); print(os.umask(0))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == becomes

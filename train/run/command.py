@@ -15,7 +15,7 @@ import train
 from train.config import Failure, InputError, S3Config, Unreachable
 from train.config.checks import LARGEST
 from train.system import imported
-from train.system.console import begin_output, printable, say, trace_of
+from train.system.console import begin_program, printable, say, trace_of
 from train.system.torchrun import first_to, leave_rejection
 
 DONE, FAILED, REJECTED, STOPPED = 0, 1, 2, 75  # 75: EX_TEMPFAIL of sysexits.h, "try again later"
@@ -154,7 +154,7 @@ def guarded(
     `after_rejection` is called with the reason for a rejection. By default, it passes the reason to the program that
     started torchrun. `interrupted` is the line to print and the exit code after Ctrl-C.
     """
-    begin_output()
+    begin_program()
     line, code = "", DONE
     try:
         code = act()

@@ -83,6 +83,19 @@ def bits_of(folder: Path) -> int:
     return 0o700 | folder.stat().st_mode & 0o077
 
 
+def is_own(folder: Path) -> bool:
+    """Return whether a folder, and the link to it if it is one, belongs to this user or to the owner of its parent.
+
+    The owner of the parent could replace it anyway, as of a home that is mounted into a container. A folder that does
+    not exist, or that cannot be looked at, is nobody else's.
+    """
+    try:
+        owners = {os.geteuid(), folder.parent.stat().st_uid}
+        return {folder.lstat().st_uid, folder.stat().st_uid} <= owners
+    except OSError:
+        return True
+
+
 def open_alike(path: Path, mode: str, *, buffering: int = -1) -> BinaryIO:
     """Open a file. If it is new, only users who can read its folder can read it."""
     bits = bits_of(path.parent) & 0o666

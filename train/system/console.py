@@ -159,8 +159,11 @@ class LogFormatter(logging.Formatter):
         return trace_of(ei[1])
 
 
-def begin_output() -> None:
-    """Prepare a program's output and the variables of its services. Programs call it before anything else."""
+def begin_program() -> None:
+    """Prepare a program's output, umask and variables of services. Programs call it before anything else."""
+    before = os.umask(0o077)
+    # Libraries and mkdir(parents=True) make what the umask allows. Others may never write; a group may, if they cannot.
+    os.umask(before if before & 0o002 else before | 0o022)
     strip_variables()
     use_console("stderr")
     use_console("stdout", drops=False)

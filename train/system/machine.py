@@ -22,6 +22,7 @@ from pathlib import Path
 
 from train.config import InputError, check, check_printable
 from train.config.backend import NEURON_TIMEOUT_S
+from train.system.atomic_io import is_own
 from train.system.versions import read_versions, release
 
 NATIVE = ("trn2", "trn3")  # prefixes of the instance types that have native PyTorch
@@ -331,12 +332,15 @@ def cache_root() -> Path:
     stores = instance_stores()
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     check_printable(home, "XDG_CACHE_HOME=")
-    # Several users may share an instance store.
-    root = stores[0] / f"baretrain-{os.geteuid()}" if stores else Path(home).expanduser() / "baretrain"
-    with suppress(OSError):  # the first write to the folder will report the error
-        root.mkdir(0o700, parents=True, exist_ok=True)
-        root.chmod(0o700)
-    return root
+    # Several users may share an instance store, and another user may have made the folder.
+    roots = [*(store / f"baretrain-{os.geteuid()}" for store in stores), Path(home).expanduser() / "baretrain"]
+    for root in roots:
+        with suppress(OSError):  # the first write to the folder will report the error
+            root.mkdir(0o700, parents=True, exist_ok=True)
+            root.chmod(0o700)
+        if is_own(root):
+            return root
+    raise InputError(f"{root} belongs to another user; remove it, or set XDG_CACHE_HOME to a folder of your own")
 
 
 def compile_root() -> Path:
