@@ -311,3 +311,16 @@ def test_a_server_of_mlflow_that_dies_costs_one_warning(toy, mlflow_server):
     assert toy.values("train", "loss") == toy.values("train", "loss", "without")
     (said,) = warnings(toy)
     assert said.startswith("tracker mlflow: ")
+
+
+STRANGE = ["eval/a//b", "eval/../x", "..", ".", "/a", "a/", "a/./b", "a\x1b\u202e\n", "", "a" * 300, "eval/b\u00a0c"]
+
+
+@pytest.mark.parametrize("name", STRANGE, ids=range(len(STRANGE)))
+def test_mlflow_accepts_what_becomes_of_any_name(name):
+    validation = pytest.importorskip("mlflow.utils.validation")
+    key = trackers.mlflow_key(name)
+    validation._validate_metric_name(key)
+    validation._validate_param_name(key)
+    assert len(key) <= validation.MAX_ENTITY_KEY_LENGTH
+    assert trackers.mlflow_key("eval/other_f1 macro") == "eval/other_f1 macro"

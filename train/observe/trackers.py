@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import math
 import os
+import posixpath
 import queue
 import re
 import threading
@@ -32,7 +33,7 @@ unended: list[Tracker] = []  # trackers whose libraries may keep the process fro
 TAG = "baretrain.run_id"
 NO_CURVES = ("kind", "attempt", "time_unix_s", "step", "steps", "examples", "epoch", "train_s", "tokens")
 IN_EVERY_LINE = {"train": "train/step_s", "eval": "eval/eval_s"}  # a value that every line of this kind has
-MOST_PARAMS, MOST_CHARS = 100, 500  # MLflow's limits: parameters per call, and characters per value
+MOST_PARAMS, MOST_CHARS, MOST_KEY = 100, 500, 250  # MLflow's limits: parameters per call, characters per value and name
 PACKAGES = {"mlflow": "mlflow-skinny", "wandb": "wandb"}
 ENVIRONMENT = {  # defaults that limit the wait for a server that does not answer, and keep the libraries silent
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
@@ -100,7 +101,10 @@ class MLflow:
 
 
 def mlflow_key(name: str) -> str:
-    return re.sub(r"[^\w.\- /]", "_", name)
+    """Return a name as MLflow accepts it: the names of validation sets are the user's."""
+    key = re.sub(r"[^\w.\- /]", "_", name)[:MOST_KEY]
+    is_path = posixpath.normpath(key) == key and not key.startswith((".", "/"))  # MLflow may use it as a file's name
+    return key if is_path else "_" + key.replace("/", "_")[1:]
 
 
 class WandB:
