@@ -20,8 +20,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from launch.values import LAST_UNIX_S, count, table, text, texts
+from launch.values import count, table, text, texts
 from train.config import InputError, S3Config, check
+from train.config.checks import LAST_UNIX_S
 from train.run.command import Parser, add_s3_flags
 from train.system.folders import LocalFolder, at_once, canonical_json, is_s3, open_folder, sha256_bytes
 from train.system.machine import cache_root

@@ -10,7 +10,6 @@ from typing import Any
 from train.config.checks import LARGEST_FLOAT
 from train.system.schema import BadContent, of_type
 
-LAST_UNIX_S = 253402300800.0  # start of the year 10000: later times are not printed
 LONGEST_S = 1e12  # longest duration that is printed
 INDENT = 13  # columns
 Object = Mapping[str, Any]

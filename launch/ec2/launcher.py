@@ -249,7 +249,7 @@ class Launcher:
 
     def tell(self, line: str) -> None:
         if line != self.line:
-            cost = f"  about ${self.cost_usd:,.2f} so far" if self.cost_usd else ""
+            cost = f" about ${self.cost_usd:,.2f} so far" if self.cost_usd else ""
             say(f"{shown_moment(time.time())}  {line}{cost}")
         self.line = line
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import finished_run
 import pytest
+from rejections import rejects
 from reported_runs import (
     BATCH,
     SEQ_LEN,
@@ -532,3 +533,32 @@ def test_a_run_in_s3_is_reported_here(bucket, tmp_path, capsys, monkeypatch):
     bucket.proxy.set(Fault("status"))
     assert report_command.main([folder, *flags]) == 1
     assert "S3 answers 503" in capsys.readouterr().err
+
+
+LONG, DEEP = "9" * 400, "[" * 140 + "]" * 140
+FORGED = [  # a file, what is replaced in it, by what
+    ("metrics.jsonl", '"train_s": 7200.0', f'"train_s": {LONG}'),
+    ("metrics.jsonl", '"train_s": 7200.0', '"peak_bytes_of_ranks": ["a", 1]'),
+    ("metrics.jsonl", '"time_unix_s": 1800000006.0', f'"time_unix_s": {LONG}'),
+    ("metrics.jsonl", '"time_unix_s": 1800000007.0', '"time_unix_s": 1e300'),
+    ("data.json", '"counts": [10, 20, 30, 40]', '"counts": [10]'),
+    ("data.json", '"up_to": [8, 16, 32, 64]', '"up_to": [8, 16, 16, 64]'),
+    ("data.json", '"up_to": [8, 16, 32, 64]', '"up_to": [8, NaN, 32, 64]'),
+    ("data.json", '"rows": 100,', '"rows": 100, "rows": 99,'),
+    ("evaluation.json", '"metrics": {"accuracy": 0.66}', '"pairs": {"a": [[1.0, 2.0], [3.0]]}'),
+    ("evaluation.json", "[44, 4, 2]", "[44, 4, -2]"),
+    ("evaluation.json", '"precision": 0.9', f'"precision": {LONG}'),
+    ("environment.json", '"parameters": 1234567', f'"parameters": {DEEP}'),
+    ("config.yaml", '"weight_decay": 0.01', f'"weight_decay": {DEEP}'),
+]
+
+
+@pytest.mark.parametrize(("name", "before", "after"), FORGED)
+def test_a_forged_value_is_rejected_by_file_or_left_out(tmp_path, name, before, after):
+    file = finished_run.write(tmp_path / "run") / name
+    assert file.read_text().count(before) >= 1
+    file.write_text(file.read_text().replace(before, after, 1))
+    if name == "metrics.jsonl":
+        assert report_run.read_run(tmp_path / "run").summary["least_rank_bytes"] in (None, 1)
+    else:
+        rejects(rf"{name} is damaged", report_run.read_run, tmp_path / "run")

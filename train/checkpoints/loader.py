@@ -151,6 +151,8 @@ def load(
             are_all = mine == manifest
             engine.load(read_weights(path, mine, are_all=are_all), read_optimizer(path, mine, are_all=are_all))
             ranks = read(path / "ranks.pt")["ranks"]
+            if not isinstance(ranks, list) or len(ranks) != manifest.world_size:
+                raise BadContent(f"ranks.pt does not have the state of {manifest.world_size} ranks")
             if manifest.world_size == world.size:
                 backend.set_rng_state(ranks[world.rank]["rng"])
             # The random states are left out: they may be memory-mapped from the file, which is removed below.
@@ -174,13 +176,13 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 @contextmanager
-def fitting(path: Path) -> Iterator[None]:
+def fitting(path: Path | str) -> Iterator[None]:
     """Raise errors of the block, which loads the checkpoint at `path`, as Untrusted: it does not fit the model."""
     try:
         yield
     except (torch.OutOfMemoryError, Failure):
         raise
-    except (RuntimeError, LookupError, TypeError, AttributeError, BadContent) as error:
+    except (RuntimeError, LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
         reason = (str(error).splitlines() or [""])[0]
         raise Untrusted(
             f"{path} does not contain the state of this model, though its checksums are right "

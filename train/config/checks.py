@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 LARGEST_FLOAT = 1e100  # the product of two floats of this size is still finite
 LARGEST = 2**63  # upper bound of numbers: NumPy, torch and safetensors store integers in 64 bits
+LAST_UNIX_S = 253402300800.0  # start of the year 10000: later times are not printed
 LONGEST_S = 1e9  # 30 years; the timers of Python and gloo overflow not far above this
 CONTROLS = ("Cc", "Cs", "Zl", "Zp")  # Unicode categories: controls, undecodable bytes, line and paragraph ends
 SHOWN_NAMES = 10  # maximum number of names in a message

@@ -5,19 +5,19 @@ Damaged lines and an unfinished last line are skipped, so that the run's other l
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from train.config.checks import LARGEST
+from train.config.checks import LAST_UNIX_S
 from train.system.appended import rows, rows_back
 from train.system.folders import Folder
-from train.system.schema import BadContent
+from train.system.schema import BadContent, of_type, read_json
 
 Line = dict[str, Any]
 NAME = "metrics.jsonl"
+KEYS: dict[str, type] = {"kind": str, "attempt": int, "step": int, "time_unix_s": float}
 
 
 def read_lines(folder: Folder, *, containing: bytes = b"") -> Iterator[Line]:
@@ -63,13 +63,15 @@ def sound(found: Iterator[bytes], containing: bytes, damage: list[str]) -> Itera
 def parse(row: bytes) -> Line:
     """Parse a line. Raises BadContent if it is damaged."""
     try:
-        line = json.loads(row)
-    except (ValueError, RecursionError) as error:
-        raise BadContent(f"a line is not JSON: {error}") from error
-    if isinstance(line, dict):
-        counts = [line.get("attempt"), line.get("step")]
-        is_valid = isinstance(line.get("kind"), str) and isinstance(line.get("time_unix_s"), int | float)
-        if is_valid and all(isinstance(count, int) and 0 <= count < LARGEST for count in counts):
-            return line
+        line = read_json(row)
+    except BadContent as error:
+        raise BadContent(f"a line {str(error).removeprefix('it ')}") from error
+    try:
+        for key, hint in KEYS.items():
+            of_type(hint, line[key], key)
+        if 0 <= line["time_unix_s"] < LAST_UNIX_S:
+            return dict(line)
+    except (BadContent, LookupError, TypeError):
+        pass
     what = "kind, attempt, step and time_unix_s; an earlier version wrote others"
     raise BadContent(f"a line is not an object with {what}")

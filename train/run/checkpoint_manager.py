@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,7 @@ from train.parallel.optimizers import check_continues
 from train.run import goodput
 from train.system.environment import versions
 from train.system.run_folder import side_channel
+from train.system.schema import record
 
 if TYPE_CHECKING:
     from train.parallel.backends import Backend
@@ -32,6 +33,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("train")
 PATIENCE_S = 300.0  # seconds for which the last save is retried while S3 does not answer
 MAX_ROLLBACKS = 2  # instead of a third rollback, the run fails: other data has not helped twice
+
+
+@dataclass(frozen=True)
+class Sums:
+    """A rank's own sums since the last train line, in a checkpoint."""
+
+    loss_sum: float
+    wait_s: float
+    work_s: float
 
 
 class CheckpointManager:
@@ -115,19 +125,22 @@ class CheckpointManager:
     def _restore_window(self, loaded: Loaded) -> None:
         """Restore each rank's sums for the next train line. If the number of ranks changed, rank 0 gets the totals."""
         # Counts of labels and tokens are saved as sums over the ranks, so rank 0 always gets them.
-        rank, ranks = self.world.rank, loaded.ranks
+        with fitting(self.store.location):
+            window = record(Window, loaded.progress.window, "progress.window")
+            ranks = [asdict(record(Sums, own, "ranks")) for own in loaded.ranks]
+        rank = self.world.rank
         if len(ranks) != self.world.size:
             sums = {key: sum(own[key] for own in ranks) for key in ("loss_sum", "wait_s", "work_s")}
             ranks = [sums, *(dict.fromkeys(sums, 0.0) for _ in range(self.world.size - 1))]
         own = ranks[rank]
-        if not math.isfinite(sum(float(each["loss_sum"]) for each in ranks)):  # a step was skipped
+        if not math.isfinite(sum(each["loss_sum"] for each in ranks)):  # a step was skipped
             self.engine.loss_sum.zero_()
             self.recorder.window = Window()
             return
-        self.engine.loss_sum.copy_(torch.tensor([float(own["loss_sum"])]))
-        saved: dict[str, Any] = loaded.progress.window
-        window = Window(**saved) if rank == 0 else Window(**{**saved, "count": 0.0, "tokens": 0.0})
-        self.recorder.window = dataclasses.replace(window, wait_s=float(own["wait_s"]), work_s=float(own["work_s"]))
+        self.engine.loss_sum.copy_(torch.tensor([own["loss_sum"]]))
+        if rank > 0:
+            window = replace(window, count=0.0, tokens=0.0)
+        self.recorder.window = replace(window, wait_s=own["wait_s"], work_s=own["work_s"])
 
     # ---- in the loop ---------------------------------------------------------------------------------------------
 
@@ -171,9 +184,9 @@ class CheckpointManager:
         progress, window = self.recorder.progress, self.recorder.window
         self.attempt.watch.phase("save", step=progress.step)
         count, tokens = self.world.sum([window.count, window.tokens])
-        progress.window = {**dataclasses.asdict(window), "count": count, "tokens": tokens, "wait_s": 0.0, "work_s": 0.0}
+        progress.window = {**asdict(window), "count": count, "tokens": tokens, "wait_s": 0.0, "work_s": 0.0}
         loss_sum = float(self.backend.to_host([self.engine.loss_sum])[0])
-        own = {"loss_sum": loss_sum, "wait_s": window.wait_s, "work_s": window.work_s}
+        own = asdict(Sums(loss_sum, window.wait_s, window.work_s))
         must = is_last or (self.cfg.exports_best and progress.best_step == progress.step)
         patience_s = last_save_patience_s(self.cfg, self.attempt.began_s) if is_last else 0.0
         if self.recorder.journal is not None:

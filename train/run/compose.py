@@ -43,11 +43,10 @@ from train.config import (
 )
 from train.parallel.optimizers import OPTIMIZERS, check_optimizer
 from train.run.command import DONE, EXITS, FAILED, REJECTED, STOPPED, Parser, command_parser, guarded
-from train.run.help import OWN_OPTIONS, groups, settings_help, words_as_text, yaml_lines
+from train.run.help import OWN_OPTIONS, groups, settings_help, show_yaml, words_as_text
 from train.run.names import opened, quoted
 from train.run.own import check_imports
 from train.run.precedence import check_numbers, over_recipe
-from train.system.console import say
 from train.system.torchrun import leave_rejection
 from train.tasks import TASKS, spec_of
 
@@ -343,7 +342,7 @@ def run(
         shown = OmegaConf.to_yaml(composed)
         if "???" not in shown:  # no required setting is missing
             checked(composed, schema, overrides)
-        say(*yaml_lines(shown))
+        show_yaml(shown)
         return DONE
 
     return guarded(

@@ -20,6 +20,7 @@ import yaml
 from omegaconf import MISSING
 
 from train.config.checks import LIMITS
+from train.system.console import say
 
 OWN_OPTIONS: dict[tuple[str, str], type] = {}  # settings of each (group, option) that has no file in conf/
 WIDTH = 110  # columns
@@ -32,12 +33,12 @@ TYPES: dict[object, str] = {
 }
 
 
-def yaml_lines(text: str) -> list[str]:
-    """Return the lines of a YAML text; in ASCII if it has characters that would be escaped when they are printed."""
+def show_yaml(text: str) -> None:
+    """Print a YAML text; as ASCII if it has characters that would be escaped when they are printed."""
     lines = text.removesuffix("\n").split("\n")
     if not all(map(str.isprintable, lines)):
         lines = yaml.safe_dump(yaml.safe_load(text), sort_keys=False).splitlines()
-    return lines
+    say(*lines)
 
 
 def settings_help(schema: type, name: str, keys: Sequence[str]) -> str:

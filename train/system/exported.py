@@ -10,7 +10,7 @@ from pathlib import Path
 from train.system.atomic_io import new_folder, remove_temporaries, sync_tree
 from train.system.folders import Folder, canonical_json
 from train.system.run_folder import RunFolder
-from train.system.schema import read_object
+from train.system.schema import BadContent, of_type, read_object
 
 MARK = "baretrain.json"  # file in export/: {"step": step that the run had reached, "weights": step of the weights}
 TASK_STATE = "baretrain_task.json"  # file in export/: what the task needs beside the weights (train/tasks/state.py)
@@ -52,8 +52,9 @@ def is_outdated(run: Folder) -> bool:
 def marked(run: Folder, key: str) -> int | None:
     """Return the step under `key` in an export's mark; None if the mark is missing or damaged, or lacks this key."""
     try:
-        return int(read_object(run.read(f"export/{MARK}"))[key])
-    except (FileNotFoundError, ValueError, LookupError, TypeError, OverflowError):
+        step: int = of_type(int, read_object(run.read(f"export/{MARK}")).get(key), key)
+        return step
+    except (FileNotFoundError, BadContent):
         return None
 
 

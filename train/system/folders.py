@@ -332,8 +332,8 @@ def sha256_bytes(content: bytes) -> str:
 
 
 def canonical_json(value: Any) -> bytes:
-    """Return indented JSON. Equal values give equal bytes."""
-    return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
+    """Return indented JSON. Equal values give equal bytes. Undecodable bytes of names become escapes of JSON."""
+    return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
 
 
 def read_json(path: Path) -> Any:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from train.system.folders import Folder, canonical_json
 from train.system.launched import launched
-from train.system.schema import BadContent, read_object
+from train.system.schema import BadContent, read_object, record
 
 NAME = "outcome.json"
 STOP_FILE = "STOP"  # a file in the run folder that makes the run save a checkpoint and stop at its next step
@@ -29,9 +29,6 @@ class Outcome:
     goes_on: bool  # whether the same command may succeed
     launch: list[str] = field(default_factory=lambda: launched().torchrun)  # identifies this attempt's torchrun
     time_unix_s: float = field(default_factory=lambda: round(time.time(), 1))
-
-
-KEYS = {each.name for each in fields(Outcome)}
 
 
 def may_continue(kind: str, previous: str) -> bool:
@@ -62,9 +59,7 @@ def write_outcome(
 def read_outcome(folder: Folder) -> dict[str, Any]:
     """Return the outcome of the last attempt; {} if it left none, or if another program wrote the file."""
     with suppress(FileNotFoundError, BadContent):
-        outcome = read_object(folder.read(NAME))
-        if outcome.keys() >= KEYS:
-            return outcome
+        return asdict(record(Outcome, read_object(folder.read(NAME))))
     return {}
 
 

@@ -11,7 +11,6 @@ wandb files and stack dumps are never uploaded.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
@@ -33,7 +32,7 @@ from train.config import InputError, LeaseConfig, NotPermitted, S3Config, TrainC
 from train.system import machine
 from train.system.appended import Appender, Mirrored, back
 from train.system.atomic_io import discard, make_alike, open_alike, said, sync, warn_once, write_atomic
-from train.system.console import LogFormatter
+from train.system.console import LogFormatter, say
 from train.system.environment import environment
 from train.system.folders import (
     Folder,
@@ -50,6 +49,7 @@ from train.system.launched import launched
 from train.system.outcome import NAME, Outcome, read_outcome, write_outcome
 from train.system.ownership import LeaseLost, OwnedFolder, Ownership
 from train.system.processes import age_s
+from train.system.schema import BadContent, read_object
 
 logger = logging.getLogger("train")
 MIRRORED = ("environment.json", "config.yaml", "data.json")
@@ -170,7 +170,10 @@ class RunFolder:
     @cached_property
     def described(self) -> dict[str, Any]:
         """The content of environment.json before this attempt; {} in the first attempt."""
-        return json.loads(self.environment.read_bytes()) if self.environment.is_file() else {}
+        try:
+            return read_object(self.environment.read_bytes()) if self.environment.is_file() else {}
+        except BadContent as error:
+            raise InputError(f"{self.environment} is damaged: {error}") from error
 
     @cached_property
     def run_id(self) -> str:
@@ -319,7 +322,7 @@ class LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         if ("log", self.baseFilename) not in said:
             said.add(("log", self.baseFilename))
-            print(f"cannot write to {self.baseFilename}: {sys.exc_info()[1]}; the run continues", file=sys.stderr)
+            say(f"cannot write to {self.baseFilename}: {sys.exc_info()[1]}; the run continues", file=sys.stderr)
 
 
 class TerminalHandler(logging.StreamHandler):

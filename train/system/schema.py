@@ -16,10 +16,12 @@ from typing import Any, NamedTuple, TypedDict, TypeVar, Union, get_args, get_ori
 import yaml
 
 from train.config import InputError
+from train.config.checks import LARGEST_FLOAT
 
 MAX_NAME_BYTES = 200  # file systems allow 255; temporary names add up to 54 bytes
 MAX_PATH_BYTES = 1000  # S3 allows 1024 for a key
-MAX_COUNT = 2**63 - 1
+MAX_COUNT = 2**53  # JSON numbers above are not exact for all programs, and sums of counts stay below 2^63
+MAX_DEPTH = 50  # levels of lists and objects inside each other
 MAX_YAML_BYTES = 2**22  # the parser needs about a minute for this much
 SHOWN_CHARS = 80  # characters of a value that an error shows
 
@@ -98,12 +100,41 @@ class Head(NamedTuple):
 # ---- records -------------------------------------------------------------------------------------------------------
 
 
-def read_object(content: bytes) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises BadContent if the file contains anything else."""
+def read_json(content: bytes) -> Any:
+    """Return the value in a JSON file. Raises BadContent if it is invalid, repeats a key, or is not plain."""
     try:
-        value = json.loads(content)
+        value = json.loads(content, object_pairs_hook=without_repetition)
+    except BadContent:
+        raise
     except (ValueError, RecursionError) as error:
         raise BadContent(f"it is not JSON: {' '.join(str(error).split())[:SHOWN_CHARS]}") from error
+    check_plain(value)
+    return value
+
+
+def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in table if keys.count(key) > 1)
+        raise BadContent(f"it has the key {shown(repeated)} twice")
+    return table
+
+
+def check_plain(value: Any, depth: int = 0) -> None:
+    """Raise BadContent if a parsed value is nested too deep, or has an integer for which floats are too small."""
+    if isinstance(value, dict | list):
+        if depth == MAX_DEPTH:
+            raise BadContent(f"it is nested more than {MAX_DEPTH} levels deep")
+        for item in value.values() if isinstance(value, dict) else value:
+            check_plain(item, depth + 1)
+    elif isinstance(value, int) and abs(value) >= LARGEST_FLOAT:
+        raise BadContent("it has a number that is too large")
+
+
+def read_object(content: bytes) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises BadContent if the file contains anything else."""
+    value = read_json(content)
     if not isinstance(value, dict):
         raise BadContent(f"it is not a JSON object but a {type(value).__name__}")
     return value
@@ -123,7 +154,9 @@ def read_yaml(content: bytes) -> Any:
     if len(content) > MAX_YAML_BYTES:
         raise BadContent(f"it has more than {MAX_YAML_BYTES:,} bytes")
     try:
-        return PlainLoader(content).get_single_data()
+        value = PlainLoader(content).get_single_data()
+        check_plain(value)
+        return value
     except BadContent:
         raise
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from train.config import InputError
+from train.config.checks import LARGEST_FLOAT
 from train.observe.report.texts import count, score, share
 from train.system.folders import Folder
-from train.system.schema import BadContent, of_type, record
+from train.system.schema import BadContent, of_type, read_json, record
 
 FIRST = ("train", "validation")  # these splits come first, then the others by name
 SCORES = ("precision", "recall", "f1", "support")  # columns of the table of labels
@@ -42,6 +43,11 @@ class SplitFacts:
     padding_share: float | None = None  # share of padding in all tokens
     notes: Numbers = field(default_factory=dict)  # counts by name: truncated, cut questions, ...
 
+    def __post_init__(self) -> None:
+        grows = all(first < second for first, second in pairwise([0, *self.up_to]))
+        if not grows or len(self.up_to) != len(self.counts) or min(self.counts, default=0) < 0:
+            raise BadContent("the length histogram does not have a count for each of its growing lengths")
+
     @property
     def up_to(self) -> list[float]:
         """Upper bounds of the bins: counts[i] rows have more than up_to[i - 1] and at most up_to[i] tokens."""
@@ -67,6 +73,10 @@ class Evaluated:
         sides = {len(self.labels), len(self.confusion), *map(len, self.confusion)}
         if self.confusion and len(sides) != 1:
             raise BadContent(f"the confusion matrix does not have {len(self.labels)} rows and columns, one per label")
+        if any(value < 0 for row in self.confusion for value in row):
+            raise BadContent("the confusion matrix has a negative number of examples")
+        if any(len(pair) != 2 for pairs in self.pairs.values() for pair in pairs):
+            raise BadContent("a pair of truth and prediction is not two numbers")
 
 
 @dataclass(frozen=True)
@@ -105,12 +115,18 @@ def read_records(folder: Folder) -> Records | None:
 
 
 def parse(content: bytes) -> Any:
-    """Parse the JSON of a file, leaving out unknown values: null, and NaN, which a diverged run writes."""
+    """Parse the JSON of a file, leaving out unknown values: null, infinity, and NaN, which a diverged run writes."""
 
-    def drop_unknown(table: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in table.items() if value is not None}
+    def known(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: known(item) for key, item in value.items() if not is_unknown(item)}
+        return [known(item) for item in value] if isinstance(value, list) else value
 
-    return json.loads(content, object_hook=drop_unknown, parse_constant=lambda _: None)
+    return known(read_json(content))
+
+
+def is_unknown(value: object) -> bool:
+    return value is None or (isinstance(value, float) and not abs(value) < LARGEST_FLOAT)
 
 
 DATA: dict[str, Any] = {"labels": list[str], "lengths": list[float]}

@@ -28,6 +28,12 @@ def numbers(lines: Iterable[Line], key: str) -> list[float]:
     return [value for line in lines if (value := number(line, key)) is not None]
 
 
+def number_list(line: Line, key: str) -> list[float]:
+    """Return the finite numbers in a list."""
+    values = line.get(key)
+    return numbers([{key: value} for value in values], key) if isinstance(values, list) else []
+
+
 def total(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) if known else None

@@ -7,7 +7,6 @@ train/observe/metrics.py write it, let `summarise` compute it for the whole run,
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,12 +18,24 @@ from typing import Any
 from train.config import InputError, check, flatten
 from train.observe.lines import NAME, read_back
 from train.observe.report.data import Records, read_mapping, read_records
-from train.observe.report.lines import Attempt, Faults, Line, Reading, Saves, high, highest, number, numbers, total
+from train.observe.report.lines import (
+    Attempt,
+    Faults,
+    Line,
+    Reading,
+    Saves,
+    high,
+    highest,
+    number,
+    number_list,
+    numbers,
+    total,
+)
 from train.observe.report.texts import printable
 from train.system.exported import marked
 from train.system.folders import Folder, LocalFolder
 from train.system.outcome import read_outcome
-from train.system.schema import read_yaml
+from train.system.schema import read_json, read_yaml
 from train.tasks import Metric, scores_of
 
 Summary = dict[str, Any]  # see `summarise`
@@ -105,7 +116,7 @@ def read_run(folder: Folder | Path) -> Run:
         check(folder.size(NAME) is not None, f"{folder.location} is not a run folder: it has no {NAME}")
         raise InputError(f"{where}: {', '.join(damage) or 'no lines yet, so there is nothing to report'}")
     config = dict(flatten(read_mapping(folder, "config.yaml", read_yaml)))
-    environment = dict(flatten(read_mapping(folder, "environment.json", json.loads)))
+    environment = dict(flatten(read_mapping(folder, "environment.json", read_json)))
     run = Run(folder, config, environment, records=read_records(folder), outcome=read_outcome(folder))
     run.exported_step = marked(folder, "weights")
     run.add(chain([newest], lines))
@@ -214,7 +225,7 @@ def speed(run: Run) -> Summary:
     once = examples if len(run.attempts) == 1 else None  # `examples` leaves out redone steps, `train_s` does not
     without_summary = sum(attempt.last["kind"] != "summary" for attempt in run.attempts)
     is_cpu = str(environment.get("device")).startswith("cpu")  # with or without XLA: device memory is host memory
-    peaks = newest_summary(run).get("peak_bytes_of_ranks", [])
+    peaks = number_list(newest_summary(run), "peak_bytes_of_ranks")
     return {
         "steps": steps,
         "steps_total": number(environment, "plan.total_steps"),
