@@ -155,7 +155,7 @@ def settings_of_run(
     names: list[str] = [] if {"data", "data.path"} & typed.keys() else [key for key in WHERE if key in own]
     if names and launched().rank == 0:
         where = f"{printable(run.location)}/config.yaml names data.path={printable(str(own['path']))}"
-        print(f"{where}, which is read; data.path=... reads other data", file=sys.stderr, flush=True)
+        say(f"{where}, which is read; data.path=... reads other data", file=sys.stderr)
     if not isinstance(cfg.data, RecordsConfig):
         yield from {"data": "shards", "data.path": own["path"]}.items()
         return
