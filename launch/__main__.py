@@ -120,17 +120,17 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str]) ->
     starts = scheduler(job.scheduler)
     command = starts.request(job, record)
     expected = None if cfg.prepare else expect(cfg, run)
+    hours = None if expected is None else expected.at(cfg.nodes).hours
     plan = {"request": command, "estimate": None if expected is None else dataclasses.asdict(expected)}
     say(*plan_lines(job, command, len(bundle)), "")
     if expected is not None:
-        notes = [textwrap.wrap(f"- {each}", WIDTH, subsequent_indent="  ") for each in expected.assumptions]
+        said = [*expected.assumptions, *too_short(cfg, run, hours)]
+        notes = [textwrap.wrap(f"- {each}", WIDTH, subsequent_indent="  ") for each in said]
         say(*columns([HEADER, *map(cells, expected.rows)]), "", *itertools.chain(*notes), "")
-    say(*paragraph("scheduler", starts.preview(job, record, cfg)))
+    say(*paragraph("scheduler", starts.preview(job, record, cfg, hours)))
     if not cfg.submit:
         say("nothing was started; submit=true starts the job")
         return cli.DONE
-    for row in expected.rows if expected is not None else ():
-        check(row.nodes != cfg.nodes or row.reason is None, f"nodes={cfg.nodes}: {row.reason}")
     handle = submit.submit(record, job, run, plan=plan, bundle=bundle)
     if record.is_remote:
         say(f"job sha256 {job.sha256}: needed to resume from another computer (launch resume --job-sha256)")
@@ -138,28 +138,43 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str]) ->
     return starts.attend(job, record, handle, detach=False)
 
 
+def too_short(cfg: LaunchConfig, run: Any, hours: float | None) -> list[str]:
+    """Return a note for each limit that ends the run before the expected end."""
+    limits_s = {"cluster.max_run_s": cfg.cluster.ends_after_s, "max_run_s": getattr(run, "max_run_s", None)}
+    notes = []
+    for key, limit_s in limits_s.items():
+        if limit_s is not None and hours is not None and limit_s < hours * 3600:
+            note = f"the run will NOT finish: it takes about {hours:,.3g} hours, and {key}={limit_s:g} ends it after "
+            note += f"{limit_s / 3600:,.3g}; raise {key}, or resume the run afterwards"
+            notes.append(note)
+    return notes
+
+
 def expect(cfg: LaunchConfig, run: TrainConfig) -> Estimate:
-    """Return the estimate. It uses the number and length of the data's sequences if this computer can read the data."""
-    rows, seq_len, vocab_size, manifest = None, run.seq_len, None, None
+    """Return the estimate. It uses the number and length of the data's sequences if this computer can read the data.
+
+    Raises InputError if the planned machines cannot run this.
+    """
+    manifest = None
     if isinstance(run.data, ShardsConfig):
         try:
             manifest = read_manifest(open_folder(run.data.path, run.s3))
-            rows, seq_len = manifest.rows("train"), seq_len or manifest.seq_len
-            vocab_size = manifest.tokenizer.vocab_size
         except InputError:
-            say(f"note: {run.data.path} cannot be read from here, so the estimate does not use it", file=sys.stderr)
+            say(f"note: {run.data.path} cannot be read from here: its size is unknown", file=sys.stderr)
+    if manifest is not None:
+        manifest.check_length(run.seq_len, run.data.path)
     expected = estimate(
         run,
         nodes=cfg.nodes,
         processes_per_node=cfg.ranks_per_node,
-        seq_len=seq_len or 512,
-        rows=rows,
+        seq_len=run.seq_len if manifest is None else manifest.seq_len,
+        rows=None if manifest is None else manifest.rows("train"),
         calibration=None if cfg.calibrate is None else read_calibration(cfg.calibrate, run.s3),
-        vocab_size=vocab_size,
+        vocab_size=None if manifest is None else manifest.tokenizer.vocab_size,
     )
+    at = expected.at(cfg.nodes)
     if manifest is None or not is_s3(run.data.path):
         return expected
-    at = next(each for each in expected.rows if each.nodes == cfg.nodes)
     return dataclasses.replace(expected, assumptions=(*expected.assumptions, *notes_of_data(run, at, manifest)))
 
 

@@ -20,6 +20,7 @@ class ClusterConfig(Section, prefix="cluster."):
     signals_ranks: ClassVar[bool] = False  # whether a SIGTERM to ranks alone means that machines are taken away
     finds_types: ClassVar[bool] = False  # whether the scheduler knows machine types that conf/instance does not list
     has_check: ClassVar[bool] = False  # whether check=true is supported
+    shares_disks: ClassVar[bool] = True  # whether the machines see the folders of this one
 
     kind: str = "local"  # The name of the scheduler in launch/schedulers.py; cluster=... sets it.
     gate: bool = False  # Before training, run train.doctor on every machine and test collectives over all machines.
@@ -28,6 +29,11 @@ class ClusterConfig(Section, prefix="cluster."):
     def interpreter(self) -> str:
         """Return the path of Python on the nodes."""
         return sys.executable
+
+    @property
+    def ends_after_s(self) -> float | None:
+        """The seconds after which the run is stopped for good; None without a limit."""
+        return None
 
 
 @dataclass(kw_only=True)

@@ -34,7 +34,7 @@ class Scheduler(spec.Scheduler):
     def request(self, job: Job, record: Record) -> list[str]:
         return supervisor(job, record)
 
-    def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
+    def preview(self, job: Job, record: Record, cfg: LaunchConfig, hours: float | None) -> str:
         return f"this machine, {platform.node()}: {usable_cpus()} CPUs"
 
     def submit(self, job: Job, record: Record) -> Handle:

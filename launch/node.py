@@ -92,7 +92,8 @@ class Node:
             group = slice(first, first + options.group)
             self.hosts, self.addresses = self.hosts[group], self.addresses[group]
         self.rank = self.hosts.index(self.name)
-        self.environment = {**job.environment, **os.environ}  # the user's variables override the job's
+        # The user's variables override the job's.
+        self.environment = {**job.environment, **processes.outside_ranks(os.environ)}
         self.logs = record.local_folder() / "logs"
         if options.attempt:
             self.logs /= FileName(options.attempt)

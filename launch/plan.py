@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from launch.config import LaunchConfig
 from launch.record import Code, Job
-from train.config import InstanceConfig, PrepareConfig, TrainConfig, check, flatten, to_dict
+from train.config import InputError, InstanceConfig, PrepareConfig, ShardsConfig, TrainConfig, check, flatten, to_dict
 from train.config.backend import check_backend
+from train.config.data import is_named
 from train.run.compose import quoted
 from train.system.folders import is_s3, local_path, sha256_json
+from train.system.hub_access import is_at_hub
 from train.system.identity import FREE, differences
 from train.system.memory import usable_cpus
 from train.system.schema import FileName, Sha256
 
 FIXED = ("task.", "model.", "optim.")  # prefixes of settings that a run must keep, see train/system/identity.py
 FIXED_KEYS = ("seed", "global_batch_size", "data.path", "seq_len")
+PATH = re.compile(r"(/|~|\.\.?/|file:)[^\n]")  # the start of a path, in settings that may be any text
+PLACES = ("data.path", "model.pretrained", "model.init_from", "model.tokenizer")  # S3, the Hub, or a folder
+OF_MACHINE = ("run_dir", "data.cache_dir")  # folders that each machine makes
 RANKS_PER_CPU = 4  # more ranks would only wait for one another
 
 
@@ -54,6 +60,8 @@ def make_job(
         message = f"nodes={cfg.nodes} is for training: a preparation uses parts={cfg.nodes}, with one machine per part"
         check(cfg.nodes == 1, message)
     settings = to_dict(run)
+    if not cfg.cluster.shares_disks:
+        check_reachable(run)
     return Job(
         id=FileName(f"{safe_name(where)}-{sha256_json([where, settings, code.sha256])[:8]}"),
         kind=kind,
@@ -73,6 +81,26 @@ def make_job(
         s3=asdict(run.s3),
         parts=cfg.parts or 1,
     )
+
+
+def check_reachable(run: TrainConfig | PrepareConfig) -> None:
+    """Raise InputError if a setting names a file or folder of this computer, which the machines do not see."""
+    local = []
+    for key, value in flatten(to_dict(run)):
+        values = value if isinstance(value, list) else [value]
+        texts = [each for each in values if isinstance(each, str) and key not in OF_MACHINE]
+        is_shards = key == "data.path" and isinstance(run, TrainConfig) and isinstance(run.data, ShardsConfig)
+        local += [f"{key}={each}" for each in texts if is_here(key, each) or (is_shards and not is_s3(each))]
+    check(not local, f"{' '.join(local)}: the machines do not see this computer's folders; copy them to S3")
+
+
+def is_here(key: str, value: str) -> bool:
+    """Return whether a setting's value is a path on this computer: it looks like one in PLACES, or it exists."""
+    if key in PLACES:
+        return not is_s3(value) and (is_named(value) or not is_at_hub(value))
+    with suppress(InputError, OSError):
+        return PATH.match(value) is not None and local_path(value).exists()
+    return False
 
 
 def check_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> None:

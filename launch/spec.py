@@ -33,8 +33,11 @@ class Scheduler(ABC):
         """Return the command that would start the job, for the plan. Nothing is sent."""
 
     @abstractmethod
-    def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
-        """Return what the scheduler says about the job, without starting it. Raises InputError if it is rejected."""
+    def preview(self, job: Job, record: Record, cfg: LaunchConfig, hours: float | None) -> str:
+        """Return what the scheduler says about the job, without starting it. Raises InputError if it is rejected.
+
+        `hours` is the expected duration; None if it is unknown.
+        """
 
     def found_type(self, cfg: LaunchConfig, s3: S3Config) -> list[str]:
         """Return instance settings for a machine type that conf/instance does not list."""

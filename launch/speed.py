@@ -34,7 +34,7 @@ class Calibration:
     world_size: int
     seq_len: int  # tokens
     sequences_per_s: float  # over all ranks
-    flops_per_s: float  # per rank, counting only the model's arithmetic
+    flops_per_s: float  # per rank while it does not wait in a pipeline, counting only the model's arithmetic
     mfu: float | None  # share of a device's peak; None if the peak is unknown
 
 
@@ -80,7 +80,7 @@ def measured(cfg: TrainConfig, folder: Folder) -> Calibration:
             "models; use a run with an export, or a run of a published model"
         )
     peak = cfg.instance.peak_flops_per_s(precision)
-    flops_per_s = sequences / seconds * flops / world
+    flops_per_s = sequences / seconds * flops / world / (1 - cfg.parallel.bubble)
     return Calibration(
         location=folder.location,
         instance=cfg.instance.name,
@@ -127,7 +127,6 @@ def speed(cfg: TrainConfig, run: Calibration | None) -> tuple[float | None, str]
     if run is not None:
         note = f"as fast as {run.location}: {run.flops_per_s / 1e12:.3g} TFLOP/s per rank in {run.precision}"
         note += f", {run.world_size} ranks on {run.instance}"
-        note += "; this includes that run's all-reduce, so the estimate counts it twice" if run.world_size > 1 else ""
         if run.instance == instance.name and (run.mfu is None or run.precision == precision):
             return run.flops_per_s, note
         if run.mfu is None or peak is None:

@@ -30,7 +30,7 @@ from train.system.folders import LocalFolder
 OWN = ["cluster=ec2", "instance=trn1.2xlarge", "nodes=2", "cluster.instance_profile=machine"]
 OWN += [f"cluster.image={UBUNTU}"]
 RUN = ["experiment=albert_pretrain", "data.path=s3://bucket/albert", "run_dir=s3://bucket/runs/mine"]
-RUN += ["s3.region=us-east-1"]
+RUN += ["s3.region=us-east-1", "seq_len=null"]
 USER_DATA = b"#!/bin/bash\n"
 PRICES = "{instance: {usd_per_hour: 36.0, usd_per_hour_spot: 12.0}}"
 

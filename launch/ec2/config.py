@@ -17,6 +17,7 @@ class Ec2Config(ClusterConfig):
 
     finds_types: ClassVar[bool] = True
     has_check: ClassVar[bool] = True
+    shares_disks: ClassVar[bool] = False
 
     kind: str = "ec2"
     gate: bool = True
@@ -39,6 +40,10 @@ class Ec2Config(ClusterConfig):
 
     def interpreter(self) -> str:
         return self.python
+
+    @property
+    def ends_after_s(self) -> float | None:
+        return self.max_run_s
 
     def __post_init__(self) -> None:
         super().__post_init__()

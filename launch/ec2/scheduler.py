@@ -10,7 +10,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -42,8 +42,8 @@ class Scheduler(spec.Scheduler):
         check_job(job, cluster_of(job, Ec2Config), record)
         return []
 
-    def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
-        return "\n".join(plan_lines(job, cluster_of(job, Ec2Config), record, cfg))
+    def preview(self, job: Job, record: Record, cfg: LaunchConfig, hours: float | None) -> str:
+        return "\n".join(plan_lines(job, cluster_of(job, Ec2Config), record, cfg, hours))
 
     def found_type(self, cfg: LaunchConfig, s3: S3Config) -> list[str]:
         """Return instance settings from EC2's description of a type. The only accelerators included are NVIDIA GPUs."""
@@ -129,7 +129,6 @@ def check_job(job: Job, cluster: Ec2Config, record: Record) -> None:
     is_type = re.fullmatch(INSTANCE_TYPE, job.instance) is not None
     no_region = "s3.region is missing: machines have no ~/.aws with the bucket's region"
     no_role = "cluster.instance_profile is missing: the name of the machines' role, without which they cannot use S3"
-    local = [each for each in job.overrides if re.match(r"(data\.path|model\.init_from|model\.tokenizer)=/", each)]
     check(job.kind == "train", "cluster=ec2 can only train; prepare=true is for cluster=local and cluster=slurm")
     check(job.spares == 0, f"{spares}: cluster=ec2 does not replace single machines; cluster=slurm does")
     check(record.is_remote, f"{where} must be in S3 (s3://bucket/runs/mine): machines have no other shared storage")
@@ -137,7 +136,6 @@ def check_job(job: Job, cluster: Ec2Config, record: Record) -> None:
     check(profile is None, f"s3.profile={profile}: machines have a role but no ~/.aws; set AWS_PROFILE here instead")
     check(bool(s3.region or s3.endpoint), f"{no_region}; set it (after --), as s3.region=us-east-1")
     check(bool(cluster.instance_profile), f"{no_role}; python -m launch iam prints what it needs")
-    check(not local, f"{' '.join(local)}: machines on EC2 do not see this machine's folders; copy it to S3")
 
 
 def open_api(record: Record) -> Api:
@@ -202,10 +200,21 @@ def assumed(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) -> 
     return Resolved("plan", job.id, "", sites, interfaces)
 
 
-def plan_lines(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) -> Iterator[str]:
+def interface_lines(interfaces: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return one line for each kind of network interface in a request."""
+    cards: dict[str, list[int]] = {}
+    for each in interfaces:
+        others = {key: value for key, value in each.items() if key != "NetworkCardIndex"}
+        kind = " ".join(f"{key}={json.dumps(value)}" for key, value in others.items())
+        cards.setdefault(kind, []).append(each["NetworkCardIndex"])
+    return [f"on network card {on[0]}{f' to {on[-1]}' if on[1:] else ''}: {kind}" for kind, on in cards.items()]
+
+
+def plan_lines(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig, hours: float | None) -> Iterator[str]:
     resolved, request = planned(job, cluster, record, cfg)
     data = request["UserData"].encode()
     request["UserData"] = f"{len(data):,} bytes of {MOST_BYTES:,}, sha256 {sha256_bytes(data)}"
+    request["NetworkInterfaces"] = interface_lines(request["NetworkInterfaces"])
     yield f"RunInstances in {resolved.sites[0].region}, in one subnet at a time:"
     yield from json.dumps(request, indent=1).splitlines()
     yield f"subnets, in order: {', '.join(f'{site.subnet} ({site.zone})' for site in resolved.sites)}"
@@ -220,8 +229,11 @@ def plan_lines(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) 
     if price is None:
         yield f"cost: {cfg.nodes} machines for at most {limit}; the price is unknown (instance.{price_name})"
     else:
-        usd = cfg.nodes * price * longest_s / 3600
-        yield f"cost: at most ${math.ceil(usd):,}: {cfg.nodes} x ${price:.2f} an hour x {limit}; disks cost extra"
+        usd, expected_usd = cfg.nodes * price * longest_s / 3600, cfg.nodes * price * (hours or 0.0)
+        most = f"at most ${math.ceil(usd):,}"
+        if hours is not None and hours * 3600 > cluster.max_run_s:
+            most = f"${math.ceil(usd):,} for a part of the run, of about ${math.ceil(expected_usd):,} for the whole"
+        yield f"cost: {most}: {cfg.nodes} x ${price:.2f} an hour x {limit}; disks cost extra"
     yield f"undo: python -m launch cancel {record.run_dir} --yes; python -m launch clean {record.run_dir} --yes"
     yield (
         "EC2 would accept the request (DryRun in each subnet, which does not check capacity)"

@@ -26,7 +26,7 @@ class Scheduler(spec.Scheduler):
     def request(self, job: Job, record: Record) -> list[str]:
         return ["sbatch", *options(job, record), *script(job, record)]
 
-    def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
+    def preview(self, job: Job, record: Record, cfg: LaunchConfig, hours: float | None) -> str:
         slurm, cluster = Slurm(), cluster_of(job, SlurmConfig)
         try:
             if cluster.time_limit is not None:

@@ -58,7 +58,8 @@ def test_the_plan_says_what_machines_fetch_from_s3(tmp_path, monkeypatch, nodes,
     data.write(tmp_path / "data")
     with StandInS3(data, tmp_path / "data") as s3:
         where = [f"data.path={s3.location}", f"s3.endpoint={s3.config.endpoint}", "s3.region=x", "s3.path_style=true"]
-        of_run = ["experiment=albert_pretrain", "run_dir=runs/mine", f"global_batch_size={256 * nodes}", *where]
+        of_run = ["experiment=albert_pretrain", "seq_len=null", "run_dir=runs/mine", *where]
+        of_run += [f"global_batch_size={256 * nodes}"]
         cfg, job = plan(["cluster=slurm", "instance=trn1.32xlarge", f"nodes={nodes}"], of_run)
         notes = expect(cfg, cli.load_config(TrainConfig, job.overrides)).assumptions
     assert re.search(said, "; ".join(notes)), notes
@@ -90,6 +91,33 @@ def test_what_a_run_learns_may_not_change_and_where_and_how_long_it_runs_may():
         check_unchanged(kept, {**kept, **now}, run_dir="runs/mine")
 
 
+@pytest.mark.parametrize(
+    ("own", "of_run", "says"),
+    [
+        (["cluster.max_run_s=3600"], [], r"takes about 13.7 hours, and cluster\.max_run_s=3600 ends it after 1"),
+        ([], ["max_run_s=7200"], r"takes about 13.7 hours, and max_run_s=7200 ends it after 2"),
+        (["cluster.max_run_s=86400"], [], None),
+    ],
+)
+def test_a_plan_says_whether_the_run_will_finish_and_what_it_costs_at_most(capsys, own, of_run, says):
+    words = [*EC2, "instance=p5.48xlarge", "cluster.subnets=[subnet-a]", *own]
+    run = ["experiment=glue_bert", *RUN[2:4], "max_epochs=null", "max_steps=10000000", *of_run]  # no S3 to ask
+    assert main([*words[:1], *words[2:], "--", *run]) == DONE
+    out = " ".join(capsys.readouterr().out.split())
+    assert (says is None) == ("NOT finish" not in out) and (says is None or re.search(says, out)), out
+    most = re.search(r"cost: at most \$([\d,]+):", out)
+    assert (most is None) == ("cluster.max_run_s=3600" in own)
+    assert most is None or int(most[1].replace(",", "")) > 2 * 13.7 * 55.04
+    assert len(re.findall(r'"on network card', out)) == 3  # not one line for each of 33 interfaces
+
+
+def test_a_plan_of_what_cannot_run_is_rejected_without_submitting(capsys):
+    given = ["instance=p5.48xlarge", "cluster=slurm", "--", *OF_RUN, "global_batch_size=33"]
+    assert main(given) == REJECTED
+    out, err = capsys.readouterr()
+    assert not out and "the nearest that can is global_batch_size=32 or global_batch_size=40" in err
+
+
 # ---- what is rejected ------------------------------------------------------------------------------------------------
 
 SLURM = ["cluster=slurm", "nodes=2"]
@@ -99,6 +127,15 @@ def sbatch(argument: str) -> str:
     return f'cluster.sbatch_args=["{argument}"]'
 
 
+LOCAL = (  # settings of a run that name what only this computer has
+    *(
+        [each]
+        for each in ("data.path=/data/albert", "data.path=data/albert", "data.path=~/albert", "data.path=file:///a")
+    ),
+    *([each] for each in ("model.init_from=/runs/mine", "model.init_from=./mine", "model.tokenizer=runs/mine/export")),
+    ["model=pretrained", "model.pretrained=../models/mine"],
+)
+CSV = ["experiment=glue_bert", "data=csv", *RUN[2:]]
 PREPARE = ["corpus=text", "corpus.path=x", "output=y", "seq_len=32"]
 
 
@@ -152,11 +189,14 @@ def others(words: list[str]) -> list[str]:
         ([*others(EC2), "instance=local"], RUN, "instance=local is not an EC2 instance type"),
         (EC2, [*RUN, "s3.profile=mine"], "machines have a role but no ~/.aws"),
         ([*EC2, "cluster.instance_profile=null"], RUN, "cluster.instance_profile is missing"),
-        (EC2, [*RUN, "data.path=/data/albert"], "do not see this machine's folders"),
+        *((EC2, [*RUN, *words], f"{words[-1]}: the machines do not see this computer's folders") for words in LOCAL),
+        (EC2, [*RUN[:1], *RUN[2:]], "data.path=data/wiki_books: the machines do not see"),  # from the recipe
+        (EC2, [*CSV, "data.path=mine.csv"], "data.path=mine.csv: the machines do not see"),
+        (EC2, [*CSV, "data.path=s3://bucket/mine", f"data.train={__file__}"], f"data.train={__file__}: the machines"),
         ([*EC2, "cluster.market=capacity-block"], RUN, "needs the block's id"),
         ([*EC2, "cluster.market=spot", "cluster.capacity_reservation=cr-1"], RUN, "spot cannot use a reservation"),
         (["check=true"], OF_RUN, "check=true is for cluster=ec2"),
-        (["processes_per_node=2"], [*OF_RUN, "global_batch_size=33"], "nodes=1: global_batch_size=33"),
+        (["processes_per_node=2"], [*OF_RUN, "global_batch_size=33"], "global_batch_size=32 or global_batch_size=34"),
         ([*EC2, "spares=1"], RUN, "does not replace single machines; cluster=slurm does"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -167,8 +207,10 @@ def test_bad_settings_are_one_line_and_nothing_is_written(monkeypatch, tmp_path,
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     assert main([*own, "submit=true", "--", *of_run]) == REJECTED
-    said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
+    out, err = capsys.readouterr()
+    said = [line for line in err.splitlines() if not line.startswith("note: ")]
     assert len(said) == 1 and said[0].startswith("error: ") and message in said[0]
+    assert not out  # no price
     assert not list((tmp_path / "work").iterdir())
 
 

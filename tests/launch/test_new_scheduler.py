@@ -31,7 +31,7 @@ class Scheduler(spec.Scheduler):
     def request(self, job, record):
         return ["toy-submit", job.cluster["color"], record.run_dir]
 
-    def preview(self, job, record, cfg):
+    def preview(self, job, record, cfg, hours):
         return "the queue is empty"
 
     def submit(self, job, record):

@@ -98,7 +98,7 @@ def test_a_checkpoint_without_a_head_says_what_is_new(published, tmp_path, capsy
 
 def test_modernbert_from_scratch_rises_stays_and_falls(published, tmp_path):
     tiny = ["model.hidden_size=32", "model.intermediate_size=64", "model.num_layers=2", "model.num_heads=2"]
-    given = [*tiny, "max_steps=10", "optim.warmup_steps=2", "optim.decay_fraction=0.5"]
+    given = [*tiny, "seq_len=null", "max_steps=10", "optim.warmup_steps=2", "optim.decay_fraction=0.5"]
     train_with(recipe("modernbert_pretrain", tmp_path / "run", published["modernbert"] / "data", *given))
     found = lines(tmp_path / "run", "train")
     rates = [line["lr"] / 8e-4 for line in found]

@@ -14,6 +14,7 @@ from train.config.checks import Section, check, setting, shortlist
 MOST_LENGTHS = 255  # maximum of data.lengths, to which the longest length is added: rows store an index in one byte
 MAX_LOADER_PROCESSES = 128  # maximum per rank; a trn1.32xlarge has 128 vCPUs for its 32 ranks
 KMS_KEY = re.compile(r"arn:aws[\w-]*:kms:[\w-]+:\d{12}:(key|alias)/[\w/-]+", re.ASCII)
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".conll")  # .gz may follow
 FORMATS = ("auto", "csv", "jsonl", "parquet", "squad", "conll", "hub", "saved")  # saved: by Dataset.save_to_disk
 
 
@@ -121,6 +122,11 @@ class RecordsConfig(DataConfig):
         check(not twice, f"data.labels names {shortlist(twice)} twice")
         unknown = sorted({label for label in self.label_map.values() if label is not None} - set(self.labels))
         check(not (self.labels and unknown), f"data.label_map maps to {shortlist(unknown)}, which data.labels lacks")
+
+
+def is_named(name: str) -> bool:
+    """Return whether a name ends in the suffix of a file format."""
+    return name.lower().removesuffix(".gz").endswith(SUFFIXES)
 
 
 def column_names(value: Any) -> str | list[str]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 
 from train.config.backend import XLAConfig
-from train.config.checks import check
+from train.config.checks import InputError, check
 from train.config.learning import WSD
 from train.config.train import TrainConfig
+
+MOST_TRIED = 10_000  # sequences per replica
 
 
 @dataclass(frozen=True)
@@ -31,22 +34,10 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
     replicas = cfg.parallel.replicas(world_size)
     over = f"{replicas} ranks" if replicas == world_size else f"{replicas} replicas of {world_size // replicas} ranks"
     global_batch = cfg.global_batch_size or (cfg.micro_batch_size or 0) * replicas  # TrainConfig requires one of them
-    check(
-        global_batch % replicas == 0,
-        f"global_batch_size={global_batch} cannot be split evenly over {over}; choose a multiple",
-    )
-    share = global_batch // replicas
-    micro, fits = micro_batch(cfg, share, seq_len), fitting(cfg, seq_len)
-    check(
-        share % micro == 0,
-        f"global_batch_size={global_batch} is not a multiple of micro_batch_size={micro} x {over}",
-    )
-    per_graph = cfg.backend.batches_per_execution if isinstance(cfg.backend, XLAConfig) else 1
-    accumulation = share // micro
-    check(
-        accumulation % per_graph == 0,
-        f"backend.batches_per_execution={per_graph} does not divide the {accumulation} micro batches per rank and step",
-    )
+    try:
+        micro, accumulation = split(cfg, global_batch, replicas, over, seq_len)
+    except InputError as error:
+        raise InputError(f"{error}{nearest(cfg, global_batch, replicas, seq_len)}") from error
     check(
         rows >= global_batch,
         f"the data has {rows} training sequences, fewer than one batch of {global_batch} over {over}; "
@@ -77,11 +68,45 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
         global_batch_size=global_batch,
         micro_batch_size=micro,
         accumulation=accumulation,
-        eval_batch_size=min(cfg.eval_batch_size or micro, fits or sys.maxsize),
+        eval_batch_size=min(cfg.eval_batch_size or micro, fitting(cfg, seq_len) or sys.maxsize),
         steps_per_epoch=steps_per_epoch,
         total_steps=total,
         warmup_steps=warmup,
     )
+
+
+def split(cfg: TrainConfig, global_batch: int, replicas: int, over: str, seq_len: int | None) -> tuple[int, int]:
+    """Return the micro batch size and the micro batches per step. Raises InputError if the batch cannot be split."""
+    check(global_batch % replicas == 0, f"global_batch_size={global_batch} cannot be split evenly over {over}")
+    share = global_batch // replicas
+    micro = micro_batch(cfg, share, seq_len)
+    check(
+        share % micro == 0,
+        f"global_batch_size={global_batch} is not a multiple of micro_batch_size={micro} x {over}",
+    )
+    per_graph = cfg.backend.batches_per_execution if isinstance(cfg.backend, XLAConfig) else 1
+    accumulation = share // micro
+    check(
+        accumulation % per_graph == 0,
+        f"backend.batches_per_execution={per_graph} does not divide the {accumulation} micro batches per rank and step",
+    )
+    return micro, accumulation
+
+
+def nearest(cfg: TrainConfig, global_batch: int, replicas: int, seq_len: int | None) -> str:
+    """Return the end of a message: the next smaller and the next larger global batch that can be split."""
+
+    def can_split(size: int) -> bool:
+        with suppress(InputError):
+            return bool(split(cfg, size, replicas, "", seq_len))
+        return False
+
+    share = global_batch // replicas
+    smaller = (number * replicas for number in range(share, max(0, share - MOST_TRIED), -1))
+    larger = (number * replicas for number in range(share + 1, share + MOST_TRIED))
+    found = [next(filter(can_split, sizes), None) for sizes in (smaller, larger)]
+    sizes = [f"global_batch_size={size}" for size in found if size is not None]
+    return f"; the nearest that can is {' or '.join(sizes)}" if sizes else ""
 
 
 def micro_batch(cfg: TrainConfig, share: int, seq_len: int | None) -> int:

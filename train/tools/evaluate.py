@@ -170,7 +170,7 @@ def settings_of_run(
 
 def format_of(data: RecordsConfig, typed: Mapping[str, str]) -> str:
     """Return the run's data.format, or "auto" if a new file's name shows its format."""
-    from train.data.records.sources import is_named
+    from train.config.data import is_named
 
     names = [typed[key] for key in ("data.path", "data.validation") if key in typed]
     return "auto" if any(is_named(name) and not name.endswith(".json") for name in names) else data.format

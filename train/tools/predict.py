@@ -127,8 +127,8 @@ def find_run(location: str, s3: S3Config) -> tuple[TrainConfig, Folder] | None:
 
 def read_rows(options: argparse.Namespace, trained: Predictor, s3: S3Config) -> Iterator[Row]:
     """Return the rows of --input, or one row with the flags' texts. Raises InputError if the model cannot read them."""
+    from train.config.data import is_named
     from train.data.records.raw import read_texts
-    from train.data.records.sources import is_named
 
     spec, given = trained.spec, inputs_given(options)
     ok = options.input is not None or fits(spec, given)

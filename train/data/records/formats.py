@@ -13,6 +13,7 @@ import datasets
 import pyarrow
 
 from train.config import ColumnsConfig, InputError, RecordsConfig, S3Config, check, plural, shortlist
+from train.config.data import SUFFIXES
 from train.data.files.data_sets import PLAIN, kinds_of, open_builder
 from train.data.files.errors import LIBRARY_ERRORS, BadRow, naming
 from train.data.files.rows import BATCH_ROWS, Values, holds_objects, json_rows, json_value, open_parquet
@@ -22,7 +23,6 @@ from train.data.records.delimited import Lines, csv_lines
 from train.data.records.sources import (
     FILE_FORMATS,
     NO_FILE,
-    SUFFIXES,
     File,
     S3File,
     layout,

@@ -17,13 +17,14 @@ import numpy as np
 from datasets.arrow_writer import ArrowWriter
 
 from train.config import RecordsConfig, S3Config, check, shortlist
+from train.config.data import is_named
 from train.data.files.errors import naming
 from train.data.random_bits import draw_rows, text_uniform
 from train.data.records.formats import Table, open_splits
 from train.data.records.kinds import STRING, RowKind, names_in
 from train.data.records.label_checks import check_column
 from train.data.records.rows import Dropped, LabelNames, examples
-from train.data.records.sources import FILE_FORMATS, MAX_LISTED, is_named, layout
+from train.data.records.sources import FILE_FORMATS, MAX_LISTED, layout
 from train.data.records.table_facts import column
 from train.system import progress
 from train.system.folders import scratch_folder

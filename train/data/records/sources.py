@@ -15,6 +15,7 @@ import datasets
 from datasets.exceptions import DatasetsError
 
 from train.config import InputError, RecordsConfig, S3Config, check, shortlist
+from train.config.data import SUFFIXES, is_named
 from train.data.files.data_sets import open_builder
 from train.data.files.errors import LIBRARY_ERRORS, naming
 from train.data.files.find import check_links, matching, walk
@@ -25,7 +26,6 @@ from train.system.schema import Head, RelativePath, checked
 if TYPE_CHECKING:
     from train.system.s3 import S3Folder
 
-SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".conll")  # .gz may follow
 FILE_FORMATS = ("csv", "jsonl", "parquet", "squad", "conll")
 SAVED_MARKS = {"dataset_dict.json", "dataset_info.json", "state.json"}  # names of files that save_to_disk writes
 NO_FILE = "neither a regular file nor a folder (a pipe can be read only once, and may not end): save it as a file"
@@ -76,11 +76,6 @@ def layout(cfg: RecordsConfig, s3: S3Config) -> str:
     if path.is_dir():
         return "saved" if SAVED_MARKS & LocalFolder(path).names_here() else "files"
     return "hub" if is_at_hub(cfg.path) and not is_named(cfg.path) else "files"
-
-
-def is_named(name: str) -> bool:
-    """Return whether a name ends in the suffix of a file format."""
-    return name.lower().removesuffix(".gz").endswith(SUFFIXES)
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,14 @@ class DataManifest:
     def rows(self, split: str) -> int:
         return sum(shard.rows for shard in self.splits[split])
 
+    def check_length(self, seq_len: int | None, path: str) -> None:
+        """Raise InputError if a run's `seq_len` is not that of these shards, which are in `path`."""
+        check(
+            seq_len in (None, self.seq_len),
+            f"seq_len={seq_len}, but {path} has sequences of {self.seq_len}: set seq_len={self.seq_len}, or prepare "
+            "the data again",
+        )
+
 
 def read_manifest(where: Folder | Path) -> DataManifest:
     """Return the manifest of a prepared folder. Raises InputError if it is missing or damaged."""

@@ -57,10 +57,7 @@ class MaskedLMTask(Task):
         self.open_split, self.verify = self.data.split, self.data.verify
         self.folder, self.manifest = self.data.folder, self.data.manifest
         self.seq_len, self.data_id = self.manifest.seq_len, self.manifest.id
-        check(
-            cfg.seq_len in (None, self.seq_len),
-            f"seq_len={cfg.seq_len}, but {cfg.data.path} has {self.seq_len}; leave it out, or prepare the data again",
-        )
+        self.manifest.check_length(cfg.seq_len, cfg.data.path)
         self.state = TaskState.of(cfg.task, seq_len=self.seq_len, seed=cfg.seed)
         self.head = cfg.task.head_size(self.seq_len)
         self.predictions = self.head.predictions
