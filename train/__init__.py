@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from types import TracebackType
 
 from train.system.console import begin_program, say, trace_of
+from train.system.home import settle
 
 __version__ = "0.1.0"
 
@@ -27,6 +29,8 @@ def show(kind: type[BaseException], error: BaseException, trace: TracebackType |
 def begin() -> None:
     """Prepare this process for a command before torch is imported: output, errors, and idle OpenMP threads that sleep.
 
+    Raises SystemExit if the working folder is gone: neither relative paths nor libraries would work.
+
     GNU OpenMP's idle threads spin 300,000 times by default, which keeps cores busy: two runs on two cores fell to a
     third of their speed (benchmarks/notes.md). https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
     """
@@ -34,6 +38,14 @@ def begin() -> None:
     sys.excepthook = show
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "1000"
+    what = "the working folder cannot be used: cd to another one"
+    try:
+        Path.cwd()
+        what = "a temporary folder cannot be made: set TMPDIR"
+        settle(os.environ)
+    except OSError as error:
+        say(f"error: {what} ({error.strerror})", file=sys.stderr)
+        raise SystemExit(2) from error
 
 
 if sys.argv[:1] == ["-m"]:  # `python -m` is about to run a command; an import by another program has no effect

@@ -101,7 +101,9 @@ def attempt(cfg: TrainConfig, *, collects: bool = False) -> int:
         return cli.DONE
     logger.info("stopped on %s at step %d with a checkpoint; the same command resumes the run", reason, step)
     if launch.is_under_torchrun:
-        logger.info("torchrun reports exit code %d as a failure, but the run only stopped as requested", cli.STOPPED)
+        text = "torchrun reports exit code %d as a failure, but the run only stopped as requested"
+        text += "; after a signal, torchrun ends with a traceback"
+        logger.info(text, cli.STOPPED)
     return cli.STOPPED
 
 

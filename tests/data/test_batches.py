@@ -1,7 +1,10 @@
 """The same global batches, byte for byte, whatever the number of ranks and loader processes."""
 
 import hashlib
+import shutil
+import tempfile
 from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +19,7 @@ from train.data.batches.loader import Batches, MaskedRows, failure_of
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.shards.format import read_manifest
 from train.data.shards.order import PADDING, EvalOrder, ShardSampler
+from train.system import atomic_io
 from train.tasks import build_task
 
 G = 16
@@ -158,7 +162,24 @@ def test_a_batch_that_does_not_fit_into_shared_memory_ends_the_run(shards, monke
 
 def test_too_little_shared_memory_for_the_loader_processes_is_rejected(tmp_path, monkeypatch):
     settings = {"num_ranks": 2, "batch_size": 32, "seq_len": 512, "num_workers": 1, "prefetch": 4, "multi_batch": 1}
-    monkeypatch.setattr(loader.shutil, "disk_usage", lambda _: SimpleNamespace(free=2_000_000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2_000_000, total=4_000_000))
     rejects("/dev/shm has 2 MB free, .* keep 2.62 MB of batches", loader.check_shared_memory, **settings)
     for fits in ({"num_ranks": 1}, {"num_workers": 0}, {"prefetch": 1}):
         loader.check_shared_memory(**{**settings, **fits})
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0, total=0))  # not counted: FUSE
+    loader.check_shared_memory(**settings)
+
+
+@pytest.mark.parametrize("lacks", ["shared memory", "a short TMPDIR"])
+def test_a_machine_that_cannot_have_loader_processes_reads_the_same_batches_without(shards, monkeypatch, log, lacks):
+    expected = list(islice(loader_of(shards, num_workers=1), 3))
+    if lacks == "shared memory":
+        monkeypatch.setattr(loader, "SHARED_MEMORY", Path("/nowhere"))
+    else:
+        monkeypatch.setattr(tempfile, "tempdir", f"/tmp/{'x' * 120}")
+    monkeypatch.setattr(atomic_io, "said", set())
+    batches = loader_of(shards, num_workers=1)
+    assert batches.loader is None or batches.loader.num_workers == 0
+    for ours, theirs in zip(islice(batches, 3), expected, strict=True):
+        assert all(torch.equal(ours["inputs"][name], theirs["inputs"][name]) for name in theirs["inputs"])
+    assert "data.num_workers=1: the rank reads its data itself, since " in log.text

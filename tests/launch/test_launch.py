@@ -245,7 +245,8 @@ def test_ranks_of_one_machine_and_their_torchrun_listen_on_loopback_only(tmp_pat
     if store == "torchrun's":
         forked = ["--nproc-per-node=1", "--start-method=fork", "--run-path"]
         words, environ = ["train.system.local_torchrun", *forked, str(tmp_path / "rank.py")], {}
-    done = run_forked(words, {**os.environ, **environ})
+    kubeflows = {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "nowhere:1", "PET_NPROC_PER_NODE": "4"}
+    done = run_forked(words, {**os.environ, **environ, **kubeflows})
     assert done.returncode == 0, done.stderr
     heard = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
     assert len(heard) >= 2 and set(heard) == {"127.0.0.1"}
@@ -274,6 +275,32 @@ def test_a_rank_is_asked_to_stop_when_its_launcher_is_killed(wrapper: list[str])
     for process in [torchrun, *shells]:
         process.kill()
     assert torchrun.communicate(timeout=HANG_S)[0] == "asked to stop\n"
+
+
+FINDING = "from train.system import torchrun; print(torchrun.find_torchrun(), flush=True)"
+
+
+@pytest.mark.parametrize("wrapper", [[], ["sh", "-c", '"$0" "$@"; exit']], ids=["", "in a shell script"])
+def test_torchrun_is_known_by_what_it_started_and_not_by_its_name(tmp_path, wrapper: list[str]):
+    """Rosetta and QEMU show their own name in /proc, as this copy of Python does."""
+    emulator = tmp_path / "qemu-x86_64"
+    shutil.copy(sys.executable, emulator)
+    words = [*wrapper, sys.executable, "-c", FINDING]
+    given = {"TORCHELASTIC_ERROR_FILE": f"{tmp_path}/attempt_0/0/error.json"}
+    start = f"import os, subprocess; subprocess.run({words!r}, env={{**os.environ, **{given!r}}})"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHOME": sys.base_prefix, "TORCHELASTIC_RUN_ID": "x"}
+    started = subprocess.Popen([str(emulator), "-S", "-c", start], env=environ, text=True, stdout=subprocess.PIPE)
+    found, _ = started.communicate(timeout=HANG_S)
+    assert found.startswith(f"({started.pid}, "), found
+
+
+def test_process_1_has_adopted_a_rank_unless_it_is_torchrun_itself(monkeypatch):
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    for is_torchrun in (True, False):
+        torchrun.find_torchrun.cache_clear()
+        monkeypatch.setattr(torchrun, "runs_python", lambda _, is_torchrun=is_torchrun: is_torchrun)
+        assert (torchrun.find_torchrun() is not None) == is_torchrun
+    torchrun.find_torchrun.cache_clear()
 
 
 def test_a_launcher_that_has_ended_meanwhile_is_noticed():

@@ -81,7 +81,7 @@ def test_the_interval_is_bounded_by_what_may_be_lost_and_by_what_a_save_takes(mt
     assert suggested_interval_s(0.5, mttf_s, max_loss_s=max_loss_s, save_s=save_s) == interval_s
 
 
-@pytest.mark.parametrize(("ago_s", "wanted_s"), [(3600, 3600), (-3600, 5), (None, 0)])
+@pytest.mark.parametrize(("ago_s", "wanted_s"), [(3600, 3600), (-30, 5), (None, 0)])
 def test_a_run_is_as_old_as_the_clock_says_and_no_younger_than_its_attempt(tmp_path, ago_s, wanted_s):
     """Another machine's clock may be ahead. A first attempt began with its process."""
     folder = RunFolder(str(tmp_path))
@@ -89,6 +89,18 @@ def test_a_run_is_as_old_as_the_clock_says_and_no_younger_than_its_attempt(tmp_p
         folder.environment.write_text(json.dumps({"first_started_unix_s": time.time() - ago_s}))
         folder.began_s -= 5
     assert wanted_s <= folder.run_s() < wanted_s + (60 if ago_s else 36_000)
+
+
+@pytest.mark.parametrize("first", [1000.0, 1.7e9, 4e9])
+def test_a_clock_that_was_wrong_leaves_the_goodput_and_the_time_between_faults_open(tmp_path, metrics, first):
+    """1970, a year before there was this program, or the future."""
+    folder = RunFolder(str(tmp_path / "clock"))
+    folder.environment.parent.mkdir()
+    folder.environment.write_text(json.dumps({"first_started_unix_s": first}))
+    assert folder.run_s() is None
+    run = metrics(trained(10), RECOVERY)
+    facts = goodput.facts(run, wall_s=None, stall_s=0.5, save_s=3.0, step_s=2.0, max_loss_s=1800.0)
+    assert facts["wall_s"] is facts["mttf_s"] is None and facts["suggested_interval_s"] == 1800.0
 
 
 EVEN, SLOW = [1.0, 1.0, 1.0, 1.1], [1.0, 1.0, 2.0, 1.1]

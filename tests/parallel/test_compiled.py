@@ -118,7 +118,7 @@ def test_auto_compiles_what_repays_it_and_goes_on_without_where_the_first_graph_
     with pytest.MonkeyPatch.context() as patch:
         without_kernels(patch.setattr)
         patch.setattr(auto_compile, "DEVICES", (DEVICE,))
-        patch.setattr(auto_compile, "can_compile", lambda: True)
+        patch.setattr(auto_compile, "compile_fault", str)
         for name, least, graphs in (("short", 7, 0), ("long", 6, 3)):
             patch.setattr(auto_compile, "LEAST_PASSES", least)
             loop.run(train_config(tmp_path / name, prepared, "backend=ddp", WIDE), StopRequest())
@@ -141,9 +141,11 @@ def test_auto_compiles_what_repays_it_and_goes_on_without_where_the_first_graph_
         loop_fails = partial(loop.run, train_config(tmp_path / "explicit", prepared, "backend.compile=model"))
         with pytest.raises(Exception, match="no kernels today"):
             loop_fails(StopRequest())
-        patch.setattr(auto_compile, "can_compile", lambda: False)
+        patch.setattr(auto_compile, "compile_fault", lambda: "there is no Triton")
         loop.run(train_config(tmp_path / "no_triton", prepared, "backend=ddp", WIDE), StopRequest())
-        assert "1 of 1 ranks have no Triton" in said("no_triton") and losses(tmp_path / "no_triton") == losses(plain)
+        assert "because on 1 of 1 ranks there is no Triton" in said("no_triton") and losses(
+            tmp_path / "no_triton"
+        ) == losses(plain)
 
 
 ONE_RANK_FAILS = f"""
@@ -156,7 +158,7 @@ def build(graph, inputs):
         raise RuntimeError("no kernels on this rank")
     return eager(graph, inputs)
 compiled.lookup_backend = lambda _: build
-auto_compile.DEVICES, auto_compile.can_compile, auto_compile.LEAST_PASSES = ({DEVICE!r},), lambda: True, 1
+auto_compile.DEVICES, auto_compile.compile_fault, auto_compile.LEAST_PASSES = ({DEVICE!r},), str, 1
 sys.exit(main())
 """
 

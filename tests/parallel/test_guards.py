@@ -190,8 +190,24 @@ def test_they_are_rejected_before_any_group_as_tasks_of_slurm_without_torchrun_a
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was opened"))
     assert "8 ranks on each of 2" in rejection(train("instance=trn1.32xlarge", "backend.device=auto"))
     assert not (tmp_path / "run").exists()
-    with pytest.raises(InputError, match="Slurm started 4 tasks without torchrun: each would train alone"):
-        check_launch(InstanceConfig(), launched({"SLURM_STEP_NUM_TASKS": "4"}))
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_rejected"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "2"}, True),
+        ({"MV2_COMM_WORLD_SIZE": "3"}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": ""}, False),
+        ({"SLURM_NTASKS": "4", "SLURM_NPROCS": "4"}, False),  # of salloc or sbatch, whose script is one process
+        ({"OMPI_COMM_WORLD_SIZE": "2", **launched_as(8, 4)}, False),  # mpirun started a torchrun on each machine
+    ],
+)
+def test_processes_that_would_each_train_alone_are_rejected(variables, is_rejected):
+    says = r"several processes were started without torchrun \(\w+=[234]\): each would train alone"
+    with pytest.raises(InputError, match=says) if is_rejected else contextlib.nullcontext():
+        check_launch(InstanceConfig(), launched(variables))
 
 
 # ---- the environment -----------------------------------------------------------------------------------------------

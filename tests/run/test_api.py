@@ -150,7 +150,8 @@ def test_an_interrupt_of_two_ranks_stops_them_with_a_checkpoint(
     with pytest.raises(KeyboardInterrupt):
         api.train([*settings, "max_steps=500"], ranks=2)
     stopped = outcome(Path("run"))
-    assert "2 ranks" in cell.getvalue()
+    assert "2 ranks" in cell.getvalue() and "torchrun ended on SIGINT" in cell.getvalue()
+    assert "Traceback" not in cell.getvalue()
     assert (stopped["outcome"], stopped["kind"]) == ("stopped", "SIGINT") and stopped["checkpoint"] == stopped["step"]
     monkeypatch.setattr(api.processes, "start", Forked)
     run = api.train([*settings, f"max_steps={stopped['step'] + 1}"])

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import subprocess
 import time
 from types import SimpleNamespace
 
@@ -143,7 +144,15 @@ def test_only_rank_0_speaks(tmp_path, prepared):
     assert (tmp_path / "run" / "log" / "rank_0001.txt").is_file()
 
 
-def test_a_machine_without_git_runs(monkeypatch, tmp_path):
+def test_the_commit_is_that_of_the_code_wherever_git_is_sent(monkeypatch, tmp_path):
+    known = environment.commit()
+    subprocess.run(["git", "init", "-q", str(tmp_path / "other")], check=True)
+    for name, value in (("GIT_DIR", "other/.git"), ("GIT_WORK_TREE", "other"), ("GIT_INDEX_FILE", "other/index")):
+        monkeypatch.setenv(name, str(tmp_path / value))
+    assert environment.commit() == known
+    monkeypatch.setattr(environment.train, "__file__", str(tmp_path / "other/site-packages/train/__init__.py"))
+    (tmp_path / "other/site-packages/train").mkdir(parents=True)
+    assert environment.commit() is None  # a repository around an installed copy, without a commit or with its own
     monkeypatch.setenv("PATH", str(tmp_path))
     assert environment.commit() is None
 

@@ -92,6 +92,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
+def test_the_kernels_repeats_of_its_limit_of_cpu_time_are_one_request(clock):
+    with StopRequest() as stop:
+        for _ in range(5):
+            signal.raise_signal(signal.SIGXCPU)
+            clock.now_s += stopping.REPEAT_S
+        assert (stop.reason, stop.signal) == ("SIGXCPU", "SIGXCPU")
+        with pytest.raises(SystemExit):
+            signal.raise_signal(signal.SIGTERM)
+
+
 @pytest.mark.parametrize("notice", [None, "EC2 spot notice"])
 def test_the_second_signal_leaves_at_once_unless_it_is_the_first_one_passed_on(clock, notice):
     """A signal that follows a notice is the first one."""

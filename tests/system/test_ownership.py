@@ -115,6 +115,8 @@ def test_a_run_folder_is_known_by_its_environment_and_one_that_was_just_begun_by
     check(folder)
     for name in ("log/rank_0001.txt", "log/exit_rank_0001.json", ".write-test-a_1"):  # of ranks that came before rank 0
         put(folder, name)
+    for name in ("slurm-1.out", "slurm-7_3.err", "job.o1234", "a b.log", "nohup.out", ".DS_Store", "._x", ".keep"):
+        put(folder, name)  # of a scheduler, a shell or a file manager
     check(folder)
     with folder.ownership:
         folder.storage.write("outcome.json", b"{}")  # all that a run leaves that fails at once

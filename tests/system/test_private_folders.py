@@ -2,11 +2,14 @@
 
 import errno
 import os
+import pwd
+import re
 import stat
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rejections import rejects
@@ -14,9 +17,11 @@ from running import ROOT
 
 from train.config import BackendConfig, RecordsConfig, S3Config
 from train.data.records.sources import layout
+from train.parallel.auto_compile import compile_fault
 from train.parallel.ddp import DDP
 from train.system import atomic_io, caches, machine
 from train.system.folders import LocalFolder, make_folder
+from train.system.home import own_folder, settle
 from train.system.identity import check_layout
 from train.tools import predict
 
@@ -112,6 +117,55 @@ def test_compiling_with_a_folder_that_others_can_write_to_is_refused(home, monke
     planted.symlink_to(home)
     if place == "TMPDIR":
         rejects(f"{planted} is a link", ddp)
+
+
+def test_on_a_disk_that_runs_no_code_compiling_is_refused_and_auto_goes_without(home, monkeypatch):
+    """So it is where others could replace the folder, as on a pod's volumes."""
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    assert compile_fault() == ""
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOEXEC))
+    says = r"inductor is on a disk mounted noexec, .*set TORCHINDUCTOR_CACHE_DIR to another folder$"
+    rejects(says, ddp)
+    assert re.search(says, compile_fault())
+    (home / "xdg").chmod(0o777)
+    assert "xdg can be written to by others" in compile_fault()
+
+
+@pytest.mark.parametrize(
+    ("given", "is_known", "wanted"),
+    [
+        ({}, True, {}),
+        ({"HOME": "home"}, True, {}),
+        ({"HOME": "home", "USER": "me"}, False, {}),
+        ({}, False, {"HOME": "own"}),
+        ({"HOME": "closed"}, False, {"XDG_CACHE_HOME": "own/.cache", "XDG_STATE_HOME": "own/.local/state"}),
+        ({"HOME": "closed", "XDG_CACHE_HOME": "/x"}, True, {"XDG_STATE_HOME": "own/.local/state"}),
+        ({"HOME": "cached"}, True, {"XDG_STATE_HOME": "own/.local/state"}),  # a cache that may only be read has models
+    ],
+)
+def test_a_user_whom_the_machine_does_not_know_has_a_name_a_home_and_a_cache(
+    home, monkeypatch, given, is_known, wanted
+):
+    """As with `docker run --user 955`, with or without a home that may be written to."""
+    for folder in ("home", "closed", "cached/.cache"):
+        (home / folder).mkdir(parents=True)
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path).name not in ("closed", "cached"))
+    known = pwd.getpwuid(os.getuid())
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: known if is_known else {}[0])
+    own = str(home / f"baretrain-home-{os.getuid()}")
+    environ = {name: str(home / value) if name == "HOME" else value for name, value in given.items()}
+    before = dict(environ)
+    settle(environ)
+    added = {name: value.replace(own, "own") for name, value in environ.items() if name not in before}
+    name = {} if is_known or "USER" in given else {"LOGNAME": f"user{os.getuid()}"}
+    assert added == {**wanted, **name}
+    assert not wanted.keys() & {"HOME", "XDG_STATE_HOME"} or mode(Path(own)) == 0o700
+
+
+def test_a_home_whose_name_somebody_has_taken_is_another_one(home):
+    taken = home / f"baretrain-home-{os.getuid()}"
+    taken.symlink_to("/")
+    assert own_folder() != taken and mode(own_folder()) == 0o700
 
 
 def test_neurons_graphs_lie_below_our_cache_and_begin_with_the_images(home, monkeypatch):

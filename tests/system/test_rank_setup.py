@@ -1,10 +1,12 @@
 """What a rank sets on its machine before it joins the others, with a folder for sysfs. Not run on hardware."""
 
+import dataclasses
 import os
 import resource
 import threading
 
 import pytest
+from rejections import rejects
 from running import ROOT
 
 from train.system import rank_setup
@@ -45,6 +47,16 @@ def test_only_ranks_of_several_machines_choose_a_card_and_the_users_stays(monkey
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     rank_setup.prepare(TWO_MACHINES, forks=False)
     assert [text for text in log.messages if "MASTER_ADDR=192.0.2.7" in text and "set GLOO_SOCKET_IFNAME" in text]
+
+
+def test_a_master_without_an_address_is_rejected_and_what_ends_ranks_is_set_aside(monkeypatch, log):
+    monkeypatch.setattr(rank_setup.resource, "setrlimit", lambda *_: None)
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "detail")
+    rank_setup.prepare(Launched(), forks=False)
+    assert os.environ["TORCH_DISTRIBUTED_DEBUG"] == "INFO" and "DETAIL is replaced by INFO" in log.messages[0]
+    for name in ("no.such.host.invalid", "a" * 70, "a..b"):
+        nowhere = dataclasses.replace(TWO_MACHINES, master_addr=name)
+        rejects(f"^MASTER_ADDR={name} has no address", rank_setup.prepare, nowhere, forks=False)
 
 
 def test_efa_takes_no_huge_pages_where_the_loader_forks(sysfs):

@@ -227,9 +227,10 @@ class Recorder:
             "tokens": round(self.all_tokens),
             "examples": self.progress.examples,
             "epoch": self.progress.examples / self.plan.global_batch_size / self.plan.steps_per_epoch,
-            "goodput": self.goodput(),
             **self.stragglers.fields,
         }
+        if (goodput := self.goodput()) is not None:
+            line["goodput"] = goodput
         if (mfu := self.mfu(window.flops / window.busy_s)) is not None:
             line["mfu"] = mfu
         if self.backend.scaler.is_enabled():
@@ -275,9 +276,10 @@ class Recorder:
         self.progress, self.window, self.skips_in_a_row = progress, Window(), 0
         self.console.bar.n = progress.step
 
-    def goodput(self) -> float:
-        """Return the time spent in steps that were not lost, divided by the time since the run began."""
-        return self.progress.productive_s / max(self.folder.run_s(), self.progress.productive_s, 1e-9)
+    def goodput(self) -> float | None:
+        """Return the share of the time since the run began that was spent in steps that count; None if unknown."""
+        run_s, productive_s = self.folder.run_s(), self.progress.productive_s
+        return None if run_s is None else productive_s / max(run_s, productive_s, 1e-9)
 
     def owes_summary(self) -> bool:
         """Return whether a summary is due: this attempt measured something, or the previous one was killed.

@@ -12,7 +12,9 @@ import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from train.config import InputError
 from train.parallel.ranks import World
+from train.system import caches
 
 if TYPE_CHECKING:
     from train.models.network import Network
@@ -42,23 +44,27 @@ def is_wanted(compile: str, device: str, work: Workload) -> bool:
     return compile == "auto" and device in DEVICES and work.passes >= LEAST_PASSES
 
 
-def can_compile() -> bool:
-    """Return whether this machine has Triton, and the C compiler that Triton needs."""
+def compile_fault() -> str:
+    """Return why this machine cannot compile; "" if it can. It needs Triton, a C compiler and folders for kernels."""
     from torch.utils._triton import has_triton  # late: it imports Triton
 
     wanted = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
-    return has_triton() and any(shutil.which(each) is not None for each in wanted)
+    if not has_triton() or all(shutil.which(each) is None for each in wanted):
+        return "there is no Triton or no C compiler (apt-get install gcc)"
+    try:
+        caches.place_kernels()
+    except InputError as error:
+        return str(error)
+    return ""
 
 
-def all_can(can: bool, world: World) -> bool:
-    """Return whether all ranks can compile; if not, warn how many cannot. All ranks must call this."""
-    blind = world.sum([not can])[0]
-    if blind:
-        logger.warning(
-            f"backend.compile=auto: nothing is compiled, because {blind:g} of {world.size} ranks have no Triton or no "
-            "C compiler (apt-get install gcc)"
-        )
-    return not blind
+def all_can(fault: str, world: World) -> bool:
+    """Return whether all ranks can compile; if not, warn why one cannot. All ranks must call this."""
+    faults = [each for each in world.all_gather_object(fault) if each]
+    if faults:
+        text = f"backend.compile=auto: nothing is compiled, because on {len(faults)} of {world.size} ranks {faults[0]}"
+        logger.warning(text)
+    return not faults
 
 
 def way_of(model: Network, work: Workload, *, one_graph: bool) -> str:

@@ -74,7 +74,8 @@ class DDP(Backend):
         if self.captures:
             self.adamw = {"fused": True, "capturable": True}
         chooses = auto_compile.is_wanted(cfg.compile, self.device.type, self.workload)
-        if cfg.compile not in ("none", "auto") or (chooses and auto_compile.can_compile()):
+        fault = auto_compile.compile_fault() if chooses else ""
+        if cfg.compile not in ("none", "auto") or (chooses and not fault):
             self.compiler = self.open_compiler(cfg)
         if is_cuda:
             torch.cuda.set_device(self.device)
@@ -86,7 +87,7 @@ class DDP(Backend):
             self.join_ranks("cpu:gloo,cuda:nccl" if is_cuda else "gloo", cfg.timeout_s or DEFAULT_TIMEOUT_S)
         elif self.compiler is not None:
             self.compilers = Compilers(self.compiler.is_busy)
-        if chooses and not auto_compile.all_can(self.compiler is not None, world):
+        if chooses and not auto_compile.all_can(fault, world):
             self.compiler = None
         compiles_on_gpu = is_cuda and self.compiler is not None
         self.norms = norms_of(cfg.norms, self.precision, compiles_on_gpu=compiles_on_gpu)

@@ -153,8 +153,9 @@ class CheckpointManager:
         """Report finished saves and, after the first step, the cost of the fault that ended the last attempt."""
         self.attempt.folder.ownership.step = self.recorder.progress.step
         if self.lost is not None and self.recorder.steps_done:
-            since_s = time.time() - self.lost.last_sign_unix_s
-            recover_s = max(since_s, self.attempt.folder.attempt_s())  # clocks may differ
+            recover_s = self.attempt.folder.attempt_s()
+            if self.attempt.folder.run_s() is not None:  # the clocks were right; they may differ a little
+                recover_s = max(recover_s, time.time() - self.lost.last_sign_unix_s)
             text = f"{self.lost.reason}; {plural(self.lost.steps, 'step')} lost, {recover_s:.0f} s until the first step"
             logger.warning(text)
             self.recorder.fault(text, steps_lost=self.lost.steps, recover_s=recover_s)

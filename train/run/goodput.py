@@ -49,12 +49,12 @@ def lost(
 
 
 def facts(
-    run: Folder, *, wall_s: float, stall_s: float, save_s: float, step_s: float, max_loss_s: float
+    run: Folder, *, wall_s: float | None, stall_s: float, save_s: float, step_s: float, max_loss_s: float
 ) -> dict[str, float | None]:
     """Return fields of the summary line: the cost of faults so far, and how often to save."""
     lines = read_lines(run, containing=b'"steps_lost"')
     faults = [line for line in lines if line["kind"] == "fault" and "steps_lost" in line]
-    mttf_s = wall_s / len(faults) if faults else None
+    mttf_s = wall_s / len(faults) if faults and wall_s is not None else None
     interval_s = suggested_interval_s(stall_s, mttf_s, max_loss_s=max_loss_s, save_s=save_s)
     return {
         "faults": len(faults),

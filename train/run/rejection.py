@@ -6,7 +6,7 @@ import socket
 from contextlib import suppress
 
 from train.config import InputError
-from train.system.launched import launched
+from train.system.launched import check_master, launched
 from train.system.torchrun import leave_rejection
 
 INFORM_S = 60.0  # seconds for which a rejected first machine waits for machines that join later
@@ -17,6 +17,7 @@ def inform_others(rejection: str) -> None:
     leave_rejection(rejection)
     with suppress(InputError, KeyboardInterrupt):  # `launched` raises if the launcher's variables are wrong
         launch = launched()
+        check_master(launch)  # without an address, no machine can be told
         if not launch.is_one_machine:
             from train.parallel import rendezvous  # imported late, since torch takes seconds
 

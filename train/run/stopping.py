@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("train")
 
 GRACE_S = 5.0  # seconds after a second signal in which the main thread may still exit
+REPEATED = (signal.SIGXCPU,)  # the kernel repeats it every second beyond the soft limit of CPU time (setrlimit(2))
 REPEAT_S = 2.0  # seconds in which a signal counts as the same request: torchrun repeats the terminal's Ctrl-C
 BLOCK_LEAD_S = 1800  # EC2 ends the instances of a capacity block this long before the block ends (EC2 user guide)
 BLOCK_MARGIN_S = 60  # seconds added to those of a save, for the steps until all ranks agree and for clock differences
@@ -64,7 +65,7 @@ class StoppedEarly(BaseException):
 
 
 class StopRequest:
-    """A context manager that catches SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and, unless it is ignored (nohup), SIGHUP.
+    """A context manager that catches STOP_SIGNALS; SIGHUP only unless it is ignored (nohup).
 
     Other threads call `ask`. A signal after `ask` still counts as the first: EC2, Slurm and torchrun send SIGTERM after
     a notice, and the run must not exit before it has saved the checkpoint for which it stops.
@@ -114,7 +115,7 @@ class StopRequest:
                 now_s = time.monotonic()
                 if number[0] not in self.before:
                     continue
-                is_second = first_s is not None and now_s - first_s > REPEAT_S
+                is_second = first_s is not None and now_s - first_s > REPEAT_S and number[0] not in REPEATED
                 if is_second or self.has_nothing_to_save:
                     time.sleep(GRACE_S)
                     if (is_second or self.has_nothing_to_save) and self.sender.fileno() >= 0:
@@ -129,7 +130,7 @@ class StopRequest:
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         now_s = time.monotonic()
-        if self.signal is not None and now_s - self.at_s > REPEAT_S:
+        if self.signal is not None and now_s - self.at_s > REPEAT_S and number not in REPEATED:
             sys.exit(128 + number)  # safe: a file gets its name only when it is complete
         if self.signal is None:
             self.signal, self.at_s = signal.Signals(number).name, now_s

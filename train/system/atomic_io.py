@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
+import math
 import os
 import re
 import shutil
@@ -76,6 +77,12 @@ def warn_once(key: object, text: str) -> None:
     if key not in said:
         said.add(key)
         logger.warning("%s", text)
+
+
+def free_bytes(folder: Path) -> float:
+    """Return the free bytes on a folder's disk; infinity if its file system does not count blocks, as with FUSE."""
+    usage = shutil.disk_usage(folder)
+    return usage.free if usage.total else math.inf
 
 
 def bits_of(folder: Path) -> int:

@@ -35,7 +35,7 @@ def unshared_folder(path: Path, name: str) -> Path:
             check(
                 fault is None,
                 f"{folder} {fault}: code that others put into it would run as you; check its files, then chown and "
-                f"chmod it, or set {name} to another folder",
+                f"chmod it (as its owner: chmod +t is enough for a parent), or set {name} to another folder",
             )
     except OSError as error:
         raise InputError(f"cannot write to {real}: {error.strerror}; set {name} to another folder") from error
@@ -64,12 +64,18 @@ def foreign_fault(status: os.stat_result, *, is_parent: bool) -> str | None:
 def place_kernels() -> None:
     """Set TorchInductor's and Triton's folders, unless the user has set them. Call this before Inductor is imported.
 
-    Raises InputError if others could write to one of the folders.
+    Raises InputError if others could write to one of the folders, or if code in it cannot run.
     """
     root = machine.compile_root()
     for variable, folder in KERNELS.items():
         given = os.environ.get(variable)
-        os.environ[variable] = str(private_folder(Path(given) if given else root / folder, variable))
+        made = private_folder(Path(given) if given else root / folder, variable)
+        is_noexec = os.statvfs(made).f_flag & os.ST_NOEXEC
+        check(
+            not is_noexec,
+            f"{made} is on a disk mounted noexec, which runs no kernels; set {variable} to another folder",
+        )
+        os.environ[variable] = str(made)
     headers = headers_folder()
     check(not headers.is_symlink(), f"{headers} is a link, which its owner can change; remove it, or set TMPDIR")
     private_folder(headers, "TMPDIR")

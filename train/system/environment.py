@@ -52,11 +52,14 @@ def commit() -> str | None:
     """Return the git commit of the code, followed by "+" if it has uncommitted changes; None outside a checkout."""
     if shutil.which("git") is None:
         return None
-    folder = Path(train.__file__).parent
-    done = subprocess.run(
-        ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip() or None
+    # A repository around an installed copy of the code does not have its files.
+    is_ours = git("ls-files", "--error-unmatch", Path(train.__file__).name) is not None
+    return git("describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*") if is_ours else None
+
+
+def git(*words: str) -> str | None:
+    """Return what git prints in the folder of the code; None if it fails. GIT_DIR and the like name other folders."""
+    command = ["git", "-C", str(Path(train.__file__).parent), *words]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None

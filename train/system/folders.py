@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 from train.config import InputError, NotPermitted, S3Config, check_printable
+from train.system import atomic_io
 from train.system.atomic_io import create_atomic, discard, is_temporary, make_alike, open_whole, write_atomic
 from train.system.foreign import open_inside, read_whole
 from train.system.schema import Head, RelativePath
@@ -288,10 +289,10 @@ def empty_folders_removed(*paths: Path) -> Iterator[None]:
 
 def check_space(folder: Path, num_bytes: int) -> None:
     """If the folder's disk lacks space for `num_bytes`, remove the folder and raise OSError."""
-    free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < num_bytes * SPACE_FACTOR:
+    available_bytes = atomic_io.free_bytes(folder)
+    if available_bytes < num_bytes * SPACE_FACTOR:
         discard(folder)
-        text = f"{num_bytes * SPACE_FACTOR / 1e9:.3g} GB are needed, {free_bytes / 1e9:.3g} GB are free"
+        text = f"{num_bytes * SPACE_FACTOR / 1e9:.3g} GB are needed, {available_bytes / 1e9:.3g} GB are free"
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {text}", str(folder.parent))
 
 

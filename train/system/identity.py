@@ -30,9 +30,12 @@ WRITTEN = re.compile(r"checkpoints|lease|log|metrics\.jsonl|rank_\d{4,}\.txt")  
 # only changes the end of a run: `check_continues` in train/parallel/optimizers.py rejects a change to earlier steps.
 FREE = ("model.attention", "optim.decay_fraction")
 IDENTITY_KEYS = {"data", "seed", "global_batch_size"}
-# These files are written by other ranks before rank 0 has taken the folder, or exist on every new disk.
+# These files are written by other ranks before rank 0 has taken the folder, exist on every new disk, or are those of
+# file managers, or the output of a job that a scheduler or a shell has already opened.
 NEUTRAL = re.compile(
     rf"{LEASE_FILE.pattern}|log/(rank|exit_rank|stacks_rank)_\d{{4,}}\.(txt|json)|\.write-test-\w+|lost\+found"
+    r"|\.DS_Store|\._.*|Thumbs\.db|desktop\.ini|\.directory|\.nfs\w+|\.fuse_hidden\w+|\.Trash-\d+|\.snapshot"
+    r"|\.(git)?keep|\.ipynb_checkpoints|[\w .%@+-]+\.(out|err|log)|[\w.+-]+\.[oe]\d+(-\d+)?"
 )
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from train.config import InstanceConfig, check, plural
+from train.config import InputError, InstanceConfig, check, plural
 
 FIX = (
     "start one torchrun per machine, or unset RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_PORT for a "
     "single process"
 )
+# The numbers of processes that a launcher started: Open MPI, MPICH and others with PMI, MVAPICH, jsrun and srun.
+# SLURM_NTASKS is not one of them, since sbatch and salloc also set it for a single process.
+TASKS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class Launched:
     run_id: str | None = None  # torchrun's run id; None: not started by torchrun
     restart_count: int = 0  # number of restarts by torchrun
     uses_agent_store: bool = False  # whether torchrun, not rank 0, hosts the store through which ranks connect
-    slurm_tasks: int = 1  # number of tasks that srun started
+    tasks: str = ""  # NAME=COUNT of a variable with which srun or mpirun says that it started several processes
 
     @property
     def is_under_torchrun(self) -> bool:
@@ -73,7 +77,7 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launched:
         run_id=given.get("TORCHELASTIC_RUN_ID"),
         restart_count=whole(given, "TORCHELASTIC_RESTART_COUNT", 0),
         uses_agent_store=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        slurm_tasks=whole(given, "SLURM_STEP_NUM_TASKS", 1, least=1),
+        tasks=next((f"{name}={given[name]}" for name in TASKS if given.get(name, "1") not in ("0", "1")), ""),
     )
 
 
@@ -90,17 +94,30 @@ def whole(given: Mapping[str, str], name: str, default: int, *, least: int = 0, 
     return int(text)
 
 
+def check_master(launch: Launched) -> None:
+    """Raise InputError if this machine knows no address of MASTER_ADDR: torch would ask again until the timeout."""
+    try:
+        if launch.is_distributed:
+            socket.getaddrinfo(launch.master_addr, launch.master_port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise InputError(
+            f"MASTER_ADDR={launch.master_addr} has no address on this machine ({why}): give the name or address of "
+            "rank 0's machine, with torchrun as --master-addr or --rdzv-endpoint"
+        ) from error
+
+
 def check_launch(instance: InstanceConfig, launch: Launched) -> None:
-    """Raise InputError if the instance cannot run this many ranks, or if Slurm started several tasks without torchrun.
+    """Raise InputError if the instance cannot run this many ranks, or if several processes started without torchrun.
 
     The valid numbers of ranks on trn1 are from the Neuron SDK guide "torch-neuron-envvars". With other numbers, ranks
     hang or are rejected by the runtime.
     """
     world, local = launch.world_size, launch.local_world_size
     check(
-        launch.is_distributed or launch.slurm_tasks == 1,
-        f"Slurm started {launch.slurm_tasks} tasks without torchrun: each would train alone; run one torchrun per "
-        "machine",
+        launch.is_distributed or not launch.tasks,
+        f"several processes were started without torchrun ({launch.tasks}): each would train alone; start one torchrun "
+        "per machine",
     )
     if instance.rank_counts is None:
         return

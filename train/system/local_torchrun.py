@@ -6,6 +6,8 @@ address it is given. Any machine that reaches the store could make the ranks unp
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import sys
 import uuid
@@ -16,6 +18,7 @@ from typing import Any
 def main() -> None:
     import torch.distributed as dist  # imported late because this package must work without torch
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 
     class LoopbackStore(dist.TCPStore):
@@ -30,7 +33,13 @@ def main() -> None:
 
     dist.TCPStore = c10d_rendezvous_backend.TCPStore = LoopbackStore  # type: ignore[misc]
     usual = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"]
-    run.main([*usual, "--local-addr=127.0.0.1", *sys.argv[1:]])
+    for name in [each for each in os.environ if each.startswith("PET_")]:
+        del os.environ[name]  # torchrun would take options from it, such as Kubeflow's number of machines
+    try:
+        run.main([*usual, "--local-addr=127.0.0.1", *sys.argv[1:]])
+    except SignalException as stop:  # the ranks have ended, and have said how
+        sys.stderr.write(f"torchrun ended on {signal.Signals(stop.sigval).name}\n")
+        sys.exit(128 + stop.sigval)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ NAME = "outcome.json"
 STOP_FILE = "STOP"  # a file in the run folder that makes the run save a checkpoint and stop at its next step
 ENDS = ("done", "early_stop")  # kinds of outcome after which a run is complete
 FOR_GOOD = ("refused", "no_valid_checkpoint", "untrusted_checkpoint", "other_version", "not_finite", "lease_lost")
+WRITTEN_UNIX_S = 1_767_225_600.0  # 2026-01-01: a clock that shows an earlier time is wrong
 OUT_OF_MEMORY = ("out_of_device_memory", "out_of_host_memory", "out_of_shared_memory")
 
 

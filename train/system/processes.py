@@ -24,6 +24,7 @@ POLL_S, ORPHANS_POLL_S = 1.0, 0.1
 ENDING_S = 10.0  # seconds that a process may take to end after SIGTERM
 TIMED_OUT = 124  # the exit code of timeout(1)
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # variables that make a process one of several ranks
+TORCHRUN = "PET_"  # the start of variables from which torchrun takes options; Kubeflow sets them
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -99,14 +100,15 @@ def start(
 
 
 def with_this_code(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which Python processes run this code, whatever the working folder contains.
-
-    The variables that would make these processes ranks are left out.
-    """
+    """Return an environment in which Python processes run this code, whatever the working folder contains."""
     root = str(Path(__file__).parent.parent.parent)
     path = os.pathsep.join(filter(None, [root, environ.get("PYTHONPATH")]))
-    others = {name: value for name, value in environ.items() if name not in RANKS}
-    return {"PYTHONSAFEPATH": "1", **others, "PYTHONPATH": path}
+    return {"PYTHONSAFEPATH": "1", **outside_ranks(environ), "PYTHONPATH": path}
+
+
+def outside_ranks(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the variables that make a process a rank, or that give options to torchrun."""
+    return {name: value for name, value in environ.items() if name not in RANKS and not name.startswith(TORCHRUN)}
 
 
 def exit_code(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from train.system.launched import Launched
+from train.system.launched import Launched, check_master
 from train.system.machine import read_neuron_ls
 
 logger = logging.getLogger("train")
@@ -27,10 +27,19 @@ OPEN_FILES = 65_535  # as in AWS's scripts for Trainium; a container's hard limi
 OUTSIDE = "192.0.2.1"  # an address reserved for documentation (RFC 5737), to which the default route leads
 NEURON_TOOLS = "/opt/aws/neuron/bin"
 TOOL_TIMEOUT_S = 20.0
+DEBUG = "TORCH_DISTRIBUTED_DEBUG"
 
 
 def prepare(launch: Launched, *, forks: bool) -> None:
-    """Set this rank's variables and limits before the ranks connect. `forks` says whether the loader forks workers."""
+    """Set this rank's variables and limits before the ranks connect. `forks` says whether the loader forks workers.
+
+    Raises InputError if MASTER_ADDR has no address.
+    """
+    check_master(launch)
+    if os.environ.get(DEBUG, "").upper() == "DETAIL":
+        os.environ[DEBUG] = "INFO"
+        level = logging.WARNING if launch.rank == 0 else logging.DEBUG
+        logger.log(level, "%s=DETAIL is replaced by INFO: the ranks would end with a segmentation fault", DEBUG)
     os.environ.update(rank_environment(os.environ, launch, forks=forks))
     if not launch.is_one_machine and launch.local_rank == 0 and "GLOO_SOCKET_IFNAME" not in os.environ:
         text = "no network card leads to MASTER_ADDR=%s, and there is no default route: set GLOO_SOCKET_IFNAME"

@@ -46,7 +46,7 @@ from train.system.folders import (
 )
 from train.system.identity import check_is_run_folder, check_layout, check_same_run
 from train.system.launched import launched
-from train.system.outcome import NAME, Outcome, read_outcome, write_outcome
+from train.system.outcome import NAME, WRITTEN_UNIX_S, Outcome, read_outcome, write_outcome
 from train.system.ownership import LeaseLost, OwnedFolder, Ownership
 from train.system.processes import age_s
 from train.system.schema import BadContent, read_object
@@ -55,6 +55,7 @@ logger = logging.getLogger("train")
 MIRRORED = ("environment.json", "config.yaml", "data.json")
 END_PATIENCE_S, END_PAUSE_S = 6.0, 0.5  # seconds for which a record of an attempt's end is retried, and the pauses
 GROWING = ("metrics.jsonl", "log/rank_0000.txt")
+CLOCKS_DIFFER_S = 60.0  # by which the clocks of two machines may differ, though both are right
 
 
 class RunFolder:
@@ -190,9 +191,14 @@ class RunFolder:
     def attempt_s(self) -> float:
         return time.monotonic() - self.began_s
 
-    def run_s(self) -> float:
-        """Return the seconds since the first attempt began, but at least `attempt_s`: machines' clocks differ."""
-        return max(time.time() - self.first_started_unix_s, self.attempt_s())
+    def run_s(self) -> float | None:
+        """Return the seconds since the first attempt began, but at least `attempt_s`: machines' clocks differ a little.
+
+        Returns None if one of the clocks was wrong, as on a machine that starts in 1970.
+        """
+        elapsed_s, attempt_s = time.time() - self.first_started_unix_s, self.attempt_s()
+        is_known = self.first_started_unix_s > WRITTEN_UNIX_S and elapsed_s > attempt_s - CLOCKS_DIFFER_S
+        return max(elapsed_s, attempt_s) if is_known else None
 
     def mirror(self) -> None:
         """Upload rank 0's files to S3; on disk, sync the metrics. The caller must have just checked the ownership.

@@ -12,13 +12,15 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TextIO
 
 from train.system.console import say
-from train.system.processes import end_with_parent, read_process
+from train.system.processes import end_with_parent, is_alive, read_process
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU)
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # a variable, whose value differs for each rank and each start of the ranks
 REJECTION = "rejected.txt"  # a file in torchrun's folder for one start of the ranks: the error that rejected this start
 
 
@@ -35,26 +37,41 @@ def die_with_torchrun() -> None:
     if is_under_torchrun():
         end_with_parent(os.getppid())
         if find_torchrun() is None:
-            sys.exit("error: torchrun, which started this rank, has ended: no parent process is Python")
+            sys.exit("error: torchrun, which started this rank, has ended: process 1 has adopted the rank")
 
 
-def find_torchrun() -> int | None:
-    """Return the process id of torchrun: the nearest Python process above this one. A user's script may be in between.
+@cache
+def find_torchrun() -> tuple[int, int] | None:
+    """Return the process id and the start time of torchrun; None if it had ended at the first call.
 
-    Returns None if torchrun has ended. In a container, torchrun may be process 1. If process 1 is another program, it
-    has adopted this process because torchrun ended.
+    It is the nearest process above this one to which torchrun has not given this rank's variables: a user's script may
+    be in between, and emulators change the names of processes. Process 1 adopts the ranks of a torchrun that ended. In
+    a container, it may be torchrun itself.
     """
     pid = os.getppid()
-    while pid > 0:
-        try:
-            is_python = "python" in Path(f"/proc/{pid}/exe").readlink().name
-        except OSError:  # another user's process, as process 1 usually is
-            is_python = pid != 1
-        if is_python:
-            return pid
+    while pid > 1 and has_variables_of_this_rank(pid):
         process = read_process(pid)
         pid = process.parent if process else 0
-    return None
+    process = read_process(pid)
+    return (pid, process.started) if process and (pid > 1 or runs_python(pid)) else None
+
+
+def has_variables_of_this_rank(pid: int) -> bool:
+    """Return whether torchrun, or a process that it started for this rank, has started the process `pid`."""
+    ours = f"{ERROR_FILE}={os.environ.get(ERROR_FILE)}".encode()
+    try:
+        return ours in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # another user's process
+        return False
+
+
+def runs_python(pid: int) -> bool:
+    """Return whether a process is Python, perhaps in an emulator (Rosetta, QEMU), whose first argument it then is."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:2]
+    except OSError:
+        return False
+    return any(Path(os.fsdecode(word)).name.startswith(("python", "torchrun")) for word in words)
 
 
 def file_of_start(name: str) -> Path:
@@ -63,7 +80,7 @@ def file_of_start(name: str) -> Path:
     It is in the folder two levels above the error file that torchrun names for each rank. Without torchrun, the path is
     one at which no file can be created.
     """
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    error_file = os.environ.get(ERROR_FILE)
     return Path(error_file).parents[1] / name if error_file else Path("/dev/null", name)
 
 
@@ -105,12 +122,12 @@ def has_rejected() -> bool:
 def end_torchrun() -> None:
     """End torchrun if it would restart this machine's ranks. Call it after all reports. Only the first rank acts."""
     restarts, limit = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    pid = find_torchrun() if is_under_torchrun() and restarts != limit else None
-    if pid is not None:
+    found = find_torchrun() if is_under_torchrun() and restarts != limit else None
+    if found is not None and is_alive(*found) and runs_python(found[0]):
         with first_to("end") as is_first:
             if is_first:
                 say("torchrun would restart the run, so it is asked to end; its report follows", file=sys.stderr)
-                os.kill(pid, signal.SIGTERM)
+                os.kill(found[0], signal.SIGTERM)
 
 
 def leave_signals_to_the_parent(_worker: int) -> None:

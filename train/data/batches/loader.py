@@ -9,7 +9,8 @@ from __future__ import annotations
 import atexit
 import errno
 import multiprocessing
-import shutil
+import os
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.queues import Queue
@@ -25,12 +26,14 @@ from train.data.batches.masking import IGNORE_INDEX, Masker
 from train.data.random_bits import hash_uniform
 from train.data.shards.format import ROW_TENSORS, ShardSet
 from train.data.shards.order import PADDING
+from train.system.atomic_io import free_bytes, warn_once
 from train.system.torchrun import leave_signals_to_the_parent
 
 Batch = dict[str, Any]
 MULTI_BATCH_ROWS, MULTI_BATCH = 1024, 32  # at most this many sequences and micro batches are drawn together
 ORDER = 4  # index of the random number that decides whether to swap; masking.py has the other indices
 SHARED_MEMORY = Path("/dev/shm")  # where loader processes put batches for their rank
+MOST_TMPDIR = 75  # bytes: sockets in it are named pymp-xxxxxxxx/listener-xxxxxxxx, and may have 107 bytes (unix(7))
 LARGER = "enlarge it (docker run --shm-size=8g), or lower data.num_workers, to 0 if necessary"
 CHECKED_ROWS = 1000  # sequences checked at the start: at most 1 % of them may have nothing to predict
 EVAL_EPOCH = 2**40  # the epoch that seeds every evaluation's masks, so that they are equal; training never reaches it
@@ -191,6 +194,9 @@ class Batches:
         pin_memory: bool,
         multi_batch: int | None = None,  # the maximum drawn together; None: MULTI_BATCH
     ) -> None:
+        if num_workers and (fault := worker_fault()):
+            warn_once("loader", f"data.num_workers={num_workers}: the rank reads its data itself, since {fault}")
+            num_workers = 0
         num_drawn = drawn_at_once(batch_size, multi_batch)
         self.groups, self.dataset = batched(order, num_drawn), MultiBatch(dataset)
         self.loader: DataLoader[Batch] | None = None
@@ -226,6 +232,15 @@ def drawn_at_once(batch_size: int, multi_batch: int | None) -> int:
     return max(1, min(MULTI_BATCH, multi_batch or MULTI_BATCH, MULTI_BATCH_ROWS // batch_size))
 
 
+def worker_fault() -> str:
+    """Return why this machine cannot have loader processes, which need shared memory and sockets; "" if it can."""
+    if not SHARED_MEMORY.is_dir():
+        return f"there is no {SHARED_MEMORY}"
+    folder = tempfile.gettempdir()
+    is_long = len(os.fsencode(folder)) > MOST_TMPDIR
+    return f"TMPDIR={folder} is longer than {MOST_TMPDIR} bytes, too long for sockets" if is_long else ""
+
+
 def check_shared_memory(
     *, num_ranks: int, batch_size: int, seq_len: int, num_workers: int, prefetch: int, multi_batch: int | None
 ) -> None:
@@ -234,15 +249,15 @@ def check_shared_memory(
     Otherwise the run would fail later, when a batch does not fit. A token's id and segment take 16 bytes. The batches
     that ranks are reading are included.
     """
-    if not num_workers or not SHARED_MEMORY.is_dir():
+    if not num_workers or worker_fault():
         return
     num_drawn = drawn_at_once(batch_size, multi_batch)
     groups = num_workers * -(-prefetch // num_drawn) + 1
     needed_bytes = num_ranks * groups * num_drawn * batch_size * seq_len * 16
-    free_bytes = shutil.disk_usage(SHARED_MEMORY).free
+    available_bytes = free_bytes(SHARED_MEMORY)
     check(
-        needed_bytes <= free_bytes,
-        f"{SHARED_MEMORY} has {free_bytes / 1e6:,.3g} MB free, but the loader processes of this machine keep "
+        needed_bytes <= available_bytes,
+        f"{SHARED_MEMORY} has {available_bytes / 1e6:,.3g} MB free, but the loader processes of this machine keep "
         f"{needed_bytes / 1e6:,.3g} MB of batches there (data.num_workers={num_workers}): {LARGER}",
     )
 

@@ -31,7 +31,7 @@ from train.data.files.errors import naming
 from train.data.shards.format import DataManifest, Shard
 from train.data.shards.order import ShardSampler
 from train.system import machine
-from train.system.atomic_io import write_atomic
+from train.system.atomic_io import free_bytes, write_atomic
 from train.system.folders import canonical_json, local_path, make_folder, read_json
 from train.system.launched import launched
 from train.system.processes import is_gone, owner_name
@@ -98,10 +98,9 @@ class ShardCache:
         """Return how many bytes the shards may take. Raises InputError if data.cache_gb exceeds the free space."""
         names = {path.name for path in self.folder.iterdir()}
         present = sum(shard.bytes for shard in self.manifest.shards if shard.file in names)
-        disk = os.statvfs(self.folder)
-        free = disk.f_bavail * disk.f_frsize
+        free = free_bytes(self.folder)
         if self.cfg.cache_gb is None:
-            return int(present + SHARE_OF_FREE * free)
+            return int(present + min(SHARE_OF_FREE * free, self.total_bytes))
         wanted = int(self.cfg.cache_gb * 1e9)
         needed = min(wanted, self.total_bytes)
         check(

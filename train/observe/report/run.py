@@ -34,7 +34,7 @@ from train.observe.report.lines import (
 from train.observe.report.texts import printable
 from train.system.exported import marked
 from train.system.folders import Folder, LocalFolder
-from train.system.outcome import read_outcome
+from train.system.outcome import WRITTEN_UNIX_S, read_outcome
 from train.system.schema import read_json, read_yaml
 from train.tasks import Metric, scores_of
 
@@ -69,7 +69,7 @@ class Run:
 
         reading = Reading(told)
         for line in lines:
-            if start_s is not None:
+            if start_s is not None and start_s > WRITTEN_UNIX_S:
                 line["since_start_s"] = line["time_unix_s"] - start_s
             reading.add(line)
         self.attempts, self.train, self.evaluations = reading.attempts(), reading.curve.lines, reading.evaluations[::-1]

@@ -7,7 +7,6 @@ import math
 import os
 import platform
 import resource
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from train.system.atomic_io import free_bytes
 from train.system.machine import installed_versions, instance_names, instance_type
 from train.system.memory import usable_cpus
 from train.tools.doctor import checks_devices, checks_host, checks_versions
@@ -78,7 +78,7 @@ def here(*, instance: str | None = None, num_ranks: int | None = None, num_machi
         num_cpus=usable_cpus(),
         limits={name: read_limit(kind) for name, kind in LIMITS.items()},
         memory_bytes=(memory.available, memory.total),
-        free_bytes=lambda path: shutil.disk_usage(path).free,
+        free_bytes=free_bytes,
         cwd=Path.cwd(),
         now_s=time.time(),
         instance=read_instance(name) if name else None,

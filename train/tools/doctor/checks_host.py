@@ -107,7 +107,8 @@ def disk(probe: Probe) -> Finding:
         places["the compile cache"] = (Path(location).expanduser(), f"export {variable}=")
     free = {name: probe.free_bytes(nearest(path)) for name, (path, _) in places.items()}
     least = min(free, key=lambda name: free[name])
-    text = ", ".join(f"{value / GIB:,.0f} GiB free in {name}" for name, value in free.items())
+    known = {name: f"{value / GIB:,.0f} GiB" for name, value in free.items() if value < math.inf}
+    text = ", ".join(f"{known.get(name, 'unknown space')} free in {name}" for name in free)
     if free[least] >= WANTED_DISK:
         return ok(text)
     path, setting = places[least]

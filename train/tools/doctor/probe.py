@@ -81,7 +81,7 @@ class Probe:
     num_cpus: int = 1
     limits: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # soft and hard limit; inf if unlimited
     memory_bytes: tuple[int, int] = (0, 0)  # available and total
-    free_bytes: Callable[[Path], int] = lambda path: 0  # free space on a path's disk
+    free_bytes: Callable[[Path], float] = lambda path: 0  # free space on a path's disk
     cwd: Path = Path()
     now_s: float = 0.0
     instance: InstanceConfig | None = None
