@@ -29,7 +29,7 @@ from train.parallel.optimizers import learning_rate
 from train.parallel.ranks import AGREED
 from train.run.attempt import ENDS, Attempt, begin, record_end
 from train.run.checkpoint_manager import CheckpointManager
-from train.run.evaluation import evaluate, write_samples
+from train.run.evaluation import evaluate, try_evaluation, write_samples
 from train.run.feed import TrainData, check_same_code, check_same_data
 from train.run.stopping import StopRequest, Votes
 from train.system import exported, imported
@@ -128,6 +128,8 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
             Recorder(cfg, plan, folder, backend, engine, flops, progress, monitor, on_line) as metrics,
             checkpoints.saving(metrics),
         ):
+            if progress.step == 0 and attempt.saves and not progress.owes_evaluation:
+                try_evaluation(attempt, backend, engine)
             reason = train(attempt, backend, engine, data, metrics, checkpoints)
             if metrics.progress.step == 0:  # stopped during an evaluation: the checkpoint records that it is due
                 checkpoints.save(None, is_last=True)

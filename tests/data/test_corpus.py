@@ -82,6 +82,30 @@ def test_a_folder_a_glob_and_a_file_give_what_they_name_in_the_order_of_names(tm
         assert error_of("text", path).startswith(f"corpus.path={path} matches no file")
 
 
+def test_how_many_files_are_read_and_left_out_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("a.txt", "b.txt.gz", "deep/c.jsonl", "d.jsonl", "e.jsonl.gz", "f.parquet", "LICENSE"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        content = b'{"text": "a"}\n'
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    first, whole = f"{tmp_path}/d.jsonl", f"{tmp_path}/**/*"
+    for corpus, line in (
+        (
+            files("text", tmp_path),
+            "2 files to read; 5 files left out (3 with .jsonl, 1 with no ending, 1 with .parquet)",
+        ),
+        (
+            files("jsonl", tmp_path),
+            "3 files to read; 4 files left out (2 with .txt, 1 with no ending, 1 with .parquet)",
+        ),
+        (hub(HFDataset(path=str(tmp_path))), "3 files to read; 4 files left out"),
+        (files("jsonl", first), "d.jsonl: 1 file to read"),
+        (files("jsonl", whole), "7 files to read"),
+        (files("jsonl", first, validation=str(tmp_path / "e.jsonl.gz")), "e.jsonl.gz: 1 file to read"),
+    ):
+        assert line in list(corpus.remarks())[-1]
+
+
 def test_the_fingerprint_changes_with_the_files_and_not_with_their_place(tmp_path):
     (tmp_path / "one").mkdir()
     path = tmp_path / "one" / "a.txt"

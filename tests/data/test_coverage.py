@@ -46,7 +46,7 @@ def test_what_normalisation_takes_away_is_said_with_the_setting(word, settings, 
     (tmp_path / "text.txt").write_text(text)
     assert prepare.run(prepare_config(tmp_path / "out", tmp_path / "text.txt", *settings)) == 0
     printed = capsys.readouterr()
-    assert ("normalisation" in printed.err) == (says is not None) and (says or "") in printed.err
+    assert ("the normalisation of" in printed.err) == (says is not None) and (says or "") in printed.err
     assert "the tokenizer reads the corpus with 0.00% unknown tokens" in printed.out
 
 

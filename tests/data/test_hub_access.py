@@ -24,7 +24,7 @@ from train.models.source import resolved, task_tokenizer
 from train.system import hub_access
 from train.system.folders import open_folder
 from train.system.run_folder import RunFolder
-from train.tools import prepare
+from train.tools import predict, prepare
 
 SOURCE = "some-user/some-name"
 
@@ -64,6 +64,14 @@ def test_a_hub_that_cannot_be_reached_is_one_line_at_once(what, nobody_there, ca
     rejects(missing, ASKING[what])
     assert "Retrying" not in caplog.text + capfd.readouterr().err
     assert not huggingface_hub.is_offline_mode()  # a push at the end of the run asks again
+
+
+def test_a_name_in_a_folder_that_exists_here_is_no_folder(nobody_there, tmp_path, monkeypatch, capsys):
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for model, said in (("runs/nothing", "there is no such folder in runs"), ("nothing", "there is no such file or")):
+        assert predict.main([model, "--text", "a"]) == 2
+        assert f"{model} cannot be loaded: {said}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("status", "expected"), [(None, None), (503, "status 503"), (0, "cannot be reached: .*time")])

@@ -67,6 +67,21 @@ def test_a_corpus_is_read_as_often_as_its_weight_says_and_nothing_is_validated_t
     assert once.counts["train_tokens_2"] < 0.5 * tokens[1]
 
 
+def test_a_weight_below_1_thins_training_and_leaves_validation_whole(paths, tmp_path):
+    read = open_corpus(mixed(tmp_path / "x", paths).corpus)
+    held_out = preparation.choose_held_out(read, 0.25, 0)
+    validated = [document.text for document in read.documents() if held_out.share_of(document)]
+    thinned = mixed(tmp_path / "out", paths, "corpus.weights=[0.5,1]")
+    assert preparation.choose_held_out(open_corpus(thinned.corpus), 0.25, 0) == held_out
+    manifest = prepare.prepare(thinned)
+    first, second = map(documents_of, paths[:2])
+    some = [text for text in first if text_uniform(text, -1)[0] < 0.5]
+    trained = [text for text in [*some, *second] if text not in validated]
+    assert len(set(first) & set(validated) - set(some)) > 5
+    check_streams(tmp_path / "out", trained, validated)
+    assert manifest.counts["train_tokens_1"] > 0
+
+
 def test_validation_text_of_its_own_is_all_of_it_and_training_goes_without(paths, tmp_path, capsys):
     given = (WEIGHTS, f"corpus.validation={paths[2]}")
     assert prepare.run(mixed(tmp_path / "out", paths, *given)) == 0
@@ -118,7 +133,10 @@ def test_each_kind_of_corpus_is_read_so(kind, tmp_path):
         corpus = open_corpus(FilesCorpusConfig(kind=kind, name="x", path=[a, b], weights=[0.5, 3], validation=c))
     some = [row["text"] for row in rows["a"] if text_uniform(row["text"], -1)[0] < 0.5]
     assert 3 < len(some) < 17
-    assert texts(corpus) == some + 3 * [f"b {number}" for number in range(20)] + [f"c {number}" for number in range(20)]
+    whole = [[f"{name} {number}" for number in range(20)] for name in names]
+    assert texts(corpus) == whole[0] + 3 * whole[1] + whole[2]
+    learnt = [document.text for document in corpus.documents() if document.reading.learns(document.text)]
+    assert learnt == some + 3 * whole[1] + whole[2]
     assert [document.text for document in corpus.validation()] == [f"c {number}" for number in range(20)]
     for count in (2, 3, 7):
         found = in_parts(corpus, count)

@@ -54,6 +54,12 @@ def test_a_document_end_inside_a_sequence_is_where_the_segments_part():
     assert rows.same_document[1] == 1
 
 
+def test_documents_without_a_token_leave_no_separators():
+    source = documents(80)
+    rows = add(packer(), [part for document in source for part in ([], document, [], [])])
+    np.testing.assert_array_equal(rows.tokens, add(packer(), source).tokens)
+
+
 def test_the_sequences_do_not_depend_on_how_the_documents_arrive():
     source = documents(80)
     whole = add(packer(), source)

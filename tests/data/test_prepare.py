@@ -1,5 +1,6 @@
 """Preparation: what it writes, that it is the same every time, that it goes on, and what it rejects."""
 
+import gzip
 import os
 import re
 import shutil
@@ -237,10 +238,16 @@ def test_the_memory_of_a_tokenizers_training_is_said_before_it_starts(tmp_path, 
     assert said in capsys.readouterr().err
     monkeypatch.setattr(tokenizer, "available_bytes", lambda: 10**6)
     free = "of memory, but 0.001 GB are free; set tokenizer.train_bytes=50000 or less"
-    monkeypatch.setattr(prepare, "training_texts", None)  # the work that would follow
     large = tmp_path / "large.txt"
     large.write_text("\n\n".join([corpus.read_text()] * 2))
-    assert rejected(tmp_path / "small", large).endswith(free)
+    packed = tmp_path / "large.txt.gz"
+    packed.write_bytes(gzip.compress(large.read_bytes()))
+    assert rejected(tmp_path / "packed", packed).endswith(free)
+    small = tmp_path / "small.txt.gz"  # whose size is not known before it is read
+    small.write_bytes(gzip.compress(large.read_bytes()[:45000]))
+    prepare.prepare(prepare_config(tmp_path / "small", small, "tokenizer.train_bytes=10000000"))
+    monkeypatch.setattr(prepare, "training_texts", None)  # the work that would follow
+    assert rejected(tmp_path / "large", large).endswith(free)
 
 
 def test_an_interrupt_while_the_tokenizer_is_trained_is_one():

@@ -236,7 +236,7 @@ def test_text_that_an_earlier_version_split_otherwise_is_rejected(parts, corpus,
         if is_finished:
             merged(parts, corpus, ready)
         (parts / "source.json").write_text(json.dumps(json.loads(now) | {"split_rule": 1}))
-        assert "split_rule: 1 -> 2" in rejected(parts, corpus, ready, "merge=true")
+        assert "split_rule: 1 -> 3" in rejected(parts, corpus, ready, "merge=true")
         (parts / "source.json").write_bytes(now)
 
 

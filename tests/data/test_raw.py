@@ -14,6 +14,7 @@ import pytest
 from rejections import rejects
 
 from train.config import ColumnsConfig, RecordsConfig, S3Config
+from train.data.files.find import is_match, matching
 from train.data.records import formats
 from train.data.records.raw import read_raw, read_texts
 from train.data.records.sources import version
@@ -213,6 +214,29 @@ def test_files_below_a_folder(folder):
 
 
 # ---- labels -------------------------------------------------------------------------------------------------------
+
+
+def test_a_glob_matches_the_same_names_on_disk_and_in_s3(tmp_path):
+    names = ["a.jsonl", "train/a.jsonl", "train/b1.csv", "train/deep/er/a.jsonl", "train/.x/a.jsonl", ".a.jsonl"]
+    names += ["train/[a].jsonl", "train/__pycache__/a.jsonl", "other/train/a.jsonl"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    patterns = [
+        "train/**/*.jsonl",
+        "**/a.jsonl",
+        "**",
+        "train/**",
+        "**/train/*",
+        "*.jsonl",
+        "*/*.jsonl",
+        "train/?1.csv",
+    ]
+    patterns += ["**/**/a.jsonl", "train/b[0-9].csv", "train/[!b]*", "train/[[]a].jsonl", "train/**.jsonl", ".*.jsonl"]
+    patterns += ["t*/**/er/*", "train/.x/*", "**/.x/*", "./train/*.csv", "train", "A.jsonl", "**/deep/**/*.jsonl"]
+    for pattern in patterns:
+        here = {path.relative_to(tmp_path).as_posix() for path in matching(str(tmp_path / pattern))}
+        assert here == {name for name in names if is_match(name, pattern)}, pattern
 
 
 def test_labels_are_found_and_sorted_or_keep_the_order_of_the_settings(folder):

@@ -114,16 +114,25 @@ def test_rows_that_do_not_fit_their_bucket_are_errors(table):
     rejects(r"several lengths: buckets \[0, 1\]", data.draw, np.array([[5, 1 << BUCKET_SHIFT]]), error=ValueError)
 
 
+def whole_rows(drawn):
+    inputs = drawn["inputs"]
+    return inputs["input_ids"].flatten(0, 1), inputs["attention_mask"].flatten(0, 1)
+
+
 def test_padding_counts_for_nothing(table):
-    """Also where row 0, which stands in for it, is longer than the batch."""
-    data = token_rows(table, LENGTHS)
-    short = int(np.flatnonzero(np.array(table["length"]) <= 8)[0])
-    drawn = data.draw(np.array([[short, PADDING], [PADDING, PADDING]]))
-    label = table[short]["label"]
-    assert drawn["inputs"]["labels"].tolist() == [[label, IGNORE_INDEX], [IGNORE_INDEX] * 2]
-    assert drawn["inputs"]["input_ids"][0, 1].tolist() == table[0]["input_ids"][:8]
-    assert drawn["inputs"]["attention_mask"][1].all()  # a row without tokens would give NaN
+    """Whole rows stand in for it, also in a batch without another row: a Longformer rejects questions that are cut."""
+    data, lengths = token_rows(table, LENGTHS), np.array(table["length"])
+    short = int(np.flatnonzero(lengths <= 8)[0])
+    drawn = data.draw(np.array([[PADDING, short], [PADDING, PADDING]]))
+    assert drawn["inputs"]["labels"].tolist() == [[IGNORE_INDEX, table[short]["label"]], [IGNORE_INDEX] * 2]
+    rows = [tokens[real.bool()].tolist() for tokens, real in zip(*whole_rows(drawn), strict=True)]
+    assert rows == [table[short]["input_ids"]] * 4
     assert (drawn["count"], drawn["tokens"]) == ([1.0, 0.0], [table[short]["length"], 0])
+    for given, row in (([PADDING, PADDING], int(lengths.argmin())), ([PADDING, 1 << BUCKET_SHIFT], 0)):
+        drawn = token_rows(table, (2, 20)).draw(np.array([given]))
+        assert [tokens[real.bool()].tolist() for tokens, real in zip(*whole_rows(drawn), strict=True)] == [
+            table[row]["input_ids"]
+        ] * 2
     assert token_rows(table, columns={}).draw(np.array([[3, PADDING]]))["count"] == [1.0]
 
 

@@ -175,6 +175,19 @@ REJECTED = {  # by what the error says: files of the model with changes of their
 }
 
 
+def test_the_code_of_an_architecture_that_transformers_has_is_ignored(model, tmp_path, says_yes, log):
+    """As in the published files of EuroBERT, whose export then names no code."""
+    mark = tmp_path / "executed"
+    before = (model / "tokenizer_config.json").read_bytes()
+    plant_code(model, mark, model_type="bert")
+    (model / "tokenizer_config.json").write_bytes(before)
+    assert predict.main([str(model), *ASK]) == 0
+    assert f"{model}/config.json: auto_map is ignored: transformers has its own code for bert" in log.messages
+    cfg = ModelConfig(pretrained=str(model), tokenizer=str(model))
+    assert not hasattr(model_config(cfg, vocab_size=10, pad_id=0), "auto_map")
+    assert not mark.exists()
+
+
 @pytest.mark.parametrize("says", REJECTED)
 def test_a_model_of_someone_is_rejected_in_one_line_before_transformers_sees_it(model, says, capfd):
     for name, changes in REJECTED[says].items():

@@ -11,16 +11,23 @@ from running import train_config
 from safetensors.torch import load_file, save_file
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from train.config import BackendConfig, HeadSize, InputError, ModelConfig
 from train.models import encoder
 from train.models.encoder import build_masked_lm
 from train.models.heads import build_with_head, logits_of
+from train.models.network import READING_PADDING
 from train.parallel.backends import check_attention
 from train.parallel.ddp import DDP
 from train.parallel.guards import watch_masks
 from train.system import machine
+from train.system.model_folder import ENCODERS
 
 S, V, PAD = 12, 101, 1
 LABELS = ["bad", "so so", "good"]
@@ -37,11 +44,12 @@ def sizes(architecture="bert", **changes):
     return ModelConfig(**{"architecture": architecture, **COMMON, **factorised, **changes})
 
 
-def build(head, cfg, *, labels=LABELS, sharp=True):
+def build(head, cfg, *, labels=LABELS, sharp=True, seq_len=S):
     torch.manual_seed(0)
-    settings = {"vocab_size": V, "pad_id": PAD, "seq_len": S}
-    settings["labels"] = labels if head == "label" else ("start", "end")
-    model = build_with_head("SequenceClassification" if head == "label" else "QuestionAnswering", cfg, **settings)
+    settings = {"vocab_size": V, "pad_id": PAD, "seq_len": seq_len}
+    settings["labels"] = ("start", "end") if head == "span" else labels
+    names = {"label": "SequenceClassification", "span": "QuestionAnswering", "token": "TokenClassification"}
+    model = build_with_head(names[head], cfg, **settings)
     with torch.no_grad():
         for parameter in model.parameters() if sharp else ():
             if parameter.ndim > 1:
@@ -74,11 +82,91 @@ def labelled_folder(tmp_path_factory):
     return folder
 
 
-def test_padding_to_another_length_changes_nothing():
-    model = build("label", sizes("albert"))
-    ids, real, segments = batch((5, 5))
-    short = model(ids[:, :5], real[:, :5], segments[:, :5])
-    torch.testing.assert_close(model(ids, real, segments), short, rtol=0, atol=1e-5)
+PUBLISHED = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 80,
+    "embedding_size": 16,
+    "pad_token_id": PAD,
+    "num_labels": 3,
+}
+OWN_SIZES = {  # in transformers' names
+    "big_bird": {"block_size": 4},  # with more than 44 tokens its attention is sparse
+    "funnel": {"block_sizes": [1, 1], "num_decoder_layers": 1, "d_head": 8},
+    "longformer": {"attention_window": [16, 16]},
+    "luke": {"entity_vocab_size": 9},
+    "modernbert": {"local_attention": 16},
+    "roc_bert": {"pronunciation_vocab_size": 9, "shape_vocab_size": 9},
+    "squeezebert": {"embedding_size": 32},
+}
+
+
+def save_small(architecture, folder):
+    """Write a model of a few layers, as it could be published."""
+    defaults = AutoConfig.for_model(architecture)
+    given = {name: value for name, value in PUBLISHED.items() if hasattr(defaults, name)}
+    given = {name: value for name, value in given.items() if name != "num_hidden_layers" or architecture != "funnel"}
+    config = AutoConfig.for_model(architecture, **{**given, **OWN_SIZES.get(architecture, {})})
+    torch.manual_seed(0)
+    model = AutoModelForTokenClassification.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3)  # new weights are so small that attention is a mean
+        embeddings = model.get_input_embeddings().weight
+        embeddings[PAD] = embeddings[7]  # zeros in new weights
+    model.save_pretrained(folder)
+
+
+def state_of(model):
+    """Everything that a forward pass could leave behind."""
+    plain = (int, float, str, bool, type(None), tuple)
+    numbers = {name: value.clone() for name, value in [*model.named_parameters(), *model.named_buffers()]}
+    values = {
+        (name, key): value if isinstance(value, plain) else type(value)
+        for name, module in model.named_modules()
+        for key, value in [*vars(module).items(), *module._modules.items()]
+        if key != "seq_len"  # Funnel's positions of the last batch; it makes them anew for each
+    }
+    return numbers, values
+
+
+def test_an_xmod_reads_the_language_that_its_configuration_names():
+    config = AutoConfig.for_model("xmod", languages=["en_XX", "de_DE"])
+    rejects('write "default_language": "en_XX" there, or another of en_XX, de_DE', encoder.choose_language, config)
+    config.default_language = "de_DE"
+    encoder.choose_language(config)
+    build("label", sizes("xmod"))(*batch())  # by default it has one
+
+
+@pytest.mark.parametrize("architecture", ENCODERS.split())
+@torch.inference_mode()
+def test_an_answer_depends_on_its_row_alone(architecture, tmp_path):
+    """Not on other rows, batches or padding, which some architectures read: their rows are padded to one length."""
+    longest = 64
+    save_small(architecture, tmp_path)
+    model = build("token", ModelConfig(pretrained=str(tmp_path)), seq_len=longest, sharp=False)
+    others = torch.randint(5, V, (2, longest))
+
+    def answer(length, *, with_others=True):
+        ids = torch.full((3, length), PAD)
+        ids[0, :11], ids[1:] = torch.arange(10, 21), others[:, :length]
+        batch = {"input_ids": ids, "attention_mask": (ids != PAD).long(), "token_type_ids": torch.zeros_like(ids)}
+        rows = 3 if with_others else 1
+        return logits_of(model, {name: value[:rows] for name, value in batch.items()})[0, :11]
+
+    wanted = answer(longest)
+    numbers, values = state_of(model)
+    differences = [float((answer(length) - wanted).abs().max()) for length in (11, 16, 24)]
+    assert (max(differences) > 1e-5) == (architecture in READING_PADDING)
+    torch.testing.assert_close(answer(longest, with_others=False), wanted, rtol=0, atol=1e-5)
+    assert torch.equal(answer(longest), wanted)
+    after, values_after = state_of(model)
+    assert values_after == values
+    assert all(torch.equal(value, numbers[name]) for name, value in after.items())
 
 
 @pytest.mark.parametrize("architecture", ["albert", "bert", "deberta-v2", "distilbert", "roberta"])

@@ -10,6 +10,7 @@ import pytest
 from finetuning import word_tokenizer
 from rejections import rejects
 from running import ROOT
+from tokenizers import processors
 from transformers import AutoModelForMaskedLM, CanineTokenizer
 
 from train.config import ModelConfig, S3Config
@@ -34,6 +35,22 @@ def folder(tmp_path_factory):
     cfg = ModelConfig(architecture="bert", hidden_size=8, num_layers=1, num_heads=2, intermediate_size=8)
     build_masked_lm(cfg, vocab_size=10, pad_id=0, seq_len=16).export(path)
     return write_tokenizer(path)
+
+
+def test_the_ends_of_a_text_are_the_missing_special_tokens(tmp_path):
+    """As in EuroBERT's tokenizer, which has bos and eos only, if its post-processor puts them there."""
+    tokenizer = word_tokenizer(WORDS, cls_token=None, sep_token=None, bos_token="<s>", eos_token="</s>")
+    cfg = ModelConfig(tokenizer=str(tmp_path))
+    for single, lacking in (("<s> $A </s>", None), ("<s> $A", "sep_token"), ("$A </s>", "cls_token")):
+        ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+        template = processors.TemplateProcessing(single=single, pair=f"{single} $B </s>", special_tokens=ids)
+        tokenizer.backend_tokenizer.post_processor = template
+        tokenizer.save_pretrained(tmp_path)
+        if lacking is None:
+            made = task_tokenizer(cfg)
+            assert (made.cls_token, made.sep_token) == ("<s>", "</s>")
+        else:
+            rejects(f"has no {lacking}, .*; name one of its tokens in its tokenizer_config.json", task_tokenizer, cfg)
 
 
 def from_run(path, **changes):

@@ -58,13 +58,30 @@ ON_TRN1 = "experiment=albert_pretrain backend=xla instance=trn1.32xlarge"
 BENCH = "model=albert_tiny data.path=DATA global_batch_size=8 backend.device=cpu"
 RECORDS = ["task=classify", "data=csv", "data.path=CSV", "model.tokenizer=DATA/tokenizer", "seq_len=32"]
 
+ELSEWHERE = {  # names in transformers' Trainer, and ours
+    "lr": "optim.lr",
+    "learning_rate": "optim.lr",
+    "batch_size": "global_batch_size",
+    "per_device_train_batch_size": "micro_batch_size",
+    "per_device_eval_batch_size": "eval_batch_size",
+    "output_dir": "run_dir",
+    "num_train_epochs": "max_epochs",
+    "epochs": "max_epochs",
+    "warmup_steps": "optim.warmup_steps",
+    "warmup_ratio": "optim.warmup_fraction",
+    "weight_decay": "optim.weight_decay",
+    "model_name_or_path": "model.pretrained",
+    "fp16": "backend.precision",
+    "text_column_name": "data.columns.text",
+}
+
 # What is typed after TRAIN, and what the one line holds.
 TYPED = [
     ("run_dir=a\nb", "must be one line"),
     # ---- not key=value
     ("=5", "=5 is not key=value"),
     (f"seed={10**400}", "000 must be a finite number below 2^63"),
-    ("seed", "seed is not key=value; write seed=..."),
+    ("seed", "seed is not key=value; give it a value: seed=..."),
     ("seed =1", "write seed=1"),
     ("optim.lr==1", "write optim.lr=1"),
     ("optim.betas[0]=0.5", "give the whole list, such as optim.betas=[a,b]"),
@@ -89,7 +106,7 @@ TYPED = [
     ("best={metric: null}", "best.metric cannot be null; leave it out"),
     ("optm.lr=1", "did you mean optim?"),
     ("optim.lrr=1", "optim.lrr is not a setting; did you mean optim.lr?"),
-    ("lr=1", "lr is not a setting; did you mean optim.lr?"),
+    *((f"{name}=1", f"{name} is not a setting; did you mean {ours}?") for name, ours in ELSEWHERE.items()),
     ("optim.lr.x=1", "optim.lr must be a number"),
     ("model/foo=bar", "model/foo is not a setting"),
     ("data.label_map={a: b}", "data.label_map is not a setting of the data chosen here"),
@@ -245,6 +262,7 @@ FLAGS = [
     ("predict", "RUN --text a --output nosuch/x.csv", "nosuch"),
     ("predict", "RUN --text a --output s3://b/x.csv", "s3://b/x.csv"),
     ("predict", "/nosuch --text a", "/nosuch"),
+    ("predict", "nosuch --text a", "there is no such file or folder here"),
     ("hub", "", "required"),
     ("hub", "RUN", "--to"),
     ("hub", "RUN --to a/b/c", "--to a/b/c"),
@@ -553,3 +571,45 @@ def rejection(base: DictConfig, schema: type, row: str) -> str | None:
     finally:
         OmegaConf.update(base, key, old, merge=False)
     return None
+
+
+MISSPELT = {  # what is typed, and the value that the line of the hint sets
+    "seq_len=\uff16\uff14": 64,
+    "seq_len =64": 64,
+    "seq_len==64": 64,
+    "seq_len=64]": 64,
+    'seq_len="64': 64,
+    "optim.lr=\uff11e-3": 1e-3,
+    "optim.betas=[0.9,0.95": (0.9, 0.95),
+    "optim.betas=0.9,0.95": (0.9, 0.95),
+    "data.lengths=[16,32": [16, 32],
+    "data.lengths=[16;32]": [16, 32],
+    "data.lengths=(16,32)": [16, 32],
+    "data.lengths=16,32": [16, 32],
+    "data.columns.label=[a:x,b": ["a:x", "b"],
+    "export=\uff54rue": True,
+    "run_dir=a (1)": "a (1)",
+    "run_dir=don't": "don't",
+    "run_dir=a=b": "a=b",
+    "run_dir=[a": "[a",
+    "run_dir=a,b": "a,b",
+    'run_dir=a"b': 'a"b',
+}
+
+
+@pytest.mark.parametrize("typed", MISSPELT)
+def test_the_line_that_a_hint_proposes_works(typed):
+    given = [*TRAIN[:-1], "task=classify", "data=records", "data.path=x"]
+    with pytest.raises(InputError) as raised:
+        cli.load_config(TrainConfig, [*given, typed])
+    (line,) = shlex.split(str(raised.value).rpartition(" write ")[2])
+    composed = cli.compose_config(TrainConfig, [*given, line])
+    assert OmegaConf.select(composed, line.partition("=")[0]) == MISSPELT[typed]
+    assert cli.load_config(TrainConfig, [*given, line])
+
+
+def test_no_line_is_proposed_that_would_not_work():
+    for typed in ("task=classify,mlm", "max_steps=1,2", "optim.lr=1,x", "seq_len=(a)", "model.new_head=(maybe)"):
+        with pytest.raises(InputError, match=f"^{re.escape(typed)} ") as raised:
+            cli.load_config(TrainConfig, [*TRAIN, typed])
+        assert "write" not in str(raised.value)

@@ -7,6 +7,7 @@ import subprocess
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from rejections import rejects
@@ -194,13 +195,14 @@ def test_a_stop_during_an_evaluation_ends_it_and_saves_the_step(toy, monkeypatch
     statistics = ToyTask.eval_statistics
 
     def asks(self, model, inputs):
-        if not model.training:
+        if not model.training and toy.losses > trained:  # an evaluation is tried before the first step
             stop.ask("a notice")
             evaluated.append(stop)
         return statistics(self, model, inputs)
 
     options = {"eval_every": 3, "eval_batch_size": 2, "checkpoint": {"every": 100}}
     toy.train("whole", **options)
+    trained = toy.losses
     with monkeypatch.context() as patches:
         patches.setattr(ToyTask, "eval_statistics", asks)
         for _ in range(2):
@@ -210,6 +212,30 @@ def test_a_stop_during_an_evaluation_ends_it_and_saves_the_step(toy, monkeypatch
             assert evaluated.count(stop) == 2, "the vote of a batch is counted one batch later"
     assert toy.train(**options) == ("done", 6)
     assert toy.values("eval", "loss") == toy.values("eval", "loss", "whole")
+
+
+def test_a_new_model_that_cannot_be_evaluated_fails_before_it_is_trained(toy, monkeypatch):
+    """In its last batch, which has empty places; the trial of one that can be evaluated changes no loss."""
+    toy.train("whole", eval_batch_size=4)
+    statistics, seen = ToyTask.eval_statistics, []
+
+    def fails(self, model, inputs):
+        if not model.training:
+            seen.append(inputs["labels"].tolist())
+            raise AssertionError("no separators in this row")
+        return statistics(self, model, inputs)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(ToyTask, "eval_statistics", fails)
+        with pytest.raises(AssertionError, match="no separators"):
+            toy.train(eval_batch_size=4)
+    assert not toy.lines("train") and not toy.saved()
+    (last,) = seen
+    numbers = ToyTask.eval_data(None).draw(np.array([8, 9, 0, 0]))["inputs"]["labels"].tolist()
+    assert last == numbers
+    monkeypatch.setattr(loop, "try_evaluation", lambda *_: None)
+    toy.train("untried", eval_batch_size=4)
+    assert toy.values("train", "loss", "untried") == toy.values("train", "loss", "whole")
 
 
 def test_a_baseline_is_evaluated_once_before_the_first_step_and_is_never_the_best(toy):
@@ -254,8 +280,9 @@ def test_a_failure_to_draw_comes_after_the_steps_before_it_and_ends_the_attempt_
     draw, bad = Rows.draw, []
 
     def fails(self, items):
-        bad.append(bad[0] if bad else items[3, 0])  # a row of the fourth of the batches that are drawn together
-        if bad[0] in items:
+        if len(items) > 3:
+            bad.append(bad[0] if bad else items[3, 0])  # a row of the fourth of the batches that are drawn together
+        if bad and bad[0] in items:
             raise InputError("shard 7 is damaged")
         return draw(self, items)
 

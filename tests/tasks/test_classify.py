@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,7 +140,8 @@ def test_by_default_lengths_keep_padding_low_or_are_few_graphs(make, monkeypatch
 def test_one_very_long_row_does_not_pad_the_short_ones(make):
     rows = np.array([12] * 5000 + [8190])
     tables: Any = SimpleNamespace(facts={"splits": {"train": {}}}, lengths=lambda split: rows)
-    assert resolved_lengths(make().run_cfg, tables, seq_len=8192, shortest=8) == (16, 8192)
+    task = make()
+    assert resolved_lengths(task.run_cfg, tables, replace(task.sizes, seq_len=8192), shortest=8) == (16, 8192)
 
 
 def test_what_lies_behind_the_end_is_said(make):

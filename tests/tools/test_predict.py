@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from finetuning import FP32, asking, tuned
+from finetuning import FP32, asking, train_with, tuned, tuning, two_lengths
 from running import train_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
@@ -142,6 +142,23 @@ def test_labels_and_samples_are_those_of_the_runs_evaluation(labelled, tmp_path,
     assert list(line) == ["id", "prediction", "probabilities"] and line["id"] == "0"
     assert said.startswith("warning: the tokenizer of ")  # which lacks the quotation mark
     assert line["probabilities"] == pytest.approx(wanted[0]["probabilities"], abs=1e-5)
+
+
+def test_an_architecture_that_reads_padding_answers_the_same_in_an_evaluation_and_alone(
+    tokenizer_folder, tmp_path, capsys
+):
+    settings = [*two_lengths(tmp_path), "model=any", "model.architecture=nystromformer", "model.hidden_size=32"]
+    sizes = ["model.num_heads=2", "model.intermediate_size=64", "model.max_positions=64"]
+    given = [each for each in tuning(tmp_path / "run", tokenizer_folder, *settings, *sizes) if "albert" not in each]
+    train_with([each for each in given if "embedding_size" not in each])
+    note = "nystromformer reads padding, so every row is padded to seq_len=32 (data.lengths is not used)"
+    assert note in (tmp_path / "run/log/rank_0000.txt").read_text()
+    assert note in (tmp_path / "run/export/README.md").read_text().replace("\\", "")
+    wanted = lines_of(tmp_path / "run/predictions/validation.jsonl")
+    capsys.readouterr()
+    for text, line in (("na na", wanted[0]), ("na " * 20, wanted[2])):
+        (alone,), _ = answers(capsys, tmp_path / "run", "--text", text)
+        assert alone["probabilities"] == pytest.approx(line["probabilities"], abs=1e-6)
 
 
 def test_answers_are_those_of_the_runs_evaluation(answering, tmp_path, capsys, monkeypatch):

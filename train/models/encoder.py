@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from train.config import HeadSize, InputError, ModelConfig, check
+from train.config import HeadSize, InputError, ModelConfig, check, shortlist
 from train.data.files.errors import naming
 from train.models.model_sizes import Shape
 from train.models.network import Network, freeze, repeated_layers
@@ -235,7 +235,9 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
         tokens = ((name, getattr(defaults, name, None)) for name in SPECIAL_IDS)  # ids in the usual tokenizer
         outside = [name for name, token in tokens if isinstance(token, int) and token >= sizes["vocab_size"]]
         sizes |= dict.fromkeys(outside)
-        config = AutoConfig.for_model(cfg.architecture, **sizes)  # Other fields may be derived from these sizes.
+        unfit = f"transformers cannot make a {cfg.architecture} of these sizes"
+        with naming(unfit, (Exception,)):  # The architecture's code may raise anything.
+            config = AutoConfig.for_model(cfg.architecture, **sizes)  # Other fields may be derived from these sizes.
         if cfg.initializer_range is not None:
             check(
                 hasattr(config, "initializer_range"),
@@ -247,10 +249,25 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
         config.hidden_size % heads == 0,
         f"model.hidden_size={config.hidden_size} must be a multiple of model.num_heads={heads}",
     )
+    config.architectures = config.architectures or []  # transformers iterates over them.
+    if config.model_type == "xmod":
+        choose_language(config)
     if getattr(config, "hidden_act", None) == "gelu_new":
         # This is the same function in one kernel instead of eight, and keeps 33-40 % less memory for the backward pass.
         config.hidden_act = "gelu_pytorch_tanh"
     return config
+
+
+def choose_language(config: Any) -> None:
+    """Choose the adapter of an X-MOD, which has one for each language. Raises InputError if config.json names none."""
+    if config.default_language is None and len(config.languages) == 1:
+        config.default_language = config.languages[0]
+    known = shortlist(config.languages)
+    check(
+        config.default_language in config.languages,
+        f"{config.name_or_path}: this xmod reads one language, which its config.json must name: copy the model into a "
+        f'folder and write "default_language": "{config.languages[0]}" there, or another of {known}',
+    )
 
 
 def their_name(config: PreTrainedConfig, ours: str, wanted: object) -> str:

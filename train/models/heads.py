@@ -89,6 +89,9 @@ def build_with_head(
     fit these sizes, or if the checkpoint has a head for other labels.
     """
     config = fitting_config(cfg, vocab_size=vocab_size, pad_id=pad_id, seq_len=seq_len)
+    if config.model_type == "big_bird":
+        # transformers changes sparse attention to full attention, for good, when it reads the first short batch.
+        config.attention_type = "original_full"
     if cfg.hidden_dropout is not None:
         for name in DROPOUTS:
             if hasattr(config, name):

@@ -36,6 +36,9 @@ MOST_POSITIONS = 1024
 # 0 as padding and 1 as a token. All other architectures get the plain mask [B, S].
 ADDING = ("albert", "bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
 CHOOSING = ("deberta", "deberta-v2")
+# An answer of these architectures also depends on how many tokens of padding follow a row, in spite of the mask:
+# through convolutions, Fourier transforms, pooled or averaged positions, or the embedding of the next token.
+READING_PADDING = ("convbert", "fnet", "funnel", "mobilebert", "nystromformer")
 OWN_MASKS = ("flash_attention_2", "flex_attention")  # transformers makes special masks for these kinds of attention
 ENCODERS = ("encoder", "transformer")  # names of the module that contains all layers
 WHOLE_GRAPHS = 2  # graphs of a whole encoder: one for training and one for evaluation

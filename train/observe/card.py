@@ -65,7 +65,8 @@ def card(path: Path, name: str) -> str:
     blocks += ["## Training", table([("Setting", "Value"), *settings(run, figures)])]
     blocks += ["## Hardware, time and cost", table([("", ""), *((label, figures[label]) for label in MACHINES)])]
     if task is not None:
-        blocks += ["## How to use it", f"```python\n{code(run, task)}\n```", task.note]
+        note = text(records.note) if records.note else ""
+        blocks += ["## How to use it", note, f"```python\n{code(run, task)}\n```", task.note]
     return "\n\n".join([f"---\n{metadata(run, records, name)}\n---", *filter(None, blocks)]) + "\n"
 
 

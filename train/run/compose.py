@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import re
-import shlex
 from argparse import Namespace
 from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -47,10 +46,11 @@ from train.run.help import OWN_OPTIONS, groups, settings_help, show_yaml, words_
 from train.run.names import opened, quoted
 from train.run.own import check_imports
 from train.run.precedence import check_numbers, over_recipe
+from train.run.spelling import close_to, hint_on, spelling
 from train.system.torchrun import leave_rejection
 from train.tasks import TASKS, spec_of
 
-__all__ = ["DONE", "FAILED", "REJECTED", "STOPPED"]  # names that actions import from this module
+__all__ = ["DONE", "FAILED", "REJECTED", "STOPPED", "quoted"]  # names that actions import from this module
 
 Schema = tuple[str, str, type]  # (group, option, dataclass)
 SCHEMAS: list[Schema] = [  # `schemas` adds those of tasks and optimizers
@@ -64,8 +64,6 @@ SCHEMAS: list[Schema] = [  # `schemas` adds those of tasks and optimizers
     ("corpus", "hf", HFCorpusConfig),
 ]
 CONFIGS: dict[type, str] = {TrainConfig: "train", PrepareConfig: "prepare"}  # files in conf/; `launch` adds one
-
-NAME = re.compile(r"\w[\w./]*")  # the name of a setting
 
 Config = TypeVar("Config")
 
@@ -135,7 +133,7 @@ def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
     """Compose the settings and check names, options and types; values may still be missing."""
     overrides, users_own = opened(given)
     for override in overrides:
-        check_override(schema, override)
+        check_override(schema, override, overrides)
     listed = groups(CONFIGS[schema])
     # Hydra has no syntax for "no option of this group". If that is the group's default, group=null is dropped.
     overrides = [each for each in overrides if not (each.endswith("=null") and each.removesuffix("=null") in listed)]
@@ -181,22 +179,21 @@ def is_option(override: str, listed: Container[str]) -> bool:
     return (key in listed or "/" in key) and not isinstance(parsed(override).value(), dict)
 
 
-def check_override(schema: type, override: str) -> None:
-    """Raise InputError unless `override` is key=value with a known key and, for a group, a known option."""
+def check_override(schema: type, override: str, overrides: Sequence[str]) -> None:
+    """Raise InputError unless `override`, one of `overrides`, is key=value with a known key and option of a group."""
     check(not override.startswith("+"), f"{override}: settings cannot be added; write it without +")
     check(not override.startswith("~"), f"{override}: settings cannot be removed; give the value you want")
-    key, equals, value = override.partition("=")
+    key, _, value = override.partition("=")
+    is_accepted = partial(works, schema, overrides)
     try:
         read = parsed(override)
     except HydraException as error:
         check_printable(override)
-        raise InputError(f"{override} is not key=value; {spelling(key, equals, value)}") from error
+        raise InputError(f"{override} is not key=value; {hint_on(override, is_accepted)}") from error
     check(key != "" and read.package is None, f"{override} is not key=value: {key!r} is not a name")
-    check(
-        not read.is_sweep_override(),
-        f"{override} has several values, but sweeps are not supported: start one run for each, or quote a single "
-        f"""value, as in '{key}="{value}"'""",
-    )
+    if read.is_sweep_override():
+        several = f"{override} has several values, but sweeps are not supported: start one run for each"
+        raise InputError(" or ".join(filter(None, [several, spelling(key, value, is_accepted)])))
     listed = groups(CONFIGS[schema])
     top = key.split(".")[0].split("/")[0]
     if top not in listed and all(top != item.name for item in fields(schema)):
@@ -211,33 +208,28 @@ def check_override(schema: type, override: str) -> None:
         )
 
 
-def spelling(key: str, equals: str, value: str) -> str:
-    """Return a hint on how to write an override that Hydra does not read as key=value."""
-    name = key.strip()
-    if not equals:
-        return f"write {name}=..." if NAME.fullmatch(name) else "quote special characters, as in 'key=\"a (b)\"'"
-    if re.fullmatch(rf"{NAME.pattern}\[.*", name):
-        name = name.partition("[")[0]
-        return f"give the whole list, such as {name}=[a,b]"
-    if not NAME.fullmatch(name):
-        return f"{name!r} is not a name"
-    if name != key or value.startswith("="):
-        return f"write {shlex.quote(name + '=' + value.lstrip('= '))}"
-    return f"write {shlex.quote(name + '=' + quoted(value))}"
+def works(schema: type, overrides: Sequence[str], override: str) -> bool:
+    """Return whether a spelling of an override is accepted together with the others that are well formed."""
+    key = override.partition("=")[0]
+
+    def is_read(each: str) -> bool:
+        with suppress(HydraException):
+            return not parsed(each).is_sweep_override()
+        return False
+
+    if override in overrides or not is_read(override):
+        return False
+    try:
+        load_config(schema, [*(each for each in overrides if is_read(each)), override])
+    except InputError as error:  # Other settings may be missing.
+        return key not in str(error)
+    return True
 
 
 def preferred(schema: type, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the settings that follow from the overrides and replace a recipe's; see `train.run.precedence`."""
     given = {override.partition("=")[0]: parsed(override).value() for override in overrides}
     return over_recipe(dict(flatten(given)), groups(CONFIGS[schema]))
-
-
-def close_to(name: str, keys: Sequence[str]) -> str:
-    """Return a hint for an unknown name: the known key with the closest last word, preferably in the same section."""
-    section, _, word = name.rpartition(".")
-    last = {key.rpartition(".")[2]: key for key in sorted(keys, key=lambda key: key.rpartition(".")[0] == section)}
-    close = difflib.get_close_matches(word, list(last), n=1)
-    return f"did you mean {last[close[0]]}?" if close else "--cfg job lists all"
 
 
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false", "string": "text"}

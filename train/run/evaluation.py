@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ import torch
 from train.config import InputError, TrainConfig, Unreachable, check, make_plan, shortlist
 from train.data.batches.loader import Batch, Batches, batched
 from train.observe.metrics import Recorder
-from train.parallel.backends import Backend, open_backend
+from train.parallel.backends import Backend, compiles_each_length, open_backend
 from train.parallel.engines import Engine, build_engine
 from train.parallel.ranks import AGREED
 from train.run.attempt import Attempt, begin
@@ -71,6 +72,15 @@ def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recor
         if failure is not None:
             recorder.alarm(f"could not write the predictions of this evaluation: {failure}")
     return score
+
+
+def try_evaluation(attempt: Attempt, backend: Backend, engine: Engine) -> None:
+    """Evaluate the last batch, so that a model that cannot be evaluated fails before it is trained.
+
+    It is a batch of the greatest length, often with empty places. Nothing random is drawn, and nothing is recorded.
+    """
+    if not compiles_each_length(attempt.cfg.backend, attempt.cfg.instance):  # a graph may take minutes to compile
+        measure(attempt, backend, engine, Votes(backend.world, attempt.stop), is_first=True, is_trial=True)
 
 
 def write_samples(attempt: Attempt, step: int) -> None:
@@ -153,21 +163,21 @@ def evaluate_model(
 
 
 def measure(
-    attempt: Attempt, backend: Backend, engine: Engine, votes: Votes, *, is_first: bool
+    attempt: Attempt, backend: Backend, engine: Engine, votes: Votes, *, is_first: bool, is_trial: bool = False
 ) -> tuple[dict[str, float], dict[str, Any], np.ndarray] | None:
     """Return the metrics of the validation data and what the task chooses by them, on all ranks.
 
     The third result, on rank 0, is the statistics [examples, n] behind them.
 
     Returns None if a rank is asked to stop. Also returns None if the backend only collects graphs: each rank then
-    runs a single batch, whose metrics would be meaningless.
+    runs a single batch, whose metrics would be meaningless. The same holds for a trial, which runs the last batch.
     """
     plan, task = attempt.plan, attempt.task
     batch_size = plan.eval_batch_size
     order = eval_order(task, engine, batch_size=batch_size, collects=backend.collects)
     batches = Batches(
         task.eval_data(),
-        order,
+        deque(order, maxlen=1) if is_trial else order,
         batch_size=batch_size,
         num_workers=0,
         prefetch=1,
@@ -187,7 +197,7 @@ def measure(
             num_done += 1
     finally:
         engine.model.train()
-    if num_done < len(order):  # stopped, after the same batch on all ranks
+    if num_done < len(order) or is_trial:  # stopped, after the same batch on all ranks
         return None
     rows = torch.cat(backend.to_host(statistics)).numpy() if statistics else None
     gathered = backend.world.gather((engine.data_rank, rows))

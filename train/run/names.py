@@ -1,8 +1,8 @@
-"""Settings whose values contain names that the user has chosen: labels, values of columns, files."""
+"""Names that users choose, in values of settings, and the names that other programs give to our settings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import yaml
@@ -14,6 +14,59 @@ from train.config import check
 
 TABLES = ("data.label_map", "data.more_validation", "compare.variants")
 LABELS = "data.labels"
+# The names in transformers' Trainer and its scripts, and in other training programs, by our setting; for settings that
+# only `train` or only `prepare` has, one name may be in two lines.
+ELSEWHERE = """
+run_dir: output_dir out_dir outdir save_dir output logging_dir
+output: output_dir out_dir outdir save_dir run_dir
+seq_len: max_seq_length max_length max_len max_seq_len block_size sequence_length seq_length
+global_batch_size: batch_size train_batch_size total_batch_size gradient_accumulation_steps accumulation_steps bs
+micro_batch_size: per_device_train_batch_size per_gpu_train_batch_size per_device_batch_size device_batch_size
+eval_batch_size: per_device_eval_batch_size per_gpu_eval_batch_size test_batch_size
+max_epochs: num_train_epochs num_epochs epochs epoch n_epochs
+max_steps: max_train_steps num_train_steps train_steps num_steps steps iterations
+eval_every: eval_steps eval_strategy evaluation_strategy eval_interval
+log_every: logging_steps log_steps log_interval
+eval_at_start: eval_on_start
+checkpoint.every: save_steps save_strategy save_interval checkpoint_every
+checkpoint.keep: save_total_limit
+best.export: load_best_model_at_end
+best.metric: metric_for_best_model
+early_stop.patience: early_stopping_patience patience
+optim.lr: learning_rate lr max_lr peak_lr
+optim.weight_decay: weight_decay wd
+optim.warmup_steps: warmup_steps num_warmup_steps
+optim.warmup_fraction: warmup_ratio warmup
+optim.schedule: lr_scheduler_type lr_scheduler scheduler
+optim.max_grad_norm: max_grad_norm grad_clip clip_grad_norm gradient_clip_val
+optim.betas: adam_beta1 adam_beta2 beta1 beta2
+optim.eps: adam_epsilon epsilon
+optim: optimizer optimiser
+model.pretrained: model_name_or_path model_name pretrained_model_name_or_path model_id base_model checkpoint_path
+model.tokenizer: tokenizer_name tokenizer_name_or_path
+model.hidden_dropout: dropout hidden_dropout_prob
+model.num_layers: num_hidden_layers n_layers n_layer
+model.num_heads: num_attention_heads n_heads n_head
+backend.precision: fp16 bf16 fp16_full_eval bf16_full_eval tf32 mixed_precision precision dtype
+backend.compile: torch_compile
+backend.activation_checkpointing: gradient_checkpointing
+backend.device: device use_cpu no_cuda
+parallel: fsdp deepspeed strategy
+data.path: dataset_name dataset data_dir dataset_path dataset_config
+data.train: train_file train_data train_path
+data.validation: validation_file eval_file valid_file dev_file validation_data
+data.columns.text: text_column text_column_name
+data.columns.label: label_column label_column_name
+data.num_workers: dataloader_num_workers num_workers workers preprocessing_num_workers
+data.max_train_examples: max_train_samples
+data.max_validation_examples: max_eval_samples
+task.mask_rate: mlm_probability
+task.label_smoothing: label_smoothing_factor label_smoothing
+hub.push_to: push_to_hub hub_model_id hub_repo
+telemetry.trackers: report_to tracker logger
+corpus.path: train_file data_dir input input_file
+tokenizer.pretrained: tokenizer_name tokenizer_name_or_path model_name_or_path
+"""
 
 
 def opened(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
@@ -29,6 +82,15 @@ def opened(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         else:
             for_hydra.append(f"{key}={quoted(text)}" if text.startswith("~") else override)
     return for_hydra, users_own
+
+
+def ours(name: str, keys: Collection[str]) -> str | None:
+    """Return our setting, one of `keys` or inside one, that has this name elsewhere; None if there is none."""
+    for line in ELSEWHERE.strip().splitlines():
+        key, _, names = line.partition(": ")
+        if name in names.split() and (key in keys or key.rpartition(".")[0] in keys):
+            return key
+    return None
 
 
 def quoted(text: str) -> str:

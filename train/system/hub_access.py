@@ -74,6 +74,8 @@ def why_missing(source: str, error: BaseException) -> str:
         return "it contains code, which is never executed here"
     why = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if is_at_hub(source):  # `source` may also be the misspelt name of a folder
+        if "/" in source and local_path(source).parent.is_dir():
+            return f"there is no such folder in {local_path(source).parent}"
         why = why if silence() is None else f"it is not in the Hub's cache, and {silence()}"
         return f"there is no such file or folder here, and at the Hub: {why}"
     return why if not source or local_path(source).exists() else "there is no such file or folder"

@@ -5,7 +5,9 @@ These files can name classes, further files and code, which transformers would l
 
 from __future__ import annotations
 
+import logging
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from train.config import shortlist
 from train.system.foreign import read_whole
 from train.system.schema import BadContent, of_type, read_object, shown
 
+logger = logging.getLogger("train")
 # For these text encoders, transformers loads no further code or models: no kernels from the Hub, no inner model.
 ENCODERS = """
     albert bert big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie eurobert flaubert
@@ -99,13 +102,18 @@ def read_tokenizer_json(folder: Path) -> dict[str, Any]:
 
 
 def read_checked(path: Path) -> dict[str, Any] | None:
-    """Return the object in a file; None without the file. Raises BadContent if a key loads code or files."""
+    """Return the object in a file; None without the file. Raises BadContent if a key loads code or files.
+
+    The `auto_map` of one of ENCODERS is dropped: many published models name the code that they had before transformers.
+    """
     if not path.exists():
         return None
     try:
         values = read_object(read_whole(path, path.parent))
     except BadContent as error:
         raise BadContent(f"{path}: {error}") from error
+    if values.get("model_type") in ENCODERS.split() and values.pop("auto_map", None) is not None:
+        report_ignored(path, values["model_type"])
     inner: list[Any] = [values]
     for value in inner:  # `inner` grows in this loop
         if isinstance(value, dict):
@@ -120,6 +128,11 @@ def read_checked(path: Path) -> dict[str, Any] | None:
         elif isinstance(value, list):
             inner += value
     return values
+
+
+@cache  # A run reads the file more than once.
+def report_ignored(path: Path, kind: str) -> None:
+    logger.info("%s: auto_map is ignored: transformers has its own code for %s", path, kind)
 
 
 def check_encoder(path: Path, kind: object) -> None:

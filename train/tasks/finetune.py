@@ -173,11 +173,11 @@ class TextTask(Task):
         """Open the data of a run. Raises InputError if it cannot be used."""
         assert isinstance(cfg.data, RecordsConfig)
         self.run_cfg, self.data, self.tables = cfg, cfg.data, open_tables(cfg, self.featurizer)
-        self.lengths = resolved_lengths(cfg, self.tables, seq_len=self.sizes.seq_len, shortest=self.shortest)
-        self.sizes = replace(self.sizes, lengths=self.lengths)
+        self.sizes = replace(self.sizes, lengths=resolved_lengths(cfg, self.tables, self.sizes, shortest=self.shortest))
+        self.lengths = self.sizes.lengths
         self.seq_len = self.lengths[-1]
         self.labels = self.tables.facts["labels"]
-        self.remarks = list(remarks(self.sizes.tokenizer, self.tables.facts))
+        self.remarks = [*remarks(self.sizes.tokenizer, self.tables.facts), *filter(None, [self.sizes.note()])]
         if self.outputs:
             check_labels(self.sizes.model, self.sizes.config, self.outputs)
         self.splits: list[Split] = []
@@ -206,13 +206,13 @@ class TextTask(Task):
 
     def _details(self, learnt: dict[str, np.ndarray]) -> dict[str, Any]:
         """Return facts about the data and its padding; `learnt` has the token counts of the training rows, by split."""
-        facts, used = self.tables.facts, learnt
-        used |= {split.name: split.of(self.eval_table.row_lengths) for split in self.splits}
+        used = learnt | {split.name: split.of(self.eval_table.row_lengths) for split in self.splits}
         splits = {}
         for name, lengths in used.items():
-            padding = {"padding_share": padding_share(lengths, self.lengths)}
-            splits[name] = {**facts["splits"][name], "used_rows": len(lengths), **padding}
-        return {"kind": facts["kind"], "labels": list(self.outputs), "lengths": list(self.lengths), "splits": splits}
+            share = padding_share(lengths, self.lengths)
+            splits[name] = {**self.tables.facts["splits"][name], "used_rows": len(lengths), "padding_share": share}
+        sizes = {"lengths": list(self.lengths), "note": self.sizes.note()}
+        return {"kind": self.tables.facts["kind"], "labels": list(self.outputs), "splits": splits, **sizes}
 
     def summary(self) -> str:
         lengths = " or ".join(filter(None, [", ".join(map(str, self.lengths[:-1])), str(self.seq_len)]))

@@ -73,8 +73,8 @@ class Predictor:
         check(not model.new, f"{self.source} has no weights for {new}: its head was not trained")
         self.model, self.device, self.autocast = model.to(device).eval(), device, autocast
         step = eager_step(seq_len)
-        lengths = (*range(-(-min(task.shortest, seq_len) // step) * step, seq_len, step), seq_len)
-        task.sizes = replace(task.sizes, lengths=lengths)
+        shorter = range(-(-min(task.shortest, seq_len) // step) * step, seq_len, step)
+        task.sizes = replace(task.sizes, lengths=(*(() if task.sizes.has_one_length else shorter), seq_len))
 
     def predict(
         self, rows: list[dict[str, Any]], *, batch_size: int, on_batch: Callable[[int], Any] = lambda _: None

@@ -10,6 +10,7 @@ from train.config import InputError, ModelConfig, RecordsConfig, TrainConfig, ch
 from train.data.records.table_facts import MOST_GRAPHS, STEP, best_lengths
 from train.data.shards.cache import cache_dir
 from train.models.encoder import fitting_config, model_config, most_positions
+from train.models.network import READING_PADDING
 from train.models.source import resolved, task_tokenizer
 from train.parallel.backends import compiles_each_length
 
@@ -69,14 +70,34 @@ class Sizes:
         return {"pad_id": self.tokenizer.pad_token_id, "lengths": self.lengths, "first_type": first_type}
 
     @property
+    def has_one_length(self) -> bool:
+        """True if all rows are padded to `seq_len`, because the architecture reads padding."""
+        return self.config.model_type in READING_PADDING
+
+    def note(self) -> str:
+        """Return a sentence about an architecture whose answer to a row could depend on other rows, else ""."""
+        kind, seq_len = self.config.model_type, self.seq_len
+        if self.has_one_length:
+            return (
+                f"{kind} reads padding, so every row is padded to seq_len={seq_len} (data.lengths is not used), in "
+                f'predictions too; in transformers, use padding="max_length" and max_length={seq_len}'
+            )
+        if getattr(self.config, "attention_type", None) == "block_sparse":
+            return f"{kind} computes full attention, because its sparse attention depends on the length of a batch"
+        return ""
+
+    @property
     def fit(self) -> dict[str, int]:
         """The size arguments of the functions in train.models.heads."""
         return {"vocab_size": len(self.tokenizer), "pad_id": self.tokenizer.pad_token_id, "seq_len": self.seq_len}
 
 
-def resolved_lengths(cfg: TrainConfig, tables: Tables, *, seq_len: int, shortest: int) -> tuple[int, ...]:
-    """Return the lengths in tokens, from `shortest` to `seq_len`, to which a run pads its batches."""
+def resolved_lengths(cfg: TrainConfig, tables: Tables, sizes: Sizes, *, shortest: int) -> tuple[int, ...]:
+    """Return the lengths in tokens, from `shortest` to that of `sizes`, to which a run pads its batches."""
     assert isinstance(cfg.data, RecordsConfig)
+    seq_len = sizes.seq_len
+    if sizes.has_one_length:
+        return (seq_len,)
     is_compiled = compiles_each_length(cfg.backend, cfg.instance)
     longest = max(int(tables.lengths(split).max(initial=shortest)) for split in tables.facts["splits"])
     step = STEP if is_compiled else eager_step(longest, MOST_CHOICES)

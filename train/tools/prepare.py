@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
 MOST_PARTS = 256  # enough for any machine's processes; with 75 GB of text or more, every part fills at least one shard
 SAMPLED_PARTS = 64  # the tokenizer is trained on text from this many places in a corpus larger than train_bytes
-SPLIT_RULE = 2  # version of the rule that holds out text; a preparation must end with the version with which it began
+SPLIT_RULE = 3  # version of the rule that holds out text; a preparation must end with the version with which it began
 FEW_SEQUENCES = 64  # number of validation sequences below which the loss is too noisy
 
 
@@ -143,6 +143,8 @@ def prepare(cfg: PrepareConfig) -> DataManifest | None:
     """
     progress.begin(Phase(f"looking for corpus={cfg.corpus.kind}"))
     folder, corpus = open_folder(cfg.output, cfg.s3), open_corpus(cfg.corpus)
+    for line in corpus.remarks():
+        say(f"... {line}", file=sys.stderr)
     job = CorpusPart.parse(cfg.part) if cfg.part else WHOLE
     # The number of processes does not change the parts, so any number makes the same shards.
     parts = [] if cfg.merge else job.divided(max(1, min(corpus.most_parts, MOST_PARTS) // job.count))
@@ -283,9 +285,9 @@ def vocabulary_of(cfg: PrepareConfig, corpus: Corpus, folder: Folder, held_out: 
             tokenizers.add_tokens(made, own.add_tokens)
             sample.take(document.text for document in islice(corpus.documents(), MOST_SAMPLES))
         else:
-            known = corpus.total_bytes if corpus.seekable else None  # Compressed files are smaller than their text.
-            num_bytes = min(own.train_bytes, known or own.train_bytes)
-            say(f"... {tokenizers.check_trainer_memory(num_bytes)}", file=sys.stderr)
+            if corpus.seekable and corpus.total_bytes is not None:  # Compressed files are smaller than their text.
+                num_bytes = min(own.train_bytes, corpus.total_bytes)
+                say(f"... {tokenizers.check_trainer_memory(num_bytes)}", file=sys.stderr)
             made = tokenizers.train_tokenizer(
                 sample.watched(training_texts(cfg, corpus, held_out)),
                 vocab_size=own.vocab_size,
@@ -329,7 +331,7 @@ def training_texts(cfg: PrepareConfig, corpus: Corpus, held_out: HeldOut) -> Ite
             num_documents += 1
             report(document.source_bytes, 0)
             text = document.text[: round(len(document.text) * (1 - held_out.share_of(document)))]
-            if text and text_uniform(document.text, cfg.seed)[1] < share:
+            if text and document.reading.learns(document.text) and text_uniform(document.text, cfg.seed)[1] < share:
                 num_given += 1
                 yield text
     check(num_documents > 0, f"the corpus ({cfg.corpus.kind}) holds no text")

@@ -9,16 +9,18 @@ from __future__ import annotations
 import glob
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from functools import cache
 from itertools import takewhile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
 from train.config import InputError
 from train.system.foreign import check_inside
 
 logger = logging.getLogger("train")
+HIDDEN = (".", "__pycache__")  # prefixes of the folders that are left out
 
 
 def walk(folder: Path, skipped: tuple[str, ...] = (), *, may_lead_out: bool = False) -> list[Path]:
@@ -54,7 +56,7 @@ def folders(root: Path, skipped: tuple[str, ...] = (), inside: Path | None = Non
                 names.clear()
                 continue
             seen.add((status.st_dev, status.st_ino))
-            names[:] = [name for name in names if not name.startswith((".", "__pycache__")) and name not in skipped]
+            names[:] = [name for name in names if not name.startswith(HIDDEN) and name not in skipped]
             links = [path / name for name in sorted(names) if (path / name).is_symlink()]
             check_links(links, inside)
             waiting += links
@@ -84,6 +86,23 @@ def each_once(paths: list[Path], inside: Path | None) -> list[Path]:
 @cache  # one warning per link: a corpus is listed more than once
 def report_left_out(link: Path) -> None:
     logger.warning("%s is left out: it leads to files that are already read, or to a folder that contains it", link)
+
+
+def is_match(name: str, pattern: str) -> bool:
+    """Return whether the name of an object in S3 matches a glob, by the rules of `matching` for files."""
+    return parts_match(PurePosixPath(name).parts, PurePosixPath(pattern).parts)
+
+
+def parts_match(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    if not names or not patterns:
+        return not names and not patterns
+    first, *below = patterns
+    if first != "**":
+        is_shown = not names[0].startswith(".") or first.startswith(".")
+        return is_shown and fnmatchcase(names[0], first) and parts_match(names[1:], below)
+    if parts_match(names, below or ["*"]):
+        return True
+    return not names[0].startswith(HIDDEN) and parts_match(names[1:], patterns)
 
 
 def matching(pattern: str, inside: Path | None = None) -> list[Path]:

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from train.config import InputError, RecordsConfig, S3Config, check, shortlist
 from train.config.data import SUFFIXES, is_named
 from train.data.files.data_sets import open_builder
 from train.data.files.errors import LIBRARY_ERRORS, naming
-from train.data.files.find import check_links, matching, walk
+from train.data.files.find import check_links, is_match, matching, walk
 from train.system.folders import LocalFolder, at_once, is_s3, local_path, sha256_json
 from train.system.hub_access import asking_hub, is_at_hub, why_missing
 from train.system.schema import Head, RelativePath, checked
@@ -182,9 +181,8 @@ def find_in_s3(location: str, key: str, pattern: str | None, s3: S3Config) -> li
     if pattern is not None and not glob.has_magic(pattern):  # an exact name needs no permission to list
         names: list[str] = [checked(RelativePath, pattern, key)]
     elif pattern is not None:
-        deep = "**" in pattern
-        names = [name for name in folder.names() if fnmatchcase(name, pattern)]  # fnmatch's * also matches slashes
-        names = [name for name in names if deep or name.count("/") == pattern.count("/")]
+        listed = folder.names()
+        names = [pattern] if pattern in listed else [name for name in listed if is_match(name, pattern)]
         check(bool(names), f"{key}={pattern}: there is no such file in {folder.location}")
     else:
         names = [only_one(folder.location, key, list(filter(is_named, folder.names())))]

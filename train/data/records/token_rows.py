@@ -104,6 +104,7 @@ class TokenRows:
         self.values = {name: values_of(column) for name, column in named.items() if name not in self.lists}
         longest = int(self.row_lengths.max(initial=0))
         check(longest <= self.lengths[-1], f"the data has a row of {longest} tokens, longer than {self.lengths[-1]}")
+        self.shortest_row = int(self.row_lengths.argmin()) if len(self) else 0
         self.bucket_of = np.searchsorted(self.lengths, self.row_lengths).astype(np.uint8)  # [rows]
 
     def check_ids(self, vocab_size: int) -> None:
@@ -123,22 +124,26 @@ class TokenRows:
         `columns`: numbers [K, B], lists [K, B, S], or lists of a fixed size C [K, B, C]. All are int64, except that a
         column of floats keeps its dtype.
 
-        PADDING becomes row 0 with IGNORE_INDEX in its columns. Columns of floats have NaN instead, because any number
-        may be a target. "count" is the number of labels (of rows, if there are no `labels`) or the sum of their
+        PADDING becomes another row of the batch (the shortest row, if the batch has none), which is never cut: some
+        models reject a row that is not whole. Its columns have IGNORE_INDEX, or NaN in columns of floats, because any
+        number may be a target. "count" is the number of labels (of rows, if there are no `labels`) or the sum of their
         weights; "tokens" is the number of tokens without padding.
         """
         plain, bucket = parts_of(items)
         is_padding = (plain == PADDING).ravel()
-        rows, seq_len = np.where(is_padding, 0, plain.ravel() % len(self)), self.lengths[bucket]
+        rows = plain.ravel() % len(self)
+        if is_padding.all():
+            rows[:], bucket = self.shortest_row, self.bucket_of[self.shortest_row]
+        rows[is_padding] = rows[is_padding.argmin()]
+        seq_len = self.lengths[bucket]
         tokens = self.tokens.take(rows)
         lengths = np.array(list(map(len, tokens)))
-        if (too_long := lengths[~is_padding].max(initial=0)) > seq_len:
+        if (too_long := lengths.max(initial=0)) > seq_len:
             raise ValueError(f"a row of {too_long} tokens in a batch of {seq_len}")
-        lengths = np.minimum(lengths, seq_len)  # row 0, which replaces PADDING, may belong to a longer bucket
 
         input_ids = np.full((len(rows), seq_len), self.pad_id, np.int64)
         for number, (row_tokens, length) in enumerate(zip(tokens, lengths.tolist(), strict=True)):
-            input_ids[number, :length] = row_tokens[:length]
+            input_ids[number, :length] = row_tokens
         positions = np.arange(seq_len)
         is_token = positions < lengths[:, None]
         inputs = {

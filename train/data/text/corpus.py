@@ -11,6 +11,7 @@ import glob
 import platform
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from itertools import islice
@@ -30,6 +31,7 @@ from train.data.text.documents import (
     Reading,
     check_column,
     clean,
+    files_line,
     listing,
     readings,
     text_of,
@@ -64,6 +66,9 @@ class Corpus(Protocol):
 
     def fingerprint(self) -> str:
         """Return a hash that changes when the input does. It costs little, because no text is read."""
+
+    def remarks(self) -> Iterable[str]:
+        """Return lines on the files that are read, and on those that are left out."""
 
 
 def open_corpus(cfg: CorpusConfig) -> Corpus:
@@ -103,6 +108,9 @@ class PyDocs:
 
     def validation(self) -> None:
         return None
+
+    def remarks(self) -> Iterable[str]:
+        return ()
 
     @cached_property  # parsing takes seconds, and the result is small
     def _documents(self) -> list[Document]:
@@ -166,6 +174,13 @@ class HFCorpus:
         sets = ((each, *opened[each.corpus]) for each in self.readings)
         return [(each, dataset, rows, file) for each, dataset, rows in sets for file in range(rows.num_shards)]
 
+    def remarks(self) -> Iterable[str]:
+        why = "datasets reads one format of a folder, the most frequent; corpus.datasets: data_files=GLOB names others"
+        for dataset in filter(local_files, self.datasets):
+            splits = builder_of(dataset).config.data_files or {}
+            paths = [Path(file) for files in splits.values() for file in files]
+            yield files_line(data_files(dataset) or hub_or_path(dataset.path), paths, why)
+
     def validation(self) -> Iterator[Document] | None:
         files = [file for file in self.files if file[0].is_validation]
         return self.read_all(files, WHOLE) if files else None
@@ -199,18 +214,30 @@ def stream(dataset: HFDataset) -> Any:
 
     Raises InputError if the data set cannot be opened, or has no such column.
     """
-    path, name, split, files = hub_or_path(dataset.path), dataset.name, dataset.split, data_files(dataset)
-    source = "" if local_files(dataset) else path
-    try:
-        with asking_hub(source):
-            rows = open_builder(path, name=name, data_files=files).as_streaming_dataset(split=split)
-    except LIBRARY_ERRORS as error:
-        hint = "; a local folder works too" if isinstance(error, OSError) else ""
-        raise InputError(f"data set {path} cannot be opened: {why_missing(source, error)}{hint}") from error
+    with opening(dataset):
+        rows = builder_of(dataset).as_streaming_dataset(split=dataset.split)
     if rows.column_names is None:
         return rows
     check_column(dataset.column, rows.column_names, f"data set {dataset.path}")
     return rows.select_columns([dataset.column])
+
+
+def builder_of(dataset: HFDataset) -> Any:
+    """Return the builder of a data set, which has found its files. Raises InputError if it cannot be opened."""
+    with opening(dataset):
+        return open_builder(hub_or_path(dataset.path), name=dataset.name, data_files=data_files(dataset))
+
+
+@contextmanager
+def opening(dataset: HFDataset) -> Iterator[None]:
+    path = hub_or_path(dataset.path)
+    source = "" if local_files(dataset) else path
+    try:
+        with asking_hub(source):
+            yield
+    except LIBRARY_ERRORS as error:
+        hint = "; a local folder works too" if isinstance(error, OSError) else ""
+        raise InputError(f"data set {path} cannot be opened: {why_missing(source, error)}{hint}") from error
 
 
 def texts_of(dataset: HFDataset, rows: Iterable[dict[str, Any]], file: int) -> Iterator[str]:

@@ -31,6 +31,7 @@ from train.data.text.documents import (
     Reading,
     check_column,
     clean,
+    files_line,
     find_files,
     listing,
     readings,
@@ -67,7 +68,7 @@ class FilesCorpus(ABC):
         for path in [] if cfg.validation is None else paths_of(cfg.validation):
             found.append(find_files(path, self.suffixes, "corpus.validation"))
             self.pieces += [(OF_VALIDATION, file) for file in found[-1]]
-        self.listings = list(map(listing, found))
+        self.found, self.listings = found, list(map(listing, found))
         sizes = (size for rows in self.listings for _, size, _ in rows)
         self.sizes = dict(zip(chain(*found), sizes, strict=True))
 
@@ -95,6 +96,11 @@ class FilesCorpus(ABC):
         count = len(self.cfg.sources)
         corpora, validation = self.listings[:count], self.listings[count:]
         return sha256_json([corpora, validation] if validation else corpora if count > 1 else corpora[0])
+
+    def remarks(self) -> Iterable[str]:
+        given = [*self.cfg.sources, *([] if self.cfg.validation is None else paths_of(self.cfg.validation))]
+        why = f"corpus={self.cfg.kind} reads {', '.join(self.suffixes)}"
+        return [files_line(*pair, why) for pair in zip(given, self.found, strict=True)]
 
     def documents(self, part: CorpusPart = WHOLE) -> Iterator[Document]:
         return self.read_all(self.spans(part))

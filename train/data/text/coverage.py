@@ -21,6 +21,10 @@ MOST_INNER_CAPITALS = 0.1  # maximum share of words with inner capitals; program
 MOST_CAPITAL_PIECES = 0.01  # maximum share of pieces with capitals, as in special tokens, in a lower-case vocabulary
 MOST_SAMPLES, SAMPLED_CHARS = 4096, 256
 SHOWN_CHARS = 40  # maximum characters of an example in a message
+CURE = (
+    "choose a tokenizer that knows the text's characters, or, if the text itself contains its unknown token, such as "
+    "<unk>, replace that in the text"
+)
 UNUSUAL = "\U00012000" * 4  # a cuneiform sign, which few vocabularies have
 
 
@@ -94,8 +98,8 @@ def unknown_share(unknown: float, tokens: float, reads: str, most: float = TOO_M
     share = unknown / tokens if tokens else 0.0
     text = f"{reads} with {share:.2%} unknown tokens"
     if share > most:
-        raise UnusableText(f"{text}, too many to learn from; choose a tokenizer that knows the text's characters")
-    return f"warning: {text}; choose a tokenizer that knows the text's characters" if share > MOST_UNKNOWN else text
+        raise UnusableText(f"{text}, too many to learn from; {CURE}")
+    return f"warning: {text}; {CURE}" if share > MOST_UNKNOWN else text
 
 
 def unknown_of(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> tuple[int, int]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-from train.config import InputError, check, shortlist
+from train.config import InputError, check, plural, shortlist
 from train.data.files.errors import listed, naming
 from train.data.files.find import matching, walk
 from train.data.random_bits import text_uniform
@@ -28,10 +29,14 @@ class Reading:
     weight: float = 1.0  # the weight of the corpus
     is_validation: bool = False  # True for corpus.validation
 
-    def has(self, text: str) -> bool:
-        """Return whether this reading includes a document: the last reading may include only a share of them."""
+    def learns(self, text: str) -> bool:
+        """Return whether training includes a document of this reading: the last one may include only a share."""
         left = self.weight - self.copy
         return left >= 1 or text_uniform(text, WEIGHT_SEED)[0] < left
+
+    def has(self, text: str) -> bool:
+        """Return whether this reading includes a document. The first has all: what is held out is never thinned."""
+        return self.copy == 0 or self.learns(text)
 
 
 ONCE, OF_VALIDATION = Reading(), Reading(is_validation=True)
@@ -114,6 +119,18 @@ def find_files(location: str, suffixes: tuple[str, ...], key: str = "corpus.path
             paths = matching(str(path))
     check(bool(paths), f"{key}={location} matches no file{hint}; name a file, a folder or a glob")
     return paths
+
+
+def files_line(location: str, paths: Iterable[Path], why: str) -> str:
+    """Return a line on how many files are read at a location, and how many of a folder's are left out, by ending."""
+    read, folder = set(map(Path.resolve, paths)), local_path(location)
+    others = [path for path in walk(folder, may_lead_out=True) if path.resolve() not in read] if folder.is_dir() else []
+    line = f"{location}: {plural(len(read), 'file')} to read"
+    if not others:
+        return line
+    endings = Counter(Path(path.name.removesuffix(".gz")).suffix or "no ending" for path in others)
+    counts = (f"{count} with {ending}" for ending, count in endings.most_common())
+    return f"{line}; {plural(len(others), 'file')} left out ({shortlist(counts)}): {why}"
 
 
 def listing(paths: list[Path]) -> list[tuple[str, int, int]]:

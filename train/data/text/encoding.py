@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -14,6 +15,9 @@ from tokenizers import Tokenizer
 from train.data.shards.format import TokenizerInfo
 from train.data.text.coverage import drops, num_dropped
 from train.data.text.documents import Document
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 CHUNK_CHARS = 2 * 2**20  # characters passed to the tokenizer at a time, which spreads them over its threads
 CHUNKS_AHEAD = 2  # chunks tokenised while earlier ones are packed
@@ -40,6 +44,15 @@ class Vocabulary:
 def id_dtype(vocab_size: int) -> np.dtype:
     """Return the smallest dtype that can represent every id."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
+def take_ends(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Use bos_token and eos_token as cls_token and sep_token if it has only these, and puts them around a text."""
+    ids = tokenizer.backend_tokenizer.encode("a").ids or [None]
+    for name, other, found in (("cls_token", "bos_token", ids[0]), ("sep_token", "eos_token", ids[-1])):
+        token = getattr(tokenizer, other)
+        if getattr(tokenizer, name) is None and token is not None and tokenizer.convert_tokens_to_ids(token) == found:
+            setattr(tokenizer, name, token)
 
 
 @dataclass(frozen=True)

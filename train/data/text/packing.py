@@ -36,8 +36,10 @@ class Packer:
         """Append documents, and return the sequences that are now full.
 
         `tokens` int32: all documents' tokens, concatenated, without special tokens. `lengths` int64: one per document.
+        Documents without a token are left out.
         """
-        stream = np.concatenate([self.stream, np.insert(tokens, np.cumsum(lengths), self.sep_id)])
+        ends = np.cumsum(lengths[lengths > 0])
+        stream = np.concatenate([self.stream, np.insert(tokens, ends, self.sep_id)])
         starts, cuts, at_end, used = self._cut(stream)
         self.stream = stream[used:]
         return self._assemble(stream, starts, cuts, at_end)

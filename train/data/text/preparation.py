@@ -208,12 +208,15 @@ class Preparation:
         """Pack a chunk, and write each shard that is then full."""
         shares = np.array([self.held_out.share_of(document) for document in chunk.documents])
         validates = np.array([self.held_out.validates(document) for document in chunk.documents])
+        learns = np.array([document.reading.learns(document.text) for document in chunk.documents])
         held_out = np.round(shares * chunk.lengths).astype(np.int64)  # tokens at the end of each document
+        learnt = np.where(learns, chunk.lengths - held_out, 0)
         of_token = np.arange(len(chunk.tokens)) >= np.repeat(np.cumsum(chunk.lengths) - held_out, chunk.lengths)
+        is_learnt = np.repeat(learns, chunk.lengths)  # [tokens]: True if a token that is not held out is learnt
         is_shown = np.repeat(validates, chunk.lengths)  # [tokens]: True if a held-out token goes into validation
         for split, (tokens, lengths) in {
-            "train": (chunk.tokens[~of_token], (chunk.lengths - held_out)[shares < 1]),
-            "validation": (chunk.tokens[of_token & is_shown], held_out[(held_out > 0) & validates]),
+            "train": (chunk.tokens[~of_token & is_learnt], learnt),
+            "validation": (chunk.tokens[of_token & is_shown], held_out[validates]),
         }.items():
             self.pending[split].append(self.packers[split].add(tokens, lengths))
             if split == "train":
@@ -221,8 +224,8 @@ class Preparation:
         origins = [each.reading for each in chunk.documents]
         if OVERLAP in self.done:
             is_first = np.array([not each.copy for each in origins])
-            self.done[OVERLAP] += int(((shares == 1) & ~validates & is_first).sum())
-        for each, kept in zip(origins, (chunk.lengths - held_out).tolist(), strict=True):
+            self.done[OVERLAP] += int(((shares == 1) & ~validates & is_first & learns).sum())
+        for each, kept in zip(origins, learnt.tolist(), strict=True):
             if (name := f"{TOKENS_OF}{each.corpus + 1}") in self.done:
                 self.done[name] += kept  # 0 for documents of corpus.validation
         self.done["documents"] += len(chunk.documents)

@@ -25,10 +25,10 @@ from transformers.utils import logging as their_logging
 
 from train.config import MIN_VOCAB_SIZE, InputError, check
 from train.data.shards.format import TokenizerInfo
-from train.data.text.encoding import Vocabulary
+from train.data.text.encoding import Vocabulary, take_ends
 from train.system.folders import Folder, scratch_folder, sha256_bytes
 from train.system.foreign import check_folder
-from train.system.hub_access import asking_hub, fetched, hub_or_path, why_missing
+from train.system.hub_access import asking_hub, fetched, hub_or_path, is_at_hub, why_missing
 from train.system.memory import available_bytes
 from train.system.model_folder import models_below, read_model_json, read_tokenizer_json
 from train.system.schema import Sha256, shown
@@ -161,7 +161,7 @@ def unfit(vocab_size: int, error: str) -> str:
 
 def short_lines(texts: Iterable[str], rule: normalizers.Normalizer, train_bytes: int) -> Iterator[str]:
     """Yield normalised lines of at most MAX_LINE_BYTES, until their total size reaches `train_bytes`."""
-    given = 0
+    given, free_bytes = 0, available_bytes()
     for text in texts:
         for raw in text.splitlines():
             line, start = rule.normalize_str(raw), 0
@@ -171,6 +171,8 @@ def short_lines(texts: Iterable[str], rule: normalizers.Normalizer, train_bytes:
                     head = head[: MAX_LINE_BYTES // 4]
                     head = head.rpartition(" ")[0] or head
                 given += len(head.encode())
+                if TRAINER_BYTES * given > free_bytes:  # a text's size may be unknown until it has been read
+                    check_trainer_memory(given)
                 yield head
                 start += len(head)
                 while line[start : start + 1].isspace():
@@ -205,15 +207,14 @@ def load_tokenizer(
     except BaseException as error:  # `tokenizers` raises a plain Exception for a bad file
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # raised by Rust code
             raise
-        why = why_missing(source, error)
-        raise InputError(f"tokenizer {source} cannot be loaded: {why}; without the Hub, use a folder") from error
+        # A name may be that of a model or run, of which the tokenizer is only read first.
+        what = source if is_at_hub(source) else f"tokenizer {source} cannot be loaded"
+        raise InputError(f"{what}: {why_missing(source, error)}") from error
     check(
         tokenizer.is_fast,
         f"tokenizer {source} is a slow one ({type(tokenizer).__name__}, pure Python): it does not know which "
         "characters a token is from; choose a fast one (tokenizer.json)",
     )
-    for name in needs:
-        check(getattr(tokenizer, name) is not None, f"tokenizer {source} has no {name}, which the model needs")
     piece, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     check(
         last < MOST_IDS * len(tokenizer),
@@ -222,6 +223,10 @@ def load_tokenizer(
     tokenizer.chat_template = None  # not needed; saving it would write files that it names
     tokenizer.backend_tokenizer.no_truncation()  # some tokenizers are saved with truncation
     tokenizer.backend_tokenizer.no_padding()
+    take_ends(tokenizer)
+    for name in needs:
+        needed = f"tokenizer {source} has no {name}, which the model needs"
+        check(getattr(tokenizer, name) is not None, f"{needed}; name one of its tokens in its tokenizer_config.json")
     for given in (("",), ("", "")):
         added = max(tokenizer.backend_tokenizer.encode(*given).ids, default=0)  # tokens that its post-processor adds
         check(added <= last, f"tokenizer {source} adds a token with id {added}, but its pieces' ids end at {last}")

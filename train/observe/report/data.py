@@ -84,6 +84,7 @@ class Records:
     labels: list[str] = field(default_factory=list)
     lengths: list[float] = field(default_factory=list)  # lengths to which batches are padded, in tokens
     splits: list[SplitFacts] = field(default_factory=list)
+    note: str = ""  # a sentence about an architecture that reads padding
     step: int | None = None  # step of the evaluation
     evaluated: list[Evaluated] = field(default_factory=list)
 
@@ -129,7 +130,7 @@ def is_unknown(value: object) -> bool:
     return value is None or (isinstance(value, float) and not abs(value) < LARGEST_FLOAT)
 
 
-DATA: dict[str, Any] = {"labels": list[str], "lengths": list[float]}
+DATA: dict[str, Any] = {"labels": list[str], "lengths": list[float], "note": str}
 EVALUATION: dict[str, Any] = {"step": int | None}
 
 
