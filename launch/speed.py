@@ -9,7 +9,7 @@ from typing import Any
 from train.config import InputError, RecordsConfig, S3Config, TrainConfig, check
 from train.models.model_sizes import Shape, find_shape, knows_vocabulary, read_shape
 from train.observe.lines import read_back
-from train.run.saved import read_config
+from train.run.saved import read_config, whole_config
 from train.system.folders import Folder, open_folder
 from train.system.schema import BadContent, of_type, shown
 
@@ -80,7 +80,8 @@ def measured(cfg: TrainConfig, folder: Folder) -> Calibration:
             "models; use a run with an export, or a run of a published model"
         )
     peak = cfg.instance.peak_flops_per_s(precision)
-    flops_per_s = sequences / seconds * flops / world / (1 - cfg.parallel.bubble)
+    bubble = whole_config(folder).parallel.bubble  # not one of the settings that apply to the model
+    flops_per_s = sequences / seconds * flops / world / (1 - bubble)
     return Calibration(
         location=folder.location,
         instance=cfg.instance.name,
