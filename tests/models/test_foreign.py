@@ -115,7 +115,8 @@ def test_code_that_comes_with_a_model_is_not_executed_even_if_standard_input_say
     code = predict.main([str(model), *ASK])
     errors = capsys.readouterr().err
     assert not mark.exists()
-    assert code == 2 and errors.count("\n") == 1
+    (line,) = [line for line in errors.splitlines() if "auto_map is ignored" not in line]  # a run may have set up logs
+    assert code == 2 and line.startswith("error: ")
     assert ("which is never executed here" if model_type == "bert" else "'evil' is not a supported") in errors
 
 
