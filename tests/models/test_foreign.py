@@ -53,6 +53,7 @@ from train.run.saved import read_config
 from train.system.folders import LocalFolder
 from train.system.s3 import S3Folder
 from train.tasks.classify import ClassifyConfig
+from train.tasks.state import TaskState, files_beside
 from train.tools import checkpoints, predict
 
 SMALL = {"vocab_size": 10, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
@@ -264,6 +265,14 @@ def test_an_index_of_weights_names_files_of_its_folder_only(model, name, capsys)
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"bert.x": name}}))
     assert predict.main([str(model), *ASK]) == 2
     assert "weight_map" in capsys.readouterr().err
+
+
+def test_an_export_copies_no_link_of_a_tokenizer(tmp_path):
+    (tmp_path / "data/tokenizer").mkdir(parents=True)
+    (tmp_path / "secret").touch()
+    (tmp_path / "data/tokenizer/notes.txt").symlink_to(tmp_path / "secret")
+    state = TaskState("mlm", {}, seq_len=8, seed=0)
+    rejects("leads out of", files_beside, tmp_path / "data/tokenizer", inputs=[], state=state)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "tokenizer.json", "notes.txt"])

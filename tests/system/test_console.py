@@ -1,6 +1,7 @@
 """What leaves a program as text: lines that nobody else can forge, without secrets."""
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,10 @@ import pytest
 from running import ROOT
 from tqdm import tqdm
 
+from train.config import S3Config
 from train.system.console import Console, strip_variables, visible
+from train.system.s3_session import open_session
+from train.tasks.finetune import json_lines
 
 HOSTILE = [*map(chr, [*range(32), 127, 0x85, 0xA0, 0x61C, 0x200B, 0x200E, 0x200F, 0x2028, 0x2029, 0x202E, 0x2066])]
 HOSTILE += ["\ufeff", "\ud800", "\U000e0041", "\U000f0000"]
@@ -77,6 +81,20 @@ def test_no_form_of_a_secret_is_shown(name, monkeypatch):
     monkeypatch.setenv(name, "short")
     strip_variables()
     assert visible("a short text") == "a short text"
+
+
+def test_a_notebook_asks_s3_without_line_ends_in_its_secrets(monkeypatch, capsys):
+    monkeypatch.setenv("AWS_SESSION_TOKEN", f"{SECRET}\r")
+    open_session(S3Config())
+    assert os.environ["AWS_SESSION_TOKEN"] == SECRET
+    assert "warning: AWS_SESSION_TOKEN: blanks or line ends" in capsys.readouterr().err
+
+
+def test_lines_of_predictions_move_no_cursor():
+    rows = [{f"label {char}": [f"a{char}b"]} for char in ["\u4e2d", *HOSTILE]]
+    *lines, end = json_lines(rows).decode().split("\n")
+    assert end == "" and all(map(str.isprintable, lines)) and "\u4e2d" in lines[0]
+    assert [json.loads(line) for line in lines] == rows
 
 
 @pytest.mark.parametrize("command", ["train", "train.report", "launch", "ami"])

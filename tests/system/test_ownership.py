@@ -144,6 +144,13 @@ def test_a_run_writes_through_no_link_to_a_file(tmp_path, name):
     check(RunFolder(str(tmp_path / "run")))
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir])
+def test_a_run_writes_to_no_pipe(tmp_path, make):
+    (tmp_path / "run/log").mkdir(parents=True)
+    make(tmp_path / "run/log/rank_0000.txt")
+    rejects("rank_0000.txt must be a file", check, RunFolder(str(tmp_path / "run")))
+
+
 def test_a_run_dir_out_of_a_variable_that_is_not_set_is_rejected(prepared):
     rejects("^run_dir= is empty", train_config, "", prepared)
 

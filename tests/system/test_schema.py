@@ -106,6 +106,12 @@ def test_only_regular_files_of_a_folder_are_read(folder, kind):
         rejects(says, LocalFolder(folder).open, "config.yaml")
 
 
+@pytest.mark.parametrize("kind", ["a link to a device", "a pipe", "a socket", "a folder"])
+def test_a_file_is_not_created_again_and_again_where_something_else_is(folder, kind):
+    NOT_READ[kind][0](folder / "a")
+    rejects("it is a (link|pipe|socket|folder), not a regular file", LocalFolder(folder).create, "a", b"")
+
+
 def test_links_inside_a_folder_and_to_blobs_of_the_hubs_cache_are_read(tmp_path, folder):
     (folder / "a").write_text("a")
     (folder / "link").symlink_to("a")

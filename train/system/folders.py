@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 from train.config import InputError, NotPermitted, S3Config, check_printable
 from train.system import atomic_io
 from train.system.atomic_io import create_atomic, discard, is_temporary, make_alike, open_whole, write_atomic
-from train.system.foreign import open_inside, read_whole
+from train.system.foreign import check_regular, open_inside, read_whole
 from train.system.schema import Head, RelativePath
 from train.system.torchrun import file_of_start, has_rejected
 
@@ -137,7 +137,10 @@ class LocalFolder:
         with disk_errors("write", path):
             self.path.mkdir(PRIVATE, parents=True, exist_ok=True)
             make_alike(path.parent)
-            return create_atomic(path, content)
+            is_new = create_atomic(path, content)
+            with suppress(FileNotFoundError):  # callers try again with what they read, and a pipe is never read
+                check_regular(path, path.lstat())
+        return is_new
 
     def replace(self, name: str, content: bytes, version: str | None) -> str:
         head = self.head(name)

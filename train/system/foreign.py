@@ -51,7 +51,7 @@ def check_size(name: object, num_bytes: int, most: int = MOST_BYTES) -> None:
 
 
 def check_regular(path: Path, status: os.stat_result) -> None:
-    kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
+    kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFLNK: "link"}
     kind = kinds.get(stat.S_IFMT(status.st_mode), "device")
     check(stat.S_ISREG(status.st_mode), f"cannot read {path}: it is a {kind}, not a regular file")
 

@@ -98,6 +98,8 @@ def check_layout(location: str) -> None:
     for file in (file for folder in (path, path / "log") if folder.is_dir() for file in folder.iterdir()):
         is_link = file.is_symlink() and not file.is_dir()
         check(not is_link, f"run_dir={location} contains a link, {file.name}: a run would write through it; remove it")
+        is_usual = file.is_file() or (file.is_dir() and file.suffix != ".txt")  # writing to a pipe could block for ever
+        check(is_usual, f"run_dir={location}: {file.name} must be a file; move it away, or choose another folder")
         may_write = not WRITTEN.fullmatch(file.name) or os.access(file, os.W_OK)
         check(may_write, f"run_dir={location}: this user may not write {file.name}; choose a folder of your own")
 

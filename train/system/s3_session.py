@@ -15,6 +15,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait
 
 from train.config import InputError, S3Config
 from train.system.aws_errors import settings_explained
+from train.system.console import strip_variables
 
 METADATA_ATTEMPTS = 5  # attempts to get credentials from the metadata service
 TOKEN_READS, TOKEN_PAUSE_S = 6, 1.0  # attempts to read files that credentials need, and the seconds between them
@@ -22,6 +23,7 @@ TOKEN_READS, TOKEN_PAUSE_S = 6, 1.0  # attempts to read files that credentials n
 
 def open_session(s3: S3Config) -> Any:
     """Return a boto3 session, which finds credentials and renews them."""
+    strip_variables()  # a notebook is no program, which has done so
     with settings_explained():
         try:
             session = boto3.session.Session(profile_name=s3.profile, region_name=s3.region)

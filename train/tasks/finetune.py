@@ -48,7 +48,13 @@ MOST_CHARS_READ = 20_000  # maximum number of characters in all these examples, 
 
 
 def json_lines(rows: Iterable[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    """Return rows as lines of JSON. Unprintable characters are escaped, since a terminal may show the lines."""
+    lines = (json.dumps(row, ensure_ascii=False) for row in rows)
+    return "".join(f"{line if line.isprintable() else escaped_json(line)}\n" for line in lines).encode()
+
+
+def escaped_json(line: str) -> str:
+    return "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in line)
 
 
 def mean_loss(statistics: np.ndarray) -> float:

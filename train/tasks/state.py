@@ -84,7 +84,8 @@ def files_beside(tokenizer: Path, *, inputs: Sequence[str], state: TaskState) ->
     `inputs` names what the model is fed. The class is the generic one, which takes tokenizer.json as it is; the class
     of an architecture may build another tokenizer from its vocabulary.
     """
-    files = {path.name: path.read_bytes() for path in sorted(tokenizer.iterdir()) if path.is_file()}
+    paths = [path for path in sorted(tokenizer.iterdir()) if not path.is_dir()]
+    files = {path.name: read_whole(path, tokenizer.parent) for path in paths}
     values = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
     values |= {"tokenizer_class": ANY_FAST, "model_input_names": list(inputs), "padding_side": "right"}
     values |= {"model_max_length": state.seq_len}
