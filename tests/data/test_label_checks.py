@@ -48,6 +48,7 @@ REJECTED = {
     "blanks inside": (["very  good", "very good"], r"data\.label_map="),
     "wide letters": (["\uff4eeg", "neg"], r"data\.label_map="),
     "an invisible letter": (["neg\u200b", "neg"], r"data\.label_map=.*u200b"),
+    "forms of an emoji": (["\u2764", "\u2764\ufe0f"], r"data\.label_map="),
     "leading zeros": (["01", "1"], r"data\.label_map="),
     "texts": ([f"n{number}" for number in range(60)], r"60 different labels in 60 rows.*data\.columns\.label right"),
     "joined": (["bad;boat;road", "bad", "boat"], r"several labels: task=multilabel with data\.label_separator=';'"),
@@ -56,12 +57,16 @@ REJECTED = {
 REMARKED = {
     "perhaps joined": (["bad;boat", "road"], "data.label_separator=';'"),
     "paths": (["Books|Fiction", "Books|Crime", "Books"], "data.label_separator='|'"),
+    "codes of diseases": (["E11.9", "I10", "J45.909", "401.9"], "also holds 401.9"),
+    "a date among names": (["good", "bad", "2024-01-05"], "also holds 2024-01-05"),
+    "ids": ([str(1000 + 7 * number) for number in range(60)] * 15, "60 different numbers in label are learnt"),
     "ratings": ([str(number) for number in range(1, 101)] * 3, "100 different numbers in label are learnt as classes"),
 }
 ACCEPTED = {
     "numbers": ["0", "1", "2"],
     "negative numbers": ["-1", "0", "1"],
     "numbers with zeros": [f"{number:03}" for number in range(4, 900, 8)] * 3,
+    "numbers with zeros and points": ["004", "510", "808.8"],
     "countries": ["de", "en", "pt-BR", "zh_Hans", "NO", "IE"],
     "intents": [f"card_{number}" for number in range(77)] * 2,
     "intents as numbers": [str(number) for number in range(50)] * 3,

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from train.config import check, shortlist
 
-MAX_NUMBERS = 50  # distinct numbers as labels; more are scores, years or ids, unless they count from 0 or 1
+MAX_NUMBERS = 50  # distinct numbers as labels; more are scores or ids, unless each has rows as a class has
+ROWS_OF_A_CLASS = 10  # rows per number on average; numbers that count from 0 or 1 need only two
 MANY_LABELS = 20  # fewer labels are not compared with the number of rows
 TRUTHS, BITS = {"true", "false"}, {"0", "1"}
 WHOLE = re.compile(r"-?\d+")
@@ -32,6 +33,7 @@ DATE = re.compile(
     re.IGNORECASE,
 )
 PARTS = re.compile(r"""'[^'\\]*'|"[^"\\]*"|[^\s,'"][^,'"]*""")  # the items of a list that was written as text
+SELECTORS = "\ufe0e\ufe0f"  # choose whether a sign is drawn as text or as emoji
 BRACKETS = ("[]", "{}", "()")
 
 
@@ -92,13 +94,16 @@ def truths_and_bits(column: LabelColumn) -> str | None:
 
 
 def scores(column: LabelColumn) -> str | None:
-    """Return an error if labels are scores, even with words such as n/a among them."""
+    """Return an error if labels are scores, even with some words such as n/a among them."""
     found = [name for name in column.counts if is_number(name)]
     found += [name for name in column.counts if found and NO_NUMBER.fullmatch(name)]
+    if not is_most(found, column) or are_codes(found):
+        return None
     odd = next((name for name in found if not WHOLE.fullmatch(name)), None)
     what = "numbers, but not all plain whole ones"
     if odd is None:
-        if len(found) <= MAX_NUMBERS or are_codes(found) or (counts_up(found) and not is_sparse(column)):
+        rows = 2 if counts_up(found) else ROWS_OF_A_CLASS
+        if len(found) <= MAX_NUMBERS or not is_sparse(column, rows):
             return None
         odd, what = max(found, key=int), f"more than {MAX_NUMBERS} different numbers"
     return (
@@ -108,12 +113,12 @@ def scores(column: LabelColumn) -> str | None:
 
 
 def dates(column: LabelColumn) -> str | None:
-    """Return an error if a label is a date or a time."""
-    found = next(filter(DATE.fullmatch, column.counts), None)
-    if found is None:
+    """Return an error if labels are dates or times, even with some words among them."""
+    found = list(filter(DATE.fullmatch, column.counts))
+    if not is_most(found, column):
         return None
     return (
-        f"{column.name} holds the date or time {found}, not a label: is data.columns.{column.key} right? "
+        f"{column.name} holds the date or time {found[0]}, not a label: is data.columns.{column.key} right? "
         "If it is the name of a class, list all classes in data.labels"
     )
 
@@ -161,8 +166,20 @@ def maybe_joined(column: LabelColumn) -> str | None:
     return next((several(column, *found) for found in with_mark(column, ";|")), None)
 
 
+def numbers_and_names(column: LabelColumn) -> str | None:
+    """Return a remark if some labels look like scores or dates, and most do not."""
+    found = [name for name in column.counts if is_number(name) or DATE.fullmatch(name)]
+    odd = next((name for name in found if not WHOLE.fullmatch(name)), None)
+    if odd is None or is_most(found, column) or are_codes(found):
+        return None
+    return (
+        f"{column.name} also holds {odd}, which looks like a number or a date: if it is no class, "
+        f"data.label_map={{{odd!r}: null}} leaves its rows out"
+    )
+
+
 def many_numbers(column: LabelColumn) -> str | None:
-    """Return a remark if many numbers that count from 0 or 1 are classes."""
+    """Return a remark if many numbers are classes."""
     found = [name for name in column.counts if WHOLE.fullmatch(name)]
     if len(found) <= MAX_NUMBERS or are_codes(found):
         return None
@@ -183,7 +200,7 @@ ERRORS: tuple[Check, ...] = (
     near_copies,
     nearly_unique,
 )
-REMARKS: tuple[Check, ...] = (maybe_joined, many_numbers)
+REMARKS: tuple[Check, ...] = (maybe_joined, numbers_and_names, many_numbers)
 
 
 # ---- spellings -------------------------------------------------------------------------------------------------------
@@ -202,19 +219,24 @@ def counts_up(names: list[str]) -> bool:
 
 
 def are_codes(names: list[str]) -> bool:
-    """Return whether a number is written with leading zeros, as in codes."""
-    return any(name.startswith("0") and len(name) > 1 for name in names)
+    """Return whether a number is written with leading zeros, as in codes such as 004 and 008.45."""
+    return any(name[0] == "0" and name[1:2].isdigit() for name in names)
 
 
-def is_sparse(column: LabelColumn) -> bool:
-    """Return whether many labels have fewer than two rows on average."""
-    return len(column.counts) >= MANY_LABELS and sum(column.counts.values()) < 2 * len(column.counts)
+def is_most(names: list[str], column: LabelColumn) -> bool:
+    """Return whether at least half of the labels are these. Of codes, such as E11.9 and 401.9, some may be."""
+    return bool(names) and 2 * len(names) >= len(column.counts)
+
+
+def is_sparse(column: LabelColumn, rows: int = 2) -> bool:
+    """Return whether many labels have fewer than so many rows on average."""
+    return len(column.counts) >= MANY_LABELS and sum(column.counts.values()) < rows * len(column.counts)
 
 
 def folded(name: str) -> str:
     """Return a label without the differences that people do not see or do not mean."""
     text = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
-    visible = "".join(letter for letter in text if unicodedata.category(letter) != "Cf")
+    visible = "".join(letter for letter in text if unicodedata.category(letter) != "Cf" and letter not in SELECTORS)
     return str(int(visible)) if WHOLE.fullmatch(visible) else unicodedata.normalize("NFKC", visible)
 
 
