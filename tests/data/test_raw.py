@@ -146,6 +146,7 @@ def test_bad_rows_are_named_by_line_counted_and_left_out_or_rejected(folder):
     [
         ("text,sentiment\na,1\n", {}, r"a\.csv:2: no column label \(data.columns.label\); the columns are: text, sent"),
         ("text;label\na;1\n", {}, "columns are: text;label; the delimiter seems to be ';'"),
+        ("text;label\na, b;1\n", {}, "2 fields where the header has 1; the delimiter seems to be ';'"),
         ("text, label\na,1\n", {}, r'columns are: text,  label; " label" exists: blanks and capitals matter'),
         (",".join(map(str, range(10**4))) + "\n" + "a," * 9999, {}, r"18, 19, \.\.\. \(10,000\)"),
         (f'text,label\n"{LONG * 3}",1\n', {}, r"a\.csv:2: a field of more than .* characters, or an unclosed quote"),

@@ -224,7 +224,7 @@ TEXT = "Mira Lund, Bonn: $5"
 SPANS = {
     "lists": [[0, 9, "PER"], [11, 15, "LOC"]],
     "in any order": [[11, 15, "LOC"], [0, 9, "PER"]],
-    "objects": [{"start": 0, "end": 9, "label": "PER"}, {"start_offset": 11, "end_offset": 15, "label": "LOC"}],
+    "objects": [{"start": 0, "end": 9, "label": "PER"}, {"start_offset": 11, "end_offset": 15, "labels": ["LOC"]}],
     "next to blanks": [[0, 9, "PER"], [10, 15, "LOC"]],
 }
 

@@ -29,9 +29,13 @@ def listed(columns: Iterable[str], wanted: str) -> str:
     names = list(columns)
     near = next((name for name in names if name.strip().lower() == wanted.strip().lower()), None)
     hint = "" if near is None else f'; "{near}" exists: blanks and capitals matter'
+    return (shortlist(names, SHOWN_COLUMNS) or "(none)") + hint + delimiter_hint(names)
+
+
+def delimiter_hint(names: list[str]) -> str:
+    """Return a hint for a message if the only column is probably several."""
     mark = next((mark for mark in ";|\t" if len(names) == 1 and mark in names[0]), None)
-    hint += "" if mark is None else f"; the delimiter seems to be {mark!r}"
-    return (shortlist(names, SHOWN_COLUMNS) or "(none)") + hint
+    return "" if mark is None else f"; the delimiter seems to be {mark!r}"
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config import InputError, check, plural, shortlist
-from train.data.files.errors import LIBRARY_ERRORS, BadRow, naming, unreadable
+from train.data.files.errors import LIBRARY_ERRORS, BadRow, delimiter_hint, naming, unreadable
 
 Values = dict[str, Any] | BadRow  # a row's values by column, or why it is bad
 
@@ -91,7 +91,7 @@ def csv_rows(
             else:
                 columns = columns or [str(number) for number in range(len(fields))]
                 fits = len(fields) == len(columns)
-                wrong = f"{plural(len(fields), 'field')} where the {first} has {len(columns)}"
+                wrong = f"{plural(len(fields), 'field')} where the {first} has {len(columns)}{delimiter_hint(columns)}"
                 if header and is_header(fields, columns):
                     same = f"{name}:{line}: a second header, whose columns are in another order: join by names"
                     check(folded(fields) == folded(columns), same)

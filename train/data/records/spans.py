@@ -12,7 +12,7 @@ WORD = re.compile(r"\S+")
 KEYS = (
     ("start", "start_offset"),
     ("end", "end_offset"),
-    ("label", "type", "entity_group"),
+    ("label", "labels", "type", "entity_group"),  # Label Studio has a list of one
 )  # of spans that are objects
 Span = tuple[int, int, str]  # the first character, the one behind the last, and the type of the entity
 
@@ -48,6 +48,8 @@ def span_of(span: Any, text: str, column: str) -> Span:
     """Return a span that is a list or an object. Raises BadRow if it is neither, or is not in the text."""
     if isinstance(span, dict):
         span = [next((span[name] for name in names if name in span), None) for names in KEYS]
+        if isinstance(span[2], list) and len(span[2]) == 1:
+            span[2] = span[2][0]
     ok = isinstance(span, list) and len(span) == 3 and [type(each) for each in span] == [int, int, str]
     if not ok or not 0 <= span[0] < span[1] <= len(text) or not span[2].strip():
         raise BadRow(
