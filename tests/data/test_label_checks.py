@@ -149,6 +149,11 @@ def test_a_list_as_text_is_the_list(tmp_path, text, separator):
     assert read_lists(tmp_path, labels, label_separator=separator) == [["rude", "loud"], ["rude"], []]
 
 
+def test_a_name_in_brackets_is_no_list(tmp_path):
+    labels = ["(none)", "rude|loud", "{x}"]
+    assert read_lists(tmp_path, labels, label_separator="|") == [["(none)"], ["rude", "loud"], ["{x}"]]
+
+
 def test_lists_of_class_numbers_are_no_flags(tmp_path):
     assert read_lists(tmp_path, [[0], [1], [0, 1], []]) == [["0"], ["1"], ["0", "1"], []]
     assert read_lists(tmp_path, [[0, 1], [1, 2], [2, 0]]) == [["0", "1"], ["1", "2"], ["2", "0"]]

@@ -272,6 +272,8 @@ def items_of(text: str) -> list[str] | None:
     if text[:1] + text[-1:] not in BRACKETS:
         return None
     inner = text[1:-1]
+    if text[0] in "({" and inner[:1].isalpha():
+        return None  # a name, such as (none)
     found = [part.strip() for part in PARTS.findall(inner)]
     rest = PARTS.sub("", inner)
     if rest.strip(", \t\r\n") or any(mark in part for part in found for mark in "[]{}()" if part[0] not in "'\""):
