@@ -163,7 +163,8 @@ def forked(command: str) -> tuple[list[str], dict[str, str]]:
     short = SHORT["train"] if is_run else SHORT.get(given.module, [])
     keys = {word.partition("=")[0] for word in given.arguments}
     short = [word for word in short if not (word.startswith("tokenizer.") and "tokenizer.pretrained" in keys)]
-    short += ["optim.warmup_steps=2"] if "optim.warmup_steps" in keys else []
+    sets_warmup = "optim.warmup_steps" in keys or "experiment=albert_pretrain" in given.arguments
+    short += ["optim.warmup_steps=2"] if sets_warmup else []
     words = [given.module, *given.arguments, *short]
     if given.torchrun is not None:
         words = torchrun(given.module, words[1:], ranks=1)
