@@ -636,6 +636,18 @@ def test_no_type_of_a_column_opens_what_the_rows_name(described, tmp_path, kind)
         assert not server.requests
 
 
+def test_a_description_that_is_no_plain_yaml_or_a_link_is_rejected_in_one_line(described, tmp_path):
+    folder = described(data_files="a.csv")
+    (folder / "a.csv").write_text("text,label\na,x\n")
+    (folder / "README.md").write_text('---\n!!python/object/apply:os.system ["true"]\n---\n')
+    for read in (rows_of, documents_of):
+        rejects("could not determine a constructor", read, folder)
+    (tmp_path / "private.yaml").write_text("key: secret")
+    (folder / ".huggingface.yaml").symlink_to(tmp_path / "private.yaml")
+    for read in (rows_of, documents_of):
+        rejects("huggingface.yaml is a link that leads out of", read, folder)
+
+
 def test_a_table_of_arrow_whose_offsets_lead_out_of_it_is_rejected(tmp_path):
     rows = [f"{number:4}" for number in range(99)]
     datasets.Dataset.from_dict({"text": rows}).save_to_disk(str(tmp_path / "saved"))

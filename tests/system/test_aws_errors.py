@@ -29,6 +29,16 @@ def test_an_error_of_the_sdk_is_one_line(error, kind, words):
     assert words in str(raised.value) and str(raised.value).startswith("here: ") and "\n" not in str(raised.value)
 
 
+def test_the_value_of_a_header_is_not_shown():
+    failure = exceptions.HTTPClientError(error=ValueError(f"Invalid header value {b'a-token' + bytes([10])!r}"))
+    with (
+        pytest.raises(Unreachable, match="a key or token has a line end .*in it: look at ~/.aws") as raised,
+        explained("S3"),
+    ):
+        raise failure
+    assert "a-token" not in str(raised.value)
+
+
 CURES_OF = {  # what stands in the line, and for which codes
     "python -m launch quota": "VcpuLimitExceeded MaxSpotInstanceCountExceeded InstanceLimitExceeded",
     "name other subnets": "Unsupported",

@@ -20,7 +20,16 @@ from train.config import InputError, ModelConfig, S3Config, check
 from train.data.text.tokenizer import check_same_vocabulary, load_tokenizer
 from train.system.atomic_io import made_once
 from train.system.exported import is_outdated, saved_steps
-from train.system.folders import Folder, LocalFolder, is_s3, local_path, make_folder, open_folder, sha256_json
+from train.system.folders import (
+    Folder,
+    LocalFolder,
+    is_s3,
+    local_path,
+    make_folder,
+    open_folder,
+    sha256_bytes,
+    sha256_json,
+)
 from train.system.foreign import check_inside
 from train.system.hub_access import hub_or_path, is_at_hub
 from train.system.imported import flags
@@ -109,7 +118,7 @@ def exported_checkpoint(key: str, location: str, folder: Folder, s3: S3Config, c
         bool(manifests),
         f"{key}={location} is a run that has no export or checkpoint yet; wait for its first, or choose another run",
     )
-    made_of = {"of": folder.location, "steps": {name: folder.read(name).decode() for name in manifests}}
+    made_of = {"of": folder.location, "steps": {name: sha256_bytes(folder.read(name)) for name in manifests}}
 
     def export(target: Path) -> None:
         options = [*s3.flags(), *(["--cache-dir", str(cache)] if is_s3(location) else [])]

@@ -31,6 +31,7 @@ SETTINGS_FILES = {"AWS_CONFIG_FILE": "~/.aws/config", "AWS_SHARED_CREDENTIALS_FI
 SAID = "{service} answers {answer}: {text}"  # {text} is AWS's message
 RENEW = "renew them (aws sso login)"
 GET_SOME = "attach a role to the instance; elsewhere create a profile (aws configure sso) and set AWS_PROFILE to it"
+HEADER = "a key or token has a line end or another control character in it: look at ~/.aws/credentials and AWS_*"
 DENIED = "a policy denies it explicitly, so that no added permission helps: ask its owner what it demands"
 WHOSE = "aws sts get-caller-identity shows the user"
 ROWS: list[tuple[list[str], str, str]] = [  # AWS's codes or botocore's error classes, the problem, and the cure
@@ -75,7 +76,8 @@ class BadCredentials(Rejected):
 
 
 def one_line(error: object) -> str:
-    return " ".join(str(error).split())
+    """Return an error's text as one line, without the value of a header that it quotes: that may be a token."""
+    return re.sub("Invalid header value .*", HEADER, " ".join(str(error).split()))
 
 
 def code_of(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config import check
-from train.system.foreign import check_regular, is_inside
+from train.system.foreign import check_inside, check_regular, is_inside
 
 HUB_FILES = "hf://datasets/"
 SHOWN_CHARS = 200  # maximum length of a name in an error
@@ -68,10 +68,11 @@ def open_builder(path: str, *, data_files: str | None = None, **options: Any) ->
 
 
 def check_descriptions(folder: Path) -> None:
-    """Raise InputError if a description in a local folder is not a regular file, which could block for ever."""
+    """Raise InputError if a description in a local folder is not a regular file of it. A pipe could block for ever."""
     for path in (folder / name for name in DESCRIPTIONS):
         if path.exists():
             check_regular(path, path.stat())
+            check_inside(path, folder)
 
 
 def check_builder(builder: Any, path: str) -> None:

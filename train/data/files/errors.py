@@ -6,12 +6,14 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from yaml import YAMLError
+
 from train.config import Failure, InputError, shortlist
 from train.system.schema import BadContent
 
 SHOWN_COLUMNS = 20
 # datasets and pyarrow raise these if data is missing, bad or described wrongly, or claims more memory than there is.
-LIBRARY_ERRORS = (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, MemoryError)
+LIBRARY_ERRORS = (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, MemoryError, YAMLError)
 # Characters that valid text never contains: halves of surrogate pairs, which can come from JSON escapes, and the
 # characters that "surrogateescape" substitutes for bytes that do not decode.
 SURROGATE = re.compile("[\ud800-\udfff]")
