@@ -8,6 +8,7 @@ the output of libraries.
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import re
@@ -46,6 +47,11 @@ def visible(text: object, *, keep: str = "") -> str:
 
 def escaped(char: str) -> str:
     return char.encode("unicode_escape").decode()
+
+
+def visible_json(line: str) -> str:
+    """Return a line of JSON with the same value, in which unprintable characters are escaped."""
+    return line if line.isprintable() else "".join(x if x.isprintable() else json.dumps(x)[1:-1] for x in line)
 
 
 def printable(text: str) -> str:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
-from train.config import InputError, NotPermitted, S3Config, check_printable
+from train.config import InputError, NotPermitted, S3Config, check, check_printable
 from train.system import atomic_io
 from train.system.atomic_io import create_atomic, discard, is_temporary, make_alike, open_whole, write_atomic
 from train.system.foreign import check_regular, open_inside, read_whole
@@ -137,10 +137,9 @@ class LocalFolder:
         with disk_errors("write", path):
             self.path.mkdir(PRIVATE, parents=True, exist_ok=True)
             make_alike(path.parent)
-            is_new = create_atomic(path, content)
             with suppress(FileNotFoundError):  # callers try again with what they read, and a pipe is never read
                 check_regular(path, path.lstat())
-        return is_new
+            return create_atomic(path, content)
 
     def replace(self, name: str, content: bytes, version: str | None) -> str:
         head = self.head(name)
@@ -242,8 +241,7 @@ def local_path(location: str) -> Path:
         raise InputError(f"{location}: only local folders are supported here; copy it to this machine first")
     if "://" not in location and NO_URL.match(location):  # a path library may have turned "//" into "/"
         raise InputError(f"{location} is neither a URL (s3://bucket/name) nor a plain path; begin a local path with ./")
-    if not location.removeprefix("file://"):
-        raise InputError("a path is empty (is a variable unset?); name a file or folder")
+    check(location.removeprefix("file://") != "", "a path is empty (is a variable unset?); name a file or folder")
     try:
         path = Path(location.removeprefix("file://")).expanduser()
     except RuntimeError as error:  # the user is unknown or has no home folder

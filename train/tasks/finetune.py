@@ -29,6 +29,7 @@ from train.data.shards.order import spread
 from train.data.text.coverage import unknown_share, unused_capitals
 from train.models.heads import PaddedEncoder, build_with_head, check_labels, default_names, logits_of
 from train.parallel.backends import compiles_each_length
+from train.system.console import visible_json
 from train.system.folders import Folder, canonical_json
 from train.system.samples import Sample
 from train.tasks import spec_of
@@ -49,12 +50,7 @@ MOST_CHARS_READ = 20_000  # maximum number of characters in all these examples, 
 
 def json_lines(rows: Iterable[dict[str, Any]]) -> bytes:
     """Return rows as lines of JSON. Unprintable characters are escaped, since a terminal may show the lines."""
-    lines = (json.dumps(row, ensure_ascii=False) for row in rows)
-    return "".join(f"{line if line.isprintable() else escaped_json(line)}\n" for line in lines).encode()
-
-
-def escaped_json(line: str) -> str:
-    return "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in line)
+    return "".join(visible_json(json.dumps(row, ensure_ascii=False)) + "\n" for row in rows).encode()
 
 
 def mean_loss(statistics: np.ndarray) -> float:
