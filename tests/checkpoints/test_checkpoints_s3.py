@@ -369,6 +369,6 @@ def test_what_was_fetched_or_left_over_does_not_fill_the_disk(store):
 
 def test_a_checkpoint_larger_than_the_free_disk_is_rejected_before_it_is_fetched(store, monkeypatch):
     save(store, 6)
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1, total=2**50))
     with pytest.raises(OSError, match=r"No space left on device: .* GB are needed, 1e-09 GB are free"):
         store.fetch(6)

@@ -310,11 +310,11 @@ def test_a_save_is_not_begun_without_room_for_it(tmp_path, monkeypatch):
         state.nbytes for state in saver.backend.rng_state().values()
     )
     monkeypatch.setattr(DDP, "save", lambda *_: pytest.fail("written"))
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, int(num_bytes * 1.1) - 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**50, 0, int(num_bytes * 1.1) - 1))
     assert f"No space left on device: {num_bytes * 1.1 / 1e9:.3g} GB are needed" in saved(saver, 6, trained)
     assert (store.steps(), left(store)) == ([3], [])
     monkeypatch.undo()
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, int(num_bytes * 1.1) + 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**50, 0, int(num_bytes * 1.1) + 1))
     assert saved(saver, 6, trained) is None
 
 

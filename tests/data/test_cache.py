@@ -31,7 +31,9 @@ def of_size(monkeypatch, tmp_path):
     """Makes a cache of `num_shards` shards that may take so many bytes, on a disk with `free` bytes."""
 
     def make(num_shards, limit_bytes=None, free=10**13):
-        monkeypatch.setattr(cache.os, "statvfs", lambda _: SimpleNamespace(f_bavail=free, f_frsize=1))
+        monkeypatch.setattr(
+            cache.os, "statvfs", lambda _: SimpleNamespace(f_bavail=free, f_bfree=free, f_blocks=10**13, f_frsize=1)
+        )
         cache_gb = None if limit_bytes is None else limit_bytes / 1e9
         cfg = ShardsConfig(path="", cache_dir=str(tmp_path), cache_gb=cache_gb, deadline_s=50.0, attempt_s=50.0)
         return ShardCache(cfg, manifest_of(num_shards))

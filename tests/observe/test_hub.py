@@ -101,10 +101,11 @@ def test_a_pushed_model_loads_by_its_id(the_hub, finished, capsys):
     ask = [TO, "--text", "good bad good", "--device", "cpu"]
     assert predict.main(ask) == 0
     repo = the_hub.repos["models", TO]
-    repo.files["config.json"] = json.dumps({**json.loads(repo.files["config.json"]), "auto_map": {}}).encode()
+    tokenizer = json.loads(repo.files["tokenizer_config.json"])
+    repo.files["tokenizer_config.json"] = json.dumps({**tokenizer, "auto_map": {}}).encode()
     repo.commits.append("It was taken over")
     assert predict.main(ask) == 2
-    assert "config.json: auto_map asks transformers to load code" in capsys.readouterr().err
+    assert "tokenizer_config.json: auto_map asks transformers to load code" in capsys.readouterr().err
 
 
 def test_all_of_it_is_one_commit_and_nothing_private_goes_along(the_hub, finished):

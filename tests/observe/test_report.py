@@ -270,6 +270,7 @@ def test_a_long_run_is_read_in_little_memory_and_keeps_spikes_ends_and_the_best(
     run = write_run(tmp_path / "long", [])
     with (run / "metrics.jsonl").open("w") as file:
         file.writelines(json.dumps({"attempt": 1, "time_unix_s": 1.8e9, **line}) + "\n" for line in long_run(5000))
+    report_run.read_run(run)  # imports what it needs
     tracemalloc.start()
     read = report_run.read_run(run)
     peak_bytes = tracemalloc.get_traced_memory()[1]
@@ -476,7 +477,7 @@ def test_damaged_files_on_the_data_are_rejected_by_name(tmp_path, capsys, name, 
         ([], HALF, {}, "no lines yet"),
         ([], '{"kind": "train", "step": 1, "time_unix_s": 1}\n', {}, "time_unix_s; an earlier version wrote others"),
         (whole_run(), "", {"config.yaml": "a: [1"}, "config.yaml is damaged"),
-        (whole_run(), "", {"environment.json": None}, "Is a directory"),
+        (whole_run(), "", {"environment.json": None}, "it is a folder, not a regular file"),
     ],
     ids=["empty", "half a line", "earlier version", "config", "unreadable"],
 )

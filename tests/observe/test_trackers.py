@@ -195,12 +195,9 @@ def test_an_id_that_no_run_has_is_replaced(known, tmp_path):
     assert RunFolder(str(tmp_path)).run_id == first
 
 
-@pytest.mark.parametrize("kind", ["bench", "precompile"])
-def test_a_measurement_has_no_tracker(kind, toy, fake, monkeypatch):
+def test_a_measurement_has_no_tracker(toy, fake, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    cfg = toy.config(telemetry=WANDB)
-    on_line = (lambda *_: None) if kind == "bench" else None
-    assert loop.run(cfg, StopRequest(), on_line=on_line, collects=kind == "precompile") == ("done", 6)
+    assert loop.run(toy.config(telemetry=WANDB), StopRequest(), on_line=lambda *_: None) == ("done", 6)
     assert fake.calls == {}
 
 

@@ -28,8 +28,6 @@ from train.models.network import Network
 from train.parallel.backends import open_backend
 from train.parallel.engines import build_engine
 from train.parallel.pieces import Tensors
-from train.run.saved import read_config
-from train.system.folders import LocalFolder
 from train.tasks import build_task
 
 FSDP = "parallel=fsdp"
@@ -72,8 +70,6 @@ def test_it_is_the_run_of_one_process(splits, plain, name, model):
     assert_same_run(run_dir, plain / model)
     facts = [json.loads((path / "environment.json").read_text()) for path in (run_dir, plain / model)]
     assert facts[0]["parameters"] == facts[1]["parameters"]
-    saved_settings = read_config(LocalFolder(run_dir)).parallel
-    assert saved_settings.held(2).moments == 0.5  # train.predict and others read them again
     exported = load_file(run_dir / "export/model.safetensors")
     saved = weights(run_dir)
     assert exported and all(torch.equal(value, saved[f"network.{name}"]) for name, value in exported.items())
@@ -137,7 +133,7 @@ def test_the_best_step_is_exported_whole(prepared, tmp_path):
     options += ["checkpoint.best=true", "checkpoint.keep=9", "best.metric=loss", "best.export=true", FSDP]
     done = run(train_overrides(tmp_path / "run", prepared, *options), ranks=2)
     assert done.returncode == 0, done.stderr
-    (step,) = re.findall(r"exporting step (\d+), the best", done.stderr)
+    (step,) = re.findall(r"the export has the weights of step (\d+), the best", done.stderr)
     best = weights(tmp_path / "run", int(step))
     exported = load_file(tmp_path / "run/export/model.safetensors")
     assert exported and all(torch.equal(value, best[f"network.{name}"]) for name, value in exported.items())

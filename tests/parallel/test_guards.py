@@ -473,7 +473,7 @@ def test_a_rank_that_cannot_read_the_data_of_an_evaluation_ends_the_run_with_the
     assert done.returncode != 0
     exits = [json.loads((tmp_path / f"run/log/exit_rank_{rank:04d}.json").read_bytes()) for rank in (0, 1)]
     assert [result["reason"] for result in exits] == ["rejected: validation.bin is short"] * 2, done.stderr
-    assert len(lines(tmp_path / "run", "train")) == 1 and not lines(tmp_path / "run", "eval")
+    assert not lines(tmp_path / "run", "train")  # the trial of an evaluation met it before the first step
     assert not LocalStore(tmp_path / "run/checkpoints").steps()
 
 

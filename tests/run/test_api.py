@@ -44,7 +44,7 @@ def cell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Notebook:
     (tmp_path / "conf/__init__.py").write_text("raise SystemExit('of the working folder')")
     monkeypatch.chdir(tmp_path)
     output = Notebook()
-    monkeypatch.setattr(api, "print", functools.partial(print, file=output), raising=False)
+    monkeypatch.setattr(api, "say", functools.partial(api.say, file=output))
     return output
 
 

@@ -35,7 +35,7 @@ from train.tools.variants import make_variants
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
 
-STEPS, BATCH, TOKENS, BEGAN_S = 40, 28, 400_000, 1000.0
+STEPS, BATCH, TOKENS, BEGAN_S = 40, 28, 400_000, 1.8e9
 CONFIG = {
     "task": {"kind": "qa", "stride": 128},
     "model": {"pretrained": "albert", "num_layers": None},

@@ -142,8 +142,8 @@ def test_what_cannot_be_evaluated_is_rejected_in_one_line(trained, sources, corp
     for name, file in files.items():
         file.write_text(rows[name])
     shutil.copytree(run_dir / "export", unsafe)
-    config = json.loads((unsafe / "config.json").read_text())
-    (unsafe / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "code.Model"}}))
+    path = unsafe / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": {"AutoTokenizer": "code.Tokenizer"}}))
     shutil.copytree(run_dir / "export", headless)
     weights = {
         name: value for name, value in load_file(headless / "model.safetensors").items() if "classifier" not in name

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from train.data.batches.loader import Batch
+    from train.parallel.compiled import TorchCompiler
 
 State = dict[str, Any]  # tensors and plain containers
 RANK_STRIDE = 1_000_003  # difference between adjacent ranks' seeds; large, so that runs with nearby seeds share no seed
@@ -54,6 +55,7 @@ class Backend(ABC):
     precision: str  # the chosen precision: fp32, bf16, ...
     adamw: dict[str, bool]  # the options that choose torch's AdamW implementation for the device
     monitor_kind: str  # the source of utilisation figures: neuron | nvidia | cpu
+    compiler: TorchCompiler | None = None  # of torch.compile; None if nothing is compiled
     collects: bool = False  # set by train.precompile: each graph runs once, and its results are meaningless
     continues_dropout: bool = True  # whether dropout is known to repeat exactly after a random state is restored
     lacking: frozenset[str] = frozenset()  # operators that ran on the host because the device lacks them

@@ -49,7 +49,6 @@ class DDP(Backend):
     norms: torch.dtype | None = None  # the dtype of norms' outputs; None if autocast chooses it
     compiled_norms: Sequence[RemovableHandle] = ()  # hooks on norms, removed if compilation fails
     skips_on_device = False  # whether the device decides to skip a step, so that the host does not wait for the norm
-    compiler: TorchCompiler | None = None
     deterministic = False  # whether kernels always add in the same order
     one_graph = False  # whether backend.compile=auto may compile small layers together as one graph
 

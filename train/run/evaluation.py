@@ -79,7 +79,8 @@ def try_evaluation(attempt: Attempt, backend: Backend, engine: Engine) -> None:
 
     It is a batch of the greatest length, often with empty places. Nothing random is drawn, and nothing is recorded.
     """
-    if not compiles_each_length(attempt.cfg.backend, attempt.cfg.instance):  # a graph may take minutes to compile
+    compiles = backend.compiler is not None or compiles_each_length(attempt.cfg.backend, attempt.cfg.instance)
+    if not compiles:  # a graph may take minutes, and the first micro batch tries whether compiling works
         measure(attempt, backend, engine, Votes(backend.world, attempt.stop), is_first=True, is_trial=True)
 
 

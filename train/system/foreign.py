@@ -41,9 +41,9 @@ def open_inside(path: Path, root: Path | None = None) -> BinaryIO:
 def read_whole(path: Path, root: Path | None = None, most: int = MOST_BYTES) -> bytes:
     """Return the content of a file that `open_inside` opens. Raises InputError if it has more than `most` bytes."""
     with open_inside(path, root) as file:
-        content = file.read(most + 1)
-    check_size(path, len(content), most)
-    return content
+        num_bytes = os.fstat(file.fileno()).st_size
+        check_size(path, num_bytes, most)
+        return file.read(num_bytes)
 
 
 def check_size(name: object, num_bytes: int, most: int = MOST_BYTES) -> None:
