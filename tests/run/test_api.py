@@ -1,11 +1,12 @@
 """The commands as functions: what a notebook gets of a run, a rejection, an interruption."""
 
 import datetime
-import functools
 import io
 import json
+import sys
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -44,7 +45,7 @@ def cell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Notebook:
     (tmp_path / "conf/__init__.py").write_text("raise SystemExit('of the working folder')")
     monkeypatch.chdir(tmp_path)
     output = Notebook()
-    monkeypatch.setattr(api, "say", functools.partial(api.say, file=output))
+    monkeypatch.setattr(api, "sys", SimpleNamespace(stdout=output, executable=sys.executable))
     return output
 
 
