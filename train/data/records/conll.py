@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
@@ -23,6 +24,7 @@ IN_FILES = {"tokens": "0", "tags": "-1"}  # the columns to read if data.columns 
 DOCUMENT = "-DOCSTART-"  # marks the beginning of a document; not a word
 MIN_IDS = 3  # words in sentences of several words; fewer say nothing about a column
 COMMENT = ("# ", "#\t")
+MOST_WAITING = 1000  # lines that begin with #; more before the first word are comments, and are not kept
 TABS, BLANKS = re.compile(r" *\t *"), re.compile(r"[ \t]+")
 UNIVERSAL = 10  # the column count of CoNLL-U, in which lines numbered 1-2 or 1.1 are not words
 NO_WORD = re.compile(r"\d+[-.]\d+")
@@ -64,18 +66,23 @@ def word_lines(lines: Iterable[str]) -> Iterator[tuple[int, str, list[str]]]:
     it has the number of columns that words have.
     """
     columns, is_inside = 0, False
-    waiting: list[tuple[int, str, list[str]]] = []  # words or comments; undecided until the number of columns is known
+    # Words or comments: undecided until the number of columns is known.
+    waiting = deque[tuple[int, str, list[str]]](maxlen=MOST_WAITING)
     for number, line in enumerate(lines, 1):
         text = line.strip(" \t\r\n")
         fields = (TABS if "\t" in text else BLANKS).split(text)
         if not text or fields[0] == DOCUMENT:
             yield number, line, []
-            waiting, is_inside = [], False
+            waiting.clear()
+            is_inside = False
         elif not is_inside and text.startswith(COMMENT) and (fields[0] != "#" or len(fields) != columns):
-            waiting += [(number, line, fields)] if fields[0] == "#" and not columns else []
+            if fields[0] == "#" and not columns:
+                waiting.append((number, line, fields))
         elif not (len(fields) == UNIVERSAL and NO_WORD.fullmatch(fields[0])):
             yield from (each for each in waiting if len(each[2]) == len(fields))
-            columns, is_inside, waiting = columns or len(fields), True, []
+            waiting.clear()
+            columns = columns or len(fields)
+            is_inside = True
             yield number, line, fields
 
 
