@@ -183,9 +183,16 @@ def cancel(options: argparse.Namespace, s3: S3Config) -> int:
 def active(record: Record, name: str) -> Status | None:
     """Return the status of a run that has an active job. If it has none, say that there is nothing to do; return None.
 
-    Raises Failure if the scheduler does not answer.
+    Raises Failure if the scheduler does not answer, or if the record names another scheduler than the job.
     """
     seen = status(record)
+    submission = seen.history.submission
+    if submission is not None and submission.scheduler != record.job().scheduler:
+        # The run's machines can write events, but must neither end another job nor hide this one.
+        raise Failure(
+            f"{record.location}/events names cluster={submission.scheduler}, but {JOB} names "
+            f"cluster={record.job().scheduler}: nothing was done"
+        )
     if seen.answer.is_active is None:
         raise Failure(f"{record.run_dir}: {seen.answer.failure}")
     if not seen.answer.is_active:
@@ -197,16 +204,11 @@ def active(record: Record, name: str) -> Status | None:
 def end(record: Record, seen: Status) -> None:
     submission = seen.history.submission
     assert submission is not None
-    name, expected = submission.scheduler, record.job().scheduler
-    if name != expected:  # the run's machines can write events, but must not make this computer end another job
-        raise Failure(
-            f"{record.location}/events names cluster={name}, but {JOB} names cluster={expected}: nothing was cancelled"
-        )
     # Write the event first: it keeps supervisors from starting attempts, and launches on EC2 from starting machines.
     record.append_event("cancelled", step=seen.progress.step, checkpoint=seen.progress.checkpoint)
     if record.run.size(STOP_FILE) is not None:
         record.run.remove(STOP_FILE)  # otherwise it would stop the next job
-    scheduler(name).cancel(record, submission.handle)
+    scheduler(submission.scheduler).cancel(record, submission.handle)
 
 
 def lost(seen: Status) -> str:
