@@ -183,7 +183,7 @@ def cancel(options: argparse.Namespace, s3: S3Config) -> int:
 def active(record: Record, name: str) -> Status | None:
     """Return the status of a run that has an active job. If it has none, say that there is nothing to do; return None.
 
-    Raises Failure if the scheduler does not answer, or if the record names another scheduler than the job.
+    Raises Failure if the scheduler does not answer, or if the scheduler in the record differs from that of the job.
     """
     seen = status(record)
     submission = seen.history.submission
