@@ -20,11 +20,11 @@ from train.run.stopping import Votes
 rank, mark = os.environ["RANK"], Path(os.environ["MARK"])
 if rank == os.environ.get("LATE"):
     time.sleep(2)
-before, steps = Votes.cast, []
+before, steps = Votes.cast, []  # the trial of an evaluation casts three
 
 def cast(votes, failure):
     steps.append(failure)
-    if rank in (os.environ.get("KILLED"), os.environ.get("HANGS")) and len(steps) == 5 and not mark.exists():
+    if rank in (os.environ.get("KILLED"), os.environ.get("HANGS")) and len(steps) == 8 and not mark.exists():
         mark.touch()
         time.sleep(600 if "HANGS" in os.environ else 0)
         os.kill(os.getpid(), signal.SIGKILL)
