@@ -15,9 +15,9 @@ from ami.config import IMAGES, AmiConfig
 from ami.plan import make_plan, plan_lines
 from launch.ec2.api import Api
 from train.config import InputError
+from train.machine.console import say
 from train.run import compose as cli
 from train.run.command import guarded
-from train.system.console import say
 
 USED = ("base", "build", "regions", "subnet", "compile_cache", "wheel")
 
@@ -33,7 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         AmiConfig,
         "Plan a machine image, neuron or cuda; build=true builds it (needs Packer). Other commands: "
         f"{' | '.join(others)}.",
-        examples=("neuron", "neuron base=ubuntu regions=[us-east-1,us-west-2] build=true", "promote ami-... --yes"),
+        examples=(
+            "neuron",
+            "neuron base=ubuntu regions=[us-east-1,us-west-2] build=true",
+            "promote ami-... --yes",
+        ),
         keys=USED,
     )
     names = [each for each in arguments if each in IMAGES]
@@ -43,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def reject() -> int:
         words = " ".join(arguments) or "nothing"
-        raise InputError(f"{words}: name one image, {' or '.join(IMAGES)}, or one of {', '.join(others)}")
+        raise InputError(
+            f"{words}: name one image, {' or '.join(IMAGES)}, or one of {', '.join(others)}"
+        )
 
     if not given and not is_help:
         return guarded(reject)
@@ -62,7 +68,9 @@ def plan_and_build(cfg: AmiConfig) -> int:
     for region, image in images.items():
         say(f"made {image} in {region}")
     regions = " ".join(f"--region {region}" for region in images)
-    say(f"to let launch use it: python -m ami promote {images[plan.variables['region']]} {regions} --yes")
+    say(
+        f"to let launch use it: python -m ami promote {images[plan.variables['region']]} {regions} --yes"
+    )
     return cli.DONE
 
 

@@ -15,11 +15,16 @@ from ami.plan import BUILD, ImagePlan
 from launch.ec2.api import Api
 from launch.ec2.sweep import GONE, Resource, delete, find, sweep
 from train.config import Failure
-from train.system.aws_errors import Rejected
-from train.system.folders import scratch_folder
-from train.system.versions import read_versions
+from train.machine.versions import read_versions
+from train.storage.aws_errors import Rejected
+from train.storage.folders import scratch_folder
 
-KINDS = ("instance", "volume", "security-group", "key-pair")  # kinds of EC2 resources that Packer makes
+KINDS = (
+    "instance",
+    "volume",
+    "security-group",
+    "key-pair",
+)  # kinds of EC2 resources that Packer makes
 ROLE = "packer-"  # prefix of the roles that Packer makes
 
 
@@ -28,7 +33,9 @@ def build(api: Api, plan: ImagePlan) -> dict[str, str]:
     program, values, started = packer.find_packer(), plan.variables, time.monotonic()
     with scratch_folder() as folder:
         file = folder / "values.pkrvars.json"
-        files = write_files(folder, plan.cfg, values["base_image"], read_versions(), values["tags"][f"{TAG}commit"])
+        files = write_files(
+            folder, plan.cfg, values["base_image"], read_versions(), values["tags"][f"{TAG}commit"]
+        )
         file.write_text(json.dumps({**values, "files": str(files)}))
         packer.run([program, "init", "."], HERE)
         try:
@@ -40,10 +47,17 @@ def build(api: Api, plan: ImagePlan) -> dict[str, str]:
     for region in (values["region"], *values["copy_regions"]):
         image = find_by_name(api, region, plan.cfg.image, values["name"])
         if image is None:
-            raise Failure(f"Packer succeeded, but there is no {values['name']} in {region}; see python -m ami list")
+            raise Failure(
+                f"Packer succeeded, but there is no {values['name']} in {region}; see python -m ami list"
+            )
         for fault in faults(image):
             raise Failure(f"the image {image.id} in {region} {fault}")
-        api.ask(region, "create_tags", Resources=[image.id], Tags=[{"Key": MINUTES, "Value": f"{minutes:.0f}"}])
+        api.ask(
+            region,
+            "create_tags",
+            Resources=[image.id],
+            Tags=[{"Key": MINUTES, "Value": f"{minutes:.0f}"}],
+        )
         made[region] = image.id
     return made
 
@@ -74,7 +88,9 @@ def remove_left(api: Api, region: str, build_id: str | None) -> None:
     look = partial(find_left, api, region, build_id)
     if left := sweep(look, remove, looks=2):
         listed = ", ".join(map(str, left))
-        raise Failure(f"a build left {listed}: remove these by hand, and check with python -m ami clean")
+        raise Failure(
+            f"a build left {listed}: remove these by hand, and check with python -m ami clean"
+        )
 
 
 def remove_role(api: Api, region: str, name: str) -> None:

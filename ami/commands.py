@@ -10,19 +10,30 @@ from typing import Any
 
 from ami.build import find_left, remove_left
 from ami.config import IMAGES
-from ami.images import TAG, Image, differences, faults, find_by_name, own_images, read_image, read_parameter
+from ami.images import (
+    TAG,
+    Image,
+    differences,
+    faults,
+    find_by_name,
+    own_images,
+    read_image,
+    read_parameter,
+)
 from ami.manifest import check_installed, installed
 from launch.ec2.account import KIND_TAG, OWN_IMAGE
 from launch.ec2.api import Api
 from launch.values import columns
 from train.config import InputError, S3Config, check
+from train.machine.console import say
+from train.machine.versions import read_versions
 from train.run.command import DONE, FAILED, command_parser, guarded, printable
-from train.system.console import say
-from train.system.folders import canonical_json, local_path, open_folder
-from train.system.versions import read_versions
+from train.storage.folders import canonical_json, local_path, open_folder
 
 KEPT = 3  # number of images of each kind that prune keeps
-MAY_BE_BUILT = timedelta(hours=6)  # an image without tags that is younger than this may still be under construction
+MAY_BE_BUILT = timedelta(
+    hours=6
+)  # an image without tags that is younger than this may still be under construction
 
 
 @dataclass(frozen=True)
@@ -59,7 +70,9 @@ def list_images(options: argparse.Namespace) -> int:
             about = (image.kind or "-", image.created[:16].replace("T", " "), str(size_gib), state)
             rows.append((image.id, region, *about, printable(" ".join(versions)) or "-"))
     if len(rows) == 1:
-        say(f"this account has no image in {', '.join(regions)}: python -m ami neuron shows the plan of one")
+        say(
+            f"this account has no image in {', '.join(regions)}: python -m ami neuron shows the plan of one"
+        )
         return DONE
     say(*columns(rows, str.ljust))
     return DONE
@@ -71,12 +84,16 @@ def verify(options: argparse.Namespace) -> int:
     regions = api.regions(options.region)
     image = read_image(api, regions[0], options.image)
     wrong = [*faults(image)]
-    wrong += [f"differs from ami/versions.yaml: {each}" for each in differences(image, read_versions())]
+    wrong += [
+        f"differs from ami/versions.yaml: {each}" for each in differences(image, read_versions())
+    ]
     for each in wrong:
         say(f"{image.id} {each}")
     if wrong:
         return FAILED
-    say(f"{image.id}: {image.kind}, encrypted, IMDSv2 only, private, with the versions in ami/versions.yaml")
+    say(
+        f"{image.id}: {image.kind}, encrypted, IMDSv2 only, private, with the versions in ami/versions.yaml"
+    )
     return DONE
 
 
@@ -101,7 +118,12 @@ def promote(options: argparse.Namespace) -> int:
         before = read_parameter(api, image.region, name)
         say(f"{name} in {image.region}: {before or 'none'} -> {image.id}")
         if options.yes and before != image.id:
-            value: dict[str, Any] = {"Name": name, "Value": image.id, "Type": "String", "DataType": "aws:ec2:image"}
+            value: dict[str, Any] = {
+                "Name": name,
+                "Value": image.id,
+                "Type": "String",
+                "DataType": "aws:ec2:image",
+            }
             api.ask(image.region, "put_parameter", service="ssm", Overwrite=True, **value)
     say("done" if options.yes else "nothing was changed: --yes promotes it")
     return DONE
@@ -123,7 +145,13 @@ def prune(options: argparse.Namespace) -> int:
             if options.yes:
                 api.ask(region, "deregister_image", ImageId=image.id)
         kept = {snapshot for image in images for snapshot in image.snapshots}
-        for each in api.pages(region, "describe_snapshots", "Snapshots", OwnerIds=["self"], by={"tag-key": [KIND_TAG]}):
+        for each in api.pages(
+            region,
+            "describe_snapshots",
+            "Snapshots",
+            OwnerIds=["self"],
+            by={"tag-key": [KIND_TAG]},
+        ):
             if each["SnapshotId"] not in kept:
                 say(f"{each['SnapshotId']} ({region}), a snapshot without its image")
                 count += 1
@@ -147,7 +175,9 @@ def old_images(api: Api, region: str, images: Sequence[Image], keep: int) -> lis
         old += [image for image in of_kind[keep:] if image.id != promoted]
     if not old:
         return []
-    reservations = api.pages(region, "describe_instances", "Reservations", by={"image-id": [each.id for each in old]})
+    reservations = api.pages(
+        region, "describe_instances", "Reservations", by={"image-id": [each.id for each in old]}
+    )
     machines = [each for reservation in reservations for each in reservation["Instances"]]
     in_use = {each["ImageId"] for each in machines if each["State"]["Name"] != "terminated"}
     for image_id in sorted(in_use):
@@ -185,9 +215,14 @@ def write_manifest(options: argparse.Namespace) -> int:
 
 
 def restore(options: argparse.Namespace) -> int:
-    source, target = open_folder(options.source, S3Config()), open_folder(options.folder, S3Config())
+    source, target = (
+        open_folder(options.source, S3Config()),
+        open_folder(options.folder, S3Config()),
+    )
     names = source.names()
-    check(bool(names), f"{options.source} has no files: fill the compile cache with train.precompile")
+    check(
+        bool(names), f"{options.source} has no files: fill the compile cache with train.precompile"
+    )
     for name in names:
         if target.size(name) != source.size(name):
             target.write(name, source.read(name))
@@ -200,10 +235,19 @@ FLAGS: dict[str, dict[str, Any]] = {
     "file": {"metavar": "FILE", "help": "file to write"},
     "source": {"metavar": "URL", "help": "s3://bucket/prefix"},
     "folder": {"metavar": "FOLDER", "help": "folder to write to"},
-    "--region": {"action": "append", "default": [], "help": "AWS region; repeatable (the profile's region)"},
+    "--region": {
+        "action": "append",
+        "default": [],
+        "help": "AWS region; repeatable (the profile's region)",
+    },
     "--profile": {"help": "profile in ~/.aws with the credentials"},
     "--yes": {"action": "store_true", "help": "do it; without --yes, only say what would be done"},
-    "--keep": {"type": int, "default": KEPT, "metavar": "N", "help": f"newest images to keep of each kind ({KEPT})"},
+    "--keep": {
+        "type": int,
+        "default": KEPT,
+        "metavar": "N",
+        "help": f"newest images to keep of each kind ({KEPT})",
+    },
 }
 AWS = ("--region", "--profile")
 TWO_REGIONS = "--region us-east-1 --region us-west-2"
@@ -223,10 +267,17 @@ COMMANDS = {
         ("image", *AWS, "--yes"),
     ),
     "prune": Command(
-        prune, "Remove old images and their snapshots.", ("--keep 2", "--keep 2 --yes"), (*AWS, "--yes", "--keep")
+        prune,
+        "Remove old images and their snapshots.",
+        ("--keep 2", "--keep 2 --yes"),
+        (*AWS, "--yes", "--keep"),
     ),
-    "clean": Command(clean, "Find what interrupted builds left, and remove it.", ("", "--yes"), (*AWS, "--yes")),
-    "manifest": Command(write_manifest, "On an image: write the installed versions.", ("manifest.json",), ("file",)),
+    "clean": Command(
+        clean, "Find what interrupted builds left, and remove it.", ("", "--yes"), (*AWS, "--yes")
+    ),
+    "manifest": Command(
+        write_manifest, "On an image: write the installed versions.", ("manifest.json",), ("file",)
+    ),
     "restore": Command(
         restore,
         "On an image: copy a compile cache from S3.",

@@ -13,15 +13,17 @@ import ami
 from ami.config import AmiConfig
 from ami.packages import write_packages
 from train.config import Failure, InputError, check
-from train.system.folders import local_path, sha256_file
-from train.system.versions import INDEX, Versions
+from train.machine.versions import INDEX, Versions
+from train.storage.folders import local_path, sha256_file
 
 HERE = Path(ami.__file__).parent
 ROOT = HERE.parent
 FOLDER = "baretrain"  # the folder that Packer uploads to /tmp
 
 
-def write_files(folder: Path, cfg: AmiConfig, base_id: str, versions: Versions, commit: str) -> Path:
+def write_files(
+    folder: Path, cfg: AmiConfig, base_id: str, versions: Versions, commit: str
+) -> Path:
     """Write all files into `folder`; return the folder that Packer uploads."""
     check(
         (ROOT / "constraints.txt").is_file(),
@@ -38,13 +40,22 @@ def write_files(folder: Path, cfg: AmiConfig, base_id: str, versions: Versions, 
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            raise Failure(f"the wheel cannot be built ({last}); pip install hatchling, or give wheel=FILE")
+            raise Failure(
+                f"the wheel cannot be built ({last}); pip install hatchling, or give wheel=FILE"
+            )
     (wheel,) = target.glob("*.whl")
     check(
         re.match(rf"baretrain-{re.escape(versions['baretrain'])}-", wheel.name) is not None,
         f"{wheel.name} is not baretrain {versions['baretrain']}, the version in ami/versions.yaml",
     )
-    write_packages(target, cfg.image, wheel, sha256_file(wheel), image_constraints(cfg.image, versions), versions)
+    write_packages(
+        target,
+        cfg.image,
+        wheel,
+        sha256_file(wheel),
+        image_constraints(cfg.image, versions),
+        versions,
+    )
     return target
 
 
@@ -55,7 +66,11 @@ def image_constraints(image: str, versions: Versions) -> str:
     if image == "cuda":
         return tested
     own = {*versions.python_packages(), "numpy"}
-    rest = [line for line in tested.splitlines() if line.partition("==")[0] not in own and not line.startswith("#")]
+    rest = [
+        line
+        for line in tested.splitlines()
+        if line.partition("==")[0] not in own and not line.startswith("#")
+    ]
     return neuron_constraints(versions) + "\n".join([*rest, ""])
 
 
@@ -92,5 +107,7 @@ def shell_values(values: Mapping[str, str]) -> str:
     """Return lines of NAME='value' for a shell. Raises InputError if a value has special characters."""
     for name, value in values.items():
         if re.fullmatch(r"[\w.:/+-]*", value, re.ASCII) is None:
-            raise InputError(f"{name}={value!r} has characters not allowed in image.env: use letters, digits, _.:/+-")
+            raise InputError(
+                f"{name}={value!r} has characters not allowed in image.env: use letters, digits, _.:/+-"
+            )
     return "".join(f"{name}='{value}'\n" for name, value in values.items())

@@ -11,8 +11,8 @@ from ami.config import IMAGE_ID, IMAGES
 from launch.ec2.account import KIND_TAG
 from launch.ec2.api import Api
 from train.config import check
-from train.system.aws_errors import Rejected
-from train.system.versions import Versions
+from train.machine.versions import Versions
+from train.storage.aws_errors import Rejected
 
 PREFIX = "baretrain-"  # beginning of image names, before neuron or cuda, the time and the commit
 TAG = "baretrain:"  # prefix of the tags
@@ -30,15 +30,23 @@ class Image:
         self.tags: dict[str, str] = {tag["Key"]: tag["Value"] for tag in seen.get("Tags", ())}
         kind = self.tags.get(KIND_TAG, "")
         self.kind = kind if kind in IMAGES else ""  # empty if the build was not completed
-        self.disks = [each for each in seen.get("BlockDeviceMappings", ()) if "Ebs" in each]  # EBS volumes
-        self.snapshots: list[str] = [each["Ebs"]["SnapshotId"] for each in self.disks if "SnapshotId" in each["Ebs"]]
+        self.disks = [
+            each for each in seen.get("BlockDeviceMappings", ()) if "Ebs" in each
+        ]  # EBS volumes
+        self.snapshots: list[str] = [
+            each["Ebs"]["SnapshotId"] for each in self.disks if "SnapshotId" in each["Ebs"]
+        ]
 
 
 def own_images(api: Api, region: str, kind: str = "") -> list[Image]:
     """Return the project's images of one kind, or of all kinds, newest first, including incomplete ones."""
     by = {"name": [f"{PREFIX}{kind}{'-' if kind else ''}*"]}
-    seen = api.pages(region, "describe_images", "Images", by=by, Owners=["self"], IncludeDeprecated=True)
-    return sorted((Image(region, each) for each in seen), key=lambda image: image.created, reverse=True)
+    seen = api.pages(
+        region, "describe_images", "Images", by=by, Owners=["self"], IncludeDeprecated=True
+    )
+    return sorted(
+        (Image(region, each) for each in seen), key=lambda image: image.created, reverse=True
+    )
 
 
 def find_by_name(api: Api, region: str, kind: str, name: str) -> Image | None:
@@ -48,7 +56,10 @@ def find_by_name(api: Api, region: str, kind: str, name: str) -> Image | None:
 
 def read_image(api: Api, region: str, image_id: str) -> Image:
     """Return one image. Raises InputError if it does not exist."""
-    check(re.fullmatch(IMAGE_ID, image_id) is not None, f"{image_id} is not an image id such as ami-0123456789abcdef0")
+    check(
+        re.fullmatch(IMAGE_ID, image_id) is not None,
+        f"{image_id} is not an image id such as ami-0123456789abcdef0",
+    )
     return Image(region, api.image(region, image_id))
 
 
@@ -74,7 +85,11 @@ def wanted_tags(kind: str, versions: Versions) -> dict[str, str]:
     """Return the tags that describe the content of an image."""
     names = {name: versions[name] for name in ("baretrain", "torch", "efa-installer")}
     if kind == "neuron":
-        names |= {"neuron-sdk": versions["neuron-sdk"], **versions.python_packages(), **versions.system_packages()}
+        names |= {
+            "neuron-sdk": versions["neuron-sdk"],
+            **versions.python_packages(),
+            **versions.system_packages(),
+        }
     else:
         names |= {name: versions[name] for name in ("cuda", "nvidia-driver")}
     return {KIND_TAG: kind, **{f"{TAG}{name}": version for name, version in sorted(names.items())}}
@@ -93,7 +108,9 @@ def differences(image: Image, versions: Versions) -> list[str]:
 def read_parameter(api: Api, region: str, name: str) -> str | None:
     """Return the value of an SSM parameter; None if the region does not have it."""
     try:
-        return str(api.ask(region, "get_parameter", service="ssm", Name=name)["Parameter"]["Value"])
+        return str(
+            api.ask(region, "get_parameter", service="ssm", Name=name)["Parameter"]["Value"]
+        )
     except Rejected as error:
         if error.code != "ParameterNotFound":
             raise

@@ -12,7 +12,7 @@ from typing import Any
 
 import train
 from train.config import InputError
-from train.system.versions import Versions
+from train.machine.versions import Versions
 
 ENVIRONMENT = Path("/etc/baretrain/image.env")
 SYSTEM = r"aws-neuronx|efa|libfabric|linux-image|linux-aws|mdadm|nvidia|libnccl-ofi|openmpi"  # package prefixes
@@ -35,14 +35,22 @@ def installed(environment: Path = ENVIRONMENT, efa: Path = EFA) -> dict[str, Any
         "system": platform.freedesktop_os_release().get("PRETTY_NAME", ""),
         "python": platform.python_version(),
         "efa_installer": version[1] if version else None,
-        "system_packages": {row[1]: row[2] for row in rows if len(row) == 3 and re.match(SYSTEM, row[1])},
-        "packages": {each.name.lower(): each.version for each in metadata.distributions() if each.name},
+        "system_packages": {
+            row[1]: row[2] for row in rows if len(row) == 3 and re.match(SYSTEM, row[1])
+        },
+        "packages": {
+            each.name.lower(): each.version for each in metadata.distributions() if each.name
+        },
     }
 
 
 def check_installed(manifest: Mapping[str, Any], versions: Versions) -> None:
     """Raise InputError if a version differs from ami/versions.yaml."""
-    is_neuron, has, system = manifest["image"] == "neuron", manifest["packages"], manifest["system_packages"]
+    is_neuron, has, system = (
+        manifest["image"] == "neuron",
+        manifest["packages"],
+        manifest["system_packages"],
+    )
     wanted = versions.python_packages() if is_neuron else {"torch": versions["torch"]}
     begins = versions.system_packages() if is_neuron else {}
     wrong = [
@@ -56,4 +64,6 @@ def check_installed(manifest: Mapping[str, Any], versions: Versions) -> None:
         if not f"{system.get(name, '')}.".startswith(f"{version}.")
     ]
     if wrong:
-        raise InputError(f"this image differs from ami/versions.yaml: {'; '.join(wrong)}; build it again")
+        raise InputError(
+            f"this image differs from ami/versions.yaml: {'; '.join(wrong)}; build it again"
+        )

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from train.config import Failure, InputError, check
-from train.system.versions import INDEX, Versions
+from train.machine.versions import INDEX, Versions
 
 NEURON = ("libneuronxla", "neuronx-cc", "torch-neuronx")  # installed only from Neuron's index
 BUILDER = "setuptools"  # builds packages that have no wheel, so it needs a hash, too
@@ -39,7 +39,9 @@ class Package:
         return f"{self.name}=={self.version} --hash=sha256:{self.sha256}\n"
 
 
-def write_packages(folder: Path, image: str, wheel: Path, sha256: str, constraints: str, versions: Versions) -> None:
+def write_packages(
+    folder: Path, image: str, wheel: Path, sha256: str, constraints: str, versions: Versions
+) -> None:
     """Write two requirements files to `folder`: the packages from PyPI, with `wheel`, and those from Neuron's index.
 
     Raises Failure if a package cannot be resolved, InputError if this machine cannot resolve packages for the image.
@@ -47,17 +49,30 @@ def write_packages(folder: Path, image: str, wheel: Path, sha256: str, constrain
     python, of_neuron = find_python(versions["python"]), list[Package]()
     if image == "neuron":
         pinned = versions.python_packages()
-        of_neuron = resolve(python, "--no-deps", "--index-url", INDEX, *(f"{name}=={pinned[name]}" for name in NEURON))
+        of_neuron = resolve(
+            python,
+            "--no-deps",
+            "--index-url",
+            INDEX,
+            *(f"{name}=={pinned[name]}" for name in NEURON),
+        )
     given = [f"{each.name} @ {each.url}#sha256={each.sha256}" for each in of_neuron]
     file = folder.parent / "constraints.txt"
     file.write_text(constraints)
-    found = resolve(python, "--constraint", str(file), BUILDER, f"{wheel}[{EXTRAS[image]}]", *given)
+    found = resolve(
+        python, "--constraint", str(file), BUILDER, f"{wheel}[{EXTRAS[image]}]", *given
+    )
     known = {"baretrain", *(each.name for each in of_neuron)}
     public = [each for each in found if each.name not in known]
     for each in public:
         is_neurons = "neuron" in each.name or each.name == "nki"
-        check(not is_neurons, f"{each.name} is Neuron's, but pip found it on PyPI: add it to NEURON in ami/packages.py")
-    (folder / PUBLIC).write_text(f"./{wheel.name} --hash=sha256:{sha256}\n" + "".join(each.line for each in public))
+        check(
+            not is_neurons,
+            f"{each.name} is Neuron's, but pip found it on PyPI: add it to NEURON in ami/packages.py",
+        )
+    (folder / PUBLIC).write_text(
+        f"./{wheel.name} --hash=sha256:{sha256}\n" + "".join(each.line for each in public)
+    )
     (folder / OF_NEURON).write_text("".join(each.line for each in of_neuron))
 
 
@@ -82,22 +97,46 @@ def find_python(version: str) -> str:
 
 def resolve(python: str, *arguments: str) -> list[Package]:
     """Return the packages that pip would install. It reads no configuration file, which could name another index."""
-    command = [sys.executable, "-m", "pip", "--python", python, "install", "--dry-run", "--ignore-installed", "--quiet"]
-    environment = {**os.environ, "PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--dry-run",
+        "--ignore-installed",
+        "--quiet",
+    ]
+    environment = {
+        **os.environ,
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }
     environment.pop("PIP_EXTRA_INDEX_URL", None)
     command += ["--report", "-", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
-        last = errors[-1].removeprefix("ERROR: ") if errors else (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise Failure(f"the packages of the image cannot be resolved ({last}); nothing was started")
+        last = (
+            errors[-1].removeprefix("ERROR: ")
+            if errors
+            else (done.stderr.strip().splitlines() or ["no output"])[-1]
+        )
+        raise Failure(
+            f"the packages of the image cannot be resolved ({last}); nothing was started"
+        )
     packages = []
     for each in json.loads(done.stdout)["install"]:
         about, source = each["metadata"], each["download_info"]
         digest = source.get("archive_info", {}).get("hashes", {}).get("sha256", "")
         name = re.sub(r"[-_.]+", "-", about["name"]).lower()
-        is_plain = re.fullmatch(r"[a-z0-9-]+ [\w.!+-]+ [0-9a-f]{64}", f"{name} {about['version']} {digest}", re.ASCII)
+        is_plain = re.fullmatch(
+            r"[a-z0-9-]+ [\w.!+-]+ [0-9a-f]{64}", f"{name} {about['version']} {digest}", re.ASCII
+        )
         if is_plain is None and name != "baretrain":
-            raise Failure(f"{name} {about['version']!r} has an unusual version or no sha256: nothing was started")
+            raise Failure(
+                f"{name} {about['version']!r} has an unusual version or no sha256: nothing was started"
+            )
         packages.append(Package(name, about["version"], digest, source["url"]))
     return packages

@@ -33,14 +33,18 @@ def find_packer() -> str:
 
 def version_of(path: str) -> tuple[int, int]:
     """Return the first two numbers of Packer's version; (0, 0) for another program, such as cracklib's packer."""
-    done = subprocess.run([path, "version"], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [path, "version"], capture_output=True, text=True, check=False, timeout=60
+    )
     match = re.search(r"Packer v(\d+)\.(\d+)", done.stdout)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def run(command: Sequence[str], folder: Path, *, limit_s: float | None = None) -> None:
     """Run Packer in `folder`. Raises Failure if it fails. After Ctrl-C or the limit, Packer has STOP_S to clean up."""
-    process = subprocess.Popen(command, cwd=folder, start_new_session=True)  # only the code below interrupts Packer
+    process = subprocess.Popen(
+        command, cwd=folder, start_new_session=True
+    )  # only the code below interrupts Packer
     try:
         code = process.wait(limit_s)
     except BaseException as error:
@@ -52,7 +56,11 @@ def run(command: Sequence[str], folder: Path, *, limit_s: float | None = None) -
             process.wait()
         if isinstance(error, subprocess.TimeoutExpired):
             minutes = (limit_s or 0) / 60
-            raise Failure(f"the build was stopped after {minutes:.0f} minutes; see above where it hung") from error
+            raise Failure(
+                f"the build was stopped after {minutes:.0f} minutes; see above where it hung"
+            ) from error
         raise
     if code:
-        raise Failure(f"{' '.join(command[:2])} failed (exit code {code}), see above; no image was made")
+        raise Failure(
+            f"{' '.join(command[:2])} failed (exit code {code}), see above; no image was made"
+        )

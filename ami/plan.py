@@ -9,14 +9,24 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from ami.config import DEPRECATE_DAYS, DISK_GIB, IMAGES, MAX_MINUTES, AmiConfig
-from ami.images import MINUTES, PREFIX, TAG, Image, differences, own_images, read_image, read_parameter, wanted_tags
+from ami.images import (
+    MINUTES,
+    PREFIX,
+    TAG,
+    Image,
+    differences,
+    own_images,
+    read_image,
+    read_parameter,
+    wanted_tags,
+)
 from ami.packer import find_packer
 from launch.ec2.api import Api
 from train.config import InputError, check
+from train.machine.environment import commit
+from train.machine.versions import read_versions
 from train.run.command import printable
-from train.system.aws_errors import settings_explained
-from train.system.environment import commit
-from train.system.versions import read_versions
+from train.storage.aws_errors import settings_explained
 
 BUILD = "baretrain:build"  # tag of all resources that exist only during a build
 NOT_ASKED = (
@@ -45,7 +55,11 @@ def make_plan(api: Api, cfg: AmiConfig, now: datetime) -> ImagePlan:
     if cfg.build or has_credentials:
         regions = api.regions(regions)
         base = base_image(api, regions[0], cfg, parameter)
-        before = [each for each in own_images(api, regions[0], cfg.image) if each.kind and each.state == "available"]
+        before = [
+            each
+            for each in own_images(api, regions[0], cfg.image)
+            if each.kind and each.state == "available"
+        ]
         last = before[0] if before else None
     revision = commit() or "none"
     name = f"{PREFIX}{cfg.image}-{now:%Y%m%d-%H%M%S}-{revision.rstrip('+')[:8]}"
@@ -62,10 +76,15 @@ def make_plan(api: Api, cfg: AmiConfig, now: datetime) -> ImagePlan:
         "instance_type": cfg.instance.name,
         "subnet": cfg.subnet or "",
         "disk_gib": disk_gib(base),
-        "cache_arns": [f"arn:aws:s3:::{bucket}", f"arn:aws:s3:::{bucket}/{prefix}*"] if bucket else [],
+        "cache_arns": [f"arn:aws:s3:::{bucket}", f"arn:aws:s3:::{bucket}/{prefix}*"]
+        if bucket
+        else [],
         "deprecate_at": f"{now + timedelta(days=DEPRECATE_DAYS):%Y-%m-%dT%H:%M:00Z}",
         "tags": {**wanted_tags(cfg.image, read_versions()), **about},
-        "build_tags": {"Name": f"{name} (builder)", BUILD: f"{now:%Y%m%d%H%M%S}-{secrets.token_hex(4)}"},
+        "build_tags": {
+            "Name": f"{name} (builder)",
+            BUILD: f"{now:%Y%m%d%H%M%S}-{secrets.token_hex(4)}",
+        },
         "max_minutes": MAX_MINUTES,
     }
     return ImagePlan(cfg, parameter, base, last, variables)
@@ -75,7 +94,11 @@ def base_image(api: Api, region: str, cfg: AmiConfig, parameter: str) -> Image:
     """Return the base image. Raises InputError if the scripts cannot use it, or the region lacks the builder's type."""
     query = ("describe_instance_type_offerings", "InstanceTypeOfferings")
     check(
-        bool(api.pages(region, *query, by={"instance-type": [cfg.instance.name]}, LocationType="region")),
+        bool(
+            api.pages(
+                region, *query, by={"instance-type": [cfg.instance.name]}, LocationType="region"
+            )
+        ),
         f"{region} has no {cfg.instance.name}: build in another region and copy the image (regions=[us-east-1,"
         f"{region}]), or choose a builder other than instance={IMAGES[cfg.image]}",
     )
@@ -92,7 +115,10 @@ def base_image(api: Api, region: str, cfg: AmiConfig, parameter: str) -> Image:
         f"base image {base.id} ({base.name}) is Amazon Linux, which cannot run torch-neuronx 2.9 (its wheel needs "
         "glibc 2.35): use an Ubuntu 24.04 image",
     )
-    sdk, wanted = re.search(r"Neuron SDK (\d+\.\d+)", about), read_versions()["neuron-sdk"].rpartition(".")[0]
+    sdk, wanted = (
+        re.search(r"Neuron SDK (\d+\.\d+)", about),
+        read_versions()["neuron-sdk"].rpartition(".")[0],
+    )
     check(
         cfg.image != "neuron" or sdk is None or sdk[1] == wanted,
         f"base image {base.id} ({base.name}) has Neuron SDK {sdk and sdk[1]}, but ami/versions.yaml requires {wanted} "
@@ -103,7 +129,11 @@ def base_image(api: Api, region: str, cfg: AmiConfig, parameter: str) -> Image:
 
 def disk_gib(base: Image | None) -> int:
     """Return the size of the root volume in GiB. EC2 requires at least the size of the base image's."""
-    root = [each for each in base.disks if each["DeviceName"] == base.seen["RootDeviceName"]] if base else []
+    root = (
+        [each for each in base.disks if each["DeviceName"] == base.seen["RootDeviceName"]]
+        if base
+        else []
+    )
     return max(DISK_GIB, sum(int(each["Ebs"].get("VolumeSize", 0)) for each in root))
 
 
@@ -111,16 +141,29 @@ def plan_lines(plan: ImagePlan) -> list[str]:
     cfg, base, values = plan.cfg, plan.base, plan.variables
     source = f", from {plan.parameter}" if plan.parameter else ""
     copies = f", copies in {', '.join(values['copy_regions'])}" if values["copy_regions"] else ""
-    pins = [(tag.removeprefix(TAG), version) for tag, version in wanted_tags(cfg.image, read_versions()).items()]
+    pins = [
+        (tag.removeprefix(TAG), version)
+        for tag, version in wanted_tags(cfg.image, read_versions()).items()
+    ]
     try:
         packer = find_packer()
     except InputError as error:
         packer = f"a build would be rejected: {error}"
     rows = {
-        "image": [f"{values['name']}, {values['disk_gib']} GiB, encrypted, until {values['deprecate_at'][:10]}"],
-        "base": [f"{base.id if base else 'not resolved'} ({base.name if base else cfg.base}){source}"],
-        "region": [f"{values['region']}{copies}" if values["region"] else "none named: regions=[us-east-1]"],
-        "builder": [f"{cfg.instance.name}, reached through SSM, without public address or inbound port"],
+        "image": [
+            f"{values['name']}, {values['disk_gib']} GiB, encrypted, until {values['deprecate_at'][:10]}"
+        ],
+        "base": [
+            f"{base.id if base else 'not resolved'} ({base.name if base else cfg.base}){source}"
+        ],
+        "region": [
+            f"{values['region']}{copies}"
+            if values["region"]
+            else "none named: regions=[us-east-1]"
+        ],
+        "builder": [
+            f"{cfg.instance.name}, reached through SSM, without public address or inbound port"
+        ],
         "cost": [cost(plan)],
         "versions": [f"{name} {version}" for name, version in pins if name != "image"],
         "changes": changes(plan),
@@ -128,7 +171,9 @@ def plan_lines(plan: ImagePlan) -> list[str]:
     }
     lines = []
     for head, texts in rows.items():
-        lines += [f"{'' if number else head:11}{printable(text)}" for number, text in enumerate(texts)]
+        lines += [
+            f"{'' if number else head:11}{printable(text)}" for number, text in enumerate(texts)
+        ]
     return lines
 
 
@@ -139,7 +184,9 @@ def changes(plan: ImagePlan) -> list[str]:
     lines = differences(plan.last, read_versions()) or ["the same versions"]
     for name in ("base", "commit"):
         if before.get(f"{TAG}{name}") != now[f"{TAG}{name}"]:
-            lines.append(f"{name} {before.get(f'{TAG}{name}', 'unknown')} -> {now[f'{TAG}{name}']}")
+            lines.append(
+                f"{name} {before.get(f'{TAG}{name}', 'unknown')} -> {now[f'{TAG}{name}']}"
+            )
     return [f"since {plan.last.id} of {plan.last.created[:10]}:", *lines]
 
 

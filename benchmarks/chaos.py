@@ -54,7 +54,12 @@ def ranks_of(launcher: subprocess.Popen[bytes]) -> dict[int, psutil.Process]:
 
 class Chaos:
     def __init__(self, overrides: list[str], ranks: int, run_dir: Path, seed: int) -> None:
-        self.overrides, self.ranks, self.run_dir, self.rng = overrides, ranks, run_dir, random.Random(seed)
+        self.overrides, self.ranks, self.run_dir, self.rng = (
+            overrides,
+            ranks,
+            run_dir,
+            random.Random(seed),
+        )
         self.log = run_dir.with_suffix(".log")
         self.launcher = start(overrides, ranks, self.log)
         self.done: list[str] = []
@@ -70,8 +75,12 @@ class Chaos:
         if self.launcher.poll() is None:
             return False
         path = self.run_dir / "outcome.json"
-        outcome = json.loads(path.read_text()) if path.is_file() else {"outcome": "", "goes_on": True}
-        if outcome["outcome"] == "done":  # a fault after the last step may still make the launcher exit with 1
+        outcome = (
+            json.loads(path.read_text()) if path.is_file() else {"outcome": "", "goes_on": True}
+        )
+        if (
+            outcome["outcome"] == "done"
+        ):  # a fault after the last step may still make the launcher exit with 1
             return True
         if not outcome["goes_on"]:
             sys.exit(f"the run cannot resume: {outcome['reason']}; see {self.log}")
@@ -87,7 +96,9 @@ class Chaos:
                 if strikes_at_s and self.is_training() and self.strike(fault):
                     self.done.append(fault)
                     self.since_unix_s = time.time()
-                    print(f"  {fault} at step {lines(self.run_dir, 'train')[-1]['step']}", flush=True)
+                    print(
+                        f"  {fault} at step {lines(self.run_dir, 'train')[-1]['step']}", flush=True
+                    )
                 strikes_at_s = time.monotonic() + self.rng.uniform(0.5, 1.5) * every_s
             time.sleep(0.1)
 
@@ -135,7 +146,13 @@ def main() -> int:
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     data = folder / "data"
-    prepare = ["corpus=pydocs", f"output={data}", "seq_len=64", "tokenizer.vocab_size=2000", "validation_fraction=0.05"]
+    prepare = [
+        "corpus=pydocs",
+        f"output={data}",
+        "seq_len=64",
+        "tokenizer.vocab_size=2000",
+        "validation_fraction=0.05",
+    ]
     run(sys.executable, "-m", "train.prepare", *prepare)
     calm, wild = folder / "calm", folder / "wild"
     own = [f"data.path={data}", f"max_steps={options.steps}", *SETTINGS.split()]
@@ -145,25 +162,38 @@ def main() -> int:
     if launcher.wait() != 0:
         sys.exit(f"the undisturbed run failed, see {calm.with_suffix('.log')}")
     calm_s = time.monotonic() - began_s
-    print(f"undisturbed: {options.steps} steps in {calm_s:.0f} s; faults every {options.every_s:g} s on average:")
+    print(
+        f"undisturbed: {options.steps} steps in {calm_s:.0f} s; faults every {options.every_s:g} s on average:"
+    )
 
     began_s = time.monotonic()
     chaos = Chaos([f"run_dir={wild}", *own], options.ranks, wild, options.seed)
     chaos.run(options.every_s)
     wild_s = time.monotonic() - began_s
 
-    (weights, losses), (wild_weights, wild_losses) = final(calm, options.steps), final(wild, options.steps)
+    (weights, losses), (wild_weights, wild_losses) = (
+        final(calm, options.steps),
+        final(wild, options.steps),
+    )
     same_weights = all(torch.equal(weights[name], wild_weights[name]) for name in weights)
     same_losses = losses == wild_losses
     summary, calm_summary = lines(wild, "summary")[-1], lines(calm, "summary")[-1]
     recoveries = [line["recover_s"] for line in lines(wild, "fault") if "recover_s" in line]
     counts = {fault: chaos.done.count(fault) for fault in FAULTS}
-    print(f"faults survived: {len(chaos.done)} ({', '.join(f'{name} {count}' for name, count in counts.items())})")
+    print(
+        f"faults survived: {len(chaos.done)} ({', '.join(f'{name} {count}' for name, count in counts.items())})"
+    )
     print(f"wall time {wild_s:.0f} s (undisturbed {calm_s:.0f} s)")
-    print(f"steps lost: {summary['steps_lost']}, {summary['steps_lost'] / max(1, len(chaos.done)):.1f} per fault")
-    print(f"from the last sign of life to the next step: {sum(recoveries) / max(1, len(recoveries)):.1f} s on average")
+    print(
+        f"steps lost: {summary['steps_lost']}, {summary['steps_lost'] / max(1, len(chaos.done)):.1f} per fault"
+    )
+    print(
+        f"from the last sign of life to the next step: {sum(recoveries) / max(1, len(recoveries)):.1f} s on average"
+    )
     print(f"goodput: {summary['goodput']:.3f} (undisturbed {calm_summary['goodput']:.3f})")
-    print(f"final weights equal: {same_weights}; losses of all {len(losses)} steps equal: {same_losses}")
+    print(
+        f"final weights equal: {same_weights}; losses of all {len(losses)} steps equal: {same_losses}"
+    )
     if same_weights and same_losses:
         shutil.rmtree(folder)
         return 0

@@ -47,7 +47,9 @@ def speed_table(folder: Path, options: argparse.Namespace) -> str:
 
 def main() -> None:
     parser = harness.parser(__doc__, rounds=5, rows=Corpus.shard_rows)
-    parser.add_argument("--seconds", type=float, default=2.0, help="seconds of reading per measurement")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="seconds of reading per measurement"
+    )
     options = parser.parse_args()
     print(f"{machine('torch', 'numpy', 'datasets')}.\n")
     with tempfile.TemporaryDirectory() as name:

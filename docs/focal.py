@@ -16,18 +16,25 @@ from train.tasks.classify.task import Classification
 @dataclass(kw_only=True)
 class FocalConfig(classify.ClassifyConfig):
     kind: str = "focal"
-    gamma: float = setting(2.0, least=0)  # the higher, the less a text counts whose label is certain already
+    gamma: float = setting(
+        2.0, least=0
+    )  # the higher, the less a text counts whose label is certain already
 
 
 class Focal(Classification):
     metric_names = (*Classification.metric_names, "kappa")
 
     def loss_of(self, logits, inputs):
-        losses = F.cross_entropy(logits.float(), inputs["labels"], ignore_index=IGNORE_INDEX, reduction="none")
+        losses = F.cross_entropy(
+            logits.float(), inputs["labels"], ignore_index=IGNORE_INDEX, reduction="none"
+        )
         return ((1 - torch.exp(-losses)) ** self.cfg.gamma * losses).sum()
 
     def score(self, truth, predicted):
-        return {**super().score(truth, predicted), "kappa": float(cohen_kappa_score(truth, predicted))}
+        return {
+            **super().score(truth, predicted),
+            "kappa": float(cohen_kappa_score(truth, predicted)),
+        }
 
 
 @dataclass(kw_only=True)
@@ -44,6 +51,12 @@ def sgd(cfg, groups, _):
 
 
 METRICS = (Metric("kappa"), *classify.SPEC.metrics)  # the first one leads the report
-TASKS = {"focal": replace(classify.SPEC, settings=FocalConfig, module=f"{__name__}:Focal", metrics=METRICS)}
+TASKS = {
+    "focal": replace(
+        classify.SPEC, settings=FocalConfig, module=f"{__name__}:Focal", metrics=METRICS
+    )
+}
 OPTIMIZERS = {"sgd": OptimizerSpec(sgd, settings=SGDConfig)}
-SCHEDULES = {"steps": lambda left, cfg: 1.0 if left > 0.5 else 0.1}  # of the peak, by the share of the run that is left
+SCHEDULES = {
+    "steps": lambda left, cfg: 1.0 if left > 0.5 else 0.1
+}  # of the peak, by the share of the run that is left

@@ -26,16 +26,28 @@ from launch.speed import read_calibration
 from launch.values import columns, line, paragraph
 from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check, plural
 from train.data.shards.format import read_manifest
+from train.machine.console import say
+from train.machine.machine import instance_names
 from train.run import compose as cli
 from train.run.command import add_import_flag, guarded
-from train.system.console import say
-from train.system.folders import is_s3, open_folder
-from train.system.machine import instance_names
+from train.storage.folders import is_s3, open_folder
 
 WIDTH = 110  # of a printed note, in columns
-USED: tuple[str, ...] = ("nodes", "spares", "processes_per_node", "submit", "check", "calibrate", "prepare", "parts")
+USED: tuple[str, ...] = (
+    "nodes",
+    "spares",
+    "processes_per_node",
+    "submit",
+    "check",
+    "calibrate",
+    "prepare",
+    "parts",
+)
 USED += ("cluster.gate", "cluster.attempts")
-OF_RUN = {"experiment", *(each.name for kind in (TrainConfig, PrepareConfig) for each in dataclasses.fields(kind))}
+OF_RUN = {
+    "experiment",
+    *(each.name for kind in (TrainConfig, PrepareConfig) for each in dataclasses.fields(kind)),
+}
 OF_RUN -= {each.name for each in dataclasses.fields(LaunchConfig)}
 EXAMPLES = (
     "cluster=local -- experiment=demo data.path=data/mine run_dir=runs/mine",
@@ -54,8 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return commands.main(arguments)
     if arguments and re.fullmatch(r"[A-Za-z][\w-]*", arguments[0]):
         known = ", ".join(commands.COMMANDS)
-        return rejected(f"there is no subcommand {arguments[0]}; available: {known}. To plan a run, give key=value")
-    cli.add_schema(LaunchConfig, "launch", [("cluster", name, kind) for name, kind in SETTINGS.items()])
+        return rejected(
+            f"there is no subcommand {arguments[0]}; available: {known}. To plan a run, give key=value"
+        )
+    cli.add_schema(
+        LaunchConfig, "launch", [("cluster", name, kind) for name, kind in SETTINGS.items()]
+    )
     purpose = "Plan a run on N machines; submit=true starts it. Settings of the run follow --. Other commands: "
     purpose += f"{' | '.join(commands.COMMANDS)}, each with --help."
     parser = cli.settings_parser("launch", LaunchConfig, purpose, examples=EXAMPLES, keys=USED)
@@ -82,7 +98,11 @@ def rejected(message: str) -> int:
 def with_unknown_type(own: list[str]) -> list[str]:
     """Replace instance=TYPE with instance.name=TYPE if conf/instance lacks the type and EC2 may know it."""
     names = [each.removeprefix("instance=") for each in own if each.startswith("instance=")]
-    if not names or names[-1] in instance_names() or re.fullmatch(INSTANCE_TYPE, names[-1]) is None:
+    if (
+        not names
+        or names[-1] in instance_names()
+        or re.fullmatch(INSTANCE_TYPE, names[-1]) is None
+    ):
         return own
     others = [each for each in own if not each.startswith("instance=")]
     settings = [each for each in others if "=" in each and not each.startswith("-")]
@@ -95,7 +115,11 @@ def with_unknown_type(own: list[str]) -> list[str]:
 def is_unknown(cfg: LaunchConfig) -> bool:
     """Return whether to ask EC2 about the machine type. Raises InputError if that is needed but not allowed."""
     instance = cfg.instance
-    if instance.name in instance_names() or instance.devices is not None or not cfg.cluster.finds_types:
+    if (
+        instance.name in instance_names()
+        or instance.devices is not None
+        or not cfg.cluster.finds_types
+    ):
         return False
     check(
         cfg.check or cfg.submit or cfg.processes_per_node is not None,
@@ -106,14 +130,19 @@ def is_unknown(cfg: LaunchConfig) -> bool:
 
 
 def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str]) -> int:
-    check(bool(of_run), "settings of the run are missing: write them after --, as in -- experiment=demo run_dir=runs/a")
+    check(
+        bool(of_run),
+        "settings of the run are missing: write them after --, as in -- experiment=demo run_dir=runs/a",
+    )
     overrides = run_overrides(of_run, settings) if not cfg.prepare else list(of_run)
     schema: type[Any] = PrepareConfig if cfg.prepare else TrainConfig
     cli.check_typed(schema, of_run)
     run: Any = cli.load_config(schema, overrides)
     if is_unknown(cfg):
         more = scheduler(cfg.cluster.kind).found_type(cfg, run.s3)
-        return launch(cli.load_config(LaunchConfig, [*settings, *more]), [*settings, *more], of_run)
+        return launch(
+            cli.load_config(LaunchConfig, [*settings, *more]), [*settings, *more], of_run
+        )
     bundle, packed = code.pack()
     job = make_job(cfg, run, overrides, packed, folder=str(Path.cwd()))
     record = Record(job.run_dir, run.s3, job.sha256)
@@ -121,7 +150,10 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str]) ->
     command = starts.request(job, record)
     expected = None if cfg.prepare else expect(cfg, run)
     hours = None if expected is None else expected.at(cfg.nodes).hours
-    plan = {"request": command, "estimate": None if expected is None else dataclasses.asdict(expected)}
+    plan = {
+        "request": command,
+        "estimate": None if expected is None else dataclasses.asdict(expected),
+    }
     say(*plan_lines(job, command, len(bundle)), "")
     if expected is not None:
         said = [*expected.assumptions, *too_short(cfg, run, hours)]
@@ -133,14 +165,19 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str]) ->
         return cli.DONE
     handle = submit.submit(record, job, run, plan=plan, bundle=bundle)
     if record.is_remote:
-        say(f"job sha256 {job.sha256}: needed to resume from another computer (launch resume --job-sha256)")
+        say(
+            f"job sha256 {job.sha256}: needed to resume from another computer (launch resume --job-sha256)"
+        )
     say(f"submitted; python -m launch status {record.run_dir} shows its state")
     return starts.attend(job, record, handle, detach=False)
 
 
 def too_short(cfg: LaunchConfig, run: Any, hours: float | None) -> list[str]:
     """Return a note for each limit that ends the run before the expected end."""
-    limits_s = {"cluster.max_run_s": cfg.cluster.ends_after_s, "max_run_s": getattr(run, "max_run_s", None)}
+    limits_s = {
+        "cluster.max_run_s": cfg.cluster.ends_after_s,
+        "max_run_s": getattr(run, "max_run_s", None),
+    }
     notes = []
     for key, limit_s in limits_s.items():
         if limit_s is not None and hours is not None and limit_s < hours * 3600:
@@ -160,7 +197,10 @@ def expect(cfg: LaunchConfig, run: TrainConfig) -> Estimate:
         try:
             manifest = read_manifest(open_folder(run.data.path, run.s3))
         except InputError:
-            say(f"note: {run.data.path} cannot be read from here: its size is unknown", file=sys.stderr)
+            say(
+                f"note: {run.data.path} cannot be read from here: its size is unknown",
+                file=sys.stderr,
+            )
     if manifest is not None:
         manifest.check_length(run.seq_len, run.data.path)
     expected = estimate(
@@ -175,23 +215,37 @@ def expect(cfg: LaunchConfig, run: TrainConfig) -> Estimate:
     at = expected.at(cfg.nodes)
     if manifest is None or not is_s3(run.data.path):
         return expected
-    return dataclasses.replace(expected, assumptions=(*expected.assumptions, *notes_of_data(run, at, manifest)))
+    return dataclasses.replace(
+        expected, assumptions=(*expected.assumptions, *notes_of_data(run, at, manifest))
+    )
 
 
 def plan_lines(job: Job, request: Sequence[str], bundle_bytes: int) -> list[str]:
-    ranks, spares = job.nodes * job.processes_per_node, f" and {job.spares} more as spares" if job.spares else ""
+    ranks, spares = (
+        job.nodes * job.processes_per_node,
+        f" and {job.spares} more as spares" if job.spares else "",
+    )
     machines = f"{job.nodes} x {job.instance}{spares}, {plural(job.processes_per_node, 'rank')} each, {ranks} in all"
     if job.kind == "prepare":
         machines = f"{plural(job.parts, 'part')} of the corpus, each on one {job.instance}"
     chosen = {key: value for key, value in job.cluster.items() if value not in (None, [], "")}
-    shown = {key: str(value).lower() if isinstance(value, bool) else value for key, value in chosen.items()}
+    shown = {
+        key: str(value).lower() if isinstance(value, bool) else value
+        for key, value in chosen.items()
+    }
     return [
         line("run", f"{job.run_dir} ({job.module})"),
         line("settings", f"sha256 {job.config_sha256[:16]}: {shlex.join(job.overrides)}"),
         line("machines", machines),
         line("cluster", ", ".join(f"{key}={value}" for key, value in shown.items())),
-        line("code", f"{job.code.file}, {bundle_bytes / 1e3:.0f} kB, git {job.code.revision or 'none'}"),
-        *paragraph("variables", "\n".join(f"{name}={value}" for name, value in sorted(job.environment.items()))),
+        line(
+            "code",
+            f"{job.code.file}, {bundle_bytes / 1e3:.0f} kB, git {job.code.revision or 'none'}",
+        ),
+        *paragraph(
+            "variables",
+            "\n".join(f"{name}={value}" for name, value in sorted(job.environment.items())),
+        ),
         line("command", shlex.join(request)),
     ]
 

@@ -15,14 +15,19 @@ from pathlib import Path
 import launch
 from launch.record import Code
 from train.config import check
-from train.system import imported
-from train.system.atomic_io import made_once
-from train.system.caches import private_folder
-from train.system.environment import commit
-from train.system.folders import sha256_bytes
-from train.system.schema import FileName, Sha256
+from train.machine.environment import commit
+from train.storage import imported
+from train.storage.atomic_io import made_once
+from train.storage.caches import private_folder
+from train.storage.folders import sha256_bytes
+from train.storage.schema import FileName, Sha256
 
-PACKAGES = ["train", "conf", "launch", "ami"]  # ami is needed because train.system.versions reads ami/versions.yaml
+PACKAGES = [
+    "train",
+    "conf",
+    "launch",
+    "ami",
+]  # ami is needed because train.machine.versions reads ami/versions.yaml
 START = "start.py"  # the program that nodes run; it is in the bundle's root, where Python then looks first for modules
 IMPORTS = "imports"  # the bundle's folder for the files of `launch --import`
 START_CODE = b"""import os, runpy, sys
@@ -47,7 +52,11 @@ def pack() -> tuple[bytes, Code]:
     files = dict[str, Path]()
     for package in PACKAGES:
         top = Path(launch.__file__).parent.parent / package
-        found = (path for path in sorted(top.rglob("*")) if path.is_file() and "__pycache__" not in path.parts)
+        found = (
+            path
+            for path in sorted(top.rglob("*"))
+            if path.is_file() and "__pycache__" not in path.parts
+        )
         files |= {f"{package}/{path.relative_to(top).as_posix()}": path for path in found}
     files |= {f"{IMPORTS}/{name}": each.path for name, each in imported.IMPORTED.items()}
     sizes = {path: path.stat().st_size for path in files.values()}
@@ -71,7 +80,9 @@ def pack() -> tuple[bytes, Code]:
 
 
 def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
-    entry = tarfile.TarInfo(name)  # owner and time are left out, so that equal code has equal bytes
+    entry = tarfile.TarInfo(
+        name
+    )  # owner and time are left out, so that equal code has equal bytes
     entry.size, entry.mode = len(content), 0o644
     archive.addfile(entry, io.BytesIO(content))
 
@@ -79,9 +90,13 @@ def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
 def unpack(content: bytes, sha256: str, folder: Path) -> Path:
     """Unpack a bundle below `folder` if not done before; return its folder. Raises InputError if the bundle changed."""
     matches = sha256_bytes(content) == sha256
-    check(matches, f"the code bundle does not match its checksum {sha256[:16]}...; launch the run again")
+    check(
+        matches,
+        f"the code bundle does not match its checksum {sha256[:16]}...; launch the run again",
+    )
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         # The paths inside need no check: whoever made the bundle can run any code anyway.
         return made_once(
-            private_folder(folder, "XDG_CACHE_HOME") / sha256[:32], partial(archive.extractall, filter="data")
+            private_folder(folder, "XDG_CACHE_HOME") / sha256[:32],
+            partial(archive.extractall, filter="data"),
         )

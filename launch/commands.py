@@ -15,11 +15,11 @@ from launch.schedulers import scheduler
 from launch.status import Status, clean, lines_of, shown_step, status, watch
 from launch.values import columns, shown_moment
 from train.config import Failure, InputError, S3Config, check
+from train.machine.console import say
 from train.run.command import DONE, Parser, add_s3_flags, command_parser, run_flags
-from train.system.console import say
-from train.system.folders import LocalFolder, open_folder
-from train.system.outcome import STOP_FILE
-from train.system.schema import is_path
+from train.run_folder.outcome import STOP_FILE
+from train.storage.folders import LocalFolder, open_folder
+from train.storage.schema import is_path
 
 EVERY_S = 5.0  # default interval of status --watch
 
@@ -42,15 +42,25 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def of_run(parser: Parser) -> None:
-    parser.add_argument("run", metavar="RUN", help="run_dir of a launched run: a folder or s3://bucket/prefix")
+    parser.add_argument(
+        "run", metavar="RUN", help="run_dir of a launched run: a folder or s3://bucket/prefix"
+    )
 
 
 # ---- list, status, logs ----------------------------------------------------------------------------------------------
 
 
 def list_flags(parser: Parser) -> None:
-    parser.add_argument("folder", metavar="FOLDER", nargs="?", default="runs", help="parent of the run folders (runs)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per line, as status --json does")
+    parser.add_argument(
+        "folder",
+        metavar="FOLDER",
+        nargs="?",
+        default="runs",
+        help="parent of the run folders (runs)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object per line, as status --json does"
+    )
 
 
 def list_runs(options: argparse.Namespace, s3: S3Config) -> int:
@@ -89,8 +99,12 @@ def row(seen: Status) -> tuple[str, ...]:
 def status_flags(parser: Parser) -> None:
     of_run(parser)
     which = parser.add_mutually_exclusive_group()
-    watched = f"print a line at each change until the job has ended; ask every SECONDS ({EVERY_S:g})"
-    which.add_argument("--watch", metavar="SECONDS", type=float, nargs="?", const=EVERY_S, help=watched)
+    watched = (
+        f"print a line at each change until the job has ended; ask every SECONDS ({EVERY_S:g})"
+    )
+    which.add_argument(
+        "--watch", metavar="SECONDS", type=float, nargs="?", const=EVERY_S, help=watched
+    )
     which.add_argument("--json", action="store_true", help="print one JSON object, for programs")
 
 
@@ -108,11 +122,18 @@ def show_status(options: argparse.Namespace, s3: S3Config) -> int:
 
 def logs_flags(parser: Parser) -> None:
     of_run(parser)
-    parser.add_argument("-f", "--follow", action="store_true", help="print new lines until the job has ended")
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="print new lines until the job has ended"
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--rank", type=int, metavar="N", help="only this rank")
     which.add_argument("--node", metavar="HOST", help="only this machine")
-    parser.add_argument("--attempt", type=int, metavar="K", help="only this attempt (default: the last and later ones)")
+    parser.add_argument(
+        "--attempt",
+        type=int,
+        metavar="K",
+        help="only this attempt (default: the last and later ones)",
+    )
     last = f"number of lines to print from the end of each file ({logs.LINES})"
     parser.add_argument("--lines", type=int, metavar="N", default=logs.LINES, help=last)
 
@@ -137,9 +158,13 @@ def stop(options: argparse.Namespace, s3: S3Config) -> int:
         seen.kind == "train",
         f"a preparation keeps finished shards, so cancel it instead: python -m launch cancel {record.run_dir} --yes",
     )
-    if not (seen.answer.nodes and seen.progress.exists):  # the trainer rejects a folder that contains only STOP
+    if not (
+        seen.answer.nodes and seen.progress.exists
+    ):  # the trainer rejects a folder that contains only STOP
         end(record, seen)
-        say(f"{record.run_dir}: the job was cancelled, since training had not begun ({seen.answer.text})")
+        say(
+            f"{record.run_dir}: the job was cancelled, since training had not begun ({seen.answer.text})"
+        )
         return DONE
     if seen.history.stop_asked_unix_s is None:
         # Write the event first: a supervisor removes a STOP file for which there is no event.
@@ -152,7 +177,9 @@ def stop(options: argparse.Namespace, s3: S3Config) -> int:
 
 def resume_flags(parser: Parser) -> None:
     of_run(parser)
-    vouched = "checksum that the launch printed; needed for a run in S3 that another computer launched"
+    vouched = (
+        "checksum that the launch printed; needed for a run in S3 that another computer launched"
+    )
     parser.add_argument("--job-sha256", metavar="DIGEST", default="", help=vouched)
 
 
@@ -165,7 +192,11 @@ def resume(options: argparse.Namespace, s3: S3Config) -> int:
 
 def cancel_flags(parser: Parser) -> None:
     of_run(parser)
-    parser.add_argument("--yes", action="store_true", help="cancel the job; without --yes, only say what would be lost")
+    parser.add_argument(
+        "--yes",
+        action="store_true",
+        help="cancel the job; without --yes, only say what would be lost",
+    )
 
 
 def cancel(options: argparse.Namespace, s3: S3Config) -> int:
@@ -226,7 +257,9 @@ def lost(seen: Status) -> str:
 # ---- table -----------------------------------------------------------------------------------------------------------
 
 TABLE = {
-    "list": Command("List the launched runs in a folder.", ("", "s3://bucket/runs"), list_flags, list_runs),
+    "list": Command(
+        "List the launched runs in a folder.", ("", "s3://bucket/runs"), list_flags, list_runs
+    ),
     "status": Command(
         "Show the state of a run from its scheduler, its record and its run folder.",
         ("runs/mine", "runs/mine --watch", "s3://bucket/runs/mine --json"),
@@ -239,11 +272,21 @@ TABLE = {
         logs_flags,
         show_logs,
     ),
-    "stop": Command("Stop a run with a checkpoint; resume continues it.", ("runs/mine",), of_run, stop),
-    "resume": Command(
-        "Start the job of a run again, with the same code and settings.", ("runs/mine",), resume_flags, resume
+    "stop": Command(
+        "Stop a run with a checkpoint; resume continues it.", ("runs/mine",), of_run, stop
     ),
-    "cancel": Command("End the job of a run immediately, without a checkpoint.", ("runs/mine",), cancel_flags, cancel),
+    "resume": Command(
+        "Start the job of a run again, with the same code and settings.",
+        ("runs/mine",),
+        resume_flags,
+        resume,
+    ),
+    "cancel": Command(
+        "End the job of a run immediately, without a checkpoint.",
+        ("runs/mine",),
+        cancel_flags,
+        cancel,
+    ),
     "clean": Command(
         "Remove all resources of a run on EC2, and verify that none is left.",
         ("s3://bucket/runs/mine", "s3://bucket/runs/mine --yes"),

@@ -8,8 +8,14 @@ from typing import ClassVar
 
 from train.config import InstanceConfig, Section, check, setting
 
-OLD_GPUS = {"p3": "V100s", "p2": "K80s", "g3": "M60s"}  # EC2 instance families that our images do not support
-INSTANCE_TYPE = r"[a-z][a-z0-9-]*\.[a-z0-9-]+"  # the form of an EC2 instance type, such as trn1.32xlarge
+OLD_GPUS = {
+    "p3": "V100s",
+    "p2": "K80s",
+    "g3": "M60s",
+}  # EC2 instance families that our images do not support
+INSTANCE_TYPE = (
+    r"[a-z][a-z0-9-]*\.[a-z0-9-]+"  # the form of an EC2 instance type, such as trn1.32xlarge
+)
 
 
 @dataclass(kw_only=True)
@@ -17,14 +23,20 @@ class ClusterConfig(Section, prefix="cluster."):
     """Settings of the scheduler that provides the machines. Other code tests the class variables, never `kind`."""
 
     is_here: ClassVar[bool] = False  # whether the job runs on this machine
-    signals_ranks: ClassVar[bool] = False  # whether a SIGTERM to ranks alone means that machines are taken away
-    finds_types: ClassVar[bool] = False  # whether the scheduler knows machine types that conf/instance does not list
+    signals_ranks: ClassVar[bool] = (
+        False  # whether a SIGTERM to ranks alone means that machines are taken away
+    )
+    finds_types: ClassVar[bool] = (
+        False  # whether the scheduler knows machine types that conf/instance does not list
+    )
     has_check: ClassVar[bool] = False  # whether check=true is supported
     shares_disks: ClassVar[bool] = True  # whether the machines see the folders of this one
 
     kind: str = "local"  # The name of the scheduler in launch/schedulers.py; cluster=... sets it.
     gate: bool = False  # Before training, run train.doctor on every machine and test collectives over all machines.
-    attempts: int = setting(20, above=0)  # The number of failed attempts after which the job gives up.
+    attempts: int = setting(
+        20, above=0
+    )  # The number of failed attempts after which the job gives up.
 
     def interpreter(self) -> str:
         """Return the path of Python on the nodes."""
@@ -48,15 +60,23 @@ class LaunchConfig(Section):
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     instance: InstanceConfig = field(default_factory=InstanceConfig)
     nodes: int = setting(1, least=1, most=4096)  # The number of machines.
-    spares: int = setting(0, least=0)  # The number of extra machines that can replace those that fail the preflight.
-    processes_per_node: int | None = setting(None, above=0, most=1024)  # The number of ranks per machine; None
+    spares: int = setting(
+        0, least=0
+    )  # The number of extra machines that can replace those that fail the preflight.
+    processes_per_node: int | None = setting(
+        None, above=0, most=1024
+    )  # The number of ranks per machine; None
     # starts one per device.
     submit: bool = False  # Start the job; false prints the plan and starts nothing.
     check: bool = False  # Ask EC2 whether it would start the machines in each subnet (DryRun), and start nothing.
-    calibrate: str | None = None  # The folder of a finished run, whose measured speed the estimate uses; None uses a
+    calibrate: str | None = (
+        None  # The folder of a finished run, whose measured speed the estimate uses; None uses a
+    )
     # published figure for the device.
     prepare: bool = False  # Prepare a corpus instead of training. Settings of train.prepare then follow the --.
-    parts: int | None = setting(None, above=0, most=100_000)  # The number of parts into which prepare=true splits the
+    parts: int | None = setting(
+        None, above=0, most=100_000
+    )  # The number of parts into which prepare=true splits the
     # corpus, each a task of a job array; None does not split it.
 
     def __post_init__(self) -> None:
@@ -75,7 +95,10 @@ class LaunchConfig(Section):
             "current PyTorch builds) supports; ParallelCluster has rejected p3 since 3.9. Use g6.12xlarge, "
             "g6e.12xlarge or p4d.24xlarge",
         )
-        check(not self.check or self.cluster.has_check, "check=true is for cluster=ec2; plans for Slurm always ask it")
+        check(
+            not self.check or self.cluster.has_check,
+            "check=true is for cluster=ec2; plans for Slurm always ask it",
+        )
         check(
             self.spares == 0 or self.cluster.gate,
             f"spares={self.spares} can only replace machines that fail the preflight: set cluster.gate=true",

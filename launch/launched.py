@@ -14,12 +14,16 @@ from launch.plan import absolute
 from launch.record import JOB, Job, Record
 from launch.values import table, text
 from train.config import InputError, check
-from train.system.folders import LocalFolder, canonical_json, local_path, sha256_bytes
-from train.system.schema import BadContent, read_object
+from train.storage.folders import LocalFolder, canonical_json, local_path, sha256_bytes
+from train.storage.schema import BadContent, read_object
 
 
 def file_of(record: Record) -> tuple[LocalFolder, str]:
-    root = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "baretrain" / "launched"
+    root = (
+        Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+        / "baretrain"
+        / "launched"
+    )
     return LocalFolder(root), f"{sha256_bytes(record.location.encode())[:32]}.json"
 
 
@@ -37,7 +41,12 @@ def keep(record: Record, handle: dict[str, Any] | None = None) -> None:
     folder, name = file_of(record)
     folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle = last_handle(record) if handle is None else handle
-    folder.write(name, canonical_json({"location": record.location, "job_sha256": record.job_sha256, "handle": handle}))
+    folder.write(
+        name,
+        canonical_json(
+            {"location": record.location, "job_sha256": record.job_sha256, "handle": handle}
+        ),
+    )
 
 
 def last_handle(record: Record) -> dict[str, Any]:
@@ -53,7 +62,9 @@ def job_to_start(record: Record) -> Job:
     job = record.job()
     if not record.job_sha256:
         record.job_sha256 = (
-            text(read(record), "job_sha256") if record.is_remote else sha256_bytes(record.folder.read(JOB))
+            text(read(record), "job_sha256")
+            if record.is_remote
+            else sha256_bytes(record.folder.read(JOB))
         )
         check(
             bool(record.job_sha256),

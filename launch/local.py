@@ -17,15 +17,23 @@ from launch.preflight import run_preflight
 from launch.record import Job, Record, add_record_flags, attempt_name
 from launch.schedulers import cluster_of
 from launch.spec import Handle, State
-from launch.supervise import CODES, Decision, StopFile, prepared, recording_failure, retry, supervise
+from launch.supervise import (
+    CODES,
+    Decision,
+    StopFile,
+    prepared,
+    recording_failure,
+    retry,
+    supervise,
+)
 from launch.values import count
 from train.config import Unreachable, check
+from train.machine import processes
+from train.machine.console import say
+from train.machine.memory import usable_cpus
+from train.machine.processes import is_alive, read_process
 from train.run.command import DONE, FAILED, command_parser, run_flags
-from train.system import processes
-from train.system.atomic_io import make_alike, open_alike
-from train.system.console import say
-from train.system.memory import usable_cpus
-from train.system.processes import is_alive, read_process
+from train.storage.atomic_io import make_alike, open_alike
 
 ORPHANS_S = 600.0  # time for ranks to save and end after their torchrun is killed
 
@@ -50,7 +58,11 @@ class Scheduler(spec.Scheduler):
                 start_new_session=True,  # Ctrl-C in the terminal must not reach the supervisor
             )
         seen = read_process(process.pid)
-        return {"host": platform.node(), "pid": process.pid, "started": seen.started if seen else 0}
+        return {
+            "host": platform.node(),
+            "pid": process.pid,
+            "started": seen.started if seen else 0,
+        }
 
     def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
         """Show the logs until the job ends. Ctrl-C asks the run to save and stop; a second Ctrl-C cancels the job."""
@@ -65,12 +77,18 @@ class Scheduler(spec.Scheduler):
             except KeyboardInterrupt:
                 commands.main([*command, record.run_dir, *record.s3.flags()])
         ended = record.history().ended
-        said = f"{ended.outcome}, {ended.reason}" if ended else "the job ended and recorded no reason"
+        said = (
+            f"{ended.outcome}, {ended.reason}" if ended else "the job ended and recorded no reason"
+        )
         say(f"{record.run_dir}: {said}; python -m launch status {record.run_dir} shows more")
         return CODES.get(ended.outcome, FAILED) if ended else FAILED
 
     def state(self, record: Record, handle: Handle) -> State:
-        host, pid, started = handle.get("host"), count(handle, "pid") or 0, count(handle, "started")
+        host, pid, started = (
+            handle.get("host"),
+            count(handle, "pid") or 0,
+            count(handle, "started"),
+        )
         check(pid > 1, f"the record names no process: {handle.get('pid')!r}")
         if host != platform.node():
             raise Unreachable(
@@ -84,7 +102,9 @@ class Scheduler(spec.Scheduler):
     def cancel(self, record: Record, handle: Handle) -> None:
         if self.state(record, handle).is_active:
             pid = int(handle["pid"])
-            processes.kill([pid, *processes.descendants(pid)])  # torchrun puts ranks into separate sessions
+            processes.kill(
+                [pid, *processes.descendants(pid)]
+            )  # torchrun puts ranks into separate sessions
 
 
 def is_supervisor(pid: int, record: Record) -> bool:
@@ -107,11 +127,15 @@ def supervisor(job: Job, record: Record) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    purpose = "Supervise a job on this machine. python -m launch cluster=local starts this program."
+    purpose = (
+        "Supervise a job on this machine. python -m launch cluster=local starts this program."
+    )
     parser = command_parser("launch.local", purpose, examples=("runs/mine",))
     parser.add_argument("run", help="run folder")
     add_record_flags(parser)
-    return run_flags(parser, arguments, lambda options, s3: run_job(Record(options.run, s3, options.job_sha256)))
+    return run_flags(
+        parser, arguments, lambda options, s3: run_job(Record(options.run, s3, options.job_sha256))
+    )
 
 
 def run_job(record: Record) -> int:
@@ -124,7 +148,9 @@ def run_job(record: Record) -> int:
 
 def prepare(record: Record, job: Job) -> Decision:
     """Prepare the parts one after another, since each may use several processes; then merge them."""
-    steps = [["--part", str(part)] for part in range(1, job.parts + 1)] + ([["--merge"]] if job.parts > 1 else [])
+    steps = [["--part", str(part)] for part in range(1, job.parts + 1)] + (
+        [["--merge"]] if job.parts > 1 else []
+    )
     for step in steps:
         if code := on_this_machine(record, job, "prepare", *step):
             return prepared(code, " ".join(step).removeprefix("--"))
@@ -135,13 +161,17 @@ def train(record: Record, job: Job) -> Decision:
     cluster: ClusterConfig = cluster_of(job)
     stop, node = StopFile(record), platform.node()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: stop.ask(f"{signal.Signals(number).name} to the supervisor"))
+        signal.signal(
+            number, lambda number, _: stop.ask(f"{signal.Signals(number).name} to the supervisor")
+        )
 
     def examine(command: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
         return on_this_machine(record, job, command, f"--attempt={name}")
 
     def attempt(number: int) -> int:
-        return on_this_machine(record, job, "train", f"--attempt={attempt_name(number)}", stop=stop)
+        return on_this_machine(
+            record, job, "train", f"--attempt={attempt_name(number)}", stop=stop
+        )
 
     if cluster.gate:
         _, failed = run_preflight(record, job, [node], examine, name=f"gate_{os.getpid()}")
@@ -150,13 +180,17 @@ def train(record: Record, job: Job) -> Decision:
     return supervise(record, cluster, attempt, nodes=[node], stop=stop)
 
 
-def on_this_machine(record: Record, job: Job, command: str, *arguments: str, stop: StopFile | None = None) -> int:
+def on_this_machine(
+    record: Record, job: Job, command: str, *arguments: str, stop: StopFile | None = None
+) -> int:
     """Run a command of launch.node, and wait for ranks that outlive it; return the command's exit code."""
     processes.adopt_orphans()
     words = [job.python, "-m", "launch.node", command, record.run_dir, *arguments, *record.flags()]
     process = processes.start(words, env=os.environ)
     code = processes.exit_code(process, meanwhile=stop.write if stop is not None else lambda: None)
-    processes.end_orphans(ORPHANS_S)  # ranks whose torchrun is gone could still write to the run folder
+    processes.end_orphans(
+        ORPHANS_S
+    )  # ranks whose torchrun is gone could still write to the run folder
     return code
 
 

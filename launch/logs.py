@@ -19,16 +19,22 @@ from dataclasses import dataclass
 from launch.record import History, Record
 from launch.status import ask
 from train.config import Unreachable, check
-from train.system.console import say
-from train.system.folders import Folder, LocalFolder
-from train.system.schema import is_path
+from train.machine.console import say
+from train.storage.folders import Folder, LocalFolder
+from train.storage.schema import is_path
 
 LINES = 100  # number of lines shown from the end of each file
 MAX_BYTES = 2**20  # bytes read from the end of a new file
-POLL_S, POLL_S3_S, ASK_S = 1.0, 5.0, 10.0  # seconds between reads of local files, of S3, and of the job's state
+POLL_S, POLL_S3_S, ASK_S = (
+    1.0,
+    5.0,
+    10.0,
+)  # seconds between reads of local files, of S3, and of the job's state
 LOGS = "logs/"
 OF_NODE = re.compile(r"attempt_(\d{4,9})/([^/]+)\.txt")
-OF_RANK = re.compile(r"attempt_(\d{4,9})/([^/]+)/(?:.+/)?attempt_\d+/(\d{1,5})/(?:stdout|stderr)\.log")
+OF_RANK = re.compile(
+    r"attempt_(\d{4,9})/([^/]+)/(?:.+/)?attempt_\d+/(\d{1,5})/(?:stdout|stderr)\.log"
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,9 @@ class Log:
     def take(self, *, is_last: bool = False, lines: int | None = None) -> list[str]:
         """Return the new lines, or the last `lines` of them. `is_last` adds an unfinished line."""
         size = self.folder.size(self.name) or 0
-        self.position = 0 if size < self.position else self.position  # a shorter file has replaced this one
+        self.position = (
+            0 if size < self.position else self.position
+        )  # a shorter file has replaced this one
         begin = self.position if lines is None else max(self.position, size - MAX_BYTES)
         if begin == size:
             return []
@@ -76,7 +84,10 @@ def as_text(line: bytes) -> str:
 
 def all_logs(record: Record) -> dict[str, Log]:
     """Return the logs on this machine and in S3, by name. A local log replaces its copy in S3, which is older."""
-    here, there = LocalFolder(record.local_folder() / "logs"), record.folder.names(LOGS) if record.is_remote else []
+    here, there = (
+        LocalFolder(record.local_folder() / "logs"),
+        record.folder.names(LOGS) if record.is_remote else [],
+    )
     logs = [Log(name.removeprefix(LOGS), record.folder, name) for name in there]
     logs += [Log(name, here, name) for name in here.names() if is_path(name)]
     return {log.title: log for log in logs}
@@ -85,41 +96,67 @@ def all_logs(record: Record) -> dict[str, Log]:
 def select(record: Record, wanted: Wanted, history: History) -> list[Log]:
     """Return the logs to show now. Raises InputError if the job has no such attempt, machine or rank."""
     logs, begun = all_logs(record), {each.number: each.nodes for each in history.attempts}
-    known = sorted({*begun, *(int(match[1]) for name in logs if (match := OF_NODE.fullmatch(name)))})
+    known = sorted(
+        {*begun, *(int(match[1]) for name in logs if (match := OF_NODE.fullmatch(name)))}
+    )
     check(
         wanted.attempt in (None, *known),
         f"there is no attempt {wanted.attempt}; available: {', '.join(map(str, known)) or 'none yet'}",
     )
-    attempt = wanted.attempt if wanted.attempt is not None else [0, *known[-1:], *[*begun][-1:]][-1]
+    attempt = (
+        wanted.attempt if wanted.attempt is not None else [0, *known[-1:], *[*begun][-1:]][-1]
+    )
     hosts = begun.get(attempt, [])
     if wanted.rank is not None:
         return of_rank(record, logs, attempt, hosts, wanted.rank, is_last=wanted.attempt is None)
-    nodes = {match[2]: name for name in logs if (match := OF_NODE.fullmatch(name)) and int(match[1]) == attempt}
+    nodes = {
+        match[2]: name
+        for name in logs
+        if (match := OF_NODE.fullmatch(name)) and int(match[1]) == attempt
+    }
     if wanted.node is not None:
         there = sorted({*nodes, *hosts})
         given = f"there is no machine {wanted.node} in attempt {attempt}; available: {', '.join(there) or 'none yet'}"
         check(wanted.node in there, given)
         return [logs[nodes[wanted.node]]] if wanted.node in nodes else []
-    of_job = [log for name, log in logs.items() if "/" not in name and name.endswith(".txt") and wanted.attempt is None]
+    of_job = [
+        log
+        for name, log in logs.items()
+        if "/" not in name and name.endswith(".txt") and wanted.attempt is None
+    ]
     return [*of_job, *([logs[name] for name in nodes.values()] or of_trainer(record, 0))]
 
 
 def of_rank(
-    record: Record, logs: dict[str, Log], attempt: int, hosts: list[str], rank: int, *, is_last: bool
+    record: Record,
+    logs: dict[str, Log],
+    attempt: int,
+    hosts: list[str],
+    rank: int,
+    *,
+    is_last: bool,
 ) -> list[Log]:
     """Return a rank's logs from torchrun and, for the last attempt, its trainer's log of all attempts."""
     per_node = record.job().processes_per_node
     ranks = len(hosts) * per_node
-    check(0 <= rank < ranks, f"there is no rank {rank} in attempt {attempt}, which has {ranks} ranks")
+    check(
+        0 <= rank < ranks, f"there is no rank {rank} in attempt {attempt}, which has {ranks} ranks"
+    )
     place = (attempt, hosts[rank // per_node], rank % per_node)
     matches = {name: OF_RANK.fullmatch(name) for name in logs}
-    of_torchrun = [logs[name] for name, at in matches.items() if at and (int(at[1]), at[2], int(at[3])) == place]
+    of_torchrun = [
+        logs[name]
+        for name, at in matches.items()
+        if at and (int(at[1]), at[2], int(at[3])) == place
+    ]
     return [*of_torchrun, *(of_trainer(record, rank) if is_last else [])]
 
 
 def of_trainer(record: Record, rank: int) -> list[Log]:
     name = f"log/rank_{rank:04d}.txt"
-    return [Log(f"the run's {name}", record.run, name)] if record.run.size(name) is not None else []
+    return (
+        [Log(f"the run's {name}", record.run, name)] if record.run.size(name) is not None else []
+    )
 
 
 # ---- showing ---------------------------------------------------------------------------------------------------------
@@ -131,13 +168,18 @@ class Printer:
     def __init__(self, record: Record, wanted: Wanted) -> None:
         self.record, self.wanted, self.title = record, wanted, ""
         self.logs: dict[str, Log] = {}
-        self.lines: int | None = wanted.lines  # None after the first call: later files are shown in full
+        self.lines: int | None = (
+            wanted.lines
+        )  # None after the first call: later files are shown in full
 
     def show_new(self, history: History, *, is_over: bool) -> None:
         """Print new lines. A log that is no longer selected is printed to its end."""
         selected = {log.title: log for log in select(self.record, self.wanted, history)}
         for title, log in {**selected, **self.logs}.items():
-            is_last, lines = is_over or title not in selected, None if title in self.logs else self.lines
+            is_last, lines = (
+                is_over or title not in selected,
+                None if title in self.logs else self.lines,
+            )
             for line in log.take(is_last=is_last, lines=lines):
                 if title != self.title:
                     say(f"==> {title} <==")

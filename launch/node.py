@@ -21,17 +21,23 @@ from pathlib import Path
 from launch import code
 from launch.record import Job, Record, add_record_flags
 from train.config import InputError, S3Config, check
+from train.machine import local_torchrun, processes
+from train.machine.machine import cache_root
+from train.machine.torchrun import REJECTION
 from train.run.command import DONE, command_parser, printable, run_flags
-from train.system import local_torchrun, processes
-from train.system.atomic_io import make_alike, open_alike
-from train.system.folders import canonical_json
-from train.system.machine import cache_root
-from train.system.schema import FileName
-from train.system.torchrun import REJECTION
+from train.storage.atomic_io import make_alike, open_alike
+from train.storage.folders import canonical_json
+from train.storage.schema import FileName
 
 DOCTOR_S = 300.0  # time limit of train.doctor, which takes seconds
-LIMITS_S = {"preflight": DOCTOR_S + 60, "collectives": 1800.0}  # time limits: one machine must not delay all others
-FIRST_PORT, PORTS = 20_000, 10_000  # first port and number of ports, all below those that Linux assigns to clients
+LIMITS_S = {
+    "preflight": DOCTOR_S + 60,
+    "collectives": 1800.0,
+}  # time limits: one machine must not delay all others
+FIRST_PORT, PORTS = (
+    20_000,
+    10_000,
+)  # first port and number of ports, all below those that Linux assigns to clients
 JOIN_S = 120  # time for machines, which have all just answered, to join for collectives; torchrun's default is 900 s
 PREFLIGHT = "gate/{}/{}.json"
 
@@ -45,12 +51,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("run", help="run folder")
     parser.add_argument("--hosts", default="", help="machines of the job, in rank order")
-    parser.add_argument("--addresses", default="", help="addresses of --hosts; the first is enough without --group")
-    parser.add_argument("--group", type=int, default=0, help="number of machines that join as one group; 0: all")
+    parser.add_argument(
+        "--addresses", default="", help="addresses of --hosts; the first is enough without --group"
+    )
+    parser.add_argument(
+        "--group", type=int, default=0, help="number of machines that join as one group; 0: all"
+    )
     parser.add_argument("--port", type=int, default=0, help="port at which the machines join")
-    parser.add_argument("--attempt", default="", help="name of the attempt or test, for logs and answers")
+    parser.add_argument(
+        "--attempt", default="", help="name of the attempt or test, for logs and answers"
+    )
     parser.add_argument("--part", type=int, help="part to prepare, counted from 1")
-    parser.add_argument("--merge", action="store_true", help="write the manifest of all prepared parts")
+    parser.add_argument(
+        "--merge", action="store_true", help="write the manifest of all prepared parts"
+    )
     add_record_flags(parser)
     return run_flags(parser, arguments, act)
 
@@ -68,13 +82,19 @@ def join_flags(
 
 def act(options: argparse.Namespace, s3: S3Config) -> int:
     for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # torchrun inherits this: the signal would end it and orphan its ranks
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # torchrun inherits this: the signal would end it and orphan its ranks
     record = Record(options.run, s3, options.job_sha256)
     try:
         return COMMANDS[options.command](Node(record, record.job(), options))
     except InputError as error:
-        if options.command == "train":  # the exit code 2 alone is ambiguous: srun uses it for a missing program
-            record.append_event("refused", attempt=options.attempt, node=platform.node(), reason=str(error))
+        if (
+            options.command == "train"
+        ):  # the exit code 2 alone is ambiguous: srun uses it for a missing program
+            record.append_event(
+                "refused", attempt=options.attempt, node=platform.node(), reason=str(error)
+            )
         raise
 
 
@@ -85,7 +105,10 @@ class Node:
         self.record, self.job, self.options = record, job, options
         self.name = FileName(os.environ.get("SLURMD_NODENAME") or platform.node())
         self.hosts = options.hosts.split(",") if options.hosts else [self.name]
-        check(self.name in self.hosts, f"this machine, {self.name}, is not one of the job's: {', '.join(self.hosts)}")
+        check(
+            self.name in self.hosts,
+            f"this machine, {self.name}, is not one of the job's: {', '.join(self.hosts)}",
+        )
         self.addresses = options.addresses.split(",")
         if options.group:
             first = self.hosts.index(self.name) // options.group * options.group
@@ -101,7 +124,10 @@ class Node:
     def start_py(self) -> str:
         """Unpack the job's code, and return its entry point."""
         content = self.record.folder.read(self.job.code.file)
-        return str(code.unpack(content, self.job.code.sha256, cache_root() / "launch" / "code") / code.START)
+        return str(
+            code.unpack(content, self.job.code.sha256, cache_root() / "launch" / "code")
+            / code.START
+        )
 
     def torchrun(self, module: str, arguments: Sequence[str]) -> list[str]:
         joined = rendezvous(self, is_train=module == "train")
@@ -109,7 +135,11 @@ class Node:
         size = [f"--nnodes={len(self.hosts)}", f"--nproc-per-node={self.job.processes_per_node}"]
         start = self.start_py()
         # Use this program's local_torchrun: the job's code may be from an older version, which has none.
-        torchrun = ["-m", "torch.distributed.run"] if len(self.hosts) > 1 else [str(Path(local_torchrun.__file__))]
+        torchrun = (
+            ["-m", "torch.distributed.run"]
+            if len(self.hosts) > 1
+            else [str(Path(local_torchrun.__file__))]
+        )
         head = [self.job.python, *torchrun, *size, *joined, "--max-restarts=0", *logs]
         return [*head, start, module, *arguments]
 
@@ -118,7 +148,9 @@ class Node:
         make_alike(self.logs)
         with open_alike(self.logs / log, "ab") as output:
             process = processes.start(command, env=self.environment, output=output)
-            for number in processes.FORWARDED:  # schedulers signal all processes, but `kill` signals only this one
+            for number in (
+                processes.FORWARDED
+            ):  # schedulers signal all processes, but `kill` signals only this one
                 signal.signal(number, lambda number, _: process.send_signal(number))
             code = processes.exit_code(process)
         for path in sorted(self.logs.rglob("*")) if self.record.is_remote else ():
@@ -138,29 +170,53 @@ def rendezvous(node: Node, *, is_train: bool) -> list[str]:
     ident = f"--rdzv-id={node.job.id}.{node.options.attempt}"
     if len(node.hosts) == 1:
         return [ident]
-    first = [f"--node-rank={node.rank}", f"--master-addr={node.addresses[0]}", f"--master-port={node.options.port}"]
+    first = [
+        f"--node-rank={node.rank}",
+        f"--master-addr={node.addresses[0]}",
+        f"--master-port={node.options.port}",
+    ]
     return [ident, *first, *([] if is_train else [f"--rdzv-conf=timeout={JOIN_S}"])]
 
 
 def train(node: Node) -> int:
     code = node.run(node.torchrun("train", node.job.overrides), f"{node.name}.txt")
-    for path in sorted((node.logs / node.name).rglob(REJECTION))[-1:]:  # torchrun's exit code is 1 for any failure
+    for path in sorted((node.logs / node.name).rglob(REJECTION))[
+        -1:
+    ]:  # torchrun's exit code is 1 for any failure
         reason = printable(path.read_text(errors="replace"))
-        node.record.append_event("refused", attempt=node.options.attempt, node=node.name, reason=reason)
+        node.record.append_event(
+            "refused", attempt=node.options.attempt, node=node.name, reason=reason
+        )
     return code
 
 
 def preflight(node: Node) -> int:
     job, instance = node.job, node.job.instance
-    command = [job.python, node.start_py(), "train.doctor", "--json", f"--ranks-per-machine={job.processes_per_node}"]
-    command += [f"--machines={job.nodes}", *([f"--instance={instance}"] if instance != "local" else [])]
+    command = [
+        job.python,
+        node.start_py(),
+        "train.doctor",
+        "--json",
+        f"--ranks-per-machine={job.processes_per_node}",
+    ]
+    command += [
+        f"--machines={job.nodes}",
+        *([f"--instance={instance}"] if instance != "local" else []),
+    ]
     with tempfile.TemporaryFile() as output:
-        code = processes.exit_code(subprocess.Popen(command, env=node.environment, stdout=output), limit_s=DOCTOR_S)
+        code = processes.exit_code(
+            subprocess.Popen(command, env=node.environment, stdout=output), limit_s=DOCTOR_S
+        )
         output.seek(0)
         answer = output.read()
-    if code == processes.TIMED_OUT or not answer:  # train.doctor may have hung on a driver or a file system
+    if (
+        code == processes.TIMED_OUT or not answer
+    ):  # train.doctor may have hung on a driver or a file system
         answer = canonical_json(
-            {"ok": False, "fault": f"train.doctor ended with exit code {code}; its time limit is {DOCTOR_S:g} s"}
+            {
+                "ok": False,
+                "fault": f"train.doctor ended with exit code {code}; its time limit is {DOCTOR_S:g} s",
+            }
         )
     node.answer(answer)
     return DONE
@@ -168,8 +224,14 @@ def preflight(node: Node) -> int:
 
 def collectives(node: Node) -> int:
     """Test the connections among the ranks of this machine's group."""
-    settings = [each for each in node.job.overrides if each.partition("=")[0].split(".")[0] in ("backend", "instance")]
-    code = node.run(node.torchrun("train.doctor", ["--collectives", *settings]), f"{node.name}.collectives.txt")
+    settings = [
+        each
+        for each in node.job.overrides
+        if each.partition("=")[0].split(".")[0] in ("backend", "instance")
+    ]
+    code = node.run(
+        node.torchrun("train.doctor", ["--collectives", *settings]), f"{node.name}.collectives.txt"
+    )
     fault = f"train.doctor --collectives ended with exit code {code}, see its log"
     node.answer(canonical_json({"ok": code == 0, "fault": fault}))
     return code
@@ -181,7 +243,9 @@ def prepare(node: Node) -> int:
         which, log = ["merge=true"], "merge"
     elif job.parts > 1:
         which, log = [f"part={node.options.part}/{job.parts}"], f"part_{node.options.part:05d}"
-    return node.run([job.python, node.start_py(), job.module, *job.overrides, *which], f"{log}.{node.name}.txt")
+    return node.run(
+        [job.python, node.start_py(), job.module, *job.overrides, *which], f"{log}.{node.name}.txt"
+    )
 
 
 COMMANDS = {"train": train, "preflight": preflight, "collectives": collectives, "prepare": prepare}

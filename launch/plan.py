@@ -10,20 +10,40 @@ from typing import Any
 
 from launch.config import LaunchConfig
 from launch.record import Code, Job
-from train.config import InputError, InstanceConfig, PrepareConfig, ShardsConfig, TrainConfig, check, flatten, to_dict
+from train.config import (
+    InputError,
+    InstanceConfig,
+    PrepareConfig,
+    ShardsConfig,
+    TrainConfig,
+    check,
+    flatten,
+    to_dict,
+)
 from train.config.backend import check_backend
 from train.config.data import is_named
+from train.machine.memory import usable_cpus
 from train.run.compose import quoted
-from train.system.folders import is_s3, local_path, sha256_json
-from train.system.hub_access import is_at_hub
-from train.system.identity import FREE, differences
-from train.system.memory import usable_cpus
-from train.system.schema import FileName, Sha256
+from train.run_folder.identity import FREE, differences
+from train.storage.folders import is_s3, local_path, sha256_json
+from train.storage.hub_access import is_at_hub
+from train.storage.schema import FileName, Sha256
 
-FIXED = ("task.", "model.", "optim.")  # prefixes of settings that a run must keep, see train/system/identity.py
+FIXED = (
+    "task.",
+    "model.",
+    "optim.",
+)  # prefixes of settings that a run must keep, see train/run_folder/identity.py
 FIXED_KEYS = ("seed", "global_batch_size", "data.path", "seq_len")
-PATH = re.compile(r"(/|~|\.\.?/|file:)[^\n]")  # the start of a path, in settings that may be any text
-PLACES = ("data.path", "model.pretrained", "model.init_from", "model.tokenizer")  # S3, the Hub, or a folder
+PATH = re.compile(
+    r"(/|~|\.\.?/|file:)[^\n]"
+)  # the start of a path, in settings that may be any text
+PLACES = (
+    "data.path",
+    "model.pretrained",
+    "model.init_from",
+    "model.tokenizer",
+)  # S3, the Hub, or a folder
 OF_MACHINE = ("run_dir", "data.cache_dir")  # folders that each machine makes
 RANKS_PER_CPU = 4  # more ranks would only wait for one another
 
@@ -47,7 +67,12 @@ def absolute(location: str) -> str:
 
 
 def make_job(
-    cfg: LaunchConfig, run: TrainConfig | PrepareConfig, overrides: Sequence[str], code: Code, *, folder: str
+    cfg: LaunchConfig,
+    run: TrainConfig | PrepareConfig,
+    overrides: Sequence[str],
+    code: Code,
+    *,
+    folder: str,
 ) -> Job:
     """Return the job for `run`, made from `overrides`. Raises InputError if the machines cannot run that many ranks."""
     ranks = cfg.ranks_per_node
@@ -89,9 +114,20 @@ def check_reachable(run: TrainConfig | PrepareConfig) -> None:
     for key, value in flatten(to_dict(run)):
         values = value if isinstance(value, list) else [value]
         texts = [each for each in values if isinstance(each, str) and key not in OF_MACHINE]
-        is_shards = key == "data.path" and isinstance(run, TrainConfig) and isinstance(run.data, ShardsConfig)
-        local += [f"{key}={each}" for each in texts if is_here(key, each) or (is_shards and not is_s3(each))]
-    check(not local, f"{' '.join(local)}: the machines do not see this computer's folders; copy them to S3")
+        is_shards = (
+            key == "data.path"
+            and isinstance(run, TrainConfig)
+            and isinstance(run.data, ShardsConfig)
+        )
+        local += [
+            f"{key}={each}"
+            for each in texts
+            if is_here(key, each) or (is_shards and not is_s3(each))
+        ]
+    check(
+        not local,
+        f"{' '.join(local)}: the machines do not see this computer's folders; copy them to S3",
+    )
 
 
 def is_here(key: str, value: str) -> bool:
@@ -109,7 +145,10 @@ def check_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> None:
     if instance.rank_counts is not None:
         valid = instance.rank_counts if cfg.nodes == 1 else [max(instance.rank_counts)]
         name = instance.name if cfg.nodes == 1 else f"with several machines, each {instance.name}"
-        check(ranks in valid, f"processes_per_node={ranks}: {name} runs {' or '.join(map(str, valid))}")
+        check(
+            ranks in valid,
+            f"processes_per_node={ranks}: {name} runs {' or '.join(map(str, valid))}",
+        )
         return
     most, share = instance.devices, "one per device"
     if not uses_devices or instance.device is None or most is None:
@@ -119,11 +158,13 @@ def check_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> None:
     check(most is None or ranks <= most, too_many)
 
 
-def environment(instance: InstanceConfig, *, nodes: int, processes_per_node: int) -> dict[str, str]:
+def environment(
+    instance: InstanceConfig, *, nodes: int, processes_per_node: int
+) -> dict[str, str]:
     """Return the environment variables of every process of a job. Variables that the user sets take precedence.
 
     `python -m train` sets the variables for network cards, huge pages, open files and processors
-    (train.system.rank_setup), and for Neuron's runtime and compiler (train.system.machine), before the ranks join.
+    (train.machine.rank_setup), and for Neuron's runtime and compiler (train.machine.machine), before the ranks join.
     FI_EFA_FORK_SAFE is not set, since only kernels before 5.15 need it (train.doctor warns of these), nor are variables
     for which PyTorch's default is right, such as TORCH_NCCL_ASYNC_ERROR_HANDLING.
     """
@@ -154,7 +195,11 @@ def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], *, run_di
 
     def fixed(settings: Mapping[str, Any]) -> dict[str, Any]:
         pairs = dict(flatten(settings)).items()
-        return {key: value for key, value in pairs if key in FIXED_KEYS or (key.startswith(FIXED) and key not in FREE)}
+        return {
+            key: value
+            for key, value in pairs
+            if key in FIXED_KEYS or (key.startswith(FIXED) and key not in FREE)
+        }
 
     changed = differences(fixed(before), fixed(now))
     check(

@@ -8,7 +8,7 @@ from launch.node import PREFLIGHT
 from launch.record import Job, Record
 from launch.supervise import retry
 from train.run.command import printable
-from train.system.schema import BadContent, read_object
+from train.storage.schema import BadContent, read_object
 
 MAX_CHARS = 300  # maximum length of a reason
 
@@ -48,7 +48,9 @@ def suspects(record: Record, nodes: Sequence[str], run: Run, *, name: str) -> di
             run("collectives", nodes, name=attempt, group=group)
             if failed := failures(record, attempt, nodes):
                 return {node: f"collectives {which}: {reason}" for node, reason in failed.items()}
-    return dict.fromkeys(nodes, f"collectives over {', '.join(nodes)} fail, see logs/{name}"[:MAX_CHARS])
+    return dict.fromkeys(
+        nodes, f"collectives over {', '.join(nodes)} fail, see logs/{name}"[:MAX_CHARS]
+    )
 
 
 def failures(record: Record, attempt: str, nodes: Sequence[str]) -> dict[str, str]:
@@ -66,7 +68,11 @@ def failure_of(record: Record, name: str) -> str:
         return f"its answer cannot be read: {error}"
     if answer.get("ok") is True:
         return ""
-    red = [each for each in answer.get("findings", []) if isinstance(each, dict) and each.get("state") == "bad"]
+    red = [
+        each
+        for each in answer.get("findings", [])
+        if isinstance(each, dict) and each.get("state") == "bad"
+    ]
     texts = [f"{each.get('name')}: {each.get('text')} ({each.get('cure')})" for each in red]
     return "; ".join(texts) or str(answer.get("fault") or "train.doctor reported no findings")
 

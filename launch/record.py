@@ -23,10 +23,17 @@ from typing import Any, TypeVar
 from launch.values import count, table, text, texts
 from train.config import InputError, S3Config, check
 from train.config.checks import LAST_UNIX_S
+from train.machine.machine import cache_root
 from train.run.command import Parser, add_s3_flags
-from train.system.folders import LocalFolder, at_once, canonical_json, is_s3, open_folder, sha256_bytes
-from train.system.machine import cache_root
-from train.system.schema import BadContent, FileName, Sha256, read_object, record
+from train.storage.folders import (
+    LocalFolder,
+    at_once,
+    canonical_json,
+    is_s3,
+    open_folder,
+    sha256_bytes,
+)
+from train.storage.schema import BadContent, FileName, Sha256, read_object, record
 
 FORMAT = 2
 MODULES = {"train": "train", "prepare": "train.prepare"}
@@ -105,7 +112,9 @@ class Event:
 
 def add_record_flags(parser: Parser) -> None:
     add_s3_flags(parser, caches=False)
-    parser.add_argument("--job-sha256", metavar="DIGEST", default="", help="checksum that job.json must have")
+    parser.add_argument(
+        "--job-sha256", metavar="DIGEST", default="", help="checksum that job.json must have"
+    )
 
 
 class Record:
@@ -133,7 +142,10 @@ class Record:
 
     def flags(self) -> list[str]:
         """Return the flags of `add_record_flags` with which another program opens this record."""
-        return [*self.s3.flags(), *([f"--job-sha256={self.job_sha256}"] if self.job_sha256 else [])]
+        return [
+            *self.s3.flags(),
+            *([f"--job-sha256={self.job_sha256}"] if self.job_sha256 else []),
+        ]
 
     def exists(self) -> bool:
         return self.folder.size(JOB) is not None
@@ -178,7 +190,10 @@ class Record:
             pass  # another process took the number
 
     def next_number(self) -> int:
-        return 1 + max((int(name[len(EVENTS) :].removesuffix(".json")) for name in self.event_names()), default=0)
+        return 1 + max(
+            (int(name[len(EVENTS) :].removesuffix(".json")) for name in self.event_names()),
+            default=0,
+        )
 
     def append_event_as(self, number: int, kind: str, /, **details: Any) -> bool:
         """Add an event with this number; return False if the number is taken."""
@@ -186,7 +201,11 @@ class Record:
         return self.folder.create(f"{EVENTS}{number:05d}.json", canonical_json(asdict(event)))
 
     def event_names(self) -> list[str]:
-        return [name for name in self.folder.names(EVENTS) if re.fullmatch(r"events/\d{5,}\.json", name)]
+        return [
+            name
+            for name in self.folder.names(EVENTS)
+            if re.fullmatch(r"events/\d{5,}\.json", name)
+        ]
 
     def history(self) -> History:
         return read_history(self.events())
@@ -212,7 +231,9 @@ class Submission:
     scheduler: str
     time_unix_s: float
     nodes: int | None = None
-    handle: dict[str, Any] = field(default_factory=dict)  # the job's identifier; empty before the scheduler answers
+    handle: dict[str, Any] = field(
+        default_factory=dict
+    )  # the job's identifier; empty before the scheduler answers
     rejection: str = ""  # why the job could not be started; empty if it could
 
 
@@ -255,9 +276,13 @@ class History:
     failed_gate: dict[str, str] = field(default_factory=dict)  # reasons by node
     stop_asked_unix_s: float | None = None
     cancelled_unix_s: float | None = None
-    excluded: list[str] = field(default_factory=list)  # nodes on which the requeued job must not run
+    excluded: list[str] = field(
+        default_factory=list
+    )  # nodes on which the requeued job must not run
     ended: Ended | None = None
-    faults: int = 0  # number of attempts that failed or saved nothing new, plus requeues without an attempt
+    faults: int = (
+        0  # number of attempts that failed or saved nothing new, plus requeues without an attempt
+    )
     idle: int = 0  # number of attempts in a row that saved nothing new; those that never began are not counted
     requeued: str = ""  # why the job was requeued; empty once an attempt begins or the job ends
     is_tried: bool = False  # whether an attempt was made since the last requeue
@@ -290,15 +315,23 @@ class History:
                 self.submission.rejection = text(details, "reason") or "rejected"
             case "attempt_began":
                 begun_at = count(details, "checkpoint") or 0
-                if last is not None and not last.is_over:  # its machine was lost; only checkpoints show its progress
+                if (
+                    last is not None and not last.is_over
+                ):  # its machine was lost; only checkpoints show its progress
                     self.add_try(progressed=begun_at > last.begun_at)
                 number, nodes = count(details, "number") or 0, texts(details, "nodes")
                 self.attempts.append(AttemptEntry(number, nodes, at_unix_s, begun_at=begun_at))
                 self.ended, self.is_tried, self.requeued = None, True, ""
-            case "refused" if last is not None and details.get("attempt") == attempt_name(last.number):
+            case "refused" if last is not None and details.get("attempt") == attempt_name(
+                last.number
+            ):
                 last.reason = last.reason or text(details, "reason")
             case "attempt_ended" if last is not None:
-                last.ended_unix_s, last.exit_code, last.is_over = at_unix_s, count(details, "exit_code"), True
+                last.ended_unix_s, last.exit_code, last.is_over = (
+                    at_unix_s,
+                    count(details, "exit_code"),
+                    True,
+                )
                 last.step, last.checkpoint = count(details, "step"), count(details, "checkpoint")
                 last.outcome, last.reason = text(details, "outcome"), text(details, "reason")
                 last.next = text(details, "next")
@@ -308,7 +341,9 @@ class History:
                     never_began=details.get("never_began") is True,
                 )
             case "gate":
-                self.failed_gate = {node: str(reason) for node, reason in table(details, "failed").items()}
+                self.failed_gate = {
+                    node: str(reason) for node, reason in table(details, "failed").items()
+                }
             case "stop_asked":
                 self.stop_asked_unix_s = at_unix_s
             case "cancelled":
@@ -321,10 +356,16 @@ class History:
                 self.is_tried = False
             case "ended":
                 outcome, self.requeued = text(details, "outcome"), ""
-                self.ended = Ended(outcome if outcome in ENDS else "ended", text(details, "reason"), at_unix_s)
+                self.ended = Ended(
+                    outcome if outcome in ENDS else "ended", text(details, "reason"), at_unix_s
+                )
 
-    def add_try(self, *, progressed: bool, in_order: bool = False, never_began: bool = False) -> None:
-        self.idle = 0 if progressed else self.idle + (not never_began)  # an attempt that never began does not count
+    def add_try(
+        self, *, progressed: bool, in_order: bool = False, never_began: bool = False
+    ) -> None:
+        self.idle = (
+            0 if progressed else self.idle + (not never_began)
+        )  # an attempt that never began does not count
         self.faults += not (progressed and in_order)
 
 

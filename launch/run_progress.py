@@ -8,14 +8,16 @@ from typing import Any
 
 from launch.values import count, number, table
 from train.observe.lines import read_back
-from train.system.folders import Folder
-from train.system.identity import ENVIRONMENT
-from train.system.lease import newest, parse
-from train.system.outcome import read_outcome
-from train.system.schema import BadContent, read_object
+from train.run_folder.identity import ENVIRONMENT
+from train.run_folder.lease import newest, parse
+from train.run_folder.outcome import read_outcome
+from train.storage.folders import Folder
+from train.storage.schema import BadContent, read_object
 from train.tasks import scores_of
 
-TAIL_BYTES = 2**22  # bytes read from the end of metrics.jsonl: about 10,000 lines, probably including an evaluation
+TAIL_BYTES = (
+    2**22
+)  # bytes read from the end of metrics.jsonl: about 10,000 lines, probably including an evaluation
 COMMITTED = re.compile(r"checkpoints/step_([0-9]{1,18})/manifest\.json")
 MAX_SCORES = 6
 
@@ -31,7 +33,9 @@ class RunProgress:
     loss: float | None = None
     tokens_per_s: float | None = None
     mfu: float | None = None
-    goodput: float | None = None  # share of the time since the first start that was spent in steps that were not lost
+    goodput: float | None = (
+        None  # share of the time since the first start that was spent in steps that were not lost
+    )
     cost_usd: float | None = None  # cost of all attempts, up to the last line
     evaluated_step: int | None = None
     scores: dict[str, float] = field(default_factory=dict)
@@ -45,7 +49,9 @@ def read_progress(run: Folder) -> RunProgress:
     """Read the progress of a run from its folder, which need not exist yet. Damaged files count as missing."""
     names = run.names_here()
     lines = list(read_back(run, limit_bytes=TAIL_BYTES))[::-1]
-    trained, evaluated, ended = ([line for line in lines if line["kind"] == k] for k in ("train", "eval", "summary"))
+    trained, evaluated, ended = (
+        [line for line in lines if line["kind"] == k] for k in ("train", "eval", "summary")
+    )
     last, score = (trained or [{}])[-1], (evaluated or [{}])[-1]
     try:
         environment = read_object(run.read(ENVIRONMENT))
@@ -89,7 +95,11 @@ def mean_step_s(trained: list[dict[str, Any]]) -> float | None:
     if not trained:
         return None
     first, last = trained[0], trained[-1]
-    begin_s, end_s, steps = number(first, "time_unix_s"), number(last, "time_unix_s"), last["step"] - first["step"]
+    begin_s, end_s, steps = (
+        number(first, "time_unix_s"),
+        number(last, "time_unix_s"),
+        last["step"] - first["step"],
+    )
     if begin_s is not None and end_s is not None and end_s > begin_s and steps > 0:
         return (end_s - begin_s) / steps
     return number(last, "step_s") or None

@@ -11,9 +11,11 @@ from launch.record import Job
 from launch.slurm.config import SlurmConfig
 from launch.spec import Scheduler
 from train.config import InputError
-from train.system.schema import record
+from train.storage.schema import record
 
-SCHEDULERS: dict[str, tuple[type[ClusterConfig], str]] = {  # the settings class, and the module with a class Scheduler
+SCHEDULERS: dict[
+    str, tuple[type[ClusterConfig], str]
+] = {  # the settings class, and the module with a class Scheduler
     "local": (LocalConfig, "launch.local"),
     "slurm": (SlurmConfig, "launch.slurm.scheduler"),
     "ec2": (Ec2Config, "launch.ec2.scheduler"),

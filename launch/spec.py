@@ -19,10 +19,14 @@ Handle = Mapping[str, Any]  # a scheduler's identifier of a job, as plain JSON
 class State:
     """The current state of a job, as its scheduler reports it."""
 
-    is_active: bool | None = None  # whether the job is waiting or running, so no other may start; None: unknown
+    is_active: bool | None = (
+        None  # whether the job is waiting or running, so no other may start; None: unknown
+    )
     text: str = ""  # the state in the scheduler's terms, such as "PENDING (Resources)"
     nodes: list[str] = field(default_factory=list)
-    outcome: str = ""  # cancelled | failed; empty if the job is active, or if the scheduler reports neither
+    outcome: str = (
+        ""  # cancelled | failed; empty if the job is active, or if the scheduler reports neither
+    )
     scheduler: str = ""
     failure: str = ""  # why the scheduler did not answer; empty if it did
 
@@ -57,7 +61,9 @@ class Scheduler(ABC):
 
     def unanswered(self, record: Record) -> State:
         """Return the state of a job whose submission the scheduler never answered."""
-        return State(failure="the submission was never answered; check whether the scheduler has a job of this run")
+        return State(
+            failure="the submission was never answered; check whether the scheduler has a job of this run"
+        )
 
     @abstractmethod
     def cancel(self, record: Record, handle: Handle) -> None:

@@ -10,18 +10,26 @@ from train.config import InputError, RecordsConfig, S3Config, TrainConfig, check
 from train.models.model_sizes import Shape, find_shape, knows_vocabulary, read_shape
 from train.observe.lines import read_back
 from train.run.saved import read_config, whole_config
-from train.system.folders import Folder, open_folder
-from train.system.schema import BadContent, of_type, shown
+from train.storage.folders import Folder, open_folder
+from train.storage.schema import BadContent, of_type, shown
 
 WITHOUT_BF16 = ("V100", "T4")
 # Shares of the peak FLOP/s, from published speeds of BERT-large with 128 tokens. According to AWS's formula, which does
 # not count the head, a sequence takes 236.8 GFLOP.
 IN_16_BITS = {
-    "Trainium": (0.288, "AWS: 3,697.71 sequences/s on a trn1.32xlarge (aws-neuron-sdk, Neuron 2.26)"),
+    "Trainium": (
+        0.288,
+        "AWS: 3,697.71 sequences/s on a trn1.32xlarge (aws-neuron-sdk, Neuron 2.26)",
+    ),
     "A100": (0.44, "NVIDIA: 580 sequences/s on an A100-80GB (DeepLearningExamples)"),
     "V100": (0.42, "NVIDIA: 224 sequences/s on a V100-32GB (DeepLearningExamples)"),
 }
-IN_FP32 = {"Trainium": (0.63, "AWS: 32,362.7 sequences/s on 16 trn1.32xlarge (aws-neuron-sdk, Neuron 2.28)")}
+IN_FP32 = {
+    "Trainium": (
+        0.63,
+        "AWS: 32,362.7 sequences/s on 16 trn1.32xlarge (aws-neuron-sdk, Neuron 2.28)",
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -42,13 +50,16 @@ def read_calibration(location: str, s3: S3Config) -> Calibration:
     """Read the speed of a finished run from its folder, local or in S3. Raises InputError if it has none."""
     folder = open_folder(location, s3)
     check(
-        folder.size("metrics.jsonl") is not None, f"calibrate={location} is not a run folder: metrics.jsonl is missing"
+        folder.size("metrics.jsonl") is not None,
+        f"calibrate={location} is not a run folder: metrics.jsonl is missing",
     )
     cfg = read_config(folder)
     try:
         return measured(cfg, folder)
     except BadContent as error:
-        raise InputError(f"calibrate={location}: its metrics.jsonl has no speed measurement: {error}") from error
+        raise InputError(
+            f"calibrate={location}: its metrics.jsonl has no speed measurement: {error}"
+        ) from error
 
 
 def measured(cfg: TrainConfig, folder: Folder) -> Calibration:
@@ -67,8 +78,12 @@ def measured(cfg: TrainConfig, folder: Folder) -> Calibration:
         if line["kind"] == "train":
             trained = [line, *trained[-1:]]
     if len(trained) < 2:
-        raise BadContent(f"its last attempt has {len(trained)} train lines, but 2 are needed: lower log_every")
-    sequences, seconds, tokens = (increase(trained, name) for name in ("examples", "train_s", "tokens"))
+        raise BadContent(
+            f"its last attempt has {len(trained)} train lines, but 2 are needed: lower log_every"
+        )
+    sequences, seconds, tokens = (
+        increase(trained, name) for name in ("examples", "train_s", "tokens")
+    )
     world = of_type(int, end.get("world_size"), "world_size")
     precision = of_type(str, end.get("precision"), "precision")
     seq_len = cfg.seq_len or round(tokens / sequences)
@@ -80,7 +95,9 @@ def measured(cfg: TrainConfig, folder: Folder) -> Calibration:
             "models; use a run with an export, or a run of a published model"
         )
     peak = cfg.instance.peak_flops_per_s(precision)
-    bubble = whole_config(folder).parallel.bubble  # not one of the settings that apply to the model
+    bubble = whole_config(
+        folder
+    ).parallel.bubble  # not one of the settings that apply to the model
     flops_per_s = sequences / seconds * flops / world / (1 - bubble)
     return Calibration(
         location=folder.location,
@@ -98,7 +115,9 @@ def increase(lines: list[dict[str, Any]], name: str) -> float:
     """Return the increase of a number from the first line to the last one."""
     first, last = (of_type(float, line.get(name), name) for line in (lines[0], lines[-1]))
     if not 0 <= first < last:
-        raise BadContent(f"{name} goes from {shown(first)} to {shown(last)}: the run was rolled back")
+        raise BadContent(
+            f"{name} goes from {shown(first)} to {shown(last)}: the run was rolled back"
+        )
     return float(last - first)
 
 
@@ -135,11 +154,20 @@ def speed(cfg: TrainConfig, run: Calibration | None) -> tuple[float | None, str]
                 f"calibrate={run.location} ran on instance={run.instance}, whose speed cannot be converted to "
                 f"instance={instance.name}, since the peak of one of them is unknown; use a run on that instance"
             )
-        return run.mfu * peak, f"{note}; its {run.mfu:.1%} of the peak is applied to {instance.name} in {precision}"
+        return (
+            run.mfu * peak,
+            f"{note}; its {run.mfu:.1%} of the peak is applied to {instance.name} in {precision}",
+        )
     if peak is None or instance.device is None:
         lacks = "the peak" if peak is None else "the accelerator"
-        return None, f"no time estimate: {lacks} of instance={instance.name} is unknown; calibrate=RUN uses RUN's speed"
-    chip, published = instance.accelerator or "this chip", IN_FP32 if precision in ("fp32", "tf32") else IN_16_BITS
+        return (
+            None,
+            f"no time estimate: {lacks} of instance={instance.name} is unknown; calibrate=RUN uses RUN's speed",
+        )
+    chip, published = (
+        instance.accelerator or "this chip",
+        IN_FP32 if precision in ("fp32", "tf32") else IN_16_BITS,
+    )
     nearest = "Trainium" if instance.device == "neuron" else "A100"
     share, source = published.get(chip, IN_16_BITS[nearest])
     note = f"{share:.1%} of the peak of {precision}, measured for BERT-large by {source}"

@@ -14,7 +14,7 @@ from launch.schedulers import scheduler
 from launch.spec import State
 from launch.values import shown_duration, shown_moment
 from train.config import Failure, InputError, Unreachable
-from train.system.console import printable, say
+from train.machine.console import printable, say
 
 MAX_ATTEMPTS = 5  # number of most recent attempts that are shown
 MAX_CHARS = 400  # maximum length of a text from a scheduler or a record
@@ -45,10 +45,17 @@ def status(record: Record) -> Status:
     now_unix_s = time.time()
     job, history = record.job(), record.history()
     answer = ask(record, history.submission)
-    if answer.is_active is False and not history.has_end:  # the job may have ended after the record was read
+    if (
+        answer.is_active is False and not history.has_end
+    ):  # the job may have ended after the record was read
         history = record.history()
     progress = read_progress(record.run) if job.kind == "train" else RunProgress()
-    total, step, step_s, line_unix_s = progress.total_steps, progress.step, progress.step_s, progress.line_unix_s
+    total, step, step_s, line_unix_s = (
+        progress.total_steps,
+        progress.step,
+        progress.step_s,
+        progress.line_unix_s,
+    )
     has_pace = answer.is_active and total is not None and step is not None and step_s is not None
     return Status(
         run_dir=record.run_dir,
@@ -74,7 +81,9 @@ def ask(record: Record, submission: Submission | None) -> State:
         return State(False, f"not started: {submission.rejection}", scheduler=name)
     try:
         asked, handle = scheduler(name), submission.handle
-        return replace(asked.state(record, handle) if handle else asked.unanswered(record), scheduler=name)
+        return replace(
+            asked.state(record, handle) if handle else asked.unanswered(record), scheduler=name
+        )
     except (Failure, InputError) as error:
         return State(scheduler=name, failure=str(error))
 
@@ -96,7 +105,9 @@ def state_of(kind: str, answer: State, history: History) -> str:
             return "stopping"
         if not answer.nodes:  # a node may be lost while the record still has a running attempt
             return "waiting"
-        return "running" if kind == "prepare" or history.running_attempt is not None else "starting"
+        return (
+            "running" if kind == "prepare" or history.running_attempt is not None else "starting"
+        )
     if history.cancelled_unix_s is not None:
         return "cancelled"
     if ended is not None:
@@ -114,20 +125,32 @@ def clean(text: str) -> str:
 
 
 def lines_of(status: Status) -> list[str]:
-    attempts = [(f"attempt {each.number}", attempt_text(each)) for each in status.history.attempts[-MAX_ATTEMPTS:]]
+    attempts = [
+        (f"attempt {each.number}", attempt_text(each))
+        for each in status.history.attempts[-MAX_ATTEMPTS:]
+    ]
     facts = [*of_job(status), *of_run(status), *attempts]
     rows = [(label, clean(text)) for label, text in facts if text]
     width = max(len(label) for label, _ in rows)
-    return [f"{clean(status.run_dir)}: {status.state}", *(f"{label:{width}}  {text}" for label, text in rows)]
+    return [
+        f"{clean(status.run_dir)}: {status.state}",
+        *(f"{label:{width}}  {text}" for label, text in rows),
+    ]
 
 
 def of_job(status: Status) -> list[tuple[str, str]]:
     answer, history = status.answer, status.history
     submission, ended = history.submission, history.ended
     handle = submission.handle if submission else {}
-    named = ", ".join(f"{key} {value}" for key, value in handle.items() if not isinstance(value, dict))
+    named = ", ".join(
+        f"{key} {value}" for key, value in handle.items() if not isinstance(value, dict)
+    )
     says = f"does not answer: {answer.failure}" if answer.failure else f"{answer.text} ({named})"
-    asked = f"{submission.nodes} requested" if submission and submission.nodes and answer.is_active else ""
+    asked = (
+        f"{submission.nodes} requested"
+        if submission and submission.nodes and answer.is_active
+        else ""
+    )
     times = f", {history.submissions} times" if history.submissions > 1 else ""
     end = f"{shown_moment(ended.time_unix_s)}: {ended.outcome}, {ended.reason}" if ended else ""
     if status.state == "vanished":
@@ -138,7 +161,10 @@ def of_job(status: Status) -> list[tuple[str, str]]:
         ("submitted", f"{shown_moment(submission.time_unix_s)}{times}" if submission else ""),
         ("stop requested", shown(history.stop_asked_unix_s, shown_moment)),
         ("cancelled", shown(history.cancelled_unix_s, shown_moment)),
-        ("preflight", "; ".join(f"{node} failed: {reason}" for node, reason in history.failed_gate.items())),
+        (
+            "preflight",
+            "; ".join(f"{node} failed: {reason}" for node, reason in history.failed_gate.items()),
+        ),
         ("requeued", history.requeued),
         ("ended", end),
     ]
@@ -147,7 +173,10 @@ def of_job(status: Status) -> list[tuple[str, str]]:
 def of_run(status: Status) -> list[tuple[str, str]]:
     progress, end = status.progress, status.progress.outcome
     scores = "  ".join(f"{name} {value:.4f}" for name, value in progress.scores.items())
-    speed = [shown(progress.tokens_per_s, "{:,.0f} tokens/s".format), shown(progress.mfu, "MFU {:.1%}".format)]
+    speed = [
+        shown(progress.tokens_per_s, "{:,.0f} tokens/s".format),
+        shown(progress.mfu, "MFU {:.1%}".format),
+    ]
     return [
         ("step", shown_step(status)),
         ("loss", shown(progress.loss, "{:.4f}".format)),
@@ -158,7 +187,12 @@ def of_run(status: Status) -> list[tuple[str, str]]:
         ("checkpoint", shown(progress.checkpoint, "step {:,}".format)),
         ("cost", shown(progress.cost_usd, "${:,.2f}".format)),
         ("last line", shown(status.line_age_s, lambda age_s: f"{shown_duration(age_s)} ago")),
-        ("outcome", f"{end['outcome']}: {end['reason']}" if end and not status.history.running_attempt else ""),
+        (
+            "outcome",
+            f"{end['outcome']}: {end['reason']}"
+            if end and not status.history.running_attempt
+            else "",
+        ),
     ]
 
 

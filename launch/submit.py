@@ -15,28 +15,44 @@ from launch.schedulers import cluster_of, scheduler
 from launch.spec import Handle
 from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check, to_dict
 from train.data.shards.format import read_manifest
-from train.system.folders import is_s3, open_folder
-from train.system.identity import ENVIRONMENT, check_is_run_folder
-from train.system.outcome import STOP_FILE, read_outcome
-from train.system.schema import read_yaml
+from train.run_folder.identity import ENVIRONMENT, check_is_run_folder
+from train.run_folder.outcome import STOP_FILE, read_outcome
+from train.storage.folders import is_s3, open_folder
+from train.storage.schema import read_yaml
 
 SUBMITTING_S = 120.0  # time for a scheduler to answer, during which no other submission is allowed
 
 
 def submit(
-    record: Record, job: Job, run: TrainConfig | PrepareConfig, *, plan: dict[str, Any], bundle: bytes
+    record: Record,
+    job: Job,
+    run: TrainConfig | PrepareConfig,
+    *,
+    plan: dict[str, Any],
+    bundle: bytes,
 ) -> Handle:
     """Write the record and start the job. Raises InputError if the run has an active job or changed settings."""
     settings = to_dict(run)
     number = check_idle(record)
     if record.exists() and record.run.size(ENVIRONMENT) is not None:
-        check_unchanged(read_yaml(record.folder.read(CONFIG)) or {}, settings, run_dir=record.run_dir)
-    if isinstance(run, TrainConfig):  # the trainer makes these checks too, but only after the machines have started
+        check_unchanged(
+            read_yaml(record.folder.read(CONFIG)) or {}, settings, run_dir=record.run_dir
+        )
+    if isinstance(
+        run, TrainConfig
+    ):  # the trainer makes these checks too, but only after the machines have started
         check_is_run_folder(record.run, record.run.names_here())
-        if isinstance(run.data, ShardsConfig) and (cluster_of(job).is_here or is_s3(str(run.data.path))):
+        if isinstance(run.data, ShardsConfig) and (
+            cluster_of(job).is_here or is_s3(str(run.data.path))
+        ):
             read_manifest(open_folder(str(run.data.path), run.s3))
     claim(record, job, number)
-    record.write(job, plan=plan, config=yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), bundle=bundle)
+    record.write(
+        job,
+        plan=plan,
+        config=yaml.safe_dump(settings, sort_keys=False, allow_unicode=True),
+        bundle=bundle,
+    )
     return start(record, job)
 
 
@@ -45,16 +61,27 @@ def resume(record: Record) -> tuple[Job, Handle]:
     number, job = check_idle(record), job_to_start(record)
     outcome = read_outcome(record.run)
     is_done = outcome.get("outcome") == "done"
-    check(not is_done, f"{record.run_dir} is done ({outcome.get('reason')}); there is nothing to resume")
+    check(
+        not is_done,
+        f"{record.run_dir} is done ({outcome.get('reason')}); there is nothing to resume",
+    )
     claim(record, job, number)
     return job, start(record, job)
 
 
 def claim(record: Record, job: Job, number: int) -> None:
     """Record the submission as event `number`. Raises InputError if another launch has taken that number."""
-    details = {"scheduler": job.scheduler, "nodes": job.nodes, "config_sha256": job.config_sha256, "id": job.id}
+    details = {
+        "scheduler": job.scheduler,
+        "nodes": job.nodes,
+        "config_sha256": job.config_sha256,
+        "id": job.id,
+    }
     is_first = record.append_event_as(number, "submitting", **details)
-    check(is_first, f"another launch of {record.run_dir} came first: see python -m launch status {record.run_dir}")
+    check(
+        is_first,
+        f"another launch of {record.run_dir} came first: see python -m launch status {record.run_dir}",
+    )
 
 
 def start(record: Record, job: Job) -> Handle:
@@ -79,7 +106,9 @@ def check_idle(record: Record) -> int:
     asked = history.submission
     if asked is None or asked.rejection:
         return number
-    if not asked.handle:  # the answer was lost or has not arrived: only the scheduler knows whether there is a job
+    if (
+        not asked.handle
+    ):  # the answer was lost or has not arrived: only the scheduler knows whether there is a job
         age_s = max(0.0, time.time() - asked.time_unix_s)
         check(
             history.has_end or age_s >= SUBMITTING_S,

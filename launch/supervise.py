@@ -18,29 +18,38 @@ from launch.config import ClusterConfig
 from launch.record import Event, History, Record, read_history
 from launch.run_progress import newest_checkpoint
 from train.config import Failure, InputError, Unreachable
+from train.machine.console import say
 from train.run.command import DONE, FAILED, REJECTED, STOPPED
-from train.system.console import say
-from train.system.identity import ENVIRONMENT
-from train.system.outcome import STOP_FILE, read_outcome
+from train.run_folder.identity import ENVIRONMENT
+from train.run_folder.outcome import STOP_FILE, read_outcome
 
 Answer = TypeVar("Answer")
 CODES = {"done": DONE, "stopped": STOPPED, "failed": FAILED, "refused": REJECTED}
 # Kinds of stops (train/run/stopping.py). KILLED: torchrun got a signal or died. TAKEN_BACK: machines may be lost.
 KILLED = "SIGTERM"
 TAKEN_BACK = (KILLED, "spot_notice", "scheduled_event", "capacity_block")
-IDLE_ATTEMPTS = 2  # after this number of attempts in a row without a new checkpoint, the run is given up
-RETRIES_S, ASKS_S = 900.0, 5.0  # how long to retry S3 or Slurm, whose outages may be long; the pause between tries
+IDLE_ATTEMPTS = (
+    2  # after this number of attempts in a row without a new checkpoint, the run is given up
+)
+RETRIES_S, ASKS_S = (
+    900.0,
+    5.0,
+)  # how long to retry S3 or Slurm, whose outages may be long; the pause between tries
 PAUSE_S = 5.0  # pause between two attempts, during which a failed service may recover
 
 
 def retry(act: Callable[..., Answer], *arguments: Any, **named: Any) -> Answer:
     """Call `act`, and call it again for up to RETRIES_S while a service does not answer."""
     again = retrying((Unreachable, OSError), RETRIES_S, ASKS_S)
-    again.before_sleep = lambda state: say(f"trying again: {state.outcome and state.outcome.exception()}")
+    again.before_sleep = lambda state: say(
+        f"trying again: {state.outcome and state.outcome.exception()}"
+    )
     return again(act, *arguments, **named)
 
 
-def retrying(kinds: type[Exception] | tuple[type[Exception], ...], limit_s: float, pause_s: float) -> Retrying:
+def retrying(
+    kinds: type[Exception] | tuple[type[Exception], ...], limit_s: float, pause_s: float
+) -> Retrying:
     stop, wait = stop_after_delay(limit_s), wait_fixed(pause_s)
     return Retrying(retry=retry_if_exception_type(kinds), stop=stop, wait=wait, reraise=True)
 
@@ -87,14 +96,20 @@ def decide(
     # An attempt that stopped as asked lost nothing. It counts as a fault only if it saved nothing new.
     if limit := exhausted(history, cluster):
         return Decision("end", "failed", f"{limit}; the last one {ended}: {reason}")
-    is_here = asked is None and (ended == "failed" or (kind == KILLED and not cluster.signals_ranks))
-    return Decision("again" if is_here else "requeue", ended, reason if ended == "failed" else asked or reason)
+    is_here = asked is None and (
+        ended == "failed" or (kind == KILLED and not cluster.signals_ranks)
+    )
+    return Decision(
+        "again" if is_here else "requeue", ended, reason if ended == "failed" else asked or reason
+    )
 
 
 def prepared(code: int, what: str) -> Decision:
     """Return the decision after a preparation, or a part of one, from the exit code of train.prepare."""
     outcome = {DONE: "done", REJECTED: "refused"}.get(code, "failed")
-    return Decision("end", outcome, f"{what} ended with exit code {code}{'; see its log' if code else ''}")
+    return Decision(
+        "end", outcome, f"{what} ended with exit code {code}{'; see its log' if code else ''}"
+    )
 
 
 def exhausted(history: History, cluster: ClusterConfig) -> str:
@@ -105,7 +120,9 @@ def exhausted(history: History, cluster: ClusterConfig) -> str:
     return ""
 
 
-def settled(decision: Decision, record: Record, cluster: ClusterConfig, **details: Any) -> Decision:
+def settled(
+    decision: Decision, record: Record, cluster: ClusterConfig, **details: Any
+) -> Decision:
     """Return the decision; a requeue becomes an end if the user asked for a stop, or if a limit is reached.
 
     `details` are those of the event that will record the requeue.
@@ -148,7 +165,11 @@ class StopFile:
         The trainer rejects a folder that contains only STOP, since it looks like another program's.
         """
         try:
-            if self.reason and not self.is_written and self.record.run.size(ENVIRONMENT) is not None:
+            if (
+                self.reason
+                and not self.is_written
+                and self.record.run.size(ENVIRONMENT) is not None
+            ):
                 self.record.run.write(STOP_FILE, b"")
                 self.is_written = True
         except (InputError, Unreachable, OSError) as error:
@@ -156,7 +177,12 @@ class StopFile:
 
 
 def supervise(
-    record: Record, cluster: ClusterConfig, start: Callable[[int], int], *, nodes: list[str], stop: StopFile
+    record: Record,
+    cluster: ClusterConfig,
+    start: Callable[[int], int],
+    *,
+    nodes: list[str],
+    stop: StopFile,
 ) -> Decision:
     """Make attempts, and record their events, until the decision is not "again".
 
@@ -165,18 +191,28 @@ def supervise(
     """
     run = record.run
     while True:
-        has_stop_file = retry(run.size, STOP_FILE) is not None  # read before the events: `stop` writes its event first
+        has_stop_file = (
+            retry(run.size, STOP_FILE) is not None
+        )  # read before the events: `stop` writes its event first
         history = retry(record.history)
         if history.is_stop_asked:
             return Decision("end", "stopped", "stopped as asked")
         if stop.reason is not None:  # the request came between two attempts, or before the first
             return Decision("requeue", "stopped", stop.reason)
         if has_stop_file:
-            retry(run.remove, STOP_FILE)  # it was meant for an attempt that died before it could stop
-        number, before, saved = len(history.attempts) + 1, retry(read_outcome, run), retry(newest_checkpoint, run) or 0
+            retry(
+                run.remove, STOP_FILE
+            )  # it was meant for an attempt that died before it could stop
+        number, before, saved = (
+            len(history.attempts) + 1,
+            retry(read_outcome, run),
+            retry(newest_checkpoint, run) or 0,
+        )
         began = {"number": number, "nodes": nodes, "checkpoint": saved}
         history.add(Event("attempt_began", 0.0, "", began))
-        if limit := exhausted(history, cluster):  # an attempt whose machine was lost is counted only now
+        if limit := exhausted(
+            history, cluster
+        ):  # an attempt whose machine was lost is counted only now
             return Decision("end", "failed", limit)
         retry(record.append_event, "attempt_began", **began)
 
@@ -187,13 +223,25 @@ def supervise(
             never_began = str(error)
         outcome, checkpoint = retry(read_outcome, run), retry(newest_checkpoint, run) or 0
         outcome = {} if outcome == before else outcome  # an earlier attempt wrote it
-        ended: dict[str, Any] = {"number": number, "exit_code": code, "made_progress": checkpoint > saved}
-        ended |= {"never_began": bool(never_began), "checkpoint": checkpoint, "step": outcome.get("step")}
+        ended: dict[str, Any] = {
+            "number": number,
+            "exit_code": code,
+            "made_progress": checkpoint > saved,
+        }
+        ended |= {
+            "never_began": bool(never_began),
+            "checkpoint": checkpoint,
+            "step": outcome.get("step"),
+        }
         ended |= {"outcome": outcome.get("outcome", "failed")}
         history = retry(record.history)
-        rejection = history.last_attempt.reason if history.last_attempt else ""  # recorded by a machine
+        rejection = (
+            history.last_attempt.reason if history.last_attempt else ""
+        )  # recorded by a machine
         history.add(Event("attempt_ended", time.time(), "", ended))
-        decision = decide(outcome, history, cluster, exit_code=code, asked=stop.reason, rejection=rejection)
+        decision = decide(
+            outcome, history, cluster, exit_code=code, asked=stop.reason, rejection=rejection
+        )
         if never_began and decision.next == "again":
             decision = replace(decision, next="requeue", reason=never_began)
         ended |= {"next": decision.next, "outcome": decision.outcome, "reason": decision.reason}

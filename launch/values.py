@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from train.config.checks import LARGEST_FLOAT
-from train.system.schema import BadContent, of_type
+from train.storage.schema import BadContent, of_type
 
 LONGEST_S = 1e12  # longest duration that is printed
 INDENT = 13  # columns
@@ -16,7 +16,7 @@ Object = Mapping[str, Any]
 
 
 def value(hint: Any, values: Object, key: str, default: Any = None) -> Any:
-    """Return the value of a key if it is of the type `hint` (see train.system.schema.of_type), else `default`."""
+    """Return the value of a key if it is of the type `hint` (see train.storage.schema.of_type), else `default`."""
     try:
         return of_type(hint, values.get(key), key)
     except BadContent:
@@ -26,7 +26,9 @@ def value(hint: Any, values: Object, key: str, default: Any = None) -> Any:
 def number(values: Object, key: str) -> float | None:
     """Return the value of a key if it is a finite number, else None."""
     found = value(float, values, key)
-    return found if found is not None and abs(found) < LARGEST_FLOAT else None  # NaN compares as false
+    return (
+        found if found is not None and abs(found) < LARGEST_FLOAT else None
+    )  # NaN compares as false
 
 
 def count(values: Object, key: str) -> int | None:
@@ -70,13 +72,17 @@ def paragraph(head: str, text: str) -> list[str]:
     return [line("" if index else head, each) for index, each in enumerate(text.splitlines())]
 
 
-def columns(rows: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.rjust) -> list[str]:
+def columns(
+    rows: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.rjust
+) -> list[str]:
     """Return rows as lines with aligned columns. If a row has fewer cells, its last cell is an unaligned remark."""
     whole = [row for row in rows if len(row) == len(rows[0])]
     widths = [max(map(len, cells)) for cells in zip(*whole, strict=True)]
     lines = []
     for row in rows:
         num_aligned = len(row) if len(row) == len(widths) else len(row) - 1
-        cells = [align(cell, width) for cell, width in zip(row[:num_aligned], widths, strict=False)]
+        cells = [
+            align(cell, width) for cell, width in zip(row[:num_aligned], widths, strict=False)
+        ]
         lines.append("  ".join([*cells, *row[num_aligned:]]).rstrip())
     return lines

@@ -48,7 +48,11 @@ SLOWEST = """test_launch_local test_xla test_compiled test_docs test_fsdp test_e
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--require-services", action="store_true", help="fail where something to test with is missing")
+    parser.addoption(
+        "--require-services",
+        action="store_true",
+        help="fail where something to test with is missing",
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -65,9 +69,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None:  # in a worker: the process that gathers their results judges
         return
-    skipped = [report for report in reporter.stats.get("skipped", ()) if NOT_PERMITTED not in str(report.longrepr)]
+    skipped = [
+        report
+        for report in reporter.stats.get("skipped", ())
+        if NOT_PERMITTED not in str(report.longrepr)
+    ]
     if session.config.getoption("--require-services") and skipped:
-        reporter.write_line(f"\n{len(skipped)} skipped, which --require-services forbids", red=True)
+        reporter.write_line(
+            f"\n{len(skipped)} skipped, which --require-services forbids", red=True
+        )
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -78,15 +88,23 @@ def quiet_world(tmp_path_factory: pytest.TempPathFactory) -> None:
         os.environ.pop(name, None)
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background; children would inherit it
+    if (
+        signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    ):  # as in a shell's background; children would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(1)  # as in the processes that tests start: sums of floats are the same there
+    torch.set_num_threads(
+        1
+    )  # as in the processes that tests start: sums of floats are the same there
 
 
 @pytest.fixture
-def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+def log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> pytest.LogCaptureFixture:
     """What the logger of runs has said in this test."""
-    monkeypatch.setattr(logging.getLogger("train"), "propagate", True)  # a run in this process may have turned it off
+    monkeypatch.setattr(
+        logging.getLogger("train"), "propagate", True
+    )  # a run in this process may have turned it off
     caplog.set_level(logging.INFO, "train")
     return caplog
 
@@ -108,7 +126,9 @@ def tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
-def tokenizer_folder(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokenizer_folder(
+    tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer.save_pretrained(str(folder))
     return folder

@@ -25,11 +25,15 @@ from launch.ec2.sweep import Resource
 from launch.record import Job, Record
 from launch.schedulers import cluster_of
 from train.config import S3Config
-from train.system.folders import LocalFolder
+from train.storage.folders import LocalFolder
 
 OWN = ["cluster=ec2", "instance=trn1.2xlarge", "nodes=2", "cluster.instance_profile=machine"]
 OWN += [f"cluster.image={UBUNTU}"]
-RUN = ["experiment=albert_pretrain", "data.path=s3://bucket/albert", "run_dir=s3://bucket/runs/mine"]
+RUN = [
+    "experiment=albert_pretrain",
+    "data.path=s3://bucket/albert",
+    "run_dir=s3://bucket/runs/mine",
+]
 RUN += ["s3.region=us-east-1", "seq_len=null"]
 USER_DATA = b"#!/bin/bash\n"
 PRICES = "{instance: {usd_per_hour: 36.0, usd_per_hour_spot: 12.0}}"
@@ -85,7 +89,9 @@ class Trial:
     def made(self) -> list[Any]:
         """All machines that the run ever had."""
         seen = self.ec2.machines(*ALIVE, "shutting-down", "stopping", "stopped", "terminated")
-        return [each for each in seen if self.ec2.tags(each.id).get(RUN_TAG) == run_id(self.record)]
+        return [
+            each for each in seen if self.ec2.tags(each.id).get(RUN_TAG) == run_id(self.record)
+        ]
 
     def running(self) -> list[Any]:
         return [each for each in self.made() if each.state == "running"]
@@ -101,12 +107,16 @@ def done(run: Trial) -> None:
         run.record.append_event("ended", outcome="done", reason="the last step")
 
 
-def trial(ec2: FakeEc2, monkeypatch: Any, folder: Path, *own: str, api: Api | None = None) -> Trial:
+def trial(
+    ec2: FakeEc2, monkeypatch: Any, folder: Path, *own: str, api: Api | None = None
+) -> Trial:
     """A launch whose record is in a local folder: the launcher does not mind."""
     monkeypatch.setattr(request_module, "user_data", lambda *_, **__: USER_DATA)
     _, job = plan([*OWN, *own], RUN)
     job = dataclasses.replace(job, run_dir=str(folder))
-    made = Trial(ec2, Record(job.run_dir, S3Config(region="us-east-1")), job, api or Api(), happens=done)
+    made = Trial(
+        ec2, Record(job.run_dir, S3Config(region="us-east-1")), job, api or Api(), happens=done
+    )
     set_time(monkeypatch, ec2.now, made.sleep)
     return made
 

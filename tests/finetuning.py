@@ -55,12 +55,27 @@ def task_of(settings: list[str]) -> Task:
     return build_task(cli.load_config(TrainConfig, settings))
 
 
-def asking(folder: Path, texts: Sequence[str], *, train: int, dev: int, v2: bool = False) -> list[str]:
+def asking(
+    folder: Path, texts: Sequence[str], *, train: int, dev: int, v2: bool = False
+) -> list[str]:
     """Settings of a task that learns from so many questions, which are written into a folder."""
     for seed, (name, questions) in enumerate({"train": train, "dev": dev}.items()):
-        (folder / f"{name}.json").write_text(json.dumps(squad(texts, seed=seed, questions=questions, v2=v2)))
-    task = ["task=qa", "task.stride=8", "task.max_question_tokens=12", f"task.unanswerable={str(v2).lower()}"]
-    return [*task, "data=records", f"data.path={folder}", "data.train=train.json", "data.validation=dev.json"]
+        (folder / f"{name}.json").write_text(
+            json.dumps(squad(texts, seed=seed, questions=questions, v2=v2))
+        )
+    task = [
+        "task=qa",
+        "task.stride=8",
+        "task.max_question_tokens=12",
+        f"task.unanswerable={str(v2).lower()}",
+    ]
+    return [
+        *task,
+        "data=records",
+        f"data.path={folder}",
+        "data.train=train.json",
+        "data.validation=dev.json",
+    ]
 
 
 def two_lengths(folder: Path) -> list[str]:
@@ -69,8 +84,20 @@ def two_lengths(folder: Path) -> list[str]:
         rows = [(f"{word} " * size, label) for size in (2, 20) for label in ("good", "bad")] * 20
         text = "".join(f"{text},{label}\n" for text, label in [("text", "label"), *rows])
         (folder / f"{part}.csv").write_text(text)
-    settings = ["task=classify", "data=records", f"data.path={folder}", "data.train=train.csv", "backend=ddp"]
-    return [*settings, "data.validation=dev.csv", "model.num_layers=1", "data.lengths=[16]", "seq_len=32"]
+    settings = [
+        "task=classify",
+        "data=records",
+        f"data.path={folder}",
+        "data.train=train.csv",
+        "backend=ddp",
+    ]
+    return [
+        *settings,
+        "data.validation=dev.csv",
+        "model.num_layers=1",
+        "data.lengths=[16]",
+        "seq_len=32",
+    ]
 
 
 def squad(texts: Sequence[str], *, seed: int, questions: int, v2: bool = False) -> dict[str, Any]:
@@ -85,15 +112,24 @@ def squad(texts: Sequence[str], *, seed: int, questions: int, v2: bool = False) 
         start = len(" ".join(words[:first])) + (first > 0)
         answers = [] if v2 and number % 3 == 0 else [{"text": text, "answer_start": start}]
         question = {"id": f"q{number}", "question": f"  {rng.choice(words)} ?", "answers": answers}
-        paragraphs.append({"context": context, "qas": [question | ({"is_impossible": not answers} if v2 else {})]})
+        paragraphs.append(
+            {
+                "context": context,
+                "qas": [question | ({"is_impossible": not answers} if v2 else {})],
+            }
+        )
     return {"version": "2.0" if v2 else "1.1", "data": [{"title": "t", "paragraphs": paragraphs}]}
 
 
 def word_tokenizer(words: Sequence[str], **special: str | None) -> PreTrainedTokenizerFast:
     """One that knows these words. `special`: special tokens that are others, or None."""
-    names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")} | special
+    names = {
+        f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")
+    } | special
     pieces = [*filter(None, names.values()), *words]
-    tokenizer = Tokenizer(models.WordLevel({piece: n for n, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        models.WordLevel({piece: n for n, piece in enumerate(pieces)}, unk_token="[UNK]")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
@@ -103,9 +139,15 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     names = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     pieces = [*names, *sorted(pre_tokenizers.ByteLevel.alphabet()), "\u0120i", "\u0120in"]
     merges = [("\u0120", "i"), ("\u0120i", "n")]
-    tokenizer = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, merges))
+    tokenizer = Tokenizer(
+        models.BPE({piece: number for number, piece in enumerate(pieces)}, merges)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
+    tokenizer.post_processor = processors.RobertaProcessing(
+        ("</s>", 2), ("<s>", 0), add_prefix_space=False
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    special = dict(zip(("cls_token", "pad_token", "sep_token", "unk_token", "mask_token"), names, strict=True))
+    special = dict(
+        zip(("cls_token", "pad_token", "sep_token", "unk_token", "mask_token"), names, strict=True)
+    )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

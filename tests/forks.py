@@ -43,17 +43,25 @@ forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(HEAVY)
 
 
-def run_forked(words: list[str], env: Mapping[str, str], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def run_forked(
+    words: list[str], env: Mapping[str, str], cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
     """What `subprocess.run([sys.executable, "-m", *words], cwd=cwd, env=env)` returns."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
         process = start_forked(words, env, out, err, cwd)
         process.join()
-        return subprocess.CompletedProcess(words, process.exitcode, out.read_text(), err.read_text())
+        return subprocess.CompletedProcess(
+            words, process.exitcode, out.read_text(), err.read_text()
+        )
 
 
 def start_forked(
-    words: list[str], env: Mapping[str, str], out: Path = NOWHERE, err: Path = NOWHERE, cwd: Path = ROOT
+    words: list[str],
+    env: Mapping[str, str],
+    out: Path = NOWHERE,
+    err: Path = NOWHERE,
+    cwd: Path = ROOT,
 ) -> ForkServerProcess:
     """The same in the background; what it prints goes to files, or nowhere."""
     load()
@@ -89,7 +97,9 @@ def load() -> None:
     from pytest import MonkeyPatch  # late: forks import this module too
 
     first = forks.Process(target=fail_unless_warm)
-    with MonkeyPatch.context() as patch:  # where the server looks for `warm`, and never in the working folder
+    with (
+        MonkeyPatch.context() as patch
+    ):  # where the server looks for `warm`, and never in the working folder
         patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{Path(__file__).parent}")
         patch.setenv("PYTHONSAFEPATH", "1")
         first.start()
@@ -114,7 +124,9 @@ def become(words: list[str], env: dict[str, str], out: Path, err: Path, cwd: Pat
         os.dup2(1 if is_open else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
     if DEVICE == "cuda":  # cannot be opened in a fork
-        os.execve(sys.executable, [sys.executable, *(words if words[0] == "-c" else ["-m", *words])], env)
+        os.execve(
+            sys.executable, [sys.executable, *(words if words[0] == "-c" else ["-m", *words])], env
+        )
     multiprocessing.set_start_method(None, force=True)  # which is that of the server else
     module, *sys.argv[1:] = words
     if module == "-c":
@@ -129,9 +141,19 @@ def launch(program: str, arguments: list[str], *, ranks: int, restarts: int = 0)
         result = importlib.util.find_spec(f"{program}.__main__" if program == "train" else program)
         assert result is not None and result.origin is not None
         program = result.origin
-    options = [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", f"--master-port={free_port()}"]
+    options = [
+        f"--nproc-per-node={ranks}",
+        f"--max-restarts={restarts}",
+        f"--master-port={free_port()}",
+    ]
     if DEVICE == "cuda":
-        return [TORCHRUN, *options, str(Path(__file__).parent / "sharing_gpus.py"), program, *arguments]
+        return [
+            TORCHRUN,
+            *options,
+            str(Path(__file__).parent / "sharing_gpus.py"),
+            program,
+            *arguments,
+        ]
     return [TORCHRUN, *options, "--start-method=fork", "--run-path", program, *arguments]
 
 
@@ -149,8 +171,12 @@ sys.exit(main())
 """
 
 
-def start_changed(folder: Path, change: str, arguments: list[str], *, restarts: int = 0) -> ForkServerProcess:
+def start_changed(
+    folder: Path, change: str, arguments: list[str], *, restarts: int = 0
+) -> ForkServerProcess:
     """Start two ranks that do `change` before each loss. The file `err` in the folder gets what they print."""
     program = folder / "program.py"
     program.write_text(CHANGED.format(change))
-    return start_forked(launch(str(program), arguments, ranks=2, restarts=restarts), os.environ, err=folder / "err")
+    return start_forked(
+        launch(str(program), arguments, ranks=2, restarts=restarts), os.environ, err=folder / "err"
+    )

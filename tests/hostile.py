@@ -31,7 +31,9 @@ EVIL_NAMES = [
 names = st.one_of(
     st.sampled_from(EVIL_NAMES),
     st.text(max_size=40),
-    st.lists(st.sampled_from(["..", ".", "", "a", "b.txt", "~", "\\", "\0"]), max_size=6).map("/".join),
+    st.lists(st.sampled_from(["..", ".", "", "a", "b.txt", "~", "\\", "\0"]), max_size=6).map(
+        "/".join
+    ),
 )
 values = st.one_of(
     st.none(),
@@ -43,12 +45,20 @@ values = st.one_of(
     st.lists(st.integers(-2, 2**17), max_size=3),
     st.dictionaries(names, st.integers(), max_size=2),
 )
-quick = settings(max_examples=300, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+quick = settings(
+    max_examples=300, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
 
 
 def nodes(value):
     """Every container in a JSON value, with each of its keys."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, item in items:
         yield value, key
         yield from nodes(item)

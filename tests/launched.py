@@ -22,7 +22,15 @@ from train.config import S3Config
 
 HANDLE = {"job_id": 7}
 NODES = ["n1", "n2"]
-LEASE = {"number": 1, "owner": "x", "host": "n1", "pid": 5, "process_start": 1, "boot_id": None, "pid_namespace": None}
+LEASE = {
+    "number": 1,
+    "owner": "x",
+    "host": "n1",
+    "pid": 5,
+    "process_start": 1,
+    "boot_id": None,
+    "pid_namespace": None,
+}
 LEASE |= {"job": "mine-1.1", "started": "", "ttl_s": 30, "beats": 1, "step": 0, "released": False}
 
 
@@ -76,8 +84,16 @@ class Launched:
 
     def job(self, **changes: Any) -> Launched:
         job = plan(["cluster=local"], ["experiment=demo", "run_dir=runs/mine"])[1]
-        settings = {"scheduler": "fake", "cluster": {}, "nodes": 2, "processes_per_node": 2, **changes}
-        self.record.write(replace(job, run_dir=self.run_dir, **settings), plan={}, config="", bundle=b"")
+        settings = {
+            "scheduler": "fake",
+            "cluster": {},
+            "nodes": 2,
+            "processes_per_node": 2,
+            **changes,
+        }
+        self.record.write(
+            replace(job, run_dir=self.run_dir, **settings), plan={}, config="", bundle=b""
+        )
         return self
 
     def submit(self, **details: Any) -> Launched:
@@ -101,12 +117,23 @@ class Launched:
         numbers = {"tokens_per_s": 5000.0, "step_s": 1.0, "goodput": 0.9, "cost_usd": 1.25}
         lines = [
             {"kind": "train", "step": step - 10, "loss": 3.5, **numbers},
-            {"kind": "eval", "step": step - 10, "loss": 3.25, "masked_accuracy": 0.5, "eval_s": 1.0},
+            {
+                "kind": "eval",
+                "step": step - 10,
+                "loss": 3.25,
+                "masked_accuracy": 0.5,
+                "eval_s": 1.0,
+            },
             {"kind": "checkpoint", "step": step - 10, "save_s": 2.0},
             {"kind": "train", "step": step, "loss": 3.0, **numbers},
         ]
-        full = [{"attempt": 1, "time_unix_s": time.time() - 30 + 10 * at, **line} for at, line in enumerate(lines)]
-        self.describe().record.run.write("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in full).encode())
+        full = [
+            {"attempt": 1, "time_unix_s": time.time() - 30 + 10 * at, **line}
+            for at, line in enumerate(lines)
+        ]
+        self.describe().record.run.write(
+            "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in full).encode()
+        )
         self.record.run.write(f"checkpoints/step_{step - 10:08d}/manifest.json", b"{}")
         self.record.run.write(f"checkpoints/step_{step:08d}/model.pt", b"not committed")
         return self

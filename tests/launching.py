@@ -15,7 +15,13 @@ from launch.schedulers import scheduler
 from launch.spec import State
 from train.run.command import DONE
 
-LONG = ["max_steps=80", "checkpoint.every=20", "checkpoint.keep=2", "eval_every=40", "log_every=20"]
+LONG = [
+    "max_steps=80",
+    "checkpoint.every=20",
+    "checkpoint.keep=2",
+    "eval_every=40",
+    "log_every=20",
+]
 LONG += ["export=false", "lease.ttl_s=5"]
 
 
@@ -36,7 +42,12 @@ def losses(metrics: bytes) -> list[float]:
 
 def settings_of_run(run_dir: object, data: object, *overrides: str) -> list[str]:
     """What follows -- in a launch of LONG; of a setting that is given twice the last one counts."""
-    given = [*train_overrides(Path("-"), Path("-"), *LONG), f"run_dir={run_dir}", f"data.path={data}", *overrides]
+    given = [
+        *train_overrides(Path("-"), Path("-"), *LONG),
+        f"run_dir={run_dir}",
+        f"data.path={data}",
+        *overrides,
+    ]
     return list({each.partition("=")[0]: each for each in given}.values())
 
 

@@ -22,7 +22,9 @@ def skip_without(request: pytest.FixtureRequest, what: str, service: Any) -> Non
 
 
 @pytest.fixture(scope="module")
-def machines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+def machines(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Machines]:
     skip_without(request, "machines", services)
     with three_machines(tmp_path_factory.mktemp("machines")) as made:
         yield made

@@ -12,7 +12,7 @@ from ami import packages
 from ami.config import AmiConfig
 from ami.files import image_constraints
 from train.config import InstanceConfig
-from train.system.versions import Pin, read_versions
+from train.machine.versions import Pin, read_versions
 
 CUDA = AmiConfig(image="cuda", instance=InstanceConfig(name="g5.xlarge", device="cuda"))
 NEURON = AmiConfig(instance=InstanceConfig(name="trn1.2xlarge", device="neuron"))
@@ -26,7 +26,8 @@ def write_wheel(folder: Path, name: str, version: str, *needs: str, content: str
     about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     files = {
         f"of_{plain}.py": content,
-        f"{plain}-{version}.dist-info/METADATA": about + "".join(f"Requires-Dist: {need}\n" for need in needs),
+        f"{plain}-{version}.dist-info/METADATA": about
+        + "".join(f"Requires-Dist: {need}\n" for need in needs),
         f"{plain}-{version}.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         f"{plain}-{version}.dist-info/RECORD": "",
     }
@@ -42,12 +43,22 @@ def write_indexes(monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[Path, 
     has the packages of the other, which nobody should take.
     """
     public, of_neuron, table = folder / "pypi", folder / "neuron", read_versions()
-    lines = [line.partition(";")[0].strip() for line in image_constraints("cuda", table).splitlines() if line[0] != "#"]
-    pins = {**dict(line.split("==") for line in lines), **table.python_packages(), "setuptools": "80.0.0"}
+    lines = [
+        line.partition(";")[0].strip()
+        for line in image_constraints("cuda", table).splitlines()
+        if line[0] != "#"
+    ]
+    pins = {
+        **dict(line.split("==") for line in lines),
+        **table.python_packages(),
+        "setuptools": "80.0.0",
+    }
     for name, version in pins.items():
         for index in (public, of_neuron):
             is_right = (index == of_neuron) == (name in packages.NEURON)
-            write_wheel(index, name, version, content="" if is_right else "raise SystemExit('planted')")
+            write_wheel(
+                index, name, version, content="" if is_right else "raise SystemExit('planted')"
+            )
     monkeypatch.setitem(table.pins, "python", Pin(*(packages.this_python(),) * 3))
     monkeypatch.setattr(packages, "INDEX", of_neuron.as_uri())
     monkeypatch.setenv("PIP_INDEX_URL", public.as_uri())

@@ -20,8 +20,8 @@ from launch.record import Code, Job, Record
 from launch.schedulers import SETTINGS
 from train.config import PrepareConfig, S3Config, TrainConfig
 from train.run import compose as cli
-from train.system.folders import sha256_bytes
-from train.system.schema import FileName, Sha256
+from train.storage.folders import sha256_bytes
+from train.storage.schema import FileName, Sha256
 
 CODE = Code(FileName(f"code-{'0' * 16}.tar.gz"), Sha256("0" * 64), "0123456789ab")
 PYTHON = "/opt/venv/bin/python"
@@ -30,7 +30,9 @@ ADDRESSES, PORT = "10.0.0.1,10.0.0.2", 20_707
 
 def plan(own: list[str], of_run: list[str]) -> tuple[LaunchConfig, Job]:
     """What `python -m launch OWN -- OF_RUN` makes of these settings."""
-    cli.add_schema(LaunchConfig, "launch", [("cluster", name, kind) for name, kind in SETTINGS.items()])
+    cli.add_schema(
+        LaunchConfig, "launch", [("cluster", name, kind) for name, kind in SETTINGS.items()]
+    )
     cfg = load(LaunchConfig, tuple(own))
     overrides = of_run if cfg.prepare else run_overrides(of_run, own)
     run = load(PrepareConfig if cfg.prepare else TrainConfig, tuple(overrides))
@@ -71,15 +73,30 @@ def with_module(job: Job, name: str, source: bytes) -> tuple[Job, Record]:
         code.add(archive, code.START, code.START_CODE)
         code.add(archive, f"{name}.py", source)
     content = packed.getvalue()
-    bundled = dataclasses.replace(job, code=Code(FileName("code.tar.gz"), Sha256(sha256_bytes(content)), ""))
+    bundled = dataclasses.replace(
+        job, code=Code(FileName("code.tar.gz"), Sha256(sha256_bytes(content)), "")
+    )
     record = Record(job.run_dir, S3Config())
     record.write(bundled, plan={}, config="", bundle=content)
     return bundled, record
 
 
-def node(monkeypatch: pytest.MonkeyPatch, record: Record, name: str, *, hosts: str = "n1,n2", group: int = 0) -> Node:
+def node(
+    monkeypatch: pytest.MonkeyPatch,
+    record: Record,
+    name: str,
+    *,
+    hosts: str = "n1,n2",
+    group: int = 0,
+) -> Node:
     """What the machine `name` of a job makes of its record."""
     monkeypatch.setenv("SLURMD_NODENAME", name)
-    names = {"command": "train", "hosts": hosts, "addresses": ADDRESSES, "port": PORT, "attempt": "attempt_0001"}
+    names = {
+        "command": "train",
+        "hosts": hosts,
+        "addresses": ADDRESSES,
+        "port": PORT,
+        "attempt": "attempt_0001",
+    }
     options = argparse.Namespace(**names, group=group)
     return Node(record, record.job(), options)

@@ -10,7 +10,13 @@ import pytest
 from train.config import InputError
 
 
-def rejects(match: str, action: Callable[..., Any], *arguments: Any, error: type = InputError, **settings: Any) -> None:
+def rejects(
+    match: str,
+    action: Callable[..., Any],
+    *arguments: Any,
+    error: type = InputError,
+    **settings: Any,
+) -> None:
     """Check that the call is rejected, in one line in which the regular expression is found."""
     with pytest.raises(error, match=match) as raised:
         action(*arguments, **settings)

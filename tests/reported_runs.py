@@ -30,7 +30,9 @@ ENVIRONMENT = {
 }
 
 
-def train_line(step: int, *, attempt: int = 1, since: int = 0, steps: int = 10, **more: Any) -> dict[str, Any]:
+def train_line(
+    step: int, *, attempt: int = 1, since: int = 0, steps: int = 10, **more: Any
+) -> dict[str, Any]:
     """`since`: the step at which the attempt began."""
     return {
         "kind": "train",
@@ -54,7 +56,14 @@ def train_line(step: int, *, attempt: int = 1, since: int = 0, steps: int = 10, 
 def eval_line(step: int, **more: Any) -> dict[str, Any]:
     loss = 9 - step / 10
     metrics = {"loss": loss, "perplexity": 2**loss, "masked_accuracy": step / 100, "eval_s": 1.0}
-    return {"kind": "eval", "attempt": 1, "step": step, "examples": step * BATCH, **metrics, **more}
+    return {
+        "kind": "eval",
+        "attempt": 1,
+        "step": step,
+        "examples": step * BATCH,
+        **metrics,
+        **more,
+    }
 
 
 def save_line(step: int, **more: Any) -> dict[str, Any]:
@@ -68,7 +77,12 @@ def fault_line(step: int, reason: str = "slow", **more: Any) -> dict[str, Any]:
 
 def summary_line(step: int, steps: int, **more: Any) -> dict[str, Any]:
     """The end of an attempt that did so many steps."""
-    known = {"train_s": steps * STEP_S, "tokens": steps * TOKENS_PER_STEP, "mfu": None, "cost_usd": None}
+    known = {
+        "train_s": steps * STEP_S,
+        "tokens": steps * TOKENS_PER_STEP,
+        "mfu": None,
+        "cost_usd": None,
+    }
     known |= {"reason": "done", "goodput": 0.5}
     return {"kind": "summary", "attempt": 1, "step": step, **known, **more}
 
@@ -78,13 +92,19 @@ def whole_run(**summary: Any) -> list[dict[str, Any]]:
     return [*lines, save_line(40), summary_line(40, 40, **summary)]
 
 
-def write_run(folder: Path, lines: list[dict[str, Any]], *, config=None, environment=None, tail: str = "") -> Path:
+def write_run(
+    folder: Path, lines: list[dict[str, Any]], *, config=None, environment=None, tail: str = ""
+) -> Path:
     """`config` and `environment`: changes of whole sections."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(json.dumps({**CONFIG, **(config or {})}))  # JSON is YAML
     (folder / "environment.json").write_text(json.dumps({**ENVIRONMENT, **(environment or {})}))
-    timed = [{"attempt": 1, "time_unix_s": 1.8e9 + number, **line} for number, line in enumerate(lines)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in timed) + tail)
+    timed = [
+        {"attempt": 1, "time_unix_s": 1.8e9 + number, **line} for number, line in enumerate(lines)
+    ]
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in timed) + tail
+    )
     return folder
 
 

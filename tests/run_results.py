@@ -47,7 +47,8 @@ def assert_same_run(result: Path, wanted: Path) -> None:
     assert losses(result) == pytest.approx(losses(wanted), rel=TOLERANCE)
     assert grad_norms(result) == pytest.approx(grad_norms(wanted), rel=20 * TOLERANCE)
     evaluations = [
-        [line[key] for line in lines(d, "eval") for key in ("loss", "masked_accuracy")] for d in (result, wanted)
+        [line[key] for line in lines(d, "eval") for key in ("loss", "masked_accuracy")]
+        for d in (result, wanted)
     ]
     assert evaluations[0] == pytest.approx(evaluations[1], rel=TOLERANCE)
     for name, tensor in weights(result).items():

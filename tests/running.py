@@ -38,7 +38,8 @@ def write_corpus(path: Path, *, num_documents: int = 120, seed: int = 0) -> Path
     documents = []
     for _ in range(num_documents):
         sentences = (
-            " ".join(rng.choices(words, weights, k=rng.randint(4, 12))) + "." for _ in range(rng.randint(2, 12))
+            " ".join(rng.choices(words, weights, k=rng.randint(4, 12))) + "."
+            for _ in range(rng.randint(2, 12))
         )
         documents.append("\n".join(sentences))
     path.write_text("\n\n".join(documents))
@@ -51,10 +52,22 @@ def prepare_config(output: Path, corpus: Path, *overrides: str) -> PrepareConfig
         [
             f"output={output}",
             *([] if any(each.startswith("corpus=") for each in overrides) else ["corpus=text"]),
-            *([] if any("corpus.path=" in each for each in overrides) else [f"corpus.path={corpus}"]),
+            *(
+                []
+                if any("corpus.path=" in each for each in overrides)
+                else [f"corpus.path={corpus}"]
+            ),
             f"seq_len={SEQ_LEN}",
-            *([] if any("tokenizer.pretrained=" in each for each in overrides) else ["tokenizer.vocab_size=120"]),
-            *([] if any("corpus.validation=" in each for each in overrides) else ["validation_fraction=0.25"]),
+            *(
+                []
+                if any("tokenizer.pretrained=" in each for each in overrides)
+                else ["tokenizer.vocab_size=120"]
+            ),
+            *(
+                []
+                if any("corpus.validation=" in each for each in overrides)
+                else ["validation_fraction=0.25"]
+            ),
             *overrides,
         ],
     )
@@ -62,7 +75,9 @@ def prepare_config(output: Path, corpus: Path, *overrides: str) -> PrepareConfig
 
 def train_overrides(run_dir: Path, data: Path, *overrides: str) -> list[str]:
     """A run of a few seconds: a tiny ALBERT, six steps of eight sequences."""
-    is_other = any(override.startswith("model=") for override in overrides)  # a group is typed once
+    is_other = any(
+        override.startswith("model=") for override in overrides
+    )  # a group is typed once
     return [
         *TINY[is_other:],
         f"run_dir={run_dir}",
@@ -83,11 +98,17 @@ def train_overrides(run_dir: Path, data: Path, *overrides: str) -> list[str]:
 
 def train_config(run_dir: Path, data: Path, *overrides: str) -> TrainConfig:
     """For a run in the tests' own process. Those of `run` and `command` have a watchdog as well."""
-    return cli.load_config(TrainConfig, train_overrides(run_dir, data, "watchdog.step_s=0", *overrides))
+    return cli.load_config(
+        TrainConfig, train_overrides(run_dir, data, "watchdog.step_s=0", *overrides)
+    )
 
 
 def run(
-    arguments: list[str], *, ranks: int = 1, module: str = "train", env: dict[str, str] | None = None
+    arguments: list[str],
+    *,
+    ranks: int = 1,
+    module: str = "train",
+    env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """`python -m train ...`, alone or on several ranks of this machine under torchrun, in forks (see there)."""
     words = [module, *arguments] if ranks == 1 else launch(module, arguments, ranks=ranks)
@@ -97,11 +118,19 @@ def run(
 def command(arguments: list[str], *, ranks: int = 1, module: str = "train") -> list[str]:
     if ranks == 1:
         return [sys.executable, "-m", module, *arguments]
-    launcher = [sys.executable, "-m", TORCHRUN, f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
+    launcher = [
+        sys.executable,
+        "-m",
+        TORCHRUN,
+        f"--nproc-per-node={ranks}",
+        f"--master-port={free_port()}",
+    ]
     return [*launcher, "-m", module, *arguments]
 
 
-def train_here(run_dir: Path, data: Path, *overrides: str, collects: bool = False) -> tuple[str, int]:
+def train_here(
+    run_dir: Path, data: Path, *overrides: str, collects: bool = False
+) -> tuple[str, int]:
     """The same run in the tests' own process."""
     from train import loop  # late: conftest.py sets what torch and its neighbours read
 

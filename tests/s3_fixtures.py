@@ -59,14 +59,22 @@ class Bucket:
         return f"s3://{self.name}/{prefix}".rstrip("/")
 
     def config(self, **changes: Any) -> S3Config:
-        return S3Config(**{"endpoint": self.service.endpoint, "region": REGION, "path_style": True, **changes})
+        return S3Config(
+            **{"endpoint": self.service.endpoint, "region": REGION, "path_style": True, **changes}
+        )
 
     def overrides(self) -> list[str]:
         """The same for a command line."""
-        return [f"s3.endpoint={self.service.endpoint}", f"s3.region={REGION}", "s3.path_style=true"]
+        return [
+            f"s3.endpoint={self.service.endpoint}",
+            f"s3.region={REGION}",
+            "s3.path_style=true",
+        ]
 
     def keys(self, prefix: str = "") -> list[str]:
-        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
+        pages = self.client.get_paginator("list_objects_v2").paginate(
+            Bucket=self.name, Prefix=prefix
+        )
         return [item["Key"] for page in pages for item in page.get("Contents", ())]
 
     def get(self, key: str) -> bytes:
@@ -83,7 +91,9 @@ class Bucket:
 
 
 @pytest.fixture(scope="session")
-def s3_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Service]:
+def s3_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[S3Service]:
     missing = missing_programs()
     if missing:
         reason = f"no S3 server to test with ({', '.join(missing)} missing): apt-get install {' '.join(PACKAGES)}"

@@ -18,9 +18,16 @@ from typing import Any
 import numpy as np
 
 from train.config import S3Config
-from train.data.shards.format import TOKENIZER_FILE, DataManifest, Rows, Shard, TokenizerInfo, write_manifest
-from train.system.folders import LocalFolder, sha256_bytes
-from train.system.schema import FileName, Sha256
+from train.data.shards.format import (
+    TOKENIZER_FILE,
+    DataManifest,
+    Rows,
+    Shard,
+    TokenizerInfo,
+    write_manifest,
+)
+from train.storage.folders import LocalFolder, sha256_bytes
+from train.storage.schema import FileName, Sha256
 
 DIGITS = 30_000  # a row's first two tokens are its number in this base, by which readers can identify it
 TOKENIZER = (TOKENIZER_FILE, "tokenizer/tokenizer_config.json")
@@ -61,7 +68,15 @@ class Simulated:
         tokens = np.zeros((self.shard_rows, self.seq_len), np.uint16)
         if self.is_numbered:
             tokens[:, 0], tokens[:, 1] = np.divmod(first_row + np.arange(self.shard_rows), DIGITS)
-        return save(vars(Rows(tokens, np.zeros(self.shard_rows, np.uint16), np.zeros(self.shard_rows, np.uint8))))
+        return save(
+            vars(
+                Rows(
+                    tokens,
+                    np.zeros(self.shard_rows, np.uint16),
+                    np.zeros(self.shard_rows, np.uint8),
+                )
+            )
+        )
 
     def content(self, file: str) -> bytes:
         """Return the content of the shard with this name."""
@@ -76,12 +91,18 @@ class Simulated:
         (folder / "tokenizer").mkdir(parents=True)
         for name in TOKENIZER:
             (folder / name).write_bytes(b"{}")
-        splits = {"train": [f"train-{number:05d}" for number in range(self.shards)], "validation": ["validation-00000"]}
+        splits = {
+            "train": [f"train-{number:05d}" for number in range(self.shards)],
+            "validation": ["validation-00000"],
+        }
         same = None if self.is_numbered else (len(self.zeros), Sha256(sha256_bytes(self.zeros)))
 
         def shard(name: str) -> Shard:
             file = FileName(f"{name}.safetensors")
-            size, sha256 = same or (len(content := self.content(file)), Sha256(sha256_bytes(content)))
+            size, sha256 = same or (
+                len(content := self.content(file)),
+                Sha256(sha256_bytes(content)),
+            )
             return Shard(file, self.shard_rows, size, sha256)
 
         return write_manifest(
@@ -103,17 +124,24 @@ class StandInS3:
 
     def __init__(self, data: Simulated, folder: Path) -> None:
         self.data, self.folder = data, folder
-        self.gets, self.sent_bytes = Counter[tuple[str, bool]](), Counter[tuple[str, bool]]()  # by (user, is a shard)
+        self.gets, self.sent_bytes = (
+            Counter[tuple[str, bool]](),
+            Counter[tuple[str, bool]](),
+        )  # by (user, is a shard)
         self.lock = threading.Lock()
         self.server = Server(("127.0.0.1", 0), type("Bound", (Handler,), {"service": self}))
         self.location = "s3://simulated/data"
 
     @property
     def config(self) -> S3Config:
-        return S3Config(endpoint=f"http://127.0.0.1:{self.server.server_port}", region=REGION, path_style=True)
+        return S3Config(
+            endpoint=f"http://127.0.0.1:{self.server.server_port}", region=REGION, path_style=True
+        )
 
     def __enter__(self) -> StandInS3:
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -135,7 +163,9 @@ class StandInS3:
 
 class Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], ConnectionError):  # a client that exits aborts its downloads
+        if not isinstance(
+            sys.exc_info()[1], ConnectionError
+        ):  # a client that exits aborts its downloads
             super().handle_error(request, client_address)
 
 
@@ -152,7 +182,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, *, sends: bool) -> None:
         name = self.path.partition("?")[0].removeprefix("/simulated/data/")
-        content, status, headers = self.service.content(name), 200, {"ETag": '"0"', "Accept-Ranges": "bytes"}
+        content, status, headers = (
+            self.service.content(name),
+            200,
+            {"ETag": '"0"', "Accept-Ranges": "bytes"},
+        )
         if content is None:
             content, status, headers = b"<Error><Code>NoSuchKey</Code></Error>", 404, {}
         elif wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):

@@ -21,7 +21,11 @@ from torch.utils._pytree import tree_leaves
 
 from train.parallel import captured
 
-WAITS = ("_local_scalar_dense", "equal", "nonzero")  # operations that return when the device has computed a value
+WAITS = (
+    "_local_scalar_dense",
+    "equal",
+    "nonzero",
+)  # operations that return when the device has computed a value
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -40,7 +44,9 @@ class Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, list[tuple[int, Tensor]]]] = []
-        self.before: dict[int, tuple[Any, Any]] = {}  # memory from before the recording, and what it held
+        self.before: dict[
+            int, tuple[Any, Any]
+        ] = {}  # memory from before the recording, and what it held
         self.made: dict[int, Any] = {}  # memory that was allocated in the recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,7 +57,9 @@ class Tape(TorchDispatchMode):
             if key not in self.made and key not in self.before:
                 self.before[key] = memory, memory.clone()
         result = func(*args, **(kwargs or {}))
-        fresh = [(n, each) for n, each in enumerate(tensors_in(result)) if place(each) not in given]
+        fresh = [
+            (n, each) for n, each in enumerate(tensors_in(result)) if place(each) not in given
+        ]
         self.made |= {place(each): each.untyped_storage() for _, each in fresh}
         self.calls.append((func, args, kwargs or {}, fresh))
         return result
@@ -91,7 +99,9 @@ class Watch(TorchDispatchMode):
 def put_tapes(patch: pytest.MonkeyPatch) -> None:
     """Replace CUDA graphs by tapes."""
     watching = ExitStack()
-    generator = SimpleNamespace(clone_state=torch.get_rng_state, graphsafe_set_state=torch.set_rng_state)
+    generator = SimpleNamespace(
+        clone_state=torch.get_rng_state, graphsafe_set_state=torch.set_rng_state
+    )
     for name, value in {
         "CUDAGraph": Tape,
         "graph": lambda tape, **_: tape.recorded(),
@@ -102,6 +112,8 @@ def put_tapes(patch: pytest.MonkeyPatch) -> None:
         "stream": lambda _: nullcontext(),
         "is_current_stream_capturing": lambda: Tape.recording > 0,
         "get_sync_debug_mode": lambda: 0,
-        "set_sync_debug_mode": lambda mode: watching.enter_context(Watch()) if mode else watching.close(),
+        "set_sync_debug_mode": lambda mode: (
+            watching.enter_context(Watch()) if mode else watching.close()
+        ),
     }.items():
         patch.setattr(torch.cuda, name, value)

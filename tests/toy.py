@@ -36,7 +36,7 @@ from train.data.shards.order import PADDING
 from train.parallel import ranks
 from train.run import stopping
 from train.run.stopping import StopRequest
-from train.system.samples import Sample
+from train.run_folder.samples import Sample
 from train.tasks import TASKS, Task, TaskSpec, mlm
 
 ROWS, EVAL_ROWS = 160, 10
@@ -73,7 +73,11 @@ class Rows:
         rows = np.where(items == PADDING, 0, items % ROWS)
         numbers = torch.from_numpy(np.stack([np.sin(rows), np.cos(3 * rows)], -1)).float()
         counts = (items != PADDING).sum(-1).tolist()
-        return {"inputs": {"input_ids": numbers, "labels": numbers.sum(-1)}, "count": counts, "tokens": counts}
+        return {
+            "inputs": {"input_ids": numbers, "labels": numbers.sum(-1)},
+            "count": counts,
+            "tokens": counts,
+        }
 
 
 class ToyTask(Task):
@@ -122,29 +126,51 @@ class Toy:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.losses = 0  # how often a loss was computed
-        self.scale: Callable[[int], float] = lambda call: 1.0  # factor of each loss, by its number from 1; may raise
-        self.scores: Iterator[float] | None = None  # what evaluations give instead of the model's loss
+        self.scale: Callable[[int], float] = lambda call: (
+            1.0
+        )  # factor of each loss, by its number from 1; may raise
+        self.scores: Iterator[float] | None = (
+            None  # what evaluations give instead of the model's loss
+        )
 
     def config(self, name: str = "run", **changes: Any) -> TrainConfig:
         """Six steps of eight rows, saved and evaluated after the third and the last. `changes`: a section is a dict."""
-        settings: dict[str, Any] = {"global_batch_size": 8, "max_steps": 6, "log_every": 1, "eval_every": 3}
-        settings |= {"export": False, "tensorboard": False, "backend": BackendConfig(device=DEVICE, precision="fp32")}
+        settings: dict[str, Any] = {
+            "global_batch_size": 8,
+            "max_steps": 6,
+            "log_every": 1,
+            "eval_every": 3,
+        }
+        settings |= {
+            "export": False,
+            "tensorboard": False,
+            "backend": BackendConfig(device=DEVICE, precision="fp32"),
+        }
         settings |= changes
         sections = {
             "checkpoint": CheckpointConfig(every=3),
             "optim": OptimConfig(lr=0.01, warmup_steps=0),
             "preempt": PreemptConfig(),
         }
-        settings |= {key: replace(section, **settings.get(key, {})) for key, section in sections.items()}
+        settings |= {
+            key: replace(section, **settings.get(key, {})) for key, section in sections.items()
+        }
         cfg = TrainConfig(
-            run_dir=str(self.folder / name), task=ToyConfig(), data=ShardsConfig(path="toy", num_workers=0), **settings
+            run_dir=str(self.folder / name),
+            task=ToyConfig(),
+            data=ShardsConfig(path="toy", num_workers=0),
+            **settings,
         )
         cfg.watchdog.step_s = 0
-        if cfg.backend.cuda_graphs is None:  # its losses change from call to call, which a recording would not see
+        if (
+            cfg.backend.cuda_graphs is None
+        ):  # its losses change from call to call, which a recording would not see
             cfg.backend = replace(cfg.backend, cuda_graphs=False)
         return cfg
 
-    def train(self, name: str = "run", *, stop: StopRequest | None = None, **changes: Any) -> tuple[str, int]:
+    def train(
+        self, name: str = "run", *, stop: StopRequest | None = None, **changes: Any
+    ) -> tuple[str, int]:
         return loop.run(self.config(name, **changes), stop or StopRequest())
 
     def stopped_at_once(self, name: str = "run", **changes: Any) -> tuple[str, int]:
@@ -173,7 +199,9 @@ class Toy:
 
     def weights(self, step: int, name: str = "run") -> list[float]:
         path = self.folder / name / f"checkpoints/step_{step:08d}/model.pt"
-        return [number for tensor in torch.load(path).values() for number in tensor.flatten().tolist()]
+        return [
+            number for tensor in torch.load(path).values() for number in tensor.flatten().tolist()
+        ]
 
 
 def spoilt(calls: Iterable[int]) -> Callable[[int], float]:

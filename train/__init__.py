@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-from train.system.console import begin_program, say, trace_of
-from train.system.home import settle
+from train.machine.console import begin_program, say, trace_of
+from train.machine.home import settle
 
 __version__ = "0.1.0"
 
@@ -18,7 +18,9 @@ def show(kind: type[BaseException], error: BaseException, trace: TracebackType |
     # Ctrl-C (even while torch is being imported) and a missing package get one line instead of a traceback.
     missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
     if missing and missing.split(".")[0] not in ("train", "launch", "ami", "conf"):
-        how = "use .venv/bin/python, or first `source .venv/bin/activate` (make setup creates .venv)"
+        how = (
+            "use .venv/bin/python, or first `source .venv/bin/activate` (make setup creates .venv)"
+        )
         say(f"error: {sys.executable} has no module {missing}: {how}", file=sys.stderr)
     elif not issubclass(kind, KeyboardInterrupt):
         sys.stderr.write(f"{trace_of(error.with_traceback(trace))}\n")
@@ -48,5 +50,7 @@ def begin() -> None:
         raise SystemExit(2) from error
 
 
-if sys.argv[:1] == ["-m"]:  # `python -m` is about to run a command; an import by another program has no effect
+if sys.argv[:1] == [
+    "-m"
+]:  # `python -m` is about to run a command; an import by another program has no effect
     begin()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from train.system.torchrun import die_with_torchrun
+from train.machine.torchrun import die_with_torchrun
 
 
 def main() -> int:
     die_with_torchrun()
-    from train import entry  # imported late: this takes seconds, and the rank must already end if torchrun does
+    from train import (
+        entry,
+    )  # imported late: this takes seconds, and the rank must already end if torchrun does
     from train.observe.trackers import unended
 
     code = entry.run_command_line()

@@ -25,18 +25,22 @@ from typing import Any
 import yaml
 
 from train.config import Failure, InputError, S3Config, check
+from train.machine import processes
+from train.machine.torchrun import REJECTION
 from train.observe.lines import read_lines
 from train.observe.report.run import Run, read_run, settled
 from train.run.command import DONE, REJECTED
-from train.system import processes
-from train.system.folders import open_folder
-from train.system.imported import FLAG
-from train.system.outcome import read_outcome
-from train.system.torchrun import REJECTION
+from train.run_folder.outcome import read_outcome
+from train.storage.folders import open_folder
+from train.storage.imported import FLAG
 
-KINDS = "give texts, or mappings from column names to values, in a list, a data frame or a data set"
+KINDS = (
+    "give texts, or mappings from column names to values, in a list, a data frame or a data set"
+)
 FILES = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".conll", ".gz")
-LINES = 1000  # at most this many of the last output lines are kept, to find the reason for a failure
+LINES = (
+    1000  # at most this many of the last output lines are kept, to find the reason for a failure
+)
 
 __all__ = ["Failure", "InputError", "Result", "evaluate", "predict", "prepare", "train"]
 
@@ -49,7 +53,9 @@ class Result:
     outcome: str  # "done" or "stopped"; the same call resumes a stopped run
     step: int
     metrics: list[dict[str, float]]  # one row per evaluation, for pandas.DataFrame(result.metrics)
-    scores: dict[str, float]  # those of the exported weights or, without an export, of the last evaluation
+    scores: dict[
+        str, float
+    ]  # those of the exported weights or, without an export, of the last evaluation
     export: str | None  # a folder for from_pretrained; None if nothing was exported
 
 
@@ -65,17 +71,25 @@ def train(settings: Sequence[str], *, ranks: int = 1, imports: Sequence[str] = (
     before = read_outcome(folder)
     code, said = call("train", arguments, ranks=ranks)
     now = read_outcome(folder)
-    ended = now if now != before else {}  # torchrun's exit code is the same for a stop and a failure
+    ended = (
+        now if now != before else {}
+    )  # torchrun's exit code is the same for a stop and a failure
     if code != DONE and ended.get("outcome") != "stopped":
         raise Failure(str(ended.get("reason") or said))
     evaluations = [
-        {key: value for key, value in line.items() if key not in ("kind", "time_unix_s", "attempt")}
+        {
+            key: value
+            for key, value in line.items()
+            if key not in ("kind", "time_unix_s", "attempt")
+        }
         for line in read_lines(folder)
         if line["kind"] == "eval"
     ]
     export = f"{location.rstrip('/')}/export" if folder.names("export/") else None
     scores = final_scores(read_run(folder)) if evaluations else {}
-    return Result(location, str(now["outcome"]), int(now["step"] or 0), evaluations, scores, export)
+    return Result(
+        location, str(now["outcome"]), int(now["step"] or 0), evaluations, scores, export
+    )
 
 
 def final_scores(run: Run) -> dict[str, float]:
@@ -114,15 +128,28 @@ def predict(
         else:
             file = Path(folder, "rows.jsonl")
             texts = [line for line in lines if isinstance(line, str)]
-            check(len(texts) in (0, len(lines)), "some rows are texts and others are not: give rows of one kind")
+            check(
+                len(texts) in (0, len(lines)),
+                "some rows are texts and others are not: give rows of one kind",
+            )
             records = [{"text": line} if isinstance(line, str) else line for line in lines]
-            file.write_text("".join(f"{json_line(record)}\n" for record in records), encoding="utf-8")
+            file.write_text(
+                "".join(f"{json_line(record)}\n" for record in records), encoding="utf-8"
+            )
             given = [f"--input={file}", *(["--text-column=text"] if texts else [])]
-        arguments = [*values([model]), *given, f"--output={output}", *options_of(options), *flags(imports)]
+        arguments = [
+            *values([model]),
+            *given,
+            f"--output={output}",
+            *options_of(options),
+            *flags(imports),
+        ]
         try:
             done("train.predict", arguments)
         except (InputError, Failure) as error:
-            raise type(error)(str(error).replace(f"{folder}/", "")) from None  # the user does not know this folder
+            raise type(error)(
+                str(error).replace(f"{folder}/", "")
+            ) from None  # the user does not know this folder
         return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
 
 
@@ -145,7 +172,10 @@ def lines_of(rows: Any) -> list[str | Mapping[Any, Any]]:
     """Return rows of any usual kind as texts and mappings. Raises InputError if they are something else."""
     if isinstance(rows, str | Mapping):
         is_file = isinstance(rows, str) and " " not in rows and rows.endswith(FILES)
-        check(not is_file, f"{rows!r:.80} seems to be a file: give it as a Path, or a text as a list, [{rows!r:.80}]")
+        check(
+            not is_file,
+            f"{rows!r:.80} seems to be a file: give it as a Path, or a text as a list, [{rows!r:.80}]",
+        )
         rows = [rows]
     elif hasattr(rows, "to_dicts"):  # a data frame of polars
         rows = rows.to_dicts()
@@ -153,11 +183,19 @@ def lines_of(rows: Any) -> list[str | Mapping[Any, Any]]:
         rows = rows.to_pylist()
     elif hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a data frame of pandas
         rows = rows.to_dict("records")
-    is_ordered = isinstance(rows, Iterable) and not isinstance(rows, set | frozenset | bytes | bytearray)
-    check(is_ordered and getattr(rows, "ndim", 1) == 1, f"rows are of type {type(rows).__name__}: {KINDS}")
+    is_ordered = isinstance(rows, Iterable) and not isinstance(
+        rows, set | frozenset | bytes | bytearray
+    )
+    check(
+        is_ordered and getattr(rows, "ndim", 1) == 1,
+        f"rows are of type {type(rows).__name__}: {KINDS}",
+    )
     lines = list(rows)
     for number, line in enumerate(lines, 1):
-        check(isinstance(line, str | Mapping), f"row {number} is of type {type(line).__name__}: {KINDS}")
+        check(
+            isinstance(line, str | Mapping),
+            f"row {number} is of type {type(line).__name__}: {KINDS}",
+        )
     return lines
 
 
@@ -191,7 +229,9 @@ def listed(values: Iterable[str]) -> list[str]:
     """Return the values, which a generator yields once. Raises InputError if they are not a list of texts."""
     # The characters of a string, or the keys of a dict, would become values.
     given = [] if isinstance(values, str | Mapping) else list(values)
-    is_list = not isinstance(values, str | Mapping) and all(isinstance(each, str) for each in given)
+    is_list = not isinstance(values, str | Mapping) and all(
+        isinstance(each, str) for each in given
+    )
     check(is_list, f"{values!r:.80} must be a list of texts, such as ['key=value']")
     return given
 
@@ -200,7 +240,9 @@ def values(given: Iterable[str]) -> list[str]:
     """Return values for a command line. Raises InputError if one would be read as a flag, such as --import=FILE."""
     texts = listed(given)
     wrong = next((text for text in texts if text.startswith("-")), None)
-    check(wrong is None, f"{wrong!r} begins with '-': a flag cannot stand here; begin a path with ./")
+    check(
+        wrong is None, f"{wrong!r} begins with '-': a flag cannot stand here; begin a path with ./"
+    )
     return texts
 
 
@@ -232,7 +274,12 @@ def done(module: str, arguments: Sequence[str], *, ranks: int = 1) -> None:
 def call(module: str, arguments: Sequence[str], *, ranks: int) -> tuple[int, str]:
     """Run a command and print its output. Returns its exit code and its last error line."""
     with TemporaryDirectory() as logs:
-        torchrun = ["-m", "train.system.local_torchrun", f"--nproc-per-node={ranks}", f"--log-dir={logs}"]
+        torchrun = [
+            "-m",
+            "train.machine.local_torchrun",
+            f"--nproc-per-node={ranks}",
+            f"--log-dir={logs}",
+        ]
         command = [sys.executable, *(torchrun if ranks > 1 else []), "-m", module, *arguments]
         env = {**processes.with_this_code(os.environ), "PYTHONUNBUFFERED": "1"}
         process = processes.start(command, env=env, output=subprocess.PIPE)
@@ -240,7 +287,9 @@ def call(module: str, arguments: Sequence[str], *, ranks: int) -> tuple[int, str
         try:
             show(process, said)
         except KeyboardInterrupt:
-            process.send_signal(signal.SIGINT)  # a notebook's interrupt signals only its kernel, not the command
+            process.send_signal(
+                signal.SIGINT
+            )  # a notebook's interrupt signals only its kernel, not the command
             show(process, said)
             raise
         finally:

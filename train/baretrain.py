@@ -11,7 +11,7 @@ import runpy
 import sys
 
 import train
-from train.system.console import say
+from train.machine.console import say
 
 COMMANDS = {
     "train": "train a model; on N ranks: torchrun --standalone --no-python --nproc-per-node=N baretrain train ...",
@@ -45,10 +45,15 @@ def main() -> int:
         say("", "baretrain COMMAND --help explains a command.")
         return 0
     if name not in COMMANDS:
-        say(f"error: there is no command {name}; choose one of: {', '.join(COMMANDS)}", file=sys.stderr)
+        say(
+            f"error: there is no command {name}; choose one of: {', '.join(COMMANDS)}",
+            file=sys.stderr,
+        )
         return 2
     train.begin()
-    os.environ.setdefault("PYTHONSAFEPATH", "1")  # Child processes must not import modules from the current folder.
+    os.environ.setdefault(
+        "PYTHONSAFEPATH", "1"
+    )  # Child processes must not import modules from the current folder.
     module = name if name in PACKAGES else f"train.{name}"
     sys.argv[:2] = [module]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

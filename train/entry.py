@@ -11,23 +11,45 @@ from functools import partial
 from typing import NoReturn
 
 from train.config import InputError, TrainConfig, plural
+from train.machine import rank_setup
+from train.machine.console import say, use_console
+from train.machine.launched import launched
+from train.machine.runtime import search_rarely
+from train.machine.torchrun import end_torchrun, first_to
 from train.run import compose as cli
 from train.run.rejection import inform_others
 from train.run.stopping import StoppedEarly, StopRequest
-from train.system import rank_setup
-from train.system.console import say, use_console
-from train.system.folders import is_s3
-from train.system.launched import launched
-from train.system.outcome import may_continue, what_is_over
-from train.system.run_folder import RunFolder
-from train.system.runtime import search_rarely
-from train.system.torchrun import end_torchrun, first_to
+from train.run_folder.outcome import may_continue, what_is_over
+from train.run_folder.run_folder import RunFolder
+from train.storage.folders import is_s3
 
 logger = logging.getLogger("train")
 
-USED: tuple[str, ...] = ("run_dir", "data.path", "seed", "max_steps", "max_epochs", "max_examples", "max_run_s")
-USED += ("global_batch_size", "micro_batch_size", "seq_len", "optim.lr", "log_every", "eval_every", "checkpoint.every")
-USED += ("checkpoint.keep", "model.pretrained", "model.init_from", "backend.device", "backend.precision")
+USED: tuple[str, ...] = (
+    "run_dir",
+    "data.path",
+    "seed",
+    "max_steps",
+    "max_epochs",
+    "max_examples",
+    "max_run_s",
+)
+USED += (
+    "global_batch_size",
+    "micro_batch_size",
+    "seq_len",
+    "optim.lr",
+    "log_every",
+    "eval_every",
+    "checkpoint.every",
+)
+USED += (
+    "checkpoint.keep",
+    "model.pretrained",
+    "model.init_from",
+    "backend.device",
+    "backend.precision",
+)
 USED += ("data.num_workers", "export", "s3.endpoint")
 
 
@@ -55,15 +77,22 @@ def attempt(cfg: TrainConfig, *, collects: bool = False) -> int:
     """Train until the run ends or fails, and return the exit code. Does not catch InputError."""
     use_console("stdout")
     launch = launched()
-    if launch.restart_count > 0 and (over := what_is_over(RunFolder(cfg.run_dir, cfg.s3).last_outcome())):
+    if launch.restart_count > 0 and (
+        over := what_is_over(RunFolder(cfg.run_dir, cfg.s3).last_outcome())
+    ):
         with first_to("over") as is_first:  # one rank per machine prints this and ends torchrun
             if is_first:
-                say(f"not started again: outcome {over['outcome']} ({over['reason']})", file=sys.stderr)
+                say(
+                    f"not started again: outcome {over['outcome']} ({over['reason']})",
+                    file=sys.stderr,
+                )
         end_torchrun()
         return {"done": cli.DONE, "stopped": cli.STOPPED}.get(over["outcome"], cli.FAILED)
     if launch.rank == 0:
         ranks = plural(launch.world_size, "rank")
-        say(f"starting {cfg.run_dir}: {ranks}", file=sys.stderr)  # Importing torch takes several seconds.
+        say(
+            f"starting {cfg.run_dir}: {ranks}", file=sys.stderr
+        )  # Importing torch takes several seconds.
     rank_setup.prepare(launch, forks=cfg.data.num_workers > 0)
     search_rarely()  # garbage is collected rarely until `loop.run` has imported the task
     # Without this variable, transformers imports accelerate, if installed, which imports torch_xla. That wastes two
@@ -88,18 +117,31 @@ def attempt(cfg: TrainConfig, *, collects: bool = False) -> int:
         except SystemExit as error:  # a second signal arrived: exit without waiting for a save
             leave_at_once(int(error.code or cli.FAILED))
         except BaseException as error:
-            is_agreed = isinstance(error, AGREED)  # all ranks raise the same error, so none waits for another
+            is_agreed = isinstance(
+                error, AGREED
+            )  # all ranks raise the same error, so none waits for another
             logger.error("failed: %s", error, exc_info=not is_agreed)
             if not may_continue(kind_of(error), ""):
                 end_torchrun()
             if launch.world_size > 1 and not is_agreed:
-                leave_at_once(cli.FAILED)  # waiting for the other ranks could hang; torchrun ends them
+                leave_at_once(
+                    cli.FAILED
+                )  # waiting for the other ranks could hang; torchrun ends them
             return cli.FAILED
     if reason in ENDS:
         flags = cfg.s3.flags() if is_s3(cfg.run_dir) else []
-        logger.info("%s at step %d: python -m train.report %s", reason, step, shlex.join([cfg.run_dir, *flags]))
+        logger.info(
+            "%s at step %d: python -m train.report %s",
+            reason,
+            step,
+            shlex.join([cfg.run_dir, *flags]),
+        )
         return cli.DONE
-    logger.info("stopped on %s at step %d with a checkpoint; the same command resumes the run", reason, step)
+    logger.info(
+        "stopped on %s at step %d with a checkpoint; the same command resumes the run",
+        reason,
+        step,
+    )
     if launch.is_under_torchrun:
         text = "torchrun reports exit code %d as a failure, but the run only stopped as requested"
         text += "; after a signal, torchrun ends with a traceback"

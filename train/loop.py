@@ -18,6 +18,9 @@ from torch import nn
 from train.checkpoints.manifest import Progress
 from train.config import DataParallelConfig, Plan, TrainConfig, check, make_plan, plural
 from train.data.batches.loader import Batch
+from train.machine.launched import check_launch, launched
+from train.machine.memory import total_memory_bytes
+from train.machine.runtime import search_as_usual
 from train.models.memory_estimate import GIB, advice, memory_of, on_cpu
 from train.models.model_sizes import check_layers, shape_of_model
 from train.observe.metrics import Recorder
@@ -32,12 +35,10 @@ from train.run.checkpoint_manager import CheckpointManager
 from train.run.evaluation import evaluate, try_evaluation, write_samples
 from train.run.feed import TrainData, check_same_code, check_same_data
 from train.run.stopping import StopRequest, Votes
-from train.system import exported, imported
-from train.system.identity import identity_of
-from train.system.launched import check_launch, launched
-from train.system.memory import total_memory_bytes
-from train.system.run_folder import RunFolder, side_channel
-from train.system.runtime import search_as_usual
+from train.run_folder import exported
+from train.run_folder.identity import identity_of
+from train.run_folder.run_folder import RunFolder, side_channel
+from train.storage import imported
 from train.tasks import Task, build_task
 
 logger = logging.getLogger("train")
@@ -61,7 +62,9 @@ def run(
         check_launch(cfg.instance, launched())
         check_attention(cfg)
         if cfg.hub.push_to is not None:
-            from train.observe.push import check_push  # imports the report's code, which few runs need
+            from train.observe.push import (
+                check_push,
+            )  # imports the report's code, which few runs need
 
             check_push(cfg)
         saves = on_line is None and not collects
@@ -69,7 +72,9 @@ def run(
             check_trackers(cfg.telemetry)
         task = build_task(cfg)
         check_layers(cfg)
-        plan = make_plan(cfg, world_size=launched().world_size, rows=task.train_rows, seq_len=task.seq_len)
+        plan = make_plan(
+            cfg, world_size=launched().world_size, rows=task.train_rows, seq_len=task.seq_len
+        )
         identity = identity_of(cfg, plan, task.data_id, task.lengths)
     search_as_usual()  # all modules are imported by now
     folder = RunFolder(cfg.run_dir, cfg.s3, ttl_s=cfg.lease.ttl_s)
@@ -97,7 +102,9 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
     cfg, plan, task, world = attempt.cfg, attempt.plan, attempt.task, backend.world
     folder, watch = attempt.folder, attempt.watch
     if cfg.data.verify:
-        world.run_on_local_rank0(task.verify_data)  # this sends no heartbeats, so the watchdog ends it if it hangs
+        world.run_on_local_rank0(
+            task.verify_data
+        )  # this sends no heartbeats, so the watchdog ends it if it hangs
     world.agree(lambda: check_same_code(world.gather(imported.identity())))
     world.agree(lambda: check_same_data(world.gather(task.data_id)))
     torch.manual_seed(cfg.seed)  # all ranks need the same initial weights
@@ -105,7 +112,13 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
     lengths = num_lengths(task)
     task.compile_loss(backend.compile_loss)
     engine = build_engine(
-        cfg.parallel, cfg.optim, backend, model, task.loss, accumulation=plan.accumulation, lengths=lengths
+        cfg.parallel,
+        cfg.optim,
+        backend,
+        model,
+        task.loss,
+        accumulation=plan.accumulation,
+        lengths=lengths,
     )
     backend.seed(cfg.seed)  # ranks need different dropout
     watch.phase("load", is_start=True)
@@ -121,17 +134,23 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
         is_first_on_machine=world.local_rank == 0,
         run_tag=os.environ.get("NEURON_PROCESS_TAG"),
     )
-    flops = cache(partial(task.flops_per_example, model))  # cached: counting takes as long as launching a few kernels
+    flops = cache(
+        partial(task.flops_per_example, model)
+    )  # cached: counting takes as long as launching a few kernels
     with data.prefetcher or nullcontext():  # must be open until the export has read the samples
         with (
             monitor,
-            Recorder(cfg, plan, folder, backend, engine, flops, progress, monitor, on_line) as metrics,
+            Recorder(
+                cfg, plan, folder, backend, engine, flops, progress, monitor, on_line
+            ) as metrics,
             checkpoints.saving(metrics),
         ):
             if progress.step == 0 and attempt.saves and not progress.owes_evaluation:
                 try_evaluation(attempt, backend, engine)
             reason = train(attempt, backend, engine, data, metrics, checkpoints)
-            if metrics.progress.step == 0:  # stopped during an evaluation: the checkpoint records that it is due
+            if (
+                metrics.progress.step == 0
+            ):  # stopped during an evaluation: the checkpoint records that it is due
                 checkpoints.save(None, is_last=True)
             checkpoints.finish()
             if metrics.owes_summary() and not backend.collects:
@@ -158,13 +177,22 @@ def train(
     During each step, the ranks draw the next step's batches and vote on whether to run it. Thus no rank waits for a
     rank that cannot continue.
     """
-    cfg, plan, watch, votes = attempt.cfg, attempt.plan, attempt.watch, Votes(backend.world, attempt.stop)
+    cfg, plan, watch, votes = (
+        attempt.cfg,
+        attempt.plan,
+        attempt.watch,
+        Votes(backend.world, attempt.stop),
+    )
     progress = metrics.progress
     if progress.owes_evaluation:
         score = evaluate(attempt, backend, engine, metrics)
-        if progress.owes_evaluation:  # stopped; this step's checkpoint records that the evaluation is due
+        if (
+            progress.owes_evaluation
+        ):  # stopped; this step's checkpoint records that the evaluation is due
             return who_asked(attempt, votes)
-        if is_over(attempt, progress):  # without this checkpoint the next start would evaluate again
+        if is_over(
+            attempt, progress
+        ):  # without this checkpoint the next start would evaluate again
             checkpoints.save(score, is_last=True)
     batches = [] if is_over(attempt, progress) else draw_first(attempt, data, metrics, votes)
     while not is_over(attempt, progress):
@@ -178,7 +206,9 @@ def train(
         votes.cast(failure or checkpoints.failure)  # votes on whether to continue after this step
 
         seq_len = batches[0]["inputs"]["input_ids"].shape[-1]
-        watch.phase("step", step=progress.step, is_start=metrics.is_first or metrics.is_new(seq_len))
+        watch.phase(
+            "step", step=progress.step, is_start=metrics.is_first or metrics.is_new(seq_len)
+        )
         lr = learning_rate(progress.step, cfg=cfg.optim, plan=plan)
         engine.begin_step(sum(batch["count"] for batch in batches), lr)
         for number, batch in enumerate(batches, start=1):
@@ -192,7 +222,9 @@ def train(
         progress.advance(plan.global_batch_size, lr)
         data.consumed(progress.examples)
         evaluates = due(progress.step, cfg.eval_every, plan.total_steps)
-        metrics.end_step(evaluates, lr=lr, micro_batches=batches, seq_len=seq_len, grad_norm=grad_norm)
+        metrics.end_step(
+            evaluates, lr=lr, micro_batches=batches, seq_len=seq_len, grad_norm=grad_norm
+        )
         if metrics.skips_in_a_row >= cfg.nonfinite.max_skips:
             progress = checkpoints.roll_back()
             batches = draw_first(attempt, data, metrics, votes) if is_last else following
@@ -247,7 +279,9 @@ def due(step: int, every: int | None, total: int) -> bool:
 def who_asked(attempt: Attempt, votes: Votes) -> str:
     """Return why the run stops, the same on all ranks, and log the ranks that were asked to stop."""
     asked = votes.reasons()
-    attempt.asked = "; ".join(f"{reason}, at rank {rank} on {host}" for rank, reason, _, host in asked[:MOST_NAMED])
+    attempt.asked = "; ".join(
+        f"{reason}, at rank {rank} on {host}" for rank, reason, _, host in asked[:MOST_NAMED]
+    )
     attempt.kind = asked[0][2]
     logger.info("stopping: %s", attempt.asked)
     return asked[0][1]
@@ -255,7 +289,13 @@ def who_asked(attempt: Attempt, votes: Votes) -> str:
 
 def describe(attempt: Attempt, backend: Backend, model: nn.Module) -> None:
     """Describe the run in its folder and the log. Raises InputError if a rank does not see the folder."""
-    cfg, plan, task, folder, world = attempt.cfg, attempt.plan, attempt.task, attempt.folder, backend.world
+    cfg, plan, task, folder, world = (
+        attempt.cfg,
+        attempt.plan,
+        attempt.task,
+        attempt.folder,
+        backend.world,
+    )
     facts = {  # the resolved configuration, for environment.json
         "plan": asdict(plan),
         "seq_len": task.seq_len,
@@ -283,7 +323,9 @@ def describe(attempt: Attempt, backend: Backend, model: nn.Module) -> None:
     world.run_on_rank0(write)
     for remark in task.remarks:
         logger.info(remark)
-    each = "rank" if plan.replicas == world.size else f"group of {world.size // plan.replicas} ranks"
+    each = (
+        "rank" if plan.replicas == world.size else f"group of {world.size // plan.replicas} ranks"
+    )
     logger.info(
         f"{backend.name} on {backend.device_name}, {backend.precision}: {world.num_machines} x {world.local_size} "
         f"ranks, {plan.global_batch_size} sequences per step ({plan.micro_batch_size} x {plan.accumulation} per {each})"
@@ -304,17 +346,26 @@ def memory_note(attempt: Attempt, backend: Backend, model: nn.Module) -> str | N
 
     On CPUs, raises InputError if this machine has less memory than its ranks need, not counting what `on_cpu` adds.
     """
-    cfg, plan, seq_len, num_ranks = attempt.cfg, attempt.plan, attempt.task.seq_len, backend.world.local_size
+    cfg, plan, seq_len, num_ranks = (
+        attempt.cfg,
+        attempt.plan,
+        attempt.task.seq_len,
+        backend.world.local_size,
+    )
     if (shape := shape_of_model(model)) is None:
         return None
-    sizes = {name: getattr(plan, name) for name in ("world_size", "micro_batch_size", "accumulation")}
+    sizes = {
+        name: getattr(plan, name) for name in ("world_size", "micro_batch_size", "accumulation")
+    }
     needed = memory_of(cfg, shape, seq_len=seq_len, precision=backend.precision, **sizes)
     if backend.monitor_kind != "cpu":
         copy = f"; each rank that writes checkpoints needs {needed.state / GIB:.3g} GiB of host memory for a save"
         return f"{needed}{copy if attempt.saves else ''}"
     network: Any = model.network
     values = network.config.to_dict()
-    has_dropout = any(values.get(name) for name in ("attention_probs_dropout_prob", "attention_dropout"))
+    has_dropout = any(
+        values.get(name) for name in ("attention_probs_dropout_prob", "attention_dropout")
+    )
     layers = 1 if cfg.backend.activation_checkpointing else shape.num_hidden_layers
     heads = layers * (values.get("num_attention_heads") or 1) * has_dropout
     held = on_cpu(needed, scores=plan.micro_batch_size * seq_len**2 * heads, saves=attempt.saves)

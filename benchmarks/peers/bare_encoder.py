@@ -18,7 +18,9 @@ class Norm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         with torch.autocast(input.device.type, enabled=False):
-            normed = F.layer_norm(input.float(), self.normalized_shape, self.weight, self.bias, self.eps)
+            normed = F.layer_norm(
+                input.float(), self.normalized_shape, self.weight, self.bias, self.eps
+            )
         return normed.bfloat16()
 
 
@@ -34,7 +36,9 @@ class Layer(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """Return the layer's output [B, S, H] for hidden states [B, S, H]."""
-        qkv = self.qkv(states).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [3, B, heads, S, HEAD]
+        qkv = (
+            self.qkv(states).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        )  # [3, B, heads, S, HEAD]
         attended = F.scaled_dot_product_attention(*qkv.unbind())
         states = self.norm(states + self.out(attended.transpose(1, 2).flatten(2)))
         return self.last_norm(states + self.down(F.gelu(self.up(states), approximate="tanh")))
@@ -43,9 +47,14 @@ class Layer(nn.Module):
 class BareEncoder(nn.Module):
     """A masked language model built from `Layer`; with `shares`, all depths use one layer, as in ALBERT."""
 
-    def __init__(self, *, vocab_size: int, hidden: int, embedding: int, layers: int, shares: bool) -> None:
+    def __init__(
+        self, *, vocab_size: int, hidden: int, embedding: int, layers: int, shares: bool
+    ) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(vocab_size, embedding), nn.Embedding(POSITIONS, embedding)
+        self.words, self.places = (
+            nn.Embedding(vocab_size, embedding),
+            nn.Embedding(POSITIONS, embedding),
+        )
         self.norm, self.project = Norm(embedding), nn.Linear(embedding, hidden)
         shared = Layer(hidden)
         self.layers = nn.ModuleList([shared if shares else Layer(hidden) for _ in range(layers)])
@@ -59,10 +68,14 @@ class BareEncoder(nn.Module):
             states = layer(states)
         states = states.gather(1, positions[..., None].expand(-1, -1, states.size(-1)))
         states = self.last_norm(F.gelu(self.back(states), approximate="tanh"))
-        return F.cross_entropy(F.linear(states, self.words.weight, self.bias).flatten(0, 1).float(), labels.flatten())
+        return F.cross_entropy(
+            F.linear(states, self.words.weight, self.bias).flatten(0, 1).float(), labels.flatten()
+        )
 
 
-def bare_step(model: BareEncoder, batches: list[tuple[Tensor, ...]], *, compiler: str) -> Callable[[], Tensor]:
+def bare_step(
+    model: BareEncoder, batches: list[tuple[Tensor, ...]], *, compiler: str
+) -> Callable[[], Tensor]:
     """Return a function that takes a training step in bf16 on the next batch. Batches must be on the device."""
     device = batches[0][0].device.type
     compiled: Any = torch.compile(model, backend=compiler, fullgraph=True, dynamic=False)

@@ -35,8 +35,15 @@ class Announce(TrainerCallback):
 
 def main(data: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer", trust_remote_code=False)
-    sizes = {"embedding_size": 128, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = AlbertForMaskedLM(AlbertConfig(vocab_size=len(tokenizer), intermediate_size=512, **sizes))
+    sizes = {
+        "embedding_size": 128,
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    model = AlbertForMaskedLM(
+        AlbertConfig(vocab_size=len(tokenizer), intermediate_size=512, **sizes)
+    )
     arguments = TrainingArguments(
         tempfile.mkdtemp(),
         per_device_train_batch_size=32,
@@ -49,7 +56,9 @@ def main(data: Path) -> None:
     tokens = load_file(min(data.glob("train-*.safetensors")))["tokens"].astype(np.int64)
     rows = [{"input_ids": row} for row in tokens.tolist()]
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
-    Trainer(model, arguments, train_dataset=rows, data_collator=collator, callbacks=[Announce()]).train()
+    Trainer(
+        model, arguments, train_dataset=rows, data_collator=collator, callbacks=[Announce()]
+    ).train()
 
 
 if __name__ == "__main__":

@@ -37,9 +37,15 @@ def read(data: Path, side: str) -> list[Row]:
     if (path := data / f"{side}.jsonl").exists():
         return [json.loads(line) for line in path.read_text().splitlines()]
     paragraphs = [
-        each for article in json.loads((data / f"{side}.json").read_text())["data"] for each in article["paragraphs"]
+        each
+        for article in json.loads((data / f"{side}.json").read_text())["data"]
+        for each in article["paragraphs"]
     ]
-    return [{"context": paragraph["context"], **question} for paragraph in paragraphs for question in paragraph["qas"]]
+    return [
+        {"context": paragraph["context"], **question}
+        for paragraph in paragraphs
+        for question in paragraph["qas"]
+    ]
 
 
 def labels_of(task: str, rows: list[Row]) -> list[str]:
@@ -47,15 +53,23 @@ def labels_of(task: str, rows: list[Row]) -> list[str]:
     if task in ("regress", "qa"):
         return ["LABEL_0"] if task == "regress" else []
     several = {"multilabel": "label", "ner": "tags"}.get(task)
-    return sorted({label for row in rows for label in (row[several] if several else [row["label"]])})
+    return sorted(
+        {label for row in rows for label in (row[several] if several else [row["label"]])}
+    )
 
 
 def encoded(task: str, row: Row, tokenizer: Any, seq_len: int) -> Any:
     if task == "ner":
-        return tokenizer(row["tokens"], is_split_into_words=True, truncation=True, max_length=seq_len)
+        return tokenizer(
+            row["tokens"], is_split_into_words=True, truncation=True, max_length=seq_len
+        )
     if task == "qa":
         return tokenizer(
-            row["question"], row["context"], truncation="only_second", max_length=seq_len, return_offsets_mapping=True
+            row["question"],
+            row["context"],
+            truncation="only_second",
+            max_length=seq_len,
+            return_offsets_mapping=True,
         )
     texts = [row[name] for name in ("text", "text_pair") if name in row]
     return tokenizer(*texts, truncation=True, max_length=seq_len)
@@ -73,19 +87,28 @@ def features(task: str, row: Row, tokenizer: Any, labels: list[str], seq_len: in
         result["labels"] = float(row["label"])
     elif task == "ner":
         words = tokens.word_ids()
-        first = [word is not None and word != before for word, before in zip(words, [None, *words], strict=False)]
+        first = [
+            word is not None and word != before
+            for word, before in zip(words, [None, *words], strict=False)
+        ]
         result["labels"] = [
-            labels.index(row["tags"][word]) if is_first else -100 for word, is_first in zip(words, first, strict=True)
+            labels.index(row["tags"][word]) if is_first else -100
+            for word, is_first in zip(words, first, strict=True)
         ]
     else:
         begin = row["answers"][0]["answer_start"]
         end = begin + len(row["answers"][0]["text"])
         within = [
             n
-            for n, (of, span) in enumerate(zip(tokens.sequence_ids(), tokens["offset_mapping"], strict=True))
+            for n, (of, span) in enumerate(
+                zip(tokens.sequence_ids(), tokens["offset_mapping"], strict=True)
+            )
             if of == 1 and begin <= span[0] < end
         ]
-        result |= {"start_positions": within[0] if within else 0, "end_positions": within[-1] if within else 0}
+        result |= {
+            "start_positions": within[0] if within else 0,
+            "end_positions": within[-1] if within else 0,
+        }
     return result
 
 
@@ -94,7 +117,9 @@ def model_of(task: str, folder: str | Path, **sizes: Any) -> Any:
     return auto.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False, **sizes)
 
 
-def train(task: str, data: str, begin: str, export: str, seq_len: int, best: bool, arguments: Row) -> None:
+def train(
+    task: str, data: str, begin: str, export: str, seq_len: int, best: bool, arguments: Row
+) -> None:
     """Train as transformers' examples do, and save the model with its tokenizer."""
     transformers.set_seed(arguments["seed"])
     rows = read(Path(data), "train")
@@ -102,10 +127,17 @@ def train(task: str, data: str, begin: str, export: str, seq_len: int, best: boo
     tokenizer = transformers.AutoTokenizer.from_pretrained(begin, trust_remote_code=False)
     sizes: Row = {"problem_type": PROBLEMS[task]} if task in PROBLEMS else {}
     if labels:
-        sizes |= {"id2label": dict(enumerate(labels)), "label2id": {label: n for n, label in enumerate(labels)}}
+        sizes |= {
+            "id2label": dict(enumerate(labels)),
+            "label2id": {label: n for n, label in enumerate(labels)},
+        }
     model = model_of(task, begin, **sizes)
     is_ner = task == "ner"
-    collator = transformers.DataCollatorForTokenClassification if is_ner else transformers.DataCollatorWithPadding
+    collator = (
+        transformers.DataCollatorForTokenClassification
+        if is_ner
+        else transformers.DataCollatorWithPadding
+    )
     if best:
         arguments |= {"bf16": True, "train_sampling_strategy": "group_by_length"}
     with tempfile.TemporaryDirectory() as folder:
@@ -120,12 +152,16 @@ def train(task: str, data: str, begin: str, export: str, seq_len: int, best: boo
     tokenizer.save_pretrained(export)
 
 
-def answers(task: str, rows: list[Row], export: Path, seq_len: int = 128) -> tuple[list[Any], list[Any]]:
+def answers(
+    task: str, rows: list[Row], export: Path, seq_len: int = 128
+) -> tuple[list[Any], list[Any]]:
     """Return the answers of plain transformers in fp32, and their scores (probabilities or a value)."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(export, trust_remote_code=False)
     model = model_of(task, export).eval()
     kept = export / "baretrain_task.json"  # in our exports
-    least = json.loads(kept.read_text())["settings"].get("threshold", 0.5) if kept.is_file() else 0.5
+    least = (
+        json.loads(kept.read_text())["settings"].get("threshold", 0.5) if kept.is_file() else 0.5
+    )
     made = []
     for row in rows:
         tokens = encoded(task, row, tokenizer, seq_len)
@@ -135,11 +171,15 @@ def answers(task: str, rows: list[Row], export: Path, seq_len: int = 128) -> tup
         if task == "qa":
             made.append(best_span(output, tokens, row["context"]))
         else:
-            made.append(answer_of(task, output.logits[0].double(), tokens, row, model.config, least))
+            made.append(
+                answer_of(task, output.logits[0].double(), tokens, row, model.config, least)
+            )
     return [each for each, _ in made], [score for _, score in made]
 
 
-def answer_of(task: str, logits: Any, tokens: Any, row: Row, config: Any, least: Any) -> tuple[Any, Any]:
+def answer_of(
+    task: str, logits: Any, tokens: Any, row: Row, config: Any, least: Any
+) -> tuple[Any, Any]:
     names = config.id2label
     if task == "classify":
         return names[int(logits.argmax())], logits.softmax(-1).tolist()
@@ -149,8 +189,13 @@ def answer_of(task: str, logits: Any, tokens: Any, row: Row, config: Any, least:
         return [names[n] for n, share in enumerate(scores) if share >= limits[n]], scores
     if task == "regress":
         return round(float(logits[0]), 3), [float(logits[0])]
-    first = {word: n for n, word in reversed(list(enumerate(tokens.word_ids()))) if word is not None}
-    return [names[int(logits[first[n]].argmax())] if n in first else "O" for n in range(len(row["tokens"]))], None
+    first = {
+        word: n for n, word in reversed(list(enumerate(tokens.word_ids()))) if word is not None
+    }
+    return [
+        names[int(logits[first[n]].argmax())] if n in first else "O"
+        for n in range(len(row["tokens"]))
+    ], None
 
 
 def best_span(output: Any, tokens: Any, context: str, most: int = 30) -> tuple[str, float]:
@@ -178,7 +223,10 @@ def overlap(ones: list[str], others: list[str]) -> float:
 def measured(task: str, rows: list[Row], found: list[Any]) -> Row:
     """Return the metrics of answers, computed by scikit-learn, by seqeval or by this module."""
     if task == "qa":
-        pairs = [(words_of(text), words_of(row["answers"][0]["text"])) for row, text in zip(rows, found, strict=True)]
+        pairs = [
+            (words_of(text), words_of(row["answers"][0]["text"]))
+            for row, text in zip(rows, found, strict=True)
+        ]
         return {
             "exact_match": float(np.mean([a == b for a, b in pairs])),
             "f1": float(np.mean([overlap(a, b) for a, b in pairs])),
@@ -197,13 +245,26 @@ def measured(task: str, rows: list[Row], found: list[Any]) -> Row:
         return {"spearman": float(np.corrcoef(ranks[0], ranks[1])[0, 1])}
     labels = sorted({label for row in truth for label in row})
     flags = [[[label in row for label in labels] for row in side] for side in (truth, found)]
-    return {"f1_macro": float(f1_score(np.array(flags[0]), np.array(flags[1]), average="macro", zero_division=0))}
+    return {
+        "f1_macro": float(
+            f1_score(np.array(flags[0]), np.array(flags[1]), average="macro", zero_division=0)
+        )
+    }
 
 
 def predicted(task: str, data: Path, run: Path) -> tuple[list[Any], list[Any]]:
     """Return the answers and scores of `train.predict` for the validation rows, in the form that `answers` returns."""
     path, output = next(data.glob("validation.*")), run / "predicted.jsonl"
-    harness.run(sys.executable, "-m", "train.predict", str(run), "--input", str(path), "--output", str(output))
+    harness.run(
+        sys.executable,
+        "-m",
+        "train.predict",
+        str(run),
+        "--input",
+        str(path),
+        "--output",
+        str(output),
+    )
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     found = [row["answer" if task == "qa" else "prediction"] for row in rows]
     if task == "regress":
@@ -220,7 +281,9 @@ def score(task: str, data: Path, folder: Path) -> Row:
     result = measured(task, rows, found)
     if (folder / "metrics.jsonl").exists():
         ours, our_scores = predicted(task, data, folder)
-        result["predict_equal"] = float(np.mean([a == b for a, b in zip(ours, found, strict=True)]))
+        result["predict_equal"] = float(
+            np.mean([a == b for a, b in zip(ours, found, strict=True)])
+        )
         if our_scores:
             result["predict_far"] = float(np.abs(np.array(our_scores) - np.array(scores)).max())
     return result

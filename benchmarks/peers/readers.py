@@ -68,7 +68,9 @@ def write_corpus(corpus: Corpus) -> None:
     bounds = np.cumsum(frequency / frequency.sum())
     with corpus.path_of("flat.bin").open("wb") as file:
         for shard in range(corpus.shards):
-            drawn = np.random.default_rng(shard).random((corpus.shard_rows, corpus.seq_len), np.float32)
+            drawn = np.random.default_rng(shard).random(
+                (corpus.shard_rows, corpus.seq_len), np.float32
+            )
             rows = FIRST_ID + np.searchsorted(bounds, drawn).clip(max=len(bounds) - 1)
             file.write(rows.astype(np.uint16).tobytes())
 
@@ -121,7 +123,9 @@ def ours(corpus: Corpus, *, masked: bool = False) -> Iterator[Tensor]:
         )
         rows = MaskedRows(shards, masker, is_training=True)
     shard_rows = [shard.rows for shard in manifest.splits["train"]]
-    sampler = ShardSampler(shard_rows, seed=0, global_batch_size=corpus.batch, rank=0, world_size=1)
+    sampler = ShardSampler(
+        shard_rows, seed=0, global_batch_size=corpus.batch, rank=0, world_size=1
+    )
     order, size = sampler.micro_batches(corpus.batch), corpus.batch
     batches = Batches(rows, order, batch_size=size, num_workers=0, prefetch=4, pin_memory=False)
     return (batch["inputs"]["input_ids"].long() for batch in batches)
@@ -131,7 +135,9 @@ def write_ours(corpus: Corpus) -> None:
     from benchmarks.pretraining import write_data
 
     shards = [corpus.shard(number) for number in range(corpus.shards)]
-    write_data(corpus.path_of("ours"), {"train": shards, "validation": []}, VOCAB_SIZE, corpus.seq_len)
+    write_data(
+        corpus.path_of("ours"), {"train": shards, "validation": []}, VOCAB_SIZE, corpus.seq_len
+    )
 
 
 # ---- Hugging Face datasets -----------------------------------------------------------------------------------------
@@ -195,7 +201,10 @@ def measure(name: str, corpus: Corpus, seconds: float) -> Result:
         speeds.append(speed(batches, seconds / TURNS))
         limits.append(speed(base, seconds / TURNS))
     neighbours = [(before + after) / 2 for before, after in itertools.pairwise(limits)]
-    return {"of_limit": statistics.median(ratios(speeds, neighbours)), "first_batch_s": first_batch_s}
+    return {
+        "of_limit": statistics.median(ratios(speeds, neighbours)),
+        "first_batch_s": first_batch_s,
+    }
 
 
 def speed(batches: Iterator[Tensor], seconds: float) -> float:

@@ -22,7 +22,9 @@ def arguments(variant: str, facts: dict[str, Any], seed: int) -> dict[str, Any]:
         "max_steps": facts["steps"],
         "per_device_train_batch_size": ours["global_batch_size"],
         "per_device_eval_batch_size": ours["eval_batch_size"],
-        "train_sampling_strategy": "group_by_length" if variant.startswith("workers") else "random",
+        "train_sampling_strategy": "group_by_length"
+        if variant.startswith("workers")
+        else "random",
         "dataloader_num_workers": int(variant.startswith("workers")),
         "optim": "adamw_torch_fused",
         "learning_rate": optim["lr"],
@@ -33,7 +35,8 @@ def arguments(variant: str, facts: dict[str, Any], seed: int) -> dict[str, Any]:
         "max_grad_norm": optim["max_grad_norm"],
         "lr_scheduler_type": optim["schedule"],
         "warmup_steps": facts["warmup_steps"],
-        "bf16": ours["backend"]["precision"] == "bf16",  # trainer_defaults: ours is "auto", theirs fp32
+        "bf16": ours["backend"]["precision"]
+        == "bf16",  # trainer_defaults: ours is "auto", theirs fp32
         "logging_steps": ours["log_every"],
         "use_cpu": True,
         "seed": seed,
@@ -56,9 +59,14 @@ def run(variant: str, folder: Path, seed: int) -> dict[str, Any]:
     auto = transformers.AutoModelForSequenceClassification
     attention = "eager" if variant == "workers_eager" else "sdpa"
     model = auto.from_pretrained(
-        folder / "start", dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+        folder / "start",
+        dtype=torch.float32,
+        attn_implementation=attention,
+        trust_remote_code=False,
     )
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "start", trust_remote_code=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        folder / "start", trust_remote_code=False
+    )
 
     class Metered(transformers.Trainer):
         def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +89,9 @@ def run(variant: str, folder: Path, seed: int) -> dict[str, Any]:
         eval_dataset=load_from_disk(str(folder / "tokens" / "validation")),
         processing_class=tokenizer,
         compute_metrics=lambda answer: scores(
-            answer.label_ids, answer.predictions.argmax(-1), num_labels=answer.predictions.shape[-1]
+            answer.label_ids,
+            answer.predictions.argmax(-1),
+            num_labels=answer.predictions.shape[-1],
         ),
         callbacks=[Clock()],
     )

@@ -16,13 +16,22 @@ from launch.ec2.config import Ec2Config
 from launch.record import Job, Record
 from train.config import check
 from train.config.backend import CUDA, NEURON
-from train.system.machine import is_native
-from train.system.schema import record
-from train.system.versions import read_versions
+from train.machine.machine import is_native
+from train.machine.versions import read_versions
+from train.storage.schema import record
 
-INTERFACE, EFA, EFA_ONLY = "interface", "efa", "efa-only"  # types of network interfaces; efa-only has no IP address
-KIND_TAG, SDK_TAG = "baretrain:image", "baretrain:neuron-sdk"  # tags of images: the kind (neuron or cuda), and the SDK
-OWN_IMAGE = "/baretrain/ami/{}/latest"  # SSM parameters with the ids of this account's promoted images
+INTERFACE, EFA, EFA_ONLY = (
+    "interface",
+    "efa",
+    "efa-only",
+)  # types of network interfaces; efa-only has no IP address
+KIND_TAG, SDK_TAG = (
+    "baretrain:image",
+    "baretrain:neuron-sdk",
+)  # tags of images: the kind (neuron or cuda), and the SDK
+OWN_IMAGE = (
+    "/baretrain/ami/{}/latest"  # SSM parameters with the ids of this account's promoted images
+)
 AMI = re.compile(r"ami-[0-9a-f]{8,17}")
 
 
@@ -77,18 +86,26 @@ def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:
     sites, interfaces = list[Site](), list[Interface]()
     for region in api.regions(cluster.regions):
         info = api.instance_type(region, job.instance)
-        is_neuron = "NeuronInfo" in info or job.instance.startswith("trn")  # EC2 reports no NeuronInfo for trn2u
+        is_neuron = "NeuronInfo" in info or job.instance.startswith(
+            "trn"
+        )  # EC2 reports no NeuronInfo for trn2u
         accelerators = NEURON if is_neuron else CUDA
-        image = pinned.get(region) or image_id(api, region, cluster.image or OWN_IMAGE.format(accelerators))
+        image = pinned.get(region) or image_id(
+            api, region, cluster.image or OWN_IMAGE.format(accelerators)
+        )
         root_device = check_image(api, region, image, accelerators, job.instance)
         interfaces = layout(info, cluster, job.nodes)
         for each in subnets(api, region, cluster, job.instance, cards=len(interfaces)):
-            subnet, zone, vpc = (str(each[key]) for key in ("SubnetId", "AvailabilityZone", "VpcId"))
+            subnet, zone, vpc = (
+                str(each[key]) for key in ("SubnetId", "AvailabilityZone", "VpcId")
+            )
             sites.append(Site(region, subnet, zone, vpc, image, root_device))
     if cluster.capacity_reservation is not None:
         sites = beside_reservation(api, cluster.capacity_reservation, sites)
     if cluster.security_group is not None and job.nodes > 1:
-        described = api.ask(sites[0].region, "describe_security_groups", GroupIds=[cluster.security_group])
+        described = api.ask(
+            sites[0].region, "describe_security_groups", GroupIds=[cluster.security_group]
+        )
         check_rules(described["SecurityGroups"][0])
     return Resolved(secrets.token_hex(16), job.id, setting, sites, interfaces)
 
@@ -139,11 +156,18 @@ def subnets(api: Api, region: str, cluster: Ec2Config, instance: str, *, cards: 
     order = {ident: index for index, ident in enumerate(cluster.subnets)}
     there.sort(key=lambda each: (order.get(each["SubnetId"], 0), each["AvailabilityZone"]))
     query = ("describe_instance_type_offerings", "InstanceTypeOfferings")
-    offers = api.pages(region, *query, by={"instance-type": [instance]}, LocationType="availability-zone")
+    offers = api.pages(
+        region, *query, by={"instance-type": [instance]}, LocationType="availability-zone"
+    )
     zones = {str(each["Location"]) for each in offers}
     offered = [each for each in there if each["AvailabilityZone"] in zones]
-    named = f"cluster.subnets={cluster.subnets}" if cluster.subnets else "the subnets of a default VPC"
-    check(bool(there), f"{region} has none of {named}: name subnets in every region (cluster.subnets)")
+    named = (
+        f"cluster.subnets={cluster.subnets}" if cluster.subnets else "the subnets of a default VPC"
+    )
+    check(
+        bool(there),
+        f"{region} has none of {named}: name subnets in every region (cluster.subnets)",
+    )
     check(
         bool(offered),
         f"{region} offers {instance} in {', '.join(sorted(zones)) or 'no zone'}, but your subnets are in "
@@ -165,14 +189,20 @@ def check_addresses(interfaces: int, public: Sequence[str]) -> None:
 
 def beside_reservation(api: Api, ident: str, sites: list[Site]) -> list[Site]:
     """Return the sites in the zone of an active capacity reservation. Raises InputError if there is none."""
-    query, by = ("describe_capacity_reservations", "CapacityReservations"), {"capacity-reservation-id": [ident]}
+    query, by = (
+        ("describe_capacity_reservations", "CapacityReservations"),
+        {"capacity-reservation-id": [ident]},
+    )
     states = {
         (region, str(each["AvailabilityZone"])): str(each["State"])
         for region in {site.region for site in sites}
         for each in api.pages(region, *query, by=by)
     }
     beside = [site for site in sites if states.get((site.region, site.zone)) == "active"]
-    found = ", ".join(f"{state} in {zone}" for (_, zone), state in states.items()) or "in none of the regions"
+    found = (
+        ", ".join(f"{state} in {zone}" for (_, zone), state in states.items())
+        or "in none of the regions"
+    )
     check(
         bool(beside),
         f"cluster.capacity_reservation={ident} is {found}: it must be active (a block begins at its start date), and "
@@ -186,7 +216,9 @@ def check_rules(seen: Mapping[str, Any]) -> None:
     group, cures = seen["GroupId"], []
     for way, key in {"ingress": "IpPermissions", "egress": "IpPermissionsEgress"}.items():
         rules = [rule for rule in seen.get(key, ()) if rule.get("IpProtocol") == "-1"]
-        if group not in [pair.get("GroupId") for rule in rules for pair in rule.get("UserIdGroupPairs", ())]:
+        if group not in [
+            pair.get("GroupId") for rule in rules for pair in rule.get("UserIdGroupPairs", ())
+        ]:
             command = f"aws ec2 authorize-security-group-{way} --group-id {group} --ip-permissions"
             cures.append(f"{command} 'IpProtocol=-1,UserIdGroupPairs=[{{GroupId={group}}}]'")
     check(
@@ -203,7 +235,10 @@ def image_id(api: Api, region: str, given: str) -> str:
     if AMI.fullmatch(given):
         return given
     value = str(api.ask(region, "get_parameter", service="ssm", Name=given)["Parameter"]["Value"])
-    check(AMI.fullmatch(value) is not None, f"the SSM parameter {given} in {region} is {value!r}, not an image's id")
+    check(
+        AMI.fullmatch(value) is not None,
+        f"the SSM parameter {given} in {region} is {value!r}, not an image's id",
+    )
     return value
 
 
@@ -213,9 +248,15 @@ def check_image(api: Api, region: str, image: str, accelerators: str, instance: 
     tags = {tag["Key"]: tag["Value"] for tag in described.get("Tags", ())}
     wanted, cure = versions["neuron-sdk"], "python -m ami neuron builds one"
     if is_native(instance):
-        wanted, cure = versions.native.name, "name one with native PyTorch (cluster.image, docs/trainium.md)"
+        wanted, cure = (
+            versions.native.name,
+            "name one with native PyTorch (cluster.image, docs/trainium.md)",
+        )
     kind, sdk = tags.get(KIND_TAG, accelerators), tags.get(SDK_TAG, wanted)
-    check(kind == accelerators, f"image {image} was built for {kind}, but the machines need one for {accelerators}")
+    check(
+        kind == accelerators,
+        f"image {image} was built for {kind}, but the machines need one for {accelerators}",
+    )
     check(
         accelerators != NEURON or sdk == wanted,
         f"image {image} has Neuron SDK {sdk}, but this version of baretrain needs {wanted} on {instance}: {cure}",

@@ -9,8 +9,8 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 
 from train.config import S3Config, check
-from train.system.aws_errors import NOT_ALLOWED, explained
-from train.system.s3_session import open_service, open_session
+from train.storage.aws_errors import NOT_ALLOWED, explained
+from train.storage.s3_session import open_service, open_session
 
 TRIES, CONNECT_S, READ_S = 6, 10.0, 60.0
 QUOTA = ("InstanceLimitExceeded", "VcpuLimitExceeded", "MaxSpotInstanceCountExceeded")
@@ -24,8 +24,15 @@ LATER = (  # errors after which the subnet is tried again, since it may have cap
     "UnfulfillableCapacity",
     "ReservationCapacityExceeded",
 )
-NEVER = ("InsufficientFreeAddressesInSubnet", "Unsupported", "VolumeLimitExceeded", *QUOTA)  # skip the subnet
-NO_PROFILE = "InvalidParameterValue (instance profile)"  # EC2 does not know the profile, or not yet
+NEVER = (
+    "InsufficientFreeAddressesInSubnet",
+    "Unsupported",
+    "VolumeLimitExceeded",
+    *QUOTA,
+)  # skip the subnet
+NO_PROFILE = (
+    "InvalidParameterValue (instance profile)"  # EC2 does not know the profile, or not yet
+)
 CURES = {
     **dict.fromkeys(QUOTA, "python -m launch quota shows the quota to ask for"),
     **dict.fromkeys(
@@ -53,12 +60,19 @@ class Api:
         self.session = open_session(S3Config(profile=profile))
         self.default_region = region or self.session.region_name
         self.clients: dict[tuple[str, str, int], Any] = {}
-        self.before_create: Callable[[], None] = lambda: None  # raises an error if no resource may be made any more
+        self.before_create: Callable[[], None] = lambda: (
+            None
+        )  # raises an error if no resource may be made any more
 
     def regions(self, named: Sequence[str]) -> list[str]:
         """Return the named regions, or else the default region. Raises InputError if there is none."""
-        regions = list(dict.fromkeys(named)) or ([self.default_region] if self.default_region else [])
-        check(bool(regions), "no region is named: set one, such as us-east-1, in the settings or in AWS_DEFAULT_REGION")
+        regions = list(dict.fromkeys(named)) or (
+            [self.default_region] if self.default_region else []
+        )
+        check(
+            bool(regions),
+            "no region is named: set one, such as us-east-1, in the settings or in AWS_DEFAULT_REGION",
+        )
         return regions
 
     def client(self, region: str, service: str = "ec2", *, tries: int = TRIES) -> Any:
@@ -72,15 +86,25 @@ class Api:
         return self.clients[service, region, tries]
 
     def ask(
-        self, region: str, operation: str, *, service: str = "ec2", tries: int = TRIES, **parameters: Any
+        self,
+        region: str,
+        operation: str,
+        *,
+        service: str = "ec2",
+        tries: int = TRIES,
+        **parameters: Any,
     ) -> dict[str, Any]:
-        """Call an operation, named as in boto3. Raises the errors of `train.system.aws_errors.explain`."""
+        """Call an operation, named as in boto3. Raises the errors of `train.storage.aws_errors.explain`."""
         with explained(f"{region}, {operation}", cures=CURES):
             try:
-                answer: dict[str, Any] = getattr(self.client(region, service, tries=tries), operation)(**parameters)
+                answer: dict[str, Any] = getattr(
+                    self.client(region, service, tries=tries), operation
+                )(**parameters)
             except ClientError as error:
                 said = error.response.get("Error", {})
-                if said.get("Code") == "InvalidParameterValue" and "iamInstanceProfile" in said.get("Message", ""):
+                if said.get(
+                    "Code"
+                ) == "InvalidParameterValue" and "iamInstanceProfile" in said.get("Message", ""):
                     said["Code"] = NO_PROFILE
                 raise
         return answer
@@ -94,12 +118,18 @@ class Api:
 
     def instance_type(self, region: str, name: str) -> dict[str, Any]:
         """Return EC2's description of an instance type. Raises InputError if the region does not have it."""
-        return dict(self.ask(region, "describe_instance_types", InstanceTypes=[name])["InstanceTypes"][0])
+        return dict(
+            self.ask(region, "describe_instance_types", InstanceTypes=[name])["InstanceTypes"][0]
+        )
 
     def image(self, region: str, ident: str) -> dict[str, Any]:
         """Return EC2's description of an image. Raises InputError if there is none."""
-        seen = self.ask(region, "describe_images", ImageIds=[ident], IncludeDeprecated=True)["Images"]
-        check(bool(seen), f"there is no image {ident} in {region}, or it belongs to another account")
+        seen = self.ask(region, "describe_images", ImageIds=[ident], IncludeDeprecated=True)[
+            "Images"
+        ]
+        check(
+            bool(seen), f"there is no image {ident} in {region}, or it belongs to another account"
+        )
         return dict(seen[0])
 
     def pages(
@@ -114,11 +144,17 @@ class Api:
     ) -> list[Any]:
         """Return the items on all pages of an operation's answer. `by` maps names of filters to their values."""
         if by is not None:
-            parameters["Filters"] = [{"Name": name, "Values": [*values]} for name, values in by.items()]
+            parameters["Filters"] = [
+                {"Name": name, "Values": [*values]} for name, values in by.items()
+            ]
         with explained(f"{region}, {operation}", cures=CURES):
             client = self.client(region, service)
             is_paged = client.can_paginate(operation)
-            ask = client.get_paginator(operation).paginate if is_paged else getattr(client, operation)
+            ask = (
+                client.get_paginator(operation).paginate
+                if is_paged
+                else getattr(client, operation)
+            )
             pages = ask(**parameters) if is_paged else [ask(**parameters)]
             return [item for page in pages for item in page.get(key, ())]
 

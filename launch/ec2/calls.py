@@ -26,15 +26,26 @@ from launch.ec2.sweep import GONE, UNANSWERED, UNLISTED, Resource, delete, find,
 from launch.record import Event, Record
 from launch.values import table
 from train.config import Failure
-from train.system.folders import at_once, canonical_json
-from train.system.processes import is_gone, owner_name
-from train.system.schema import BadContent
+from train.machine.processes import is_gone, owner_name
+from train.storage.folders import at_once, canonical_json
+from train.storage.schema import BadContent
 
 CALLS = "ec2/calls/"
 RUN, SECURITY, PLACEMENT = "run_instances", "create_security_group", "create_placement_group"
-KINDS = ("spot-instances-request", "instance", "volume", "network-interface", "security-group", "placement-group")
+KINDS = (
+    "spot-instances-request",
+    "instance",
+    "volume",
+    "network-interface",
+    "security-group",
+    "placement-group",
+)
 MADE = {RUN: "instance", PLACEMENT: "placement-group", SECURITY: "security-group"}
-BY_ID = {"instance": "instance-id", "placement-group": "group-name", "security-group": "group-id"}  # EC2's filters
+BY_ID = {
+    "instance": "instance-id",
+    "placement-group": "group-name",
+    "security-group": "group-id",
+}  # EC2's filters
 STOPS = ("ended", "cancelled")  # events after which no resource is made
 SIGNED_S = 900.0  # how long EC2 accepts a signed request (EC2 API reference, RequestExpired)
 LISTS_S = 300.0  # how long EC2 may take to list new resources (EC2 API reference, "Eventual consistency")
@@ -57,7 +68,9 @@ class Call:
     process: str  # owner_name of the process that makes the call
     sent_unix_s: float
     answered_unix_s: float | None = None
-    made: list[str] = field(default_factory=list)  # ids of machines or of a security group, or a placement group's name
+    made: list[str] = field(
+        default_factory=list
+    )  # ids of machines or of a security group, or a placement group's name
     error: str = ""  # EC2's code, or why there is no answer yet
 
     def __post_init__(self) -> None:
@@ -77,7 +90,9 @@ class Call:
             return self.answered_unix_s + LISTS_S
         stopped_unix_s, is_submitted = None, False  # state since the call's launch began
         for event in events:
-            if event.kind == "submitting" and not is_submitted:  # this launch or an earlier one begins
+            if (
+                event.kind == "submitting" and not is_submitted
+            ):  # this launch or an earlier one begins
                 stopped_unix_s = None
             elif event.kind in ("submitting", *STOPS) and stopped_unix_s is None:
                 stopped_unix_s = event.time_unix_s
@@ -86,7 +101,9 @@ class Call:
         if stopped_unix_s is None:
             return float("inf")
         signed_s = 0.0 if is_gone(self.process) else SIGNED_S
-        return max(stopped_unix_s, self.sent_unix_s) + signed_s + LISTS_S  # the later one, because clocks differ
+        return (
+            max(stopped_unix_s, self.sent_unix_s) + signed_s + LISTS_S
+        )  # the later one, because clocks differ
 
 
 def read_calls(run: Record) -> list[Call]:
@@ -102,7 +119,9 @@ def regions_of(run: Record, more: Iterable[str] = ()) -> list[str]:
 def begin(run: Record, operation: str, region: str, *, submission: str) -> Call:
     """Record a call that is about to be sent. Raises Superseded if another process took the same number."""
     number = 1 + len(run.folder.names(CALLS))
-    call = Call(number, operation, region, submission, owner_name(os.getpid()), round(time.time(), 3))
+    call = Call(
+        number, operation, region, submission, owner_name(os.getpid()), round(time.time(), 3)
+    )
     if not run.folder.create(call.file, canonical_json(asdict(call))):
         raise Superseded(f"another launch of {run.run_dir} has begun; this one ends")
     return call
@@ -124,7 +143,9 @@ def check(run: Record, submission: str) -> None:
     if stop:
         raise Cancelled(f"{run.run_dir}: no more resources are made, since the record says {stop}")
     if handle.get("submission") != submission:
-        raise Superseded(f"another launch of {run.run_dir} has begun, or its record is gone; this one ends")
+        raise Superseded(
+            f"another launch of {run.run_dir} has begun, or its record is gone; this one ends"
+        )
 
 
 # ---- resources -------------------------------------------------------------------------------------------------------
@@ -136,11 +157,17 @@ def resources(api: Api, record: Record, regions: Iterable[str], *kinds: str) -> 
     return [each for region in regions for each in find(api, region, by_run, kinds)]
 
 
-def left_over(api: Api, record: Record, regions: Sequence[str], seen: set[str] | None = None) -> list[Resource]:
+def left_over(
+    api: Api, record: Record, regions: Sequence[str], seen: set[str] | None = None
+) -> list[Resource]:
     """Return all resources that a run has or may have. Ids that EC2 has listed are added to `seen`."""
     listed, seen = resources(api, record, regions, *KINDS), set() if seen is None else seen
     seen |= {each.id for each in listed}
-    waited = [each for each in unlisted(record, seen) if each.id in seen or not is_of_others(api, record, each)]
+    waited = [
+        each
+        for each in unlisted(record, seen)
+        if each.id in seen or not is_of_others(api, record, each)
+    ]
     return [*(each for each in listed if each.state not in GONE), *waited]
 
 
@@ -149,7 +176,10 @@ def is_of_others(api: Api, record: Record, what: Resource) -> bool:
     if what.state != UNLISTED:
         return False
     found = find(api, what.region, {BY_ID[what.kind]: [what.id]}, [what.kind])
-    return any({"Key": RUN_TAG, "Value": run_id(record)} not in each.seen.get("Tags", ()) for each in found)
+    return any(
+        {"Key": RUN_TAG, "Value": run_id(record)} not in each.seen.get("Tags", ())
+        for each in found
+    )
 
 
 def unlisted(record: Record, seen: set[str]) -> list[Resource]:
@@ -161,11 +191,17 @@ def unlisted(record: Record, seen: set[str]) -> list[Resource]:
             continue
         if call.answered_unix_s is None:
             left.append(Resource(call.region, kind, f"of call {call.number}", UNANSWERED, until_s))
-        left += [Resource(call.region, kind, each, UNLISTED, until_s) for each in call.made if each not in seen]
+        left += [
+            Resource(call.region, kind, each, UNLISTED, until_s)
+            for each in call.made
+            if each not in seen
+        ]
     return left
 
 
-def remove(api: Api, record: Record, regions: Sequence[str], *, only: Sequence[str] = KINDS) -> list[Resource]:
+def remove(
+    api: Api, record: Record, regions: Sequence[str], *, only: Sequence[str] = KINDS
+) -> list[Resource]:
     """Delete all resources of the kinds `only` until none is listed and none can appear; return what is left.
 
     The caller must make sure that no other process makes resources of the run meanwhile.

@@ -25,11 +25,14 @@ from launch.supervise import CODES, Decision
 from launch.values import shown_duration, shown_moment, text
 from train.config import Failure, InputError, Unreachable
 from train.run.command import FAILED
-from train.system.aws_errors import BadCredentials, Rejected
-from train.system.schema import read_object, read_yaml
+from train.storage.aws_errors import BadCredentials, Rejected
+from train.storage.schema import read_object, read_yaml
 
 POLL_S = 20.0
-FIRST_S, MOST_S = 10.0, 300.0  # first and longest pause between rounds over all subnets, and between tries of a call
+FIRST_S, MOST_S = (
+    10.0,
+    300.0,
+)  # first and longest pause between rounds over all subnets, and between tries of a call
 LEAVE_S = 180.0  # time for machines to upload their logs and shut down, once the run has ended
 VISIBLE_S = 10.0  # time for EC2 to recognise a new group
 FAILED_START = "ec2/failed/{}.json"  # the reason why a machine could not start, see boot.sh
@@ -41,8 +44,16 @@ class NoCapacity(Failure):
 
 
 class Launcher:
-    def __init__(self, record: Record, job: Job, cluster: Ec2Config, resolved: Resolved, api: Api) -> None:
-        self.record, self.job, self.cluster, self.resolved, self.api = record, job, cluster, resolved, api
+    def __init__(
+        self, record: Record, job: Job, cluster: Ec2Config, resolved: Resolved, api: Api
+    ) -> None:
+        self.record, self.job, self.cluster, self.resolved, self.api = (
+            record,
+            job,
+            cluster,
+            resolved,
+            api,
+        )
         api.before_create = lambda: calls.check(record, resolved.id)
         submission = record.history().submission
         assert submission is not None
@@ -63,7 +74,9 @@ class Launcher:
             say(str(error))
         except (InputError, Failure) as error:
             if self.is_training:
-                say(f"this launch ends here; its machines continue to train, and then shut down. {undo(self.record)}")
+                say(
+                    f"this launch ends here; its machines continue to train, and then shut down. {undo(self.record)}"
+                )
                 raise
             self.record.append_event("ended", outcome="failed", reason=str(error))
             with suppress(BadCredentials, Unreachable):  # the earlier error already reports it
@@ -83,15 +96,21 @@ class Launcher:
         if not reason:
             return False
         say(f"interrupted: {reason}")
-        is_decided = "requeued" in self.events_since_machines()  # the first machine has recorded its decision
+        is_decided = (
+            "requeued" in self.events_since_machines()
+        )  # the first machine has recorded its decision
         # The groups are kept for the next machines.
         self.remove(leaves=is_decided, only=("instance", "spot-instances-request"))
         self.is_training = False
-        if not is_decided and not conclude(self.record, self.cluster, Decision("requeue", "failed", reason)):
+        if not is_decided and not conclude(
+            self.record, self.cluster, Decision("requeue", "failed", reason)
+        ):
             return False
         calls.check(self.record, self.resolved.id)
         if time.time() >= self.ends_unix_s:
-            self.record.append_event("ended", outcome="stopped", reason="cluster.max_run_s has passed")
+            self.record.append_event(
+                "ended", outcome="stopped", reason="cluster.max_run_s has passed"
+            )
             return False
         return True
 
@@ -122,13 +141,29 @@ class Launcher:
     def make_machines(self, site: Site) -> Call:
         group, placement = self.security_group(site), self.placement_group(site)
         left_s = max(60, int(self.ends_unix_s - time.time()))
-        request = partial(run_instances, self.job, self.cluster, self.record, self.resolved, site, max_run_s=left_s)
-        call = self.make(RUN, site.region, lambda call: request(number=call.number, group=group, placement=placement))
+        request = partial(
+            run_instances,
+            self.job,
+            self.cluster,
+            self.record,
+            self.resolved,
+            site,
+            max_run_s=left_s,
+        )
+        call = self.make(
+            RUN,
+            site.region,
+            lambda call: request(number=call.number, group=group, placement=placement),
+        )
         self.record.append_event("machines", request=call.number, instances=call.made)
-        say(f"{len(call.made)} x {self.job.instance} in {site.subnet} ({site.zone}): {', '.join(call.made)}")
+        say(
+            f"{len(call.made)} x {self.job.instance} in {site.subnet} ({site.zone}): {', '.join(call.made)}"
+        )
         return call
 
-    def make(self, operation: str, region: str, parameters: Callable[[Call], Mapping[str, Any]]) -> Call:
+    def make(
+        self, operation: str, region: str, parameters: Callable[[Call], Mapping[str, Any]]
+    ) -> Call:
         """Make a resource: record the call, then send it. If no answer arrives, send it again with the same token."""
         call = calls.begin(self.record, operation, region, submission=self.resolved.id)
         request = parameters(call)
@@ -144,7 +179,10 @@ class Launcher:
                 self.answered(call, error=error.code)
                 raise
             except Unreachable as error:
-                call.error, call.sent_unix_s = str(error), time.time()  # shown by the status command
+                call.error, call.sent_unix_s = (
+                    str(error),
+                    time.time(),
+                )  # shown by the status command
                 call.write(self.record)
                 raise
 
@@ -171,7 +209,11 @@ class Launcher:
             except kind as error:
                 waited_s = time.time() - began_s
                 if waited_s + pause_s > self.cluster.max_wait_s:
-                    cure = "" if self.is_training else f"; python -m launch resume {self.record.run_dir} asks again"
+                    cure = (
+                        ""
+                        if self.is_training
+                        else f"; python -m launch resume {self.record.run_dir} asks again"
+                    )
                     waited = f"waited {shown_duration(waited_s)} (cluster.max_wait_s)"
                     raise kind(f"{error}; {waited}{cure}") from error
                 self.tell(f"{error}; asking again")
@@ -187,9 +229,16 @@ class Launcher:
         there = self.api.pages(site.region, "describe_security_groups", "SecurityGroups", by=by)
         ident = str(there[0]["GroupId"]) if there else ""
         if not there:
-            about = "Machines of one baretrain run: all traffic among themselves, none from outside"
+            about = (
+                "Machines of one baretrain run: all traffic among themselves, none from outside"
+            )
             marked = tags(self.record, "security-group")
-            request = {"GroupName": name, "VpcId": site.vpc, "Description": about, "TagSpecifications": marked}
+            request = {
+                "GroupName": name,
+                "VpcId": site.vpc,
+                "Description": about,
+                "TagSpecifications": marked,
+            }
             [ident] = self.make(SECURITY, site.region, lambda _: request).made
         allow_itself(self.api, site.region, ident)
         return ident
@@ -197,8 +246,13 @@ class Launcher:
     def placement_group(self, site: Site) -> str | None:
         """Return the name of the site's placement group, which is made if necessary; None if none is wanted."""
         name, is_made = placement_name(self.record, self.cluster, site, self.job.nodes)
-        by = {"group-name": [str(name)], "state": ["pending", "available"]}  # EC2 lists deleted groups for a while
-        if is_made and not self.api.pages(site.region, "describe_placement_groups", "PlacementGroups", by=by):
+        by = {
+            "group-name": [str(name)],
+            "state": ["pending", "available"],
+        }  # EC2 lists deleted groups for a while
+        if is_made and not self.api.pages(
+            site.region, "describe_placement_groups", "PlacementGroups", by=by
+        ):
             marked = tags(self.record, "placement-group")
             request = {"GroupName": name, "Strategy": "cluster", "TagSpecifications": marked}
             self.make(PLACEMENT, site.region, lambda _: request)
@@ -209,8 +263,13 @@ class Launcher:
     def look(self, call: Call) -> str | None:
         """Return None while the run trains, "" if it has ended, or the reason for its interruption."""
         now_s = time.time()
-        seen = {each.id: each for each in calls.resources(self.api, self.record, [call.region], "instance")}
-        since = self.events_since_machines()  # read after EC2's answer: a machine records its reason before it ends
+        seen = {
+            each.id: each
+            for each in calls.resources(self.api, self.record, [call.region], "instance")
+        }
+        since = (
+            self.events_since_machines()
+        )  # read after EC2's answer: a machine records its reason before it ends
         if "ended" in since:
             return ""
         calls.check(self.record, self.resolved.id)
@@ -236,14 +295,18 @@ class Launcher:
     def reason_of(self, ident: str, seen: Mapping[str, Any]) -> str:
         with suppress(FileNotFoundError):
             return text(read_object(self.record.folder.read(FAILED_START.format(ident))), "reason")
-        reason = seen.get("StateReason", {}).get("Message") or seen.get("StateTransitionReason", "")
+        reason = seen.get("StateReason", {}).get("Message") or seen.get(
+            "StateTransitionReason", ""
+        )
         return f"{seen['State']['Name']} {reason}".strip() if seen else "EC2 no longer lists it"
 
     def show(self, call: Call) -> None:
         registered = len(self.record.folder.names(REGISTERED.format(call.number)))
         progress = read_progress(self.record.run)
         parts = [f"{registered} of {self.job.nodes} machines have started"]
-        parts += [f"step {progress.step:,} of {progress.total_steps or 0:,}"] if progress.step else []
+        parts += (
+            [f"step {progress.step:,} of {progress.total_steps or 0:,}"] if progress.step else []
+        )
         parts += [f"loss {progress.loss:.4f}"] if progress.loss is not None else []
         self.tell(", ".join(parts))
 
@@ -260,7 +323,10 @@ class Launcher:
         regions = calls.regions_of(self.record, self.resolved.regions)
         until_s = time.time() + LEAVE_S if leaves else 0.0
         while time.time() < until_s:
-            if not any(each.is_alive for each in calls.resources(self.api, self.record, regions, "instance")):
+            if not any(
+                each.is_alive
+                for each in calls.resources(self.api, self.record, regions, "instance")
+            ):
                 break
             time.sleep(POLL_S)
         if left := calls.remove(self.api, self.record, regions, only=only):
@@ -272,7 +338,9 @@ def allow_itself(api: Api, region: str, group: str) -> None:
     permission = [{"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group}]}]
     for way in ("ingress", "egress"):
         try:
-            api.ask(region, f"authorize_security_group_{way}", GroupId=group, IpPermissions=permission)
+            api.ask(
+                region, f"authorize_security_group_{way}", GroupId=group, IpPermissions=permission
+            )
         except Rejected as error:
             if error.code != "InvalidPermission.Duplicate":
                 raise

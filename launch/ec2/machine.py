@@ -30,19 +30,28 @@ from launch.record import Job, Record, add_record_flags, attempt_name
 from launch.schedulers import cluster_of
 from launch.supervise import Decision, StopFile, recording_failure, retry, settled, supervise
 from train.config import InputError, S3Config, Unreachable
+from train.machine import processes
+from train.machine.console import say
+from train.machine.metadata import Metadata, metadata_endpoint
 from train.run.command import DONE, FAILED, command_parser, run_flags
-from train.system import processes
-from train.system.console import say
-from train.system.folders import at_once, canonical_json
-from train.system.metadata import Metadata, metadata_endpoint
-from train.system.schema import FileName
+from train.storage.folders import at_once, canonical_json
+from train.storage.schema import FileName
 
 REGISTERED, STEPS = "ec2/machines/{:04d}/", "ec2/steps/{:04d}/{:04d}.json"
 END = "end"
-POLL_S, SIGN_S, LOGS_S = 2.0, 10.0, 30.0  # seconds between reads of the record, signs of life, uploads of logs
-BOOT_S = 900.0  # time for all machines to boot and register, and for the first machine to write a step
+POLL_S, SIGN_S, LOGS_S = (
+    2.0,
+    10.0,
+    30.0,
+)  # seconds between reads of the record, signs of life, uploads of logs
+BOOT_S = (
+    900.0  # time for all machines to boot and register, and for the first machine to write a step
+)
 END_S = 60.0  # time for a process to end: the trainer may be saving
-ALIVE, LOG = "alive", "machine.txt"  # in boot.sh's folder: a file made when S3 has answered, and this program's output
+ALIVE, LOG = (
+    "alive",
+    "machine.txt",
+)  # in boot.sh's folder: a file made when S3 has answered, and this program's output
 
 
 @dataclass(frozen=True)
@@ -67,8 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         examples=("s3://bucket/runs/mine --request 3 --max-run-s 86400 --state /run/baretrain",),
     )
     parser.add_argument("run", help="run folder")
-    parser.add_argument("--request", type=int, required=True, help="number of the call that made the machines")
-    parser.add_argument("--max-run-s", type=int, required=True, help="seconds until the run is asked to stop")
+    parser.add_argument(
+        "--request", type=int, required=True, help="number of the call that made the machines"
+    )
+    parser.add_argument(
+        "--max-run-s", type=int, required=True, help="seconds until the run is asked to stop"
+    )
     parser.add_argument("--state", type=Path, required=True, help="folder that boot.sh watches")
     add_record_flags(parser)
     return run_flags(parser, arguments, act)
@@ -80,8 +93,14 @@ def conclude(record: Record, cluster: Ec2Config, decision: Decision) -> bool:
     if decision.next == "requeue" and cluster.again:
         retry(record.append_event, "requeued", reason=decision.reason)
         return True
-    hint = f"; python -m launch resume {record.run_dir} continues it" if decision.next == "requeue" else ""
-    retry(record.append_event, "ended", outcome=decision.outcome, reason=f"{decision.reason}{hint}")
+    hint = (
+        f"; python -m launch resume {record.run_dir} continues it"
+        if decision.next == "requeue"
+        else ""
+    )
+    retry(
+        record.append_event, "ended", outcome=decision.outcome, reason=f"{decision.reason}{hint}"
+    )
     return False
 
 
@@ -95,21 +114,31 @@ def identity() -> Registration:
     """Return this machine's registration, from EC2's metadata service."""
     metadata = Metadata(metadata_endpoint(os.environ))
     try:
-        instance, address, index = map(metadata.text, ("instance-id", "local-ipv4", "ami-launch-index"))
-        return Registration(FileName(instance), FileName(platform.node()), FileName(address), int(index))
+        instance, address, index = map(
+            metadata.text, ("instance-id", "local-ipv4", "ami-launch-index")
+        )
+        return Registration(
+            FileName(instance), FileName(platform.node()), FileName(address), int(index)
+        )
     except (HTTPException, ValueError) as error:
-        raise OSError(f"the metadata service {metadata.endpoint} does not answer as EC2's does: {error}") from error
+        raise OSError(
+            f"the metadata service {metadata.endpoint} does not answer as EC2's does: {error}"
+        ) from error
 
 
 class Machine:
-    def __init__(self, run: Record, job: Job, own: Registration, request: int, state: Path) -> None:
+    def __init__(
+        self, run: Record, job: Job, own: Registration, request: int, state: Path
+    ) -> None:
         self.record, self.job, self.own, self.request, self.state = run, job, own, request, state
         self.cluster = cluster_of(job, Ec2Config)
         self.all: list[Registration] = []  # all machines of the request, ordered by launch index
         self.number = 0  # number of the last step
         self.logs = run.local_folder() / "logs"
         self.sent: dict[Path, tuple[int, int]] = {}  # uploaded logs: bytes, time of change
-        self.sign_s = self.logs_s = -math.inf  # time.monotonic() of the last sign of life and upload of logs
+        self.sign_s = (
+            self.logs_s
+        ) = -math.inf  # time.monotonic() of the last sign of life and upload of logs
         self.stop, self.stops_s = StopFile(run), math.inf
 
     def run(self, stops_s: float) -> int:
@@ -131,7 +160,10 @@ class Machine:
     def join(self) -> bool:
         """Register, and wait for the other machines; return whether all have registered within BOOT_S."""
         folder = REGISTERED.format(self.request)
-        own, names = f"{folder}{self.own.index:04d}.json", partial(retry, self.record.folder.names, folder)
+        own, names = (
+            f"{folder}{self.own.index:04d}.json",
+            partial(retry, self.record.folder.names, folder),
+        )
         retry(self.record.folder.write, own, canonical_json(asdict(self.own)))
         if self.wait(lambda: len(names()) >= self.job.nodes, BOOT_S):
             self.all = list(at_once(partial(retry, self.record.read, Registration), names()))
@@ -168,7 +200,9 @@ class Machine:
             what = "end" if is_shared(failed, hosts) else "requeue"
             decision = Decision(what, "failed", too_few(hosts, failed, self.job))
         else:
-            decision = supervise(self.record, self.cluster, self.attempt, nodes=hosts, stop=self.stop)
+            decision = supervise(
+                self.record, self.cluster, self.attempt, nodes=hosts, stop=self.stop
+            )
         conclude(self.record, self.cluster, decision)
         self.step(Step(END, FileName(END)))
 
@@ -211,19 +245,31 @@ class Machine:
         hosts, addresses = [each.host for each in self.all], [each.address for each in self.all]
         start = str(Path(launch.__file__).parents[1] / code.START)  # start.py of the running code
         command = [self.job.python, start, "launch.node", step.command, self.record.run_dir]
-        command += join_flags(hosts, addresses, job=self.request, step=self.number, name=step.name, group=step.group)
+        command += join_flags(
+            hosts, addresses, job=self.request, step=self.number, name=step.name, group=step.group
+        )
         processes.adopt_orphans()
-        process, ends_s = processes.start([*command, *self.record.flags()], env=os.environ), math.inf
+        process, ends_s = (
+            processes.start([*command, *self.record.flags()], env=os.environ),
+            math.inf,
+        )
 
         def meanwhile() -> None:
             nonlocal ends_s
             if time.monotonic() > ends_s:
                 processes.kill([process.pid, *processes.descendants(process.pid)])
-            elif self.meanwhile() and self.own.index and ends_s == math.inf and self.has(self.next_step):
+            elif (
+                self.meanwhile()
+                and self.own.index
+                and ends_s == math.inf
+                and self.has(self.next_step)
+            ):
                 process.terminate()
                 ends_s = time.monotonic() + END_S
 
-        result = processes.exit_code(process, meanwhile=meanwhile, limit_s=LIMITS_S.get(step.command, math.inf))
+        result = processes.exit_code(
+            process, meanwhile=meanwhile, limit_s=LIMITS_S.get(step.command, math.inf)
+        )
         processes.end_orphans(END_S)  # ranks whose torchrun was killed
         return result
 
@@ -251,7 +297,9 @@ class Machine:
 
     def upload(self) -> None:
         """Upload changed logs to the record, since the disk is deleted when the machine ends."""
-        files = {path.relative_to(self.logs).as_posix(): path for path in sorted(self.logs.rglob("*"))}
+        files = {
+            path.relative_to(self.logs).as_posix(): path for path in sorted(self.logs.rglob("*"))
+        }
         files[f"machines/{self.own.instance}.txt"] = self.state / LOG
         for name, path in files.items():
             if not path.is_file():

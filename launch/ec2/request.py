@@ -14,7 +14,7 @@ from launch.ec2.account import Resolved, Site
 from launch.ec2.config import Ec2Config
 from launch.record import Job, Record
 from train.config import check
-from train.system.folders import sha256_bytes, sha256_json
+from train.storage.folders import sha256_bytes, sha256_json
 
 RUN_TAG, DIR_TAG = "baretrain:run", "baretrain:run-dir"
 SCRIPT = Path(__file__).with_name("boot.sh")
@@ -33,7 +33,9 @@ def name_of(record: Record) -> str:
     return f"baretrain-{run_id(record)}"
 
 
-def placement_name(record: Record, cluster: Ec2Config, site: Site, machines: int) -> tuple[str | None, bool]:
+def placement_name(
+    record: Record, cluster: Ec2Config, site: Site, machines: int
+) -> tuple[str | None, bool]:
     """Return the name of a request's placement group (None without one), and whether the launch makes the group.
 
     A cluster placement group is in one zone, so each subnet has a group. No group is made for reserved machines: a
@@ -41,7 +43,9 @@ def placement_name(record: Record, cluster: Ec2Config, site: Site, machines: int
     """
     if cluster.placement_group not in ("true", "false"):
         return cluster.placement_group, False
-    is_made = cluster.placement_group == "true" and cluster.capacity_reservation is None and machines > 1
+    is_made = (
+        cluster.placement_group == "true" and cluster.capacity_reservation is None and machines > 1
+    )
     return (f"{name_of(record)}-{site.subnet}", True) if is_made else (None, False)
 
 
@@ -65,7 +69,12 @@ def run_instances(
     placement: str | None,
 ) -> dict[str, Any]:
     """Return the request for machines in one subnet; EC2 starts all of them or none. `group` is a security group."""
-    disk = {"VolumeSize": cluster.disk_gib, "VolumeType": "gp3", "Encrypted": True, "DeleteOnTermination": True}
+    disk = {
+        "VolumeSize": cluster.disk_gib,
+        "VolumeType": "gp3",
+        "Encrypted": True,
+        "DeleteOnTermination": True,
+    }
     kinds = ["instance", "volume", "network-interface"]
     kinds += ["spot-instances-request"] if cluster.market == "spot" else []
     return {
@@ -77,24 +86,41 @@ def run_instances(
         "ClientToken": sha256_json([resolved.id, number, site.subnet]),
         "NetworkInterfaces": interfaces(resolved, cluster, site, group),
         "BlockDeviceMappings": [{"DeviceName": site.root_device, "Ebs": disk}],
-        "MetadataOptions": {"HttpTokens": "required", "HttpEndpoint": "enabled", "HttpPutResponseHopLimit": 1},
+        "MetadataOptions": {
+            "HttpTokens": "required",
+            "HttpEndpoint": "enabled",
+            "HttpPutResponseHopLimit": 1,
+        },
         "InstanceInitiatedShutdownBehavior": "terminate",  # a machine that shuts down stops costing money
         "TagSpecifications": tags(record, *kinds),
         "UserData": user_data(job, record, request=number, max_run_s=max_run_s).decode("ascii"),
-        **({"IamInstanceProfile": {"Name": cluster.instance_profile}} if cluster.instance_profile else {}),
+        **(
+            {"IamInstanceProfile": {"Name": cluster.instance_profile}}
+            if cluster.instance_profile
+            else {}
+        ),
         **({} if placement is None else {"Placement": {"GroupName": placement}}),
         **market(cluster),
     }
 
 
-def interfaces(resolved: Resolved, cluster: Ec2Config, site: Site, group: str | None) -> list[Mapping[str, Any]]:
+def interfaces(
+    resolved: Resolved, cluster: Ec2Config, site: Site, group: str | None
+) -> list[Mapping[str, Any]]:
     common: dict[str, Any] = {"SubnetId": site.subnet, "DeleteOnTermination": True}
     if group is not None:
         common["Groups"] = [group]
-    if len(resolved.interfaces) == 1:  # EC2 rejects this key for several interfaces; the subnet's default then applies
+    if (
+        len(resolved.interfaces) == 1
+    ):  # EC2 rejects this key for several interfaces; the subnet's default then applies
         common["AssociatePublicIpAddress"] = cluster.public_address
     return [
-        {"NetworkCardIndex": each.card, "DeviceIndex": each.device, "InterfaceType": each.type, **common}
+        {
+            "NetworkCardIndex": each.card,
+            "DeviceIndex": each.device,
+            "InterfaceType": each.type,
+            **common,
+        }
         for each in resolved.interfaces
     ]
 
@@ -115,14 +141,26 @@ def market(cluster: Ec2Config) -> dict[str, Any]:
 # ---- user data -------------------------------------------------------------------------------------------------------
 
 
-def user_data(job: Job, record: Record, *, request: int, max_run_s: int, dead_s: int = DEAD_S) -> bytes:
+def user_data(
+    job: Job, record: Record, *, request: int, max_run_s: int, dead_s: int = DEAD_S
+) -> bytes:
     """Return a request's user data, before encoding. It is the same for all machines, and contains no secret."""
-    is_plain = re.fullmatch(r"[\w./+-]+", job.python, re.ASCII) is not None  # boot.sh runs it as a command
+    is_plain = (
+        re.fullmatch(r"[\w./+-]+", job.python, re.ASCII) is not None
+    )  # boot.sh runs it as a command
     check(is_plain, f"cluster.python={job.python!r} must be a path of letters, digits and _./+-")
     flags = replace(record.s3, profile=None).flags()  # a machine has a role instead
-    words = ["launch.ec2.machine", record.run_dir, f"--request={request}", f"--max-run-s={max_run_s}", *flags]
+    words = [
+        "launch.ec2.machine",
+        record.run_dir,
+        f"--request={request}",
+        f"--max-run-s={max_run_s}",
+        *flags,
+    ]
     words += [f"--job-sha256={record.job_sha256}"]  # no machine of the run can change user data
     code = {"bundle": job.code.file, "sha256": job.code.sha256}
-    given = json.dumps({"run": record.run_dir, "s3": flags, **code, "arguments": words}, sort_keys=True)
+    given = json.dumps(
+        {"run": record.run_dir, "s3": flags, **code, "arguments": words}, sort_keys=True
+    )
     line = f"main {max_run_s + SPARE_S} {dead_s} {job.python} {base64.b64encode(given.encode()).decode()}\n"
     return SCRIPT.read_bytes() + line.encode()

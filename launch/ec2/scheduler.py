@@ -18,7 +18,17 @@ from typing import Any
 from launch import spec
 from launch.config import INSTANCE_TYPE, LaunchConfig
 from launch.ec2 import calls, sweep
-from launch.ec2.account import EFA, EFA_ONLY, INTERFACE, OWN_IMAGE, Resolved, Site, check_addresses, layout, resolve
+from launch.ec2.account import (
+    EFA,
+    EFA_ONLY,
+    INTERFACE,
+    OWN_IMAGE,
+    Resolved,
+    Site,
+    check_addresses,
+    layout,
+    resolve,
+)
 from launch.ec2.api import Api
 from launch.ec2.config import Ec2Config
 from launch.ec2.launcher import Launcher, undo
@@ -29,12 +39,12 @@ from launch.spec import Handle, State
 from launch.values import shown_duration, text
 from train.config import Failure, S3Config, check
 from train.config.backend import CUDA
+from train.machine.console import say
+from train.machine.processes import is_gone, owner_name
 from train.run.command import INTERRUPTED
-from train.system import schema
-from train.system.aws_errors import Rejected
-from train.system.console import say
-from train.system.folders import sha256_bytes
-from train.system.processes import is_gone, owner_name
+from train.storage import schema
+from train.storage.aws_errors import Rejected
+from train.storage.folders import sha256_bytes
 
 
 class Scheduler(spec.Scheduler):
@@ -50,7 +60,11 @@ class Scheduler(spec.Scheduler):
         cluster, api, name = cfg.cluster, Api(s3.profile, s3.region), cfg.instance.name
         assert isinstance(cluster, Ec2Config)
         info = api.instance_type(api.regions(cluster.regions)[0], name)
-        gpus = [each for each in info.get("GpuInfo", {}).get("Gpus", ()) if each["Manufacturer"] == "NVIDIA"]
+        gpus = [
+            each
+            for each in info.get("GpuInfo", {}).get("Gpus", ())
+            if each["Manufacturer"] == "NVIDIA"
+        ]
         check(
             bool(gpus) or cfg.processes_per_node is not None,
             f"EC2 lists no NVIDIA GPU for {name}: set processes_per_node and, if it has other devices, instance.device "
@@ -64,8 +78,12 @@ class Scheduler(spec.Scheduler):
         }
         if gpus:
             found["device"] = CUDA
-            found["devices"] = sum(int(each["Count"] or each.get("LogicalGpuCount", 1)) for each in gpus)
-            found["device_memory_gib"] = round(min(each["MemoryInfo"]["SizeInMiB"] for each in gpus) / 1024, 2)
+            found["devices"] = sum(
+                int(each["Count"] or each.get("LogicalGpuCount", 1)) for each in gpus
+            )
+            found["device_memory_gib"] = round(
+                min(each["MemoryInfo"]["SizeInMiB"] for each in gpus) / 1024, 2
+            )
         return [f"instance.{key}={value}" for key, value in found.items()]
 
     def submit(self, job: Job, record: Record) -> Handle:
@@ -80,25 +98,38 @@ class Scheduler(spec.Scheduler):
             f"EC2 has, or may have, machines of this run already: {', '.join(there)}; python -m launch clean "
             f"{record.run_dir} --yes removes them",
         )
-        return {"submission": resolved.id, "resolved": asdict(resolved), "process": owner_name(os.getpid())}
+        return {
+            "submission": resolved.id,
+            "resolved": asdict(resolved),
+            "process": owner_name(os.getpid()),
+        }
 
     def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
         """Make the machines, wait for the end of the run, and return its exit code."""
         resolved = schema.record(Resolved, handle["resolved"])
         try:
-            return Launcher(record, job, cluster_of(job, Ec2Config), resolved, open_api(record)).run()
+            return Launcher(
+                record, job, cluster_of(job, Ec2Config), resolved, open_api(record)
+            ).run()
         except KeyboardInterrupt:
-            say(f"this launch ends; its machines continue to train, and then shut down. {undo(record)}")
+            say(
+                f"this launch ends; its machines continue to train, and then shut down. {undo(record)}"
+            )
             return INTERRUPTED
 
     def state(self, record: Record, handle: Handle) -> State:
         seen = calls.resources(open_api(record), record, calls.regions_of(record), "instance")
         alive = [each for each in seen if each.is_alive]
         may_be = calls.unlisted(record, {each.id for each in seen})
-        zones = ", ".join(sorted({str(each.seen["Placement"]["AvailabilityZone"]) for each in alive}))
+        zones = ", ".join(
+            sorted({str(each.seen["Placement"]["AvailabilityZone"]) for each in alive})
+        )
         pending = sum(each.state == "pending" for each in alive)
         says = f"machines in {zones}: {len(alive)}{f' ({pending} pending)' if pending else ''}"
-        others = [*(str(each) for each in may_be if each.kind == "instance"), asks_text(record, handle)]
+        others = [
+            *(str(each) for each in may_be if each.kind == "instance"),
+            asks_text(record, handle),
+        ]
         said = [each for each in (says if alive else "", *others) if each]
         hosts = [str(each.seen.get("PrivateDnsName") or each.id).split(".")[0] for each in alive]
         return State(is_active=bool(said), text="; ".join(said) or "no machines", nodes=hosts)
@@ -108,7 +139,10 @@ class Scheduler(spec.Scheduler):
         seen = self.state(record, {}) if calls.regions_of(record) else State(is_active=False)
         if seen.is_active:
             return seen
-        return State(is_active=not record.history().has_end, text="its launch has not yet asked EC2 for machines")
+        return State(
+            is_active=not record.history().has_end,
+            text="its launch has not yet asked EC2 for machines",
+        )
 
     def cancel(self, record: Record, handle: Handle) -> None:
         """End the machines. The cancellation must have been recorded. Raises Failure if machines may still train."""
@@ -125,16 +159,38 @@ class Scheduler(spec.Scheduler):
 
 def check_job(job: Job, cluster: Ec2Config, record: Record) -> None:
     """Raise InputError if no AWS account could run a job with these settings."""
-    s3, spares, where, profile = record.s3, f"spares={job.spares}", f"run_dir={record.run_dir}", record.s3.profile
+    s3, spares, where, profile = (
+        record.s3,
+        f"spares={job.spares}",
+        f"run_dir={record.run_dir}",
+        record.s3.profile,
+    )
     is_type = re.fullmatch(INSTANCE_TYPE, job.instance) is not None
     no_region = "s3.region is missing: machines have no ~/.aws with the bucket's region"
     no_role = "cluster.instance_profile is missing: the name of the machines' role, without which they cannot use S3"
-    check(job.kind == "train", "cluster=ec2 can only train; prepare=true is for cluster=local and cluster=slurm")
-    check(job.spares == 0, f"{spares}: cluster=ec2 does not replace single machines; cluster=slurm does")
-    check(record.is_remote, f"{where} must be in S3 (s3://bucket/runs/mine): machines have no other shared storage")
-    check(is_type, f"instance={job.instance} is not an EC2 instance type: name one, such as instance=trn1.32xlarge")
-    check(profile is None, f"s3.profile={profile}: machines have a role but no ~/.aws; set AWS_PROFILE here instead")
-    check(bool(s3.region or s3.endpoint), f"{no_region}; set it (after --), as s3.region=us-east-1")
+    check(
+        job.kind == "train",
+        "cluster=ec2 can only train; prepare=true is for cluster=local and cluster=slurm",
+    )
+    check(
+        job.spares == 0,
+        f"{spares}: cluster=ec2 does not replace single machines; cluster=slurm does",
+    )
+    check(
+        record.is_remote,
+        f"{where} must be in S3 (s3://bucket/runs/mine): machines have no other shared storage",
+    )
+    check(
+        is_type,
+        f"instance={job.instance} is not an EC2 instance type: name one, such as instance=trn1.32xlarge",
+    )
+    check(
+        profile is None,
+        f"s3.profile={profile}: machines have a role but no ~/.aws; set AWS_PROFILE here instead",
+    )
+    check(
+        bool(s3.region or s3.endpoint), f"{no_region}; set it (after --), as s3.region=us-east-1"
+    )
     check(bool(cluster.instance_profile), f"{no_role}; python -m launch iam prints what it needs")
 
 
@@ -146,20 +202,32 @@ def asks_text(record: Record, handle: Handle) -> str:
     """Say how long ago the launch asked for machines; "" if it has machines or is known to have ended."""
     events, kinds = record.events(), ("submitted", "requeued", "machines")
     last = next((each for each in reversed(events) if each.kind in kinds), None)
-    if last is None or last.kind == "machines" or read_history(events).has_end or is_gone(text(handle, "process")):
+    if (
+        last is None
+        or last.kind == "machines"
+        or read_history(events).has_end
+        or is_gone(text(handle, "process"))
+    ):
         return ""
-    asked = [call for call in calls.read_calls(record) if call.submission == handle.get("submission")]
+    asked = [
+        call for call in calls.read_calls(record) if call.submission == handle.get("submission")
+    ]
     age_s = time.time() - max([last.time_unix_s, *(call.sent_unix_s for call in asked)])
     if age_s > 2 * calls.LISTS_S:  # a running launch asks more often
         return ""
-    error = next((call.error for call in reversed(asked) if call.operation == calls.RUN), "") or "no answer yet"
+    error = (
+        next((call.error for call in reversed(asked) if call.operation == calls.RUN), "")
+        or "no answer yet"
+    )
     return f"its launch asks for machines ({error}, {shown_duration(max(0.0, age_s))} ago)"
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
 
 
-def planned(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) -> tuple[Resolved, dict[str, Any]]:
+def planned(
+    job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig
+) -> tuple[Resolved, dict[str, Any]]:
     """Return the resolved settings, and the request for the first subnet, without the groups that a launch makes.
 
     With check=true, EC2 is asked about each subnet. Raises InputError if it would reject a request.
@@ -169,14 +237,18 @@ def planned(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) -> 
     requests = []
     for site in resolved.sites:
         name, is_made = placement_name(record, cluster, site, job.nodes)
-        request = partial(run_instances, job, cluster, record, resolved, site, max_run_s=cluster.max_run_s)
+        request = partial(
+            run_instances, job, cluster, record, resolved, site, max_run_s=cluster.max_run_s
+        )
         group, placement = cluster.security_group, None if is_made else name
         requests.append(request(number=1, group=group, placement=placement))
         try:
             if api:
                 api.ask(site.region, "run_instances", DryRun=True, **requests[-1])
         except Rejected as error:
-            if error.code != "DryRunOperation":  # this code means that EC2 would accept the request
+            if (
+                error.code != "DryRunOperation"
+            ):  # this code means that EC2 would accept the request
                 raise
     return resolved, requests[0]
 
@@ -189,7 +261,10 @@ def assumed(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) -> 
         {"NetworkCardIndex": card, "MaximumNetworkInterfaces": 2, "InterfaceTypes": types}
         for card in range(cfg.instance.network_cards or 1)
     ]
-    network = {"NetworkCards": cards, "EfaInfo": {"MaximumEfaInterfaces": cfg.instance.efa_interfaces or 0}}
+    network = {
+        "NetworkCards": cards,
+        "EfaInfo": {"MaximumEfaInterfaces": cfg.instance.efa_interfaces or 0},
+    }
     given = cluster.image or OWN_IMAGE.format(cfg.instance.device or CUDA)
     image = given if given.startswith("ami-") else f"<resolve:ssm:{given}>"
     subnets = cluster.subnets or ["<of the default VPC>"]
@@ -207,10 +282,15 @@ def interface_lines(interfaces: Sequence[Mapping[str, Any]]) -> list[str]:
         others = {key: value for key, value in each.items() if key != "NetworkCardIndex"}
         kind = " ".join(f"{key}={json.dumps(value)}" for key, value in others.items())
         cards.setdefault(kind, []).append(each["NetworkCardIndex"])
-    return [f"on network card {on[0]}{f' to {on[-1]}' if on[1:] else ''}: {kind}" for kind, on in cards.items()]
+    return [
+        f"on network card {on[0]}{f' to {on[-1]}' if on[1:] else ''}: {kind}"
+        for kind, on in cards.items()
+    ]
 
 
-def plan_lines(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig, hours: float | None) -> Iterator[str]:
+def plan_lines(
+    job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig, hours: float | None
+) -> Iterator[str]:
     resolved, request = planned(job, cluster, record, cfg)
     data = request["UserData"].encode()
     request["UserData"] = f"{len(data):,} bytes of {MOST_BYTES:,}, sha256 {sha256_bytes(data)}"
@@ -224,12 +304,20 @@ def plan_lines(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig, 
     if is_made:
         yield f"placement group {name} will be made"
     price_name = "usd_per_hour_spot" if cluster.market == "spot" else "usd_per_hour"
-    price, longest_s = getattr(cfg.instance, price_name), cluster.max_run_s + SPARE_S  # then a timer ends the machines
-    limit = f"{shown_duration(longest_s)} (cluster.max_run_s, plus {shown_duration(SPARE_S)} to save)"
+    price, longest_s = (
+        getattr(cfg.instance, price_name),
+        cluster.max_run_s + SPARE_S,
+    )  # then a timer ends the machines
+    limit = (
+        f"{shown_duration(longest_s)} (cluster.max_run_s, plus {shown_duration(SPARE_S)} to save)"
+    )
     if price is None:
         yield f"cost: {cfg.nodes} machines for at most {limit}; the price is unknown (instance.{price_name})"
     else:
-        usd, expected_usd = cfg.nodes * price * longest_s / 3600, cfg.nodes * price * (hours or 0.0)
+        usd, expected_usd = (
+            cfg.nodes * price * longest_s / 3600,
+            cfg.nodes * price * (hours or 0.0),
+        )
         most = f"at most ${math.ceil(usd):,}"
         if hours is not None and hours * 3600 > cluster.max_run_s:
             most = f"${math.ceil(usd):,} for a part of the run, of about ${math.ceil(expected_usd):,} for the whole"

@@ -10,22 +10,53 @@ from typing import Any
 
 from launch.ec2.api import Api, growing
 from launch.values import shown_moment
-from train.system.aws_errors import Rejected
-from train.system.console import say
+from train.machine.console import say
+from train.storage.aws_errors import Rejected
 
 FIRST_S, MOST_S = 5.0, 60.0  # first and longest pause between two rounds
-LIMIT_S = 1200.0  # time limit of a sweep: machines with many network interfaces take minutes to end
+LIMIT_S = (
+    1200.0  # time limit of a sweep: machines with many network interfaces take minutes to end
+)
 # Errors about a resource that is already removed, or can be removed once the machines are gone.
-PASSING = {"DependencyViolation", "InvalidPlacementGroup.InUse", "InvalidPlacementGroup.Unknown", "VolumeInUse"}
+PASSING = {
+    "DependencyViolation",
+    "InvalidPlacementGroup.InUse",
+    "InvalidPlacementGroup.Unknown",
+    "VolumeInUse",
+}
 PASSING |= {"InvalidNetworkInterface.InUse", "InvalidParameterValue", "IncorrectState"}
-UNLISTED, UNANSWERED = "not listed yet", "may exist"  # states of a resource that only the run's record lists
-BUSY = ("in-use", "deleting", "attaching", "detaching", "shutting-down")  # states that forbid deletion
-GONE = ("terminated", "deleted", "closed", "cancelled", "failed", "disabled")  # EC2 shows removed resources for a while
+UNLISTED, UNANSWERED = (
+    "not listed yet",
+    "may exist",
+)  # states of a resource that only the run's record lists
+BUSY = (
+    "in-use",
+    "deleting",
+    "attaching",
+    "detaching",
+    "shutting-down",
+)  # states that forbid deletion
+GONE = (
+    "terminated",
+    "deleted",
+    "closed",
+    "cancelled",
+    "failed",
+    "disabled",
+)  # EC2 shows removed resources for a while
 KINDS = {  # how to list each kind: operation, key of the answer, key of the id
-    "spot-instances-request": ("describe_spot_instance_requests", "SpotInstanceRequests", "SpotInstanceRequestId"),
+    "spot-instances-request": (
+        "describe_spot_instance_requests",
+        "SpotInstanceRequests",
+        "SpotInstanceRequestId",
+    ),
     "instance": ("describe_instances", "Reservations", "InstanceId"),
     "volume": ("describe_volumes", "Volumes", "VolumeId"),
-    "network-interface": ("describe_network_interfaces", "NetworkInterfaces", "NetworkInterfaceId"),
+    "network-interface": (
+        "describe_network_interfaces",
+        "NetworkInterfaces",
+        "NetworkInterfaceId",
+    ),
     "security-group": ("describe_security_groups", "SecurityGroups", "GroupId"),
     "placement-group": ("describe_placement_groups", "PlacementGroups", "GroupName"),
     "key-pair": ("describe_key_pairs", "KeyPairs", "KeyName"),
@@ -44,7 +75,9 @@ class Resource:
     seen: Mapping[str, Any] = field(default_factory=dict)  # EC2's description
 
     def __str__(self) -> str:
-        until = f" until {shown_moment(self.until_unix_s)}" if 0 < self.until_unix_s < math.inf else ""
+        until = (
+            f" until {shown_moment(self.until_unix_s)}" if 0 < self.until_unix_s < math.inf else ""
+        )
         return f"{self.kind} {self.id} ({self.state}{until}, {self.region})"
 
     @property
@@ -53,7 +86,9 @@ class Resource:
         return self.state in ("pending", "running")
 
 
-def find(api: Api, region: str, by: Mapping[str, Sequence[str]], kinds: Iterable[str]) -> list[Resource]:
+def find(
+    api: Api, region: str, by: Mapping[str, Sequence[str]], kinds: Iterable[str]
+) -> list[Resource]:
     """Return all resources that EC2 lists for the filters `by`, including removed ones."""
     found = []
     for kind in kinds:
@@ -82,7 +117,12 @@ def delete(api: Api, left: Sequence[Resource]) -> None:
                 call(api, region, "terminate_instances", InstanceIds=ids)
         for each in here if not machines else ():
             if each.id not in spot and each.state not in BUSY:
-                call(api, region, f"delete_{each.kind.replace('-', '_')}", **{KINDS[each.kind][2]: each.id})
+                call(
+                    api,
+                    region,
+                    f"delete_{each.kind.replace('-', '_')}",
+                    **{KINDS[each.kind][2]: each.id},
+                )
 
 
 def call(api: Api, region: str, operation: str, **parameters: Any) -> None:
@@ -102,7 +142,9 @@ def sweep(
     for pause_s in growing(FIRST_S, MOST_S):
         left = look()
         empty = 0 if left else empty + 1
-        last_s = max([until_s, *(each.until_unix_s for each in left if each.until_unix_s < math.inf)])
+        last_s = max(
+            [until_s, *(each.until_unix_s for each in left if each.until_unix_s < math.inf)]
+        )
         if empty == looks or (left and time.time() > last_s):
             return left
         for line in map(str, left):

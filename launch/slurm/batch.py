@@ -37,9 +37,9 @@ from launch.supervise import (
     supervise,
 )
 from train.config import Failure, S3Config, check
+from train.machine import processes
+from train.machine.console import say
 from train.run.command import STOPPED, command_parser, printable, run_flags
-from train.system import processes
-from train.system.console import say
 
 REQUEUED_S = 600.0  # how long to wait for Slurm to end this process after a requeue; it usually takes much less
 PAUSE_S = 0.2
@@ -55,13 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     purpose = "Run a job inside Slurm. python -m launch cluster=slurm submits it."
     parser = command_parser("launch.slurm.batch", purpose, examples=("runs/mine",))
     parser.add_argument("run", help="run folder")
-    parser.add_argument("--merge", action="store_true", help="write the manifest of all prepared parts")
+    parser.add_argument(
+        "--merge", action="store_true", help="write the manifest of all prepared parts"
+    )
     add_record_flags(parser)
     return run_flags(parser, arguments, run_job)
 
 
 def run_job(options: argparse.Namespace, s3: S3Config) -> int:
-    check("SLURM_JOB_ID" in os.environ, "this is not a Slurm job; submit one with python -m launch cluster=slurm")
+    check(
+        "SLURM_JOB_ID" in os.environ,
+        "this is not a Slurm job; submit one with python -m launch cluster=slurm",
+    )
     record = Record(options.run, s3, options.job_sha256)
     with recording_failure(record):
         batch = Batch(record, record.job(), int(os.environ["SLURM_JOB_ID"]))
@@ -75,11 +80,17 @@ class Interrupted(Exception):
 class Batch:
     def __init__(self, record: Record, job: Job, job_id: int) -> None:
         self.record, self.job, self.job_id = record, job, job_id
-        self.cluster, self.slurm, self.stop = cluster_of(job, SlurmConfig), Slurm(), StopFile(record)
+        self.cluster, self.slurm, self.stop = (
+            cluster_of(job, SlurmConfig),
+            Slurm(),
+            StopFile(record),
+        )
         self.all_nodes = list(retry(self.slurm.hostnames, os.environ["SLURM_JOB_NODELIST"]))
         self.nodes = self.all_nodes[: job.nodes]
         self.is_ending = False  # whether Slurm is ending the job
-        self.limit_s = math.inf  # time.monotonic() at the time limit, which is set once the limit is near
+        self.limit_s = (
+            math.inf
+        )  # time.monotonic() at the time limit, which is set once the limit is near
         self.is_overdue = False  # whether the limit was reached before the run had stopped
         self.steps = 0  # number of srun steps so far, which determines each step's port
         self.never_began = False  # whether Slurm failed to start the preflight or a preparation
@@ -90,8 +101,12 @@ class Batch:
             signal.signal(number, self.ask)
         decision = self.preflight() if self.cluster.gate else None
         if decision is None:
-            decision = supervise(self.record, self.cluster, self.attempt, nodes=self.nodes, stop=self.stop)
-        is_end = decision.next != "requeue" or not self.is_ending  # if false, Slurm itself may requeue the job
+            decision = supervise(
+                self.record, self.cluster, self.attempt, nodes=self.nodes, stop=self.stop
+            )
+        is_end = (
+            decision.next != "requeue" or not self.is_ending
+        )  # if false, Slurm itself may requeue the job
         if is_end:
             decision = self.requeue(decision)
             self.end(decision)
@@ -110,17 +125,23 @@ class Batch:
         """
         now_s = time.monotonic()
         if number == signal.SIGUSR1:
-            self.limit_s = now_s + self.cluster.stop_before_s  # the limit may be a minute later (man sbatch, --signal)
+            self.limit_s = (
+                now_s + self.cluster.stop_before_s
+            )  # the limit may be a minute later (man sbatch, --signal)
         elif now_s < self.limit_s:
             self.is_ending = True
         else:
             self.is_overdue = True
-        self.stop.ask("the time limit is near" if number == signal.SIGUSR1 else "SIGTERM from Slurm")
+        self.stop.ask(
+            "the time limit is near" if number == signal.SIGUSR1 else "SIGTERM from Slurm"
+        )
 
     def meanwhile(self) -> None:
         """Do the periodic work while srun runs."""
         if self.is_overdue and not retry(self.record.history).is_stop_asked:
-            reason = f"the run did not stop in {self.cluster.stop_before_s} s (cluster.stop_before_s)"
+            reason = (
+                f"the run did not stop in {self.cluster.stop_before_s} s (cluster.stop_before_s)"
+            )
             self.end(self.requeue(Decision("requeue", "failed", reason)))
             self.is_overdue = False
         self.stop.write()
@@ -128,7 +149,9 @@ class Batch:
     def attempt(self, number: int) -> int:
         return self.on_nodes("train", self.nodes, name=attempt_name(number))
 
-    def srun(self, command: Sequence[str], *, limit_s: float = math.inf, needs_all: bool = True) -> int:
+    def srun(
+        self, command: Sequence[str], *, limit_s: float = math.inf, needs_all: bool = True
+    ) -> int:
         """Run srun; return its exit code. Raises NeverBegan if no task starts or, with `needs_all`, if not all do."""
         log = self.log()
         before = log.stat().st_size if log is not None else 0
@@ -137,7 +160,9 @@ class Batch:
         said = log.read_bytes()[before:] if code and log is not None else b""
         found = NO_STEP.search(said) or (NO_LAUNCH.search(said) if needs_all else None)
         if found and self.stop.reason is None:
-            raise NeverBegan(f"Slurm did not start the step: {printable(found[1].decode(errors='replace'))}")
+            raise NeverBegan(
+                f"Slurm did not start the step: {printable(found[1].decode(errors='replace'))}"
+            )
         return code
 
     def on_nodes(self, command: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
@@ -145,12 +170,27 @@ class Batch:
         addresses = [retry(self.slurm.address, node) for node in (nodes if group else nodes[:1])]
         self.steps += 1
         node = [self.job.python, "-m", "launch.node", command, self.record.run_dir]
-        node += join_flags(nodes, addresses, job=self.job_id, step=self.steps, name=name, group=group)
+        node += join_flags(
+            nodes, addresses, job=self.job_id, step=self.steps, name=name, group=group
+        )
         ends_together = command != "preflight" and not group
-        srun = [f"--immediate={STEP_S}", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
-        srun += ["--cpu-bind=none", f"--nodelist={','.join(nodes)}", f"--kill-on-bad-exit={int(ends_together)}"]
+        srun = [
+            f"--immediate={STEP_S}",
+            f"--nodes={len(nodes)}",
+            f"--ntasks={len(nodes)}",
+            "--ntasks-per-node=1",
+        ]
+        srun += [
+            "--cpu-bind=none",
+            f"--nodelist={','.join(nodes)}",
+            f"--kill-on-bad-exit={int(ends_together)}",
+        ]
         limit_s = LIMITS_S.get(command, math.inf)
-        return self.srun([*srun, "--label", *self.container(), *node], limit_s=limit_s, needs_all=command == "train")
+        return self.srun(
+            [*srun, "--label", *self.container(), *node],
+            limit_s=limit_s,
+            needs_all=command == "train",
+        )
 
     def container(self) -> list[str]:
         image, mounts = self.cluster.container, self.cluster.container_mounts
@@ -168,9 +208,15 @@ class Batch:
         """
         name = f"gate_{self.job_id}_{os.environ.get('SLURM_RESTART_COUNT') or 0}"  # differs for each job and restart
         try:
-            chosen, failed = run_preflight(self.record, self.job, self.all_nodes, self.examine, name=name)
+            chosen, failed = run_preflight(
+                self.record, self.job, self.all_nodes, self.examine, name=name
+            )
         except Interrupted:  # no node is at fault
-            return Decision("requeue", "stopped", self.stop.reason or "the preflight was interrupted by a signal")
+            return Decision(
+                "requeue",
+                "stopped",
+                self.stop.reason or "the preflight was interrupted by a signal",
+            )
         except NeverBegan as error:  # no node is at fault
             self.never_began = True
             return Decision("requeue", "failed", str(error))
@@ -179,7 +225,10 @@ class Batch:
         if len(chosen) == self.job.nodes:
             self.nodes = chosen
             return None
-        seen, reason = set(retry(self.record.history).excluded), too_few(self.all_nodes, failed, self.job)
+        seen, reason = (
+            set(retry(self.record.history).excluded),
+            too_few(self.all_nodes, failed, self.job),
+        )
         if set(failed) <= seen or is_shared(failed, self.all_nodes):
             return Decision("end", "failed", reason)
         self.excluded = sorted({*failed, *seen, *retry(self.slurm.excluded, self.job_id)})
@@ -235,7 +284,11 @@ class Batch:
             self.end(decision)
             return CODES[decision.outcome]
         if code or merge or part is None:  # if one part fails, Slurm does not start the merge
-            self.end(prepared(code, f"part {part}" if part else "the merge" if merge else "the preparation"))
+            self.end(
+                prepared(
+                    code, f"part {part}" if part else "the merge" if merge else "the preparation"
+                )
+            )
         self.upload()
         return code
 

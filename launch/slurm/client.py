@@ -16,13 +16,16 @@ from dataclasses import dataclass
 from launch.slurm.config import time_limit_s
 from train.config import Failure, InputError, Unreachable, check
 from train.run.command import printable
-from train.system.schema import BadContent, shown
+from train.storage.schema import BadContent, shown
 
 # The variables in KEPT name the cluster. All others of Slurm are hidden from its commands: they are about a surrounding
 # job or set options that the plan does not show (SBATCH_WAIT waits for the job's end, SBATCH_ARRAY_INX makes an array).
 KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 OWN = ("SLURM_", "SBATCH_", "SCANCEL_", "SQUEUE_", "SACCT_", "SINFO_")
-READING = {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}  # 0 shows full lists; not set for sbatch: its job would inherit both
+READING = {
+    "LC_ALL": "C",
+    "SLURM_BITSTR_LEN": "0",
+}  # 0 shows full lists; not set for sbatch: its job would inherit both
 
 SILENT = re.compile(
     "Unable to contact|Socket timed out|Connection (refused|timed out|reset)|No route to host|standby mode"
@@ -37,12 +40,26 @@ CURES = (  # pattern of sbatch's error, and the cure; the first match counts
     ("reservation", "`scontrol show reservations` shows the existing ones"),
     ("feature", "`sinfo --format='%N %f'` shows the nodes' features"),
     ("gres", "`sinfo --format='%N %G'` shows what the nodes have"),
-    ("node (configuration|name|count)", "`sinfo --Node --long` shows the nodes; ask for fewer, or for less of each"),
-    ("job array", "`scontrol show config | grep MaxArraySize` shows the limit; ask for fewer parts"),
+    (
+        "node (configuration|name|count)",
+        "`sinfo --Node --long` shows the nodes; ask for fewer, or for less of each",
+    ),
+    (
+        "job array",
+        "`scontrol show config | grep MaxArraySize` shows the limit; ask for fewer parts",
+    ),
 )
 COMMAND_S = 60.0  # time limit of a command, which may wait for minutes if slurmctld is down
 HOST = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-OVER: tuple[str, ...] = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY")
+OVER: tuple[str, ...] = (
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+)
 OVER += ("PREEMPTED", "REVOKED", "TIMEOUT")
 UNKNOWN = ("", "(null)", "N/A", "NONE", "None", "None assigned", "Unknown")
 SQUEUE = "%A|%i|%T|%r|%N"  # the columns, for squeue --format
@@ -65,7 +82,9 @@ class SlurmJob:
     state: str  # Slurm's name: PENDING, RUNNING, COMPLETED, ...
     reason: str  # why the job waits, or why it failed; may be empty
     nodes: tuple[str, ...]  # names of the nodes on which it runs, or ran last
-    array_task: str | None = None  # number of the task; a list such as "4-9" for tasks that have not begun
+    array_task: str | None = (
+        None  # number of the task; a list such as "4-9" for tasks that have not begun
+    )
 
     @property
     def is_over(self) -> bool:
@@ -125,16 +144,26 @@ class Slurm:
         try:
             code, out, said = self.run("sbatch", *words)
         except Unreachable as error:
-            raise Unreachable(f"{error}; `squeue --me` shows whether the job was submitted anyway") from error
+            raise Unreachable(
+                f"{error}; `squeue --me` shows whether the job was submitted anyway"
+            ) from error
         line = one_line(said or out)
-        cure = next((f"; {cure}" for pattern, cure in CURES if re.search(pattern, line, re.IGNORECASE)), "")
+        cure = next(
+            (f"; {cure}" for pattern, cure in CURES if re.search(pattern, line, re.IGNORECASE)), ""
+        )
         check(code == 0, f"Slurm rejects the job: {line}{cure}")
         return out, said
 
     def tasks(self, job_id: int, name: str) -> list[SlurmJob]:
         """Return a job, or the tasks of a job array, with one entry for all waiting tasks. Its name must be `name`."""
         # The list is empty once Slurm has forgotten the job, some minutes after its end (MinJobAge).
-        queued = ("--noheader", "--states=all", f"--jobs={job_id}", f"--name={name}", f"--format={SQUEUE}")
+        queued = (
+            "--noheader",
+            "--states=all",
+            f"--jobs={job_id}",
+            f"--name={name}",
+            f"--format={SQUEUE}",
+        )
         code, out, said = self.run("squeue", *queued)
         if "Invalid job id specified" in said + out:
             return []
@@ -163,7 +192,9 @@ class Slurm:
 
     def exclude(self, job_id: int, nodes: Sequence[str]) -> None:
         """Set the nodes on which a waiting job must not run. Slurm rejects this for a running job: requeue it first."""
-        self.answer("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(check_hosts(nodes))}")
+        self.answer(
+            "scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(check_hosts(nodes))}"
+        )
 
     # ---- nodes and partitions --------------------------------------------------------------------------------------
 
@@ -171,13 +202,20 @@ class Slurm:
         """Return the names that a list such as "n[1-2],x7" stands for."""
         if re.fullmatch(HOST, hosts):
             return (hosts,)
-        check(bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._,\[\]-]*", hosts)), f"{shown(hosts)} is not a host list")
+        check(
+            bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._,\[\]-]*", hosts)),
+            f"{shown(hosts)} is not a host list",
+        )
         return check_hosts(self.answer("scontrol", "show", "hostnames", hosts).split())
 
     def address(self, node: str) -> str:
         """Return the address at which other nodes reach a node. The site configures it in Slurm (NodeAddr)."""
-        said = self.answer("sinfo", "--all", "--noheader", "--Node", f"--nodes={node}", "--format=%o").split()
-        if len(set(said)) != 1 or not re.fullmatch(rf"{HOST}|[0-9a-fA-F:.]+", said[0]):  # one line for each partition
+        said = self.answer(
+            "sinfo", "--all", "--noheader", "--Node", f"--nodes={node}", "--format=%o"
+        ).split()
+        if len(set(said)) != 1 or not re.fullmatch(
+            rf"{HOST}|[0-9a-fA-F:.]+", said[0]
+        ):  # one line for each partition
             raise Failure(f"sinfo shows no address of node {node}: {shown(said)}")
         return said[0]
 
@@ -204,12 +242,24 @@ class Slurm:
 
     def run(self, *command: str) -> tuple[int, str, str]:
         """Run a command; return its exit code, standard output and standard error."""
-        environ = {name: value for name, value in os.environ.items() if name in KEPT or not name.startswith(OWN)}
+        environ = {
+            name: value
+            for name, value in os.environ.items()
+            if name in KEPT or not name.startswith(OWN)
+        }
         environ |= READING if command[0] != "sbatch" else {}
-        options = {"stdin": subprocess.DEVNULL, "env": environ, "check": False, "timeout": COMMAND_S}
+        options = {
+            "stdin": subprocess.DEVNULL,
+            "env": environ,
+            "check": False,
+            "timeout": COMMAND_S,
+        }
         try:
             done = subprocess.run(command, capture_output=True, **options)  # type: ignore[call-overload]
-            code, out, said = done.returncode, *(text.decode(errors="replace") for text in (done.stdout, done.stderr))
+            code, out, said = (
+                done.returncode,
+                *(text.decode(errors="replace") for text in (done.stdout, done.stderr)),
+            )
         except FileNotFoundError as error:
             raise NoSlurm(
                 f"{command[0]} is not on the PATH; start this on a login node of the cluster (it may need `module load "
@@ -223,7 +273,9 @@ class Slurm:
             )
         if code is None or (code and SILENT.search(said + out)):
             heard = f"it said: {one_line(said or out)}; " if said or out else ""
-            raise Unreachable(f"slurmctld does not answer {command[0]}; {heard}`scontrol ping` shows whether it is up")
+            raise Unreachable(
+                f"slurmctld does not answer {command[0]}; {heard}`scontrol ping` shows whether it is up"
+            )
         return code, out, said
 
 
@@ -237,6 +289,10 @@ def check_hosts(names: Sequence[str]) -> tuple[str, ...]:
 
 def one_line(said: str) -> str:
     """Return a Slurm command's message as one line, without the prefixes of its lines and without repetitions."""
-    lines = [re.sub(r"^\w+: (?:(?:error|fatal): )?", "", line.strip()) for line in said.splitlines()]
-    lines = [re.sub(r"^(Batch job submission failed|allocation failure): ", "", line) for line in lines]
+    lines = [
+        re.sub(r"^\w+: (?:(?:error|fatal): )?", "", line.strip()) for line in said.splitlines()
+    ]
+    lines = [
+        re.sub(r"^(Batch job submission failed|allocation failure): ", "", line) for line in lines
+    ]
     return printable("; ".join(dict.fromkeys(line for line in lines if line)))[:400] or "nothing"

@@ -18,8 +18,14 @@ RESERVED = {
     "signal": "cluster.stop_before_s",
     "nodes": "nodes",
     "array": "parts",
-    **dict.fromkeys(("job-name", "ntasks-per-node", "requeue", "no-requeue", "open-mode", "output", "error"), ""),
-    **dict.fromkeys(("dependency", "kill-on-invalid-dep", "parsable", "test-only", "wait", "wrap", "clusters"), ""),
+    **dict.fromkeys(
+        ("job-name", "ntasks-per-node", "requeue", "no-requeue", "open-mode", "output", "error"),
+        "",
+    ),
+    **dict.fromkeys(
+        ("dependency", "kill-on-invalid-dep", "parsable", "test-only", "wait", "wrap", "clusters"),
+        "",
+    ),
 }
 
 
@@ -35,18 +41,30 @@ class SlurmConfig(ClusterConfig):
     kind: str = "slurm"
     gate: bool = True
     partition: str | None = None  # The partition; None uses the site's default.
-    sbatch_args: list[str] = field(default_factory=list)  # The additional options of sbatch (man sbatch), for example
+    sbatch_args: list[str] = field(
+        default_factory=list
+    )  # The additional options of sbatch (man sbatch), for example
     # ["--gres=gpu:8","--qos=high"]; they may include --account, --constraint, --reservation, --exclude and --chdir.
     exclusive: bool = True  # Reserve whole nodes.
-    time_limit: str | None = None  # The time limit, such as 30 (minutes), 12:00:00 or 2-00:00:00; None uses the
+    time_limit: str | None = (
+        None  # The time limit, such as 30 (minutes), 12:00:00 or 2-00:00:00; None uses the
+    )
     # partition's.
-    stop_before_s: int = setting(300, above=0, most=65535)  # The time before time_limit, in seconds, at which the run
+    stop_before_s: int = setting(
+        300, above=0, most=65535
+    )  # The time before time_limit, in seconds, at which the run
     # is asked to stop with a checkpoint.
-    container: str | None = None  # The container image; None uses none. Apptainer runs *.sif files and URLs such as
+    container: str | None = (
+        None  # The container image; None uses none. Apptainer runs *.sif files and URLs such as
+    )
     # docker://NAME; pyxis runs *.sqsh files and names in a registry.
-    container_mounts: list[str] = field(default_factory=list)  # The folders that are mounted into the container, at
+    container_mounts: list[str] = field(
+        default_factory=list
+    )  # The folders that are mounted into the container, at
     # the same paths.
-    prologue: list[str] = field(default_factory=list)  # The lines of bash that run first; exports reach every rank.
+    prologue: list[str] = field(
+        default_factory=list
+    )  # The lines of bash that run first; exports reach every rank.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,8 +77,13 @@ class SlurmConfig(ClusterConfig):
         for each in self.sbatch_args:
             check_argument(each)
         for folder in self.container_mounts:
-            ok = folder.startswith("/") and not re.search(r"[:,]", folder)  # colons and commas separate mounts
-            check(ok, f"cluster.container_mounts has {folder!r}: use absolute paths without colons and commas")
+            ok = folder.startswith("/") and not re.search(
+                r"[:,]", folder
+            )  # colons and commas separate mounts
+            check(
+                ok,
+                f"cluster.container_mounts has {folder!r}: use absolute paths without colons and commas",
+            )
 
 
 def check_argument(argument: str) -> None:
@@ -81,7 +104,9 @@ def time_limit_s(text: str) -> int | None:
     if match is None:
         return None
     days, first, second, third = (int(group or 0) for group in match.groups())
-    if match[1] is not None or match[4] is not None:  # days-hours[:minutes[:seconds]], hours:minutes:seconds
+    if (
+        match[1] is not None or match[4] is not None
+    ):  # days-hours[:minutes[:seconds]], hours:minutes:seconds
         hours, minutes, seconds = first, second, third
     else:  # minutes[:seconds]
         hours, minutes, seconds = 0, first, second

@@ -16,8 +16,8 @@ from launch.slurm.config import SlurmConfig
 from launch.spec import Handle, State
 from launch.values import count
 from train.config import InputError, check
-from train.system.atomic_io import make_alike
-from train.system.folders import sha256_bytes
+from train.storage.atomic_io import make_alike
+from train.storage.folders import sha256_bytes
 
 SCRIPT = Path(__file__).with_name("job.sh")
 
@@ -41,7 +41,9 @@ class Scheduler(spec.Scheduler):
         slurm, asked, started = Slurm(), options(job, record), script(job, record)
         name = job_name(job.run_dir)
         if there := slurm.job_ids(name):  # Slurm's answer to an earlier submission was lost
-            raise InputError(f"Slurm has job {there[0]} of this run, which is in no record: scancel {there[0]} ends it")
+            raise InputError(
+                f"Slurm has job {there[0]} of this run, which is in no record: scancel {there[0]} ends it"
+            )
         if not record.is_remote:
             make_alike(record.local_folder() / "logs")
         job_id = slurm.submit([*asked, *started], name=name)
@@ -62,7 +64,11 @@ class Scheduler(spec.Scheduler):
             jobs = own_jobs(record, handle, name)
             states = {job.state for job in jobs} - {"COMPLETED"}
             if any(not job.is_over for job in jobs):
-                return State(True, said(handle, name, jobs), sorted({node for job in jobs for node in job.nodes}))
+                return State(
+                    True,
+                    said(handle, name, jobs),
+                    sorted({node for job in jobs for node in job.nodes}),
+                )
             if name == "job_id" or states:
                 outcome = "cancelled" if "CANCELLED" in states else "failed" if states else ""
                 return State(False, said(handle, name, jobs), outcome=outcome)
@@ -76,7 +82,11 @@ class Scheduler(spec.Scheduler):
 
 def own_jobs(record: Record, handle: Handle, name: str) -> list[SlurmJob]:
     """Return the tasks of a job in a handle that has the run's name: others may have written the handle's event."""
-    return Slurm().tasks(number(handle, name), job_name(launched_as(record))) if name in handle else []
+    return (
+        Slurm().tasks(number(handle, name), job_name(launched_as(record)))
+        if name in handle
+        else []
+    )
 
 
 def said(handle: Handle, name: str, jobs: Sequence[SlurmJob]) -> str:
@@ -84,7 +94,11 @@ def said(handle: Handle, name: str, jobs: Sequence[SlurmJob]) -> str:
     if not jobs:
         return f"Slurm has no job {handle[name]} of this run"
     job = min(jobs, key=lambda job: (job.is_over, job.state == "COMPLETED"))
-    parts = [str(each.array_task) for each in jobs if each.is_over == job.is_over and each.state != "COMPLETED"]
+    parts = [
+        str(each.array_task)
+        for each in jobs
+        if each.is_over == job.is_over and each.state != "COMPLETED"
+    ]
     tasks = f", part {', '.join(parts[:8])}" if name == "parts_id" else ""
     return f"job {handle[name]}{tasks} {job.state}{f' ({job.reason})' if job.reason else ''}"
 
@@ -102,8 +116,15 @@ def job_name(run_dir: str) -> str:
 
 def options(job: Job, record: Record) -> list[str]:
     """Return the options of sbatch (man sbatch). They are passed as a list: no shell reads them."""
-    cluster, name, folder = cluster_of(job, SlurmConfig), job_name(job.run_dir), record.local_folder() / "logs"
-    check("\\" not in str(folder), f"{folder}: Slurm drops backslashes from the names of logs; choose another folder")
+    cluster, name, folder = (
+        cluster_of(job, SlurmConfig),
+        job_name(job.run_dir),
+        record.local_folder() / "logs",
+    )
+    check(
+        "\\" not in str(folder),
+        f"{folder}: Slurm drops backslashes from the names of logs; choose another folder",
+    )
     # A percent sign in a log's name begins a pattern (man sbatch, "filename pattern").
     is_array = job.kind == "prepare" and job.parts > 1
     made = [f"--job-name={name}", "--ntasks-per-node=1", "--requeue"]
@@ -113,7 +134,9 @@ def options(job: Job, record: Record) -> list[str]:
     # folder on the node, and the job uploads the output when it ends.
     made += [f"--output={'/dev/null' if record.is_remote else log}"]
     if job.kind == "train":
-        made += ["--dependency=singleton"]  # two jobs of this name, that is, of this run, never run at the same time
+        made += [
+            "--dependency=singleton"
+        ]  # two jobs of this name, that is, of this run, never run at the same time
         made += [f"--nodes={job.nodes + job.spares}", f"--signal=B:USR1@{cluster.stop_before_s}"]
     else:
         made += ["--nodes=1", *([f"--array=1-{job.parts}"] if is_array else [])]

@@ -25,16 +25,23 @@ from ami.plan import BUILD, disk_gib
 from launch.ec2 import sweep
 from launch.ec2.account import OWN_IMAGE
 from train.config import InputError
-from train.system.versions import read_versions
+from train.machine.versions import read_versions
 
 OTHER = "us-west-2"
-BASE_NAME, BASE_TEXT = "Deep Learning AMI Neuron (Ubuntu 24.04) 20260812", "PyTorch 2.9, Neuron SDK 2.31.0"
+BASE_NAME, BASE_TEXT = (
+    "Deep Learning AMI Neuron (Ubuntu 24.04) 20260812",
+    "PyTorch 2.9, Neuron SDK 2.31.0",
+)
 NEURON_DLAMI = read_versions().bases["neuron-dlami"].version
 ONE = {"MinCount": 1, "MaxCount": 1}
 
 
 def disks(image):
-    disk = {"VolumeSize": 100, "Encrypted": image.is_encrypted, "SnapshotId": image.ebs_snapshot.id}
+    disk = {
+        "VolumeSize": 100,
+        "Encrypted": image.is_encrypted,
+        "SnapshotId": image.ebs_snapshot.id,
+    }
     return [{"DeviceName": "/dev/sda1", "Ebs": disk}]
 
 
@@ -43,7 +50,9 @@ def programs(monkeypatch, tmp_path):
     """A folder in PATH with Packer's stand-in."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    script(folder / "packer", f'exec "{sys.executable}" "{ROOT}/tests/services/fake_packer.py" "$@"')
+    script(
+        folder / "packer", f'exec "{sys.executable}" "{ROOT}/tests/services/fake_packer.py" "$@"'
+    )
     script(folder / "session-manager-plugin", "")
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_PACKER_LOG", str(tmp_path / "packer.log"))
@@ -56,7 +65,11 @@ def aws(programs, monkeypatch, tmp_path):
     write_indexes(monkeypatch, tmp_path)
     with fake_ec2(monkeypatch) as fake:
         # What moto does not keep of an image.
-        changes = {"imds_support": "v2.0", "is_encrypted": True, "block_device_mappings": property(disks)}
+        changes = {
+            "imds_support": "v2.0",
+            "is_encrypted": True,
+            "block_device_mappings": property(disks),
+        }
         for name, value in changes.items():
             monkeypatch.setattr(Ami, name, value, raising=False)
         monkeypatch.setattr(sweep, "FIRST_S", 0.0)
@@ -74,7 +87,9 @@ def backend(region=REGION):
 def add_image(name, *, region=REGION, tags=None, age_days=0, **changes):
     client = boto3.client("ec2", region)
     (subnet, *_) = client.describe_subnets()["Subnets"]
-    (made,) = client.run_instances(ImageId="ami-12c6146b", SubnetId=subnet["SubnetId"], **ONE)["Instances"]
+    (made,) = client.run_instances(ImageId="ami-12c6146b", SubnetId=subnet["SubnetId"], **ONE)[
+        "Instances"
+    ]
     image_id = client.create_image(InstanceId=made["InstanceId"], Name=name)["ImageId"]
     client.terminate_instances(InstanceIds=[made["InstanceId"]])
     image = backend(region).amis[image_id]
@@ -96,7 +111,9 @@ def publish(name, image_id):
     """A public parameter, which moto takes from nobody."""
     about = {"parameter_type": "String", "data_type": "text", "version": 1}
     about |= {"description": None, "allowed_pattern": None, "keyid": None}
-    made = Parameter(account_id=ACCOUNT, name=name, value=image_id, last_modified_date=datetime.now(), **about)
+    made = Parameter(
+        account_id=ACCOUNT, name=name, value=image_id, last_modified_date=datetime.now(), **about
+    )
     get_backend("ssm")[ACCOUNT][REGION]._parameters[name] = [made]
 
 
@@ -107,7 +124,9 @@ def says(capfd):
     def act(words: str, code: int = 0) -> str:
         ended = main(words.split())
         out, err = capfd.readouterr()
-        assert ended == code and "Traceback" not in err and (code != 2 or err.count("\n") == 1), out + err
+        assert ended == code and "Traceback" not in err and (code != 2 or err.count("\n") == 1), (
+            out + err
+        )
         return out + err
 
     return act
@@ -115,7 +134,9 @@ def says(capfd):
 
 @pytest.mark.parametrize(("base_gib", "wanted"), [(100, 150), (200, 200)])
 def test_the_root_volume_is_no_smaller_than_that_of_the_base(base_gib, wanted):
-    base = SimpleNamespace(seen={"RootDeviceName": "a"}, disks=[{"DeviceName": "a", "Ebs": {"VolumeSize": base_gib}}])
+    base = SimpleNamespace(
+        seen={"RootDeviceName": "a"}, disks=[{"DeviceName": "a", "Ebs": {"VolumeSize": base_gib}}]
+    )
     assert disk_gib(base) == wanted and disk_gib(None) == 150
 
 
@@ -130,9 +151,16 @@ def test_the_plan_shows_what_would_be_built_and_starts_nothing(aws, says):
     assert re.search(r"baretrain-neuron-\d{8}-\d{6}-\w+, 150 GiB, encrypted, until 20\d\d-", out)
     assert f"us-east-1, copies in {OTHER}" in out
     assert "the last build took 42 minutes; at most 120 minutes, $2.69 at $1.34 an hour" in out
-    for name, version in {**read_versions().python_packages(), **read_versions().system_packages()}.items():
+    for name, version in {
+        **read_versions().python_packages(),
+        **read_versions().system_packages(),
+    }.items():
         assert f" {name} {version}\n" in out
-    assert f"since {old} of" in out and "torch 2.8.0 -> 2.9.1" in out and f"base ami-1 -> {aws.base}" in out
+    assert (
+        f"since {old} of" in out
+        and "torch 2.8.0 -> 2.9.1" in out
+        and f"base ami-1 -> {aws.base}" in out
+    )
     assert "nothing was started; build=true builds the image" in out
     publish(read_versions().bases["cuda-dlami"].version, aws.base)
     out = says("cuda")
@@ -145,10 +173,18 @@ def test_the_plan_shows_what_would_be_built_and_starts_nothing(aws, says):
     ("words", "settings", "base"),
     [
         ("cannot run torch-neuronx 2.9", "", {"name": "Deep Learning AMI Neuron (al2023)"}),
-        ("has Neuron SDK 2.33, but ami/versions.yaml requires 2.31", "", {"description": "Neuron SDK 2.33.0"}),
+        (
+            "has Neuron SDK 2.33, but ami/versions.yaml requires 2.31",
+            "",
+            {"description": "Neuron SDK 2.33.0"},
+        ),
         ("has no SSM parameter /aws/service/canonical/", "base=ubuntu", {}),
         ("base=debian must be dlami, ubuntu or the id of an image", "base=debian", {}),
-        ("eu-central-1 has no trn1.2xlarge: build in another region", "regions=[eu-central-1]", {}),
+        (
+            "eu-central-1 has no trn1.2xlarge: build in another region",
+            "regions=[eu-central-1]",
+            {},
+        ),
         ("names a region twice", f"regions=[{REGION},{REGION}]", {}),
         ("wheel=x.tar must be a file *.whl", "wheel=x.tar", {}),
         ("s3:/b/x.whl is neither a URL", "wheel=s3:/b/x.whl", {}),
@@ -170,12 +206,25 @@ def test_a_plan_needs_no_credentials_and_a_build_does(aws, says, monkeypatch):
     monkeypatch.delenv("AWS_DEFAULT_REGION")
     assert "no region is named: set one, such as us-east-1" in says("neuron", 2)
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.setenv("FAKE_PACKER_VERSION", "Packer v1.6.6")  # which a build needs, and a plan does not
-    for words in ("neuron", f"neuron regions=[{REGION}] base=ami-0123456789abcdef0", "cuda base=ubuntu"):
+    monkeypatch.setenv(
+        "FAKE_PACKER_VERSION", "Packer v1.6.6"
+    )  # which a build needs, and a plan does not
+    for words in (
+        "neuron",
+        f"neuron regions=[{REGION}] base=ami-0123456789abcdef0",
+        "cuda base=ubuntu",
+    ):
         out = says(words)
-        for text in ("a build would be rejected: /", "there are no AWS credentials", "not resolved (", "torch 2."):
+        for text in (
+            "a build would be rejected: /",
+            "there are no AWS credentials",
+            "not resolved (",
+            "torch 2.",
+        ):
             assert text in out
-    assert "no AWS credentials on this machine; attach a role" in says(f"neuron regions=[{REGION}] build=true", 2)
+    assert "no AWS credentials on this machine; attach a role" in says(
+        f"neuron regions=[{REGION}] build=true", 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,42 +259,66 @@ def test_a_build_makes_an_image_and_its_copies_and_leaves_nothing_else(aws, says
         (answer,) = boto3.client("ec2", region).describe_images(ImageIds=[image])["Images"]
         tags = {tag["Key"]: tag["Value"] for tag in answer["Tags"]}
         assert tags.items() >= wanted_tags("neuron", read_versions()).items()
-        assert tags["baretrain:base"] == aws.base and tags["baretrain:minutes"] == "0" and tags["baretrain:commit"]
+        assert (
+            tags["baretrain:base"] == aws.base
+            and tags["baretrain:minutes"] == "0"
+            and tags["baretrain:commit"]
+        )
     nothing_left(aws, says)
 
     seen = json.loads((aws.folder / "seen.json").read_text())
     values, uploaded = seen["values"], seen["uploaded"]
-    declared = re.findall(r'^variable "(\w+)"', (ROOT / "ami/variables.pkr.hcl").read_text(), re.MULTILINE)
+    declared = re.findall(
+        r'^variable "(\w+)"', (ROOT / "ami/variables.pkr.hcl").read_text(), re.MULTILINE
+    )
     assert set(values) == set(declared)  # every variable has a value, and none is unknown
     assert values["cache_arns"] == ["arn:aws:s3:::bucket", "arn:aws:s3:::bucket/cache*"]
     names = ["functions.sh", "image.env", "neuron.txt", "requirements.txt"]
     assert sorted(name for name in uploaded if not name.endswith(".whl")) == names
     assert "NEURON_SDK='2.31.1'\n" in uploaded["image.env"] and len(uploaded) == 5
-    pinned = [line.partition("==")[0] for line in uploaded["requirements.txt"].splitlines() if "==" in line]
-    assert len(pinned) == len(set(pinned)) and {"torch", "numpy", "transformers", "jinja2"} <= set(pinned)
+    pinned = [
+        line.partition("==")[0]
+        for line in uploaded["requirements.txt"].splitlines()
+        if "==" in line
+    ]
+    assert len(pinned) == len(set(pinned)) and {"torch", "numpy", "transformers", "jinja2"} <= set(
+        pinned
+    )
 
 
 @pytest.mark.parametrize(
     ("how", "code", "said"),
-    [("fail", 1, "failed (exit code 1), see above; no image was made"), ("interrupt", 75, "interrupted")],
+    [
+        ("fail", 1, "failed (exit code 1), see above; no image was made"),
+        ("interrupt", 75, "interrupted"),
+    ],
 )
-def test_what_a_build_leaves_that_fails_or_is_interrupted_is_removed(aws, says, monkeypatch, how, code, said):
+def test_what_a_build_leaves_that_fails_or_is_interrupted_is_removed(
+    aws, says, monkeypatch, how, code, said
+):
     monkeypatch.setenv("FAKE_PACKER", how)
     out = says("neuron build=true", code)
     assert said in out.splitlines()[-1]
     for kind in ("instance", "security-group", "key-pair", "role"):
         assert f"to be removed: {kind} " in out
-    assert how == "fail" or (aws.folder / "packer.log").read_text().endswith("build\ninterrupted\n")  # Packer first
+    assert how == "fail" or (aws.folder / "packer.log").read_text().endswith(
+        "build\ninterrupted\n"
+    )  # Packer first
     nothing_left(aws, says)
 
 
 def nothing_left(aws, says):
     assert aws.machines() == []
-    assert all(group["GroupName"] == "default" for group in aws.ec2.describe_security_groups()["SecurityGroups"])
+    assert all(
+        group["GroupName"] == "default"
+        for group in aws.ec2.describe_security_groups()["SecurityGroups"]
+    )
     assert aws.ec2.describe_key_pairs()["KeyPairs"] == []
     iam = boto3.client("iam", REGION)
     profiles = iam.list_instance_profiles()["InstanceProfiles"]
-    assert iam.list_roles()["Roles"] == [] and [each["InstanceProfileName"] for each in profiles] == ["machine"]
+    assert iam.list_roles()["Roles"] == [] and [
+        each["InstanceProfileName"] for each in profiles
+    ] == ["machine"]
     assert says("clean") == f"no build left anything in {REGION}\n"
 
 
@@ -254,7 +327,11 @@ def test_clean_finds_what_a_killed_builder_left(aws, says):
     aws.ec2.run_instances(ImageId=aws.base, TagSpecifications=tagged, **ONE)
     (left,) = aws.machines()
     out = says("clean", 1)
-    assert f"instance {left} (running, {REGION})" in out and "--yes removes it" in out and aws.machines() == [left]
+    assert (
+        f"instance {left} (running, {REGION})" in out
+        and "--yes removes it" in out
+        and aws.machines() == [left]
+    )
     says("clean --yes")
     nothing_left(aws, says)
 
@@ -268,7 +345,9 @@ def test_a_compile_cache_comes_back_from_s3(aws, says, tmp_path):
     s3.put_object(Bucket="graphs", Key="cache/a/b/model.neff", Body=b"compiled")
     says(f"restore s3://graphs/cache {tmp_path}/cache")
     assert (tmp_path / "cache/a/b/model.neff").read_bytes() == b"compiled"
-    assert "s3://graphs/other has no files" in says(f"restore s3://graphs/other {tmp_path}/cache", 2)
+    assert "s3://graphs/other has no files" in says(
+        f"restore s3://graphs/other {tmp_path}/cache", 2
+    )
 
 
 # ---- images ----------------------------------------------------------------------------------------------------------
@@ -279,9 +358,14 @@ def value(aws, kind="neuron"):
 
 
 def test_list_verify_promote_and_back(aws, says):
-    old, new = add_own(name="0", age_days=9, changed={"baretrain:torch": "2.8.0"}), add_own(age_days=1)
+    old, new = (
+        add_own(name="0", age_days=9, changed={"baretrain:torch": "2.8.0"}),
+        add_own(age_days=1),
+    )
     says(f"verify {new}")
-    assert says(f"verify {old}", 1) == f"{old} differs from ami/versions.yaml: torch 2.8.0 -> 2.9.1\n"
+    assert (
+        says(f"verify {old}", 1) == f"{old} differs from ami/versions.yaml: torch 2.8.0 -> 2.9.1\n"
+    )
     out = says(f"promote {new}")
     assert f"none -> {new}" in out and "nothing was changed" in out
     with pytest.raises(ClientError):
@@ -312,7 +396,10 @@ PLAIN_DISK = {"DeviceName": "/dev/sdb", "Ebs": {}}
         ({"State": "pending"}, "is pending: wait if it is still being built"),
         ({"ImdsSupport": None}, "allows IMDSv1"),
         ({"BlockDeviceMappings": []}, "a snapshot that is not encrypted"),
-        ({"BlockDeviceMappings": [*WHOLE["BlockDeviceMappings"], PLAIN_DISK]}, "a snapshot that is not encrypted"),
+        (
+            {"BlockDeviceMappings": [*WHOLE["BlockDeviceMappings"], PLAIN_DISK]},
+            "a snapshot that is not encrypted",
+        ),
         ({"Public": True}, "is public"),
         ({"DeprecationTime": "2020-01-01T00:00:00.000Z"}, "has been deprecated since 2020-01-01"),
         ({"Tags": []}, "has no tag baretrain:image"),
@@ -325,11 +412,17 @@ def test_what_is_wrong_with_an_image_is_said(changes, words):
 
 
 def test_what_nobody_should_start_is_not_promoted_and_in_no_region_if_not_in_all(aws, says):
-    half, open_one, new = add_image("baretrain-neuron-half"), add_own(name="open", is_encrypted=False), add_own()
+    half, open_one, new = (
+        add_image("baretrain-neuron-half"),
+        add_own(name="open", is_encrypted=False),
+        add_own(),
+    )
     both = f"promote {new} --region {REGION} --region {OTHER} --yes"
     assert "incomplete" in says("list")
     assert "has no tag baretrain:image" in says(f"promote {half} --yes", 2)
-    assert "not encrypted" in says(f"promote {open_one} --yes", 2) and "not encrypted" in says(f"verify {open_one}", 1)
+    assert "not encrypted" in says(f"promote {open_one} --yes", 2) and "not encrypted" in says(
+        f"verify {open_one}", 1
+    )
     assert "is not an image id" in says("promote x;rm --yes", 2)
     assert f"{OTHER} has no copy of baretrain-neuron-1" in says(both, 2)
     with pytest.raises(ClientError):
@@ -349,15 +442,26 @@ def test_prune_keeps_the_newest_the_promoted_and_the_used(aws, says):
     (used,) = aws.ec2.run_instances(ImageId=images["used"], **ONE)["Instances"]
     snapshots = {name: backend().amis[image].ebs_snapshot.id for name, image in images.items()}
     (volume,) = (each["VolumeId"] for each in aws.ec2.describe_volumes()["Volumes"][:1])
-    tagged = [{"ResourceType": "snapshot", "Tags": [{"Key": "baretrain:image", "Value": "neuron"}]}]
+    tagged = [
+        {"ResourceType": "snapshot", "Tags": [{"Key": "baretrain:image", "Value": "neuron"}]}
+    ]
     orphan = aws.ec2.create_snapshot(VolumeId=volume, TagSpecifications=tagged)["SnapshotId"]
 
     out = says("prune --keep 1")
-    assert images["old"] in out and "nothing was removed" in out and images["old"] in backend().amis
-    assert f"kept {images['used']}" in says("prune --keep 1 --yes") and used["InstanceId"] in aws.machines()
+    assert (
+        images["old"] in out and "nothing was removed" in out and images["old"] in backend().amis
+    )
+    assert (
+        f"kept {images['used']}" in says("prune --keep 1 --yes")
+        and used["InstanceId"] in aws.machines()
+    )
     left = {image.id for image in backend().amis.values() if image.name.startswith("baretrain-")}
     assert left == {images[name] for name in ("new", "promoted", "used", "cuda")} | {half[0]}
-    own = {each["SnapshotId"] for each in aws.ec2.describe_snapshots(OwnerIds=["self"])["Snapshots"]}
-    assert not {snapshots["old"], orphan} & own and {snapshots["new"], snapshots["promoted"]} <= own
+    own = {
+        each["SnapshotId"] for each in aws.ec2.describe_snapshots(OwnerIds=["self"])["Snapshots"]
+    }
+    assert (
+        not {snapshots["old"], orphan} & own and {snapshots["new"], snapshots["promoted"]} <= own
+    )
     assert says("prune --keep 1 --yes").endswith("nothing to remove\n")
     assert "--keep 0 must be 1 or more" in says("prune --keep 0", 2)

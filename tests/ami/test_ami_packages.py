@@ -16,8 +16,8 @@ from running import ROOT
 from ami import packages
 from ami.files import image_values, shell_values, write_files
 from train.config import Failure
-from train.system.folders import sha256_file
-from train.system.versions import INDEX, read_versions
+from train.machine.versions import INDEX, read_versions
+from train.storage.folders import sha256_file
 
 BASE = "ami-0123456789abcdef0"
 
@@ -26,11 +26,19 @@ BASE = "ami-0123456789abcdef0"
 def build(monkeypatch, tmp_path):
     """Makes what Packer would upload."""
     public, of_neuron = write_indexes(monkeypatch, tmp_path)
-    ours = write_wheel(tmp_path, "baretrain", read_versions()["baretrain"], "boto3", 'torch-neuronx; extra == "trn1"')
+    ours = write_wheel(
+        tmp_path,
+        "baretrain",
+        read_versions()["baretrain"],
+        "boto3",
+        'torch-neuronx; extra == "trn1"',
+    )
 
     def act(cfg):
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        return write_files(folder, dataclasses.replace(cfg, wheel=str(ours)), BASE, read_versions(), "none")
+        return write_files(
+            folder, dataclasses.replace(cfg, wheel=str(ours)), BASE, read_versions(), "none"
+        )
 
     act.public, act.of_neuron = public, of_neuron
     return act
@@ -41,19 +49,25 @@ def test_every_package_has_a_hash_and_comes_from_its_own_index_alone(build, monk
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", build.of_neuron.as_uri())
     for cfg in (CUDA, NEURON):
         uploaded, table = build(cfg), read_versions()
-        public, of_neuron = ((uploaded / name).read_text() for name in (packages.PUBLIC, packages.OF_NEURON))
+        public, of_neuron = (
+            (uploaded / name).read_text() for name in (packages.PUBLIC, packages.OF_NEURON)
+        )
         (ours,) = uploaded.glob("*.whl")
         assert public.splitlines()[0] == f"./{ours.name} --hash=sha256:{sha256_file(ours)}"
         for index, text, names in (
             (build.public, public, {"boto3", "setuptools"}),
             (build.of_neuron, of_neuron, {*packages.NEURON} if cfg is NEURON else set()),
         ):
-            lines = dict(line.split(" --hash=sha256:") for line in text.splitlines() if "==" in line)
+            lines = dict(
+                line.split(" --hash=sha256:") for line in text.splitlines() if "==" in line
+            )
             assert {line.partition("==")[0] for line in lines} == names
             for line, sha256 in lines.items():
                 name, _, version = line.partition("==")
                 (wheel,) = (index / name).glob("*.whl")
-                assert sha256 == sha256_file(wheel) and version == table.python_packages().get(name, version)
+                assert sha256 == sha256_file(wheel) and version == table.python_packages().get(
+                    name, version
+                )
 
 
 def test_what_cannot_be_resolved_is_one_line_and_no_other_index_is_asked(build, monkeypatch):
@@ -63,14 +77,19 @@ def test_what_cannot_be_resolved_is_one_line_and_no_other_index_is_asked(build, 
     rejects("nki is Neuron's, but pip found it on PyPI", build, NEURON)
     (build.of_neuron / "neuronx-cc/index.html").write_text("")
     with pytest.raises(
-        Failure, match=r"cannot be resolved \(No matching distribution found for neuronx-cc==.*\); nothing"
+        Failure,
+        match=r"cannot be resolved \(No matching distribution found for neuronx-cc==.*\); nothing",
     ):
         build(NEURON)
 
 
 def test_a_build_needs_a_python_of_the_images_version(build, monkeypatch):
     monkeypatch.setitem(read_versions().pins, "python", read_versions().pins["cuda"])
-    rejects("the image has Python 12.8, for which its packages are resolved: install python12.8", build, CUDA)
+    rejects(
+        "the image has Python 12.8, for which its packages are resolved: install python12.8",
+        build,
+        CUDA,
+    )
 
 
 def test_an_image_rejects_a_package_of_another_hash(build, tmp_path):
@@ -80,11 +99,15 @@ def test_an_image_rejects_a_package_of_another_hash(build, tmp_path):
     for file in (*uploaded.glob("*.txt"), *uploaded.glob("*.whl")):
         file.rename(home / "dist" / file.name)
     own = {"NEURON_INDEX": build.of_neuron.as_uri()}
-    (uploaded / "image.env").write_text(shell_values({**image_values(NEURON, BASE, read_versions(), "none"), **own}))
+    (uploaded / "image.env").write_text(
+        shell_values({**image_values(NEURON, BASE, read_versions(), "none"), **own})
+    )
     for name in ("provision/baretrain.sh", "provision/functions.sh"):
         text = (ROOT / "ami" / name).read_text().replace("/opt/baretrain", str(home))
         text = text.replace("/etc/profile.d", str(tmp_path))
-        (uploaded / name.rpartition("/")[2]).write_text(text.replace("/etc/baretrain", str(uploaded)))
+        (uploaded / name.rpartition("/")[2]).write_text(
+            text.replace("/etc/baretrain", str(uploaded))
+        )
 
     def provision():
         environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -105,15 +128,27 @@ def test_an_image_rejects_a_package_of_another_hash(build, tmp_path):
     assert provision() == (0, "")
     (site,) = (home / "venv/lib").glob("python3*/site-packages")
     installed = {path.stem: path.read_text() for path in site.glob("of_*.py")}
-    assert set(installed) >= {"of_boto3", "of_neuronx_cc", "of_baretrain"} and not any(installed.values())
+    assert set(installed) >= {"of_boto3", "of_neuronx_cc", "of_baretrain"} and not any(
+        installed.values()
+    )
 
 
 def test_nothing_adds_neurons_index_to_another():
     """Neither the scripts of an image nor a command that a page or the doctor names."""
-    files = [path for top in ("ami", "docs", "train") for path in (ROOT / top).rglob("*.*") if path.suffix != ".pyc"]
+    files = [
+        path
+        for top in ("ami", "docs", "train")
+        for path in (ROOT / top).rglob("*.*")
+        if path.suffix != ".pyc"
+    ]
     for path in files:
         text = path.read_text(errors="replace")
         assert not re.search(r"extra-index-url[ =]\S*(neuron|INDEX)", text, re.IGNORECASE), path
-    assert not any("extra-index" in path.read_text() for path in files if path.parent.name == "provision")
+    assert not any(
+        "extra-index" in path.read_text() for path in files if path.parent.name == "provision"
+    )
     for install in (read_versions().sdk.install, read_versions().native.install):
-        assert install.startswith(f"pip install --no-deps --index-url {INDEX} ") and " && pip install " in install
+        assert (
+            install.startswith(f"pip install --no-deps --index-url {INDEX} ")
+            and " && pip install " in install
+        )

@@ -22,7 +22,7 @@ from running import ROOT
 from services.machines import NOT_PERMITTED
 
 from ami.files import image_values, shell_values, write_files
-from train.system.versions import read_versions
+from train.machine.versions import read_versions
 
 PROVISION = ROOT / "ami/provision"
 PACKAGES = sysconfig.get_paths()["purelib"]
@@ -38,8 +38,20 @@ exec chroot "$root" "$@"
 """
 
 
-LATE = ("log", "cache", "tmp", "run", "proc", "dev", "lists", "__pycache__")  # folders whose content may change
-SMOKE = {"DEVICES": "absent", "OMP_NUM_THREADS": "1"}  # threads that share a busy processor wait for one another
+LATE = (
+    "log",
+    "cache",
+    "tmp",
+    "run",
+    "proc",
+    "dev",
+    "lists",
+    "__pycache__",
+)  # folders whose content may change
+SMOKE = {
+    "DEVICES": "absent",
+    "OMP_NUM_THREADS": "1",
+}  # threads that share a busy processor wait for one another
 BASE = "ami-0123456789abcdef0"
 
 
@@ -53,13 +65,37 @@ def mirror():
 
 
 def inside(root, *command, check=True, **environment):
-    words = ["unshare", "--mount", "--pid", "--fork", "--uts", "sh", "-c", INSIDE, "sh", str(root), "env", "-i"]
+    words = [
+        "unshare",
+        "--mount",
+        "--pid",
+        "--fork",
+        "--uts",
+        "sh",
+        "-c",
+        INSIDE,
+        "sh",
+        str(root),
+        "env",
+        "-i",
+    ]
     path = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-    words += [path, "HOME=/root", "LC_ALL=C.UTF-8", *(f"{name}={value}" for name, value in environment.items())]
+    words += [
+        path,
+        "HOME=/root",
+        "LC_ALL=C.UTF-8",
+        *(f"{name}={value}" for name, value in environment.items()),
+    ]
     done = subprocess.run(
-        [*words, *command], env={**os.environ, "PACKAGES": PACKAGES}, capture_output=True, text=True, check=False
+        [*words, *command],
+        env={**os.environ, "PACKAGES": PACKAGES},
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert not check or done.returncode == 0, f"{command}: {done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert not check or done.returncode == 0, (
+        f"{command}: {done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    )
     return done
 
 
@@ -77,17 +113,27 @@ def fails(root, name, words, **environment):
 def root(tmp_path_factory):
     missing = [name for name in ("debootstrap", "unshare", "gpg") if shutil.which(name) is None]
     if missing or os.getuid() != 0 or (where := mirror()) is None:
-        pytest.skip(f"no fresh system to test with: {missing} missing, not root, or apt has no repository")
+        pytest.skip(
+            f"no fresh system to test with: {missing} missing, not root, or apt has no repository"
+        )
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
         pytest.skip(f"{NOT_PERMITTED}: no mount namespaces either")
     folder = tmp_path_factory.mktemp("system") / "root"
-    settings = folder / "etc/dpkg/dpkg.cfg.d/quick"  # nobody reads its manuals, and it need not outlive a power cut
+    settings = (
+        folder / "etc/dpkg/dpkg.cfg.d/quick"
+    )  # nobody reads its manuals, and it need not outlive a power cut
     settings.parent.mkdir(parents=True)
-    settings.write_text("force-unsafe-io\npath-exclude=/usr/share/doc/*\npath-exclude=/usr/share/man/*\n")
+    settings.write_text(
+        "force-unsafe-io\npath-exclude=/usr/share/doc/*\npath-exclude=/usr/share/man/*\n"
+    )
     words = ["debootstrap", "--variant=minbase", "--include=systemd,ca-certificates,python3"]
-    done = subprocess.run([*words, where[1], folder, where[0]], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*words, where[1], folder, where[0]], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:]
-    (folder / "usr/sbin/policy-rc.d").write_text("#!/bin/sh\nexit 101\n")  # no service starts in here
+    (folder / "usr/sbin/policy-rc.d").write_text(
+        "#!/bin/sh\nexit 101\n"
+    )  # no service starts in here
     (folder / "usr/sbin/policy-rc.d").chmod(0o755)
     shutil.copy("/etc/resolv.conf", folder / "etc/resolv.conf")
     yield folder
@@ -97,10 +143,16 @@ def root(tmp_path_factory):
 def state(root):
     """Mode, owner and content of every file, except where programs keep notes of their own."""
     seen = {}
-    for path in (path for top in ("etc", "opt", "home", "root", "usr", "var/lib") for path in (root / top).rglob("*")):
+    for path in (
+        path
+        for top in ("etc", "opt", "home", "root", "usr", "var/lib")
+        for path in (root / top).rglob("*")
+    ):
         name, about = path.relative_to(root), path.lstat()
         if not set(name.parts) & {*LATE} and name.parts[:3] != ("var", "lib", "apt"):
-            content = path.readlink() if path.is_symlink() else path.is_file() and path.read_bytes()
+            content = (
+                path.readlink() if path.is_symlink() else path.is_file() and path.read_bytes()
+            )
             seen[str(name)] = (about.st_mode, about.st_uid, content)
     return seen
 
@@ -128,7 +180,9 @@ def test_an_image_is_made_tested_and_the_same_after_a_second_time(root, tmp_path
     make(root, uploaded)
     text = root / "usr/share/common-licenses/GPL-3"
     content = text.read_bytes()
-    text.write_text("")  # nothing to learn from: the second time the smoke test fails, when it has made its manifest
+    text.write_text(
+        ""
+    )  # nothing to learn from: the second time the smoke test fails, when it has made its manifest
     fails(root, "smoke", "error: train.prepare failed: ", **SMOKE)
     text.write_bytes(content)
     second = state(root)
@@ -136,14 +190,28 @@ def test_an_image_is_made_tested_and_the_same_after_a_second_time(root, tmp_path
     inside(root, "/opt/baretrain/venv/bin/python", "-m", "ami", "manifest", "/tmp/again.json")
     assert json.loads((root / "tmp/again.json").read_text()) == made
 
-    assert made["image"] == "cuda" and made["base_image"] == BASE and made["baretrain"] == read_versions()["baretrain"]
-    assert made["packages"]["torch"].startswith(read_versions()["torch"]) and "mdadm" in made["system_packages"]
-    assert "* - memlock unlimited\n" in (root / "etc/security/limits.d/90-baretrain.conf").read_text()
+    assert (
+        made["image"] == "cuda"
+        and made["base_image"] == BASE
+        and made["baretrain"] == read_versions()["baretrain"]
+    )
+    assert (
+        made["packages"]["torch"].startswith(read_versions()["torch"])
+        and "mdadm" in made["system_packages"]
+    )
+    assert (
+        "* - memlock unlimited\n" in (root / "etc/security/limits.d/90-baretrain.conf").read_text()
+    )
     assert "somaxconn" in (root / "etc/sysctl.d/90-baretrain.conf").read_text()
     enabled = root / "etc/systemd/system/multi-user.target.wants"
-    assert {"baretrain-nvme.service", "chrony.service"} <= {path.name for path in enabled.iterdir()}
+    assert {"baretrain-nvme.service", "chrony.service"} <= {
+        path.name for path in enabled.iterdir()
+    }
     assert (root / "etc/machine-id").read_text() == "" and not (root / "tmp/baretrain").exists()
-    assert "baretrain:x:" in (root / "etc/passwd").read_text() and "baretrain:!:" in (root / "etc/shadow").read_text()
+    assert (
+        "baretrain:x:" in (root / "etc/passwd").read_text()
+        and "baretrain:!:" in (root / "etc/shadow").read_text()
+    )
 
 
 def make(root, uploaded):
@@ -166,18 +234,35 @@ def signer(tmp_path_factory):
     home.chmod(0o700)
 
     def gpg(*words):
-        command = ["gpg", "--homedir", str(home), "--batch", "--yes", "--passphrase", "", *map(str, words)]
+        command = [
+            "gpg",
+            "--homedir",
+            str(home),
+            "--batch",
+            "--yes",
+            "--passphrase",
+            "",
+            *map(str, words),
+        ]
         return subprocess.run(command, capture_output=True, check=True).stdout
 
     gpg("--quick-generate-key", "tests@example.org", "ed25519", "sign")
-    gpg.fingerprint = gpg("--with-colons", "--list-keys").decode().partition("\nfpr:::::::::")[2].partition(":")[0]
+    gpg.fingerprint = (
+        gpg("--with-colons", "--list-keys")
+        .decode()
+        .partition("\nfpr:::::::::")[2]
+        .partition(":")[0]
+    )
     gpg.public = gpg("--armor", "--export")
     yield gpg
     subprocess.run(["gpgconf", "--homedir", str(home), "--kill", "gpg-agent"], check=False)
 
 
 def environment_file(root, image="neuron", **changes):
-    values = {**image_values({"cuda": CUDA, "neuron": NEURON}[image], BASE, read_versions(), "none"), **changes}
+    values = {
+        **image_values({"cuda": CUDA, "neuron": NEURON}[image], BASE, read_versions(), "none"),
+        **changes,
+    }
     (root / "etc/baretrain").mkdir(exist_ok=True)
     shutil.copy(PROVISION / "functions.sh", root / "etc/baretrain")
     (root / "etc/baretrain/image.env").write_text(shell_values(values))
@@ -194,7 +279,11 @@ def neuron_repository(folder, release, signer, versions):
         about = f"Package: {name}\nVersion: {version}\nArchitecture: amd64\nMaintainer: tests\nDescription: empty\n"
         control.write_text(about)
         package = folder / f"{name}.deb"
-        subprocess.run(["dpkg-deb", "--build", str(folder / name), str(package)], check=True, capture_output=True)
+        subprocess.run(
+            ["dpkg-deb", "--build", str(folder / name), str(package)],
+            check=True,
+            capture_output=True,
+        )
         content = package.read_bytes()
         sums = f"Filename: {package.name}\nSize: {len(content)}\nSHA256: {hashlib.sha256(content).hexdigest()}\n"
         entries.append(about + sums)
@@ -219,20 +308,34 @@ def tooled(root):
 
 def test_neuron_packages_are_those_of_the_sdk_from_a_signed_repository(tooled, signer):
     root, release = tooled, mirror()[1]
-    packages = {name: f"{version}.0-0a1b2c3d4" for name, version in read_versions().system_packages().items()}
+    packages = {
+        name: f"{version}.0-0a1b2c3d4"
+        for name, version in read_versions().system_packages().items()
+    }
     neuron_repository(root / "srv/neuron", release, signer, packages)
     own = {"NEURON_APT_URL": "file:/srv/neuron"}
     environment_file(root)
-    fails(root, "neuron", f"the key of file:/srv/neuron is {signer.fingerprint} and not 00FA2C10", **own)
+    fails(
+        root,
+        "neuron",
+        f"the key of file:/srv/neuron is {signer.fingerprint} and not 00FA2C10",
+        **own,
+    )
     assert not (root / "etc/apt/sources.list.d/neuron.list").exists()
 
     environment_file(root, NEURON_KEY=signer.fingerprint)
     for _ in range(2):
         provision(root, "neuron", **own)
-    shown = inside(root, "dpkg-query", "-W", "-f=${db:Status-Abbrev}${Package} ${Version}\n", "aws-neuronx-*").stdout
-    assert set(shown.splitlines()) == {f"hi {name} {version}" for name, version in packages.items()}
+    shown = inside(
+        root, "dpkg-query", "-W", "-f=${db:Status-Abbrev}${Package} ${Version}\n", "aws-neuronx-*"
+    ).stdout
+    assert set(shown.splitlines()) == {
+        f"hi {name} {version}" for name, version in packages.items()
+    }
 
-    neuron_repository(root / "srv/newer", release, signer, packages | {"aws-neuronx-tools": "2.99.1.0"})
+    neuron_repository(
+        root / "srv/newer", release, signer, packages | {"aws-neuronx-tools": "2.99.1.0"}
+    )
     inside(root, "dpkg", "--purge", "aws-neuronx-tools")
     fails(root, "neuron", "lacks a package of SDK 2.31.1", NEURON_APT_URL="file:/srv/newer")
     tampered = root / f"srv/neuron/dists/{release}/InRelease"

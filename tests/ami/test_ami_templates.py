@@ -10,11 +10,16 @@ import pytest
 from running import ROOT
 
 from ami.packer import LEAST, version_of
-from train.system.versions import read_versions
+from train.machine.versions import read_versions
 
 AMI = ROOT / "ami"
 MODERN = ("# >=1.7 begin", "# >=1.7 end")  # around lines that Packer 1.6 does not know
-OF_TYPE = {"string": "", "number": 150, "list(string)": ["arn:aws:s3:::bucket"], "map(string)": {"a": "b"}}
+OF_TYPE = {
+    "string": "",
+    "number": 150,
+    "list(string)": ["arn:aws:s3:::bucket"],
+    "map(string)": {"a": "b"},
+}
 
 
 def plain(value):
@@ -33,8 +38,13 @@ def parsed(name):
 def test_the_versions_of_packer_and_its_plugin_are_pinned():
     (block,) = parsed("plugins")["packer"]
     (plugins,) = block["required_plugins"]
-    amazon = {"version": f"= {read_versions()['packer-amazon']}", "source": "github.com/hashicorp/amazon"}
-    assert plugins["amazon"] == amazon and block["required_version"] == f">= {LEAST[0]}.{LEAST[1]}.0"
+    amazon = {
+        "version": f"= {read_versions()['packer-amazon']}",
+        "source": "github.com/hashicorp/amazon",
+    }
+    assert (
+        plugins["amazon"] == amazon and block["required_version"] == f">= {LEAST[0]}.{LEAST[1]}.0"
+    )
 
 
 def test_the_builder_is_closed_and_encrypted_and_so_is_the_image():
@@ -55,13 +65,22 @@ def test_the_builder_is_closed_and_encrypted_and_so_is_the_image():
         **dict.fromkeys(("run_tags", "run_volume_tags"), "${var.build_tags}"),
         **dict.fromkeys(("tags", "snapshot_tags"), "${var.tags}"),
     }
-    assert machine.items() >= wanted.items() and "shutdown -P +${var.max_minutes}" in machine["user_data"]
+    assert (
+        machine.items() >= wanted.items()
+        and "shutdown -P +${var.max_minutes}" in machine["user_data"]
+    )
     (disk,) = machine["launch_block_device_mappings"]
     assert disk["encrypted"] is True and disk["delete_on_termination"] is True
     (policy,) = machine["temporary_iam_instance_profile_policy_document"]
     (statement,) = policy["Statement"]
     assert all(action.startswith(("ssm:Update", "ssmmessages:")) for action in statement["Action"])
-    for forbidden in ("iam_instance_profile", "security_group_id", "user_data_file", "access_key", "secret_key"):
+    for forbidden in (
+        "iam_instance_profile",
+        "security_group_id",
+        "user_data_file",
+        "access_key",
+        "secret_key",
+    ):
         assert forbidden not in machine
 
 
@@ -69,7 +88,10 @@ def test_the_builder_is_closed_and_encrypted_and_so_is_the_image():
 def test_an_image_runs_every_script_and_the_smoke_test_last(image):
     (build,) = parsed("image")["build"]
     (scripts,) = (each["shell"]["scripts"] for each in build["provisioner"] if "shell" in each)
-    names = [script.removeprefix("${path.root}/provision/").replace("${var.image}", image) for script in scripts]
+    names = [
+        script.removeprefix("${path.root}/provision/").replace("${var.image}", image)
+        for script in scripts
+    ]
     wanted = ["files", "common", "efa", image, "baretrain", "harden", "smoke"]
     assert names == [f"{name}.sh" for name in wanted]
     assert all((AMI / "provision" / name).is_file() for name in names)
@@ -93,10 +115,23 @@ def test_packer_validates_all_but_the_lines_that_1_6_does_not_know(tmp_path):
             dropped += lines[begin + 1 : end]
             del lines[begin : end + 1]
         (folder / f"{name}.pkr.hcl").write_text("".join(lines))
-    declared = {name: each[name]["type"].strip("${}") for each in parsed("variables")["variable"] for name in each}
+    declared = {
+        name: each[name]["type"].strip("${}")
+        for each in parsed("variables")["variable"]
+        for name in each
+    }
     values = {name: OF_TYPE[kind] for name, kind in declared.items()}
-    values |= {"region": "us-east-1", "copy_regions": ["us-west-2"], "instance_type": "trn1.2xlarge", "files": "/tmp"}
-    values |= {"base_image": "ami-0123456789abcdef0", "root_device": "/dev/sda1", "name": "image-1"}
+    values |= {
+        "region": "us-east-1",
+        "copy_regions": ["us-west-2"],
+        "instance_type": "trn1.2xlarge",
+        "files": "/tmp",
+    }
+    values |= {
+        "base_image": "ami-0123456789abcdef0",
+        "root_device": "/dev/sda1",
+        "name": "image-1",
+    }
     (folder / "values.pkrvars.json").write_text(json.dumps(values))
     names = {match[1] for line in dropped if (match := re.match(r"  (\w+) *[={]", line))}
     assert names == {"metadata_options", "imds_support", "deprecate_at"}

@@ -13,12 +13,16 @@ from ami.files import image_values, neuron_constraints, shell_values
 from ami.images import wanted_tags
 from ami.manifest import check_installed, installed
 from train.config import InputError, InstanceConfig
-from train.system.versions import read_versions
+from train.machine.versions import read_versions
 
 
 def pinned(name):
     lines = (ROOT / name).read_text().splitlines()
-    return dict(re.match(r"([\w-]+)==([^;\s]+)", line).groups() for line in lines if line and not line.startswith("#"))
+    return dict(
+        re.match(r"([\w-]+)==([^;\s]+)", line).groups()
+        for line in lines
+        if line and not line.startswith("#")
+    )
 
 
 def test_constraints_and_the_package_are_those_of_the_table_and_every_pin_has_a_source_and_a_date():
@@ -40,7 +44,9 @@ def test_constraints_and_the_package_are_those_of_the_table_and_every_pin_has_a_
         ("2.31.1", "2.9.0.2.15.32035", "2.26.6360.0", ("2.29.0", "2.33.10", "2.33.10", "2.31.15")),
     ],
 )
-def test_one_setting_chooses_the_sdk_of_images_and_constraints(sdk, torch_neuronx, compiler, system):
+def test_one_setting_chooses_the_sdk_of_images_and_constraints(
+    sdk, torch_neuronx, compiler, system
+):
     versions = read_versions()
     pin = replace(versions.pins["neuron-sdk"], version=sdk)
     versions = replace(versions, pins={**versions.pins, "neuron-sdk": pin})
@@ -49,8 +55,13 @@ def test_one_setting_chooses_the_sdk_of_images_and_constraints(sdk, torch_neuron
     assert f"torch-neuronx=={torch_neuronx}" in lines and f"neuronx-cc=={compiler}" in lines
     cfg = AmiConfig(instance=InstanceConfig(name="trn1.2xlarge", device="neuron"))
     values = image_values(cfg, "ami-0123456789abcdef0", versions, "")
-    assert tuple(values[f"NEURON_{name}"] for name in ("DKMS", "RUNTIME", "COLLECTIVES", "TOOLS")) == system
-    check_installed(manifest("neuron", versions.system_packages(), **versions.python_packages()), versions)
+    assert (
+        tuple(values[f"NEURON_{name}"] for name in ("DKMS", "RUNTIME", "COLLECTIVES", "TOOLS"))
+        == system
+    )
+    check_installed(
+        manifest("neuron", versions.system_packages(), **versions.python_packages()), versions
+    )
     assert wanted_tags("neuron", versions)["baretrain:neuron-sdk"] == sdk
 
 
@@ -58,7 +69,11 @@ def test_the_shell_gets_values_and_nothing_else():
     cfg = AmiConfig(instance=InstanceConfig(name="trn1.2xlarge", device="neuron"))
     values = image_values(cfg, "ami-0123456789abcdef0", read_versions(), "1a2b3c4+")
     lines = shell_values(values).splitlines()
-    assert "NEURON_DKMS='2.29.0'" in lines and "COMMIT='1a2b3c4+'" in lines and "COMPILE_CACHE=''" in lines
+    assert (
+        "NEURON_DKMS='2.29.0'" in lines
+        and "COMMIT='1a2b3c4+'" in lines
+        and "COMPILE_CACHE=''" in lines
+    )
     for evil in ("a'b", "$(id)", "a\nb", "`id`", "a b", "é"):
         with pytest.raises(InputError, match="COMMIT=.* has characters"):
             shell_values({"COMMIT": evil})
@@ -76,7 +91,9 @@ def test_an_image_with_other_versions_fails_its_smoke_test():
     check_installed(manifest("cuda", torch="2.9.1+cu128"), versions)
     with pytest.raises(InputError, match=r"torch 2\.8\.0, not 2\.9\.1; build it again"):
         check_installed(manifest("cuda", torch="2.8.0"), versions)
-    other = manifest("neuron", {**system, "aws-neuronx-dkms": "2.29.01.0"}, **versions.python_packages())
+    other = manifest(
+        "neuron", {**system, "aws-neuronx-dkms": "2.29.01.0"}, **versions.python_packages()
+    )
     with pytest.raises(InputError, match=r"aws-neuronx-dkms 2\.29\.01\.0, not 2\.29\.0"):
         check_installed(other, versions)
     del other["packages"]["neuronx-cc"]
@@ -90,7 +107,11 @@ def test_what_is_installed_is_read_from_the_machine(tmp_path):
     (tmp_path / "image.env").write_text("IMAGE='neuron'\nBASE_IMAGE='ami-1'\nCOMMIT=''\n")
     (tmp_path / "efa").write_text("# EFA installer version: 1.44.0\n# more\n")
     seen = installed(tmp_path / "image.env", tmp_path / "efa")
-    assert (seen["image"], seen["base_image"], seen["efa_installer"]) == ("neuron", "ami-1", "1.44.0")
+    assert (seen["image"], seen["base_image"], seen["efa_installer"]) == (
+        "neuron",
+        "ami-1",
+        "1.44.0",
+    )
     assert seen["packages"]["torch"] and seen["baretrain"] == train.__version__
     assert seen == installed(tmp_path / "image.env", tmp_path / "efa")
     assert installed(tmp_path / "image.env", tmp_path / "none")["efa_installer"] is None

@@ -14,10 +14,10 @@ from train.checkpoints.loader import newest_valid
 from train.checkpoints.manifest import Manifest, NoneValid, OtherVersion, Untrusted, check_files
 from train.checkpoints.retention import prune
 from train.checkpoints.store import LocalStore
-from train.system import checksums as manifests
-from train.system.atomic_io import write_atomic
-from train.system.folders import sha256_file
-from train.system.ownership import LeaseLost
+from train.run_folder.ownership import LeaseLost
+from train.storage import checksums as manifests
+from train.storage.atomic_io import write_atomic
+from train.storage.folders import sha256_file
 
 
 def aside(run_dir, word):
@@ -26,7 +26,12 @@ def aside(run_dir, word):
 
 def test_the_manifest_says_what_the_files_are(finished):
     manifest = store_of(finished).manifest(6)
-    assert (manifest.step, manifest.fence, manifest.world_size, manifest.progress["examples"]) == (6, 1, 1, 48)
+    assert (manifest.step, manifest.fence, manifest.world_size, manifest.progress["examples"]) == (
+        6,
+        1,
+        1,
+        48,
+    )
     assert manifest.files.keys() == {"model.pt", "optimizer.pt", "ranks.pt"}
     check_files(step_folder(finished, 6), manifest)
     assert store_of(finished).steps() == [3, 6]
@@ -88,7 +93,13 @@ def test_a_checkpoint_of_another_version_is_left_alone(run_dir, prepared):
     path = step_folder(run_dir, 6) / "manifest.json"
     path.write_text(path.read_text().replace('"format": 4', '"format": 2'))
     before = path.read_bytes()
-    rejects("of step 6 has format 2; this version reads 4", train_here, run_dir, prepared, error=OtherVersion)
+    rejects(
+        "of step 6 has format 2; this version reads 4",
+        train_here,
+        run_dir,
+        prepared,
+        error=OtherVersion,
+    )
     assert store_of(run_dir).steps() == [3, 6] and path.read_bytes() == before
     assert (outcome(run_dir)["kind"], outcome(run_dir)["goes_on"]) == ("other_version", False)
 
@@ -96,11 +107,19 @@ def test_a_checkpoint_of_another_version_is_left_alone(run_dir, prepared):
 def test_only_damaged_checkpoints_stop_the_run_instead_of_starting_over(run_dir, prepared):
     damage(run_dir, 3, "bit")
     damage(run_dir, 6, "short")
-    for _ in range(2):  # a second start does not take the first one's rejection for an empty folder
-        with pytest.raises(NoneValid, match="none of the checkpoints.*model.pt has .*model.pt has sha256"):
+    for _ in range(
+        2
+    ):  # a second start does not take the first one's rejection for an empty folder
+        with pytest.raises(
+            NoneValid, match="none of the checkpoints.*model.pt has .*model.pt has sha256"
+        ):
             train_here(run_dir, prepared)
     ended = outcome(run_dir)
-    assert (ended["outcome"], ended["kind"], ended["goes_on"]) == ("failed", "no_valid_checkpoint", False)
+    assert (ended["outcome"], ended["kind"], ended["goes_on"]) == (
+        "failed",
+        "no_valid_checkpoint",
+        False,
+    )
     assert store_of(run_dir).steps() == [3, 6] and not store_of(run_dir).quarantined()
 
 
@@ -111,7 +130,11 @@ def test_checkpoints_that_are_gone_are_no_reason_to_start_over(run_dir, prepared
         store_of(run_dir).quarantine(step, "damaged")
     if how == "vanished":
         shutil.rmtree(run_dir / "checkpoints")
-    words = "all are in quarantine" if how == "quarantined" else "metrics.jsonl says that step 6 was saved"
+    words = (
+        "all are in quarantine"
+        if how == "quarantined"
+        else "metrics.jsonl says that step 6 was saved"
+    )
     rejects(words, train_here, run_dir, prepared, error=NoneValid)
 
 
@@ -144,7 +167,9 @@ class Bomb:
         ("ranks.pt", {"ranks": []}, "does not contain the state"),
     ],
 )
-def test_a_planted_state_is_one_line_and_not_executed(run_dir, prepared, tmp_path, monkeypatch, name, state, words):
+def test_a_planted_state_is_one_line_and_not_executed(
+    run_dir, prepared, tmp_path, monkeypatch, name, state, words
+):
     plant(run_dir, name, state)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Untrusted, match=rf"{words}.*who wrote it$") as rejected:
@@ -173,15 +198,38 @@ def test_the_newest_and_the_best_are_kept(run_dir):
         ("data.path=another", "data: "),
     ],
 )
-def test_a_folder_of_another_run_is_rejected_and_left_alone(run_dir, prepared, shards, override, says):
+def test_a_folder_of_another_run_is_rejected_and_left_alone(
+    run_dir, prepared, shards, override, says
+):
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
-    rejects(rf"to another run \({says}", train_here, run_dir, prepared, override.replace("another", str(shards)))
+    rejects(
+        rf"to another run \({says}",
+        train_here,
+        run_dir,
+        prepared,
+        override.replace("another", str(shards)),
+    )
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
 
 
-def test_a_change_of_the_run_has_to_be_forced_and_continues_at_the_same_sequence(run_dir, prepared):
-    more = ["max_steps=8", "log_every=2", "seed=7", "optim.lr=1e-3", "global_batch_size=16", "backend.precision=bf16"]
-    rejects(r"optim.lr: 0.003 -> 0.001, seed: 0 -> 7\); .*resume.force=true", train_here, run_dir, prepared, *more)
+def test_a_change_of_the_run_has_to_be_forced_and_continues_at_the_same_sequence(
+    run_dir, prepared
+):
+    more = [
+        "max_steps=8",
+        "log_every=2",
+        "seed=7",
+        "optim.lr=1e-3",
+        "global_batch_size=16",
+        "backend.precision=bf16",
+    ]
+    rejects(
+        r"optim.lr: 0.003 -> 0.001, seed: 0 -> 7\); .*resume.force=true",
+        train_here,
+        run_dir,
+        prepared,
+        *more,
+    )
     assert train_here(run_dir, prepared, *more, "resume.force=true") == ("done", 8)
     log = (run_dir / "log/rank_0000.txt").read_text()
     assert "resume.force=true" in log
@@ -192,7 +240,9 @@ def test_a_change_of_the_run_has_to_be_forced_and_continues_at_the_same_sequence
     assert lines(run_dir, "summary")[-1]["precision"] == "bf16"
 
 
-def test_an_owner_that_slept_while_the_next_one_began_does_not_replace_what_that_one_saved(tmp_path, monkeypatch):
+def test_an_owner_that_slept_while_the_next_one_began_does_not_replace_what_that_one_saved(
+    tmp_path, monkeypatch
+):
     """It had looked at the lease and written all: the rename was still to come."""
     store = LocalStore(tmp_path)
     ours, theirs = (Manifest(6, fence, {}, {}, {}, 1, "ddp", None) for fence in (1, 2))
@@ -220,7 +270,9 @@ def test_a_finished_run_is_not_trained_again(run_dir, prepared):
 
 def test_a_run_that_was_killed_after_its_last_save_gets_its_summary(run_dir, prepared):
     metrics = run_dir / "metrics.jsonl"
-    metrics.write_text("".join(line for line in metrics.read_text().splitlines(True) if '"summary"' not in line))
+    metrics.write_text(
+        "".join(line for line in metrics.read_text().splitlines(True) if '"summary"' not in line)
+    )
     for _ in range(2):  # the second start finds the summary
         assert train_here(run_dir, prepared) == ("done", 6)
     assert [(line["step"], line["reason"]) for line in lines(run_dir, "summary")] == [(6, "done")]

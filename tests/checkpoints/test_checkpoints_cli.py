@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from saved_steps import copy_step, flip, set_manifest, step_folder, store_of
 from transformers import AutoModelForMaskedLM, PreTrainedModel
 
-from train.system.exported import MARK
-from train.system.folders import LocalFolder, sha256_file
-from train.system.ownership import Ownership
+from train.run_folder.exported import MARK
+from train.run_folder.ownership import Ownership
+from train.storage.folders import LocalFolder, sha256_file
 from train.tools import checkpoints as command
 
 
@@ -33,7 +33,11 @@ def rejection(capsys, *arguments):
 
 def set_best(run_dir, step, best_step):
     """Which step was the best, as `step` knows it."""
-    set_manifest(run_dir, step, progress={**store_of(run_dir).manifest(step).progress, "best_step": best_step})
+    set_manifest(
+        run_dir,
+        step,
+        progress={**store_of(run_dir).manifest(step).progress, "best_step": best_step},
+    )
 
 
 def content(folder):
@@ -68,7 +72,9 @@ def test_looking_and_tidying_need_no_torch(run_dir):
         "codes = [main([run]), main([run, 'verify']), main([run, 'prune', '--keep', '2', '--yes'])];"
         "print(codes, [name for name in ('torch', 'boto3', 'transformers') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(run_dir)], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run_dir)], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.stdout.splitlines()[-1] == "[0, 0, 0] []", done.stderr
 
 
@@ -87,7 +93,9 @@ def test_verify_names_the_damaged_file_and_what_the_next_start_does(run_dir, cap
     before = content(run_dir)
     code, (third, sixth, start) = verified()
     assert code == 1 and start.endswith("resumes from step 3")
-    assert re.fullmatch("step_00000006  damaged: optimizer.pt has sha256 .*, the manifest says .*", sixth)
+    assert re.fullmatch(
+        "step_00000006  damaged: optimizer.pt has sha256 .*, the manifest says .*", sixth
+    )
     assert verified("--step", 3)[0] == 0 and verified("--step", 6)[0] == 1
     assert content(run_dir) == before  # a start would put it in quarantine, looking does not
     flip(step_folder(run_dir, 3) / "ranks.pt")
@@ -165,10 +173,14 @@ def test_the_best_step_is_exported_as_the_end_of_the_run_would(run_dir, tmp_path
 
 
 @pytest.mark.parametrize("is_described", [True, False])
-def test_any_step_can_be_exported_where_the_data_is_gone_or_named(run_dir, prepared, tmp_path, capsys, is_described):
+def test_any_step_can_be_exported_where_the_data_is_gone_or_named(
+    run_dir, prepared, tmp_path, capsys, is_described
+):
     set_config(run_dir, f"path: {prepared}", "path: /gone")
     if not is_described:
-        shutil.rmtree(run_dir / "model")  # as the run of a task of one's own, or of an earlier version
+        shutil.rmtree(
+            run_dir / "model"
+        )  # as the run of a task of one's own, or of an earlier version
     data = [] if is_described else ["--data", prepared]
     code, output = called(capsys, run_dir, "export", tmp_path / "out", "--step", 3, *data)
     assert code == 0 and "step 3, as requested" in output.out
@@ -188,10 +200,14 @@ def test_the_newest_whole_step_is_exported_where_none_was_evaluated(run_dir, cap
 
 
 @pytest.mark.parametrize("existed", [False, True])
-def test_an_export_to_a_full_disk_names_it_and_leaves_nothing(run_dir, tmp_path, capsys, monkeypatch, existed):
+def test_an_export_to_a_full_disk_names_it_and_leaves_nothing(
+    run_dir, tmp_path, capsys, monkeypatch, existed
+):
     def full(_model, folder):
         (folder / "config.json").write_text("{}")
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        )
 
     out = tmp_path / "out"
     if existed:
@@ -199,7 +215,10 @@ def test_an_export_to_a_full_disk_names_it_and_leaves_nothing(run_dir, tmp_path,
     with monkeypatch.context() as patched:
         patched.setattr(PreTrainedModel, "save_pretrained", full)
         code, output = called(capsys, run_dir, "export", out)
-        assert (code, output.err) == (1, f"error: cannot write {out}: the disk is full; free some space\n")
+        assert (code, output.err) == (
+            1,
+            f"error: cannot write {out}: the disk is full; free some space\n",
+        )
     assert out.exists() == existed and called(capsys, run_dir, "export", out)[0] == 0
 
 
@@ -214,14 +233,20 @@ def test_what_cannot_be_exported_is_one_line(run_dir, prepared, tmp_path, capsys
     assert "is not empty" in rejection(capsys, run_dir, "export", run_dir)
     identity = store_of(run_dir).manifest(3).identity
     set_manifest(run_dir, 3, identity={**identity, "data": "0123456789abcdef"})
-    assert "are from runs on different data" in rejection(capsys, run_dir, "export", out, "--step", 3)
+    assert "are from runs on different data" in rejection(
+        capsys, run_dir, "export", out, "--step", 3
+    )
     (run_dir / "model").rename(tmp_path / "model")
     data = ["--data", prepared]
-    assert "the run's data has 0123456789ab:" in rejection(capsys, run_dir, "export", out, "--step", 3, *data)
+    assert "the run's data has 0123456789ab:" in rejection(
+        capsys, run_dir, "export", out, "--step", 3, *data
+    )
     assert "no manifest.json" in rejection(capsys, run_dir, "export", out, "--data", tmp_path)
     assert "name it with --data" in rejection(capsys, run_dir, "export", out)
     set_manifest(run_dir, 6, identity={**identity, "model.pretrained": "/a/model"})
-    assert "model.pretrained of another" in rejection(capsys, run_dir, "export", out, "--step", 6, *data)
+    assert "model.pretrained of another" in rejection(
+        capsys, run_dir, "export", out, "--step", 6, *data
+    )
     set_manifest(run_dir, 6, identity=identity)
     (tmp_path / "model").rename(run_dir / "model")
     config = (run_dir / "config.yaml").read_text()
@@ -241,7 +266,9 @@ def test_what_cannot_be_exported_is_one_line(run_dir, prepared, tmp_path, capsys
     (run_dir / "model/notes.txt").unlink()
     flip(step_folder(run_dir, 6) / "model.pt")
     code, output = called(capsys, run_dir, "export", out)
-    assert code == 1 and re.fullmatch("error: step 6: model.pt has sha256 .*, the manifest says .*\n", output.err)
+    assert code == 1 and re.fullmatch(
+        "error: step 6: model.pt has sha256 .*, the manifest says .*\n", output.err
+    )
     assert not out.exists()
 
 
@@ -251,7 +278,10 @@ def test_what_cannot_be_exported_is_one_line(run_dir, prepared, tmp_path, capsys
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        *(([*words.split()], "is not a run folder") for words in ("list", "verify", "prune --keep 2", "export x")),
+        *(
+            ([*words.split()], "is not a run folder")
+            for words in ("list", "verify", "prune --keep 2", "export x")
+        ),
         (["verify", "--step", 7], "there is no step 7"),
         (["export", "out", "--step", 5], "there is no step 5"),
         (["prune", "--keep", 1, "--yes"], "--keep 1 must be at least 2"),
@@ -271,18 +301,30 @@ def test_a_run_in_s3_is_looked_into_where_it_lies(run_dir, bucket, tmp_path, cap
         if path.is_file() and not re.search("/step_|/model/", str(path)):
             bucket.put(f"run/{path.relative_to(run_dir)}", path.read_bytes())
     for step in (3, 6):
-        manifest = dataclasses.replace(store_of(run_dir).manifest(step), folder="00000001-abcdefab")
+        manifest = dataclasses.replace(
+            store_of(run_dir).manifest(step), folder="00000001-abcdefab"
+        )
         for name in manifest.files:
             content = (step_folder(run_dir, step) / name).read_bytes()
             bucket.put(f"run/checkpoints/step_{step:08d}/{manifest.folder}/{name}", content)
         bucket.put(f"run/checkpoints/step_{step:08d}/manifest.json", manifest.to_json())
-    flags = ["--endpoint", bucket.service.endpoint, "--region=us-east-1", "--path-style", "--cache-dir", tmp_path / "c"]
+    flags = [
+        "--endpoint",
+        bucket.service.endpoint,
+        "--region=us-east-1",
+        "--path-style",
+        "--cache-dir",
+        tmp_path / "c",
+    ]
     location = bucket.location("run")
     keys = bucket.keys()
     listed = called(capsys, location, *flags)
     assert listed == called(capsys, location, "list", *flags) == called(capsys, run_dir)
     assert called(capsys, location, "verify", *flags)[0] == 0
-    bucket.put("run/checkpoints/step_00000006/00000001-abcdefab/model.pt", b"x" * manifest.files["model.pt"]["bytes"])
+    bucket.put(
+        "run/checkpoints/step_00000006/00000001-abcdefab/model.pt",
+        b"x" * manifest.files["model.pt"]["bytes"],
+    )
     code, output = called(capsys, location, "verify", *flags)
     assert code == 1 and "step_00000006  damaged: model.pt has sha256" in output.out
     moved = ["export", tmp_path / "out", "--step", 3, "--data", bucket.location("nothing")]

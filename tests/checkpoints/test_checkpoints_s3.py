@@ -18,10 +18,10 @@ from train.checkpoints.retention import prune
 from train.checkpoints.store import LocalStore
 from train.checkpoints.store_s3 import S3Store
 from train.config import InputError, Unreachable
-from train.system import s3
-from train.system.folders import open_folder, sha256_bytes
-from train.system.lease import name_of
-from train.system.ownership import LeaseLost, Ownership
+from train.run_folder.lease import name_of
+from train.run_folder.ownership import LeaseLost, Ownership
+from train.storage import s3
+from train.storage.folders import open_folder, sha256_bytes
 from train.tools import checkpoints as command
 
 pytestmark = pytest.mark.usefixtures("pauses")
@@ -49,7 +49,9 @@ def save(store, step, *, fence=1, metric=None, model=b""):
         content = model if name == "model.pt" and model else content_of(step, name)
         (scratch / name).write_bytes(content)
         files[name] = {"bytes": len(content), "sha256": sha256_bytes(content)}
-    manifest = store.prepare(scratch, Manifest(step, fence, {}, {}, {}, 1, "ddp", metric, files=files))
+    manifest = store.prepare(
+        scratch, Manifest(step, fence, {}, {}, {}, 1, "ddp", metric, files=files)
+    )
     store.send(scratch, manifest, list(NAMES))
     store.commit(scratch, manifest)
     shutil.rmtree(scratch)
@@ -70,17 +72,25 @@ def files_of(bucket, step, prefix="run"):
 
 
 def is_whole(names):
-    return len(names) == 4 and names[3] == "manifest.json" and all(re.match(FOLDER, name) for name in names[:3])
+    return (
+        len(names) == 4
+        and names[3] == "manifest.json"
+        and all(re.match(FOLDER, name) for name in names[:3])
+    )
 
 
 # ---- a save ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_save_stopped_before_any_of_its_requests_leaves_the_checkpoint_before_it(bucket, tmp_path, monkeypatch):
+def test_a_save_stopped_before_any_of_its_requests_leaves_the_checkpoint_before_it(
+    bucket, tmp_path, monkeypatch
+):
     """As by a kill: no request comes after it. The model goes in parts."""
     monkeypatch.setattr(s3.TRANSFER, "multipart_threshold", PART_BYTES)
     monkeypatch.setattr(s3.TRANSFER, "multipart_chunksize", PART_BYTES)
-    for number in range(11):  # the mark; begin, two parts, end; two files, the lease, the manifest; the mark
+    for number in range(
+        11
+    ):  # the mark; begin, two parts, end; two files, the lease, the manifest; the mark
         prefix = f"stop-{number}"
         store = store_of(bucket, tmp_path, prefix)
         save(store, 3)
@@ -103,7 +113,9 @@ def test_a_save_stopped_before_any_of_its_requests_leaves_the_checkpoint_before_
 @pytest.mark.parametrize("do", ["status", "lose", "delay"])
 def test_a_disturbed_save_is_committed_once(bucket, tmp_path, do):
     """The answer to the manifest's creation is lost too: what is there then is not taken for another job's."""
-    folder = open_folder(bucket.location("run"), bucket.config(timeout_s=6.0))  # 1 s for an attempt
+    folder = open_folder(
+        bucket.location("run"), bucket.config(timeout_s=6.0)
+    )  # 1 s for an attempt
     store = S3Store(folder, tmp_path / "staging")
     bucket.proxy.set(Fault(do, match="^PUT .*manifest.json", times=1 if do == "delay" else 2))
     save(store, 6)
@@ -153,7 +165,9 @@ def test_a_bit_that_flips_on_the_way_is_read_again(bucket, store, name):
 
 
 def damage(bucket, step, name, how):
-    key = next(key for key in bucket.keys("run/") if f"step_{step:08d}/" in key and key.endswith(name))
+    key = next(
+        key for key in bucket.keys("run/") if f"step_{step:08d}/" in key and key.endswith(name)
+    )
     content = bytearray(bucket.get(key))
     if how == "missing":
         bucket.client.delete_object(Bucket=bucket.name, Key=key)
@@ -163,7 +177,13 @@ def damage(bucket, step, name, how):
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), [("model.pt", "bit"), ("ranks.pt", "short"), ("model.pt", "missing"), ("manifest.json", "bit")]
+    ("name", "how"),
+    [
+        ("model.pt", "bit"),
+        ("ranks.pt", "short"),
+        ("model.pt", "missing"),
+        ("manifest.json", "bit"),
+    ],
 )
 def test_what_is_damaged_in_the_bucket_is_quarantined_for_an_older_one(bucket, store, name, how):
     """Its files stay, also if S3 did not remove the mark of its save."""
@@ -174,7 +194,9 @@ def test_what_is_damaged_in_the_bucket_is_quarantined_for_an_older_one(bucket, s
     damage(bucket, 6, name, how)
     manifest, faults = newest_valid(store)
     assert manifest.step == 3
-    assert len(faults) == 1 and "checkpoint of step 6 is damaged" in faults[0] and name in faults[0]
+    assert (
+        len(faults) == 1 and "checkpoint of step 6 is damaged" in faults[0] and name in faults[0]
+    )
     kept = files_of(bucket, 6)
     store.collect_garbage(ended_below=9)
     assert files_of(bucket, 6) == kept and len(kept) == (4 if how == "missing" else 5)
@@ -231,7 +253,9 @@ def test_an_owner_that_slept_through_its_replacement_commits_nothing(bucket, sto
 
     with monkeypatch.context() as slow:
         slow.setattr(store.folder, "upload", upload_slowly)
-        with pytest.raises(LeaseLost, match="has a newer owner, lease/00000002.json: nothing is committed"):
+        with pytest.raises(
+            LeaseLost, match="has a newer owner, lease/00000002.json: nothing is committed"
+        ):
             save(store, 6, fence=1)
     assert store.steps() == [3]
     save(store, 6, fence=2)
@@ -265,7 +289,9 @@ def test_removal_begins_with_the_manifest(bucket, store):
     assert prune(store, 2) == [1, 2]
     removed = [seen.path for seen in bucket.proxy.requests("^DELETE")]
     assert len(removed) == 10 and bucket.proxy.requests("^HEAD") == []
-    assert removed[0].endswith("step_00000001/manifest.json") and removed[5].endswith("step_00000002/manifest.json")
+    assert removed[0].endswith("step_00000001/manifest.json") and removed[5].endswith(
+        "step_00000002/manifest.json"
+    )
     assert files_of(bucket, 1) == files_of(bucket, 2) == []
     save(store, 5)
     bucket.proxy.set(Fault("status", match="^DELETE", skip=1, code=501, error="Stopped"))
@@ -276,7 +302,9 @@ def test_removal_begins_with_the_manifest(bucket, store):
     assert files_of(bucket, 3) == []
 
 
-def test_a_run_that_was_copied_from_s3_to_a_disk_or_back_has_the_same_checkpoints(bucket, store, tmp_path):
+def test_a_run_that_was_copied_from_s3_to_a_disk_or_back_has_the_same_checkpoints(
+    bucket, store, tmp_path
+):
     for step in (3, 6):
         save(store, step)
     for key in bucket.keys("run/checkpoints/"):
@@ -308,7 +336,9 @@ def test_the_files_of_a_checkpoint_that_lost_its_manifest_stay(bucket, store, mi
     assert bucket.keys() == before
 
 
-def test_prune_removes_what_failed_saves_have_left_and_nothing_else(bucket, store, capsys, monkeypatch, tmp_path):
+def test_prune_removes_what_failed_saves_have_left_and_nothing_else(
+    bucket, store, capsys, monkeypatch, tmp_path
+):
     """Files of the user and a damaged mark lie among those of step 6, whose owner may be alive for all the store knows;
     prune knows that it has ended.
     """
@@ -320,7 +350,12 @@ def test_prune_removes_what_failed_saves_have_left_and_nothing_else(bucket, stor
     bucket.proxy.set()
     left = bucket.keys("run/checkpoints/step_00000006/")
     folder = left[0].split("/")[3].removesuffix(".unfinished")
-    own = [f"{folder}/notes.txt", "notes.txt", "00000001-01234567/model.pt", "00000001-01234567.unfinished"]
+    own = [
+        f"{folder}/notes.txt",
+        "notes.txt",
+        "00000001-01234567/model.pt",
+        "00000001-01234567.unfinished",
+    ]
     own = [f"step_00000006/{name}" for name in own]
     own += ["step_00000003/notes.txt", "step_00000012/x.unfinished", "step_x/x"]
     for name in own:
@@ -329,7 +364,16 @@ def test_prune_removes_what_failed_saves_have_left_and_nothing_else(bucket, stor
     bucket.put("run/checkpoints/step_00000009/00000001-0123abcd.unfinished", b'{"files": "all"')
     before = set(bucket.keys())
     store.collect_garbage(ended_below=1)
-    flags = ["--endpoint", bucket.service.endpoint, "--region", "us-east-1", "--path-style", "prune", "--keep", "2"]
+    flags = [
+        "--endpoint",
+        bucket.service.endpoint,
+        "--region",
+        "us-east-1",
+        "--path-style",
+        "prune",
+        "--keep",
+        "2",
+    ]
     assert command.main([bucket.location("run"), *flags]) == 0
     assert f"step_00000006/{folder}  would be removed" in capsys.readouterr().out
     assert set(bucket.keys()) == before
@@ -367,8 +411,12 @@ def test_what_was_fetched_or_left_over_does_not_fill_the_disk(store):
     assert not list(store.local.glob("*/*"))
 
 
-def test_a_checkpoint_larger_than_the_free_disk_is_rejected_before_it_is_fetched(store, monkeypatch):
+def test_a_checkpoint_larger_than_the_free_disk_is_rejected_before_it_is_fetched(
+    store, monkeypatch
+):
     save(store, 6)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1, total=2**50))
-    with pytest.raises(OSError, match=r"No space left on device: .* GB are needed, 1e-09 GB are free"):
+    with pytest.raises(
+        OSError, match=r"No space left on device: .* GB are needed, 1e-09 GB are free"
+    ):
         store.fetch(6)

@@ -11,7 +11,11 @@ from finetuning import FP32, asking, tuned
 from rejections import rejects
 from running import SYLLABLES, train_config
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from train import loop
 from train.checkpoints.export import export_step
@@ -21,10 +25,10 @@ from train.models.network import Network
 from train.models.source import resolved
 from train.run.saved import read_config
 from train.run.stopping import StopRequest
-from train.system import exported
-from train.system.folders import LocalFolder
-from train.system.run_folder import RunFolder
-from train.system.s3 import S3Folder
+from train.run_folder import exported
+from train.run_folder.run_folder import RunFolder
+from train.storage.folders import LocalFolder
+from train.storage.s3 import S3Folder
 from train.tools import checkpoints as command
 from train.tools import predict
 
@@ -38,7 +42,10 @@ def finetuned(request, prepared, tmp_path_factory):
     data = folder / "data"
     data.mkdir()
     if kind == "classify":
-        rows = [f"{SYLLABLES[i % 20]} {SYLLABLES[i % 7]},{('good', 'bad', 'fair')[i % 3]}" for i in range(60)]
+        rows = [
+            f"{SYLLABLES[i % 20]} {SYLLABLES[i % 7]},{('good', 'bad', 'fair')[i % 3]}"
+            for i in range(60)
+        ]
         (data / "data.csv").write_text("\n".join(["text,label", *rows]) + "\n")
         given = ["task=classify", "data=records", f"data.path={data / 'data.csv'}"]
         given += ["data.validation_fraction=0.3", "seq_len=16"]
@@ -63,7 +70,10 @@ def unexported(finetuned, tmp_path):
 def test_a_fine_tuning_is_exported_without_its_data_as_by_itself(finetuned, unexported, tmp_path):
     assert command.main([str(unexported), "export", str(tmp_path / "out")]) == 0
     wanted = {path.name: path.read_bytes() for path in (finetuned[1] / "export").iterdir()}
-    del wanted["README.md"], wanted[exported.MARK]  # the run's own: its card, and how far it had come
+    del (
+        wanted["README.md"],
+        wanted[exported.MARK],
+    )  # the run's own: its card, and how far it had come
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == wanted
     config = HEADS[finetuned[0]].from_pretrained(tmp_path / "out").config
     assert finetuned[0] == "qa" or config.id2label == {0: "bad", 1: "fair", 2: "good"}
@@ -74,7 +84,11 @@ def test_it_answers_and_is_a_start_without_its_data(finetuned, unexported, tmp_p
     cfg = resolved(ModelConfig(init_from=str(unexported)), S3Config(), tmp_path / "cache")
     wanted = (finetuned[1] / "export/model.safetensors").read_bytes()
     assert Path(cfg.pretrained, "model.safetensors").read_bytes() == wanted
-    row = ["--text", "ba be"] if finetuned[0] == "classify" else ["--question", "ba ?", "--context", "ba be bo"]
+    row = (
+        ["--text", "ba be"]
+        if finetuned[0] == "classify"
+        else ["--question", "ba ?", "--context", "ba be bo"]
+    )
     capsys.readouterr()
     result = []
     for run in (unexported, finetuned[1]):
@@ -90,7 +104,11 @@ def test_a_step_of_other_data_is_rejected(unexported, tmp_path, capsys):
     path.write_text(json.dumps(content))
     assert command.main([str(unexported), "export", str(tmp_path / "out")]) == 2
     result = capsys.readouterr().err
-    assert "step 2 and " in result and "/model are from runs on different data" in result and result.count("\n") == 1
+    assert (
+        "step 2 and " in result
+        and "/model are from runs on different data" in result
+        and result.count("\n") == 1
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -98,7 +116,10 @@ def test_a_fine_tuning_in_s3_leaves_its_model_there(finetuned, unexported, bucke
     for path in unexported.rglob("*"):
         if path.is_file() and "checkpoints" not in path.parts:
             bucket.put(f"run/{path.relative_to(unexported)}", path.read_bytes())
-    run, step = S3Folder(bucket.location("run"), bucket.config()), unexported / "checkpoints/step_00000002"
+    run, step = (
+        S3Folder(bucket.location("run"), bucket.config()),
+        unexported / "checkpoints/step_00000002",
+    )
     manifest = Manifest.from_json((step / "manifest.json").read_bytes())
     export_step(step, manifest, read_config(run), tmp_path / "out", run=run, chosen={})
     result = (tmp_path / "out/model.safetensors").read_bytes()
@@ -118,7 +139,11 @@ def test_no_second_copy_of_the_weights_is_made(finetuned, unexported, tmp_path):
     run, num_bytes = LocalFolder(unexported), (step / "model.pt").stat().st_size
     model = Network(HEADS[finetuned[0]].from_pretrained(finetuned[1] / "export"))
     assert allocated(lambda: model.export(tmp_path / "end")) < 0.1 * num_bytes
-    mapped = allocated(lambda: export_step(step, manifest, read_config(run), tmp_path / "later", run=run, chosen={}))
+    mapped = allocated(
+        lambda: export_step(
+            step, manifest, read_config(run), tmp_path / "later", run=run, chosen={}
+        )
+    )
     assert 0.9 * num_bytes < mapped < 1.1 * num_bytes
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("end", "later")]
     assert files[0] == files[1]
@@ -130,7 +155,9 @@ def test_weights_that_share_memory_though_the_model_has_two_are_rejected(unexpor
     weights = torch.load(step / "model.pt", weights_only=True)
     first, second = [name for name in weights if name.endswith(("query.bias", "key.bias"))][:2]
     torch.save({**weights, first: weights[second]}, step / "model.pt")
-    export = partial(export_step, step, manifest, read_config(run), tmp_path / "out", run=run, chosen={})
+    export = partial(
+        export_step, step, manifest, read_config(run), tmp_path / "out", run=run, chosen={}
+    )
     rejects("does not contain the state of this model.*who wrote it", export, error=Untrusted)
 
 
@@ -143,13 +170,18 @@ def test_a_run_that_has_gone_on_is_not_taken_for_its_old_export(prepared, tmp_pa
     def start(*options):
         loop.run(train_config(run, prepared, *options), StopRequest())
         capsys.readouterr()
-        folder = resolved(ModelConfig(init_from=str(run)), S3Config(), tmp_path / "cache").pretrained
+        folder = resolved(
+            ModelConfig(init_from=str(run)), S3Config(), tmp_path / "cache"
+        ).pretrained
         return folder, capsys.readouterr().err  # the run has turned on what is logged
 
     assert start("max_steps=1") == (f"{run}/export", "")
     folder, errors = start("max_steps=2", "export=false")
     assert folder.startswith(str(tmp_path / "cache/models"))
-    assert errors.splitlines()[0] == f"{run} has continued since it wrote its export: a checkpoint is used instead"
+    assert (
+        errors.splitlines()[0]
+        == f"{run} has continued since it wrote its export: a checkpoint is used instead"
+    )
     assert start("max_steps=2") == (f"{run}/export", "")
 
 
@@ -161,7 +193,9 @@ def test_an_export_takes_the_place_of_the_old_when_it_is_whole(tmp_path):
     with pytest.raises(InputError), exported.renewed(folder, 8) as scratch:
         (scratch / "weights").write_text("ei")
         raise InputError("the disk is full")
-    assert sorted(path.name for path in folder.export.iterdir()) == sorted(["weights", exported.MARK])
+    assert sorted(path.name for path in folder.export.iterdir()) == sorted(
+        ["weights", exported.MARK]
+    )
     assert (folder.export / "weights").read_text() == "four"
     left = tmp_path / f".export.tmp-{'0a' * 16}"  # by a process that was killed
     left.mkdir()

@@ -22,10 +22,17 @@ from train.checkpoints.manifest import step_name, step_of
 from train.checkpoints.store import LocalStore
 from train.config import OptimConfig
 from train.parallel.optimizers import build_optimizer
-from train.system import atomic_io
+from train.storage import atomic_io
 
 OLDER, LAST, NEXT = 1, 3, 6  # to be removed, whole, and being saved
-EVENTS = ("open", "os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir")  # of sys.addaudithook
+EVENTS = (
+    "open",
+    "os.mkdir",
+    "os.rename",
+    "os.link",
+    "os.remove",
+    "os.rmdir",
+)  # of sys.addaudithook
 
 
 class Stages:
@@ -50,10 +57,16 @@ class Stages:
         sys.addaudithook(self.see)
 
     def see(self, event, arguments):
-        if self.is_off or event not in EVENTS or not threading.current_thread().name.startswith("save"):
+        if (
+            self.is_off
+            or event not in EVENTS
+            or not threading.current_thread().name.startswith("save")
+        ):
             return
         path, *others = arguments
-        if event in ("os.remove", "os.rmdir") and others[0] != -1:  # shutil.rmtree goes by handles of folders
+        if (
+            event in ("os.remove", "os.rmdir") and others[0] != -1
+        ):  # shutil.rmtree goes by handles of folders
             path = Path(f"/proc/self/fd/{others[0]}").readlink() / path
         if str(path).startswith(str(self.folder)):
             self.reach(event, str(path), str(others[0]) if event == "os.rename" else others[-1])
@@ -165,7 +178,10 @@ def test_wherever_a_save_is_killed_the_last_checkpoint_or_its_own_is_whole(repor
         assert loaded.progress.step == steps[-1], stage
         assert all(bool((tensor == steps[-1]).all()) for tensor in tensors(*trained)), stage
         save(folder, NEXT)
-        assert (whole_steps(folder), (folder / "LATEST").read_text()) == ([LAST, NEXT], f"{step_name(NEXT)}\n"), stage
+        assert (whole_steps(folder), (folder / "LATEST").read_text()) == (
+            [LAST, NEXT],
+            f"{step_name(NEXT)}\n",
+        ), stage
         assert not [name for name in left(store) if ".tmp-" in name], stage
 
 
@@ -204,7 +220,9 @@ def at_risk(disk, event, path, detail):
         return "latest", disk.unsafe & {path.parent, path.parent.parent}
     if moves and step_of(path.name) is not None:
         return "removal", disk.unsafe & {path.parent}
-    if event == "os.remove" and not path.name.startswith("."):  # or the step would come back, without its files
+    if event == "os.remove" and not path.name.startswith(
+        "."
+    ):  # or the step would come back, without its files
         return "deletion", disk.unsafe & {path.parent.parent}
     return None
 

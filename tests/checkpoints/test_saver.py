@@ -24,7 +24,7 @@ from train.parallel.ddp import DDP
 from train.parallel.engines import Engine
 from train.parallel.guards import tied_names
 from train.parallel.optimizers import build_optimizer
-from train.system.ownership import LeaseLost
+from train.run_folder.ownership import LeaseLost
 from train.tasks import build_task
 from train.tools.checkpoints import main
 
@@ -52,7 +52,9 @@ def backend():
 
 def saver_of(store, *, check_owner=lambda: None, max_wait_s=10.0, **settings):
     folder = SimpleNamespace(ownership=SimpleNamespace(check=check_owner), mirror=lambda: None)
-    result = AsyncSaver(CheckpointConfig(**settings), store, replica(*built()), backend(), DRAFT, folder)
+    result = AsyncSaver(
+        CheckpointConfig(**settings), store, replica(*built()), backend(), DRAFT, folder
+    )
     result.max_wait_s = max_wait_s
     return result
 
@@ -76,7 +78,10 @@ def step(model, optimizer):
 
 
 def tensors(model, optimizer):
-    return [*model.parameters(), *(tensor for own in optimizer.state.values() for tensor in own.values())]
+    return [
+        *model.parameters(),
+        *(tensor for own in optimizer.state.values() for tensor in own.values()),
+    ]
 
 
 def save(saver, step, trained, **options):
@@ -95,7 +100,11 @@ def saved(saver, step, trained):
 
 def left(store):
     """What is in the folder beside checkpoints."""
-    return [path.name for path in store.path.iterdir() if step_of(path.name) is None and path.name != LATEST]
+    return [
+        path.name
+        for path in store.path.iterdir()
+        if step_of(path.name) is None and path.name != LATEST
+    ]
 
 
 # ---- beside the training --------------------------------------------------------------------------------------------
@@ -123,7 +132,11 @@ def test_what_is_saved_is_of_the_moment_of_the_call_while_training_goes_on(tmp_p
     loaded = load(store, replica(*other), backend(), identity={}, settings={}, force=False)
     for tensor, before, now in zip(tensors(*other), wanted, tensors(*trained), strict=True):
         assert torch.equal(tensor, before) and not torch.equal(tensor, now)
-    assert (loaded.progress.step, loaded.progress.window, store.manifest(3).metric) == (3, {"steps": 2}, 2.5)
+    assert (loaded.progress.step, loaded.progress.window, store.manifest(3).metric) == (
+        3,
+        {"steps": 2},
+        2.5,
+    )
     assert loaded.ranks == [{"loss_sum": 1.5}]  # the random numbers are put back already
     assert torch.equal(torch.get_rng_state(), random)
 
@@ -148,7 +161,9 @@ def test_a_save_that_comes_too_early_is_left_out_and_reported(tmp_path, monkeypa
     assert [failure is not None for failure in seen] == [False, False, False, True]
     store.opened.set()
     saver.close(waits=True)
-    assert [(result.step, result.failure) for result in saver.take()[3:]] == [(3, None)] and saver.failure is None
+    assert [(result.step, result.failure) for result in saver.take()[3:]] == [
+        (3, None)
+    ] and saver.failure is None
     assert store.steps() == [3]
     assert torch.equal(torch.load(tmp_path / "step_00000003/model.pt")["0.weight"], wanted)
 
@@ -167,14 +182,18 @@ def test_the_last_save_waits_as_long_as_it_takes_with_a_heartbeat(tmp_path):
     store, trained = HeldStore(tmp_path), built()
     saver = saver_of(store, max_wait_s=0.0)
     save(saver, 3, trained)
-    save(saver, 6, trained, must=True, on_wait=store.opened.set)  # without one it would wait for ever
+    save(
+        saver, 6, trained, must=True, on_wait=store.opened.set
+    )  # without one it would wait for ever
     saver.close(waits=True)
     assert [(result.step, result.failure) for result in saver.take()] == [(3, None), (6, None)]
     assert store.steps() == [3, 6]
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["model.architecture=bert", "model.embedding_size=null"]], ids=["albert", "bert"]
+    "options",
+    [[], ["model.architecture=bert", "model.embedding_size=null"]],
+    ids=["albert", "bert"],
 )
 def test_tied_weights_are_stored_once_and_load_tied(tmp_path, prepared, options):
     torch.manual_seed(0)
@@ -189,7 +208,9 @@ def test_tied_weights_are_stored_once_and_load_tied(tmp_path, prepared, options)
     stored = torch.load(tmp_path / "step_00000003/model.pt", weights_only=True)
     for first, second in tied:
         assert stored[first].data_ptr() == stored[second].data_ptr()
-    load(store, replica(models[1], optimizers[1]), backend(), identity={}, settings={}, force=False)
+    load(
+        store, replica(models[1], optimizers[1]), backend(), identity={}, settings={}, force=False
+    )
     assert tied_names(models[1]) == tied
     for name, value in models[1].state_dict().items():
         assert torch.equal(value, models[0].state_dict()[name]), name
@@ -206,7 +227,9 @@ class Rejecting(LocalStore):
     def begin(self, step, num_bytes):
         folder = super().begin(step, num_bytes)
         if self.rejected.endswith(".pt"):
-            (folder / self.rejected).symlink_to("/dev/full")  # the kernel rejects every byte, as on a full disk
+            (folder / self.rejected).symlink_to(
+                "/dev/full"
+            )  # the kernel rejects every byte, as on a full disk
         return folder
 
     def commit(self, scratch, manifest):
@@ -238,7 +261,11 @@ def test_several_failures_in_a_row_end_the_run_after_a_while_and_a_success_forgi
     assert seen == [None] * 5  # the disk may be back in a moment
     saver.worked_s -= FAILING_S
     seen[4] = saver.failure
-    for words in ("3 saves in a row failed", "No space left on device", f"newest checkpoint is of step 2 ({tmp_path})"):
+    for words in (
+        "3 saves in a row failed",
+        "No space left on device",
+        f"newest checkpoint is of step 2 ({tmp_path})",
+    ):
         assert words in str(seen[4])
     assert store.steps() == [2]
 
@@ -281,10 +308,17 @@ def test_a_state_that_is_no_longer_finite_is_not_saved(tmp_path, name, value):
     store, (model, optimizer) = LocalStore(tmp_path), built()
     saver = saver_of(store)
     assert saved(saver, 3, (model, optimizer)) is None
-    broken = model[1].bias if name.startswith("weights") else optimizer.state[model[0].weight]["exp_avg"]
+    broken = (
+        model[1].bias
+        if name.startswith("weights")
+        else optimizer.state[model[0].weight]["exp_avg"]
+    )
     broken.detach().view(-1)[-1] = value
     failure = saved(saver, 6, (model, optimizer))
-    assert failure == f"FloatingPointError: {name} contains NaN or infinity; such a state is not saved"
+    assert (
+        failure
+        == f"FloatingPointError: {name} contains NaN or infinity; such a state is not saved"
+    )
     assert (store.steps(), left(store)) == ([3], [])
 
 
@@ -311,7 +345,9 @@ def test_a_save_is_not_begun_without_room_for_it(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(DDP, "save", lambda *_: pytest.fail("written"))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**50, 0, int(num_bytes * 1.1) - 1))
-    assert f"No space left on device: {num_bytes * 1.1 / 1e9:.3g} GB are needed" in saved(saver, 6, trained)
+    assert f"No space left on device: {num_bytes * 1.1 / 1e9:.3g} GB are needed" in saved(
+        saver, 6, trained
+    )
     assert (store.steps(), left(store)) == ([3], [])
     monkeypatch.undo()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**50, 0, int(num_bytes * 1.1) + 1))
@@ -324,7 +360,10 @@ def test_a_save_is_not_begun_without_room_for_it(tmp_path, monkeypatch):
 @pytest.mark.parametrize("step", [5, 6])
 def test_a_run_has_failed_if_its_last_save_has(toy, monkeypatch, step):
     """Not if the one before has, even if that is known only when the last one begins. The same command continues."""
-    last_begins, options = threading.Event(), {"eval_every": None, "checkpoint": {"every": 1, "keep": 0}}
+    last_begins, options = (
+        threading.Event(),
+        {"eval_every": None, "checkpoint": {"every": 1, "keep": 0}},
+    )
     wait, begin = AsyncSaver.wait, LocalStore.begin
 
     def waiting(self, *options):
@@ -343,11 +382,21 @@ def test_a_run_has_failed_if_its_last_save_has(toy, monkeypatch, step):
         assert toy.train(**options) == ("done", 6)
         assert toy.outcome()["checkpoint"] == 6
     else:
-        with pytest.raises(SavesFail, match="saving step 6: OSError: .*No space left.* newest checkpoint is of step 5"):
+        with pytest.raises(
+            SavesFail,
+            match="saving step 6: OSError: .*No space left.* newest checkpoint is of step 5",
+        ):
             toy.train(**options)
         ended = toy.outcome()
-        assert (ended["outcome"], ended["kind"], ended["checkpoint"]) == ("failed", "saves_fail", 5)
-    assert toy.faults()[0] == f"checkpoint of step {step}: OSError: [Errno 28] No space left on device"
+        assert (ended["outcome"], ended["kind"], ended["checkpoint"]) == (
+            "failed",
+            "saves_fail",
+            5,
+        )
+    assert (
+        toy.faults()[0]
+        == f"checkpoint of step {step}: OSError: [Errno 28] No space left on device"
+    )
     monkeypatch.setattr(LocalStore, "begin", begin)
     assert toy.train(**options) == ("done", 6)
 
@@ -364,7 +413,10 @@ def test_all_ranks_stop_when_rank_0_cannot_save(tmp_path, prepared):
     ended = outcome(run_dir)
     assert (ended["outcome"], ended["kind"], ended["goes_on"]) == ("failed", "saves_fail", True)
     assert re.search("saving step 20: .*/checkpoints.*; there is no checkpoint", ended["reason"])
-    reasons = [json.loads((run_dir / f"log/exit_rank_000{rank}.json").read_text())["reason"] for rank in range(2)]
+    reasons = [
+        json.loads((run_dir / f"log/exit_rank_000{rank}.json").read_text())["reason"]
+        for rank in range(2)
+    ]
     assert reasons[0] == reasons[1]
 
 
@@ -380,4 +432,8 @@ def test_a_job_that_lost_the_run_folder_does_not_commit(tmp_path):
     assert saved(saver, 3, trained) is None
     lost.append(True)
     assert saved(saver, 6, trained) == "LeaseLost: another job owns it now"
-    assert (store.steps(), left(store), (tmp_path / LATEST).read_text()) == ([3], [], "step_00000003\n")
+    assert (store.steps(), left(store), (tmp_path / LATEST).read_text()) == (
+        [3],
+        [],
+        "step_00000003\n",
+    )

@@ -30,27 +30,40 @@ from train.parallel.ddp import DDP
 from train.parallel.engines import Engine
 from train.parallel.fsdp import FSDP, rows_of
 from train.parallel.pieces import piece
-from train.system.folders import open_folder
-from train.system.schema import FileName
+from train.storage.folders import open_folder
+from train.storage.schema import FileName
 
 SPLIT = ["model.architecture=bert", "model.embedding_size=null", "parallel=fsdp"]
 
 
-def test_in_s3_every_rank_uploads_its_part_and_a_save_that_lacks_one_is_none(bucket: Bucket, prepared, tmp_path):
+def test_in_s3_every_rank_uploads_its_part_and_a_save_that_lacks_one_is_none(
+    bucket: Bucket, prepared, tmp_path
+):
     """The first upload of rank 1 is rejected: the alarm names it. The next save removes what that one has left."""
-    bucket.proxy.set(Fault("status", match="^PUT .*/model_00001.pt", times=1, code=403, error="AccessDenied"))
+    bucket.proxy.set(
+        Fault("status", match="^PUT .*/model_00001.pt", times=1, code=403, error="AccessDenied")
+    )
     location, cache = bucket.location("run"), f"data.cache_dir={tmp_path / 'cache'}"
-    arguments = train_overrides(location, prepared, *SPLIT, "micro_batch_size=4", cache, *bucket.overrides())
+    arguments = train_overrides(
+        location, prepared, *SPLIT, "micro_batch_size=4", cache, *bucket.overrides()
+    )
     done = run(arguments, ranks=2)
     assert done.returncode == 0, done.stderr
     text = bucket.get("run/metrics.jsonl").decode()
-    (fault,) = [line["reason"] for line in map(json.loads, text.splitlines()) if line["kind"] == "fault"]
-    assert fault.startswith("checkpoint of step 3: RuntimeError: rank 1: InputError: s3://") and "whole in" not in fault
+    (fault,) = [
+        line["reason"] for line in map(json.loads, text.splitlines()) if line["kind"] == "fault"
+    ]
+    assert (
+        fault.startswith("checkpoint of step 3: RuntimeError: rank 1: InputError: s3://")
+        and "whole in" not in fault
+    )
     store = S3Store(open_folder(location, bucket.config()), tmp_path / "staging")
     assert store.steps() == [6]
     third, sixth = (bucket.keys(f"run/checkpoints/step_{step:08d}/") for step in (3, 6))
     assert third == []
-    assert sorted(key.rpartition("/")[2] for key in sixth) == sorted([FILE, *store.manifest(6).files])
+    assert sorted(key.rpartition("/")[2] for key in sixth) == sorted(
+        [FILE, *store.manifest(6).files]
+    )
     again = run(arguments, ranks=2)
     assert "resuming from the checkpoint of step 6" in again.stderr
 
@@ -64,17 +77,27 @@ def test_bytes_and_requests_of_a_save_grow_with_its_ranks_and_lengths_are_read_f
     assert requests == {"PUT": 2 * 64 + 4, "DELETE": 2 * 64 + 4, "GET": 2, "LIST": 3}
 
 
-def test_a_machine_fetches_the_parts_of_its_ranks_and_what_one_finds_damaged_counts_for_all(tmp_path):
+def test_a_machine_fetches_the_parts_of_its_ranks_and_what_one_finds_damaged_counts_for_all(
+    tmp_path,
+):
     ranks, part = Run(34, str(tmp_path)), "model_00033.pt"  # two machines, of 32 ranks and of two
     ranks.save(2)
     assert {loaded.progress.step for loaded in ranks.load()} == {2}
-    first, second = ({name.rpartition("/")[2] for name in machine.downloads} for machine in ranks.machines)
+    first, second = (
+        {name.rpartition("/")[2] for name in machine.downloads} for machine in ranks.machines
+    )
     of_rank_0 = {"model.pt", "optimizer.pt", "ranks.pt"}
-    assert second == of_rank_0 | {f"{content}_{rank:05d}.pt" for content in ("model", "optimizer") for rank in (32, 33)}
+    assert second == of_rank_0 | {
+        f"{content}_{rank:05d}.pt" for content in ("model", "optimizer") for rank in (32, 33)
+    }
     assert first | second == set(ranks.stores[0].manifest(2).files) and first & second == of_rank_0
 
     ranks.machines[1].damages = part  # on the way to this machine alone
-    rejects(f"step 2 is valid for rank 0 but damaged for rank 32 .{part} has sha256", ranks.load, error=Failure)
+    rejects(
+        f"step 2 is valid for rank 0 but damaged for rank 32 .{part} has sha256",
+        ranks.load,
+        error=Failure,
+    )
     assert ranks.stores[0].steps() == [1, 2]
     ranks.machines[0].damages = part
     for machine in ranks.machines:
@@ -84,8 +107,13 @@ def test_a_machine_fetches_the_parts_of_its_ranks_and_what_one_finds_damaged_cou
 
 
 @pytest.mark.parametrize(("before", "now"), [(4, 4), (5, 3), (2, 7), (7, 6)])
-def test_the_parts_that_a_rank_asks_for_hold_its_rows_and_moments_whatever_the_number_of_ranks(before, now):
-    model, saved = nn.ParameterList([nn.Parameter(torch.zeros(n, 2)) for n in range(1, 30)]), {"parallel.name": "fsdp"}
+def test_the_parts_that_a_rank_asks_for_hold_its_rows_and_moments_whatever_the_number_of_ranks(
+    before, now
+):
+    model, saved = (
+        nn.ParameterList([nn.Parameter(torch.zeros(n, 2)) for n in range(1, 30)]),
+        {"parallel.name": "fsdp"},
+    )
     engine: Any = SimpleNamespace(model=model, data_size=now)
     for rank in range(now):
         asked = FSDP.sources(engine, rank, before, saved)
@@ -93,7 +121,9 @@ def test_the_parts_that_a_rank_asks_for_hold_its_rows_and_moments_whatever_the_n
         for num_rows in range(1, 30):
             mine = range(num_rows)[rows_of(rank, num_rows, now)]
             wanted |= {
-                each for each in range(before) if set(mine) & set(range(num_rows)[rows_of(each, num_rows, before)])
+                each
+                for each in range(before)
+                if set(mine) & set(range(num_rows)[rows_of(each, num_rows, before)])
             }
         assert asked == wanted
     for other in ({"parallel.name": "data"}, {}):
@@ -134,14 +164,21 @@ FAULTS = {1: "", 2: "model_00001.pt", 3: "model.pt", 4: "begin", 5: "NaN", 6: ""
 
 def main(folder):
     """One of two ranks: save at each step, with the fault of that step; rank 0 writes down what failed."""
-    backend, store = DDP(BackendConfig(device="cpu", precision="fp32")), Failing(Path(folder) / "checkpoints")
+    backend, store = (
+        DDP(BackendConfig(device="cpu", precision="fp32")),
+        Failing(Path(folder) / "checkpoints"),
+    )
     model = nn.Linear(2, 2, bias=False)
-    run_folder = SimpleNamespace(ownership=SimpleNamespace(check=lambda: None), mirror=lambda: None)
+    run_folder = SimpleNamespace(
+        ownership=SimpleNamespace(check=lambda: None), mirror=lambda: None
+    )
     engine = Divided(backend, model, torch.optim.SGD(model.parameters()))
     saver = AsyncSaver(CheckpointConfig(keep=0), store, engine, backend, DRAFT, run_folder)
     failures = []
     for step, store.rejected in FAULTS.items():
-        model.weight.data.fill_(float("nan" if store.rejected == "NaN" and backend.world.rank == 1 else step))
+        model.weight.data.fill_(
+            float("nan" if store.rejected == "NaN" and backend.world.rank == 1 else step)
+        )
         saver.save(Progress(step=step), {}, metric=None, must=store.rejected != "rank")
         failures.append(getattr(saver.pending.result(), "failure", None))
     (Path(folder) / "failures.json").write_text(json.dumps([failures, store.steps(), left(store)]))
@@ -149,10 +186,21 @@ def main(folder):
 
 
 def test_a_save_lacks_no_part_whichever_rank_fails(tmp_path):
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    env |= {"LOCAL_WORLD_SIZE": "2", "PYTHONPATH": f"{Path(__file__).parent.parent}:{Path(__file__).parent}"}
+    env = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+    }
+    env |= {
+        "LOCAL_WORLD_SIZE": "2",
+        "PYTHONPATH": f"{Path(__file__).parent.parent}:{Path(__file__).parent}",
+    }
     ranks = [
-        start_forked([Path(__file__).stem, str(tmp_path)], {**env, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"
+        start_forked(
+            [Path(__file__).stem, str(tmp_path)], {**env, "RANK": rank, "LOCAL_RANK": rank}
+        )
+        for rank in "01"
     ]  # without torchrun, which would end rank 0 for rank 1
     for process in ranks:
         process.join()
@@ -168,11 +216,14 @@ def test_a_save_lacks_no_part_whichever_rank_fails(tmp_path):
         f"RuntimeError: rank 1: {no_number}",
         None,
     ]
-    assert failures[6].startswith("RuntimeError: ") and "Connection" in failures[6]  # reset, or closed by peer
+    assert (
+        failures[6].startswith("RuntimeError: ") and "Connection" in failures[6]
+    )  # reset, or closed by peer
     store = LocalStore(tmp_path / "checkpoints")
     for step in steps:
         assert torch.equal(
-            read_weights(store.fetch(step), store.manifest(step))["weight"], torch.full((2, 2), float(step))
+            read_weights(store.fetch(step), store.manifest(step))["weight"],
+            torch.full((2, 2), float(step)),
         )
 
 
@@ -194,10 +245,16 @@ def rejected(folder, contents, read):
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        (piece(ROWS[2:], 2, 3), "model_00001.pt: 'w' has rows from 2, but the previous rows end at 1"),
+        (
+            piece(ROWS[2:], 2, 3),
+            "model_00001.pt: 'w' has rows from 2, but the previous rows end at 1",
+        ),
         (piece(ROWS[1:2], 1, 3), "model_00001.pt: 'w' ends at row 2 of 3"),
         (piece(torch.cat([ROWS, ROWS]), 1, 3), "'w' ends at row 7 of 3"),
-        (piece(ROWS[1:], 1, 4), "model_00001.pt: 'w' differs in shape or dtype from that in model.pt"),
+        (
+            piece(ROWS[1:], 1, 4),
+            "model_00001.pt: 'w' differs in shape or dtype from that in model.pt",
+        ),
         (piece(ROWS[1:, :1], 1, 3), "'w' differs in shape or dtype"),
         (piece(ROWS[1:], True, 3), "model_00001.pt: 'w'.first_row is True, not a count"),
         (piece(ROWS[0, 0], 1, 3), "model_00001.pt: 'w' holds tensor(0.), not rows"),
@@ -228,16 +285,24 @@ def test_pieces_that_do_not_make_a_tensor_are_rejected(tmp_path, second, message
 def test_tensors_that_are_not_plain_numbers_are_rejected(tmp_path, strange):
     inside = [{"deep": (strange,)}]
     inside.append(inside)  # pickle allows it
-    assert "a tensor that is not plain numbers" in rejected(tmp_path, {"model.pt": {"w": inside}}, read_weights)
+    assert "a tensor that is not plain numbers" in rejected(
+        tmp_path, {"model.pt": {"w": inside}}, read_weights
+    )
 
 
 def test_a_part_that_is_none_or_lacks_moments_is_rejected(tmp_path):
-    assert "model_00001.pt: it holds 5" in rejected(tmp_path, {"model.pt": {}, "model_00001.pt": 5}, read_weights)
+    assert "model_00001.pt: it holds 5" in rejected(
+        tmp_path, {"model.pt": {}, "model_00001.pt": 5}, read_weights
+    )
     first = {"state": {0: {"m": ROWS}}, "param_groups": [{"params": [0, 1]}]}
     contents = {"optimizer.pt": first, "optimizer_00001.pt": {"state": {}}}
-    assert "optimizer_00001.pt: no moments of parameter 1" in rejected(tmp_path, contents, read_optimizer)
+    assert "optimizer_00001.pt: no moments of parameter 1" in rejected(
+        tmp_path, contents, read_optimizer
+    )
     contents["optimizer_00001.pt"] = {"state": {0: {"m": ROWS}, 1: {"m": ROWS}}}
-    assert "optimizer_00001.pt: 'm' is also in optimizer.pt" in rejected(tmp_path, contents, read_optimizer)
+    assert "optimizer_00001.pt: 'm' is also in optimizer.pt" in rejected(
+        tmp_path, contents, read_optimizer
+    )
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from train.checkpoints import saver as saver_module
 from train.checkpoints.manifest import FILE, Manifest
 from train.checkpoints.store_s3 import S3Store
 from train.run.checkpoint_manager import last_save_patience_s
-from train.system import folders
-from train.system.folders import open_folder
-from train.system.lease import name_of
-from train.system.ownership import LeaseLost
+from train.run_folder.lease import name_of
+from train.run_folder.ownership import LeaseLost
+from train.storage import folders
+from train.storage.folders import open_folder
 
 AWAY = Fault("status", match="/checkpoints/")
 
@@ -50,13 +50,17 @@ def test_a_save_that_s3_does_not_take_stays_whole_and_its_folder_is_named(store,
     (folder,) = copies(store)
     assert Manifest.from_json((folder / FILE).read_bytes()).step == 6
     words = f"; step 6 is complete in {folder}; docs/faults.md says how to upload it"
-    assert unsent.saver.newest_text == f"the newest checkpoint is of step 3 ({store.location}){words}"
+    assert (
+        unsent.saver.newest_text == f"the newest checkpoint is of step 3 ({store.location}){words}"
+    )
     (line,) = [line.message for line in caplog.get_records("setup") if line.levelname == "ERROR"]
     assert line.startswith("saving step 6: Unreachable: s3://") and line.endswith(words)
     assert store.steps() == [3]
 
 
-@pytest.mark.parametrize("name", [None, "5f0c1a2b3d4e4f5a8b9c0d1e2f3a4b5c"], ids=["now", "b14c56c"])
+@pytest.mark.parametrize(
+    "name", [None, "5f0c1a2b3d4e4f5a8b9c0d1e2f3a4b5c"], ids=["now", "b14c56c"]
+)
 def test_a_start_names_the_copy_until_s3_has_the_step(store, unsent, caplog, name):
     """Its step is that of its manifest: commit b14c56c named the folder by a random number alone."""
     (folder,) = copies(store)
@@ -64,7 +68,9 @@ def test_a_start_names_the_copy_until_s3_has_the_step(store, unsent, caplog, nam
     killed = store.begin(9, 0)
     store.collect_garbage(ended_below=2)
     assert copies(store) == [folder] and not killed.exists()
-    assert [line for line in caplog.messages if f"{folder} contains a save that is not in S3" in line]
+    assert [
+        line for line in caplog.messages if f"{folder} contains a save that is not in S3" in line
+    ]
     unsent.trained = built()
     assert saved(saver_of(S3Store(store.folder, store.local / "other")), 6, unsent.trained) is None
     store.collect_garbage(ended_below=2)
@@ -86,7 +92,10 @@ def test_a_newer_save_takes_the_place_of_the_copy(bucket, store, unsent):
 def test_the_next_save_removes_from_s3_what_one_that_failed_has_left(bucket, store, name):
     """The files of an earlier owner, which may not have ended, stay."""
     saver, trained = saver_of(store), built()
-    earlier = [f"run/checkpoints/step_00000001/00000000-01234567{end}" for end in (".unfinished", "/model.pt")]
+    earlier = [
+        f"run/checkpoints/step_00000001/00000000-01234567{end}"
+        for end in (".unfinished", "/model.pt")
+    ]
     bucket.put(earlier[0], b'{"files": ["model.pt"]}')
     bucket.put(earlier[1], b"of a save that may be under way")
     bucket.proxy.set(Fault("status", match=f"^PUT .*/{name}", code=403, error="AccessDenied"))
@@ -95,7 +104,11 @@ def test_the_next_save_removes_from_s3_what_one_that_failed_has_left(bucket, sto
     assert len(bucket.keys("run/checkpoints/step_00000003/")) > 1
     assert saved(saver, 6, trained) is None
     keys = bucket.keys("run/checkpoints/")
-    assert keys[:2] == sorted(earlier) and len(keys) == 6 and keys[-1].endswith("step_00000006/manifest.json")
+    assert (
+        keys[:2] == sorted(earlier)
+        and len(keys) == 6
+        and keys[-1].endswith("step_00000006/manifest.json")
+    )
 
 
 def test_the_copy_makes_room_for_a_newer_save(store, unsent, monkeypatch):
@@ -112,14 +125,19 @@ def test_the_copy_makes_room_for_a_newer_save(store, unsent, monkeypatch):
 
 def test_the_last_save_is_tried_again_while_there_is_time(bucket, store, caplog):
     saver = saver_of(store)
-    bucket.proxy.set(Fault("status", match="^PUT .*/optimizer.pt", times=10))  # seven in the first attempt
+    bucket.proxy.set(
+        Fault("status", match="^PUT .*/optimizer.pt", times=10)
+    )  # seven in the first attempt
     save(saver, 6, built(), patience_s=60.0)
     saver.wait()
     assert [result.failure for result in saver.take()] == [None]
     assert store.steps() == [6] and copies(store) == []
     (line,) = [line for line in caplog.messages if line.startswith("saving step 6: s3://")]
     assert "S3 answers 503" in line and "retrying for up to" in line
-    assert len({key.split("/")[3] for key in bucket.keys("run/checkpoints/") if key.endswith(".pt")}) == 1
+    assert (
+        len({key.split("/")[3] for key in bucket.keys("run/checkpoints/") if key.endswith(".pt")})
+        == 1
+    )
 
 
 def test_a_job_that_lost_the_run_folder_keeps_no_copy(store, unsent):

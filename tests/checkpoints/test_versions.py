@@ -13,7 +13,7 @@ from launched import Launched
 
 from launch.__main__ import main as launch_main
 from train.run.command import FAILED, REJECTED
-from train.system.checksums import sealed
+from train.storage.checksums import sealed
 from train.tools import predict, shards
 from train.tools.checkpoints import main as checkpoints
 from train.tools.report import main as report
@@ -21,12 +21,18 @@ from train.tools.report import main as report
 
 def future(content: str, key: str | None = None) -> str:
     """The content with a format of tomorrow, and with its own checksum under `key`."""
-    values = {name: value for name, value in json.loads(content).items() if name != key} | {"format": 99}
+    values = {name: value for name, value in json.loads(content).items() if name != key} | {
+        "format": 99
+    }
     return json.dumps(values if key is None else sealed(values, key))
 
 
 def unknown(content: str) -> str:
-    return content.replace("{", '{"future": 1,', 1) if content.startswith("{") else f"{content}future: 1\n"
+    return (
+        content.replace("{", '{"future": 1,', 1)
+        if content.startswith("{")
+        else f"{content}future: 1\n"
+    )
 
 
 MANIFEST = "run/checkpoints/step_00000006/manifest.json"
@@ -48,8 +54,12 @@ def there(finished: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.Mo
     return tmp_path
 
 
-@pytest.mark.parametrize(("file", "change", "command", "arguments", "code", "said"), CASES, ids=[c[0] for c in CASES])
-def test_a_file_of_another_version_is_rejected_in_one_line(file, change, command, arguments, code, said, there, capsys):
+@pytest.mark.parametrize(
+    ("file", "change", "command", "arguments", "code", "said"), CASES, ids=[c[0] for c in CASES]
+)
+def test_a_file_of_another_version_is_rejected_in_one_line(
+    file, change, command, arguments, code, said, there, capsys
+):
     path = there / file
     changed = change(path.read_text())
     assert changed != path.read_text()

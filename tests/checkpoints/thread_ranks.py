@@ -34,10 +34,12 @@ from train.parallel.backend import State
 from train.parallel.ddp import DDP
 from train.parallel.pieces import Tensors, piece
 from train.parallel.ranks import World
-from train.system.schema import Head
+from train.storage.schema import Head
 
 SAVES = 5
-SETTINGS = {f"section.name_of_setting_{number}": number for number in range(300)}  # in place of a run's settings
+SETTINGS = {
+    f"section.name_of_setting_{number}": number for number in range(300)
+}  # in place of a run's settings
 LOCAL = 32  # ranks per machine
 ROW = 4096  # values in a rank's row
 PAGE = 1000  # maximum objects in a response of ListObjectsV2
@@ -72,7 +74,9 @@ class Collectives:
     def __init__(self) -> None:
         self.received: Counter[int] = Counter()
 
-    def all_reduce(self, tensor: Any, op: Any = dist.ReduceOp.SUM, *, group: Group, async_op: bool = False) -> Any:
+    def all_reduce(
+        self, tensor: Any, op: Any = dist.ReduceOp.SUM, *, group: Group, async_op: bool = False
+    ) -> Any:
         values = torch.stack(group.exchange(tensor.clone()))
         tensor.copy_(values.amax(0) if op == dist.ReduceOp.MAX else values.sum(0))
         self.received[group.rank] += tensor.nbytes
@@ -82,17 +86,23 @@ class Collectives:
         values = group.exchange(tensor)
         for part, value in zip(parts or (), values, strict=False):
             part.copy_(value)
-        self.received[group.rank] += sum(value.nbytes for value in values[1:]) if group.rank == 0 else 0
+        self.received[group.rank] += (
+            sum(value.nbytes for value in values[1:]) if group.rank == 0 else 0
+        )
 
     def broadcast_object_list(self, objects: list[Any], *, group: Group) -> None:
-        content, values = group.exchange((pickle.dumps(objects), objects) if group.rank == 0 else (b"", []))[0]
+        content, values = group.exchange(
+            (pickle.dumps(objects), objects) if group.rank == 0 else (b"", [])
+        )[0]
         objects[:] = copy.deepcopy(values)
         self.received[group.rank] += len(content) if group.rank else 0
 
     def all_gather_object(self, objects: list[Any], value: Any, *, group: Group) -> None:
         contents = group.exchange((pickle.dumps(value), value))
         objects[:] = [each for _, each in contents]
-        self.received[group.rank] += sum(len(content) for content, _ in contents) - len(contents[group.rank][0])
+        self.received[group.rank] += sum(len(content) for content, _ in contents) - len(
+            contents[group.rank][0]
+        )
 
 
 class Objects:
@@ -103,7 +113,10 @@ class Objects:
     def __init__(self, content: dict[str, bytes]) -> None:
         self.content = content
         self.downloads: set[str] = set()
-        self.damages, self.is_of_step = "", ""  # a file that is damaged in downloads, and its step ("": any)
+        self.damages, self.is_of_step = (
+            "",
+            "",
+        )  # a file that is damaged in downloads, and its step ("": any)
         self.requests: Counter[str] = Counter()
         self.lock = threading.Lock()
 
@@ -152,7 +165,10 @@ class Objects:
             content = dict(self.content)
         names = sorted(name for name in content if name.startswith(prefix))
         self.count("LIST", max(1, -(-len(names) // PAGE)))
-        return {name: Head(len(content[name]), hashlib.md5(content[name]).hexdigest()) for name in names}
+        return {
+            name: Head(len(content[name]), hashlib.md5(content[name]).hexdigest())
+            for name in names
+        }
 
 
 class Rows:
@@ -195,7 +211,12 @@ def backends(size: int) -> list[Host]:
     made, plain = [], Host(BackendConfig(device="cpu"))
     for rank, (group, writers) in enumerate(zip(groups(size), groups(size), strict=True)):
         backend, world = copy.copy(plain), World()
-        world.rank, world.size, world.local_rank, world.local_size = rank, size, rank % LOCAL, min(LOCAL, size)
+        world.rank, world.size, world.local_rank, world.local_size = (
+            rank,
+            size,
+            rank % LOCAL,
+            min(LOCAL, size),
+        )
         world.is_distributed, world.group = size > 1, group  # type: ignore[assignment]
         backend.world, backend.writers = world, writers
         made.append(backend)
@@ -211,7 +232,9 @@ class Run:
         self.collectives, self.threads, self.size = Collectives(), ThreadPoolExecutor(size), size
         self.backends = backends(size)
         self.engines: list[Any] = [Rows(backend.world) for backend in self.backends]
-        stores: list[Any] = [S3Store(each, Path(scratch, str(n))) for n, each in enumerate(self.machines)]  # type: ignore[arg-type]
+        stores: list[Any] = [
+            S3Store(each, Path(scratch, str(n))) for n, each in enumerate(self.machines)
+        ]  # type: ignore[arg-type]
         self.stores = [stores[rank // LOCAL] for rank in range(size)]
 
     def on_all(self, action: Callable[[int], Result]) -> list[Result]:
@@ -230,11 +253,15 @@ class Run:
         return dict(sum((machine.requests for machine in self.machines), Counter[str]()))
 
     def save(self, num_saves: int = SAVES) -> None:
-        owned: Any = SimpleNamespace(ownership=SimpleNamespace(check=lambda: None), mirror=lambda: None)
+        owned: Any = SimpleNamespace(
+            ownership=SimpleNamespace(check=lambda: None), mirror=lambda: None
+        )
         draft = Manifest(0, 1, {}, SETTINGS, {}, self.size, "ddp", None)
         savers = [
             AsyncSaver(CheckpointConfig(), store, engine, backend, draft, owned)
-            for store, engine, backend in zip(self.stores, self.engines, self.backends, strict=True)
+            for store, engine, backend in zip(
+                self.stores, self.engines, self.backends, strict=True
+            )
         ]
 
         def save(rank: int, step: int) -> None:
@@ -249,7 +276,9 @@ class Run:
 
     def load(self) -> list[Loaded]:
         def resume(rank: int) -> Loaded:
-            return load(self.stores[rank], self.engines[rank], self.backends[rank], {}, {}, force=False)
+            return load(
+                self.stores[rank], self.engines[rank], self.backends[rank], {}, {}, force=False
+            )
 
         return self.on_all(resume)
 

@@ -5,8 +5,8 @@ from functools import cache
 import pytest
 
 from train.config import InstanceConfig, TrainConfig
+from train.machine.machine import instance_names
 from train.run import compose as cli
-from train.system.machine import instance_names
 from train.tools.doctor.probe import read_instance
 
 GIVEN = ["run_dir=x", "data.path=x", "global_batch_size=32", "max_steps=1"]
@@ -24,10 +24,16 @@ def test_the_figures_of_a_machine_are_consistent(name: str):
     assert machine.name == name
     for key in ("device", "accelerator", "devices", "device_memory_gib", "vcpus", "network_cards"):
         assert getattr(machine, key) is not None, key
-    assert machine.devices is not None and machine.vcpus is not None and machine.efa_interfaces is not None
+    assert (
+        machine.devices is not None
+        and machine.vcpus is not None
+        and machine.efa_interfaces is not None
+    )
     assert machine.network_cards is not None
     assert machine.rank_counts is None or max(machine.rank_counts) == machine.devices
-    assert machine.device != "neuron" or machine.rank_counts, "Neuron's runtime takes certain numbers of ranks only"
+    assert machine.device != "neuron" or machine.rank_counts, (
+        "Neuron's runtime takes certain numbers of ranks only"
+    )
     assert machine.devices <= machine.vcpus  # a processor a rank
     assert machine.efa_interfaces in (0, machine.network_cards - 1, machine.network_cards)
     assert (machine.device_tflops_bf16 or 1) > (machine.device_tflops_fp32 or 0)
@@ -40,9 +46,13 @@ def test_the_figures_of_a_machine_are_consistent(name: str):
 def test_machines_with_the_same_chip_have_the_same_peak():
     peaks: dict[str | None, set[tuple[float | None, ...]]] = {}
     for machine in map(load, MACHINES):
-        peaks.setdefault(machine.accelerator, set()).add((machine.device_tflops_bf16, machine.device_tflops_fp32))
+        peaks.setdefault(machine.accelerator, set()).add(
+            (machine.device_tflops_bf16, machine.device_tflops_fp32)
+        )
         if machine.devices != 1:
-            peaks.setdefault(f"links of {machine.accelerator}", set()).add((machine.device_link_gbyte_per_s,))
+            peaks.setdefault(f"links of {machine.accelerator}", set()).add(
+                (machine.device_link_gbyte_per_s,)
+            )
     assert {chip: figures for chip, figures in peaks.items() if len(figures) > 1} == {}
 
 

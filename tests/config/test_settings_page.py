@@ -27,7 +27,10 @@ KEY = re.compile(r"^\| `([^`]+)` \| ([^|]+) \| `(.*?)` \| (.*?) ?(?<!\\)\| (.*) 
 OPTION = re.compile(r"^\| `([^`]+)` \| ([^|]+) \|$", re.MULTILINE)
 # Of a value what it is, "The steps between saves", of a switch what true does, "Save ..."; behind a semicolon what null
 # and other special values do, "null uses all". FRAGMENT is what the comments were made of before.
-SENTENCE = {False: re.compile(r"(The|An?) .*\w.*\."), True: re.compile(r"(?!(The|An?) )[A-Z][a-z]+ .*\w.*\.")}
+SENTENCE = {
+    False: re.compile(r"(The|An?) .*\w.*\."),
+    True: re.compile(r"(?!(The|An?) )[A-Z][a-z]+ .*\w.*\."),
+}
 FRAGMENT = re.compile(
     r"(^|[;.] )(null|true|false|auto|none|\d+|\[\]): |(^|; )the same\b|\b(one|ones|those|here) (above|below)\b"
 )
@@ -39,7 +42,11 @@ OWN = ("compare.variants", "data.label_map", "data.more_validation")
 def schemas() -> None:
     for name, schema in settings.commands().items():
         if name not in ("train", "prepare"):
-            of_group = [("cluster", option, kind) for option, kind in SETTINGS.items()] if name == "launch" else []
+            of_group = (
+                [("cluster", option, kind) for option, kind in SETTINGS.items()]
+                if name == "launch"
+                else []
+            )
             compose.add_schema(schema, name, of_group)
 
 
@@ -54,14 +61,18 @@ def sections(text: str) -> Iterator[tuple[str, str, list[str]]]:
 
 def test_the_page_is_what_its_command_prints(tmp_path: Path) -> None:
     """Made from the files of the repository alone: a checkout may have options of the user's own in conf/."""
-    tracked = subprocess.run(["git", "ls-files", "conf"], cwd=ROOT, capture_output=True, text=True, check=True)
+    tracked = subprocess.run(
+        ["git", "ls-files", "conf"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     for name in tracked.stdout.splitlines():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     for package in ("train", "launch", "ami"):
         (tmp_path / package).symlink_to(ROOT / package)
     words = [sys.executable, "-m", "train.settings"]
-    printed = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        words, cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout
     assert printed == PAGE.read_text(), f"docs/settings.md is not up to date; run: {COMMAND}"
 
 
@@ -69,8 +80,14 @@ def choices(command: str) -> list[list[str]]:
     """Overrides that choose, over all lists, an option of each group with each schema that there is for it."""
     of_group = []
     for group, (_, options) in groups(command).items():
-        texts = {option: (ROOT / "conf" / group / f"{option}.yaml").read_text() for option in options}
-        schemas = {found[0]: option for option in options if (found := re.findall(r"\w+_schema\b", texts[option]))}
+        texts = {
+            option: (ROOT / "conf" / group / f"{option}.yaml").read_text() for option in options
+        }
+        schemas = {
+            found[0]: option
+            for option in options
+            if (found := re.findall(r"\w+_schema\b", texts[option]))
+        }
         of_group.append([f"{group}={option}" for option in schemas.values()])
     return [[], *([each for each in row if each] for row in itertools.zip_longest(*of_group))]
 
@@ -79,10 +96,17 @@ def choices(command: str) -> list[list[str]]:
 def test_every_key_that_a_command_composes_is_on_the_page(command: str) -> None:
     composed: set[str] = set()
     for overrides in choices(command):
-        plain = OmegaConf.to_container(compose.compose_config(settings.commands()[command], overrides))
+        plain = OmegaConf.to_container(
+            compose.compose_config(settings.commands()[command], overrides)
+        )
         assert isinstance(plain, dict)
         composed |= {key for key, _ in flatten({str(key): value for key, value in plain.items()})}
-    listed = {row[0] for _, rest, users in sections(PAGE.read_text()) if command in users for row in KEY.findall(rest)}
+    listed = {
+        row[0]
+        for _, rest, users in sections(PAGE.read_text())
+        if command in users
+        for row in KEY.findall(rest)
+    }
     own = {key for key in composed if key.startswith(tuple(f"{table}." for table in OWN))}
     assert len(composed) > 15 and composed - own - listed == set()
     assert {key for key in listed if "[]" not in key} - composed - {*OWN} == set()
@@ -91,7 +115,13 @@ def test_every_key_that_a_command_composes_is_on_the_page(command: str) -> None:
 def test_what_most_users_set_comes_first() -> None:
     first, others = PAGE.read_text().split("\n## Other keys\n")
     listed = [row[0] for row in KEY.findall(first)]
-    assert 50 <= len(listed) <= 65 and {"run_dir", "optim.lr", "data.label_map", "corpus.path", "nodes"} <= set(listed)
+    assert 50 <= len(listed) <= 65 and {
+        "run_dir",
+        "optim.lr",
+        "data.label_map",
+        "corpus.path",
+        "nodes",
+    } <= set(listed)
     assert "`lease.ttl_s`" in others and "`data.label_map`" not in others
 
 
@@ -104,7 +134,10 @@ def test_a_row_says_what_the_schema_says() -> None:
     assert rows["parallel.schedule"][2] == r"gpipe \| 1f1b \| interleaved"
     assert rows["task.label_smoothing"][2] == "0 or more, below 1"
     assert rows["optim.betas"][:2] == ("list of numbers", "[0.9, 0.999]")
-    assert rows["data.label_map"][0] == "table of texts" and rows["checkpoint.best"][0] == "true or false"
+    assert (
+        rows["data.label_map"][0] == "table of texts"
+        and rows["checkpoint.best"][0] == "true or false"
+    )
     assert rows["corpus.datasets[].rows_per_document"][1] == "1"
 
 
@@ -112,7 +145,11 @@ def test_every_key_and_option_has_its_sentence() -> None:
     text = PAGE.read_text()
     keys, options = text.split("\n## Groups\n")
     rows = [(row[0], row[4], SENTENCE[row[1] == "true or false"]) for row in KEY.findall(keys)]
-    assert [(key, text) for key, text, form in rows if FRAGMENT.search(text) or not form.fullmatch(text)] == []
+    assert [
+        (key, text)
+        for key, text, form in rows
+        if FRAGMENT.search(text) or not form.fullmatch(text)
+    ] == []
     # A budget: a new key is paid by one that goes, and this number stays or sinks.
     assert len(rows) == len(re.findall(r"^\| `", keys, re.MULTILINE)) == 237
     assert [row[0] for row in OPTION.findall(options) if len(row[1]) < 8] == []

@@ -19,7 +19,7 @@ from train.data.batches.loader import Batches, MaskedRows, failure_of
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.shards.format import read_manifest
 from train.data.shards.order import PADDING, EvalOrder, ShardSampler
-from train.system import atomic_io
+from train.storage import atomic_io
 from train.tasks import build_task
 
 G = 16
@@ -36,8 +36,16 @@ def sampler_of(folder, *, rank, world_size, first_step=0):
 
 
 def loader_of(folder, *, rank=0, world_size=1, num_workers=0, first_step=0, **more):
-    order = sampler_of(folder, rank=rank, world_size=world_size, first_step=first_step).micro_batches(G // world_size)
-    settings = {"batch_size": G // world_size, "prefetch": 2, "pin_memory": False, "multi_batch": 3, **more}
+    order = sampler_of(
+        folder, rank=rank, world_size=world_size, first_step=first_step
+    ).micro_batches(G // world_size)
+    settings = {
+        "batch_size": G // world_size,
+        "prefetch": 2,
+        "pin_memory": False,
+        "multi_batch": 3,
+        **more,
+    }
     return Batches(rows_of(folder), order, num_workers=num_workers, **settings)
 
 
@@ -46,7 +54,9 @@ def global_batches(folder, *, world_size, number, **more):
     per_rank = []
     for rank in range(world_size):
         made = loader_of(folder, rank=rank, world_size=world_size, **more)
-        per_rank.append([{k: v.clone() for k, v in batch["inputs"].items()} for batch in islice(made, number)])
+        per_rank.append(
+            [{k: v.clone() for k, v in batch["inputs"].items()} for batch in islice(made, number)]
+        )
     digests = []
     for step in zip(*per_rank, strict=True):
         digest = hashlib.sha256()
@@ -69,7 +79,10 @@ def whole(shards):
     [(1, 1, {}), (2, 3, {}), (8, 0, {}), (2, 0, {"multi_batch": 1}), (2, 0, {"multi_batch": 7})],
 )
 def test_ranks_and_loader_processes_change_no_byte(shards, whole, world_size, num_workers, more):
-    assert global_batches(shards, world_size=world_size, num_workers=num_workers, number=9, **more) == whole
+    assert (
+        global_batches(shards, world_size=world_size, num_workers=num_workers, number=9, **more)
+        == whole
+    )
 
 
 def test_what_was_prefetched_is_not_consumed(shards, whole):
@@ -77,7 +90,9 @@ def test_what_was_prefetched_is_not_consumed(shards, whole):
     made = iter(loader_of(shards, num_workers=3))
     next(made), next(made)
     del made
-    assert global_batches(shards, world_size=4, num_workers=3, number=3, first_step=2) == whole[2:5]
+    assert (
+        global_batches(shards, world_size=4, num_workers=3, number=3, first_step=2) == whole[2:5]
+    )
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -86,7 +101,10 @@ def test_a_failure_comes_after_the_batches_before_it_and_one_that_passes_costs_n
     shards, num_workers, passes, monkeypatch
 ):
     draw, failed = MaskedRows.draw, []
-    bad = [int(batch[0]) for batch in islice(sampler_of(shards, rank=0, world_size=1).micro_batches(G), 6)][4]
+    bad = [
+        int(batch[0])
+        for batch in islice(sampler_of(shards, rank=0, world_size=1).micro_batches(G), 6)
+    ][4]
 
     def drawn(self, items):
         if bad in items and not (passes and failed):
@@ -103,7 +121,10 @@ def test_a_failure_comes_after_the_batches_before_it_and_one_that_passes_costs_n
 def test_evaluation_draws_each_sequence_once_and_padding_counts_for_nothing(shards):
     """A rank reads shards of its own part alone, for PADDING too, and what the report shows is on rank 0's machine."""
     task = build_task(train_config(shards / "run", shards, "eval_examples=49"))
-    data, ends = task.eval_data(), np.cumsum([shard.rows for shard in task.manifest.splits["validation"]])
+    data, ends = (
+        task.eval_data(),
+        np.cumsum([shard.rows for shard in task.manifest.splits["validation"]]),
+    )
     gather, read = data.shards.gather, set()
 
     def noted(rows, names):
@@ -131,19 +152,31 @@ def test_evaluation_draws_each_sequence_once_and_padding_counts_for_nothing(shar
 
 
 def test_a_part_of_the_evaluation_is_drawn_by_the_seed_and_masked_as_in_the_whole(shards):
-    part, other = (build_task(train_config(shards / "run", shards, "eval_examples=9", f"seed={n}")) for n in (0, 1))
+    part, other = (
+        build_task(train_config(shards / "run", shards, "eval_examples=9", f"seed={n}"))
+        for n in (0, 1)
+    )
     rows = part.eval_sample
     assert (
-        part.eval_rows == len(set(rows)) == 9 and rows.tolist() != list(range(9)) and (rows != other.eval_sample).any()
+        part.eval_rows == len(set(rows)) == 9
+        and rows.tolist() != list(range(9))
+        and (rows != other.eval_sample).any()
     )
     whole = build_task(train_config(shards / "run", shards)).eval_data().draw(rows[None])["inputs"]
     drawn = part.eval_data().draw(np.arange(9)[None])["inputs"]
-    assert all(torch.equal(drawn[name], whole[name]) for name in ("input_ids", "labels", "positions"))
+    assert all(
+        torch.equal(drawn[name], whole[name]) for name in ("input_ids", "labels", "positions")
+    )
 
 
 @pytest.mark.parametrize("numbers", [[0, 10**6], [-1], [3, -(10**6), 5]])
 def test_a_number_that_no_sequence_has_is_an_error(shards, numbers):
-    rejects("sequences .* but there are", rows_of(shards).shards.rows, np.array(numbers), error=IndexError)
+    rejects(
+        "sequences .* but there are",
+        rows_of(shards).shards.rows,
+        np.array(numbers),
+        error=IndexError,
+    )
 
 
 class Unsendable:
@@ -155,23 +188,44 @@ class Unsendable:
 
 def test_a_batch_that_does_not_fit_into_shared_memory_ends_the_run(shards, monkeypatch):
     """It is not lost in silence, which the rank would wait for without end."""
-    monkeypatch.setattr(MaskedRows, "draw", lambda _, items: {"inputs": {}, "count": Unsendable(), "tokens": []})
+    monkeypatch.setattr(
+        MaskedRows, "draw", lambda _, items: {"inputs": {}, "count": Unsendable(), "tokens": []}
+    )
     (batch,) = islice(loader_of(shards, num_workers=1), 1)
-    assert "/dev/shm is full; enlarge it" in str(failure_of([batch])) and isinstance(failure_of([batch]), Failure)
+    assert "/dev/shm is full; enlarge it" in str(failure_of([batch])) and isinstance(
+        failure_of([batch]), Failure
+    )
 
 
 def test_too_little_shared_memory_for_the_loader_processes_is_rejected(tmp_path, monkeypatch):
-    settings = {"num_ranks": 2, "batch_size": 32, "seq_len": 512, "num_workers": 1, "prefetch": 4, "multi_batch": 1}
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2_000_000, total=4_000_000))
-    rejects("/dev/shm has 2 MB free, .* keep 2.62 MB of batches", loader.check_shared_memory, **settings)
+    settings = {
+        "num_ranks": 2,
+        "batch_size": 32,
+        "seq_len": 512,
+        "num_workers": 1,
+        "prefetch": 4,
+        "multi_batch": 1,
+    }
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda _: SimpleNamespace(free=2_000_000, total=4_000_000)
+    )
+    rejects(
+        "/dev/shm has 2 MB free, .* keep 2.62 MB of batches",
+        loader.check_shared_memory,
+        **settings,
+    )
     for fits in ({"num_ranks": 1}, {"num_workers": 0}, {"prefetch": 1}):
         loader.check_shared_memory(**{**settings, **fits})
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0, total=0))  # not counted: FUSE
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda _: SimpleNamespace(free=0, total=0)
+    )  # not counted: FUSE
     loader.check_shared_memory(**settings)
 
 
 @pytest.mark.parametrize("lacks", ["shared memory", "a short TMPDIR"])
-def test_a_machine_that_cannot_have_loader_processes_reads_the_same_batches_without(shards, monkeypatch, log, lacks):
+def test_a_machine_that_cannot_have_loader_processes_reads_the_same_batches_without(
+    shards, monkeypatch, log, lacks
+):
     expected = list(islice(loader_of(shards, num_workers=1), 3))
     if lacks == "shared memory":
         monkeypatch.setattr(loader, "SHARED_MEMORY", Path("/nowhere"))
@@ -181,5 +235,7 @@ def test_a_machine_that_cannot_have_loader_processes_reads_the_same_batches_with
     batches = loader_of(shards, num_workers=1)
     assert batches.loader is None or batches.loader.num_workers == 0
     for ours, theirs in zip(islice(batches, 3), expected, strict=True):
-        assert all(torch.equal(ours["inputs"][name], theirs["inputs"][name]) for name in theirs["inputs"])
+        assert all(
+            torch.equal(ours["inputs"][name], theirs["inputs"][name]) for name in theirs["inputs"]
+        )
     assert "data.num_workers=1: the rank reads its data itself, since " in log.text

@@ -15,15 +15,19 @@ from train.data.shards.cache import ShardCache, cache_dir
 from train.data.shards.format import Shard
 from train.data.shards.order import ShardSampler
 from train.data.shards.prefetch import wanted_shards
-from train.system.processes import owner_name
+from train.machine.processes import owner_name
 
 MB = 10**6
 
 
 def manifest_of(num_shards, *, rows=100, size=64 * MB, validation=10 * MB):
-    train = [Shard(f"train-{number:05d}.safetensors", rows, size, "0") for number in range(num_shards)]
+    train = [
+        Shard(f"train-{number:05d}.safetensors", rows, size, "0") for number in range(num_shards)
+    ]
     held_out = [Shard("validation-00000.safetensors", 10, validation, "0")]
-    return SimpleNamespace(splits={"train": train, "validation": held_out}, shards=[*train, *held_out], id="1" * 64)
+    return SimpleNamespace(
+        splits={"train": train, "validation": held_out}, shards=[*train, *held_out], id="1" * 64
+    )
 
 
 @pytest.fixture
@@ -32,10 +36,14 @@ def of_size(monkeypatch, tmp_path):
 
     def make(num_shards, limit_bytes=None, free=10**13):
         monkeypatch.setattr(
-            cache.os, "statvfs", lambda _: SimpleNamespace(f_bavail=free, f_bfree=free, f_blocks=10**13, f_frsize=1)
+            cache.os,
+            "statvfs",
+            lambda _: SimpleNamespace(f_bavail=free, f_bfree=free, f_blocks=10**13, f_frsize=1),
         )
         cache_gb = None if limit_bytes is None else limit_bytes / 1e9
-        cfg = ShardsConfig(path="", cache_dir=str(tmp_path), cache_gb=cache_gb, deadline_s=50.0, attempt_s=50.0)
+        cfg = ShardsConfig(
+            path="", cache_dir=str(tmp_path), cache_gb=cache_gb, deadline_s=50.0, attempt_s=50.0
+        )
         return ShardCache(cfg, manifest_of(num_shards))
 
     return make
@@ -43,17 +51,32 @@ def of_size(monkeypatch, tmp_path):
 
 def order_of(num_shards, *, batch=10, lanes=1, window=None, **place):
     place = {"rank": 0, "world_size": 1, **place}
-    return ShardSampler([100] * num_shards, seed=3, global_batch_size=batch, lanes=lanes, window_shards=window, **place)
+    return ShardSampler(
+        [100] * num_shards,
+        seed=3,
+        global_batch_size=batch,
+        lanes=lanes,
+        window_shards=window,
+        **place,
+    )
 
 
 def test_the_window_is_the_usual_one_or_what_fits(of_size):
     total = 20 * 64 * MB + 10 * MB
     one_lane, two = order_of(20), order_of(20, lanes=2, window=5)
-    assert of_size(20, 10**12).window_shards(one_lane) == of_size(20, total).window_shards(one_lane) == 256
-    assert of_size(20, total - 1).window_shards(one_lane) == 3  # 6 windows of 3 shards, and validation
+    assert (
+        of_size(20, 10**12).window_shards(one_lane)
+        == of_size(20, total).window_shards(one_lane)
+        == 256
+    )
+    assert (
+        of_size(20, total - 1).window_shards(one_lane) == 3
+    )  # 6 windows of 3 shards, and validation
     assert of_size(20, 10 * MB + 6 * 64 * MB).window_shards(one_lane) == 1
     assert of_size(20, 9 * MB + 6 * 64 * MB).window_shards(one_lane) == 0
-    assert of_size(20, total - 1).window_shards(two) == 1  # 2 times 6 windows, and 2 shards that are cut
+    assert (
+        of_size(20, total - 1).window_shards(two) == 1
+    )  # 2 times 6 windows, and 2 shards that are cut
     half = order_of(20, lanes=2, window=5, world_size=2)  # this machine reads one of the two lanes
     assert of_size(20, total - 1).window_shards(half) == 5
     small = of_size(20, 10 * MB + 6 * 64 * MB - MB)
@@ -62,7 +85,11 @@ def test_the_window_is_the_usual_one_or_what_fits(of_size):
     rejects(r"may use 0.393 GB, but the data is 1.29 GB", small.check_fits, small.manifest.shards)
     some = of_size(20, 800 * MB)
     some.check_fits(order_of(20, window=2, batch=200))
-    rejects("a batch has 201 sequences, more than a window of 2", some.check_fits, order_of(20, window=2, batch=201))
+    rejects(
+        "a batch has 201 sequences, more than a window of 2",
+        some.check_fits,
+        order_of(20, window=2, batch=201),
+    )
 
 
 @pytest.mark.parametrize(("lanes", "window"), [(1, 1), (1, 2), (1, 3), (3, 1), (2, 2)])
@@ -72,7 +99,9 @@ def test_whatever_a_step_reads_is_wanted_and_space_is_kept(lanes, window, batch,
     """Over two epochs: the shards of each batch are among those wanted while it is read."""
     sampler = order_of(19, batch=batch, lanes=lanes, window=window, world_size=machines)
     # readers may still map a window of each lane
-    held = len(sampler.lanes_here) * ((cache.WINDOWS_HELD - 1) * window + cache.cut_shards(sampler))
+    held = len(sampler.lanes_here) * (
+        (cache.WINDOWS_HELD - 1) * window + cache.cut_shards(sampler)
+    )
     limit, manifest = 10 * MB + held * 64 * MB, manifest_of(19)
     seen = set()
     for step in range(2 * sampler.steps):
@@ -80,7 +109,9 @@ def test_whatever_a_step_reads_is_wanted_and_space_is_kept(lanes, window, batch,
         wanted = wanted_shards(manifest, sampler, limit)
         epoch, first = sampler.position
         rows = sampler.epoch_order(epoch).rows(first, first + 1, sampler.slots).ravel()
-        assert {f"train-{row // 100:05d}.safetensors" for row in rows} <= {shard.file for shard in wanted}
+        assert {f"train-{row // 100:05d}.safetensors" for row in rows} <= {
+            shard.file for shard in wanted
+        }
         assert manifest.splits["validation"][0] in wanted
         assert sum(shard.bytes for shard in wanted) <= limit
         seen |= {shard.file for shard in wanted}
@@ -103,14 +134,18 @@ def test_what_the_disk_has_not_is_not_promised(of_size):
     full = of_size(3, 300 * MB, free=100 * MB)
     rejects("has 0.1 GB free, but the shards would take 0.202 GB; free some", full.limit_bytes)
     there = of_size(3, 150 * MB, free=100 * MB)
-    (there.folder / "train-00000.safetensors").write_text("")  # what is there already needs no more space
+    (there.folder / "train-00000.safetensors").write_text(
+        ""
+    )  # what is there already needs no more space
     assert there.limit_bytes() == 150 * MB
 
 
 def test_times_that_cannot_be_kept_are_rejected():
     given = {"run_dir": "", "max_steps": 1, "micro_batch_size": 1}
     late = ShardsConfig(path="s3://b", deadline_s=700)
-    rejects("data.deadline_s=700 must be below backend.timeout_s=600", TrainConfig, data=late, **given)
+    rejects(
+        "data.deadline_s=700 must be below backend.timeout_s=600", TrainConfig, data=late, **given
+    )
 
 
 SHARD = manifest_of(1).shards[0]
@@ -156,7 +191,11 @@ OTHER = replace(SHARD, file="train-00009.safetensors")
 
 
 def test_a_shard_that_does_not_come_is_given_up(served, clock):
-    assert 50 <= waited_s(served, clock, "no byte arrived, and there was no error; given up after 50 s") < 51
+    assert (
+        50
+        <= waited_s(served, clock, "no byte arrived, and there was no error; given up after 50 s")
+        < 51
+    )
     assert waited_s(served, clock, r"given up after 50 s") < 51  # later ones do not wait again
 
 
@@ -167,7 +206,13 @@ def test_only_silence_counts(served, clock):
     clock.later[1400.0] = lambda: served.write_status(is_filling=False)
     clock.later[1500.0] = lambda: served.write_status(is_filling=True)
     clock.later[1510.0] = lambda: served.set_fault(OTHER, "no space", is_final=False)
-    assert 550 <= waited_s(served, clock, "00000.safetensors does not arrive; no space; given up after 50 s") < 552
+    assert (
+        550
+        <= waited_s(
+            served, clock, "00000.safetensors does not arrive; no space; given up after 50 s"
+        )
+        < 552
+    )
 
 
 def test_the_last_fault_of_the_prefetcher_is_the_reason(served, clock):
@@ -186,7 +231,13 @@ def test_a_prefetcher_that_is_gone_is_named(served, clock):
 
 def test_a_prefetcher_that_has_not_begun_is_waited_for(served, clock):
     served.status.unlink()
-    assert 50 <= waited_s(served, clock, "does not arrive; the process that fetches has not started; given up") < 52
+    assert (
+        50
+        <= waited_s(
+            served, clock, "does not arrive; the process that fetches has not started; given up"
+        )
+        < 52
+    )
 
 
 def test_what_is_told_and_looked_up_does_not_grow_with_the_shards(of_size, clock, monkeypatch):
@@ -197,7 +248,9 @@ def test_what_is_told_and_looked_up_does_not_grow_with_the_shards(of_size, clock
         assert many.status.stat().st_size < 200
         is_ready = many.is_ready
         many.is_ready = lambda shard: looked.append(shard) or is_ready(shard)
-        clock.later[1010.0] = lambda: [(many.folder / shard.file).touch() for shard in many.manifest.shards]
+        clock.later[1010.0] = lambda: [
+            (many.folder / shard.file).touch() for shard in many.manifest.shards
+        ]
         for shard in many.manifest.shards:
             (many.compared / shard.file).touch()
         many.wait(many.manifest.shards[:1000])
@@ -231,4 +284,8 @@ def test_a_file_system_without_locks_is_named(of_size, monkeypatch):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(cache.fcntl, "flock", no_locks)
-    rejects(r"lock cannot be locked: No locks available; set data.cache_dir to a local", of_size(1).hold, alone=True)
+    rejects(
+        r"lock cannot be locked: No locks available; set data.cache_dir to a local",
+        of_size(1).hold,
+        alone=True,
+    )

@@ -70,12 +70,29 @@ def gzipped(path: Path) -> Path:
 
 
 def test_a_folder_a_glob_and_a_file_give_what_they_name_in_the_order_of_names(tmp_path):
-    names = ["z.txt", "sub/deep/b.md", "sub/a.rst", "a.text", "b.TXT", ".hidden.txt", ".git/x.txt", "no.bin", "a/1.log"]
+    names = [
+        "z.txt",
+        "sub/deep/b.md",
+        "sub/a.rst",
+        "a.text",
+        "b.TXT",
+        ".hidden.txt",
+        ".git/x.txt",
+        "no.bin",
+        "a/1.log",
+    ]
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     gzipped(tmp_path / "a.text")
-    assert texts(files("text", tmp_path)) == ["a.text", "a.text", "b.TXT", "sub/a.rst", "sub/deep/b.md", "z.txt"]
+    assert texts(files("text", tmp_path)) == [
+        "a.text",
+        "a.text",
+        "b.TXT",
+        "sub/a.rst",
+        "sub/deep/b.md",
+        "z.txt",
+    ]
     assert texts(files("text", tmp_path / "**" / "*.[lm]*")) == ["a/1.log", "sub/deep/b.md"]
     assert texts(files("text", tmp_path / "no.bin")) == ["no.bin"]
     for path in (tmp_path / "a", tmp_path / "nowhere", tmp_path / "*.csv"):
@@ -84,7 +101,15 @@ def test_a_folder_a_glob_and_a_file_give_what_they_name_in_the_order_of_names(tm
 
 def test_how_many_files_are_read_and_left_out_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for name in ("a.txt", "b.txt.gz", "deep/c.jsonl", "d.jsonl", "e.jsonl.gz", "f.parquet", "LICENSE"):
+    for name in (
+        "a.txt",
+        "b.txt.gz",
+        "deep/c.jsonl",
+        "d.jsonl",
+        "e.jsonl.gz",
+        "f.parquet",
+        "LICENSE",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         content = b'{"text": "a"}\n'
         (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
@@ -101,7 +126,10 @@ def test_how_many_files_are_read_and_left_out_is_said(tmp_path, monkeypatch):
         (hub(HFDataset(path=str(tmp_path))), "3 files to read; 4 files left out"),
         (files("jsonl", first), "d.jsonl: 1 file to read"),
         (files("jsonl", whole), "7 files to read"),
-        (files("jsonl", first, validation=str(tmp_path / "e.jsonl.gz")), "e.jsonl.gz: 1 file to read"),
+        (
+            files("jsonl", first, validation=str(tmp_path / "e.jsonl.gz")),
+            "e.jsonl.gz: 1 file to read",
+        ),
     ):
         assert line in list(corpus.remarks())[-1]
 
@@ -140,7 +168,9 @@ def test_links_in_a_circle_give_each_file_once_and_are_named(tmp_path, caplog, p
 
 
 @pytest.mark.parametrize("pattern", ["", "*.txt", "**/*.txt", "*/*.txt", "**"])
-def test_a_link_that_leads_out_of_a_folder_is_not_followed_but_one_that_is_typed_is(tmp_path, pattern):
+def test_a_link_that_leads_out_of_a_folder_is_not_followed_but_one_that_is_typed_is(
+    tmp_path, pattern
+):
     (tmp_path / "private").mkdir()
     (tmp_path / "private/key.txt").write_text("secret")
     folder = tmp_path / "in"
@@ -153,7 +183,11 @@ def test_a_link_that_leads_out_of_a_folder_is_not_followed_but_one_that_is_typed
     (folder / "sub").symlink_to("../private")
     if pattern != "*.txt":
         assert "leads out of" in error_of("text", folder / pattern if pattern else folder)
-    assert texts(files("text", folder / "sub/key.txt")) == texts(files("text", folder / "sub")) == ["secret"]
+    assert (
+        texts(files("text", folder / "sub/key.txt"))
+        == texts(files("text", folder / "sub"))
+        == ["secret"]
+    )
 
 
 def test_what_cannot_be_opened_is_named_instead_of_left_out(tmp_path, monkeypatch):
@@ -163,7 +197,9 @@ def test_what_cannot_be_opened_is_named_instead_of_left_out(tmp_path, monkeypatc
     link.unlink()
     (tmp_path / "a.txt").write_text("x")
     with monkeypatch.context() as rejecting:
-        rejecting.setattr(os, "access", lambda *_: False)  # root, who may run this, can read everything
+        rejecting.setattr(
+            os, "access", lambda *_: False
+        )  # root, who may run this, can read everything
         assert "a.txt cannot be read: permission denied" in error_of("text", tmp_path)
     (tmp_path / "locked").mkdir()
     scandir = os.scandir
@@ -178,7 +214,11 @@ def test_what_cannot_be_opened_is_named_instead_of_left_out(tmp_path, monkeypatc
 
 
 PLACES = [  # a file, and where the error is with what it says
-    ("text", "é\n".encode() * 9000 + b"x \xe9 la carte", ":9001: byte 0xe9 is not utf-8; check corpus.encoding or"),
+    (
+        "text",
+        "é\n".encode() * 9000 + b"x \xe9 la carte",
+        ":9001: byte 0xe9 is not utf-8; check corpus.encoding or",
+    ),
     ("text", "\ufeffone\ntwo €".encode()[:-1], ":2: byte 0xe2"),
     ("text", b"text\nthen \0 bytes", ":2: a NUL"),
     ("text", b"word " * 2**19 + b"\n\nbinary \0", ":3: a NUL"),
@@ -187,7 +227,11 @@ PLACES = [  # a file, and where the error is with what it says
     ("jsonl", b"[" * 100_000, ":1: not a JSON object"),
     ("jsonl", b'{"body": "x", "id": 1}', ":1: no column=text; the columns are: body, id"),
     ("jsonl", b'{"text": null}', ":1: column text holds None (NoneType), not a string"),
-    ("jsonl", b'{"text": "half \\ud83d"}', ":1: half of a surrogate pair; set corpus.errors=replace"),
+    (
+        "jsonl",
+        b'{"text": "half \\ud83d"}',
+        ":1: half of a surrogate pair; set corpus.errors=replace",
+    ),
     ("csv", b"text\nabcdefg \xe9", ":2: byte 0xe9 is not utf-8"),
     ("csv", b"id,body\n1,x\n", ":1: no column=text; the columns are: id, body"),
     ("csv", b"", ":1: no column=text; the columns are: (none)"),
@@ -196,7 +240,9 @@ PLACES = [  # a file, and where the error is with what it says
 ]
 
 
-@pytest.mark.parametrize(("kind", "content", "expected"), PLACES, ids=[f"{case[0]}{case[2][:30]}" for case in PLACES])
+@pytest.mark.parametrize(
+    ("kind", "content", "expected"), PLACES, ids=[f"{case[0]}{case[2][:30]}" for case in PLACES]
+)
 def test_what_cannot_be_read_is_named_with_its_line(tmp_path, kind, content, expected):
     path = tmp_path / f"a.{kind}"
     path.write_bytes(content)
@@ -222,16 +268,24 @@ ROWS += [{"text": f"document {i}, äöü " + "word " * (i * 7 % 31), "id": i} fo
 
 def in_parts(corpus: Corpus, count: int) -> list[str]:
     """The texts of all parts, one after the other."""
-    return [document.text for index in range(count) for document in corpus.documents(CorpusPart(index, count))]
+    return [
+        document.text
+        for index in range(count)
+        for document in corpus.documents(CorpusPart(index, count))
+    ]
 
 
 def several_files(folder: Path, suffix: str) -> Path:
     """A folder of the same rows in four files, two without any row or byte if the format allows it."""
     folder.mkdir()
-    null = [{"text": None, "id": -2}] if suffix == ".parquet" else []  # other formats cannot hold one, or must not
+    null = (
+        [{"text": None, "id": -2}] if suffix == ".parquet" else []
+    )  # other formats cannot hold one, or must not
     for name, rows in (("a", ROWS[:7]), ("b", ROWS[7:8]), ("d", [*null, *ROWS[8:]])):
         if suffix == ".txt":
-            (folder / f"{name}.txt").write_text("\n\n".join(row["text"] for row in rows) + "\n", encoding="utf-8")
+            (folder / f"{name}.txt").write_text(
+                "\n\n".join(row["text"] for row in rows) + "\n", encoding="utf-8"
+            )
         else:
             write_rows(folder / f"{name}{suffix}", rows)
     if suffix in (".txt", ".jsonl"):
@@ -266,11 +320,23 @@ LONG, XS = "a\n" + "long line " * 5 + "\nb\n", ["x" * 10] * 4 + ["x" * 5]
     [
         ("\n \n\n\tone\nstill one\n\t\n\n\ntwo\n \n", {}, ["one\nstill one", "two"]),
         ("one\r\nstill one\r\n\r\ntwo\r\n", {}, ["one\nstill one", "two"]),
-        ("one\rstill one\r\rtwo\n\nthree\r\rfour\r", {}, ["one\nstill one", "two", "three", "four"]),  # of old Macs
+        (
+            "one\rstill one\r\rtwo\n\nthree\r\rfour\r",
+            {},
+            ["one\nstill one", "two", "three", "four"],
+        ),  # of old Macs
         ("\ufeffno end \x85 cafe\u0301 \u2028 ﬁ", {}, ["no end \x85 cafe\u0301 \u2028 ﬁ"]),
-        ("before\n= One =\n\na\n= Two =\nb = c\n", SECTIONS, ["before", "= One =\n\na", "= Two =\nb = c"]),
+        (
+            "before\n= One =\n\na\n= Two =\nb = c\n",
+            SECTIONS,
+            ["before", "= One =\n\na", "= Two =\nb = c"],
+        ),
         ("one\n\nfile\n", {"separator": None}, ["one\n\nfile"]),
-        ("123456\n" * 4 + "\n" + "abc\n" * 3, {}, ["123456\n123456\n123456", "123456", "abc\nabc\nabc"]),
+        (
+            "123456\n" * 4 + "\n" + "abc\n" * 3,
+            {},
+            ["123456\n123456\n123456", "123456", "abc\nabc\nabc"],
+        ),
         ("123456\n" * 7, {"separator": None}, ["\n".join(["123456"] * 7)]),
         ("äöü\n\n€\n\n日本\n", {"encoding": "UTF8"}, ["äöü", "€", "日本"]),
         ("äöü\n\nüöä\n", {"encoding": "latin-1"}, ["äöü", "üöä"]),
@@ -278,15 +344,25 @@ LONG, XS = "a\n" + "long line " * 5 + "\nb\n", ["x" * 10] * 4 + ["x" * 5]
         ("\u0a0a\n\nb\n\nc\n" * 2, {"encoding": "utf-16"}, ["\u0a0a", "b", "c\n\u0a0a", "b", "c"]),
         ("\u0a0a\n\nb\n", {"encoding": "utf-16-le"}, ["\u0a0a", "b"]),
         (f"{LONG}\n{'x' * 45}\n\nc\n", {}, ["a\nlong line", *["long line"] * 4, "b", *XS, "c"]),
-        (f"{LONG}= c =\n{'x' * 45}", SECTIONS, ["a\nlong line", *["long line"] * 4, "b", f"= c =\n{XS[0]}", *XS[1:]]),
+        (
+            f"{LONG}= c =\n{'x' * 45}",
+            SECTIONS,
+            ["a\nlong line", *["long line"] * 4, "b", f"= c =\n{XS[0]}", *XS[1:]],
+        ),
         (f"{LONG}\nc\n", {"separator": None}, [f"{LONG}\nc"]),
     ],
     ids=lambda value: repr(value)[:20],
 )
-def test_a_document_belongs_to_the_part_in_which_it_begins(tmp_path, monkeypatch, content, settings, expected):
+def test_a_document_belongs_to_the_part_in_which_it_begins(
+    tmp_path, monkeypatch, content, settings, expected
+):
     monkeypatch.setattr(corpus_files, "MAX_DOCUMENT_CHARS", 20)
     monkeypatch.setattr(text_files, "MAX_LINE_CHARS", 40)
-    monkeypatch.setattr(text_files, "STRETCH", re.compile(text_files.STRETCH.pattern.replace("65536", "10"), re.DOTALL))
+    monkeypatch.setattr(
+        text_files,
+        "STRETCH",
+        re.compile(text_files.STRETCH.pattern.replace("65536", "10"), re.DOTALL),
+    )
     path = tmp_path / "a.txt"
     path.write_bytes(content.encode(settings.get("encoding", "utf-8")))
     corpus = files("text", path, **settings)
@@ -312,7 +388,11 @@ def test_a_part_opens_no_other_file_and_decodes_no_other_bytes(tmp_path, suffix)
     path.write_bytes(b"\xff" * 500 + path.read_bytes()[500:])  # nobody could decode that
     for name in ("a", "b", "c", "e"):
         path.with_stem(name).unlink()
-    result = [document.text for index in (12, 13, 14) for document in corpus.documents(CorpusPart(index, 16))]
+    result = [
+        document.text
+        for index in (12, 13, 14)
+        for document in corpus.documents(CorpusPart(index, 16))
+    ]
     assert len(result) > 5 and result == expected[: len(result)]
 
 
@@ -340,7 +420,13 @@ def test_the_usual_separator_is_the_same_as_the_expression():
 def test_a_gz_that_is_none_or_is_cut_or_damaged_is_named(tmp_path):
     path = tmp_path / "a.txt.gz"
     whole = gzip.compress(str(list(range(1000))).encode())
-    for content in (b"plain text", whole[: len(whole) // 2], whole[:-4], whole[:-1] + b"?", whole[:10] + b"\xff" * 20):
+    for content in (
+        b"plain text",
+        whole[: len(whole) // 2],
+        whole[:-4],
+        whole[:-1] + b"?",
+        whole[:10] + b"\xff" * 20,
+    ):
         path.write_bytes(content)
         assert error_of("text", path).startswith(f"{path} cannot be read: ")
 
@@ -374,14 +460,18 @@ def test_bad_parquet_is_rejected_before_anything_is_read(tmp_path):
 def test_data_sets_follow_each_other_and_rows_can_be_joined(tmp_path):
     (tmp_path / "set").mkdir()
     write_rows(tmp_path / "set" / "train.parquet", [{"body": f"s{i}", "id": i} for i in range(5)])
-    path = write_rows(tmp_path / "more.jsonl", [{"text": "a"}, {"text": None}, {"text": " b\r\nc "}])
+    path = write_rows(
+        tmp_path / "more.jsonl", [{"text": "a"}, {"text": None}, {"text": " b\r\nc "}]
+    )
     corpus = hub(
         HFDataset(path=str(tmp_path / "set"), column="body", rows_per_document=2),
         HFDataset(path="json", data_files=str(path)),
     )
     expected = ["s0\ns1", "s2\ns3", "s4", "a", "b\nc"]
     assert texts(corpus) == texts(corpus) == expected
-    assert [document.source_bytes for document in corpus.documents()] == [len(text) for text in expected]
+    assert [document.source_bytes for document in corpus.documents()] == [
+        len(text) for text in expected
+    ]
     assert corpus.total_bytes is None
 
 
@@ -406,8 +496,14 @@ def test_a_data_set_that_cannot_be_loaded_is_named_before_any_is_read(tmp_path):
     here = HFDataset(path="json", data_files=str(path), column="body")
     for bad, expected in (
         (HFDataset(path=str(tmp_path / "nowhere")), r"nowhere cannot be opened: .*; a local"),
-        (HFDataset(path=str(tmp_path), split="dev"), r"cannot be opened: Bad split: dev\. Available splits"),
-        (HFDataset(path=str(tmp_path), name="en"), r"cannot be opened: BuilderConfig 'en' not found"),
+        (
+            HFDataset(path=str(tmp_path), split="dev"),
+            r"cannot be opened: Bad split: dev\. Available splits",
+        ),
+        (
+            HFDataset(path=str(tmp_path), name="en"),
+            r"cannot be opened: BuilderConfig 'en' not found",
+        ),
         (HFDataset(path=str(tmp_path)), "no column=text; the columns are: body, id"),
     ):
         rejects(expected, next, iter(hub(here, bad).documents()))
@@ -415,23 +511,33 @@ def test_a_data_set_that_cannot_be_loaded_is_named_before_any_is_read(tmp_path):
 
 def test_bad_rows_of_a_data_set_are_named(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", [{"text": [1]}])
-    with pytest.raises(InputError, match=r"json, row 1: column text holds \[1\] \(list\), not a string"):
+    with pytest.raises(
+        InputError, match=r"json, row 1: column text holds \[1\] \(list\), not a string"
+    ):
         texts(hub(HFDataset(path="json", data_files=str(path))))
     path.write_text('{"text": "a"}\n{"text": nul')
-    rejects(r"data set json .*: .*JSON parse error", texts, hub(HFDataset(path="json", data_files=str(path))))
+    rejects(
+        r"data set json .*: .*JSON parse error",
+        texts,
+        hub(HFDataset(path="json", data_files=str(path))),
+    )
     rejects("rows_per_document=0", hub, HFDataset(path="json", rows_per_document=0))
 
 
 def test_the_python_documentation_is_topics_and_docstrings():
     corpus = open_corpus(CorpusConfig(kind="pydocs", name="test"))
     assert len(corpus.modules) > 500
-    corpus.modules = [path for path in corpus.modules if path.name.startswith("te")]  # all take ten seconds
+    corpus.modules = [
+        path for path in corpus.modules if path.name.startswith("te")
+    ]  # all take ten seconds
     documents = list(corpus.documents())
     assert corpus.total_bytes == sum(document.source_bytes for document in documents) > 400_000
     assert min(len(document.text) for document in documents) >= 100
     joined = "\n".join(document.text for document in documents)
     assert "Assert statements are a convenient way to insert debugging" in joined  # a topic
-    assert "Wrap a single paragraph of text, returning a list of wrapped lines." in joined  # a docstring
+    assert (
+        "Wrap a single paragraph of text, returning a list of wrapped lines." in joined
+    )  # a docstring
     assert in_parts(corpus, 7) == texts(corpus)
 
 
@@ -440,7 +546,9 @@ def test_docstrings_of_all_a_module_defines_are_found_without_running_it(tmp_pat
     (tmp_path / "test" / "b.py").write_text('"""' + "not this one " * 20 + '"""')
     (tmp_path / "broken.py").write_text("def :")
     (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere.py")
-    (tmp_path / "copy.py").write_text(f'"""klass {"word " * 5}\n\nindented"""\ndef f():\n    """{"new " * 40}"""')
+    (tmp_path / "copy.py").write_text(
+        f'"""klass {"word " * 5}\n\nindented"""\ndef f():\n    """{"new " * 40}"""'
+    )
     names = ["module", "klass", "method", "inner", "guarded", "method"]
     source = '"""{} {pad}"""\nraise SystemExit\nclass A:\n    """{} {pad}\n\n        indented\n    """\n'
     source += '    def f(self):\n        """{} {pad}"""\n        async def g():\n            """{} {pad}"""\n'
@@ -449,8 +557,14 @@ def test_docstrings_of_all_a_module_defines_are_found_without_running_it(tmp_pat
     monkeypatch.setattr(corpus_module.sysconfig, "get_path", lambda _: str(tmp_path))
     monkeypatch.setattr(corpus_module, "topics", {})
     result = texts(open_corpus(CorpusConfig(kind="pydocs", name="test")))
-    assert len(result) == 2 and result[1] == ("new " * 40).strip()  # without the docstring that a.py has
-    assert [part.split()[0] for part in result[0].split("\n\n")] == [*names[:2], "indented", *names[2:5]]
+    assert (
+        len(result) == 2 and result[1] == ("new " * 40).strip()
+    )  # without the docstring that a.py has
+    assert [part.split()[0] for part in result[0].split("\n\n")] == [
+        *names[:2],
+        "indented",
+        *names[2:5],
+    ]
 
 
 def test_a_csv_field_may_be_longer_than_the_module_allows(tmp_path):

@@ -41,12 +41,16 @@ def test_lower_case_drops_no_mark_unless_that_is_asked_for():
         ("LONDON", [], None),
     ],
 )  # fmt: skip
-def test_what_normalisation_takes_away_is_said_with_the_setting(word, settings, says, corpus, tmp_path, capsys):
+def test_what_normalisation_takes_away_is_said_with_the_setting(
+    word, settings, says, corpus, tmp_path, capsys
+):
     text = re.sub(r" [bnt]", rf" {word}\g<0>", corpus.read_text())
     (tmp_path / "text.txt").write_text(text)
     assert prepare.run(prepare_config(tmp_path / "out", tmp_path / "text.txt", *settings)) == 0
     printed = capsys.readouterr()
-    assert ("the normalisation of" in printed.err) == (says is not None) and (says or "") in printed.err
+    assert ("the normalisation of" in printed.err) == (says is not None) and (
+        says or ""
+    ) in printed.err
     assert "the tokenizer reads the corpus with 0.00% unknown tokens" in printed.out
 
 
@@ -57,28 +61,42 @@ def test_a_sample_is_of_the_whole_corpus_and_bounded():
     assert 2048 <= len(numbers) < 4096 and numbers[0] == 0 and numbers[-1] > 19_900
 
 
-@pytest.mark.parametrize("word", ["Name", "NAME", "name", "Double-Name", "Don't", "(Good)", "12", "", "C1CCCCC1"])
+@pytest.mark.parametrize(
+    "word", ["Name", "NAME", "name", "Double-Name", "Don't", "(Good)", "12", "", "C1CCCCC1"]
+)
 def test_capitals_of_words_and_names_carry_no_meaning_of_their_own(word):
     assert not has_inner_capitals(word)
 
 
-def test_text_that_the_tokenizer_cannot_read_is_rejected_early_and_some_is_said(corpus, prepared, tmp_path, capsys):
+def test_text_that_the_tokenizer_cannot_read_is_rejected_early_and_some_is_said(
+    corpus, prepared, tmp_path, capsys
+):
     ready = f"tokenizer.pretrained={prepared / 'tokenizer'}"
     lines = corpus.read_text().splitlines()
-    (tmp_path / "text.txt").write_text("\n".join(f"{line}\n{'我们' * 30 if line else ''}" for line in lines))
+    (tmp_path / "text.txt").write_text(
+        "\n".join(f"{line}\n{'我们' * 30 if line else ''}" for line in lines)
+    )
     config = prepare_config(tmp_path / "out", tmp_path / "text.txt", ready)
     assert prepare.run(config) == 0
     assert "warning: the tokenizer reads the corpus with" in capsys.readouterr().out
     task = build_task(train_config(tmp_path / "run", tmp_path / "out"))
-    assert task.remarks[0].startswith(f"warning: data.path={tmp_path / 'out'}: the tokenizer reads")
+    assert task.remarks[0].startswith(
+        f"warning: data.path={tmp_path / 'out'}: the tokenizer reads"
+    )
     (tmp_path / "text.txt").write_text(corpus.read_text().replace("a", "我").replace("e", "们"))
     config = prepare_config(tmp_path / "none", tmp_path / "text.txt", ready)
-    rejects("% unknown tokens, too many to learn from; choose a tokenizer", prepare.prepare, config)
+    rejects(
+        "% unknown tokens, too many to learn from; choose a tokenizer", prepare.prepare, config
+    )
     assert not any(path.is_file() for path in (tmp_path / "none").rglob("*"))
 
 
-@pytest.mark.parametrize(("text", "has_remark"), [("ba be bi", False), ("ba be bi na no 😀 ba be", True)])
-def test_records_and_train_say_the_share_of_unknown_tokens(text, has_remark, tokenizer_folder, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("text", "has_remark"), [("ba be bi", False), ("ba be bi na no 😀 ba be", True)]
+)
+def test_records_and_train_say_the_share_of_unknown_tokens(
+    text, has_remark, tokenizer_folder, tmp_path, capsys
+):
     rows = "\n".join(f"{text} {number % 9 * 'na '},{'xy'[number % 2]}" for number in range(40))
     (tmp_path / "t.csv").write_text(f"text,label\n{rows}\n")
     settings = [
@@ -103,10 +121,14 @@ def dropping(tmp_path):
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     names = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
-    trainer = trainers.BpeTrainer(special_tokens=list(names), initial_alphabet=list(ascii_lowercase), vocab_size=60)
+    trainer = trainers.BpeTrainer(
+        special_tokens=list(names), initial_alphabet=list(ascii_lowercase), vocab_size=60
+    )
     backend.train_from_iterator(["ba be bi na no"] * 9, trainer)
     special = dict(zip(("pad_token", "cls_token", "sep_token", "mask_token"), names, strict=True))
-    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(tmp_path / "dropping")
+    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(
+        tmp_path / "dropping"
+    )
     return tmp_path / "dropping"
 
 
@@ -117,23 +139,44 @@ def test_characters_that_become_no_token_count_as_unknown(dropping, corpus, tmp_
     task = task_of(tuning(tmp_path / "run", dropping, *given, "data.validation_fraction=0.3"))
     notes = task.tables.facts["splits"]["train"]["notes"]
     examples = task.tables.facts["splits"]["train"]["examples"]
-    assert notes["unknown_tokens"] == examples and notes["truncated"] > 0  # also what was cut was looked at
+    assert (
+        notes["unknown_tokens"] == examples and notes["truncated"] > 0
+    )  # also what was cut was looked at
     assert next(each for each in task.remarks if "train: " in each).startswith("warning: ")
     for share, wanted in (("我", None), ("我" * 20, "too many to learn from")):
-        text = "\n".join(f"{line}\n{share if line else ''}" for line in corpus.read_text().lower().splitlines())
+        text = "\n".join(
+            f"{line}\n{share if line else ''}" for line in corpus.read_text().lower().splitlines()
+        )
         (tmp_path / "text.txt").write_text(re.sub(r"[^a-z\s我]", "", text))
         ready = f"tokenizer.pretrained={dropping}"
         config = prepare_config(tmp_path / f"out{len(share)}", tmp_path / "text.txt", ready)
         if wanted is None:
             manifest = prepare.prepare(config)
-            assert manifest.counts["unknown_tokens"] == (tmp_path / "text.txt").read_text().count("我")
+            assert manifest.counts["unknown_tokens"] == (tmp_path / "text.txt").read_text().count(
+                "我"
+            )
         else:
             rejects(wanted, prepare.prepare, config)
 
 
 def test_a_cased_vocabulary_that_is_read_in_lower_case_is_named(tmp_path):
-    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused1]", "the", "Berlin", "##s", "London", "a"]
+    pieces = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        "[unused1]",
+        "the",
+        "Berlin",
+        "##s",
+        "London",
+        "a",
+    ]
     (tmp_path / "vocab.txt").write_text("\n".join(pieces))
-    lower, cased = (BertTokenizerFast.from_pretrained(tmp_path, do_lower_case=lowers) for lowers in (True, False))
+    lower, cased = (
+        BertTokenizerFast.from_pretrained(tmp_path, do_lower_case=lowers)
+        for lowers in (True, False)
+    )
     assert "2 of its 5 pieces have capital letters, such as " in unused_capitals(lower)
     assert unused_capitals(cased) == ""

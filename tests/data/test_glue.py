@@ -41,7 +41,12 @@ SHAPES = {  # the Hub's columns of texts, its labels in order, and header and li
         "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore",
         "{idx}\tmain-captions\tMSRvid\t2012test\t000{idx}\tnone\tnone\t{0}\t{1}\t{label:.3f}",
     ),
-    "qnli": (["question", "sentence"], ENTAILMENT, "index\tquestion\tsentence\tlabel", PAIR + "{name}"),
+    "qnli": (
+        ["question", "sentence"],
+        ENTAILMENT,
+        "index\tquestion\tsentence\tlabel",
+        PAIR + "{name}",
+    ),
     "rte": (SENTENCES, ENTAILMENT, HEADER, PAIR + "{name}"),
     "wnli": (SENTENCES, ENTAILMENT[::-1], HEADER, PAIR + "{label}"),
 }
@@ -56,9 +61,15 @@ COUNTS = {"train": 24, "validation": 10, "test": 4}
 def rows_of(name: str, split: str) -> list[dict]:
     """Rows as the Hub has them. A text begins with a quotation mark that nothing closes."""
     texts, labels, *_ = SHAPES[name]
-    rows = [{text: f'"{split} {at} of {number}' for at, text in enumerate(texts)} for number in range(COUNTS[split])]
+    rows = [
+        {text: f'"{split} {at} of {number}' for at, text in enumerate(texts)}
+        for number in range(COUNTS[split])
+    ]
     known = [number % 2 if labels else number / 8 for number in range(COUNTS[split])]
-    return [row | {"label": -1 if split == "test" else known[idx], "idx": idx} for idx, row in enumerate(rows)]
+    return [
+        row | {"label": -1 if split == "test" else known[idx], "idx": idx}
+        for idx, row in enumerate(rows)
+    ]
 
 
 def write_tsv(folder: Path, name: str) -> Path:
@@ -70,12 +81,18 @@ def write_tsv(folder: Path, name: str) -> Path:
         header, line = unknown if split == "test" else known
         lines = [header] if header else []
         for row in rows_of(name, split):
-            names = {"idx": row["idx"], "label": row["label"], "name": labels and labels[row["label"]]}
+            names = {
+                "idx": row["idx"],
+                "label": row["label"],
+                "name": labels and labels[row["label"]],
+            }
             lines.append(line.format(*(row[text] for text in texts), **names))
         if (name, split) == ("qqp", "train"):
             lines.insert(3, "7\t14\t15\tis this line whole")
         text = "".join(f"{each}\n" for each in lines)
-        (folder / f"{file}.tsv").write_text(text, encoding="utf-8", newline="\r\n" if name == "mrpc" else None)
+        (folder / f"{file}.tsv").write_text(
+            text, encoding="utf-8", newline="\r\n" if name == "mrpc" else None
+        )
     return folder
 
 
@@ -83,7 +100,11 @@ def write_hub(folder: Path, name: str) -> Path:
     """A clone of the Hub's data set, which names its splits in its README.md."""
     texts, labels, *_ = SHAPES[name]
     label = datasets.ClassLabel(names=labels) if labels else datasets.Value("float32")
-    types = {**dict.fromkeys(texts, datasets.Value("string")), "label": label, "idx": datasets.Value("int32")}
+    types = {
+        **dict.fromkeys(texts, datasets.Value("string")),
+        "label": label,
+        "idx": datasets.Value("int32"),
+    }
     head = ["---", "configs:", f"- config_name: {name}", "  data_files:"]
     (folder / name).mkdir(parents=True)
     for split in COUNTS:
@@ -102,16 +123,26 @@ def values(rows, columns: list[str]) -> list[list]:
 @pytest.mark.parametrize("name", SHAPES)
 def test_both_forms_of_a_data_set_are_the_same_rows(tmp_path, name, form):
     texts, labels, header, _ = SHAPES[name]
-    path = write_hub(tmp_path / "glue", name) if form == "hub" else write_tsv(tmp_path / name, name)
+    path = (
+        write_hub(tmp_path / "glue", name) if form == "hub" else write_tsv(tmp_path / name, name)
+    )
     kind, task = (CLASSIFY_ROWS, "classify") if labels else (regress_rows(["label"]), "regress")
-    given = [f"task={task}", f"data={name}" + "_tsv" * (form == "tsv"), f"data.path={path}", "run_dir=x", "max_steps=1"]
+    given = [
+        f"task={task}",
+        f"data={name}" + "_tsv" * (form == "tsv"),
+        f"data.path={path}",
+        "run_dir=x",
+        "max_steps=1",
+    ]
     cfg = cli.load_config(TrainConfig, [*given, "micro_batch_size=1"]).data
     raw = read_raw(cfg, kind, S3Config(), seed=0, folder=Path(mkdtemp(dir=tmp_path)))
     keys = ["text", "text_pair"][: len(texts)]
     for split in ("train", "validation"):
         wanted = rows_of(name, split)
         assert values(raw.splits[split], keys) == values(wanted, texts)
-        assert raw.splits[split]["label"] == [row["label"] if labels else [row["label"]] for row in wanted]
+        assert raw.splits[split]["label"] == [
+            row["label"] if labels else [row["label"]] for row in wanted
+        ]
         assert raw.dropped[split].bad_rows == ((name, form, split) == ("qqp", "tsv", "train"))
     assert raw.labels == labels
     if form == "tsv" and header:
@@ -121,15 +152,44 @@ def test_both_forms_of_a_data_set_are_the_same_rows(tmp_path, name, form):
 
 def test_a_run_on_cola_is_judged_by_matthews_correlation(tmp_path, tokenizer_folder, capsys):
     path = write_tsv(tmp_path / "CoLA", "cola")
-    best = ["best.metric=matthews_correlation", "checkpoint.best=true", "best.export=true", "seq_len=32"]
-    run = tuned(tmp_path / "run", tokenizer_folder, "task=classify", "data=cola_tsv", f"data.path={path}", *best)
+    best = [
+        "best.metric=matthews_correlation",
+        "checkpoint.best=true",
+        "best.export=true",
+        "seq_len=32",
+    ]
+    run = tuned(
+        tmp_path / "run",
+        tokenizer_folder,
+        "task=classify",
+        "data=cola_tsv",
+        f"data.path={path}",
+        *best,
+    )
     result = json.loads((run / "evaluation.json").read_text())["splits"]["validation"]
-    assert predict.main([str(run), "--input", str(path / "dev.tsv"), "--output", str(tmp_path / "o.csv"), *FP32]) == 0
+    assert (
+        predict.main(
+            [
+                str(run),
+                "--input",
+                str(path / "dev.tsv"),
+                "--output",
+                str(tmp_path / "o.csv"),
+                *FP32,
+            ]
+        )
+        == 0
+    )
     names = ("accuracy", "f1_macro", "f1_weighted", "matthews_correlation", "f1")
     said = ", ".join(f"{name} {result[name]:.4f}" for name in names)
     assert capsys.readouterr().out.endswith(f"{said} on the 10 rows with a known answer (of 10)\n")
-    (tmp_path / "new.tsv").write_text((path / "test.tsv").read_text().partition("\n")[2])  # without its header
-    assert predict.main([str(run), "--input", str(tmp_path / "new.tsv"), "--text-column", "1", *FP32]) == 0
+    (tmp_path / "new.tsv").write_text(
+        (path / "test.tsv").read_text().partition("\n")[2]
+    )  # without its header
+    assert (
+        predict.main([str(run), "--input", str(tmp_path / "new.tsv"), "--text-column", "1", *FP32])
+        == 0
+    )
     new = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(new) == 4 and {line["prediction"] for line in new} <= {"unacceptable", "acceptable"}
 
@@ -138,8 +198,14 @@ def test_the_table_of_glue_has_three_seeds_of_each_data_set():
     cli.add_schema(CompareConfig, "compare", [])
     given = ["experiment=glue_bert", "compare=glue"]
     variants = make_variants(cli.load_config(CompareConfig, given), given)
-    assert {variant.name for variant in variants} == {f"{name}_{n}" for name in [*SHAPES, "mnli"] for n in (1, 2, 3)}
+    assert {variant.name for variant in variants} == {
+        f"{name}_{n}" for name in [*SHAPES, "mnli"] for n in (1, 2, 3)
+    }
     for variant in variants:
         cfg, name = variant.cfg, variant.name[:-2]
-        assert (cfg.data.path, cfg.data.name, f"{name}_{cfg.seed}") == ("nyu-mll/glue", name, variant.name)
+        assert (cfg.data.path, cfg.data.name, f"{name}_{cfg.seed}") == (
+            "nyu-mll/glue",
+            name,
+            variant.name,
+        )
         assert (cfg.task.kind == "regress") == (name == "stsb") and best_metric(cfg).sign == 1

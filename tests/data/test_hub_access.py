@@ -21,9 +21,9 @@ from train.data.text.corpus import open_corpus
 from train.data.text.tokenizer import load_tokenizer
 from train.models.encoder import build_masked_lm
 from train.models.source import resolved, task_tokenizer
-from train.system import hub_access
-from train.system.folders import open_folder
-from train.system.run_folder import RunFolder
+from train.run_folder.run_folder import RunFolder
+from train.storage import hub_access
+from train.storage.folders import open_folder
 from train.tools import predict, prepare
 
 SOURCE = "some-user/some-name"
@@ -49,7 +49,9 @@ def nobody_there(online: None, monkeypatch: pytest.MonkeyPatch):
 
 CORPUS = HFCorpusConfig(kind="hf", name="test", datasets=[HFDataset(path=SOURCE)])
 ASKING: dict[str, Callable[[], object]] = {
-    "weights": lambda: build_masked_lm(ModelConfig(pretrained=SOURCE), vocab_size=100, pad_id=0, seq_len=8),
+    "weights": lambda: build_masked_lm(
+        ModelConfig(pretrained=SOURCE), vocab_size=100, pad_id=0, seq_len=8
+    ),
     "rows": lambda: hub_version(RecordsConfig(path=SOURCE)),
     "text": lambda: list(open_corpus(CORPUS).documents()),
     "tokenizer of a corpus": lambda: load_tokenizer(SOURCE),
@@ -66,16 +68,25 @@ def test_a_hub_that_cannot_be_reached_is_one_line_at_once(what, nobody_there, ca
     assert not huggingface_hub.is_offline_mode()  # a push at the end of the run asks again
 
 
-def test_a_name_in_a_folder_that_exists_here_is_no_folder(nobody_there, tmp_path, monkeypatch, capsys):
+def test_a_name_in_a_folder_that_exists_here_is_no_folder(
+    nobody_there, tmp_path, monkeypatch, capsys
+):
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
-    for model, said in (("runs/nothing", "there is no such folder in runs"), ("nothing", "there is no such file or")):
+    for model, said in (
+        ("runs/nothing", "there is no such folder in runs"),
+        ("nothing", "there is no such file or"),
+    ):
         assert predict.main([model, "--text", "a"]) == 2
         assert f"{model} cannot be loaded: {said}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("status", "expected"), [(None, None), (503, "status 503"), (0, "cannot be reached: .*time")])
-def test_a_hub_that_answers_is_used_and_one_that_does_not_is_given_up(status, expected, online, monkeypatch):
+@pytest.mark.parametrize(
+    ("status", "expected"), [(None, None), (503, "status 503"), (0, "cannot be reached: .*time")]
+)
+def test_a_hub_that_answers_is_used_and_one_that_does_not_is_given_up(
+    status, expected, online, monkeypatch
+):
     monkeypatch.setattr(hub_access, "ANSWERS_WITHIN_S", 0.5)
     with FakeHub() as hub:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.endpoint)
@@ -107,8 +118,13 @@ def test_home_is_home_in_quotes_too(tmp_path, prepared, corpus, monkeypatch):
     assert open_folder("~/saved", S3Config()).location == str(tmp_path / "saved")
     assert cache_dir(RecordsConfig(path="x", cache_dir="~/cache")) == tmp_path / "cache"
     assert find("~", "data.train", "~/text.txt", S3Config()) == [tmp_path / "text.txt"]
-    model = resolved(ModelConfig(pretrained="~/tokenizer", tokenizer="~/tokenizer"), S3Config(), tmp_path)
-    assert model.pretrained == str(tmp_path / "tokenizer") and Path(str(model.tokenizer)) == tmp_path / "tokenizer"
+    model = resolved(
+        ModelConfig(pretrained="~/tokenizer", tokenizer="~/tokenizer"), S3Config(), tmp_path
+    )
+    assert (
+        model.pretrained == str(tmp_path / "tokenizer")
+        and Path(str(model.tokenizer)) == tmp_path / "tokenizer"
+    )
     rejects("~nobody-of-that-name/x", open_folder, "~nobody-of-that-name/x", S3Config())
     cfg = prepare_config(Path("~/out"), Path("~/text.txt"), "tokenizer.pretrained='~/tokenizer'")
     assert prepare.prepare(cfg) is not None

@@ -30,13 +30,22 @@ REJECTED = {
         [str(year) for year in range(1900, 1960)] * 4,
         f"more than 50 different numbers, such as 1959: .*{REGRESS}",
     ),
-    "ratings of few rows": ([str(number) for number in range(60)], f"more than 50 different numbers.*{REGRESS}"),
-    "true and 1": (["true", "0", "1"], r"the labels are 0, 1, true, where true may mean 1: data\.label_map="),
+    "ratings of few rows": (
+        [str(number) for number in range(60)],
+        f"more than 50 different numbers.*{REGRESS}",
+    ),
+    "true and 1": (
+        ["true", "0", "1"],
+        r"the labels are 0, 1, true, where true may mean 1: data\.label_map=",
+    ),
     "dates": (["2024-01-05", "ok"], f"date or time 2024-01-05.*data.columns.label.*{CLASSES}"),
     "dates with dots": (["5.1.2024", "ok"], "the date or time 5.1.2024"),
     "times": (["2024-01-05 00:00:00", "ok"], "the date or time"),
     "names of months": (["5 Jan 2024", "March 3, 2024"], "the date or time"),
-    "a list": (["['bad', 'boat']", "boat"], f"a list: task=multilabel learns several labels.*{CLASSES}"),
+    "a list": (
+        ["['bad', 'boat']", "boat"],
+        f"a list: task=multilabel learns several labels.*{CLASSES}",
+    ),
     "numbers in a list": (["[1, 2]", "boat"], "a list: task=multilabel learns several labels"),
     "a list of numpy": (["[0 1 0]", "boat"], "a list: task=multilabel"),
     "a list without quotes": (["[bad, boat]", "boat"], "a list: task=multilabel"),
@@ -44,14 +53,23 @@ REJECTED = {
     "a set": (["{'bad', 'boat'}", "boat"], "a list: task=multilabel"),
     "a tuple": (["('bad', 'boat')", "boat"], "a list: task=multilabel"),
     "an object": (['{"value": "bad"}', "boat"], r"an object: .*\(data\.columns\.label\)"),
-    "capitals": (["Neg", "neg", "neg"], r"differ only in capitals.*data\.label_map=\{'Neg': 'neg'\}.*data\.labels"),
+    "capitals": (
+        ["Neg", "neg", "neg"],
+        r"differ only in capitals.*data\.label_map=\{'Neg': 'neg'\}.*data\.labels",
+    ),
     "blanks inside": (["very  good", "very good"], r"data\.label_map="),
     "wide letters": (["\uff4eeg", "neg"], r"data\.label_map="),
     "an invisible letter": (["neg\u200b", "neg"], r"data\.label_map=.*u200b"),
     "forms of an emoji": (["\u2764", "\u2764\ufe0f"], r"data\.label_map="),
     "leading zeros": (["01", "1"], r"data\.label_map="),
-    "texts": ([f"n{number}" for number in range(60)], r"60 different labels in 60 rows.*data\.columns\.label right"),
-    "joined": (["bad;boat;road", "bad", "boat"], r"several labels: task=multilabel with data\.label_separator=';'"),
+    "texts": (
+        [f"n{number}" for number in range(60)],
+        r"60 different labels in 60 rows.*data\.columns\.label right",
+    ),
+    "joined": (
+        ["bad;boat;road", "bad", "boat"],
+        r"several labels: task=multilabel with data\.label_separator=';'",
+    ),
     "joined by commas": (["bad, boat", "bad", "boat"], r"data\.label_separator=','"),
 }
 REMARKED = {
@@ -59,8 +77,14 @@ REMARKED = {
     "paths": (["Books|Fiction", "Books|Crime", "Books"], "data.label_separator='|'"),
     "codes of diseases": (["E11.9", "I10", "J45.909", "401.9"], "also holds 401.9"),
     "a date among names": (["good", "bad", "2024-01-05"], "also holds 2024-01-05"),
-    "ids": ([str(1000 + 7 * number) for number in range(60)] * 15, "60 different numbers in label are learnt"),
-    "ratings": ([str(number) for number in range(1, 101)] * 3, "100 different numbers in label are learnt as classes"),
+    "ids": (
+        [str(1000 + 7 * number) for number in range(60)] * 15,
+        "60 different numbers in label are learnt",
+    ),
+    "ratings": (
+        [str(number) for number in range(1, 101)] * 3,
+        "100 different numbers in label are learnt as classes",
+    ),
 }
 ACCEPTED = {
     "numbers": ["0", "1", "2"],
@@ -71,7 +95,19 @@ ACCEPTED = {
     "intents": [f"card_{number}" for number in range(77)] * 2,
     "intents as numbers": [str(number) for number in range(50)] * 3,
     "many": [f"class {number}" for number in range(1500)] * 2,
-    "words": ["5 stars", "18-25", "2020-2021", "1st", "3D", "B2B", "4/5", "C++", "R&D", "Sports, outdoors", "Sports"],
+    "words": [
+        "5 stars",
+        "18-25",
+        "2020-2021",
+        "1st",
+        "3D",
+        "B2B",
+        "4/5",
+        "C++",
+        "R&D",
+        "Sports, outdoors",
+        "Sports",
+    ],
     "with brackets": ["(none)", "[NEU]", "a (b)", "f(x, y) and g", ":)", "{x}"],
     "dots": ["v1.2.3", "1.2.3", "sec. 4"],
     "two of a pair": ["Yes", "maybe", "no"],
@@ -114,9 +150,14 @@ def test_long_labels_are_looked_at_in_no_time():
 
 
 def read(tmp_path: Path, given, *, kind=MULTILABEL_ROWS, rows=40, **settings):
-    lines = [json.dumps({"text": f"text {n}", "label": label}) for n, label in enumerate(islice(cycle(given), rows))]
+    lines = [
+        json.dumps({"text": f"text {n}", "label": label})
+        for n, label in enumerate(islice(cycle(given), rows))
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    cfg = RecordsConfig(path=str(tmp_path / "a.jsonl"), columns=ColumnsConfig(tags="label"), **settings)
+    cfg = RecordsConfig(
+        path=str(tmp_path / "a.jsonl"), columns=ColumnsConfig(tags="label"), **settings
+    )
     return read_raw(cfg, kind, S3Config(), seed=0, folder=tmp_path)
 
 
@@ -131,27 +172,46 @@ HOT = [[1.0, 0.0, 1.0], [0.0, 0.0, 0.0], [0, 1, 1]]
 MEANT = [["rude", "kind"], [], ["loud", "kind"]]
 
 
-@pytest.mark.parametrize("labels", [HOT, [[bool(each) for each in row] for row in HOT], list(map(str, HOT))], ids=str)
+@pytest.mark.parametrize(
+    "labels", [HOT, [[bool(each) for each in row] for row in HOT], list(map(str, HOT))], ids=str
+)
 def test_a_number_for_each_label_is_read_if_the_labels_are_named(tmp_path, labels):
     assert read_lists(tmp_path, labels, labels=["rude", "loud", "kind"]) == MEANT
     rejects(
-        r"lists of 3 numbers, all 0 or 1: .*data\.labels=\[A,B,C\].*data\.columns\.label=\[", read, tmp_path, labels
+        r"lists of 3 numbers, all 0 or 1: .*data\.labels=\[A,B,C\].*data\.columns\.label=\[",
+        read,
+        tmp_path,
+        labels,
     )
 
 
-LISTS = ["['rude', 'loud']", '["rude", "loud"]', "['rude' 'loud']", "[rude, loud]", "{'rude', 'loud'}"]
+LISTS = [
+    "['rude', 'loud']",
+    '["rude", "loud"]',
+    "['rude' 'loud']",
+    "[rude, loud]",
+    "{'rude', 'loud'}",
+]
 
 
 @pytest.mark.parametrize("separator", [None, ",", "|"])
 @pytest.mark.parametrize("text", LISTS)
 def test_a_list_as_text_is_the_list(tmp_path, text, separator):
     labels = [text, "['rude']", "[]"]
-    assert read_lists(tmp_path, labels, label_separator=separator) == [["rude", "loud"], ["rude"], []]
+    assert read_lists(tmp_path, labels, label_separator=separator) == [
+        ["rude", "loud"],
+        ["rude"],
+        [],
+    ]
 
 
 def test_a_name_in_brackets_is_no_list(tmp_path):
     labels = ["(none)", "rude|loud", "{x}"]
-    assert read_lists(tmp_path, labels, label_separator="|") == [["(none)"], ["rude", "loud"], ["{x}"]]
+    assert read_lists(tmp_path, labels, label_separator="|") == [
+        ["(none)"],
+        ["rude", "loud"],
+        ["{x}"],
+    ]
 
 
 def test_lists_of_class_numbers_are_no_flags(tmp_path):
@@ -160,7 +220,10 @@ def test_lists_of_class_numbers_are_no_flags(tmp_path):
 
 
 def test_listed_labels_and_labels_merged_by_the_map_are_not_checked(tmp_path):
-    assert read(tmp_path, ["Neg", "neg"], kind=CLASSIFY_ROWS, labels=["Neg", "neg"]).labels == ["Neg", "neg"]
+    assert read(tmp_path, ["Neg", "neg"], kind=CLASSIFY_ROWS, labels=["Neg", "neg"]).labels == [
+        "Neg",
+        "neg",
+    ]
     merged = read(tmp_path, ["Neg", "neg", "pos"], kind=CLASSIFY_ROWS, label_map={"Neg": "neg"})
     assert merged.labels == ["neg", "pos"]
     rejects(r"data\.label_map", read, tmp_path, ["Neg", "neg"], kind=CLASSIFY_ROWS)
@@ -169,5 +232,11 @@ def test_listed_labels_and_labels_merged_by_the_map_are_not_checked(tmp_path):
 def test_composed_and_decomposed_letters_are_the_same_label(tmp_path):
     labels = ["cafe\u0301", "caf\u00e9", "bar"]
     assert read(tmp_path, labels, kind=CLASSIFY_ROWS).labels == ["bar", "caf\u00e9"]
-    assert read(tmp_path, labels, kind=CLASSIFY_ROWS, labels=["cafe\u0301", "bar"]).labels == ["cafe\u0301", "bar"]
-    assert read(tmp_path, labels, kind=CLASSIFY_ROWS, label_map={"cafe\u0301": "inn"}).labels == ["bar", "inn"]
+    assert read(tmp_path, labels, kind=CLASSIFY_ROWS, labels=["cafe\u0301", "bar"]).labels == [
+        "cafe\u0301",
+        "bar",
+    ]
+    assert read(tmp_path, labels, kind=CLASSIFY_ROWS, label_map={"cafe\u0301": "inn"}).labels == [
+        "bar",
+        "inn",
+    ]

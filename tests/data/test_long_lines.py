@@ -29,10 +29,11 @@ RECORDED = {
     "validation": "299f7e81041b9fe8b433037586b94289b98586fa17f2cae144bcfc95664c954a",
 }
 PIECES = ["<unk>", "[CLS]", "[SEP]", "[MASK]", "<pad>"]
-SPECIAL = dict(zip(("unk_token", "cls_token", "sep_token", "mask_token", "pad_token"), PIECES, strict=True))
-SQUAD = (
-    """{{"data": [{{"paragraphs": [{{"context": "{}", "qas": [{{"id": "1", "question": "a", "answers": []}}]}}]}}]}}"""
+SPECIAL = dict(
+    zip(("unk_token", "cls_token", "sep_token", "mask_token", "pad_token"), PIECES, strict=True)
 )
+SQUAD = """{{"data": [{{"paragraphs": [{{"context": "{}", "qas": ["""
+SQUAD += """{{"id": "1", "question": "a", "answers": []}}]}}]}}]}}"""
 
 
 class AsItIs:
@@ -72,14 +73,22 @@ def lines_as_before(line: str) -> list[str]:
     return result
 
 
-def test_ordinary_text_gives_the_same_shards_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparation, "MOST_WEIGHED_CHARS", 0)  # documents are held out by their hash alone
+def test_ordinary_text_gives_the_same_shards_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        preparation, "MOST_WEIGHED_CHARS", 0
+    )  # documents are held out by their hash alone
     monkeypatch.setattr(preparation, "LONG_CHARS", MAX_LINE_CHARS)
     pieces = [*PIECES, *SYLLABLES, *(f"##{syllable}" for syllable in SYLLABLES), "."]
-    model = models.WordPiece({piece: number for number, piece in enumerate(pieces)}, unk_token="<unk>")
+    model = models.WordPiece(
+        {piece: number for number, piece in enumerate(pieces)}, unk_token="<unk>"
+    )
     backend = Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL).save_pretrained(tmp_path / "tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL).save_pretrained(
+        tmp_path / "tokenizer"
+    )
     text = write_corpus(tmp_path / "text.txt").read_text()
     line = " ".join(text.split()) * 20
     assert 0.8 * MAX_LINE_CHARS < len(line) < MAX_LINE_CHARS
@@ -112,7 +121,11 @@ def test_a_line_is_cut_for_the_tokenizer_in_time_that_grows_with_its_length() ->
 
 def test_stretches_are_the_text_and_cut_only_very_long_lines(prepared: Path) -> None:
     ordinary = ["\n", "short\n", long_text(MAX_LINE_CHARS - 2) + "\n"]
-    long = [long_text(3 * MAX_LINE_CHARS) + "\n", "x" * (2 * MAX_LINE_CHARS) + "\n", long_text(MAX_LINE_CHARS) + "\n"]
+    long = [
+        long_text(3 * MAX_LINE_CHARS) + "\n",
+        "x" * (2 * MAX_LINE_CHARS) + "\n",
+        long_text(MAX_LINE_CHARS) + "\n",
+    ]
     lines = [*ordinary, *long, *ordinary]
     parts = list(stretches(io.StringIO("".join(lines))))
     assert "".join(parts) == "".join(lines)
@@ -120,13 +133,20 @@ def test_stretches_are_the_text_and_cut_only_very_long_lines(prepared: Path) -> 
     assert sum(len(part) > STRETCH_CHARS for part in parts) == 2  # the ordinary ones
     tokenizer = Tokenizer.from_file(str(prepared / "tokenizer" / "tokenizer.json"))
     line = long_text(3 * STRETCH_CHARS)
-    encoded = tokenizer.encode_batch([part.strip() for part in STRETCH.findall(line)], add_special_tokens=False)
+    encoded = tokenizer.encode_batch(
+        [part.strip() for part in STRETCH.findall(line)], add_special_tokens=False
+    )
     assert len(encoded) >= 3
-    assert sum((part.ids for part in encoded), []) == tokenizer.encode(line, add_special_tokens=False).ids
+    assert (
+        sum((part.ids for part in encoded), [])
+        == tokenizer.encode(line, add_special_tokens=False).ids
+    )
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "csv", "rows", "conll", "squad"])
-def test_a_line_is_read_up_to_a_limit_that_is_named(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_is_read_up_to_a_limit_that_is_named(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     most, word = 2 * MAX_LINE_CHARS, "x" * (2 * MAX_LINE_CHARS - 100)
     monkeypatch.setattr(files_text, "LONGEST_LINE_CHARS", most)
     form = {"csv": "text\n{}\n", "text": "a\n{}\n", "conll": "a O\n{} O\n", "squad": SQUAD}.get(
@@ -139,10 +159,16 @@ def test_a_line_is_read_up_to_a_limit_that_is_named(kind: str, tmp_path: Path, m
         if kind in ("rows", "conll", "squad"):
             data = RecordsConfig(path="x")
             return sum(1 for _ in file_table(path, data, ["text"], tmp_path).rows())
-        return sum(1 for _ in open_corpus(FilesCorpusConfig(kind=kind, name="test", path=str(path))).documents())
+        return sum(
+            1
+            for _ in open_corpus(
+                FilesCorpusConfig(kind=kind, name="test", path=str(path))
+            ).documents()
+        )
 
     assert read(word) > 0
     with pytest.raises(
-        InputError, match=r"a\.\w+\.gz(:2: a line of|:) more than 2,097,152 characters, which is the limit"
+        InputError,
+        match=r"a\.\w+\.gz(:2: a line of|:) more than 2,097,152 characters, which is the limit",
     ):
         read(word * 2)

@@ -19,13 +19,21 @@ WORDS = WordEdges(WORD_START, np.zeros(V, bool))
 
 
 def masker(**changes):
-    settings = {"seed": 1, "mask_rate": 0.15, "max_predictions": 12, "max_ngram": 3, "vocab_size": V}
+    settings = {
+        "seed": 1,
+        "mask_rate": 0.15,
+        "max_predictions": 12,
+        "max_ngram": 3,
+        "vocab_size": V,
+    }
     return Masker(mask_id=4, special_ids=(0, 1, 2, 3, 4), **(settings | changes))
 
 
 @pytest.fixture(scope="module")
 def tokens():
-    result = np.random.default_rng(0).integers(5, V, (B, S)).astype(np.uint16)  # as the shards hold them
+    result = (
+        np.random.default_rng(0).integers(5, V, (B, S)).astype(np.uint16)
+    )  # as the shards hold them
     result[:, 0], result[:, 20], result[:, -1] = 2, 3, 3
     return result
 
@@ -49,7 +57,9 @@ def test_masks_are_those_of_earlier_versions(seq_len, changes, digest):
     tokens = np.random.default_rng(0).integers(5, V, (20, seq_len)).astype(np.uint16)
     tokens[:, 0] = 2
     result = draw(tokens, epoch=3, first_row=10**6, **changes)
-    content = b"".join(part.tobytes() for part in (result.input_ids, result.positions, result.labels))
+    content = b"".join(
+        part.tobytes() for part in (result.input_ids, result.positions, result.labels)
+    )
     assert hashlib.sha256(content).hexdigest()[:12] == digest
 
 
@@ -102,7 +112,9 @@ def test_run_lengths_follow_one_over_n():
     long = np.random.default_rng(0).integers(5, V, (B, 1000))
     chance = neighbours(long, max_ngram=1, mask_rate=0.05)
     assert chance == pytest.approx(0.05, abs=0.005)
-    assert neighbours(long, max_ngram=3, mask_rate=0.05) == pytest.approx(7 / 18 + 11 / 18 * chance, abs=0.01)
+    assert neighbours(long, max_ngram=3, mask_rate=0.05) == pytest.approx(
+        7 / 18 + 11 / 18 * chance, abs=0.01
+    )
 
 
 def test_whole_words_are_hidden_whole(tokens):
@@ -121,10 +133,15 @@ def test_whole_words_are_hidden_whole(tokens):
 
 
 def test_of_a_word_that_is_longer_than_the_budget_a_part_is_hidden_anywhere_in_it(tokens):
-    result = draw(np.concatenate([tokens] * 4), words=WordEdges(np.zeros(V, bool), np.zeros(V, bool)))
+    result = draw(
+        np.concatenate([tokens] * 4), words=WordEdges(np.zeros(V, bool), np.zeros(V, bool))
+    )
     is_used = result.labels != IGNORE_INDEX
     assert (is_used.sum(1) == round(0.15 * (S - 3))).all()
-    assert all((np.diff(row[used]) == 1).all() for row, used in zip(result.positions, is_used, strict=True))
+    assert all(
+        (np.diff(row[used]) == 1).all()
+        for row, used in zip(result.positions, is_used, strict=True)
+    )
     counts = np.bincount(result.positions[is_used], minlength=S)
     assert set(np.flatnonzero(counts)) == {*range(1, 20), *range(21, S - 1)}
 
@@ -135,12 +152,17 @@ def test_words_are_those_of_the_tokenizers_encodings(kind, tokenizer, tmp_path):
     if kind == "unigram":
         fast = tokenizer
     elif kind == "word pieces":
-        (tmp_path / "vocab.txt").write_text("\n".join(["[UNK]", *"bendo我们", *(f"##{letter}" for letter in "aetsn")]))
+        (tmp_path / "vocab.txt").write_text(
+            "\n".join(["[UNK]", *"bendo我们", *(f"##{letter}" for letter in "aetsn")])
+        )
         fast = BertTokenizerFast(vocab=str(tmp_path / "vocab.txt"))
     else:
         fast = byte_tokenizer() if kind == "byte-level" else word_tokenizer(text.split())
     if kind == "suffix":
-        pieces = {piece: n for n, piece in enumerate([*"abeno,", *(f"{letter}</w>" for letter in "abeno,")])}
+        pieces = {
+            piece: n
+            for n, piece in enumerate([*"abeno,", *(f"{letter}</w>" for letter in "abeno,")])
+        }
         fast = Tokenizer(models.BPE(pieces, [], end_of_word_suffix="</w>"))
         fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         fast = PreTrainedTokenizerFast(tokenizer_object=fast)
@@ -157,7 +179,11 @@ def test_sequences_with_nothing_to_hide_are_an_error_at_the_start(prepared, tmp_
     rows = task.train_data()
     rows.draw(np.arange(16)[None])
     rows.masker.special[:] = True
-    rejects("of the first 32 sequences have no token that may be masked", rows.draw, np.arange(16)[None])
+    rejects(
+        "of the first 32 sequences have no token that may be masked",
+        rows.draw,
+        np.arange(16)[None],
+    )
 
 
 def test_masks_are_the_same_whatever_the_batch_and_other_in_each_epoch_and_seed(tokens):
@@ -175,7 +201,10 @@ def test_an_evaluation_hides_as_much_as_asked_whatever_training_hides(prepared, 
         task = build_task(train_config(tmp_path / "run", prepared, setting))
         for data, rate in ((task.train_data(), trained), (task.eval_data(), evaluated)):
             labels = data.draw(np.arange(4)[None])["inputs"]["labels"]
-            assert labels.shape == (1, 4, round(SEQ_LEN * rate)) and (labels != IGNORE_INDEX).float().mean() > 0.7
+            assert (
+                labels.shape == (1, 4, round(SEQ_LEN * rate))
+                and (labels != IGNORE_INDEX).float().mean() > 0.7
+            )
         assert task.predictions == round(SEQ_LEN * trained)
 
 

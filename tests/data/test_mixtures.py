@@ -23,7 +23,10 @@ WEIGHTS = "corpus.weights=[1,2.5]"
 def paths(corpus, tmp_path_factory):
     """A corpus and a smaller one, which share a document, and validation text, which has a document of each."""
     folder = tmp_path_factory.mktemp("small")
-    documents, own = corpus.read_text().split("\n\n"), write_corpus(folder / "own.txt", num_documents=29, seed=5)
+    documents, own = (
+        corpus.read_text().split("\n\n"),
+        write_corpus(folder / "own.txt", num_documents=29, seed=5),
+    )
     (folder / "own.txt").write_text("\n\n".join([own.read_text(), documents[7]]))
     new = write_corpus(folder / "validation.txt", num_documents=29, seed=6)
     new.write_text("\n\n".join([new.read_text(), documents[9], own.read_text().split("\n\n")[3]]))
@@ -41,10 +44,17 @@ def mixed(output, paths, *overrides):
 def of_all_readings(paths):
     """All that weights of 1 and 2.5 make of both corpora, in order."""
     first, second = map(documents_of, paths[:2])
-    return [*first, *second, *second, *(text for text in second if text_uniform(text, -1)[0] < 0.5)]
+    return [
+        *first,
+        *second,
+        *second,
+        *(text for text in second if text_uniform(text, -1)[0] < 0.5),
+    ]
 
 
-def test_a_corpus_is_read_as_often_as_its_weight_says_and_nothing_is_validated_twice(paths, tmp_path, capsys):
+def test_a_corpus_is_read_as_often_as_its_weight_says_and_nothing_is_validated_twice(
+    paths, tmp_path, capsys
+):
     assert prepare.run(mixed(tmp_path / "out", paths, WEIGHTS)) == 0
     once = prepare.prepare(mixed(tmp_path / "once", paths))
     ready = open_corpus(mixed(tmp_path / "x", paths).corpus)
@@ -54,7 +64,9 @@ def test_a_corpus_is_read_as_often_as_its_weight_says_and_nothing_is_validated_t
     first, second = map(documents_of, paths[:2])
     trained = [text for text in read if text not in validated]
     assert len(set(second) & validated) > 2 and 0.3 < len(read[180:]) / 30 < 0.7
-    check_streams(tmp_path / "out", trained, [text for text in [*first, *second] if text in validated])
+    check_streams(
+        tmp_path / "out", trained, [text for text in [*first, *second] if text in validated]
+    )
     counts = read_manifest(tmp_path / "out").counts
     pieces = Tokenizer.from_file(f"{tmp_path}/out/tokenizer/tokenizer.json")
     sizes = [len(pieces.encode(text, add_special_tokens=False).ids) for text in trained]
@@ -63,7 +75,10 @@ def test_a_corpus_is_read_as_often_as_its_weight_says_and_nothing_is_validated_t
     assert [counts["train_tokens_1"], counts["train_tokens_2"]] == tokens
     said = capsys.readouterr().out
     share = tokens[1] / sum(tokens)
-    assert f"training tokens: {1 - share:.1%} {paths[0]} (weight 1), {share:.1%} {paths[1]} (weight 2.5)" in said
+    assert (
+        f"training tokens: {1 - share:.1%} {paths[0]} (weight 1), {share:.1%} {paths[1]} (weight 2.5)"
+        in said
+    )
     assert once.counts["train_tokens_2"] < 0.5 * tokens[1]
 
 
@@ -82,21 +97,41 @@ def test_a_weight_below_1_thins_training_and_leaves_validation_whole(paths, tmp_
     assert manifest.counts["train_tokens_1"] > 0
 
 
-def test_validation_text_of_its_own_is_all_of_it_and_training_goes_without(paths, tmp_path, capsys):
+def test_validation_text_of_its_own_is_all_of_it_and_training_goes_without(
+    paths, tmp_path, capsys
+):
     given = (WEIGHTS, f"corpus.validation={paths[2]}")
     assert prepare.run(mixed(tmp_path / "out", paths, *given)) == 0
     validated = documents_of(paths[2])
-    check_streams(tmp_path / "out", [text for text in of_all_readings(paths) if text not in validated], validated)
-    assert "2 training documents are also in corpus.validation and were left out" in capsys.readouterr().out
+    check_streams(
+        tmp_path / "out",
+        [text for text in of_all_readings(paths) if text not in validated],
+        validated,
+    )
+    assert (
+        "2 training documents are also in corpus.validation and were left out"
+        in capsys.readouterr().out
+    )
     both = (*given, "validation_fraction=0.1")
     rejects("validation_fraction and corpus.validation choose the same", mixed, "x", paths, *both)
-    table = ["corpus=hf", f"output={tmp_path}/x", "corpus.validation={path: user/set}", "validation_fraction=0.1"]
+    table = [
+        "corpus=hf",
+        f"output={tmp_path}/x",
+        "corpus.validation={path: user/set}",
+        "validation_fraction=0.1",
+    ]
     assert prepare.main(table) == 2 and "choose the same" in capsys.readouterr().err
     prepare.prepare(prepare_config(tmp_path / "two", paths[0], f"corpus.validation={paths[1]}"))
-    rejects("the corpus has changed", prepare.prepare, mixed(tmp_path / "two", paths))  # of the same two files
+    rejects(
+        "the corpus has changed", prepare.prepare, mixed(tmp_path / "two", paths)
+    )  # of the same two files
     (tmp_path / "short.txt").write_text("ba be")
     says = "the validation split has . tokens, .*; add text to corpus.validation or lower seq_len"
-    rejects(says, prepare.prepare, mixed(tmp_path / "other", paths, f"corpus.validation={tmp_path}/short.txt"))
+    rejects(
+        says,
+        prepare.prepare,
+        mixed(tmp_path / "other", paths, f"corpus.validation={tmp_path}/short.txt"),
+    )
     same = prepare_config(tmp_path / "same", paths[0], f"corpus.validation={paths[0]}")
     rejects("corpus.validation or .* leaves none of 240 documents", prepare.prepare, same)
 
@@ -109,7 +144,10 @@ def test_processes_jobs_and_a_kill_change_nothing(paths, prepared, tmp_path, mon
     for number in (1, 2):
         prepare.prepare(mixed(tmp_path / str(number), paths, *given, f"processes={number}"))
     for part in ("2/2", "1/2"):
-        assert prepare.prepare(mixed(tmp_path / "jobs", paths, *given, f"part={part}", "processes=1")) is None
+        assert (
+            prepare.prepare(mixed(tmp_path / "jobs", paths, *given, f"part={part}", "processes=1"))
+            is None
+        )
     prepare.prepare(mixed(tmp_path / "jobs", paths, *given, "merge=true"))
     with killed_in(preparation, "write_shard", 9):
         prepare.prepare(mixed(tmp_path / "killed", paths, *given, "processes=1"))
@@ -130,23 +168,34 @@ def test_each_kind_of_corpus_is_read_so(kind, tmp_path):
         sets = [HFDataset(path="json", data_files=path) for path in (a, b)]
         corpus = hub(*sets, weights=[0.5, 3], validation={"path": "json", "data_files": c})
     else:
-        corpus = open_corpus(FilesCorpusConfig(kind=kind, name="x", path=[a, b], weights=[0.5, 3], validation=c))
+        corpus = open_corpus(
+            FilesCorpusConfig(kind=kind, name="x", path=[a, b], weights=[0.5, 3], validation=c)
+        )
     some = [row["text"] for row in rows["a"] if text_uniform(row["text"], -1)[0] < 0.5]
     assert 3 < len(some) < 17
     whole = [[f"{name} {number}" for number in range(20)] for name in names]
     assert texts(corpus) == whole[0] + 3 * whole[1] + whole[2]
-    learnt = [document.text for document in corpus.documents() if document.reading.learns(document.text)]
+    learnt = [
+        document.text for document in corpus.documents() if document.reading.learns(document.text)
+    ]
     assert learnt == some + 3 * whole[1] + whole[2]
-    assert [document.text for document in corpus.validation()] == [f"c {number}" for number in range(20)]
+    assert [document.text for document in corpus.validation()] == [
+        f"c {number}" for number in range(20)
+    ]
     for count in (2, 3, 7):
         found = in_parts(corpus, count)
-        assert Counter(found) == Counter(texts(corpus)) and (kind == "hf" or found == texts(corpus))
+        assert Counter(found) == Counter(texts(corpus)) and (
+            kind == "hf" or found == texts(corpus)
+        )
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ("corpus.weights=[1,2,3]", r"weights=\[1, 2, 3\] has 3 numbers, but 2 corpora are given: .*, .*own.txt;"),
+        (
+            "corpus.weights=[1,2,3]",
+            r"weights=\[1, 2, 3\] has 3 numbers, but 2 corpora are given: .*, .*own.txt;",
+        ),
         ("corpus.weights=[1,0]", r"corpus.weights=\[1, 0\] must be a list of numbers above 0"),
         ("corpus.weights=3", "corpus.weights=3 must be a list"),
         ("corpus.path=[]", r"corpus.path=\[\] must be a file, a folder or a glob"),
@@ -162,6 +211,10 @@ def test_what_is_no_weight_and_no_corpus_is_rejected(given, says, paths, tmp_pat
 
 
 def test_corpora_of_other_kinds_reject_what_they_do_not_have():
-    rejects("leave out corpus.weights and", open_corpus, CorpusConfig(kind="pydocs", name="x", weights=[1]))
+    rejects(
+        "leave out corpus.weights and",
+        open_corpus,
+        CorpusConfig(kind="pydocs", name="x", weights=[1]),
+    )
     says = r"corpus.validation=.* must be like an entry of corpus.datasets, .*'pth' is not known"
     rejects(says, hub, HFDataset(path="json"), validation={"path": "json", "pth": "c"})

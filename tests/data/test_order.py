@@ -28,7 +28,13 @@ KINDS = [*LANES, "buckets"]
 
 
 def sampler(kind, *, rank=0, world_size=1, consumed_rows=0, seed=0, **more):
-    run = {"global_batch_size": G, "rank": rank, "world_size": world_size, "consumed_rows": consumed_rows, "seed": seed}
+    run = {
+        "global_batch_size": G,
+        "rank": rank,
+        "world_size": world_size,
+        "consumed_rows": consumed_rows,
+        "seed": seed,
+    }
     if kind == "buckets":
         return BucketSampler(BUCKETS, **run)
     return ShardSampler(SHARD_ROWS, lanes=kind[0], window_shards=kind[1], **run, **more)
@@ -39,7 +45,9 @@ def steps(kind, number, *, world_size=1, micro=G, first_step=0, seed=0):
     accumulation = G // world_size // micro
     result = [[] for _ in range(number)]
     for rank in range(world_size):
-        order = sampler(kind, rank=rank, world_size=world_size, consumed_rows=first_step * G, seed=seed)
+        order = sampler(
+            kind, rank=rank, world_size=world_size, consumed_rows=first_step * G, seed=seed
+        )
         for index, batch in enumerate(islice(order.micro_batches(micro), number * accumulation)):
             assert len(batch) == micro
             result[index // accumulation] += batch.tolist()
@@ -47,7 +55,9 @@ def steps(kind, number, *, world_size=1, micro=G, first_step=0, seed=0):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize(("world_size", "micro"), [(1, 4), (1, 1), (2, 3), (3, 4), (3, 2), (4, 3), (6, 1), (12, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "micro"), [(1, 4), (1, 1), (2, 3), (3, 4), (3, 2), (4, 3), (6, 1), (12, 1)]
+)
 def test_every_split_over_ranks_and_micro_batches_sees_the_same_steps(kind, world_size, micro):
     assert steps(kind, 18, world_size=world_size, micro=micro) == steps(kind, 18)
 
@@ -55,7 +65,9 @@ def test_every_split_over_ranks_and_micro_batches_sees_the_same_steps(kind, worl
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("epoch", [0, 1, 2])
 def test_an_epoch_has_every_sequence_at_most_once_and_leaves_out_less_than_a_batch(kind, epoch):
-    items = np.concatenate(steps(kind, ROWS // G, first_step=epoch * (ROWS // G))) & (2**BUCKET_SHIFT - 1)
+    items = np.concatenate(steps(kind, ROWS // G, first_step=epoch * (ROWS // G))) & (
+        2**BUCKET_SHIFT - 1
+    )
     assert len(np.unique(items)) == len(items) == ROWS // G * G
     assert set(items // ROWS) == {epoch}
 
@@ -64,11 +76,16 @@ def test_an_epoch_has_every_sequence_at_most_once_and_leaves_out_less_than_a_bat
 def test_epochs_and_seeds_differ(kind):
     per_epoch = ROWS // G
     first, second, other = (
-        [[item & (2**BUCKET_SHIFT - 1) for item in step] for step in steps(kind, per_epoch, **start)]
+        [
+            [item & (2**BUCKET_SHIFT - 1) for item in step]
+            for step in steps(kind, per_epoch, **start)
+        ]
         for start in ({}, {"first_step": per_epoch}, {"seed": 1})
     )
     assert first != other and first != [[item - ROWS for item in step] for step in second]
-    assert set(sum(first, [])) != {item - ROWS for item in sum(second, [])}  # what is left out, too
+    assert set(sum(first, [])) != {
+        item - ROWS for item in sum(second, [])
+    }  # what is left out, too
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -79,7 +96,9 @@ def test_a_resume_goes_on_with_the_next_step_on_any_number_of_ranks(kind, first_
 
 
 def permutation(size, key):
-    return permuted(np.arange(size, dtype=np.uint64), np.full(size, size, np.uint64), np.full(size, key))
+    return permuted(
+        np.arange(size, dtype=np.uint64), np.full(size, size, np.uint64), np.full(size, key)
+    )
 
 
 def test_the_computed_permutation_is_one_for_every_size_and_another_for_another_key():
@@ -89,7 +108,8 @@ def test_the_computed_permutation_is_one_for_every_size_and_another_for_another_
     large = 10**9 + 7
     some = np.random.default_rng(0).choice(large, 200_000, replace=False).astype(np.uint64)
     one, other = (
-        permuted(some, np.full(len(some), large, np.uint64), np.full(len(some), hash_bits(key))) for key in (1, 2)
+        permuted(some, np.full(len(some), large, np.uint64), np.full(len(some), hash_bits(key)))
+        for key in (1, 2)
     )
     assert len(np.unique(one)) == len(some) and one.max() < large and (one == other).sum() < 5
 
@@ -101,10 +121,14 @@ def chi_squared(counts):
 
 
 @pytest.mark.parametrize(("size", "number"), [(5, 4000), (30, 4000), (100, 2000), (5000, 20)])
-def test_positions_neighbours_and_pairs_of_the_computed_permutation_are_as_those_of_a_random_one(size, number):
+def test_positions_neighbours_and_pairs_of_the_computed_permutation_are_as_those_of_a_random_one(
+    size, number
+):
     keys = hash_bits(7, np.arange(number))
     positions = np.tile(np.arange(size, dtype=np.uint64), number)
-    drawn = permuted(positions, np.full(size * number, size, np.uint64), np.repeat(keys, size)).astype(int)
+    drawn = permuted(
+        positions, np.full(size * number, size, np.uint64), np.repeat(keys, size)
+    ).astype(int)
     drawn = drawn.reshape(number, size)
     steps_between = np.bincount((np.diff(drawn, axis=1) % size).ravel(), minlength=size)[1:]
     cells = drawn * 5 // size  # of five, in each of the five parts of the order
@@ -112,12 +136,16 @@ def test_positions_neighbours_and_pairs_of_the_computed_permutation_are_as_those
     assert abs(chi_squared(steps_between)) < 5
     assert chi_squared(np.bincount((places * 5 + cells).ravel(), minlength=25)) < 5
     if size <= 30:
-        pairs = np.bincount(drawn[:, 0] * size + drawn[:, 1], minlength=size**2).reshape(size, size)
+        pairs = np.bincount(drawn[:, 0] * size + drawn[:, 1], minlength=size**2).reshape(
+            size, size
+        )
         assert abs(chi_squared(pairs[~np.eye(size, dtype=bool)])) < 5
 
 
 @pytest.mark.parametrize("kind", LANES, ids=str)
-def test_a_batch_takes_turns_over_the_lanes_and_a_window_shuffles_the_sequences_of_its_shards(kind):
+def test_a_batch_takes_turns_over_the_lanes_and_a_window_shuffles_the_sequences_of_its_shards(
+    kind,
+):
     order = sampler(kind)
     epoch, firsts = order.epoch_order(1), np.cumsum([0, *SHARD_ROWS])
     rows = epoch.rows(0, order.steps, order.slots)
@@ -147,7 +175,10 @@ def test_windows_double_from_one_shard_of_each_lane_in_the_first_epoch():
 
 
 def test_the_number_of_lanes_divides_the_batch_and_needs_a_shard_each():
-    assert [lanes_of(*each) for each in ((4096, 1200), (96, 1200), (31, 1200), (134, 1200), (4096, 20), (4096, 1))] == [
+    assert [
+        lanes_of(*each)
+        for each in ((4096, 1200), (96, 1200), (31, 1200), (134, 1200), (4096, 20), (4096, 1))
+    ] == [
         64,
         48,
         31,
@@ -157,7 +188,9 @@ def test_the_number_of_lanes_divides_the_batch_and_needs_a_shard_each():
     ]
 
 
-@pytest.mark.parametrize(("machines", "ranks", "batch"), [(1, 32, 4096), (4, 32, 4096), (16, 32, 4096), (3, 8, 3072)])
+@pytest.mark.parametrize(
+    ("machines", "ranks", "batch"), [(1, 32, 4096), (4, 32, 4096), (16, 32, 4096), (3, 8, 3072)]
+)
 def test_machines_share_the_shards_and_keep_theirs_in_every_epoch(machines, ranks, batch):
     """Of 1,200 shards that differ in length, as the last one of a split does; on 16 machines 1.02 times the data."""
     shard_rows = [259 + number % 7 for number in range(1199)] + [13]
@@ -174,28 +207,46 @@ def test_machines_share_the_shards_and_keep_theirs_in_every_epoch(machines, rank
             first = max(first, len(now)) if epoch == 0 else first
             slots = np.concatenate([order.slots_of(rank) for rank in here])
             rows = order.epoch_order(epoch).rows(0, order.steps, slots)
-            assert {*(np.searchsorted(np.cumsum(shard_rows), np.unique(rows), side="right")).tolist()} <= mine
+            assert {
+                *(np.searchsorted(np.cumsum(shard_rows), np.unique(rows), side="right")).tolist()
+            } <= mine
         fetched += len(mine)
         if rank_0 := machine == 0:
-            said = order.fetched_more([range(first, first + ranks) for first in range(0, machines * ranks, ranks)])
+            said = order.fetched_more(
+                [range(first, first + ranks) for first in range(0, machines * ranks, ranks)]
+            )
             assert rank_0 and said is None
     assert fetched <= 1.1 * len(shard_rows)
-    assert first <= 2 * -(-64 // machines)  # a step takes a quarter of a shard, and a lane may begin with less
+    assert first <= 2 * -(
+        -64 // machines
+    )  # a step takes a quarter of a shard, and a lane may begin with less
 
 
 @pytest.mark.parametrize(
     ("machines", "batch", "shards", "said"),
     [
-        (16, 16 * 31, 1200, "^16 machines fetch 1.24 times .* batch of 496 do not match its 62 .* a multiple of 64$"),
+        (
+            16,
+            16 * 31,
+            1200,
+            "^16 machines fetch 1.24 times .* batch of 496 do not match its 62 .* a multiple of 64$",
+        ),
         (48, 48 * 64, 1200, "64 lanes of shards; use a number of machines that divides 64$"),
-        (16, 4096, 20, r"fetch 1.60 times .* 20 shards are few for 16 lanes; prepare more .*\(rows_per_shard\)$"),
+        (
+            16,
+            4096,
+            20,
+            r"fetch 1.60 times .* 20 shards are few for 16 lanes; prepare more .*\(rows_per_shard\)$",
+        ),
         (6, 4092, 1200, None),  # 62 lanes, of which a machine shares one with the next
         (64, 4096, 1200, None),
         (3, 3 * 64, 1200, None),
     ],
 )
 def test_what_machines_fetch_more_than_once_is_said(machines, batch, shards, said):
-    order = ShardSampler([250_000] * shards, seed=1, global_batch_size=batch, rank=0, world_size=machines)
+    order = ShardSampler(
+        [250_000] * shards, seed=1, global_batch_size=batch, rank=0, world_size=machines
+    )
     more = order.fetched_more([[rank] for rank in range(machines)])
     assert (more is None) if said is None else re.search(said, more), more
 
@@ -207,7 +258,9 @@ def test_what_comes_next_begins_with_what_is_being_read():
     now, later = order.upcoming_shards()
     assert {*now, *later} == set(range(len(SHARD_ROWS)))
     rows = epoch.rows(3, 4, order.slots)
-    assert {*(np.searchsorted(np.cumsum(SHARD_ROWS), rows.ravel(), side="right")).tolist()} <= {*now}
+    assert {*(np.searchsorted(np.cumsum(SHARD_ROWS), rows.ravel(), side="right")).tolist()} <= {
+        *now
+    }
 
 
 def test_a_step_has_one_length_that_holds_all_its_examples_and_few_are_padded_to_a_longer_one():
@@ -220,7 +273,9 @@ def test_a_step_has_one_length_that_holds_all_its_examples_and_few_are_padded_to
         buckets.append(bucket)
     assert moved < 4 * G  # of two epochs
     assert buckets[:3] == [2, 1, 0]
-    mixed = BucketSampler(BUCKETS, seed=0, global_batch_size=G, rank=0, world_size=1, is_mixed=True)
+    mixed = BucketSampler(
+        BUCKETS, seed=0, global_batch_size=G, rank=0, world_size=1, is_mixed=True
+    )
     mixed_buckets = [parts_of(batch)[1] for batch in islice(mixed.micro_batches(G), ROWS // G)]
     assert (
         mixed_buckets[0] == 2
@@ -229,13 +284,21 @@ def test_a_step_has_one_length_that_holds_all_its_examples_and_few_are_padded_to
     )
     few = np.array([0] * 30 + [1] * 5 + [2] * 20, np.uint8)  # no whole batch of the second length
     order = BucketSampler(few, seed=0, global_batch_size=10, rank=0, world_size=1)
-    assert sorted(parts_of(batch)[1] for batch in islice(order.micro_batches(10), 5)) == [0, 0, 0, 2, 2]
+    assert sorted(parts_of(batch)[1] for batch in islice(order.micro_batches(10), 5)) == [
+        0,
+        0,
+        0,
+        2,
+        2,
+    ]
 
 
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 4), (2, 4), (3, 7), (5, 4)])
 @pytest.mark.parametrize("rows", [1, 7, 8, ROWS])
 @pytest.mark.parametrize("has_buckets", [False, True])
-def test_evaluation_has_each_result_once_in_the_order_of_the_data(rows, has_buckets, world_size, batch_size):
+def test_evaluation_has_each_result_once_in_the_order_of_the_data(
+    rows, has_buckets, world_size, batch_size
+):
     """In equally many batches on each rank, and with buckets each at its own length."""
     buckets, shares = BUCKETS[:rows] if has_buckets else np.zeros(rows, int), []
     for rank in range(world_size):
@@ -259,8 +322,17 @@ def test_machines_share_the_validation_shards(machines, most):
         ranks = [2 * number, 2 * number + 1]
         parts.append(eval_shards(SHARD_ROWS, sample, ranks, 2 * machines, num_shown=0))
         for rank in ranks:
-            rows = sample[[row for batch in EvalOrder(len(sample), 4, rank, 2 * machines) for row in batch if row >= 0]]
-            assert {int(shard) for shard in np.searchsorted(ends, rows, side="right")} <= set(parts[-1])
+            rows = sample[
+                [
+                    row
+                    for batch in EvalOrder(len(sample), 4, rank, 2 * machines)
+                    for row in batch
+                    if row >= 0
+                ]
+            ]
+            assert {int(shard) for shard in np.searchsorted(ends, rows, side="right")} <= set(
+                parts[-1]
+            )
     used = np.unique(np.searchsorted(ends, sample, side="right")).tolist()
     assert sorted({shard for part in parts for shard in part}) == used
     assert sum(map(len, parts)) <= len(used) + 2 * machines
@@ -272,4 +344,6 @@ def test_a_length_that_no_example_needs_is_no_batch_and_graphs_need_a_batch_of_e
         (np.array([2, 2, 0], np.uint8), {"batch_size": 2, "rank": 0, "world_size": 1}, [0, 2]),
         (BUCKETS, {"batch_size": 4, "rank": 1, "world_size": 2, "most": 8}, [0, 1, 2]),
     ):
-        assert [parts_of(np.array(batch))[1] for batch in BucketEvalOrder(buckets, **split)] == wanted
+        assert [
+            parts_of(np.array(batch))[1] for batch in BucketEvalOrder(buckets, **split)
+        ] == wanted

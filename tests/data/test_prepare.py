@@ -25,13 +25,17 @@ from train.data.text.corpus import open_corpus
 from train.data.text.documents import WHOLE, Document
 from train.data.text.encoding import starts_of
 from train.data.text.packing import Packer
-from train.system.folders import LocalFolder
+from train.storage.folders import LocalFolder
 from train.tools import prepare
 
 
 def content(folder):
     """Bytes of everything a training run reads."""
-    names = ["manifest.json", "tokenizer/tokenizer.json", *(path.name for path in folder.glob("*-*.safetensors"))]
+    names = [
+        "manifest.json",
+        "tokenizer/tokenizer.json",
+        *(path.name for path in folder.glob("*-*.safetensors")),
+    ]
     return {name: (folder / name).read_bytes() for name in sorted(names)}
 
 
@@ -47,7 +51,9 @@ def test_the_manifest_holds_what_is_there(prepared):
     share = np.bincount(tokens[tokens >= 5]) / (tokens >= 5).sum()
     entropy = -(share[share > 0] * np.log(share[share > 0])).sum()
     assert manifest.counts["unigram_entropy"] == pytest.approx(entropy, abs=0.01)  # the tail
-    assert manifest.counts["neighbour_accuracy"] == pytest.approx(right_by_neighbours(shards, held_out), abs=1e-6)
+    assert manifest.counts["neighbour_accuracy"] == pytest.approx(
+        right_by_neighbours(shards, held_out), abs=1e-6
+    )
 
 
 def right_by_neighbours(train, validation):
@@ -87,7 +93,12 @@ def killed_in(module, name, call):
         yield
 
 
-KILLED_AT = {"publish_tokenizer": 1, "write_shard": 4, "write_manifest": 1, "remove_states": 1}  # which call
+KILLED_AT = {
+    "publish_tokenizer": 1,
+    "write_shard": 4,
+    "write_manifest": 1,
+    "remove_states": 1,
+}  # which call
 
 
 @pytest.mark.parametrize("name", KILLED_AT)
@@ -105,13 +116,18 @@ def test_a_killed_preparation_continues_to_the_same_bytes(corpus, shards, tmp_pa
     assert not list(output.glob("part-*"))
 
 
-def test_each_split_is_one_stream_of_the_documents_that_a_hash_of_their_text_gives_it(prepared, corpus):
+def test_each_split_is_one_stream_of_the_documents_that_a_hash_of_their_text_gives_it(
+    prepared, corpus
+):
     """So equal documents are never on both sides."""
     documents = corpus.read_text().split("\n\n")
     ordered = sorted(documents, key=lambda text: text_uniform(text, 0))
     sums = np.cumsum([len(text) for text in ordered])
     held_out = set(ordered[: np.abs(sums - 0.25 * sums[-1]).argmin() + 1])
-    check_streams(prepared, *([text for text in documents if (text in held_out) == number] for number in range(2)))
+    check_streams(
+        prepared,
+        *([text for text in documents if (text in held_out) == number] for number in range(2)),
+    )
 
 
 def check_streams(folder, *texts_of_splits):
@@ -119,11 +135,17 @@ def check_streams(folder, *texts_of_splits):
     manifest = read_manifest(folder)
     info = manifest.tokenizer
     pieces = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
-    for number, (split, texts) in enumerate(zip(("train", "validation"), texts_of_splits, strict=True)):
+    for number, (split, texts) in enumerate(
+        zip(("train", "validation"), texts_of_splits, strict=True)
+    ):
         assert [shard.file for shard in manifest.splits[split]] == [f"{split}-00000.safetensors"]
         ids = [pieces.encode(text, add_special_tokens=False).ids for text in texts]
-        packer = Packer(SEQ_LEN, info.cls_id, info.sep_id, starts_of(pieces), number, np.dtype(np.uint16))
-        rows = packer.add(np.array(sum(ids, []), np.int32), np.array([len(text) for text in ids], np.int64))
+        packer = Packer(
+            SEQ_LEN, info.cls_id, info.sep_id, starts_of(pieces), number, np.dtype(np.uint16)
+        )
+        rows = packer.add(
+            np.array(sum(ids, []), np.int32), np.array([len(text) for text in ids], np.int64)
+        )
         result = ShardSet(folder, manifest, split).rows(np.arange(manifest.rows(split)))
         assert len(rows) > 20
         for name in ("tokens", "pivot", "same_document"):
@@ -134,13 +156,17 @@ WORDS = "the old city and its river were quiet in those years because nobody cam
 
 
 def prose(num_words, start):
-    return " ".join(WORDS[(start + 7 * number) % len(WORDS)] + str(start % 97) for number in range(num_words))
+    return " ".join(
+        WORDS[(start + 7 * number) % len(WORDS)] + str(start % 97) for number in range(num_words)
+    )
 
 
 @pytest.mark.parametrize(
     "documents",
     [
-        [prose(3000 if number % 40 == 0 else 5, number) for number in range(400)],  # chapters between many headings
+        [
+            prose(3000 if number % 40 == 0 else 5, number) for number in range(400)
+        ],  # chapters between many headings
         [prose(5000, number) for number in range(4)],  # each longer than all that is held out
         ["\n".join(prose(50, number) for number in range(500))],  # one
     ],
@@ -155,10 +181,14 @@ def test_a_share_of_the_characters_is_held_out_whatever_the_documents(documents,
     sizes = [held_out.share_of(Document(text, 0)) * len(text) for text in documents]
     assert sum(sizes) == pytest.approx(0.05 * sum(map(len, documents)), rel=0.05)
     assert all(size > 0 for size, text in zip(sizes, documents, strict=True) if len(text) > 1000)
-    assert len(documents) < 400 or {size for size, text in zip(sizes, documents, strict=True) if len(text) < 100} > {0}
+    assert len(documents) < 400 or {
+        size for size, text in zip(sizes, documents, strict=True) if len(text) < 100
+    } > {0}
 
 
-def test_of_a_long_document_the_end_is_held_out_beyond_what_is_weighed(prepared, tmp_path, monkeypatch):
+def test_of_a_long_document_the_end_is_held_out_beyond_what_is_weighed(
+    prepared, tmp_path, monkeypatch
+):
     monkeypatch.setattr(preparation, "MOST_WEIGHED_CHARS", 1000)
     monkeypatch.setattr(preparation, "SHARD_BYTES", 20 * (2 * SEQ_LEN + 3))
     (tmp_path / "text.txt").write_text("\n".join(prose(50, number) for number in range(500)))
@@ -166,11 +196,17 @@ def test_of_a_long_document_the_end_is_held_out_beyond_what_is_weighed(prepared,
     manifest = prepare.prepare(prepare_config(tmp_path / "out", tmp_path / "text.txt", *given))
     rows = manifest.rows("validation")
     assert rows / (rows + manifest.rows("train")) == pytest.approx(0.05, rel=0.1)
-    assert {shard.rows for shard in manifest.splits["train"][:-1]} == {20}  # as many as the default size holds
+    assert {shard.rows for shard in manifest.splits["train"][:-1]} == {
+        20
+    }  # as many as the default size holds
 
 
-@pytest.mark.parametrize(("settings", "is_few"), [(["validation_fraction=0.1"], True), ([], False)])
-def test_few_validation_sequences_are_warned_of(settings, is_few, corpus, prepared, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("settings", "is_few"), [(["validation_fraction=0.1"], True), ([], False)]
+)
+def test_few_validation_sequences_are_warned_of(
+    settings, is_few, corpus, prepared, tmp_path, capsys
+):
     ready = f"tokenizer.pretrained={prepared / 'tokenizer'}"
     assert prepare.run(prepare_config(tmp_path / "out", corpus, ready, *settings)) == 0
     assert ("raise validation_fraction" in capsys.readouterr().err) == is_few
@@ -185,7 +221,9 @@ def test_of_a_large_corpus_the_tokenizer_reads_stretches_from_all_over(tmp_path)
     result = [int(text.split()[1]) for text in prepare.training_texts(cfg, corpus, held_out)]
     assert 200 < len(result) < 600 and len(set(result)) == len(result)
     assert np.histogram(result, 10, (0, 5000))[0].min() >= 20
-    assert result == [int(text.split()[1]) for text in prepare.training_texts(cfg, corpus, held_out)]
+    assert result == [
+        int(text.split()[1]) for text in prepare.training_texts(cfg, corpus, held_out)
+    ]
 
 
 def test_special_tokens_spelt_in_a_text_do_not_structure_it(corpus, tmp_path):
@@ -197,7 +235,9 @@ def test_special_tokens_spelt_in_a_text_do_not_structure_it(corpus, tmp_path):
     tokens = shards.rows(np.arange(len(shards))).tokens
     assert not np.isin(tokens, [info.mask_id, info.pad_id]).any()
     assert (tokens[:, 1:] != info.cls_id).all()
-    assert (tokens == info.sep_id).sum() < 2 * len(tokens) + 120  # two a sequence, and the ends of 120 documents
+    assert (tokens == info.sep_id).sum() < 2 * len(
+        tokens
+    ) + 120  # two a sequence, and the ends of 120 documents
 
 
 def rejected(output, corpus, *overrides):
@@ -212,26 +252,44 @@ def rejected(output, corpus, *overrides):
     ("content", "overrides", "expected"),
     [
         (b"the old city\n\nthe new house\n", ["{ready}"], "less than one sequence of 32"),
-        (b"one two\n\ntwo one\n\n" * 20, ["validation_fraction=0.5"], "more than this text can fill: add text"),
-        (b"\n\nbinary \0\n", [], "text.txt:3: a NUL character"),  # not as an error of the tokenizer
+        (
+            b"one two\n\ntwo one\n\n" * 20,
+            ["validation_fraction=0.5"],
+            "more than this text can fill: add text",
+        ),
+        (
+            b"\n\nbinary \0\n",
+            [],
+            "text.txt:3: a NUL character",
+        ),  # not as an error of the tokenizer
         (b"one", ["validation_fraction=0.999999"], "leaves none of 1 documents for the tokenizer"),
     ],
 )
-def test_text_that_is_too_little_or_none_is_rejected(tmp_path, prepared, content, overrides, expected):
+def test_text_that_is_too_little_or_none_is_rejected(
+    tmp_path, prepared, content, overrides, expected
+):
     (tmp_path / "text.txt").write_bytes(content)
-    given = [text.format(ready=f"tokenizer.pretrained={prepared / 'tokenizer'}") for text in overrides]
+    given = [
+        text.format(ready=f"tokenizer.pretrained={prepared / 'tokenizer'}") for text in overrides
+    ]
     assert expected in rejected(tmp_path / "out", tmp_path / "text.txt", *given)
 
 
 @pytest.mark.parametrize("asked_for", [8000, 20])
-def test_a_vocabulary_that_does_not_suit_the_text_is_rejected_with_one_that_does(tmp_path, corpus, asked_for):
+def test_a_vocabulary_that_does_not_suit_the_text_is_rejected_with_one_that_does(
+    tmp_path, corpus, asked_for
+):
     said = rejected(tmp_path / "out", corpus, f"tokenizer.vocab_size={asked_for}")
     assert said.startswith(f"tokenizer.vocab_size={asked_for} is ")
     advice = re.search(r"set (tokenizer\.vocab_size=\d+) or", said)[1]
-    prepare.prepare(prepare_config(tmp_path / "out", corpus, advice))  # nothing of the rejected call stands in the way
+    prepare.prepare(
+        prepare_config(tmp_path / "out", corpus, advice)
+    )  # nothing of the rejected call stands in the way
 
 
-def test_the_memory_of_a_tokenizers_training_is_said_before_it_starts(tmp_path, corpus, capsys, monkeypatch):
+def test_the_memory_of_a_tokenizers_training_is_said_before_it_starts(
+    tmp_path, corpus, capsys, monkeypatch
+):
     prepare.prepare(prepare_config(tmp_path / "out", corpus, "tokenizer.train_bytes=10000000"))
     size = corpus.stat().st_size
     said = f"trained on {size / 1e6:.3g} MB of text, which takes about {20 * size / 1e9:.2g} GB of memory"
@@ -265,7 +323,9 @@ def test_a_full_temporary_folder_is_one_line(tmp_path, corpus, monkeypatch):
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
-    assert rejected(tmp_path / "out", corpus).startswith(f"{tmp_path} is full; free some space, or set TMPDIR")
+    assert rejected(tmp_path / "out", corpus).startswith(
+        f"{tmp_path} is full; free some space, or set TMPDIR"
+    )
 
 
 def test_what_others_put_into_an_output_stays_where_its_preparation_ends_in_vain(tmp_path):
@@ -291,18 +351,24 @@ def test_another_preparation_and_somebody_elses_folder_are_left_alone(prepared, 
     assert os.listdir(tmp_path / "out") == ["thesis.tex"]
 
 
-def test_a_rejected_preparation_leaves_nothing_in_the_way_of_better_settings(tmp_path, corpus, prepared):
+def test_a_rejected_preparation_leaves_nothing_in_the_way_of_better_settings(
+    tmp_path, corpus, prepared
+):
     ready = f"tokenizer.pretrained={prepared / 'tokenizer'}"
     output = tmp_path / "out"
     assert "or less, or add text" in rejected(output, corpus, "tokenizer.vocab_size=30000")
-    assert "raise validation_fraction" in rejected(output, corpus, ready, "validation_fraction=0.001")
+    assert "raise validation_fraction" in rejected(
+        output, corpus, ready, "validation_fraction=0.001"
+    )
     assert [path for path in output.rglob("*") if path.is_file()] == []
     (tmp_path / "bad.txt").write_bytes(corpus.read_bytes() + b"\xff")
     assert "is not utf-8" in rejected(output, tmp_path / "bad.txt", ready)
     prepare.prepare(prepare_config(output, corpus))
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"settings": 5}', '{"settings": {"parts": "x"}}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"settings": 5}', '{"settings": {"parts": "x"}}']
+)
 def test_a_claim_of_another_making_is_one_line(tmp_path, corpus, content):
     (tmp_path / "source.json").write_text(content)
     assert "source.json is damaged: " in rejected(tmp_path, corpus)

@@ -23,7 +23,7 @@ from train.data.shards.format import check_files, read_manifest
 from train.data.text import corpus_files, processes, tokenizer
 from train.data.text.documents import CorpusPart
 from train.data.text.preparation import PartState, shard_name, state_name
-from train.system.folders import open_folder
+from train.storage.folders import open_folder
 from train.tools import prepare
 
 SMALL = "rows_per_shard=16"
@@ -40,7 +40,10 @@ def in_three(tmp_path_factory, corpus, ready):
     """Three parts, by three jobs, not merged. Tests that change it work on a copy."""
     folder = tmp_path_factory.mktemp("parts") / "out"
     for number in (3, 1, 2):  # in any order
-        assert prepare.prepare(prepare_config(folder, corpus, SMALL, ready, f"part={number}/3")) is None
+        assert (
+            prepare.prepare(prepare_config(folder, corpus, SMALL, ready, f"part={number}/3"))
+            is None
+        )
     return folder
 
 
@@ -69,7 +72,10 @@ def test_merged_parts_are_a_whole_preparation(parts, corpus, ready, shards):
     assert near == pytest.approx({name: whole.counts[name] for name in near}, abs=10)
     names = [shard.file for shard in manifest.splits["train"]]
     assert names[0] == "train-1of3-00000.safetensors" and names == sorted(names)
-    for split in ("train", "validation"):  # a part loses its last partial sequence, as a whole preparation does
+    for split in (
+        "train",
+        "validation",
+    ):  # a part loses its last partial sequence, as a whole preparation does
         assert whole.rows(split) - 3 <= manifest.rows(split) <= whole.rows(split)
 
 
@@ -95,10 +101,16 @@ def as_files(folder, corpus, kind):
     return folder, {"txt.gz": "text"}.get(kind, kind)
 
 
-@pytest.mark.parametrize(("kind", "num_parts"), [("txt", 4), ("jsonl", 4), ("txt.gz", 2), ("csv", 2)])
-def test_any_number_of_processes_makes_the_same_bytes(corpus, ready, tmp_path, kind, num_parts, four_parts):
+@pytest.mark.parametrize(
+    ("kind", "num_parts"), [("txt", 4), ("jsonl", 4), ("txt.gz", 2), ("csv", 2)]
+)
+def test_any_number_of_processes_makes_the_same_bytes(
+    corpus, ready, tmp_path, kind, num_parts, four_parts
+):
     """Files that are read from their beginning alone are not shared, and the largest is nearly half of the corpus."""
-    path, source = (corpus, "text") if kind == "txt" else as_files(tmp_path / "files", corpus, kind)
+    path, source = (
+        (corpus, "text") if kind == "txt" else as_files(tmp_path / "files", corpus, kind)
+    )
     found = []
     for number in (1, 2, 3):
         output = tmp_path / str(number)
@@ -111,23 +123,36 @@ def test_any_number_of_processes_makes_the_same_bytes(corpus, ready, tmp_path, k
 
 
 def test_jobs_make_the_same_bytes_as_processes(corpus, tmp_path, four_parts):
-    by_processes = prepare.prepare(prepare_config(tmp_path / "processes", corpus, SMALL, "processes=2"))
+    by_processes = prepare.prepare(
+        prepare_config(tmp_path / "processes", corpus, SMALL, "processes=2")
+    )
     output = tmp_path / "jobs"
     for job, states in (("2/2", [2, 3]), ("1/2", [0, 1, 2, 3])):
-        assert prepare.prepare(prepare_config(output, corpus, SMALL, f"part={job}", "processes=2")) is None
-        assert sorted(path.name for path in output.glob("part-*")) == [state_name(CorpusPart(n, 4)) for n in states]
+        assert (
+            prepare.prepare(prepare_config(output, corpus, SMALL, f"part={job}", "processes=2"))
+            is None
+        )
+        assert sorted(path.name for path in output.glob("part-*")) == [
+            state_name(CorpusPart(n, 4)) for n in states
+        ]
     assert merged(output, corpus) == by_processes
     assert content(output) == content(tmp_path / "processes")
     assert len(content(output)) > 8
 
 
-def test_a_large_corpus_has_a_process_for_each_processor(corpus, ready, tmp_path, monkeypatch, four_parts):
+def test_a_large_corpus_has_a_process_for_each_processor(
+    corpus, ready, tmp_path, monkeypatch, four_parts
+):
     asked = []
-    monkeypatch.setattr(prepare, "prepare_in_processes", lambda *arguments: asked.append(arguments[3]))
+    monkeypatch.setattr(
+        prepare, "prepare_in_processes", lambda *arguments: asked.append(arguments[3])
+    )
     monkeypatch.setattr(prepare, "merge", lambda *_, **__: None)
     for cpus, settings in ((3, []), (64, []), (2, []), (2, ["processes=3"])):
         monkeypatch.setattr(processes, "usable_cpus", lambda cpus=cpus: cpus)
-        prepare.prepare(prepare_config(tmp_path / f"{cpus}{len(settings)}", corpus, ready, *settings))
+        prepare.prepare(
+            prepare_config(tmp_path / f"{cpus}{len(settings)}", corpus, ready, *settings)
+        )
     assert asked == [3, 4, 2, 3]
     monkeypatch.setattr(processes, "available_bytes", lambda: 1500 * 2**20)
     monkeypatch.setattr(processes, "usable_cpus", lambda: 64)
@@ -137,7 +162,9 @@ def test_a_large_corpus_has_a_process_for_each_processor(corpus, ready, tmp_path
 def test_more_parts_than_documents_leave_some_empty(ready, tmp_path):
     corpus = write_corpus(tmp_path / "text.txt", num_documents=6)
     for number in range(1, 9):
-        prepare.prepare(prepare_config(tmp_path / "out", corpus, SMALL, ready, "seq_len=8", f"part={number}/8"))
+        prepare.prepare(
+            prepare_config(tmp_path / "out", corpus, SMALL, ready, "seq_len=8", f"part={number}/8")
+        )
     manifest = merged(tmp_path / "out", corpus, ready, "seq_len=8")
     assert manifest.counts["documents"] == 6
     assert len({shard.file.split("-")[1] for shard in manifest.splits["train"]}) < 8
@@ -151,7 +178,9 @@ def test_parts_draw_their_own_cuts(ready, tmp_path):
     for index in (0, 1):
         given = (ready, f"part={index + 1}/2", "validation_fraction=0.0001")
         prepare.prepare(prepare_config(tmp_path / "out", tmp_path / "text.txt", *given))
-        pivots.append(load_file(tmp_path / "out" / shard_name("train", CorpusPart(index, 2), 0))["pivot"])
+        pivots.append(
+            load_file(tmp_path / "out" / shard_name("train", CorpusPart(index, 2), 0))["pivot"]
+        )
     first, second = pivots
     assert len(first) == len(second) > 100
     assert (first != second).mean() > 0.5
@@ -163,12 +192,16 @@ def test_finished_parts_are_not_done_twice(parts, corpus, ready):
     assert {path: path.stat().st_mtime_ns for path in parts.rglob("*")} == before
     merged(parts, corpus, ready)
     before = {path: path.stat().st_mtime_ns for path in parts.rglob("*")}
-    assert prepare.prepare(prepare_config(parts, corpus, SMALL, ready, "part=2/3")) == read_manifest(parts)
+    assert prepare.prepare(
+        prepare_config(parts, corpus, SMALL, ready, "part=2/3")
+    ) == read_manifest(parts)
     assert merged(parts, corpus, ready) == read_manifest(parts)
     assert {path: path.stat().st_mtime_ns for path in parts.rglob("*")} == before
 
 
-def test_the_tokenizer_that_is_published_first_is_everybodys(corpus, tmp_path, prepared, monkeypatch):
+def test_the_tokenizer_that_is_published_first_is_everybodys(
+    corpus, tmp_path, prepared, monkeypatch
+):
     """While one job trains, another publishes its own."""
     output, train = tmp_path / "out", tokenizer.train_tokenizer
     theirs = tokenizer.load_tokenizer(str(prepared / "tokenizer"))
@@ -189,7 +222,9 @@ def test_the_tokenizer_that_is_published_first_is_everybodys(corpus, tmp_path, p
 def test_a_tokenizer_is_seen_when_all_its_files_are_there(prepared, tmp_path, monkeypatch):
     folder = open_folder(str(tmp_path / "out"), PrepareConfig(corpus=None).s3)
     written = []
-    monkeypatch.setattr(type(folder), "create", lambda _, name, content: written.append(name) or True)
+    monkeypatch.setattr(
+        type(folder), "create", lambda _, name, content: written.append(name) or True
+    )
     tokenizer.publish_tokenizer(tokenizer.load_tokenizer(str(prepared / "tokenizer")), folder)
     assert len(written) > 1 and written[-1] == tokenizer.PUBLISHED
 
@@ -210,7 +245,9 @@ def test_a_tokenizer_that_changed_between_the_parts_is_noticed(parts, corpus, re
     published.write_text(published.read_text().replace("▁", "_"))
     (parts / state_name(CorpusPart(2, 3))).unlink()
     prepare.prepare(prepare_config(parts, corpus, SMALL, ready, "part=3/3"))
-    assert "another tokenizer made part 1/3, part 2/3;" in rejected(parts, corpus, ready, "merge=true")
+    assert "another tokenizer made part 1/3, part 2/3;" in rejected(
+        parts, corpus, ready, "merge=true"
+    )
 
 
 def test_a_damaged_state_and_one_of_another_preparation_are_named(parts, corpus, ready):
@@ -219,7 +256,9 @@ def test_a_damaged_state_and_one_of_another_preparation_are_named(parts, corpus,
     path.write_bytes(b"{")
     assert f"{path} is damaged" in rejected(parts, corpus, ready, "part=1/3")
     path.write_bytes(type(state)(**{**vars(state), "identity": "other"}).to_bytes())
-    assert f"{path} is from a preparation with other settings" in rejected(parts, corpus, ready, "merge=true")
+    assert f"{path} is from a preparation with other settings" in rejected(
+        parts, corpus, ready, "merge=true"
+    )
 
 
 def test_other_settings_in_the_same_output_are_rejected(parts, corpus, ready):
@@ -240,9 +279,13 @@ def test_text_that_an_earlier_version_split_otherwise_is_rejected(parts, corpus,
         (parts / "source.json").write_bytes(now)
 
 
-def test_the_error_of_one_process_is_one_line_and_stops_the_others(corpus, ready, tmp_path, four_parts):
+def test_the_error_of_one_process_is_one_line_and_stops_the_others(
+    corpus, ready, tmp_path, four_parts
+):
     (tmp_path / "bad.txt").write_bytes(corpus.read_bytes() + b"\n\n\xff")
-    assert "byte 0xff is not utf-8" in rejected(tmp_path / "out", tmp_path / "bad.txt", ready, "processes=2")
+    assert "byte 0xff is not utf-8" in rejected(
+        tmp_path / "out", tmp_path / "bad.txt", ready, "processes=2"
+    )
     assert not multiprocessing.active_children()
 
 
@@ -258,7 +301,12 @@ def test_a_process_that_is_killed_is_named_and_the_same_command_continues(
 
     cfg = prepare_config(tmp_path / "out", corpus, SMALL, ready, "processes=2")
     monkeypatch.setattr(processes, "wait", killing)
-    rejects(r"^part \d/4: killed by SIGKILL \(out of memory\?\); the same", prepare.prepare, cfg, error=Failure)
+    rejects(
+        r"^part \d/4: killed by SIGKILL \(out of memory\?\); the same",
+        prepare.prepare,
+        cfg,
+        error=Failure,
+    )
     assert not multiprocessing.active_children()
     monkeypatch.setattr(processes, "wait", wait)
     assert prepare.prepare(cfg) == read_manifest(tmp_path / "out")
@@ -274,8 +322,18 @@ def spawned(parent):
 
 def test_processes_end_with_the_one_that_started_them(corpus, ready, tmp_path):
     text = tmp_path / "long.txt"
-    text.write_text("\n\n".join([corpus.read_text()] * (2 * corpus_files.PART_BYTES // corpus.stat().st_size + 1)))
-    overrides = [f"output={tmp_path / 'out'}", "corpus=text", f"corpus.path={text}", ready, "processes=2"]
+    text.write_text(
+        "\n\n".join(
+            [corpus.read_text()] * (2 * corpus_files.PART_BYTES // corpus.stat().st_size + 1)
+        )
+    )
+    overrides = [
+        f"output={tmp_path / 'out'}",
+        "corpus=text",
+        f"corpus.path={text}",
+        ready,
+        "processes=2",
+    ]
     parent = start_forked(["train.prepare", *overrides], os.environ)
     try:
         # multiprocessing has one more, which tracks resources
@@ -292,7 +350,11 @@ def test_processes_end_with_the_one_that_started_them(corpus, ready, tmp_path):
 def in_bucket(bucket, prefix):
     """What a run reads, of a preparation in S3."""
     result = {key.removeprefix(f"{prefix}/"): bucket.get(key) for key in bucket.keys(f"{prefix}/")}
-    others = [name for name in result if not name.startswith(("source.json", "tokenizer/tokenizer_config"))]
+    others = [
+        name
+        for name in result
+        if not name.startswith(("source.json", "tokenizer/tokenizer_config"))
+    ]
     return {name: result[name] for name in sorted(others)}
 
 
@@ -303,18 +365,33 @@ def local(tmp_path_factory, corpus, ready):
     return folder
 
 
-def test_a_preparation_in_s3_is_that_on_disk_and_its_manifest_comes_last(bucket, corpus, ready, local):
-    manifest = prepare.prepare(prepare_config(bucket.location("a/b"), corpus, SMALL, ready, *bucket.overrides()))
+def test_a_preparation_in_s3_is_that_on_disk_and_its_manifest_comes_last(
+    bucket, corpus, ready, local
+):
+    manifest = prepare.prepare(
+        prepare_config(bucket.location("a/b"), corpus, SMALL, ready, *bucket.overrides())
+    )
     assert in_bucket(bucket, "a/b") == content(local)
     assert manifest == read_manifest(local)
-    written = [request.path.split("/")[-1] for request in bucket.proxy.requests("^(PUT|POST|DELETE)")]
-    assert written[0] == "source.json" and written[-2:] == ["manifest.json", "part-1of1.safetensors"]
+    written = [
+        request.path.split("/")[-1] for request in bucket.proxy.requests("^(PUT|POST|DELETE)")
+    ]
+    assert written[0] == "source.json" and written[-2:] == [
+        "manifest.json",
+        "part-1of1.safetensors",
+    ]
 
 
-def test_an_upload_that_fails_ends_the_preparation_before_its_state_names_it(bucket, corpus, ready, local):
+def test_an_upload_that_fails_ends_the_preparation_before_its_state_names_it(
+    bucket, corpus, ready, local
+):
     output = bucket.location("out")
-    bucket.proxy.set(Fault("status", match="PUT .*train-00002", code=403, error="AccessDenied", times=1))
-    assert "train-00002.safetensors: no permission to write" in rejected(output, corpus, ready, *bucket.overrides())
+    bucket.proxy.set(
+        Fault("status", match="PUT .*train-00002", code=403, error="AccessDenied", times=1)
+    )
+    assert "train-00002.safetensors: no permission to write" in rejected(
+        output, corpus, ready, *bucket.overrides()
+    )
     assert "out/manifest.json" not in bucket.keys("out/")
     if "out/part-1of1.safetensors" in bucket.keys("out/"):
         state = PartState.from_bytes(bucket.get("out/part-1of1.safetensors"))
@@ -324,8 +401,12 @@ def test_an_upload_that_fails_ends_the_preparation_before_its_state_names_it(buc
     assert in_bucket(bucket, "out") == content(local)
 
 
-def test_a_bucket_that_may_not_be_written_to_is_rejected_before_any_work(bucket, corpus, ready, monkeypatch):
+def test_a_bucket_that_may_not_be_written_to_is_rejected_before_any_work(
+    bucket, corpus, ready, monkeypatch
+):
     bucket.proxy.set(Fault("status", match="PUT", code=403, error="AccessDenied"))
     monkeypatch.setattr(prepare, "vocabulary_of", None)  # would be the first work
-    assert "no permission to write" in rejected(bucket.location("out"), corpus, ready, *bucket.overrides())
+    assert "no permission to write" in rejected(
+        bucket.location("out"), corpus, ready, *bucket.overrides()
+    )
     assert not bucket.keys("out/")

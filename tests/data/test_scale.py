@@ -24,10 +24,16 @@ HELD_OUT = 0.01  # validation shards per training shard, the default of train.pr
 LATE = 0.95  # share of the second epoch
 
 
-def sampler_of(shard_rows: list[int], number: int, machines: int, *, epochs: float = 0) -> ShardSampler:
+def sampler_of(
+    shard_rows: list[int], number: int, machines: int, *, epochs: float = 0
+) -> ShardSampler:
     """Return the sampler of a machine's first rank, after `epochs` epochs."""
     here = range(number * RANKS, (number + 1) * RANKS)
-    place: dict[str, Any] = {"rank": here[0], "world_size": machines * RANKS, "machine_ranks": here}
+    place: dict[str, Any] = {
+        "rank": here[0],
+        "world_size": machines * RANKS,
+        "machine_ranks": here,
+    }
     sampler = ShardSampler(shard_rows, seed=0, global_batch_size=BATCH, **place)
     sampler.consumed_rows = int(epochs * sampler.steps) * BATCH
     return sampler
@@ -59,7 +65,9 @@ def test_a_machine_fetches_its_part_and_begins_with_a_shard_of_each_lane(shards,
     """Before a first step late in the second epoch, with the window of each, 4 shards; of more data with no more."""
     plan = planned(Simulated(shards), machines)
     assert plan["times"] <= 1.1
-    assert plan["most"] <= 1.1 * shards / machines + 8  # the first machine has those of the report's samples too
+    assert (
+        plan["most"] <= 1.1 * shards / machines + 8
+    )  # the first machine has those of the report's samples too
     assert plan["first"] <= MAX_LANES // machines
     assert plan["resumed"] <= 4 * MAX_LANES // machines
 
@@ -78,12 +86,17 @@ def test_the_order_of_300_m_sequences_takes_no_table():
     consumed = sampler_of(MISSION, 3, 16)
     consumed.consumed_rows = 250 * BATCH
     late = list(islice(consumed.micro_batches(8), 4))
-    assert np.array_equal(late, list(islice(sampler_of(MISSION, 3, 16).micro_batches(8), 254))[250:])
+    assert np.array_equal(
+        late, list(islice(sampler_of(MISSION, 3, 16).micro_batches(8), 254))[250:]
+    )
 
 
 def test_100_000_shards_start(tmp_path):
     some = Simulated(10, shard_rows=50, seq_len=8).write(tmp_path / "data")
-    shards = [replace(some.shards[0], file=f"train-{number:05d}.safetensors") for number in range(100_000)]
+    shards = [
+        replace(some.shards[0], file=f"train-{number:05d}.safetensors")
+        for number in range(100_000)
+    ]
     manifest = replace(some, splits={**some.splits, "train": shards})
     sampler = sampler_of([50] * len(shards), 3, 16)
     wanted = wanted_shards(manifest, sampler, 2**62)
@@ -97,12 +110,19 @@ def read(s3, cache, number, steps, is_small):
     that its cache held after a step. A small cache holds windows of one shard a lane.
     """
     cfg = ShardsConfig(path=s3.location, cache_dir=str(cache), deadline_s=120.0)
-    data, place = PreparedData(cfg, s3.config), {"global_batch_size": 32, "rank": number, "world_size": 2}
+    data, place = (
+        PreparedData(cfg, s3.config),
+        {"global_batch_size": 32, "rank": number, "world_size": 2},
+    )
     shard_rows = [shard.rows for shard in data.manifest.splits["train"]]
-    order = ShardSampler(shard_rows, seed=0, lanes=4, window_shards=1 if is_small else None, **place)
+    order = ShardSampler(
+        shard_rows, seed=0, lanes=4, window_shards=1 if is_small else None, **place
+    )
     if is_small:
         shards = len(order.lanes_here) * (WINDOWS_HELD + cut_shards(order))
-        cfg.cache_gb = 1e-9 + (data.cache.eval_bytes(order) + shards * data.cache.largest_bytes) / 1e9
+        cfg.cache_gb = (
+            1e-9 + (data.cache.eval_bytes(order) + shards * data.cache.largest_bytes) / 1e9
+        )
     drawn, most_bytes, reader = [], 0, data.split("train")
     with data.prefetcher(order, is_first_on_machine=True) as prefetcher:
         for step, rows in zip(range(steps), order.micro_batches(16), strict=False):
@@ -111,11 +131,16 @@ def read(s3, cache, number, steps, is_small):
             drawn.append(rows % order.rows)
             prefetcher.consumed((step + 1) * 32)
             names = {path.name for path in data.folder.iterdir()}
-            most_bytes = max(most_bytes, sum(shard.bytes for shard in data.manifest.shards if shard.file in names))
+            most_bytes = max(
+                most_bytes,
+                sum(shard.bytes for shard in data.manifest.shards if shard.file in names),
+            )
     return np.concatenate(drawn), most_bytes
 
 
-def test_machines_fetch_their_parts_over_s3_and_one_deletes_what_it_has_read(tmp_path, monkeypatch, caplog):
+def test_machines_fetch_their_parts_over_s3_and_one_deletes_what_it_has_read(
+    tmp_path, monkeypatch, caplog
+):
     """Two machines read two epochs, every sequence of which is compared with its number; the cache of the second is
     smaller than its part, and fetches a shard once an epoch.
     """
@@ -129,7 +154,9 @@ def test_machines_fetch_their_parts_over_s3_and_one_deletes_what_it_has_read(tmp
     with StandInS3(data, tmp_path / "data") as s3:
         for number in (0, 1):
             set_aws(monkeypatch, f"machine-{number}", "none")
-            rows, most_bytes = read(s3, tmp_path / f"cache-{number}", number, 2 * data.rows // 32, number == 1)
+            rows, most_bytes = read(
+                s3, tmp_path / f"cache-{number}", number, 2 * data.rows // 32, number == 1
+            )
             drawn.append(rows)
             assert most_bytes <= (number_of_shards + 1 if number == 0 else 17) * data.shard_bytes
     assert (np.bincount(np.concatenate(drawn)) == 2).all()
@@ -137,6 +164,16 @@ def test_machines_fetch_their_parts_over_s3_and_one_deletes_what_it_has_read(tmp
     epochs = 2 * number_of_shards + 1
     assert epochs <= s3.gets["machine-1", True] <= epochs + 17  # it looks into the third
     said = (tmp_path / "log").read_text()
-    assert said.count("reads 49 of 97 (104kB of 205kB), 2 of them (4.23kB) before the first step\n") == 2
-    assert len(re.findall(r"shards: 2 for the first step were ready after [\d.]+ s \([\d.]+k?B/s\)\n", said)) == 2
+    assert (
+        said.count("reads 49 of 97 (104kB of 205kB), 2 of them (4.23kB) before the first step\n")
+        == 2
+    )
+    assert (
+        len(
+            re.findall(
+                r"shards: 2 for the first step were ready after [\d.]+ s \([\d.]+k?B/s\)\n", said
+            )
+        )
+        == 2
+    )
     assert s3.sent_bytes["machine-0", True] == (number_of_shards + 1) * data.shard_bytes

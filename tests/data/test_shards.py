@@ -17,7 +17,7 @@ from train.config import S3Config, ShardsConfig
 from train.data.shards import format as shard_format
 from train.data.shards.format import ShardSet, map_tensors, read_manifest, write_shard
 from train.data.shards.prepared import PreparedData
-from train.system.folders import LocalFolder
+from train.storage.folders import LocalFolder
 from train.tools import shards
 
 
@@ -35,7 +35,9 @@ def test_ls_names_every_shard_with_its_rows(prepared, capsys):
         assert re.search(rf"{shard.file} +{shard.rows:,} rows .*{shard.sha256[:12]}", output.out)
 
 
-def test_verify_names_all_that_is_damaged_and_a_run_what_has_another_length(prepared, tmp_path, capsys):
+def test_verify_names_all_that_is_damaged_and_a_run_what_has_another_length(
+    prepared, tmp_path, capsys
+):
     assert called(capsys, "verify", prepared)[0] == 0
     copy = shutil.copytree(prepared, tmp_path / "data")
     manifest = read_manifest(copy)
@@ -63,7 +65,11 @@ def test_head_shows_text_and_marks_what_is_to_predict(prepared, capsys):
     assert [line for line in lines if line.startswith("---")] == ["--- train 0", "--- train 1"]
     marked = lines[2].split()
     assert any(piece == "<[MASK]>" for piece in marked)
-    assert 1 <= sum(piece.startswith("<") and piece.endswith(">") for piece in marked) <= round(32 * 0.15)
+    assert (
+        1
+        <= sum(piece.startswith("<") and piece.endswith(">") for piece in marked)
+        <= round(32 * 0.15)
+    )
     assert "[MASK]" not in lines[1] and lines[1].startswith("[CLS]")
 
 
@@ -73,7 +79,9 @@ def test_stats_agree_with_what_the_preparation_counted(prepared, capsys):
     assert code == 0
     assert f"{manifest.rows('train'):,} sequences" in output.out
     entropy = float(output.out.split("unigram entropy ")[1].split()[0])
-    assert entropy == pytest.approx(manifest.counts["unigram_entropy"], abs=0.01)  # the tail is in no sequence
+    assert entropy == pytest.approx(
+        manifest.counts["unigram_entropy"], abs=0.01
+    )  # the tail is in no sequence
     frequencies = [int(line.split()[0].replace(",", "")) for line in output.out.splitlines()[4:]]
     assert len(frequencies) == 5 and frequencies == sorted(frequencies, reverse=True)
 
@@ -85,16 +93,24 @@ def test_s3_shows_what_the_disk_shows_ls_reads_the_manifest_alone_and_verify_eve
     location = [upload(bucket, prepared), *flags, "--cache-dir", str(tmp_path / "cache")]
     for command, first in (("ls", 1), ("head", 0), ("stats", 0)):
         bucket.proxy.set()
-        shown, wanted = (called(capsys, command, *where)[1].out.splitlines() for where in (location, [prepared]))
+        shown, wanted = (
+            called(capsys, command, *where)[1].out.splitlines() for where in (location, [prepared])
+        )
         assert shown[first:] == wanted[first:] and shown
         if command == "ls":
-            assert [request.path for request in bucket.proxy.requests()] == [f"/{bucket.name}/data/manifest.json"]
+            assert [request.path for request in bucket.proxy.requests()] == [
+                f"/{bucket.name}/data/manifest.json"
+            ]
     assert called(capsys, "verify", *location)[0] == 0
     names = [shard.file for shard in read_manifest(prepared).shards]
     bucket.flip(f"data/{names[0]}", -1)
     bucket.client.delete_object(Bucket=bucket.name, Key=f"data/{names[1]}")
     code, output = called(capsys, "verify", *location)
-    assert code == 1 and f"{names[0]} has sha256" in output.out and f"{names[1]} is missing" in output.out
+    assert (
+        code == 1
+        and f"{names[0]} has sha256" in output.out
+        and f"{names[1]} is missing" in output.out
+    )
 
 
 @pytest.fixture
@@ -120,7 +136,9 @@ def test_of_many_shards_a_process_maps_those_read_last(many, monkeypatch):
     for numbers in np.random.default_rng(0).permutation(len(reader)).reshape(-1, 512)[:20]:
         np.testing.assert_array_equal(reader.rows(numbers).tokens, tokens[numbers % 64])
         assert len(reader.maps) <= 50
-    assert sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines()) <= 50
+    assert (
+        sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines()) <= 50
+    )
     assert len(looked) <= 20 and len(waited) > 5000
     first_rows = reader.first_rows
     reader.rows(first_rows[[1, 2, 3]])
@@ -163,4 +181,6 @@ def test_a_header_names_no_bytes_outside_of_its_file(tmp_path, entry):
     header = json.dumps({"tokens": entry}).encode()
     path = tmp_path / "train-00000.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
-    rejects("train-00000.safetensors is not a shard: .*; prepare the data again", map_tensors, path)
+    rejects(
+        "train-00000.safetensors is not a shard: .*; prepare the data again", map_tensors, path
+    )

@@ -22,39 +22,103 @@ def pipeline(stages, micro_batches, schedule):
     ("ranks", "options", "message"),
     [
         (1, [FSDP, "backend=xla"], "parallel=fsdp does not work with backend=xla"),
-        (1, [FSDP, "backend.precision=fp16"], "parallel=fsdp does not work with backend.precision=fp16"),
+        (
+            1,
+            [FSDP, "backend.precision=fp16"],
+            "parallel=fsdp does not work with backend.precision=fp16",
+        ),
         (1, [FSDP, "backend.grad_compression=bf16"], "parallel=fsdp reduces gradients itself"),
-        (1, [FSDP, "backend.compile=layers"], "backend.compile=layers has not been tested with parallel=fsdp"),
+        (
+            1,
+            [FSDP, "backend.compile=layers"],
+            "backend.compile=layers has not been tested with parallel=fsdp",
+        ),
         (1, ["backend=xla", "backend.name=ddp"], "settings of backend=xla: use backend=ddp"),
-        (1, ["parallel.name=fsdp"], "parallel.name=fsdp needs the settings of its group: use parallel=fsdp"),
-        (1, ["parallel=local_sgd"], "there is no such parallel; choose one of: data, fsdp, pipeline"),
+        (
+            1,
+            ["parallel.name=fsdp"],
+            "parallel.name=fsdp needs the settings of its group: use parallel=fsdp",
+        ),
+        (
+            1,
+            ["parallel=local_sgd"],
+            "there is no such parallel; choose one of: data, fsdp, pipeline",
+        ),
         (3, pipeline(2, 2, "1f1b"), "parallel.stages=2 does not divide the 3 ranks of this run"),
-        (2, pipeline(2, 3, "1f1b"), "micro_batch_size=8 is not a multiple of parallel.micro_batches=3"),
+        (
+            2,
+            pipeline(2, 3, "1f1b"),
+            "micro_batch_size=8 is not a multiple of parallel.micro_batches=3",
+        ),
         (4, pipeline(4, 2, "gpipe"), "parallel.micro_batches=2 does not fit parallel.stages=4"),
-        (2, pipeline(2, 5, "interleaved"), "parallel.micro_batches=5 does not fit parallel.stages=2"),
-        (8, pipeline(8, 8, "interleaved"), "splits the model into 16 parts, but it has only 8 layers"),
+        (
+            2,
+            pipeline(2, 5, "interleaved"),
+            "parallel.micro_batches=5 does not fit parallel.stages=2",
+        ),
+        (
+            8,
+            pipeline(8, 8, "interleaved"),
+            "splits the model into 16 parts, but it has only 8 layers",
+        ),
         (2, ["parallel=pipeline", "parallel.name=data"], "use parallel=data"),
         (2, pipeline(1, 4, "1f1b"), "parallel.stages=1 must be 2 or more"),
         (2, pipeline(2, 4, "zigzag"), "parallel.schedule=zigzag is not known"),
         (2, ["parallel.name=pipeline"], "use parallel=pipeline"),
-        (2, ["parallel=pipeline", "backend=xla"], "parallel=pipeline does not work with backend=xla"),
-        (2, ["parallel=pipeline", "backend.grad_compression=bf16"], "leave out backend.grad_compression"),
+        (
+            2,
+            ["parallel=pipeline", "backend=xla"],
+            "parallel=pipeline does not work with backend=xla",
+        ),
+        (
+            2,
+            ["parallel=pipeline", "backend.grad_compression=bf16"],
+            "leave out backend.grad_compression",
+        ),
         (2, ["parallel=pipeline", "backend.compile=model"], "set backend.compile=layers"),
-        (2, ["parallel=pipeline", "backend.precision=fp16"], "does not work with backend.precision=fp16"),
-        (1, ["backend.grad_compression=half"], "grad_compression=half is not known; choose one of: none, bf16"),
+        (
+            2,
+            ["parallel=pipeline", "backend.precision=fp16"],
+            "does not work with backend.precision=fp16",
+        ),
+        (
+            1,
+            ["backend.grad_compression=half"],
+            "grad_compression=half is not known; choose one of: none, bf16",
+        ),
         (1, ["backend=xla", "backend.compile=layers"], "compile=layers is not for backend=xla"),
-        (1, ["backend.activation_checkpointing=true", "backend.cuda_graphs=true"], "graphs=true does not work with"),
-        (1, ["backend.compile=layers", "backend.cuda_graphs=true"], "cuda_graphs=true needs a CUDA device"),
-        (1, ["backend.compile=all"], "backend.compile=all is not known; choose one of: auto, none, layers, model"),
+        (
+            1,
+            ["backend.activation_checkpointing=true", "backend.cuda_graphs=true"],
+            "graphs=true does not work with",
+        ),
+        (
+            1,
+            ["backend.compile=layers", "backend.cuda_graphs=true"],
+            "cuda_graphs=true needs a CUDA device",
+        ),
+        (
+            1,
+            ["backend.compile=all"],
+            "backend.compile=all is not known; choose one of: auto, none, layers, model",
+        ),
         (1, ["backend.compile=layers"], "there is no no-such-compiler here: apt-get install g++"),
     ],
 )
-def test_what_does_not_go_together_is_one_line(prepared, tmp_path, monkeypatch, ranks, options, message):
+def test_what_does_not_go_together_is_one_line(
+    prepared, tmp_path, monkeypatch, ranks, options, message
+):
     launched = {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}
-    for name, value in {**launched, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}.items() if ranks > 1 else ():
+    for name, value in (
+        {**launched, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}.items() if ranks > 1 else ()
+    ):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(InputError) as rejected:
         loop.run(train_config(tmp_path / "run", prepared, *options), StopRequest())
     assert message in str(rejected.value) and "\n" not in str(rejected.value)
-    assert not {path.name for path in (tmp_path / "run").rglob("*")} & {"metrics.jsonl", "checkpoints", "config.yaml"}
+    assert not {path.name for path in (tmp_path / "run").rglob("*")} & {
+        "metrics.jsonl",
+        "checkpoints",
+        "config.yaml",
+    }

@@ -34,13 +34,15 @@ from train.run import compose as cli
 from train.run import feed
 from train.run.feed import check_same_data
 from train.run.stopping import StopRequest
-from train.system.folders import sha256_bytes
-from train.system.s3 import S3Folder
+from train.storage.folders import sha256_bytes
+from train.storage.s3 import S3Folder
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
-def test_a_run_from_s3_with_faults_and_a_small_cache_is_the_run_from_disk(bucket, shards, tmp_path, monkeypatch):
+def test_a_run_from_s3_with_faults_and_a_small_cache_is_the_run_from_disk(
+    bucket, shards, tmp_path, monkeypatch
+):
     """Windows of one shard: the order of a run from disk with the same windows. Files of the user stay in the cache."""
     options = ["max_steps=30", "eval_every=10"]
     with monkeypatch.context() as small:
@@ -54,7 +56,9 @@ def test_a_run_from_s3_with_faults_and_a_small_cache_is_the_run_from_disk(bucket
     settings = overrides(bucket, tmp_path / "run", location, *options, windowed(shards))
     loop.run(cli.load_config(TrainConfig, settings), StopRequest())
     assert losses(tmp_path / "run") == losses(tmp_path / "disk")
-    scores = [[line["loss"] for line in lines(tmp_path / name, "eval")] for name in ("run", "disk")]
+    scores = [
+        [line["loss"] for line in lines(tmp_path / name, "eval")] for name in ("run", "disk")
+    ]
     assert scores[0] == scores[1]
     samples = [(tmp_path / name / "samples.json").read_bytes() for name in ("run", "disk")]
     assert samples[0] == samples[1]  # read from the validation data after the last step
@@ -63,13 +67,19 @@ def test_a_run_from_s3_with_faults_and_a_small_cache_is_the_run_from_disk(bucket
     assert len(list(folder.glob("*.safetensors"))) - 1 < len(read_manifest(shards).shards)
 
 
-def test_a_killed_run_leaves_no_process_and_its_command_goes_on_at_once_on_other_ranks(bucket, shards, tmp_path):
+def test_a_killed_run_leaves_no_process_and_its_command_goes_on_at_once_on_other_ranks(
+    bucket, shards, tmp_path
+):
     """Fetcher and loaders notice the death late; on two ranks with loaders a shard is fetched once."""
     train_here(tmp_path / "disk", shards, "max_steps=30", "eval_every=10")
-    settings = overrides(bucket, tmp_path / "run", upload(bucket, shards), "max_steps=30", "eval_every=10")
+    settings = overrides(
+        bucket, tmp_path / "run", upload(bucket, shards), "max_steps=30", "eval_every=10"
+    )
     settings += ["checkpoint.every=5", "data.num_workers=1"]
     process = start_forked(["train", *settings], os.environ)
-    eventually(lambda: (tmp_path / "run/checkpoints/step_00000010").exists() or not process.is_alive())
+    eventually(
+        lambda: (tmp_path / "run/checkpoints/step_00000010").exists() or not process.is_alive()
+    )
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.join()
@@ -79,10 +89,14 @@ def test_a_killed_run_leaves_no_process_and_its_command_goes_on_at_once_on_other
     assert not psutil.wait_procs(children, timeout=90)[1]
     by_step = {line["step"]: line["loss"] for line in lines(tmp_path / "run", "train")}
     assert list(by_step.values()) == pytest.approx(losses(tmp_path / "disk"), rel=2e-5)
-    assert len(bucket.proxy.requests(f"^GET /{bucket.name}/.*safetensors")) == len(read_manifest(shards).shards)
+    assert len(bucket.proxy.requests(f"^GET /{bucket.name}/.*safetensors")) == len(
+        read_manifest(shards).shards
+    )
 
 
-def test_lanes_are_the_same_run_on_1_2_3_and_4_ranks_from_disk_and_from_s3(bucket, shards, tmp_path):
+def test_lanes_are_the_same_run_on_1_2_3_and_4_ranks_from_disk_and_from_s3(
+    bucket, shards, tmp_path
+):
     """Also where the number of ranks and the place of the data change between the steps."""
     train_here(tmp_path / "whole", shards, "global_batch_size=12", "max_epochs=9")
     manifest = (tmp_path / "whole/checkpoints/step_00000003/manifest.json").read_bytes()
@@ -90,7 +104,9 @@ def test_lanes_are_the_same_run_on_1_2_3_and_4_ranks_from_disk_and_from_s3(bucke
     location = upload(bucket, shards)
 
     def goes_on(name, ranks, source, before=None):
-        run_dir = tmp_path / name if before is None else cut_back(tmp_path / before, tmp_path / name)
+        run_dir = (
+            tmp_path / name if before is None else cut_back(tmp_path / before, tmp_path / name)
+        )
         from_s3 = overrides(bucket, run_dir, location, "global_batch_size=12")
         from_disk = train_overrides(run_dir, shards, "global_batch_size=12", "max_epochs=9")
         done = run(from_s3 if source == "s3" else from_disk, ranks=ranks)
@@ -106,18 +122,28 @@ def test_two_machines_fetch_their_parts_and_evaluate_as_one(bucket, shards, tmp_
     """Each has a cache of its own. The samples of the report are those of one machine, too."""
     options = ["global_batch_size=12", "micro_batch_size=2", "max_steps=3"]
     train_here(tmp_path / "disk", shards, *options)
-    words = launch("train", overrides(bucket, tmp_path / "run", upload(bucket, shards), *options), ranks=1)[1:]
+    words = launch(
+        "train", overrides(bucket, tmp_path / "run", upload(bucket, shards), *options), ranks=1
+    )[1:]
     nodes = []
     for node in (0, 1):
         place = ["--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1"]
-        nodes.append(start_forked([TORCHRUN, *place, *words, f"data.cache_dir={tmp_path / str(node)}"], os.environ))
+        nodes.append(
+            start_forked(
+                [TORCHRUN, *place, *words, f"data.cache_dir={tmp_path / str(node)}"], os.environ
+            )
+        )
     for node in nodes:
         node.join()
     assert [node.exitcode for node in nodes] == [0, 0]
-    scores = [[line["loss"] for line in lines(tmp_path / name, "eval")] for name in ("run", "disk")]
+    scores = [
+        [line["loss"] for line in lines(tmp_path / name, "eval")] for name in ("run", "disk")
+    ]
     assert scores[0] == pytest.approx(scores[1], rel=2e-5)
     assert len(json.loads((tmp_path / "run/samples.json").read_bytes())["samples"]) == 8
-    fetched = [{path.name for path in (tmp_path / str(node)).rglob("validation-*")} for node in (0, 1)]
+    fetched = [
+        {path.name for path in (tmp_path / str(node)).rglob("validation-*")} for node in (0, 1)
+    ]
     held_out = {shard.file for shard in read_manifest(shards).splits["validation"]}
     assert fetched[0] | fetched[1] == held_out and fetched[1] < held_out
 
@@ -136,9 +162,17 @@ def test_the_end_of_a_run_waits_for_no_shard(bucket, shards, tmp_path):
     """A loader process looks ahead, and waits for a shard that hangs, when the last step is done."""
     location = upload(bucket, shards)
     bucket.proxy.set(Fault("stall", "train-", skip=1))  # one comes, and serves the first step
-    more = ["max_steps=1", "eval_every=null", "data.num_workers=2", "data.deadline_s=200", "data.verify=false"]
+    more = [
+        "max_steps=1",
+        "eval_every=null",
+        "data.num_workers=2",
+        "data.deadline_s=200",
+        "data.verify=false",
+    ]
     more += ["export=false", "data.attempt_s=100"]
-    process = start_forked(["-c", ONE_BY_ONE, *overrides(bucket, tmp_path / "run", location, *more)], os.environ)
+    process = start_forked(
+        ["-c", ONE_BY_ONE, *overrides(bucket, tmp_path / "run", location, *more)], os.environ
+    )
     process.join(60)
     assert process.exitcode == 0
     assert losses(tmp_path / "run")
@@ -146,7 +180,11 @@ def test_the_end_of_a_run_waits_for_no_shard(bucket, shards, tmp_path):
 
 def test_ranks_that_read_different_data_are_rejected():
     check_same_data(["a" * 64] * 2)
-    rejects(r"rank 1 reads different data \(id b{12}\) from rank 0 \(id a{12}\)", check_same_data, ["a" * 64, "b" * 64])
+    rejects(
+        r"rank 1 reads different data \(id b{12}\) from rank 0 \(id a{12}\)",
+        check_same_data,
+        ["a" * 64, "b" * 64],
+    )
 
 
 @pytest.fixture
@@ -163,7 +201,9 @@ def large(bucket, tmp_path):
         with shard_cache.hold(alone=False):
             if is_full:
                 (shard_cache.run / shard.file).symlink_to("/dev/full")
-            downloader = Downloader(S3Folder(bucket.location("data"), bucket.config()), shard_cache)
+            downloader = Downloader(
+                S3Folder(bucket.location("data"), bucket.config()), shard_cache
+            )
             downloader.download(shard, limit_s=cfg.deadline_s)
         return (shard_cache.folder / shard.file).read_bytes() == content
 
@@ -196,19 +236,38 @@ def test_a_shard_comes_whole_through_faults(bucket, large, name):
     ("fault", "kind", "message"),
     [
         (answer(404, "NoSuchKey"), Unreachable, "it is not in the bucket"),
-        (answer(403, "AccessDenied"), Unreachable, "no permission .*; add the permission to the role's"),
+        (
+            answer(403, "AccessDenied"),
+            Unreachable,
+            "no permission .*; add the permission to the role's",
+        ),
         (answer(403, "InvalidObjectState"), InputError, "archived .*restore it .*3 times"),
         (answer(400, "KMS.DisabledException"), InputError, "KMS key .*by the.*; enable the"),
         (answer(403, "InvalidAccessKeyId"), Unreachable, "does not recognise these credentials"),
         (Fault("stall", "large"), Unreachable, r"nothing arrived within 0.5 s \(data.attempt_s\)"),
-        (Fault("flip", "large", after=900), InputError, "it has sha256 .*, the manifest says .* 3 times"),
+        (
+            Fault("flip", "large", after=900),
+            InputError,
+            "it has sha256 .*, the manifest says .* 3 times",
+        ),
     ],
-    ids=["missing", "forbidden", "archived", "key disabled", "credentials unknown", "stall", "flipped byte"],
+    ids=[
+        "missing",
+        "forbidden",
+        "archived",
+        "key disabled",
+        "credentials unknown",
+        "stall",
+        "flipped byte",
+    ],
 )
 def test_a_shard_that_does_not_come_is_given_up_and_named(bucket, large, fault, kind, message):
     bucket.proxy.set(fault)
     with pytest.raises(kind, match=f"^{bucket.location('data')}/large.safetensors: .*{message}"):
-        large(attempt_s=0.5 if fault.do == "stall" else 60.0, deadline_s=5.0 if kind is Unreachable else 60.0)
+        large(
+            attempt_s=0.5 if fault.do == "stall" else 60.0,
+            deadline_s=5.0 if kind is Unreachable else 60.0,
+        )
 
 
 def test_silence_at_the_end_does_not_hide_the_last_answer(bucket, large, monkeypatch):
@@ -218,7 +277,9 @@ def test_silence_at_the_end_does_not_hide_the_last_answer(bucket, large, monkeyp
         raise next(answers, download.Silent("nothing arrived"))
 
     monkeypatch.setattr(Downloader, "fetch", fetch)
-    with pytest.raises(Unreachable, match="safetensors: it is not in the bucket; then nothing arrived$"):
+    with pytest.raises(
+        Unreachable, match="safetensors: it is not in the bucket; then nothing arrived$"
+    ):
         large(attempt_s=0.5, deadline_s=2.0)
 
 
@@ -242,11 +303,16 @@ def test_a_full_disk_is_named_until_it_has_space(large, log):
 
 
 @pytest.mark.parametrize("first_bytes", [8 * 2**20, 1000])
-def test_an_object_that_is_shorter_than_the_manifest_says_is_named(bucket, large, tmp_path, monkeypatch, first_bytes):
+def test_an_object_that_is_shorter_than_the_manifest_says_is_named(
+    bucket, large, tmp_path, monkeypatch, first_bytes
+):
     """Also one that ends where a request does."""
     monkeypatch.setattr(download, "FIRST_BYTES", first_bytes)
     bucket.put("data/large.safetensors", b"x" * 1000)
-    with pytest.raises(InputError, match="has 1000 bytes, the manifest says 400000; it was damaged or repl.* 3 times"):
+    with pytest.raises(
+        InputError,
+        match="has 1000 bytes, the manifest says 400000; it was damaged or repl.* 3 times",
+    ):
         large(attempt_s=2.0, deadline_s=10.0)
     assert not list(tmp_path.rglob("large*"))
 
@@ -279,7 +345,9 @@ def test_renewed_credentials_are_taken_up(bucket, large, monkeypatch, tmp_path):
     ],
 )
 def test_what_the_connector_names_by_a_number_is_named_with_its_cure(bucket, code, error, message):
-    client = download.Client(S3Folder(bucket.location("data"), bucket.config()), ["a"], largest_bytes=1)
+    client = download.Client(
+        S3Folder(bucket.location("data"), bucket.config()), ["a"], largest_bytes=1
+    )
     bucket.proxy.set(Fault("status", code=code, error=error))
     rejects(f"^{message}", client.read, "a", most_bytes=1, on_bytes=list, error=Unreachable)
 
@@ -290,7 +358,14 @@ def test_a_service_of_credentials_that_pauses_is_waited_for(bucket, monkeypatch,
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "config").write_text("[default]\ncredential_process = /bin/false\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    rejects("cannot get credentials: ", download.Client, folder, ["a"], largest_bytes=1, error=Unreachable)
+    rejects(
+        "cannot get credentials: ",
+        download.Client,
+        folder,
+        ["a"],
+        largest_bytes=1,
+        error=Unreachable,
+    )
 
 
 @pytest.fixture
@@ -298,7 +373,19 @@ def https(bucket, tmp_path, monkeypatch):
     """The endpoint of the server behind TLS, with a certificate that AWS_CA_BUNDLE alone makes known."""
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     named = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, *named]
+    made = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-keyout",
+        key,
+        "-out",
+        certificate,
+        *named,
+    ]
     subprocess.run(made, check=True, capture_output=True)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
@@ -334,18 +421,31 @@ def test_shards_go_the_way_of_boto3(bucket, opened, https, monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"http_proxy": "socks5://u:secret@h:1"}, "proxy=socks5://h:1: a proxy for S3 must be http://HOST:"),
-        ({"http_proxy": "http://u:p%40secret@h"}, "the proxy h cannot .*: its user or password contains @, / or ?"),
-        ({"AWS_CA_BUNDLE": "nosuch.pem", "endpoint": "https://h"}, "there is no certificate file nosuch.pem"),
+        (
+            {"http_proxy": "socks5://u:secret@h:1"},
+            "proxy=socks5://h:1: a proxy for S3 must be http://HOST:",
+        ),
+        (
+            {"http_proxy": "http://u:p%40secret@h"},
+            "the proxy h cannot .*: its user or password contains @, / or ?",
+        ),
+        (
+            {"AWS_CA_BUNDLE": "nosuch.pem", "endpoint": "https://h"},
+            "there is no certificate file nosuch.pem",
+        ),
     ],
 )
-def test_what_cannot_lead_to_shards_is_rejected_before_the_first(bucket, monkeypatch, variables, message):
+def test_what_cannot_lead_to_shards_is_rejected_before_the_first(
+    bucket, monkeypatch, variables, message
+):
     monkeypatch.setenv("no_proxy", "")
     endpoint = variables.pop("endpoint", "http://h")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=message) as raised:
-        Downloader(S3Folder("s3://bucket", bucket.config(endpoint=endpoint)), SimpleNamespace(cfg=None))
+        Downloader(
+            S3Folder("s3://bucket", bucket.config(endpoint=endpoint)), SimpleNamespace(cfg=None)
+        )
     assert "secret" not in str(raised.value)
 
 
@@ -357,7 +457,9 @@ def data(bucket, prepared, tmp_path):
     """Prepared data in the bucket, and a way to open it in a new cache."""
     location = upload(bucket, prepared)
     bucket.proxy.set()
-    return lambda: PreparedData(ShardsConfig(path=location, cache_dir=str(tmp_path / "cache")), bucket.config())
+    return lambda: PreparedData(
+        ShardsConfig(path=location, cache_dir=str(tmp_path / "cache")), bucket.config()
+    )
 
 
 @pytest.mark.parametrize(
@@ -419,8 +521,15 @@ def test_two_runs_share_a_cache_unless_one_has_to_delete(bucket, shards, opened,
     sizes = {shard.file: shard.bytes for shard in whole.manifest.shards}
     with prefetch_windows():
         there = windows.folder.glob
-        eventually(lambda: sum(sizes[path.name] for path in there("*.safetensors")) <= small["cache_gb"] * 1e9)
-        rejects(r"another run needs .* for itself; set another data.cache_dir for one of them", prefetch_whole)
+        eventually(
+            lambda: (
+                sum(sizes[path.name] for path in there("*.safetensors")) <= small["cache_gb"] * 1e9
+            )
+        )
+        rejects(
+            r"another run needs .* for itself; set another data.cache_dir for one of them",
+            prefetch_whole,
+        )
 
 
 def test_a_run_compares_what_lies_in_a_cache_that_another_holds(bucket, shards, opened):
@@ -428,7 +537,9 @@ def test_a_run_compares_what_lies_in_a_cache_that_another_holds(bucket, shards, 
     first, prefetcher = opened()
     with prefetcher():
         right = all_tokens(first)
-        np.testing.assert_array_equal(right, all_tokens(PreparedData(ShardsConfig(path=str(shards)), S3Config())))
+        np.testing.assert_array_equal(
+            right, all_tokens(PreparedData(ShardsConfig(path=str(shards)), S3Config()))
+        )
         files = [first.folder / shard.file for shard in first.manifest.splits["train"]]
         damaged, before = files[1::2], {path: path.stat().st_ino for path in files}
         for path in damaged:
@@ -439,15 +550,22 @@ def test_a_run_compares_what_lies_in_a_cache_that_another_holds(bucket, shards, 
             assert all(map(first.cache.is_ready, first.manifest.splits["train"]))
             np.testing.assert_array_equal(all_tokens(second), right)
         asked = bucket.proxy.requests(f"^GET /{bucket.name}/.*safetensors")
-        assert sorted(request.path.rpartition("/")[2] for request in asked) == [path.name for path in damaged]
+        assert sorted(request.path.rpartition("/")[2] for request in asked) == [
+            path.name for path in damaged
+        ]
         assert [path for path in files if path.stat().st_ino != before[path]] == damaged
         assert all(map(first.cache.is_ready, first.manifest.splits["train"]))
 
 
 def test_the_loss_of_the_fetching_process_is_named(opened, monkeypatch):
-    monkeypatch.setattr(prefetch.Prefetcher, "serve", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(
+        prefetch.Prefetcher, "serve", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    )
     data, prefetcher = opened()
-    with prefetcher(), pytest.raises(Unreachable, match="the process that fetches shards on this node is gone"):
+    with (
+        prefetcher(),
+        pytest.raises(Unreachable, match="the process that fetches shards on this node is gone"),
+    ):
         all_tokens(data)
 
 

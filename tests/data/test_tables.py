@@ -24,9 +24,9 @@ from train.data.records import tables
 from train.data.records.table_facts import best_lengths, length_histogram, padding_share, shortages
 from train.data.records.table_folder import whole_facts
 from train.data.records.tables import LAUNCH, Tables, once_per_machine, open_tables
+from train.machine import progress
 from train.run import compose as cli
-from train.system import progress
-from train.system.folders import sha256_file
+from train.storage.folders import sha256_file
 from train.tasks.classify.task import CLASSIFY_ROWS, ClassifyFeaturizer
 from train.tools import records
 
@@ -58,7 +58,14 @@ class Words(ClassifyFeaturizer):
 
 @pytest.fixture(scope="module")
 def plain():
-    overrides = ["task=classify", "data=records", "data.path=x", "run_dir=run", "micro_batch_size=2", "max_steps=1"]
+    overrides = [
+        "task=classify",
+        "data=records",
+        "data.path=x",
+        "run_dir=run",
+        "micro_batch_size=2",
+        "max_steps=1",
+    ]
     return cli.load_config(TrainConfig, overrides)
 
 
@@ -68,14 +75,21 @@ def raw(tmp_path):
     random = np.random.default_rng(0)
     texts = [" ".join(random.choice(WORDS, random.integers(1, 20))) for _ in range(ROWS)]
     rows = [f"{text},{'pn'[number % 3 == 0]}\n" for number, text in enumerate(texts)]
-    (tmp_path / "train.csv").write_text("".join(["text,label\n", *rows, "odd\n", "good,none\n" * 2]))
+    (tmp_path / "train.csv").write_text(
+        "".join(["text,label\n", *rows, "odd\n", "good,none\n" * 2])
+    )
     (tmp_path / "dev.csv").write_text("".join(["text,label\n", *rows[:5]]))
     return tmp_path / "train.csv"
 
 
 @pytest.fixture
 def cfg(plain, raw):
-    files = {"path": str(raw), "train": "train.csv", "validation": "dev.csv", "label_map": {"none": None}}
+    files = {
+        "path": str(raw),
+        "train": "train.csv",
+        "validation": "dev.csv",
+        "label_map": {"none": None},
+    }
     return with_data(plain, **files, cache_dir=str(raw.parent / "cache"), max_bad_rows=1)
 
 
@@ -111,15 +125,24 @@ def test_rows_are_tokenised_once_in_batches_and_found_again(cfg):
     made = open_tables(cfg, words)
     assert words.calls == [("train", 1000), ("train", 200), ("validation", 5)]
     assert is_reused(cfg, made)
-    assert made.folder.parent == cache_of(cfg) and list(made.facts["splits"]) == ["train", "validation"]
+    assert made.folder.parent == cache_of(cfg) and list(made.facts["splits"]) == [
+        "train",
+        "validation",
+    ]
     assert hidden(cfg) == []
 
     features, examples = made.features("train"), made.examples("train")
-    assert features.features["input_ids"].feature.dtype == "int32" and features.features["label"].dtype == "int64"
+    assert (
+        features.features["input_ids"].feature.dtype == "int32"
+        and features.features["label"].dtype == "int64"
+    )
     assert len(features) == len(examples) == ROWS and features.cache_files  # mapped, not in memory
     for row in (0, 999, 1199):
         text = examples[features[row]["row"]]["text"]
-        assert features[row]["input_ids"] == words.tokenizer(text, truncation=True, max_length=SEQ_LEN)["input_ids"]
+        assert (
+            features[row]["input_ids"]
+            == words.tokenizer(text, truncation=True, max_length=SEQ_LEN)["input_ids"]
+        )
         assert features[row]["label"] == examples[row]["label"]
     assert examples.features["label"].names == ["n", "p"] and examples[3]["id"] == "3"
     kept = AutoTokenizer.from_pretrained(str(made.folder / "tokenizer"))
@@ -130,23 +153,35 @@ def test_rows_are_tokenised_once_in_batches_and_found_again(cfg):
 def test_facts_say_what_the_rows_are(cfg, raw):
     tables = open_tables(cfg, Words())
     facts = tables.facts
-    assert (facts["kind"], facts["labels"], facts["settings"]) == ("classify", ["n", "p"], Words().settings)
+    assert (facts["kind"], facts["labels"], facts["settings"]) == (
+        "classify",
+        ["n", "p"],
+        Words().settings,
+    )
     train, lengths = facts["splits"]["train"], tables.lengths("train")
-    assert (train["rows"], train["examples"], train["label_counts"]) == (ROWS, ROWS, {"n": 400, "p": 800})
+    assert (train["rows"], train["examples"], train["label_counts"]) == (
+        ROWS,
+        ROWS,
+        {"n": 400, "p": 800},
+    )
     bad = [f"{raw}:{ROWS + 2}: 1 field where the header has 2"]
     assert (train["bad_rows"], train["bad_examples"], train["left_out"]) == (1, bad, 2)
     assert train["tokens"] == lengths.sum() == sum(map(len, tables.features("train")["input_ids"]))
     assert train["length_histogram"]["up_to"] == [4, 6, 8, 12, 16]
     assert train["length_histogram"]["counts"][-1] == (lengths > 12).sum()
     longer = sum(len(text.split()) > SEQ_LEN - 2 for text in tables.examples("train")["text"])
-    assert train["length_quantiles"]["longest"] == SEQ_LEN and train["notes"]["truncated"] == longer
+    assert (
+        train["length_quantiles"]["longest"] == SEQ_LEN and train["notes"]["truncated"] == longer
+    )
     assert train["padding_share"] == pytest.approx(1 - lengths.mean() / SEQ_LEN, abs=1e-6)
     assert facts["splits"]["validation"]["bad_rows"] == 0
 
 
 def test_a_label_of_no_training_row_and_a_small_validation_are_named_each_time(cfg, caplog):
     wanted = ["no training row has the label q: it cannot be learnt"]
-    wanted += ["validation has only 5 examples: one answer moves a score by 20%; hold out at least 30"]
+    wanted += [
+        "validation has only 5 examples: one answer moves a score by 20%; hold out at least 30"
+    ]
     for calls in (3, 0):
         caplog.clear()
         words = Words()
@@ -155,7 +190,12 @@ def test_a_label_of_no_training_row_and_a_small_validation_are_named_each_time(c
     facts = {"examples": 99, "label_counts": {"n": 99, "p": 0}}
     lacks = ["validation has no row with the label p: its scores do not measure it"]
     assert list(shortages({"validation": facts})) == lacks
-    assert list(shortages({"train": {**facts, "label_counts": {"n": 1, "p": 1}}, "validation": facts})) == lacks
+    assert (
+        list(
+            shortages({"train": {**facts, "label_counts": {"n": 1, "p": 1}}, "validation": facts})
+        )
+        == lacks
+    )
 
 
 def test_the_id_is_of_what_training_sees(cfg, raw):
@@ -187,7 +227,9 @@ def test_the_id_is_the_same_wherever_and_however_the_rows_lie(cfg, raw):
     (folder / "dev.csv").write_bytes((raw.parent / "dev.csv").read_bytes())
     header, *lines = raw.read_text().splitlines(keepends=True)
     for number in range(3):
-        (folder / f"part-{number}.csv").write_text("".join([header, *lines[number * 401 : (number + 1) * 401]]))
+        (folder / f"part-{number}.csv").write_text(
+            "".join([header, *lines[number * 401 : (number + 1) * 401]])
+        )
     other = with_data(cfg, path=str(folder), train="part-*.csv", cache_dir=str(folder / "cache"))
     assert open_tables(other, Words()).id == first.id
 
@@ -235,12 +277,19 @@ def test_what_is_rejected_on_the_way_leaves_nothing(cfg):
     def no_room():
         raise OSError(28, "No space left on device")
 
-    rejects("cannot write .*: No space left on device; free some space", open_tables, cfg, Words(before=no_room))
+    rejects(
+        "cannot write .*: No space left on device; free some space",
+        open_tables,
+        cfg,
+        Words(before=no_room),
+    )
     assert folders_of(cfg) == []
     assert len(open_tables(cfg, Words()).features("train")) == ROWS
 
 
-def test_two_runs_that_want_the_same_make_it_once_and_what_takes_long_is_reported(cfg, monkeypatch, capfd):
+def test_two_runs_that_want_the_same_make_it_once_and_what_takes_long_is_reported(
+    cfg, monkeypatch, capfd
+):
     monkeypatch.setattr(progress, "FIRST_S", 0.01)
     monkeypatch.setattr(progress, "EVERY_S", 0.01)
     context = multiprocessing.get_context("fork")
@@ -272,7 +321,12 @@ def test_a_run_keeps_tables_that_another_run_made_after_it_had_looked(cfg, monke
 
 def test_names_of_splits_that_are_taken_are_rejected(cfg):
     for name in ("tokenizer", "train_examples", "../up"):
-        rejects("cannot be the name of a split", open_tables, with_data(cfg, more_validation={name: "x"}), Words())
+        rejects(
+            "cannot be the name of a split",
+            open_tables,
+            with_data(cfg, more_validation={name: "x"}),
+            Words(),
+        )
 
 
 @pytest.fixture
@@ -283,7 +337,10 @@ def three_ranks(monkeypatch):
 
 
 def test_if_the_rank_that_prepares_dies_the_next_one_prepares(tmp_path, three_ranks):
-    codes, context = [], multiprocessing.get_context("fork")  # ranks have one parent, as torchrun's
+    codes, context = (
+        [],
+        multiprocessing.get_context("fork"),
+    )  # ranks have one parent, as torchrun's
     for prepare in (lambda: os._exit(9), lambda: "folder", lambda: os._exit(9)):
         rank = context.Process(target=once_per_machine, args=(tmp_path, "key", prepare))
         rank.start()
@@ -295,13 +352,17 @@ def test_if_the_rank_that_prepares_dies_the_next_one_prepares(tmp_path, three_ra
 def test_one_rank_of_a_machine_prepares_the_others_wait_and_if_it_fails_another_one_does(
     tmp_path, three_ranks, monkeypatch
 ):
-    (tmp_path / f"{LAUNCH}{platform.node()}-99999999-1-0-key").touch()  # of a launch that has ended
+    (
+        tmp_path / f"{LAUNCH}{platform.node()}-99999999-1-0-key"
+    ).touch()  # of a launch that has ended
     calls, together, another = [], threading.Barrier(3), threading.Event()
 
     def prepare():
         calls.append("called")
         check(len(calls) > 1, "3 bad rows")
-        another.set() if len(calls) > 2 else another.wait(0.2)  # time for another rank, which the lock keeps out
+        another.set() if len(calls) > 2 else another.wait(
+            0.2
+        )  # time for another rank, which the lock keeps out
         return "folder"
 
     def rank(_):
@@ -336,11 +397,18 @@ def test_the_best_lengths_leave_the_least_padding():
 @pytest.fixture
 def command(raw, monkeypatch, capsys):
     tokenizer_of(WORDS).save_pretrained(raw.parent / "tokenizer")
-    files = ["data.train=train.csv", "data.validation=dev.csv", "data.label_map={none: null}", "data.max_bad_rows=1"]
+    files = [
+        "data.train=train.csv",
+        "data.validation=dev.csv",
+        "data.label_map={none: null}",
+        "data.max_bad_rows=1",
+    ]
 
     def run(*overrides):
         given = ["task=classify", "data=records", f"data.path={raw}", *files, *overrides]
-        monkeypatch.setattr(sys, "argv", ["records", *tuning(raw.parent / "run", raw.parent / "tokenizer", *given)])
+        monkeypatch.setattr(
+            sys, "argv", ["records", *tuning(raw.parent / "run", raw.parent / "tokenizer", *given)]
+        )
         return records.main(), capsys.readouterr().out
 
     return run
@@ -365,4 +433,7 @@ def test_the_command_prepares_and_says_what_there_is(command, raw, tmp_path):
         assert words in said
     assert "  lines " not in said
     raw.write_text(raw.read_text() + '"good\nday",p\n')
-    assert "  lines     1,205, but 1,204 rows; if no text contains line breaks" in command("seq_len=16")[1]
+    assert (
+        "  lines     1,205, but 1,204 rows; if no text contains line breaks"
+        in command("seq_len=16")[1]
+    )

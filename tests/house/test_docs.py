@@ -33,13 +33,16 @@ from ami.config import AmiConfig
 from launch.config import LaunchConfig
 from launch.schedulers import SETTINGS
 from train.config import PrepareConfig, TrainConfig
+from train.machine import processes
 from train.run import compose
-from train.system import processes
 from train.tools import prepare
 from train.tools.bench.config import BenchConfig
 from train.tools.compare import CompareConfig
 
-PAGES = {page.stem: page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+PAGES = {
+    page.stem: page.read_text()
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
 NEEDS = {
     "gpu": "NVIDIA's",
     "trainium": "trn1, trn2 or trn3",
@@ -57,7 +60,9 @@ PLACEHOLDERS = re.compile(r"\b(RUN|DATA|MODEL|FOLDER|ADDRESS)\b|\.\.\.")
 FENCE = re.compile(r"^(?: *<!-- needs: ([^\n]*) -->\n)? *```([^\n]*)\n(.*?)^ *```$", re.S | re.M)
 PYTHON = r"(?:[A-Z_]+=\S* )*(?:\.venv/bin/)?python -m (?:train|launch|ami)[.\w]* \S"
 COMMAND = re.compile(rf"{PYTHON}|(?:[A-Z_]+=\S* )*torchrun \S.* -m train[.\w]* \S")
-SCHEMAS: dict[str, type] = dict.fromkeys(("train", "train.records", "train.precompile", "train.doctor"), TrainConfig)
+SCHEMAS: dict[str, type] = dict.fromkeys(
+    ("train", "train.records", "train.precompile", "train.doctor"), TrainConfig
+)
 SCHEMAS |= {
     "train.evaluate": TrainConfig,
     "train.prepare": PrepareConfig,
@@ -66,10 +71,16 @@ SCHEMAS |= {
 }
 SCHEMAS |= {"launch": LaunchConfig, "ami": AmiConfig}
 # What stands for things of the reader's own.
-HERE = {"s3://BUCKET/": "bucket/", "=myaccount": "=ec2", "=mysite": "=slurm", "29500": str(free_port())}
+HERE = {
+    "s3://BUCKET/": "bucket/",
+    "=myaccount": "=ec2",
+    "=mysite": "=slurm",
+    "29500": str(free_port()),
+}
 # What needs no process of its own.
 HERE_TOO = [
-    f"train.{name}" for name in "prepare records report shards checkpoints evaluate predict doctor settings".split()
+    f"train.{name}"
+    for name in "prepare records report shards checkpoints evaluate predict doctor settings".split()
 ]
 BARETRAIN = "from train.baretrain import main; raise SystemExit(main())"
 # What makes a run short, by module. The demo's model learns in a second.
@@ -80,9 +91,12 @@ SHORT = {
     "train.prepare": ["tokenizer.vocab_size=120", "validation_fraction=0.25"],
 }
 # What a run must have, for commands of which the page says only what is special.
-REQUIRED = {"train": "run_dir=runs/any data.path=any model.init_from=any max_steps=2 micro_batch_size=1".split()}
+REQUIRED = {
+    "train": "run_dir=runs/any data.path=any model.init_from=any max_steps=2 micro_batch_size=1".split()
+}
 REQUIRED |= dict.fromkeys(
-    ("train.precompile", "train.bench", "train.compare", "train.doctor", "train.evaluate"), REQUIRED["train"]
+    ("train.precompile", "train.bench", "train.compare", "train.doctor", "train.evaluate"),
+    REQUIRED["train"],
 )
 REQUIRED["train.prepare"] = []
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -105,7 +119,10 @@ class Program(NamedTuple):
 
 
 BLOCKS = {
-    page: [Block(re.findall(r"\w+", needs), language, block) for needs, language, block in FENCE.findall(text)]
+    page: [
+        Block(re.findall(r"\w+", needs), language, block)
+        for needs, language, block in FENCE.findall(text)
+    ]
     for page, text in PAGES.items()
 }
 
@@ -123,7 +140,9 @@ def only_read(page: str) -> Iterator[str]:
     marked = [each for each in BLOCKS[page] if each.language == "bash" and each.needs]
     inline = [" ".join(each.split()) for each in re.findall(r"`([^`]+)`", FENCE.sub("", text))]
     for line in [*(line for block in marked for line in lines(block)), *inline]:
-        line = re.sub(r"\$([A-Z])\b", lambda found: values.get(found[1], values.get("T", "")), line)
+        line = re.sub(
+            r"\$([A-Z])\b", lambda found: values.get(found[1], values.get("T", "")), line
+        )
         if COMMAND.match(line) and "<" not in line and "|" not in line.partition("#")[0]:
             yield line
 
@@ -152,17 +171,27 @@ RUN = [page for page, blocks in BLOCKS.items() if any(not each.needs for each in
 def schemas() -> None:
     compose.add_schema(BenchConfig, "bench", [])
     compose.add_schema(CompareConfig, "compare", [])
-    compose.add_schema(LaunchConfig, "launch", [("cluster", name, kind) for name, kind in SETTINGS.items()])
+    compose.add_schema(
+        LaunchConfig, "launch", [("cluster", name, kind) for name, kind in SETTINGS.items()]
+    )
     compose.add_schema(AmiConfig, "ami", [])
 
 
 def forked(command: str) -> tuple[list[str], dict[str, str]]:
     """The words of a command that is made short, for a fork, and its environment."""
     given = parse(command)
-    is_run = given.module == "launch" and "--" in given.arguments and "prepare=true" not in given.arguments
+    is_run = (
+        given.module == "launch"
+        and "--" in given.arguments
+        and "prepare=true" not in given.arguments
+    )
     short = SHORT["train"] if is_run else SHORT.get(given.module, [])
     keys = {word.partition("=")[0] for word in given.arguments}
-    short = [word for word in short if not (word.startswith("tokenizer.") and "tokenizer.pretrained" in keys)]
+    short = [
+        word
+        for word in short
+        if not (word.startswith("tokenizer.") and "tokenizer.pretrained" in keys)
+    ]
     sets_warmup = "optim.warmup_steps" in keys or "experiment=albert_pretrain" in given.arguments
     short += ["optim.warmup_steps=2"] if sets_warmup else []
     words = [given.module, *given.arguments, *short]
@@ -178,7 +207,9 @@ def run(folder: Path, command: str) -> subprocess.CompletedProcess[str]:
         words, env = forked(command)
         return run_here(words, folder) if words[0] in HERE_TOO else run_forked(words, env, folder)
     if command.startswith("baretrain "):  # not every environment has the script
-        return run_forked(["-c", BARETRAIN, *shlex.split(command, comments=True)[1:]], ENVIRONMENT, folder)
+        return run_forked(
+            ["-c", BARETRAIN, *shlex.split(command, comments=True)[1:]], ENVIRONMENT, folder
+        )
     for theirs, ours in HERE.items():
         command = command.replace(theirs, ours)
     shell = ["bash", "-o", "pipefail", "-c", command]
@@ -187,7 +218,10 @@ def run(folder: Path, command: str) -> subprocess.CompletedProcess[str]:
 
 def run_here(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """In this process, which has imported what others would take seconds for."""
-    out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()  # predictions are written to its buffer
+    out, err = (
+        io.TextIOWrapper(io.BytesIO(), "utf-8"),
+        io.StringIO(),
+    )  # predictions are written to its buffer
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.chdir(folder)
         code = module_of(words[0]).main(words[1:])
@@ -223,14 +257,22 @@ def test_blocks_say_what_they_are(page: str) -> None:
         if not block.needs:
             assert PLACEHOLDERS.findall(block.text) == []
         if block.language == "bash":
-            assert [line for line in lines(block) if re.search(r"[\[\]{}*?]", unquoted(line))] == [], "to be quoted"
+            assert [
+                line for line in lines(block) if re.search(r"[\[\]{}*?]", unquoted(line))
+            ] == [], "to be quoted"
         else:
             compile(block.text, page, "exec")
 
 
 def test_what_takes_minutes_is_run_elsewhere() -> None:
     elsewhere = (ROOT / ".ci" / "run").read_text() + (ROOT / "Makefile").read_text()
-    marked = [line for blocks in BLOCKS.values() for each in blocks if "minutes" in each.needs for line in lines(each)]
+    marked = [
+        line
+        for blocks in BLOCKS.values()
+        for each in blocks
+        if "minutes" in each.needs
+        for line in lines(each)
+    ]
     made = {line.partition(" #")[0].strip() for line in marked if line.startswith("make ")}
     assert {"make demo", "make setup"} <= made
     assert [each for each in made if each not in elsewhere] == []
@@ -251,13 +293,18 @@ def test_the_blocks_of_a_page_run(folder: Path, page: str) -> None:
 def test_the_search_of_the_notebook_page_runs(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("optuna", reason="optuna, a development package, is not installed: make setup")
+    pytest.importorskip(
+        "optuna", reason="optuna, a development package, is not installed: make setup"
+    )
     search = next(each.text for each in BLOCKS["notebook"] if "optuna" in each.text)
     short = search.replace("n_trials=3", "n_trials=2").replace("max_epochs=2", "max_steps=2")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(processes, "start", Forked)
     exec(short, {})
-    assert "{'lr': " in capsys.readouterr().out and (folder / "runs/search/1/export/model.safetensors").is_file()
+    assert (
+        "{'lr': " in capsys.readouterr().out
+        and (folder / "runs/search/1/export/model.safetensors").is_file()
+    )
 
 
 def run_lines(folder: Path, commands: list[str]) -> None:
@@ -271,7 +318,9 @@ def run_lines(folder: Path, commands: list[str]) -> None:
         for command in commands:
             if command not in beside:
                 ended = run(folder, command)
-                good = (0, 1) if "train.doctor" in command else (0,)  # it finds faults of this machine
+                good = (
+                    (0, 1) if "train.doctor" in command else (0,)
+                )  # it finds faults of this machine
                 assert ended.returncode in good, f"{command}\n{ended.stdout}\n{ended.stderr}"
         for command, process in beside.items():
             process.join()
@@ -295,7 +344,9 @@ def test_the_settings_and_flags_of_what_is_only_read_exist(
         compose_settings("train.prepare" if "prepare=true" in own else "train", of_run)
         if flags or not settings:
             before = own[: own.index(flags[0])] if flags else own[:1]
-            monkeypatch.setattr(sys, "argv", [module, *(each for each in before if "=" not in each), "--help"])
+            monkeypatch.setattr(
+                sys, "argv", [module, *(each for each in before if "=" not in each), "--help"]
+            )
             with pytest.raises(SystemExit, match="^0$"):
                 module_of(module).main()
             said = capsys.readouterr().out
@@ -319,14 +370,20 @@ def defined_in(path: str) -> set[str]:
         return set(re.findall(r"^(\w+)\(\) \{", text, re.M))
     kinds = (ast.ClassDef, ast.FunctionDef)
     tops = [node for node in ast.parse(text).body if isinstance(node, kinds)]
-    inner = {f"{top.name}.{node.name}" for top in tops for node in top.body if isinstance(node, kinds)}
+    inner = {
+        f"{top.name}.{node.name}" for top in tops for node in top.body if isinstance(node, kinds)
+    }
     return inner | {top.name for top in tops}
 
 
 def test_files_and_functions_that_pages_and_comments_name_exist() -> None:
     pages = ["CONTRIBUTING.md", "benchmarks/README.md", "tests/recorded/README.md"]
     texts = PAGES | {page: (ROOT / page).read_text() for page in pages}
-    for path in (path for top in ("train", "launch", "ami", "benchmarks") for path in (ROOT / top).rglob("*")):
+    for path in (
+        path
+        for top in ("train", "launch", "ami", "benchmarks")
+        for path in (ROOT / top).rglob("*")
+    ):
         if path.suffix in (".py", ".sh", ".yaml"):
             texts[str(path.relative_to(ROOT))] = path.read_text()
     named = {(page, *each) for page, text in texts.items() for each in NAMED.findall(text)}

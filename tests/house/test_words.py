@@ -29,7 +29,9 @@ PRIVATE = ("attempt", "owner", "fence", "identity", "piece")
 
 def tracked(*folders: str) -> list[str]:
     command = ["git", "ls-files", *folders]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.Constant]]:
@@ -57,11 +59,19 @@ def faults_of(source: str) -> Iterator[tuple[int, str]]:
     """Yield the line and the words of each fault in a module's docstrings, comments and messages."""
     tree = ast.parse(source)
     found = list(docstrings(tree))
-    prose = [(value.lineno, " ".join(str(value.value).split())) for _, value in found] + list(comments(source).items())
-    strings = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    prose = [(value.lineno, " ".join(str(value.value).split())) for _, value in found] + list(
+        comments(source).items()
+    )
+    strings = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
     for node, value in found:
         text = str(value.value)
-        is_property = any("property" in ast.unparse(each) for each in getattr(node, "decorator_list", ()))
+        is_property = any(
+            "property" in ast.unparse(each) for each in getattr(node, "decorator_list", ())
+        )
         if isinstance(node, ast.FunctionDef) and not is_property and NO_VERB.match(text):
             yield value.lineno, text[:40]
     for line, text in prose:
@@ -80,8 +90,15 @@ def faults_of(source: str) -> Iterator[tuple[int, str]]:
 def test_words_of_the_house_are_gone():
     found = []
     for name in tracked():
-        is_text = Path(name).suffix in {".py", ".md", ".yaml", ".sh", ".j2", ".hcl", ".toml"} or name == "Makefile"
-        if not is_text or name.startswith("tests/recorded/") or name == "tests/house/test_words.py":
+        is_text = (
+            Path(name).suffix in {".py", ".md", ".yaml", ".sh", ".j2", ".hcl", ".toml"}
+            or name == "Makefile"
+        )
+        if (
+            not is_text
+            or name.startswith("tests/recorded/")
+            or name == "tests/house/test_words.py"
+        ):
             continue
         for number, line in enumerate((ROOT / name).read_text().splitlines(), 1):
             if match := WORDS.search(ALLOWED.sub("", line)):
@@ -90,9 +107,13 @@ def test_words_of_the_house_are_gone():
 
 
 def test_docstrings_comments_and_messages_are_whole_statements():
-    names = [name for name in tracked("train", "launch", "ami", "benchmarks") if name.endswith(".py")]
+    names = [
+        name for name in tracked("train", "launch", "ami", "benchmarks") if name.endswith(".py")
+    ]
     found = [
-        f"{name}:{line}: {words}" for name in names for line, words in sorted(faults_of((ROOT / name).read_text()))
+        f"{name}:{line}: {words}"
+        for name in names
+        for line, words in sorted(faults_of((ROOT / name).read_text()))
     ]
     assert len(names) > 100 and not found, "\n".join(found)
 
@@ -111,5 +132,7 @@ message = "the run goes on, at once"
 
 
 def test_private_words_have_an_entry():
-    entries = re.findall(r"^\| (\w+) \| \w+", (ROOT / "docs/how-it-works.md").read_text(), re.MULTILINE)
+    entries = re.findall(
+        r"^\| (\w+) \| \w+", (ROOT / "docs/how-it-works.md").read_text(), re.MULTILINE
+    )
     assert set(PRIVATE) <= set(entries)

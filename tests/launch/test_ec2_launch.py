@@ -27,8 +27,8 @@ from launch.ec2.launcher import allow_itself
 from launch.ec2.request import RUN_TAG
 from launch.record import Record
 from train.config import InputError, S3Config
-from train.system.processes import read_process
-from train.system.versions import read_versions
+from train.machine.processes import read_process
+from train.machine.versions import read_versions
 
 RESERVATION = "cr-0123456789abcdef0"
 
@@ -47,7 +47,10 @@ def resolved(ec2, monkeypatch, tmp_path):
 
     def make(*own: str):
         subnets = [f"cluster.subnets=[{','.join(ec2.private_subnets())}]"]
-        given = {each.partition("=")[0]: each for each in ("instance=trn1.32xlarge", "nodes=4", *subnets, *own)}
+        given = {
+            each.partition("=")[0]: each
+            for each in ("instance=trn1.32xlarge", "nodes=4", *subnets, *own)
+        }
         run = trial(ec2, monkeypatch, tmp_path / "mine", *given.values())
         return resolve(run.job, run.cluster, run.record, Api())
 
@@ -60,7 +63,8 @@ def resolved(ec2, monkeypatch, tmp_path):
 def test_subnets_are_those_whose_zone_has_the_type(ec2, resolved):
     sites = resolved().sites
     offers = ec2.client().describe_instance_type_offerings(
-        LocationType="availability-zone", Filters=[{"Name": "instance-type", "Values": ["trn1.32xlarge"]}]
+        LocationType="availability-zone",
+        Filters=[{"Name": "instance-type", "Values": ["trn1.32xlarge"]}],
     )
     zones = sorted(each["Location"] for each in offers["InstanceTypeOfferings"])
     assert [site.zone for site in sites] == zones and len(zones) < len(ec2.subnets())
@@ -87,8 +91,16 @@ NATIVE = read_versions().native.name
     ("instance", "changed", "line"),
     [
         ("trn1.32xlarge", {}, ""),
-        ("trn1.32xlarge", {"image": "cuda"}, "was built for cuda, but the machines need one for neuron"),
-        ("trn1.32xlarge", {"neuron-sdk": "2.20.0"}, "has Neuron SDK 2.20.0, but this version of baretrain needs"),
+        (
+            "trn1.32xlarge",
+            {"image": "cuda"},
+            "was built for cuda, but the machines need one for neuron",
+        ),
+        (
+            "trn1.32xlarge",
+            {"neuron-sdk": "2.20.0"},
+            "has Neuron SDK 2.20.0, but this version of baretrain needs",
+        ),
         ("trn2.48xlarge", {"neuron-sdk": NATIVE}, ""),  # native PyTorch has an SDK of its own
         ("trn2.48xlarge", {}, f"needs {NATIVE} on trn2.48xlarge: .*cluster.image"),
     ],
@@ -96,15 +108,23 @@ NATIVE = read_versions().native.name
 def test_an_image_is_one_for_these_machines(ec2, instance, changed, line):
     """By the tags that python -m ami writes."""
     tags = wanted_tags("neuron", read_versions())
-    tags |= {f"baretrain:{name}": value for name, value in changed.items() if f"baretrain:{name}" in tags}
-    ec2.client().create_tags(Resources=[UBUNTU], Tags=[{"Key": key, "Value": tags[key]} for key in tags])
+    tags |= {
+        f"baretrain:{name}": value
+        for name, value in changed.items()
+        if f"baretrain:{name}" in tags
+    }
+    ec2.client().create_tags(
+        Resources=[UBUNTU], Tags=[{"Key": key, "Value": tags[key]} for key in tags]
+    )
     with pytest.raises(InputError, match=line) if line else nullcontext():
         assert check_image(Api(), "us-east-1", UBUNTU, "neuron", instance) == "/dev/sda1"
 
 
 def test_a_reservation_decides_the_zone(ec2, resolved):
     zone = resolved().sites[-1].zone
-    ec2.reservations = [{"CapacityReservationId": RESERVATION, "State": "active", "AvailabilityZone": zone}]
+    ec2.reservations = [
+        {"CapacityReservationId": RESERVATION, "State": "active", "AvailabilityZone": zone}
+    ]
     own = f"cluster.capacity_reservation={RESERVATION}"
     assert {site.zone for site in resolved(own).sites} == {zone}
     ec2.reservations[0]["State"] = "expired"
@@ -115,12 +135,21 @@ def test_a_reservation_decides_the_zone(ec2, resolved):
 @pytest.mark.parametrize(
     ("own", "line"),
     [
-        (["cluster.image=ami-0123456789abcdef0"], "InvalidAMIID.NotFound: .* image ids differ by region"),
+        (
+            ["cluster.image=ami-0123456789abcdef0"],
+            "InvalidAMIID.NotFound: .* image ids differ by region",
+        ),
         (["cluster.image=null"], "python -m ami neuron.*python -m ami promote"),
         (["cluster.public_address=true"], "one network interface, but trn1.32xlarge has 9"),
         (["cluster.subnets=[subnet-0123456789abcdef0]"], "us-east-1 has none of cluster.subnets"),
-        (["cluster.regions=[eu-north-1]", "cluster.subnets=[]"], "eu-north-1 offers .* in no zone"),
-        ([f"cluster.capacity_reservation={RESERVATION}"], f"{RESERVATION} is in none of the regions"),
+        (
+            ["cluster.regions=[eu-north-1]", "cluster.subnets=[]"],
+            "eu-north-1 offers .* in no zone",
+        ),
+        (
+            [f"cluster.capacity_reservation={RESERVATION}"],
+            f"{RESERVATION} is in none of the regions",
+        ),
         (["cluster.subnets=[]"], "cannot reach S3 from .* default VPC.*: name private subnets"),
     ],
 )
@@ -131,11 +160,16 @@ def test_what_would_fail_later_is_rejected_with_the_cure(resolved, own, line):
 
 def test_a_given_security_group_must_allow_itself(ec2, resolved):
     client, vpc = ec2.client(), resolved().sites[0].vpc
-    group = client.create_security_group(GroupName="given", Description="given", VpcId=vpc)["GroupId"]
+    group = client.create_security_group(GroupName="given", Description="given", VpcId=vpc)[
+        "GroupId"
+    ]
     own = f"cluster.security_group={group}"
     with pytest.raises(InputError) as rejection:
         resolved(own)
-    cures = [f"aws ec2 authorize-security-group-{way} --group-id {group}" for way in ("ingress", "egress")]
+    cures = [
+        f"aws ec2 authorize-security-group-{way} --group-id {group}"
+        for way in ("ingress", "egress")
+    ]
     assert all(cure in str(rejection.value) for cure in cures)
     allow_itself(Api(), "us-east-1", group)
     assert resolved(own).sites
@@ -153,7 +187,10 @@ class Cli:
     acts: list[Callable[[], None]] = field(default_factory=list)  # in each pause of a launch
 
     def __post_init__(self) -> None:
-        client, s3 = boto3.client("s3"), S3Config(endpoint=self.ec2.endpoint, region="us-east-1", path_style=True)
+        client, s3 = (
+            boto3.client("s3"),
+            S3Config(endpoint=self.ec2.endpoint, region="us-east-1", path_style=True),
+        )
         client.create_bucket(Bucket="bucket")
         client.put_object(Bucket="bucket", Key="albert/manifest.json", Body=self.ec2.manifest)
         self.record = Record("s3://bucket/runs/mine", s3)
@@ -166,7 +203,9 @@ class Cli:
     def launch(self, *own: str) -> int:
         s3 = [f"s3.endpoint={self.ec2.endpoint}", "s3.path_style=true"]
         given = {each.partition("=")[0]: each for each in (*OWN, *own)}  # the last one counts
-        return main([*given.values(), "--", *RUN, *s3, "global_batch_size=64", "micro_batch_size=4"])
+        return main(
+            [*given.values(), "--", *RUN, *s3, "global_batch_size=64", "micro_batch_size=4"]
+        )
 
     def do(self, command: str, *flags: str) -> int:
         """A command on the run."""
@@ -237,7 +276,10 @@ def test_a_type_that_conf_does_not_have_is_asked_for(ec2, cli, capsys, instance,
         (["instance=p3.8xlarge"], "has V100s, .* Use g6.12xlarge"),
         (["instance=p3dn.24xlarge"], "has V100s"),
         (["instance=g3s.xlarge"], "has M60s"),
-        (["instance=trn1.32xlarge"], "the default VPC's subnets.*cluster.subnets"),  # as its submission
+        (
+            ["instance=trn1.32xlarge"],
+            "the default VPC's subnets.*cluster.subnets",
+        ),  # as its submission
     ],
 )
 def test_a_plan_rejects_what_no_submission_would_do(cli, capsys, own, line):
@@ -246,7 +288,11 @@ def test_a_plan_rejects_what_no_submission_would_do(cli, capsys, own, line):
 
 
 def test_check_sends_dry_runs_and_turns_errors_into_advice(ec2, cli, capsys):
-    own = ["check=true", "instance=trn1.32xlarge", f"cluster.subnets=[{','.join(ec2.private_subnets())}]"]
+    own = [
+        "check=true",
+        "instance=trn1.32xlarge",
+        f"cluster.subnets=[{','.join(ec2.private_subnets())}]",
+    ]
     assert cli.launch(*own) == 0
     shown = capsys.readouterr().out
     assert "on network card 1 to 7: " in shown and "EC2 would accept the request" in shown
@@ -324,9 +370,14 @@ def test_a_launch_that_waits_for_capacity_is_seen_and_can_be_cancelled(ec2, cli)
 
     cli.acts.append(cancel)
     assert cli.launch("submit=true") == 1
-    assert seen[0]["state"] == "waiting" and "InsufficientInstanceCapacity" in seen[0]["answer"]["text"]
+    assert (
+        seen[0]["state"] == "waiting"
+        and "InsufficientInstanceCapacity" in seen[0]["answer"]["text"]
+    )
     asked = [each["NetworkInterfaces"][0]["SubnetId"] for each in ec2.requests]
-    assert len(set(asked)) == len(asked) > 1 and ec2.anything() == []  # nothing more after the first round
+    assert (
+        len(set(asked)) == len(asked) > 1 and ec2.anything() == []
+    )  # nothing more after the first round
 
 
 def test_clean_during_a_submission_keeps_the_launch_from_making_anything(ec2, cli, monkeypatch):
@@ -354,8 +405,14 @@ def test_machines_that_no_record_knows_are_not_doubled(ec2, cli, capsys):
 @pytest.mark.parametrize(("vcpus", "code"), [(0.0, 1), (512.0, 0)])
 def test_quota_says_what_is_lacking(ec2, capsys, vcpus, code):
     standard = "Running On-Demand Standard (A, C, D, H, I, M, R, T, Z) instances"
-    quotas = {"Running On-Demand Trn instances": vcpus, standard: 9.0, "All Trn Spot Instance Requests": 9999.0}
-    ec2.quotas = [{"QuotaName": name, "QuotaCode": f"L-{of:g}", "Value": of} for name, of in quotas.items()]
+    quotas = {
+        "Running On-Demand Trn instances": vcpus,
+        standard: 9.0,
+        "All Trn Spot Instance Requests": 9999.0,
+    }
+    ec2.quotas = [
+        {"QuotaName": name, "QuotaCode": f"L-{of:g}", "Value": of} for name, of in quotas.items()
+    ]
     assert main(["quota", "trn1.32xlarge", "--nodes", "4", "--regions", "us-east-1"]) == code
     shown = capsys.readouterr().out
     assert "512 are needed" in shown and f"L-{vcpus:g}" in shown
@@ -368,13 +425,18 @@ def may(policy: dict[str, Any], action: str, resource: str, **keys: str) -> bool
     def fits(each: dict[str, Any]) -> bool:
         at = [fnmatchcase(resource, pattern) for pattern in each["Resource"]]
         does = [fnmatchcase(action, pattern) for pattern in each["Action"]]
-        return any(at) and any(does) and all(holds(*condition) for condition in each.get("Condition", {}).items())
+        return (
+            any(at)
+            and any(does)
+            and all(holds(*condition) for condition in each.get("Condition", {}).items())
+        )
 
     def holds(operator: str, wanted: dict[str, Any]) -> bool:
         values = {key: [each] if isinstance(each, str) else each for key, each in wanted.items()}
         lacking = operator.endswith("IfExists")
         return all(
-            any(fnmatchcase(keys[key], each) for each in values[key]) if key in keys else lacking for key in wanted
+            any(fnmatchcase(keys[key], each) for each in values[key]) if key in keys else lacking
+            for key in wanted
         )
 
     effects = {each["Effect"] for each in policy["Statement"] if fits(each)}
@@ -382,15 +444,36 @@ def may(policy: dict[str, Any], action: str, resource: str, **keys: str) -> bool
 
 
 def test_a_role_is_for_one_run_and_an_operator_ends_only_what_is_of_their_folder(capsys):
-    words = ["iam", "s3://bucket/alice/mine", "--data", "s3://data/albert", "--role", "m", "--account", "1" * 12]
+    words = [
+        "iam",
+        "s3://bucket/alice/mine",
+        "--data",
+        "s3://data/albert",
+        "--role",
+        "m",
+        "--account",
+        "1" * 12,
+    ]
     assert main(words) == 0
     policies = json.loads(capsys.readouterr().out)
     operator, machine, _ = policies.values()
-    assert not [each for each in machine["Statement"] if any(a.startswith(("ec2:", "iam:")) for a in each["Action"])]
-    assert [each["Sid"] for each in machine["Statement"] if each["Resource"] == ["*"]] == ["Session"]
+    assert not [
+        each
+        for each in machine["Statement"]
+        if any(a.startswith(("ec2:", "iam:")) for a in each["Action"])
+    ]
+    assert [each["Sid"] for each in machine["Statement"] if each["Resource"] == ["*"]] == [
+        "Session"
+    ]
     record, objects = "alice/mine.launch", "arn:aws:s3:::bucket/{}".format
-    for name in ("alice/mine/metrics.jsonl", f"{record}/events/00001.json", f"{record}/logs/a.txt"):
-        assert may(machine, "s3:PutObject", objects(name)) and may(operator, "s3:PutObject", objects(name))
+    for name in (
+        "alice/mine/metrics.jsonl",
+        f"{record}/events/00001.json",
+        f"{record}/logs/a.txt",
+    ):
+        assert may(machine, "s3:PutObject", objects(name)) and may(
+            operator, "s3:PutObject", objects(name)
+        )
     for name in ("job.json", "code-0.tar.gz", "config.yaml", "plan.json", "ec2/calls/0001.json"):
         assert may(machine, "s3:GetObject", objects(f"{record}/{name}"))
         assert not may(machine, "s3:PutObject", objects(f"{record}/{name}"))
@@ -402,7 +485,9 @@ def test_a_role_is_for_one_run_and_an_operator_ends_only_what_is_of_their_folder
         "alice/other.launch/events/00001.json",
         "alice/mine2.launch/job.json",
     ):
-        assert not may(machine, "s3:GetObject", objects(name)) and not may(machine, "s3:PutObject", objects(name))
+        assert not may(machine, "s3:GetObject", objects(name)) and not may(
+            machine, "s3:PutObject", objects(name)
+        )
     assert may(machine, "s3:GetObject", "arn:aws:s3:::data/albert/manifest.json")
     assert not may(operator, "s3:PutObject", objects("bob/run.launch/job.json"))
     ec2 = "arn:aws:ec2:us-east-1:" + "1" * 12
@@ -416,8 +501,12 @@ def test_a_role_is_for_one_run_and_an_operator_ends_only_what_is_of_their_folder
         assert may(operator, "ssm:StartSession", f"{ec2}:instance/i-1", **session) is allowed
         assert may(operator, "ec2:RunInstances", f"{ec2}:security-group/sg-1", **has) is allowed
         tokens = {"ec2:MetadataHttpTokens": "required"}
-        assert may(operator, "ec2:RunInstances", f"{ec2}:instance/i-1", **asked, **tokens) is allowed
-    assert may(operator, "ec2:RunInstances", f"{ec2}:security-group/sg-1")  # a given group, which is of no run
+        assert (
+            may(operator, "ec2:RunInstances", f"{ec2}:instance/i-1", **asked, **tokens) is allowed
+        )
+    assert may(
+        operator, "ec2:RunInstances", f"{ec2}:security-group/sg-1"
+    )  # a given group, which is of no run
     assert not may(operator, "ec2:TerminateInstances", f"{ec2}:instance/i-1")
     roles = f"arn:aws:iam::{'1' * 12}:role/"
     passed = {"iam:PassedToService": "ec2.amazonaws.com"}
@@ -443,10 +532,17 @@ def killed(cli, capsys):
 
 def test_a_job_that_was_changed_is_not_resumed(killed, capsys):
     content = killed.record.folder.read("job.json")
-    changed = content.replace(b'"seed', b'"seed') if b"evil" in content else content.replace(UBUNTU.encode(), b"ami-0e")
+    changed = (
+        content.replace(b'"seed', b'"seed')
+        if b"evil" in content
+        else content.replace(UBUNTU.encode(), b"ami-0e")
+    )
     killed.record.folder.write("job.json", changed)
     assert killed.do("resume") == 2
-    assert "job.json was changed: its sha256 is" in capsys.readouterr().err and killed.ec2.requests == []
+    assert (
+        "job.json was changed: its sha256 is" in capsys.readouterr().err
+        and killed.ec2.requests == []
+    )
     killed.record.folder.write("job.json", content)
     assert killed.do("resume") == 0 and len(killed.ec2.requests) == 1
 
@@ -454,16 +550,23 @@ def test_a_job_that_was_changed_is_not_resumed(killed, capsys):
 def test_a_resume_is_checked_like_a_launch(killed, capsys, monkeypatch, tmp_path):
     """Machines that cannot reach the bucket would cost money until they end themselves."""
     secret = f"aws_secret_access_key = {os.environ['AWS_SECRET_ACCESS_KEY']}\n"
-    (tmp_path / "keys").write_text(f"[work]\naws_access_key_id = {os.environ['AWS_ACCESS_KEY_ID']}\n{secret}")
+    (tmp_path / "keys").write_text(
+        f"[work]\naws_access_key_id = {os.environ['AWS_ACCESS_KEY_ID']}\n{secret}"
+    )
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "keys"))
     assert killed.do("resume", "--profile=work") == 2
-    assert "s3.profile=work: machines have a role" in capsys.readouterr().err and killed.ec2.requests == []
+    assert (
+        "s3.profile=work: machines have a role" in capsys.readouterr().err
+        and killed.ec2.requests == []
+    )
 
 
 def test_a_job_of_another_computer_needs_its_checksum(killed, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other"))
     assert killed.do("resume") == 2
-    assert "this computer has not launched" in capsys.readouterr().err and killed.ec2.requests == []
+    assert (
+        "this computer has not launched" in capsys.readouterr().err and killed.ec2.requests == []
+    )
     digest = killed.record.job().sha256
     assert killed.do("resume", f"--job-sha256={'0' * 64}") == 2 and killed.ec2.requests == []
     assert killed.do("resume", f"--job-sha256={digest}") == 0 and len(killed.ec2.requests) == 1
@@ -477,15 +580,25 @@ def test_what_machines_write_decides_neither_image_nor_what_is_ended(killed, cap
     killed.record.append_event("submitted", **event.details)
     assert killed.do("resume") == 0
     assert [each["ImageId"] for each in killed.ec2.requests] == [UBUNTU]
-    other = killed.ec2.client().run_instances(ImageId=UBUNTU, MinCount=1, MaxCount=1)["Instances"][0]["InstanceId"]
+    other = killed.ec2.client().run_instances(ImageId=UBUNTU, MinCount=1, MaxCount=1)["Instances"][
+        0
+    ]["InstanceId"]
     [call, *_] = [each for each in read_calls(killed.record) if each.operation == "run_instances"]
     replace(call, number=99, made=[other], answered_unix_s=killed.ec2.now()).write(killed.record)
-    assert killed.do("clean", "--yes") == 0 and [each.id for each in killed.ec2.machines()] == [other]
+    assert killed.do("clean", "--yes") == 0 and [each.id for each in killed.ec2.machines()] == [
+        other
+    ]
     killed.record.append_event("submitting", scheduler="local")
     with subprocess.Popen(["sleep", "60"]) as victim:
-        process = {"host": platform.node(), "pid": victim.pid, "started": read_process(victim.pid).started}
+        process = {
+            "host": platform.node(),
+            "pid": victim.pid,
+            "started": read_process(victim.pid).started,
+        }
         killed.record.append_event("submitted", scheduler="local", handle=process)
-        assert killed.do("cancel", "--yes") == 1 and "names cluster=local" in capsys.readouterr().err
+        assert (
+            killed.do("cancel", "--yes") == 1 and "names cluster=local" in capsys.readouterr().err
+        )
         assert victim.poll() is None
         victim.kill()
 

@@ -44,20 +44,35 @@ def test_without_capacity_in_the_first_subnets_it_takes_the_next(ec2, begin):
     ec2.without = dict.fromkeys(full, "InsufficientInstanceCapacity")
     assert run.launcher().run() == DONE and len(ec2.requests) == len(full) + 1
     request, [together] = ec2.requests[-1], ec2.members.values()
-    assert request["MinCount"] == request["MaxCount"] == 2 and len(request["NetworkInterfaces"][0]["Groups"]) == 1
-    assert set(together) == {each.id for each in run.made()} and {each.subnet_id for each in run.made()} == {last}
+    assert (
+        request["MinCount"] == request["MaxCount"] == 2
+        and len(request["NetworkInterfaces"][0]["Groups"]) == 1
+    )
+    assert set(together) == {each.id for each in run.made()} and {
+        each.subnet_id for each in run.made()
+    } == {last}
     assert ec2.anything() == []
 
 
 @pytest.mark.parametrize(
     ("code", "least", "most", "words"),
     [
-        ("InsufficientInstanceCapacity", 9, 15, "no capacity for .* launch resume"),  # of 2 subnets; the pauses grow
+        (
+            "InsufficientInstanceCapacity",
+            9,
+            15,
+            "no capacity for .* launch resume",
+        ),  # of 2 subnets; the pauses grow
         ("VcpuLimitExceeded", 2, 2, "no subnet can provide .* launch quota"),  # each is asked once
         ("UnauthorizedOperation", 1, 1, "launch iam"),
         ("ExpiredToken", 1, 1, "aws sso login"),
         ("InternalError", 2, 99, "cluster.max_wait_s"),
-        ("InvalidParameterValue", 1, 1, r"create it \(cluster.instance_profile.*EC2 accepts a new profile only after"),
+        (
+            "InvalidParameterValue",
+            1,
+            1,
+            r"create it \(cluster.instance_profile.*EC2 accepts a new profile only after",
+        ),
     ],
 )
 def test_an_error_ends_the_launch_and_stands_in_the_record(ec2, begin, code, least, most, words):
@@ -68,13 +83,19 @@ def test_an_error_ends_the_launch_and_stands_in_the_record(ec2, begin, code, lea
     assert least <= len(ec2.requests) <= most and ec2.passed_s < 3000
     [ended] = run.events_of("ended")
     assert code in ended["reason"] and re.search(words, ended["reason"])
-    is_answered = code != "InternalError"  # else nobody knows what was made: it is asked again with the same token
-    assert len({each["ClientToken"] for each in ec2.requests}) == (len(ec2.requests) if is_answered else 1)
+    is_answered = (
+        code != "InternalError"
+    )  # else nobody knows what was made: it is asked again with the same token
+    assert len({each["ClientToken"] for each in ec2.requests}) == (
+        len(ec2.requests) if is_answered else 1
+    )
     assert ec2.anything() == [] or not is_answered
 
 
 @pytest.mark.parametrize(("market", "cost"), [("on-demand", "$36.00"), ("spot", "$12.00")])
-def test_a_launch_that_waits_says_what_it_has_cost_at_the_price_of_its_market(begin, capsys, market, cost):
+def test_a_launch_that_waits_says_what_it_has_cost_at_the_price_of_its_market(
+    begin, capsys, market, cost
+):
     def train(run: Trial) -> None:
         """For half an hour, in which one of two machines starts; then the end."""
         if run.running() and not run.record.folder.names("ec2/machines/"):
@@ -136,7 +157,13 @@ def cannot_start(run: Trial) -> None:
         (["cluster.again=true"], once, DONE, "the last step", 4),
         ([], once, FAILED, "launch resume", 2),
         ([], cannot_start, FAILED, "the code does not match its checksum", 2),
-        (["cluster.again=true"], always, FAILED, "in a row saved nothing new", 4),  # nothing was saved
+        (
+            ["cluster.again=true"],
+            always,
+            FAILED,
+            "in a row saved nothing new",
+            4,
+        ),  # nothing was saved
         (["cluster.again=true", "cluster.max_run_s=3600"], late, STOPPED, "cluster.max_run_s", 2),
     ],
 )
@@ -147,7 +174,9 @@ def test_after_an_interruption_all_machines_are_asked_for_again_if_that_is_wante
     run.happens = happens
     assert run.launcher().run() == code
     assert reason in run.events_of("ended")[0]["reason"]
-    assert len(run.made()) == machines and len(run.events_of("requeued")) == int("cluster.again=true" in own)
+    assert len(run.made()) == machines and len(run.events_of("requeued")) == int(
+        "cluster.again=true" in own
+    )
     assert ec2.anything() == []
 
 
@@ -160,7 +189,9 @@ def test_a_launch_that_another_one_has_followed_makes_and_removes_nothing(ec2, b
     assert ec2.requests == [] and run.launcher().run() == DONE
 
 
-def test_what_does_not_answer_while_machines_train_ends_the_launch_and_not_the_run(ec2, begin, monkeypatch, capsys):
+def test_what_does_not_answer_while_machines_train_ends_the_launch_and_not_the_run(
+    ec2, begin, monkeypatch, capsys
+):
     run = begin("cluster.max_wait_s=60")
     launcher = run.launcher()
 
@@ -171,7 +202,11 @@ def test_what_does_not_answer_while_machines_train_ends_the_launch_and_not_the_r
     run.happens = lambda _: None
     with pytest.raises(Unreachable, match="cluster.max_wait_s"):
         launcher.run()
-    assert len(run.running()) == 2 and not run.events_of("ended") and "launch clean" in capsys.readouterr().out
+    assert (
+        len(run.running()) == 2
+        and not run.events_of("ended")
+        and "launch clean" in capsys.readouterr().out
+    )
 
 
 # ---- nothing is left -------------------------------------------------------------------------------------------------
@@ -193,7 +228,9 @@ def test_clean_removes_what_machines_leave_and_nothing_else(ec2, begin):
 
 
 @pytest.mark.parametrize("hides_s", [0.0, 280.0])
-def test_killed_at_any_moment_a_launch_leaves_nothing_that_clean_does_not_find(ec2, monkeypatch, tmp_path, hides_s):
+def test_killed_at_any_moment_a_launch_leaves_nothing_that_clean_does_not_find(
+    ec2, monkeypatch, tmp_path, hides_s
+):
     """Killed before and after every call of EC2 that makes something and every file of the record, also where EC2 lists
     machines only after minutes. Whatever it made, `anything` shows at once.
     """
@@ -264,14 +301,21 @@ def test_until_it_is_certain_clean_says_what_may_exist(ec2, begin, monkeypatch, 
     began_s = ec2.passed_s
     assert run.clean() == [] and ec2.passed_s - began_s >= SIGNED_S + LISTS_S
     assert "may exist until" in capsys.readouterr().out
-    assert run.clean() == [] and ec2.passed_s - began_s < 2 * (SIGNED_S + LISTS_S)  # it is proven by now
+    assert run.clean() == [] and ec2.passed_s - began_s < 2 * (
+        SIGNED_S + LISTS_S
+    )  # it is proven by now
 
 
 def test_a_given_group_is_used_and_stays(ec2, begin):
     vpc = ec2.client().describe_vpcs()["Vpcs"][0]["VpcId"]
-    group = ec2.client().create_security_group(GroupName="given", Description="given", VpcId=vpc)["GroupId"]
+    group = ec2.client().create_security_group(GroupName="given", Description="given", VpcId=vpc)[
+        "GroupId"
+    ]
     allow_itself(Api(), "us-east-1", group)
     ec2.groups["us-east-1", "close"] = {"GroupName": "close", "State": "available", "Tags": []}
     run = begin(f"cluster.security_group={group}", "cluster.placement_group=close")
     assert run.launcher().run() == DONE
-    assert ec2.requests[0]["Placement"] == {"GroupName": "close"} and set(ec2.anything()) == {group, "close"}
+    assert ec2.requests[0]["Placement"] == {"GroupName": "close"} and set(ec2.anything()) == {
+        group,
+        "close",
+    }

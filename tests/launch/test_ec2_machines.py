@@ -36,7 +36,7 @@ from launch.record import Record
 from launch.run_progress import newest_checkpoint
 from train.config import S3Config
 from train.run.command import DONE, FAILED
-from train.system.schema import FileName
+from train.storage.schema import FileName
 
 
 @pytest.fixture
@@ -69,10 +69,14 @@ class Cloud(Trial):
         time.sleep(0.2)
         for machine in self.made():
             if machine.state == "running" and machine.id not in {*self.started, *self.ended}:
-                number = next(each for each in (0, 1, 2) if each not in (*self.started.values(), self.lost))
+                number = next(
+                    each for each in (0, 1, 2) if each not in (*self.started.values(), self.lost)
+                )
                 self.started[machine.id] = number
                 content = base64.b64decode(self.ec2.requests[-1]["UserData"])
-                self.machines.run_instances(number, machine.id, content, launch_index=machine.ami_launch_index)
+                self.machines.run_instances(
+                    number, machine.id, content, launch_index=machine.ami_launch_index
+                )
             number = self.started.get(machine.id)
             if machine.state == "terminated" and number is not None:
                 self.machines.machines.kill_all(self.started.pop(machine.id))
@@ -81,14 +85,20 @@ class Cloud(Trial):
                 self.ec2.client().terminate_instances(InstanceIds=[machine.id])
         began, saved = self.events_of("attempt_began"), newest_checkpoint(self.record.run) or 0
         due = self.interrupted < len(began) <= len(self.interruptions)
-        if due and saved > began[-1]["checkpoint"] and self.hold.reached(HELD_BEFORE[self.interrupted]):
+        if (
+            due
+            and saved > began[-1]["checkpoint"]
+            and self.hold.reached(HELD_BEFORE[self.interrupted])
+        ):
             self.interrupted = len(began)
             self.interrupt_one(self.interruptions[self.interrupted - 1])
 
     def interrupt_one(self, kind: str) -> None:
         ident, number = list(self.started.items())[-1]
         if kind == "spot":
-            self.machines.services[number].say(SPOT, {"action": "terminate", "time": "2026-11-20T08:22:00Z"})
+            self.machines.services[number].say(
+                SPOT, {"action": "terminate", "time": "2026-11-20T08:22:00Z"}
+            )
         else:  # it closes no connection
             self.lost = number
             self.stack.enter_context(self.machines.machines.dead(number))
@@ -97,7 +107,10 @@ class Cloud(Trial):
 
     def says(self) -> str:
         events = [f"{event.kind} {event.details}" for event in self.record.events()]
-        logs = [f"== {name}\n{self.record.folder.read(name).decode()}" for name in self.record.folder.names("logs/")]
+        logs = [
+            f"== {name}\n{self.record.folder.read(name).decode()}"
+            for name in self.record.folder.names("logs/")
+        ]
         return "\n".join([*events, *logs, *map(self.machines.console, range(3))])
 
 
@@ -114,12 +127,20 @@ def cloud(ec2, bucket, prepared, hold, monkeypatch) -> Iterator[Any]:
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("AWS_ENDPOINT_URL")
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "false")  # the machines read notices
-        monkeypatch.setattr("launch.plan.check_reachable", lambda _: None)  # these machines see this one's disk
-        s3 = {"endpoint": f"http://{address}", "region": bucket.config().region, "path_style": True}
+        monkeypatch.setattr(
+            "launch.plan.check_reachable", lambda _: None
+        )  # these machines see this one's disk
+        s3 = {
+            "endpoint": f"http://{address}",
+            "region": bucket.config().region,
+            "path_style": True,
+        }
         of_run = ["lease.ttl_s=2", f"s3.endpoint={s3['endpoint']}", *bucket.overrides()[1:]]
         of_run = settings_of_run(bucket.location("runs/mine"), prepared, *of_run)
 
-        def make(*cluster: str, content: bytes = bundle, python: str = sys.executable, **changes: Any) -> Cloud:
+        def make(
+            *cluster: str, content: bytes = bundle, python: str = sys.executable, **changes: Any
+        ) -> Cloud:
             _, job = plan([*OWN, *cluster], of_run)
             own = [each for each in job.overrides if not each.startswith("instance")]
             held = {
@@ -127,11 +148,24 @@ def cloud(ec2, bucket, prepared, hold, monkeypatch) -> Iterator[Any]:
                 "AWS_EC2_METADATA_DISABLED": "false",
                 "AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://169.254.169.254",
             }
-            job = replace(job, code=packed, python=python, overrides=own, environment=held, s3=s3, processes_per_node=1)
-            record, inner = Record(job.run_dir, bucket.config()), Record(job.run_dir, S3Config(**s3), job.sha256)
+            job = replace(
+                job,
+                code=packed,
+                python=python,
+                overrides=own,
+                environment=held,
+                s3=s3,
+                processes_per_node=1,
+            )
+            record, inner = (
+                Record(job.run_dir, bucket.config()),
+                Record(job.run_dir, S3Config(**s3), job.sha256),
+            )
             more = {"machines": ec2, "hold": hold, "inner": inner, "stack": stack, **changes}
             made = Cloud(fake, record, job, bundle=content, **more)
-            monkeypatch.setattr(request_module, "user_data", lambda *_, **named: made.user_data(**named))
+            monkeypatch.setattr(
+                request_module, "user_data", lambda *_, **named: made.user_data(**named)
+            )
             set_time(monkeypatch, time.time, made.pause)
             made.submit()
             return made
@@ -142,12 +176,16 @@ def cloud(ec2, bucket, prepared, hold, monkeypatch) -> Iterator[Any]:
 # ---- a whole run -----------------------------------------------------------------------------------------------------
 
 
-def test_an_interrupted_run_resumes_on_new_machines_to_the_same_losses(cloud, hold, undisturbed_losses):
+def test_an_interrupted_run_resumes_on_new_machines_to_the_same_losses(
+    cloud, hold, undisturbed_losses
+):
     """After a spot notice, and then after the loss of a machine."""
     hold.before(*HELD_BEFORE)
     run = cloud("cluster.gate=false", "cluster.again=true", interruptions=("spot", "lost"))
     assert run.launcher().run() == DONE, run.says()
-    assert losses(run.record.run.read("metrics.jsonl")) == pytest.approx(undisturbed_losses, rel=1e-5)
+    assert losses(run.record.run.read("metrics.jsonl")) == pytest.approx(
+        undisturbed_losses, rel=1e-5
+    )
     first, second, third = (each["checkpoint"] for each in run.events_of("attempt_began"))
     assert 0 == first < second < third and len(run.events_of("machines")) == 3, run.says()
     notice, loss = (each["reason"] for each in run.events_of("requeued"))
@@ -163,7 +201,9 @@ def test_machines_that_are_not_fit_end_the_run(cloud):
     run = cloud("cluster.gate=true")
     assert run.launcher().run() == FAILED
     [ended] = run.events_of("ended")
-    assert ended["outcome"] == "failed" and "0 of 2 nodes passed the preflight" in ended["reason"], run.says()
+    assert (
+        ended["outcome"] == "failed" and "0 of 2 nodes passed the preflight" in ended["reason"]
+    ), run.says()
     [preflight] = run.events_of("gate")
     assert set(preflight["failed"]) == {"machine0", "machine1"} and run.ec2.anything() == []
 
@@ -186,7 +226,10 @@ def start(ec2: Ec2Machines, run: Cloud, **named: Any) -> None:
     [
         ({"content": b"damaged"}, "does not match its checksum"),
         ({"changed": True}, "job.json was changed"),
-        ({"python": "/opt/nowhere/bin/python"}, "/opt/nowhere/bin/python: No such file or directory"),
+        (
+            {"python": "/opt/nowhere/bin/python"},
+            "/opt/nowhere/bin/python: No such file or directory",
+        ),
     ],
 )
 def test_a_machine_that_cannot_start_says_so_and_ends(cloud, ec2, changed, line):
@@ -195,7 +238,9 @@ def test_a_machine_that_cannot_start_says_so_and_ends(cloud, ec2, changed, line)
         run.record.folder.write("job.json", replace(run.job, python="/tmp/evil").to_json())
     ec2.run_instances(0, "i-00000000", run.user_data())
     wait_for_end(ec2)
-    assert line in (ec2.folder / "console.0").read_text() and not run.record.folder.names("ec2/machines/")
+    assert line in (ec2.folder / "console.0").read_text() and not run.record.folder.names(
+        "ec2/machines/"
+    )
     if "python" not in changed:  # there is a Python that can write into the record
         assert line in json.loads(run.record.folder.read("ec2/failed/i-00000000.json"))["reason"]
 
@@ -207,13 +252,18 @@ def test_a_machine_whose_others_do_not_come_ends_the_run(monkeypatch, tmp_path):
     own = Registration(FileName("i-00000000"), FileName("machine0"), FileName("10.0.0.1"), 0)
     assert Machine(record, job, own, 1, tmp_path).run(math.inf) == FAILED
     [ended] = record.events()
-    assert ended.details["outcome"] == "failed" and "1 of 2 machines registered" in ended.details["reason"]
+    assert (
+        ended.details["outcome"] == "failed"
+        and "1 of 2 machines registered" in ended.details["reason"]
+    )
 
 
 def test_a_machine_whose_node_program_hangs_ends(cloud, ec2):
     start(ec2, cloud(), dead_s=600)
     [program] = (
-        pid for pid in ec2.machines.running(0) if b"launch.ec2.machine" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        pid
+        for pid in ec2.machines.running(0)
+        if b"launch.ec2.machine" in Path(f"/proc/{pid}/cmdline").read_bytes()
     )
     os.kill(program, signal.SIGSTOP)
     ec2.path(0, HURRIES).touch()

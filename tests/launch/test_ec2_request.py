@@ -28,8 +28,19 @@ from launch.record import Job, Record
 from launch.schedulers import cluster_of
 from train.config import InputError, S3Config
 
-TYPES = json.loads(gzip.decompress((resources.files("moto") / "ec2/resources/instance_types.json.gz").read_bytes()))
-SITE = Site("us-east-1", "subnet-0123456789abcdef0", "us-east-1b", "vpc-1", "ami-0123456789abcdef0", "/dev/sda1")
+TYPES = json.loads(
+    gzip.decompress(
+        (resources.files("moto") / "ec2/resources/instance_types.json.gz").read_bytes()
+    )
+)
+SITE = Site(
+    "us-east-1",
+    "subnet-0123456789abcdef0",
+    "us-east-1b",
+    "vpc-1",
+    "ami-0123456789abcdef0",
+    "/dev/sda1",
+)
 FIRST = [Interface(0, 0, INTERFACE)]
 APART = [*FIRST, Interface(0, 1, EFA_ONLY)]
 
@@ -47,13 +58,19 @@ def others(last: int, device: int = 0, kind: str = EFA_ONLY) -> list[Interface]:
         ("p5.48xlarge", [*APART, *others(31)]),
         ("g6e.48xlarge", [*APART, *others(3)]),
         ("g6e.12xlarge", [Interface(0, 0, EFA)]),
-        ("hpc6id.32xlarge", [Interface(0, 0, EFA), Interface(1, 0, EFA_ONLY)]),  # a card takes one interface
+        (
+            "hpc6id.32xlarge",
+            [Interface(0, 0, EFA), Interface(1, 0, EFA_ONLY)],
+        ),  # a card takes one interface
         ("p6-b300.48xlarge", [*FIRST, *others(16)]),
     ],
 )
 def test_interfaces_follow_the_cards_of_the_type(instance, expected):
     network = TYPES[instance]["NetworkInfo"]
-    shuffled = {**TYPES[instance], "NetworkInfo": {**network, "NetworkCards": network["NetworkCards"][::-1]}}
+    shuffled = {
+        **TYPES[instance],
+        "NetworkInfo": {**network, "NetworkCards": network["NetworkCards"][::-1]},
+    }
     for info in (TYPES[instance], shuffled):
         assert layout(info, Ec2Config(), machines=2) == expected
         assert layout(info, Ec2Config(), machines=1) == FIRST
@@ -84,7 +101,12 @@ def request(*own: str, instance: str = "trn1.32xlarge"):
 
 def errors_of(made: dict) -> str:
     """What botocore's model of RunInstances has against a request."""
-    shape = botocore.session.get_session().get_service_model("ec2").operation_model("RunInstances").input_shape
+    shape = (
+        botocore.session.get_session()
+        .get_service_model("ec2")
+        .operation_model("RunInstances")
+        .input_shape
+    )
     return str(ParamValidator().validate(made, shape).generate_report())
 
 
@@ -92,13 +114,19 @@ def test_the_request_is_what_it_was():
     made = request()
     assert errors_of(made) == ""
     text = json.dumps(made, indent=1, sort_keys=True) + "\n"
-    text = re.sub("{[^{}]*}", lambda found: re.sub(r"\s+", " ", found[0]), text)  # an interface or a tag is one line
+    text = re.sub(
+        "{[^{}]*}", lambda found: re.sub(r"\s+", " ", found[0]), text
+    )  # an interface or a tag is one line
     check_golden("ec2_request.json", text)
 
 
 @pytest.mark.parametrize(
     ("instance", "market", "reservation"),
-    [("g6e.48xlarge", "spot", None), ("p4d.24xlarge", None, "cr-1"), ("p5.48xlarge", "capacity-block", "cr-1")],
+    [
+        ("g6e.48xlarge", "spot", None),
+        ("p4d.24xlarge", None, "cr-1"),
+        ("p5.48xlarge", "capacity-block", "cr-1"),
+    ],
 )
 def test_every_market_is_a_request_that_botocore_accepts(instance, market, reservation):
     own = {"cluster.market": market, "cluster.capacity_reservation": reservation}
@@ -109,14 +137,26 @@ def test_every_market_is_a_request_that_botocore_accepts(instance, market, reser
     assert target.get("CapacityReservationId") == reservation
     if market == "spot":
         options = made["InstanceMarketOptions"]["SpotOptions"]
-        assert options == {"SpotInstanceType": "one-time", "InstanceInterruptionBehavior": "terminate"}
-        tagged = {each["ResourceType"]: [tag["Key"] for tag in each["Tags"]] for each in made["TagSpecifications"]}
+        assert options == {
+            "SpotInstanceType": "one-time",
+            "InstanceInterruptionBehavior": "terminate",
+        }
+        tagged = {
+            each["ResourceType"]: [tag["Key"] for tag in each["Tags"]]
+            for each in made["TagSpecifications"]
+        }
         assert RUN_TAG in tagged["spot-instances-request"]
 
 
 def test_a_single_interface_has_the_address_that_was_asked_for():
-    made = [request("nodes=1", f"cluster.public_address={each}", instance="trn1.2xlarge") for each in (True, False)]
-    assert [each["NetworkInterfaces"][0]["AssociatePublicIpAddress"] for each in made] == [True, False]
+    made = [
+        request("nodes=1", f"cluster.public_address={each}", instance="trn1.2xlarge")
+        for each in (True, False)
+    ]
+    assert [each["NetworkInterfaces"][0]["AssociatePublicIpAddress"] for each in made] == [
+        True,
+        False,
+    ]
 
 
 def test_a_run_is_known_by_its_location_alone():
@@ -129,7 +169,10 @@ def test_a_run_is_known_by_its_location_alone():
 
 def line_of(run_dir: str, s3: S3Config, python: str) -> str:
     content = user_data(
-        dataclasses.replace(job_of(), python=python), Record(run_dir, s3, "0" * 64), request=3, max_run_s=86400
+        dataclasses.replace(job_of(), python=python),
+        Record(run_dir, s3, "0" * 64),
+        request=3,
+        max_run_s=86400,
     )
     assert content.startswith(SCRIPT.read_bytes()) and len(content) <= MOST_BYTES
     return content.removeprefix(SCRIPT.read_bytes()).decode()
@@ -139,7 +182,9 @@ def test_user_data_is_what_it_was(tmp_path, monkeypatch):
     (tmp_path / "config").write_text("[profile mine]\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     s3 = S3Config(region="us-east-1", profile="mine")  # profiles stay here
-    check_golden("ec2_user_data.txt", line_of("s3://bucket/runs/mine", s3, "/opt/baretrain/venv/bin/python"))
+    check_golden(
+        "ec2_user_data.txt", line_of("s3://bucket/runs/mine", s3, "/opt/baretrain/venv/bin/python")
+    )
 
 
 NASTY = st.sampled_from([*"'\"\\;&|*? #!=\u00e9\u2028", "`id`", "$(touch /tmp/x)", "${HOME}"])
@@ -158,7 +203,14 @@ def test_no_name_comes_into_a_shell(name: str, is_python: bool):
         return
     match = re.fullmatch(r"main 88200 1800 ([A-Za-z0-9_./+-]+) ([A-Za-z0-9+/]+=*)\n", line)
     assert match and match[1] == python
-    words = ["launch.ec2.machine", run_dir, "--request=3", "--max-run-s=86400", *s3.flags(), f"--job-sha256={'0' * 64}"]
+    words = [
+        "launch.ec2.machine",
+        run_dir,
+        "--request=3",
+        "--max-run-s=86400",
+        *s3.flags(),
+        f"--job-sha256={'0' * 64}",
+    ]
     assert json.loads(base64.b64decode(match[2]))["arguments"] == words
 
 

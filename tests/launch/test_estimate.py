@@ -17,8 +17,20 @@ from train.run import compose as cli
 GIVEN = ["run_dir=x", "data.path=x"]
 BERT_LARGE = [*GIVEN, "model=pretrained", "model.pretrained=google-bert/bert-large-uncased"]
 TRN1 = [*BERT_LARGE, "backend=xla", "instance=trn1.32xlarge"]
-SMALL = ["model.hidden_size=32", "model.intermediate_size=64", "model.num_heads=2", "model.num_layers=1"]
-LOCAL = [*GIVEN, "model=any", "model.architecture=bert", "model.vocab_size=100", *SMALL, "max_steps=10"]
+SMALL = [
+    "model.hidden_size=32",
+    "model.intermediate_size=64",
+    "model.num_heads=2",
+    "model.num_layers=1",
+]
+LOCAL = [
+    *GIVEN,
+    "model=any",
+    "model.architecture=bert",
+    "model.vocab_size=100",
+    *SMALL,
+    "max_steps=10",
+]
 
 
 def load(*overrides: str) -> TrainConfig:
@@ -43,12 +55,26 @@ def row(result: Estimate, nodes: int) -> ClusterSize:
         ([*TRN1, "global_batch_size=16384"], 1, 32, 3_697.71, 0.1),
         ([*TRN1, "global_batch_size=1048576"], 16, 32, 55_617, 0.1),
         # NVIDIA's DeepLearningExamples, on one GPU
-        ([*BERT_LARGE, "instance=p3dn.24xlarge", "instance.devices=1", "global_batch_size=64"], 1, 1, 224, 0.05),
-        ([*BERT_LARGE, "instance=p4de.24xlarge", "instance.devices=1", "global_batch_size=64"], 1, 1, 580, 0.05),
+        (
+            [*BERT_LARGE, "instance=p3dn.24xlarge", "instance.devices=1", "global_batch_size=64"],
+            1,
+            1,
+            224,
+            0.05,
+        ),
+        (
+            [*BERT_LARGE, "instance=p4de.24xlarge", "instance.devices=1", "global_batch_size=64"],
+            1,
+            1,
+            580,
+            0.05,
+        ),
     ],
     ids=["trn1", "16 trn1", "V100", "A100"],
 )
-def test_bert_large_is_as_fast_as_the_makers_measured(settings, nodes: int, processes: int, speed, tolerance):
+def test_bert_large_is_as_fast_as_the_makers_measured(
+    settings, nodes: int, processes: int, speed, tolerance
+):
     """Sequences of 128 tokens."""
     result = of(load(*settings, "max_steps=100"), nodes, processes, 128)
     at = row(result, nodes)
@@ -70,10 +96,18 @@ def test_what_is_unknown_is_left_out_and_named():
                     "max_steps=10"), 1, 8, 128)  # fmt: skip
     assert row(other, 1).step_s is None
     assert "the time is not estimated: no formula for some/model and task=mlm" in other.assumptions
-    trn2 = of(load(*BERT_LARGE, "instance=trn2.48xlarge", "global_batch_size=64", "max_steps=10"), 1, 64, 128)
+    trn2 = of(
+        load(*BERT_LARGE, "instance=trn2.48xlarge", "global_batch_size=64", "max_steps=10"),
+        1,
+        64,
+        128,
+    )
     assert row(trn2, 1).hours is not None and row(trn2, 1).usd_on_demand is None
     assert "the price on demand and on spot is unknown" in trn2.assumptions
-    assert any("figure in bf16, since none is published for Trainium2" in note for note in trn2.assumptions)
+    assert any(
+        "figure in bf16, since none is published for Trainium2" in note
+        for note in trn2.assumptions
+    )
 
 
 def test_passes_over_unknown_data_have_no_number_of_steps():
@@ -88,7 +122,9 @@ def test_a_number_of_machines_that_does_not_fit_says_why():
     cfg = load(*TRN1, "global_batch_size=96", "max_steps=100")
     result = of(cfg, 3, 32, 128)
     assert [each.nodes for each in result.rows if each.reason is None] == [1, 3]
-    assert "global_batch_size=96 cannot be split evenly over 64 ranks" in str(row(result, 2).reason)
+    assert "global_batch_size=96 cannot be split evenly over 64 ranks" in str(
+        row(result, 2).reason
+    )
     assert "trn1.32xlarge runs 1 or 2 or 8 or 32" in str(row(of(cfg, 1, 16, 128), 1).reason)
     few = of(cfg, 1, 32, 128, rows=10)
     assert "the data has 10 training sequences" in str(row(few, 1).reason)
@@ -98,7 +134,10 @@ def test_a_number_of_machines_that_does_not_fit_says_why():
 def test_the_vocabulary_of_the_data_counts():
     cfg = load("experiment=demo", "instance=p5.48xlarge")
     guessed, known = of(cfg, 1, 1, 64, rows=9999), of(cfg, 1, 1, 64, rows=9999, vocab_size=2000)
-    assert "a vocabulary of 50,368 tokens, the default of modernbert, is assumed" in guessed.assumptions
+    assert (
+        "a vocabulary of 50,368 tokens, the default of modernbert, is assumed"
+        in guessed.assumptions
+    )
     assert not any("vocabulary" in note for note in known.assumptions)
     slow, fast = row(guessed, 1).step_s, row(known, 1).step_s
     assert slow is not None and fast is not None and slow > 1.3 * fast
@@ -115,16 +154,32 @@ def test_a_pipeline_costs_the_time_in_which_its_ranks_wait(tmp_path):
     given = [*BERT_LARGE, "instance=p5.48xlarge", "global_batch_size=64", "max_steps=1000"]
     plain, split = of(load(*given), 1, 8, 128), of(load(*given, *PIPELINE), 1, 8, 128)
     assert row(split, 1).usd_on_demand == pytest.approx(row(plain, 1).usd_on_demand * 7 / 4)
-    assert any("ranks wait 42.9% of the time for other stages" in note for note in split.assumptions)
-    here = [*LOCAL, "global_batch_size=50", "model.num_layers=2", "parallel=pipeline", "parallel.micro_batches=5"]
+    assert any(
+        "ranks wait 42.9% of the time for other stages" in note for note in split.assumptions
+    )
+    here = [
+        *LOCAL,
+        "global_batch_size=50",
+        "model.num_layers=2",
+        "parallel=pipeline",
+        "parallel.micro_batches=5",
+    ]
     run = read_calibration(write_run(tmp_path / "run", LINES, *here[-3:]), S3Config())
     assert row(of(load(*here), 1, 2, 32, calibration=run), 1).step_s == pytest.approx(0.5)
 
 
 def test_without_a_length_there_is_no_price_and_no_guess():
-    given = [*BERT_LARGE, "instance=trn1.32xlarge", "backend=xla", "global_batch_size=4096", "max_steps=10"]
+    given = [
+        *BERT_LARGE,
+        "instance=trn1.32xlarge",
+        "backend=xla",
+        "global_batch_size=4096",
+        "max_steps=10",
+    ]
     at = of(load(*given), 1, 32, None)
-    assert any("the length of the sequences is unknown; set seq_len" in note for note in at.assumptions)
+    assert any(
+        "the length of the sequences is unknown; set seq_len" in note for note in at.assumptions
+    )
     assert cells(row(at, 1)) == ["1", "32", "4,096", "10", "?", "?", "?", "?", "?"]
     assert row(of(load(*given), 1, 32, 128), 1).micro_batch_size is not None
 
@@ -132,8 +187,16 @@ def test_without_a_length_there_is_no_price_and_no_guess():
 @pytest.mark.parametrize(
     ("settings", "world", "says"),
     [
-        (["global_batch_size=96"], 64, "the nearest that can is global_batch_size=64 or global_batch_size=128"),
-        (["global_batch_size=100", "micro_batch_size=8"], 4, "global_batch_size=96 or global_batch_size=128"),
+        (
+            ["global_batch_size=96"],
+            64,
+            "the nearest that can is global_batch_size=64 or global_batch_size=128",
+        ),
+        (
+            ["global_batch_size=100", "micro_batch_size=8"],
+            4,
+            "global_batch_size=96 or global_batch_size=128",
+        ),
         (["global_batch_size=3"], 8, "the nearest that can is global_batch_size=8$"),
         (["global_batch_size=24", *PIPELINE], 8, None),
         (["global_batch_size=20", *PIPELINE], 8, "global_batch_size=16 or global_batch_size=24"),
@@ -144,7 +207,9 @@ def test_without_a_length_there_is_no_price_and_no_guess():
         ),
     ],
 )
-def test_a_batch_that_cannot_be_split_names_the_nearest_that_can(settings, world: int, says: str | None):
+def test_a_batch_that_cannot_be_split_names_the_nearest_that_can(
+    settings, world: int, says: str | None
+):
     cfg = load(*BERT_LARGE, "max_steps=10", *settings)
     plan = {"world_size": world, "rows": 10**6, "seq_len": 128}
     if says is None:
@@ -152,7 +217,10 @@ def test_a_batch_that_cannot_be_split_names_the_nearest_that_can(settings, world
         return
     rejects(says, make_plan, cfg, **plan)
     sizes = [int(size) for size in re.findall(r"(?:is|or) global_batch_size=(\d+)", says)]
-    assert all(make_plan(replace(cfg, global_batch_size=size), **plan).global_batch_size == size for size in sizes)
+    assert all(
+        make_plan(replace(cfg, global_batch_size=size), **plan).global_batch_size == size
+        for size in sizes
+    )
 
 
 def test_figures_of_a_row_agree_with_one_another():
@@ -176,7 +244,15 @@ def line(kind: str, **values: object) -> dict[str, object]:
     return {"kind": kind, "attempt": 1, "time_unix_s": 1.8e9, **values}
 
 
-END = line("summary", step=30, world_size=2, backend="ddp", precision="fp32", tokens_per_s=1.0, train_s=30.0)
+END = line(
+    "summary",
+    step=30,
+    world_size=2,
+    backend="ddp",
+    precision="fp32",
+    tokens_per_s=1.0,
+    train_s=30.0,
+)
 
 
 def write_run(folder: Path, lines: list[object], *overrides: str) -> str:
@@ -193,7 +269,13 @@ def trained(step: int, train_s: float) -> dict[str, object]:
     return line("train", step=step, examples=50 * step, tokens=32 * 50 * step, train_s=train_s)
 
 
-LINES = [trained(10, 25.0), trained(20, 30.0), line("eval", step=20, loss=1.0), trained(30, 35.0), END]
+LINES = [
+    trained(10, 25.0),
+    trained(20, 30.0),
+    line("eval", step=20, loss=1.0),
+    trained(30, 35.0),
+    END,
+]
 
 
 def test_a_run_predicts_itself_and_in_proportion_others(tmp_path):
@@ -221,7 +303,15 @@ def test_a_known_peak_makes_a_run_tell_of_other_machines(tmp_path):
     share, _ = IN_16_BITS["A100"]  # of which none is published in fp32
     assert row(at, 1).step_s == pytest.approx(row(published, 1).step_s * share / run.mfu)
     without = read_calibration(write_run(tmp_path / "run", LINES), S3Config())
-    rejects("ran on instance=local, whose speed cannot be converted", of, cfg, 1, 8, 32, calibration=without)
+    rejects(
+        "ran on instance=local, whose speed cannot be converted",
+        of,
+        cfg,
+        1,
+        8,
+        32,
+        calibration=without,
+    )
 
 
 @pytest.mark.parametrize(
@@ -230,7 +320,10 @@ def test_a_known_peak_makes_a_run_tell_of_other_machines(tmp_path):
         (LINES[:-1], "it has no summary: the run has not ended yet"),
         ([END], "its last attempt has 0 train lines, but 2 are needed"),
         ([*LINES[:-1], {**END, "world_size": "2"}], "world_size is '2', not a count"),
-        ([trained(10, 25.0), trained(10, 30.0), END], "examples goes from 500 to 500: the run was rolled back"),
+        (
+            [trained(10, 25.0), trained(10, 30.0), END],
+            "examples goes from 500 to 500: the run was rolled back",
+        ),
         ([trained(10, 25.0), {**trained(30, 1.0), "train_s": None}, END], "train_s is None"),
     ],
 )
@@ -241,7 +334,12 @@ def test_a_run_without_a_speed_is_rejected_in_one_line(tmp_path, lines, says: st
 
 
 def test_a_folder_that_is_no_run_is_rejected(tmp_path):
-    rejects("is not a run folder: metrics.jsonl is missing", read_calibration, str(tmp_path), S3Config())
+    rejects(
+        "is not a run folder: metrics.jsonl is missing",
+        read_calibration,
+        str(tmp_path),
+        S3Config(),
+    )
     where = write_run(tmp_path / "run", LINES, "model.vocab_size=null")
     rejects("the size of its model is unknown", read_calibration, where, S3Config())
     (tmp_path / "run/config.yaml").write_text("run_dir: ${oc.env:HOME}\n")

@@ -20,14 +20,14 @@ from running import ROOT, command, eventually, lines, run, train_overrides
 
 from train import entry, loop
 from train.config import Failure, InputError, XLAConfig
+from train.machine import torchrun
+from train.machine.launched import Launched, launched
+from train.machine.torchrun import die_with_torchrun
 from train.parallel import rendezvous
 from train.parallel.ranks import World
 from train.parallel.rendezvous import join
 from train.run import compose as cli
 from train.run.stopping import StoppedEarly, StopRequest
-from train.system import torchrun
-from train.system.launched import Launched, launched
-from train.system.torchrun import die_with_torchrun
 
 HANG_S = 90.0  # never waited for unless a test fails
 TWO = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -37,7 +37,11 @@ TWO |= {"MASTER_ADDR": "head", "MASTER_PORT": "29500"}
 # ---- the launcher's variables ----------------------------------------------------------------------------------------
 
 
-TORCHRUN_SAYS = {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+TORCHRUN_SAYS = {
+    "TORCHELASTIC_RUN_ID": "x",
+    "TORCHELASTIC_RESTART_COUNT": "3",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
 JOINS = {"is_distributed": True, "master_addr": "head", "master_port": 29500}
 
 
@@ -45,11 +49,23 @@ JOINS = {"is_distributed": True, "master_addr": "head", "master_port": 29500}
     ("environ", "expected"),
     [
         ({"RANK": "", "WORLD_SIZE": ""}, Launched()),
-        ({"MASTER_ADDR": "head"}, Launched(master_addr="head")),  # a cluster's, for whoever needs it
+        (
+            {"MASTER_ADDR": "head"},
+            Launched(master_addr="head"),
+        ),  # a cluster's, for whoever needs it
         ({"WORLD_SIZE": "1"}, Launched()),
-        ({**TWO, "LOCAL_RANK": "", "LOCAL_WORLD_SIZE": ""}, Launched(1, 2, **JOINS)),  # a process per machine
-        ({**TWO, "RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}, Launched(2, 3, 0, 2, **JOINS)),  # unlike machines
-        (TWO | TORCHRUN_SAYS, Launched(1, 2, 1, 2, run_id="x", restart_count=3, uses_agent_store=True, **JOINS)),
+        (
+            {**TWO, "LOCAL_RANK": "", "LOCAL_WORLD_SIZE": ""},
+            Launched(1, 2, **JOINS),
+        ),  # a process per machine
+        (
+            {**TWO, "RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0"},
+            Launched(2, 3, 0, 2, **JOINS),
+        ),  # unlike machines
+        (
+            TWO | TORCHRUN_SAYS,
+            Launched(1, 2, 1, 2, run_id="x", restart_count=3, uses_agent_store=True, **JOINS),
+        ),
     ],
 )
 def test_variables_of_a_launcher(environ: dict[str, str], expected: Launched):
@@ -72,11 +88,15 @@ def test_variables_of_a_launcher(environ: dict[str, str], expected: Launched):
         ({"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT=x"),
     ],
 )
-def test_variables_that_contradict_each_other_are_one_line(change: dict[str, str | None], named: str):
+def test_variables_that_contradict_each_other_are_one_line(
+    change: dict[str, str | None], named: str
+):
     environ = {name: value for name, value in {**TWO, **change}.items() if value is not None}
     with pytest.raises(InputError, match=f"^.*{named}") as rejected:
         launched(environ)
-    assert "\n" not in str(rejected.value) and "start one torchrun per machine" in str(rejected.value)
+    assert "\n" not in str(rejected.value) and "start one torchrun per machine" in str(
+        rejected.value
+    )
 
 
 # ---- ranks that never come -------------------------------------------------------------------------------------------
@@ -84,19 +104,32 @@ def test_variables_that_contradict_each_other_are_one_line(change: dict[str, str
 
 def be_alone(monkeypatch: pytest.MonkeyPatch, rank: int, size: int = 3) -> None:
     """The environment of one rank whose others never come."""
-    values = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    values = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
     for name, value in values.items():
         monkeypatch.setenv(name, str(value))
 
 
-@pytest.mark.parametrize(("rank", "absent"), [(0, "rank 1, 2 of 3"), (2, r"rank 0 of 3 \(Connection refused\)")])
-def test_a_rank_that_waits_says_for_whom_and_gives_up_in_time(monkeypatch, log, rank: int, absent: str):
+@pytest.mark.parametrize(
+    ("rank", "absent"), [(0, "rank 1, 2 of 3"), (2, r"rank 0 of 3 \(Connection refused\)")]
+)
+def test_a_rank_that_waits_says_for_whom_and_gives_up_in_time(
+    monkeypatch, log, rank: int, absent: str
+):
     be_alone(monkeypatch, rank)
     monkeypatch.setattr(rendezvous, "REPORT_EVERY_S", 0.0)
     with pytest.raises(Failure, match=f"^{absent} did not reach 127.0.0.1:.* within 3 s$"):
-        join("gloo", "ddp on cpu", timeout_s=HANG_S, join_timeout_s=3.0)  # enough to open the store in
+        join(
+            "gloo", "ddp on cpu", timeout_s=HANG_S, join_timeout_s=3.0
+        )  # enough to open the store in
     said = log.messages
-    assert said and all(text.startswith(f"waiting for rank {'1' if rank == 0 else '0'}") for text in said)
+    assert said and all(
+        text.startswith(f"waiting for rank {'1' if rank == 0 else '0'}") for text in said
+    )
 
 
 def test_a_collective_has_its_own_timeout_once_all_have_joined(monkeypatch):
@@ -130,11 +163,18 @@ def arrives(here: rendezvous.Rendezvous) -> dist.Store | None:
 
 def test_ranks_that_train_by_something_else_than_rank_0_are_rejected_before_they_join():
     """One machine of four whose driver has failed, or whose torch is another one."""
-    devices = ["ddp on cuda, bf16, torch 2.9.1", "ddp on cuda, bf16, torch 2.9.1", "ddp on cpu, fp32, torch 2.9.1"]
+    devices = [
+        "ddp on cuda, bf16, torch 2.9.1",
+        "ddp on cuda, bf16, torch 2.9.1",
+        "ddp on cpu, fp32, torch 2.9.1",
+    ]
     store = dist.HashStore()
     ranks = [started(store, Launched(rank, 3), device) for rank, device in enumerate(devices)]
     assert [arrives(rank) for rank in ranks] == [None, None, None]
-    with pytest.raises(InputError, match=f"^rank 2 on .* trains with {devices[2]}, but rank 0 with {devices[0]}; run"):
+    with pytest.raises(
+        InputError,
+        match=f"^rank 2 on .* trains with {devices[2]}, but rank 0 with {devices[0]}; run",
+    ):
         ranks[0].arrive()
 
 
@@ -214,7 +254,9 @@ def test_one_signal_ends_the_preparation_of_data(monkeypatch, capsys, tmp_path, 
     monkeypatch.setattr(loop, "build_task", prepare)
     monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared)])
     assert entry.run_command_line() == cli.STOPPED
-    said = "stopped on SIGINT before there was anything to save; the same command starts it again\n"
+    said = (
+        "stopped on SIGINT before there was anything to save; the same command starts it again\n"
+    )
     assert capsys.readouterr().err == f"starting {tmp_path / 'run'}: 1 rank\n{said}"
     assert not (tmp_path / "run").exists()
 
@@ -223,8 +265,8 @@ LISTENING = """
 import psutil
 import torch.distributed as dist
 from train.parallel.rendezvous import join
-from train.system import rank_setup
-from train.system.launched import launched
+from train.machine import rank_setup
+from train.machine.launched import launched
 
 rank_setup.prepare(launched(), forks=False)
 join("gloo", "cpu", timeout_s=60, join_timeout_s=60)
@@ -240,11 +282,14 @@ dist.destroy_process_group()
 def test_ranks_of_one_machine_and_their_torchrun_listen_on_loopback_only(tmp_path, store):
     """Whoever reaches these ports decides what the ranks unpickle."""
     (tmp_path / "rank.py").write_text(LISTENING)
-    words, environ = ["-c", LISTENING], {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    words, environ = (
+        ["-c", LISTENING],
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"},
+    )
     environ["MASTER_PORT"] = str(free_port())
     if store == "torchrun's":
         forked = ["--nproc-per-node=1", "--start-method=fork", "--run-path"]
-        words, environ = ["train.system.local_torchrun", *forked, str(tmp_path / "rank.py")], {}
+        words, environ = ["train.machine.local_torchrun", *forked, str(tmp_path / "rank.py")], {}
     kubeflows = {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "nowhere:1", "PET_NPROC_PER_NODE": "4"}
     done = run_forked(words, {**os.environ, **environ, **kubeflows})
     assert done.returncode == 0, done.stderr
@@ -256,7 +301,7 @@ def test_ranks_of_one_machine_and_their_torchrun_listen_on_loopback_only(tmp_pat
 
 CHILD = """
 import signal, time
-from train.system.torchrun import die_with_torchrun
+from train.machine.torchrun import die_with_torchrun
 signal.signal(signal.SIGTERM, lambda *_: (print("asked to stop", flush=True), exit()))
 die_with_torchrun()
 print("ready", flush=True)
@@ -264,12 +309,16 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("wrapper", [[], ["sh", "-c", '"$0" "$@"; exit']], ids=["", "in a shell script"])
+@pytest.mark.parametrize(
+    "wrapper", [[], ["sh", "-c", '"$0" "$@"; exit']], ids=["", "in a shell script"]
+)
 def test_a_rank_is_asked_to_stop_when_its_launcher_is_killed(wrapper: list[str]):
     words = [*wrapper, sys.executable, "-c", CHILD]
     start = f"import subprocess; subprocess.run({words!r})"
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "x"}
-    torchrun = subprocess.Popen([sys.executable, "-c", start], env=environ, text=True, stdout=subprocess.PIPE)
+    torchrun = subprocess.Popen(
+        [sys.executable, "-c", start], env=environ, text=True, stdout=subprocess.PIPE
+    )
     assert torchrun.stdout is not None and torchrun.stdout.readline() == "ready\n"
     shells = psutil.Process(torchrun.pid).children() if wrapper else []
     for process in [torchrun, *shells]:
@@ -277,10 +326,12 @@ def test_a_rank_is_asked_to_stop_when_its_launcher_is_killed(wrapper: list[str])
     assert torchrun.communicate(timeout=HANG_S)[0] == "asked to stop\n"
 
 
-FINDING = "from train.system import torchrun; print(torchrun.find_torchrun(), flush=True)"
+FINDING = "from train.machine import torchrun; print(torchrun.find_torchrun(), flush=True)"
 
 
-@pytest.mark.parametrize("wrapper", [[], ["sh", "-c", '"$0" "$@"; exit']], ids=["", "in a shell script"])
+@pytest.mark.parametrize(
+    "wrapper", [[], ["sh", "-c", '"$0" "$@"; exit']], ids=["", "in a shell script"]
+)
 def test_torchrun_is_known_by_what_it_started_and_not_by_its_name(tmp_path, wrapper: list[str]):
     """Rosetta and QEMU show their own name in /proc, as this copy of Python does."""
     emulator = tmp_path / "qemu-x86_64"
@@ -288,8 +339,15 @@ def test_torchrun_is_known_by_what_it_started_and_not_by_its_name(tmp_path, wrap
     words = [*wrapper, sys.executable, "-c", FINDING]
     given = {"TORCHELASTIC_ERROR_FILE": f"{tmp_path}/attempt_0/0/error.json"}
     start = f"import os, subprocess; subprocess.run({words!r}, env={{**os.environ, **{given!r}}})"
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHOME": sys.base_prefix, "TORCHELASTIC_RUN_ID": "x"}
-    started = subprocess.Popen([str(emulator), "-S", "-c", start], env=environ, text=True, stdout=subprocess.PIPE)
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PYTHONHOME": sys.base_prefix,
+        "TORCHELASTIC_RUN_ID": "x",
+    }
+    started = subprocess.Popen(
+        [str(emulator), "-S", "-c", start], env=environ, text=True, stdout=subprocess.PIPE
+    )
     found, _ = started.communicate(timeout=HANG_S)
     assert found.startswith(f"({started.pid}, "), found
 
@@ -298,14 +356,19 @@ def test_process_1_has_adopted_a_rank_unless_it_is_torchrun_itself(monkeypatch):
     monkeypatch.setattr(os, "getppid", lambda: 1)
     for is_torchrun in (True, False):
         torchrun.find_torchrun.cache_clear()
-        monkeypatch.setattr(torchrun, "runs_python", lambda _, is_torchrun=is_torchrun: is_torchrun)
+        monkeypatch.setattr(
+            torchrun, "runs_python", lambda _, is_torchrun=is_torchrun: is_torchrun
+        )
         assert (torchrun.find_torchrun() is not None) == is_torchrun
     torchrun.find_torchrun.cache_clear()
 
 
 def test_a_launcher_that_has_ended_meanwhile_is_noticed():
-    code = "from train.system.processes import end_with_parent; end_with_parent(0)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == -signal.SIGTERM
+    code = "from train.machine.processes import end_with_parent; end_with_parent(0)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode
+        == -signal.SIGTERM
+    )
 
 
 def test_without_a_launcher_nothing_is_asked_of_the_kernel(monkeypatch: pytest.MonkeyPatch):
@@ -361,7 +424,7 @@ sys.exit(main())
 LOST = """
 import sys
 from train import loop
-from train.system.ownership import LeaseLost
+from train.run_folder.ownership import LeaseLost
 def lose(*_):
     raise LeaseLost("another job has it")
 loop.fit = lose
@@ -374,38 +437,52 @@ sys.exit(main())
     ("script", "more", "said"),
     [
         (None, "seed=-1", "error: seed=-1"),  # before the run folder is taken
-        (None, "backend.device=cuda", "error: backend.device=cuda, but PyTorch sees no CUDA device"),  # after it
+        (
+            None,
+            "backend.device=cuda",
+            "error: backend.device=cuda, but PyTorch sees no CUDA device",
+        ),  # after it
         (ONE_RANK, "seed=1", "error: this rank has no data"),
         (LOST, "seed=1", "failed: another job has it"),
     ],
     ids=["settings", "device", "one rank", "lease lost"],
 )
-def test_what_ends_for_good_ends_torchrun_too(tmp_path, prepared, script: str | None, more: str, said: str):
+def test_what_ends_for_good_ends_torchrun_too(
+    tmp_path, prepared, script: str | None, more: str, said: str
+):
     (tmp_path / "script.py").write_text(script or "")
     program = str(tmp_path / "script.py") if script else "train"
     words = launch(program, train_overrides(tmp_path / "run", prepared, more), ranks=2, restarts=3)
     result = run_forked(words, os.environ)
     assert result.returncode == 1
     spoken = [line for line in result.stderr.splitlines() if line.startswith(said)]
-    assert len(spoken) == 1 or (spoken and script == LOST), result.stderr  # if it is lost, both may come to say so
+    assert len(spoken) == 1 or (spoken and script == LOST), (
+        result.stderr
+    )  # if it is lost, both may come to say so
     assert "not started again" not in result.stderr
 
 
-@pytest.mark.parametrize(("module", "restarts"), [("train", 3), ("train.compare", 0), ("train.precompile", 0)])
+@pytest.mark.parametrize(
+    ("module", "restarts"), [("train", 3), ("train.compare", 0), ("train.precompile", 0)]
+)
 def test_a_rejection_under_torchrun_is_said_once_above_its_traceback(module, restarts):
     words = command(["stepz=1"], ranks=2, module=module)
     words.insert(words.index(TORCHRUN) + 1, f"--max-restarts={restarts}")
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     above, traceback, _ = done.stderr.partition("Traceback")
     reason = "stepz is not" if module != "train.precompile" else "without torchrun"
-    assert done.returncode == 1 and traceback and above.count(reason) == done.stderr.count(reason) == 1, done.stderr
+    assert (
+        done.returncode == 1
+        and traceback
+        and above.count(reason) == done.stderr.count(reason) == 1
+    ), done.stderr
 
 
 # ---- a console that fails --------------------------------------------------------------------------------------------
 
 SPEAKS = """
 import sys
-from train.system.console import use_console
+from train.machine.console import use_console
 use_console("stdout", "stderr")
 print("x" * 100_000)
 print("y", file=sys.stderr)
@@ -429,7 +506,9 @@ def test_what_is_printed_changes_no_exit_code(tmp_path: Path, kind: str):
 
 def test_a_run_goes_on_although_nobody_hears_it(tmp_path, prepared):
     full = Path("/dev/full")
-    process = start_forked(["train", *train_overrides(tmp_path / "run", prepared)], os.environ, out=full, err=full)
+    process = start_forked(
+        ["train", *train_overrides(tmp_path / "run", prepared)], os.environ, out=full, err=full
+    )
     process.join(HANG_S)
     assert process.exitcode == 0
     assert json.loads((tmp_path / "run/outcome.json").read_text())["outcome"] == "done"
@@ -455,7 +534,14 @@ sys.exit(main())
 def test_a_run_with_loader_processes_ends_after_an_unexpected_error(tmp_path, prepared):
     """A process of its own: forks leave without what Python does at exit."""
     data = shutil.copytree(prepared, tmp_path / "data")
-    words = [sys.executable, "-c", LOSES_DATA, *train_overrides(tmp_path / "run", data, "data.num_workers=1")]
-    result = subprocess.run(words, cwd=ROOT, timeout=HANG_S, check=False, capture_output=True, text=True)
+    words = [
+        sys.executable,
+        "-c",
+        LOSES_DATA,
+        *train_overrides(tmp_path / "run", data, "data.num_workers=1"),
+    ]
+    result = subprocess.run(
+        words, cwd=ROOT, timeout=HANG_S, check=False, capture_output=True, text=True
+    )
     assert result.returncode == 1
     assert "FileNotFoundError" in result.stderr and "step 3/6" in result.stderr

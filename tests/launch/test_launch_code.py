@@ -15,7 +15,7 @@ from rejections import rejects
 from launch import code
 from launch.record import Record
 from train.config import S3Config
-from train.system import imported
+from train.storage import imported
 
 
 def test_the_bundle_runs_the_code_that_was_packed_wherever_the_job_stands(tmp_path):
@@ -25,10 +25,14 @@ def test_the_bundle_runs_the_code_that_was_packed_wherever_the_job_stands(tmp_pa
     assert top == code.unpack(content, packed.sha256, tmp_path / "cache")
     elsewhere = tmp_path / "elsewhere"
     (elsewhere / "train").mkdir(parents=True)
-    (elsewhere / "train" / "__init__.py").write_text("raise SystemExit('the code of the working folder')")
+    (elsewhere / "train" / "__init__.py").write_text(
+        "raise SystemExit('the code of the working folder')"
+    )
     command = [sys.executable, top / code.START, "train", "--cfg", "job", "experiment=demo"]
     env = {**os.environ, "PYTHONPATH": ""}
-    done = subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=elsewhere, env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "run_dir: runs/demo" in done.stdout
     assert {path.name for path in top.iterdir()} >= {"train", "conf", "launch", code.START}
@@ -41,8 +45,18 @@ def test_files_of_the_users_own_code_come_along(tmp_path, monkeypatch):
     content, packed = code.pack()
     top = code.unpack(content, packed.sha256, tmp_path / "cache")
     (tmp_path / "mine.py").unlink()
-    command = [sys.executable, top / code.START, "train", "--cfg", "job", "experiment=demo", "optim.schedule=mine"]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        top / code.START,
+        "train",
+        "--cfg",
+        "job",
+        "experiment=demo",
+        "optim.schedule=mine",
+    ]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -55,8 +69,13 @@ def test_code_that_no_node_would_unpack_is_rejected_before_it_is_sent(monkeypatc
         for path in (Path(code.__file__).parents[1] / package).rglob("*")
         if path.is_file()
     )
-    largest = max((path for path in parts if path.suffix != ".pyc"), key=lambda path: path.stat().st_size)
-    rejects(rf"the code has \d+ MB, but a job may have at most 1 MB; the largest file is {largest} ", code.pack)
+    largest = max(
+        (path for path in parts if path.suffix != ".pyc"), key=lambda path: path.stat().st_size
+    )
+    rejects(
+        rf"the code has \d+ MB, but a job may have at most 1 MB; the largest file is {largest} ",
+        code.pack,
+    )
 
 
 def test_a_bundle_that_was_changed_is_not_unpacked(tmp_path):
@@ -66,7 +85,14 @@ def test_a_bundle_that_was_changed_is_not_unpacked(tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"nodes": "1"}, {"kind": "shell"}, {"overrides": "rm"}, {"id": "../x"}, {"config_sha256": "x"}, {"format": 1}],
+    [
+        {"nodes": "1"},
+        {"kind": "shell"},
+        {"overrides": "rm"},
+        {"id": "../x"},
+        {"config_sha256": "x"},
+        {"format": 1},
+    ],
     ids=str,
 )
 def test_a_damaged_job_is_rejected(tmp_path, changes):
@@ -79,7 +105,9 @@ def test_a_damaged_job_is_rejected(tmp_path, changes):
 
 def test_a_record_is_beside_the_run_and_keeps_every_event(tmp_path):
     record = Record(f"{tmp_path}/run/", S3Config())
-    assert record.location == f"{tmp_path}/run.launch" == Record(record.location, S3Config()).location
+    assert (
+        record.location == f"{tmp_path}/run.launch" == Record(record.location, S3Config()).location
+    )
     rejects("was not launched", record.job)
     for number in range(3):
         record.append_event("gate", number=number, failed={"n1": "x\n$(touch y)"})

@@ -24,10 +24,10 @@ from launch.spec import State
 from launch.status import lines_of, status
 from launch.values import columns, count, number
 from train.config import InputError, Unreachable
+from train.machine.processes import read_process
 from train.run.command import DONE, FAILED, REJECTED
-from train.system.folders import LocalFolder
-from train.system.outcome import Outcome
-from train.system.processes import read_process
+from train.run_folder.outcome import Outcome
+from train.storage.folders import LocalFolder
 
 WAITING, RUNNING = State(True, "PENDING (Resources)"), State(True, "RUNNING", NODES)
 GONE = State(False, "no such job")
@@ -72,9 +72,16 @@ def test_the_status_joins_scheduler_record_and_run_folder(run, says):
     assert seen["answer"]["nodes"] == NODES and seen["history"]["submission"]["handle"] == HANDLE
     shown = seen["progress"]
     assert (shown["step"], shown["total_steps"], shown["checkpoint"]) == (41, 100, 30)
-    assert (shown["loss"], shown["tokens_per_s"], shown["goodput"], shown["cost_usd"]) == (3.0, 5000.0, 0.9, 1.25)
+    assert (shown["loss"], shown["tokens_per_s"], shown["goodput"], shown["cost_usd"]) == (
+        3.0,
+        5000.0,
+        0.9,
+        1.25,
+    )
     assert shown["scores"] == {"loss": 3.25, "masked_accuracy": 0.5}
-    assert seen["time_left_s"] == pytest.approx(59 * 3.0)  # 30 s between lines that are 10 steps apart
+    assert seen["time_left_s"] == pytest.approx(
+        59 * 3.0
+    )  # 30 s between lines that are 10 steps apart
     assert 0 <= seen["line_age_s"] < 600
     assert "step        41 of 100 (41.0%)\n" in says("status runs/mine")
 
@@ -114,14 +121,21 @@ def test_a_preparation_has_no_steps_and_is_not_stopped(run, fake_scheduler, says
     run.job(kind="prepare")
     out = says("status runs/mine")
     assert out.startswith("runs/mine: running\n") and "step" not in out
-    assert "cancel runs/mine --yes" in says("stop runs/mine", REJECTED) and fake_scheduler.cancelled == []
+    assert (
+        "cancel runs/mine --yes" in says("stop runs/mine", REJECTED)
+        and fake_scheduler.cancelled == []
+    )
 
 
 def test_a_watch_prints_a_line_for_each_change(run, fake_scheduler, says):
     run.begin().trained(step=40)
     fake_scheduler.states = [RUNNING, RUNNING, Unreachable("slurmctld is silent"), GONE]
     first, silent, last = says("status runs/mine --watch 0.1").splitlines()
-    assert "running  40 of 100" in first and "slurmctld is silent" in silent and "vanished  40" in last
+    assert (
+        "running  40 of 100" in first
+        and "slurmctld is silent" in silent
+        and "vanished  40" in last
+    )
     assert "python -m launch resume runs/mine" in says("status runs/mine")
 
 
@@ -145,7 +159,9 @@ def test_wrong_arguments_are_rejected_in_one_line(arguments, said, says):
 # ---- list ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_list_shows_runs_that_were_launched_and_no_damaged_one_hides_them(run, fake_scheduler, capsys, says):
+def test_the_list_shows_runs_that_were_launched_and_no_damaged_one_hides_them(
+    run, fake_scheduler, capsys, says
+):
     run.begin().trained(step=40)
     Launched("runs/second", fake_scheduler).job(nodes=3).submit(nodes=3).describe()
     Launched("runs/damaged", fake_scheduler).job().submit().record.folder.write("job.json", b"[]")
@@ -171,7 +187,10 @@ OF_RANK_3 = "attempt_0002/n2/mine-1.1_x/attempt_0/1/stderr.log"
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--lines 2", "job.txt: from the job | attempt_0002/n1.txt: b, c | attempt_0002/n2.txt: no end"),
+        (
+            "--lines 2",
+            "job.txt: from the job | attempt_0002/n1.txt: b, c | attempt_0002/n2.txt: no end",
+        ),
         ("--attempt 1", "attempt_0001/n1.txt: old"),
         ("--node n2", "attempt_0002/n2.txt: no end"),
         ("--node n2 --lines 0", ""),
@@ -183,11 +202,17 @@ OF_RANK_3 = "attempt_0002/n2/mine-1.1_x/attempt_0/1/stderr.log"
         ("--attempt 5 -f", "error: there is no attempt 5; available: 1, 2"),
     ],
 )
-def test_logs_are_those_of_the_job_and_of_the_last_attempt_or_those_that_were_asked_for(run, says, flags, expected):
+def test_logs_are_those_of_the_job_and_of_the_last_attempt_or_those_that_were_asked_for(
+    run, says, flags, expected
+):
     assert "there are no logs yet" in says("logs runs/mine")
     run.begin(1).begin(2)
-    run.log("job.txt", "from the job\n").log("attempt_0001/n1.txt", "old\n").log("attempt_0002/n1.txt", "a\nb\nc\n")
-    run.log("attempt_0002/n2.txt", "no end").log(OF_RANK_3, "rank 3\n").log(OF_RANK_3.replace("n2", "n1"), "rank 1\n")
+    run.log("job.txt", "from the job\n").log("attempt_0001/n1.txt", "old\n").log(
+        "attempt_0002/n1.txt", "a\nb\nc\n"
+    )
+    run.log("attempt_0002/n2.txt", "no end").log(OF_RANK_3, "rank 3\n").log(
+        OF_RANK_3.replace("n2", "n1"), "rank 1\n"
+    )
     run.record.run.write("log/rank_0003.txt", b"trainer 3\n")
     out = says(f"logs runs/mine {flags}", REJECTED if "error" in expected else DONE)
     files = [each.partition(" <==\n")[::2] for each in out.split("==> ")[1:]]
@@ -200,8 +225,13 @@ def test_logs_are_followed_over_attempts_until_the_job_has_ended(run, fake_sched
         lambda: run.begin(1).log("attempt_0001/n1.txt", "one\nhalf of") and RUNNING,
         lambda: run.log("attempt_0001/n1.txt", "one\nhalf of two\n") and RUNNING,
         Unreachable("slurmctld is silent"),
-        lambda: run.note("attempt_ended", number=1).begin(2).log("attempt_0002/n2.txt", "three\n") and RUNNING,
-        lambda: run.log("attempt_0002/n2.txt", "three\nno end").note("ended", outcome="done") and GONE,
+        lambda: (
+            run.note("attempt_ended", number=1).begin(2).log("attempt_0002/n2.txt", "three\n")
+            and RUNNING
+        ),
+        lambda: (
+            run.log("attempt_0002/n2.txt", "three\nno end").note("ended", outcome="done") and GONE
+        ),
     ]
     run.log("job.txt", "".join(f"line {number}\n" for number in range(5)))
     logs.follow(run.record, Wanted(lines=1))
@@ -214,7 +244,10 @@ def test_logs_are_followed_over_attempts_until_the_job_has_ended(run, fake_sched
 
 
 def test_control_characters_of_a_log_do_not_reach_the_terminal(run, says):
-    run.begin().log("attempt_0001/n1.txt", b"\x1b[2J\ttab\xc2\x9b31m \xff \xe2\x80\xae\r\nr\xc3\xa9sum\xc3\xa9\n")
+    run.begin().log(
+        "attempt_0001/n1.txt",
+        b"\x1b[2J\ttab\xc2\x9b31m \xff \xe2\x80\xae\r\nr\xc3\xa9sum\xc3\xa9\n",
+    )
     run.log("attempt_0001/n2\x1b[2J\u2028.txt", "of no machine\n")
     shown = r"\x1b[2J" + "\ttab" + r"\x9b31m \xff \u202e"
     assert says("logs runs/mine").splitlines() == ["==> attempt_0001/n1.txt <==", shown, "résumé"]
@@ -227,8 +260,14 @@ def test_a_forged_event_ends_no_other_process(tmp_path, monkeypatch, says, words
     Path("launch.local").write_text("sleep 99; :")
     with subprocess.Popen(["sh", *words], process_group=0) as process:
         try:
-            handle = {"host": platform.node(), "pid": process.pid, "started": read_process(process.pid).started}
-            Launched("runs/mine", None).job(scheduler="local").submit(scheduler="local", handle=handle)
+            handle = {
+                "host": platform.node(),
+                "pid": process.pid,
+                "started": read_process(process.pid).started,
+            }
+            Launched("runs/mine", None).job(scheduler="local").submit(
+                scheduler="local", handle=handle
+            )
             for command in ("cancel runs/mine --yes", "stop runs/mine"):
                 assert "runs/mine has no job (vanished)" in says(command)
             assert process.poll() is None
@@ -251,8 +290,12 @@ def test_stop_asks_the_run_once(run, fake_scheduler, says):
     assert fake_scheduler.cancelled == []
 
 
-@pytest.mark.parametrize(("state", "is_requeued"), [(WAITING, False), (RUNNING, False), (WAITING, True)])
-def test_a_job_that_does_not_train_is_cancelled_instead_of_stopped(run, fake_scheduler, says, state, is_requeued):
+@pytest.mark.parametrize(
+    ("state", "is_requeued"), [(WAITING, False), (RUNNING, False), (WAITING, True)]
+)
+def test_a_job_that_does_not_train_is_cancelled_instead_of_stopped(
+    run, fake_scheduler, says, state, is_requeued
+):
     if is_requeued:
         run.begin().trained().note("attempt_ended", number=1, next="requeue")
     fake_scheduler.states = [state]
@@ -269,18 +312,26 @@ def test_a_job_that_does_not_train_is_cancelled_instead_of_stopped(run, fake_sch
         (Unreachable("slurmctld is silent"), FAILED, "slurmctld is silent"),
     ],
 )
-def test_without_a_job_or_an_answer_nothing_is_done(run, fake_scheduler, says, command, state, code, said):
+def test_without_a_job_or_an_answer_nothing_is_done(
+    run, fake_scheduler, says, command, state, code, said
+):
     run.begin().trained().note("ended", outcome="failed")
     fake_scheduler.states = [state]
     before = kinds(run)
     assert said in says(command, code)
-    assert kinds(run) == before and fake_scheduler.cancelled == [] and run.record.run.size("STOP") is None
+    assert (
+        kinds(run) == before
+        and fake_scheduler.cancelled == []
+        and run.record.run.size("STOP") is None
+    )
 
 
 def test_cancel_says_what_is_lost_and_does_it_when_asked_twice(run, fake_scheduler, says):
     run.begin().trained(step=40)
     run.record.folder.write("events/00004.json", b"[]")  # which hides no job
-    lost = "step 40 was reached, but the newest checkpoint is from step 30: later steps may be lost"
+    lost = (
+        "step 40 was reached, but the newest checkpoint is from step 30: later steps may be lost"
+    )
     assert lost in says("cancel runs/mine") and fake_scheduler.cancelled == []
     assert lost in says("cancel runs/mine --yes") and fake_scheduler.cancelled == [HANDLE]
     assert run.record.events()[-1].kind == "cancelled"
@@ -297,13 +348,19 @@ def test_of_two_launches_at_once_one_is_rejected(run, fake_scheduler):
     submit.claim(run.record, job, first)
     with pytest.raises(InputError, match="another launch of runs/mine came first"):
         submit.claim(run.record, job, second)
-    with pytest.raises(InputError, match="has been waiting for an answer to its submission for 0 s: .*in 120 s"):
+    with pytest.raises(
+        InputError, match="has been waiting for an answer to its submission for 0 s: .*in 120 s"
+    ):
         submit.check_idle(run.record)
 
 
-def test_a_submission_that_nobody_answered_blocks_another_one_for_a_while_only(run, fake_scheduler, says, monkeypatch):
+def test_a_submission_that_nobody_answered_blocks_another_one_for_a_while_only(
+    run, fake_scheduler, says, monkeypatch
+):
     run.record.folder.remove("events/00002.json")
-    assert "submission was never answered; check whether the scheduler" in says("cancel runs/mine --yes", FAILED)
+    assert "submission was never answered; check whether the scheduler" in says(
+        "cancel runs/mine --yes", FAILED
+    )
     assert not fake_scheduler.cancelled
     monkeypatch.setattr(submit, "SUBMITTING_S", -1.0)  # it is long ago
     run.record.folder.remove("job.json")  # or it was killed before it wrote that
@@ -318,17 +375,45 @@ def test_the_end_of_an_earlier_job_is_not_this_ones(run, fake_scheduler):
 
 # ---- what others wrote -----------------------------------------------------------------------------------------------
 
-EVENT = {"kind": "attempt_began", "time_unix_s": 1.8e9, "host": "n1:5", "details": {"number": 1, "nodes": ["n1"]}}
-EVENT["details"] |= {"scheduler": "fake", "handle": {"job_id": 7}, "failed": {"n2": "red"}, "reason": "x", "step": 3}
-KINDS = ["submitting", "submitted", "not_submitted", "attempt_began", "attempt_ended", "gate", "stop_asked"]
+EVENT = {
+    "kind": "attempt_began",
+    "time_unix_s": 1.8e9,
+    "host": "n1:5",
+    "details": {"number": 1, "nodes": ["n1"]},
+}
+EVENT["details"] |= {
+    "scheduler": "fake",
+    "handle": {"job_id": 7},
+    "failed": {"n2": "red"},
+    "reason": "x",
+    "step": 3,
+}
+KINDS = [
+    "submitting",
+    "submitted",
+    "not_submitted",
+    "attempt_began",
+    "attempt_ended",
+    "gate",
+    "stop_asked",
+]
 KINDS += ["cancelled", "requeued", "ended"]
-LINE = {"kind": "train", "attempt": 1, "step": 3, "time_unix_s": 1.8e9, "loss": 2.0, "tokens_per_s": 1.0}
+LINE = {
+    "kind": "train",
+    "attempt": 1,
+    "step": 3,
+    "time_unix_s": 1.8e9,
+    "loss": 2.0,
+    "tokens_per_s": 1.0,
+}
 LINE |= {"goodput": 1.0}
 EVALUATED = {"kind": "eval", "attempt": 1, "step": 3, "time_unix_s": 1.8e9, "loss": 2.0}
 
 
 @pytest.mark.parametrize(
-    "value", [float("nan"), float("inf"), 10**400, -(10**400), True, "1", None, [1]], ids=lambda value: ascii(value)[:9]
+    "value",
+    [float("nan"), float("inf"), 10**400, -(10**400), True, "1", None, [1]],
+    ids=lambda value: ascii(value)[:9],
 )
 def test_a_value_that_is_no_sensible_number_is_unknown(value):
     assert number({"key": value}, "key") is count({"key": value}, "key") is None
@@ -339,7 +424,10 @@ text = st.one_of(names, st.sampled_from(["\x1b[2J", "\x9b31m", "\u2028", "\x1b]0
 
 @settings(quick, max_examples=50)
 @given(
-    st.lists(st.tuples(st.sampled_from(KINDS), st.one_of(changed(EVENT), changed(EVENT["details"]))), max_size=6),
+    st.lists(
+        st.tuples(st.sampled_from(KINDS), st.one_of(changed(EVENT), changed(EVENT["details"]))),
+        max_size=6,
+    ),
     st.lists(st.one_of(changed(LINE), changed(EVALUATED), values), max_size=4),
     changed({"identity": {}, "plan": {"total_steps": 100}}),
     text,
@@ -358,7 +446,9 @@ def test_whatever_record_and_run_folder_hold_the_status_is_plain_text(
         path.write_text(json.dumps({**content, "kind": kind}))
     (folder / "mine").mkdir()
     (folder / "mine" / "environment.json").write_text(json.dumps(environment))
-    (folder / "mine" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, LINE]))
+    (folder / "mine" / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in [*lines, LINE])
+    )
     try:
         with in_table(scheduler):
             seen = status(run.record)
@@ -373,17 +463,26 @@ def test_whatever_record_and_run_folder_hold_the_status_is_plain_text(
 # ---- S3 --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_in_s3_is_listed_followed_and_stopped(fake_scheduler, bucket, capsys, monkeypatch, tmp_path):
+def test_a_run_in_s3_is_listed_followed_and_stopped(
+    fake_scheduler, bucket, capsys, monkeypatch, tmp_path
+):
     """Its logs are the trainer's until those of the attempt arrive; of two copies this machine's is shown."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    run, flags = Launched(bucket.location("runs/mine"), fake_scheduler, bucket.config()), bucket.config().flags()
+    run, flags = (
+        Launched(bucket.location("runs/mine"), fake_scheduler, bucket.config()),
+        bucket.config().flags(),
+    )
     run.job().submit().begin().trained(step=40)
     assert main(["list", bucket.location("runs"), *flags]) == DONE
     assert f"{run.run_dir}  running  40 of 100 (40.0%)" in capsys.readouterr().out
 
     bucket.put("runs/mine/log/rank_0000.txt", b"from the trainer\n")
     put = functools.partial(bucket.put, "runs/mine.launch/logs/attempt_0001/n1.txt")
-    fake_scheduler.states = [RUNNING, lambda: put(b"one\n") or RUNNING, lambda: put(b"one\ntwo\n") or GONE]
+    fake_scheduler.states = [
+        RUNNING,
+        lambda: put(b"one\n") or RUNNING,
+        lambda: put(b"one\ntwo\n") or GONE,
+    ]
     logs.follow(run.record, Wanted())
     assert capsys.readouterr().out.splitlines() == [
         *["==> the run's log/rank_0000.txt <==", "from the trainer"],

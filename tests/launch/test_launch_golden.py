@@ -21,12 +21,19 @@ from launch.slurm.batch import Batch
 from launch.slurm.scheduler import Scheduler
 from launch.slurm.scheduler import script as job_script
 from train.config import S3Config
-from train.system.schema import FileName, Sha256
+from train.storage.schema import FileName, Sha256
 
 GOLDEN = Path(__file__).parent.parent / "golden/launch"
 OWN = ["cluster=slurm", "instance=trn1.32xlarge", "nodes=2", "spares=1", "cluster.partition=trn1"]
-OWN += ['cluster.sbatch_args=["--constraint=efa&nvme","--chdir=/fsx"]', "cluster.time_limit=2-00:00:00"]
-RUN = ["experiment=albert_pretrain", "data.path=s3://bucket/albert", "run_dir=s3://bucket/runs/mine"]
+OWN += [
+    'cluster.sbatch_args=["--constraint=efa&nvme","--chdir=/fsx"]',
+    "cluster.time_limit=2-00:00:00",
+]
+RUN = [
+    "experiment=albert_pretrain",
+    "data.path=s3://bucket/albert",
+    "run_dir=s3://bucket/runs/mine",
+]
 RUN += ["s3.region=us-east-1"]
 MOUNTS = ["cluster.container_mounts=[/fsx,/scratch]"]
 
@@ -53,7 +60,9 @@ def lines(words: list[str], **replaced: object) -> str:
 def job_of(*own: str, **changes: object) -> Job:
     """The job of OWN and RUN, without the checksum of all settings, which every new one changes."""
     _, job = plan([*OWN, *own], RUN)
-    return dataclasses.replace(job, id=FileName("mine-00000000"), config_sha256=Sha256("0" * 64), **changes)
+    return dataclasses.replace(
+        job, id=FileName("mine-00000000"), config_sha256=Sha256("0" * 64), **changes
+    )
 
 
 def test_the_request_to_slurm():
@@ -61,7 +70,9 @@ def test_the_request_to_slurm():
     record = Record(job.run_dir, S3Config(**job.s3))
     check_golden("sbatch.txt", lines(Scheduler().request(job, record), launch=ROOT / "launch"))
     prepare = ["cluster=slurm", "prepare=true", "parts=64"]
-    _, job = plan(prepare, ["corpus=text", "corpus.path=/fsx/text", "output=/fsx/albert", "seq_len=128"])
+    _, job = plan(
+        prepare, ["corpus=text", "corpus.path=/fsx/text", "output=/fsx/albert", "seq_len=128"]
+    )
     words = Scheduler().request(job, Record(job.run_dir, S3Config()))
     check_golden("sbatch_prepare.txt", lines(words, launch=ROOT / "launch"))
 
@@ -75,7 +86,10 @@ APPTAINER = ["apptainer", "exec", "--bind=/fsx", "--bind=/scratch", "/fsx/train.
         ([], []),
         (
             ['cluster.container="nvcr.io#nvidia/pytorch:26.10-py3"', *MOUNTS],
-            ["--container-image=nvcr.io#nvidia/pytorch:26.10-py3", "--container-mounts=/fsx:/fsx,/scratch:/scratch"],
+            [
+                "--container-image=nvcr.io#nvidia/pytorch:26.10-py3",
+                "--container-mounts=/fsx:/fsx,/scratch:/scratch",
+            ],
         ),
         (["cluster.container=/fsx/train.sif", *MOUNTS], APPTAINER),
     ],
@@ -105,9 +119,13 @@ def test_the_torchrun_of_a_node(monkeypatch, tmp_path):
 def test_shell_scripts_are_clean(request):
     if shutil.which("shellcheck") is None:
         reason = "no shellcheck to test with: apt-get install shellcheck"
-        pytest.fail(reason) if request.config.getoption("--require-services") else pytest.skip(reason)
+        pytest.fail(reason) if request.config.getoption("--require-services") else pytest.skip(
+            reason
+        )
     scripts = [path for folder in ("launch", "ami") for path in (ROOT / folder).rglob("*.sh")]
-    done = subprocess.run(["shellcheck", "-x", *scripts], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["shellcheck", "-x", *scripts], capture_output=True, text=True, check=False
+    )
     assert len(scripts) > 2 and done.returncode == 0, done.stdout
 
 
@@ -117,7 +135,9 @@ def test_the_prologue_of_a_site_runs_before_the_job(tmp_path):
     job = dataclasses.replace(job_of(f"cluster.prologue={lines}"), run_dir="runs/mine")
     _, path, _, prologue, *_ = job_script(job, Record(job.run_dir, S3Config()))
     done, failed = (
-        subprocess.run(["bash", path, python, each, "runs/mine"], capture_output=True, text=True, check=False)
+        subprocess.run(
+            ["bash", path, python, each, "runs/mine"], capture_output=True, text=True, check=False
+        )
         for each in (prologue, "module load none")
     )
     assert done.stdout == "a b|-m launch.slurm.batch runs/mine\n"

@@ -19,13 +19,19 @@ from launch.__main__ import main
 from train.config import S3Config
 from train.data.shards.format import read_manifest
 from train.run.command import DONE, REJECTED, STOPPED
-from train.system.folders import LocalFolder
-from train.system.outcome import read_outcome
+from train.run_folder.outcome import read_outcome
+from train.storage.folders import LocalFolder
 
 
 def words(run: LaunchedRun, data: Path, *own: str, of_run: tuple[str, ...] = ()) -> list[str]:
     """The command line of a launch."""
-    return ["cluster=local", *own, "submit=true", "--", *settings_of_run(run.run_dir, data, *of_run)]
+    return [
+        "cluster=local",
+        *own,
+        "submit=true",
+        "--",
+        *settings_of_run(run.run_dir, data, *of_run),
+    ]
 
 
 @pytest.fixture
@@ -53,9 +59,14 @@ def test_a_run_is_killed_stopped_cancelled_and_resumed(
     monkeypatch.chdir(tmp_path)  # where the data have another name
     step = launched.wait_for_checkpoint()
     (torchrun,) = [
-        each for each in below(launched) if any(word.endswith("local_torchrun.py") for word in each.cmdline())
+        each
+        for each in below(launched)
+        if any(word.endswith("local_torchrun.py") for word in each.cmdline())
     ]
-    assert main(words(launched, prepared)) == REJECTED and f"{launched.run_dir} has a job: " in capsys.readouterr().err
+    assert (
+        main(words(launched, prepared)) == REJECTED
+        and f"{launched.run_dir} has a job: " in capsys.readouterr().err
+    )
     torchrun.kill()
     launched.wait_for("attempt_began", 2)
     hold.let_go(25)  # a slow machine may have stopped before it
@@ -83,8 +94,15 @@ def test_a_run_is_killed_stopped_cancelled_and_resumed(
 
 
 def test_ctrl_c_stops_with_a_checkpoint(launched, prepared):
-    command = [sys.executable, "-m", "launch", *words(launched, prepared, of_run=("max_steps=100000",))]
-    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "launch",
+        *words(launched, prepared, of_run=("max_steps=100000",)),
+    ]
+    process = subprocess.Popen(
+        command, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, text=True
+    )
     launched.wait_for_checkpoint()
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     said, _ = process.communicate(timeout=300)
@@ -97,7 +115,10 @@ def test_ctrl_c_stops_with_a_checkpoint(launched, prepared):
 def test_what_the_trainer_rejects_ends_the_job_at_once(launched, prepared, tmp_path, capfd):
     assert main(words(launched, tmp_path / "no_data")) == REJECTED
     assert not launched.exists()  # nothing was started
-    assert main([*words(launched, prepared, "processes_per_node=2"), "backend.device=cuda"]) == REJECTED
+    assert (
+        main([*words(launched, prepared, "processes_per_node=2"), "backend.device=cuda"])
+        == REJECTED
+    )
     details = launched.ended()
     assert details["outcome"] == "refused" and "cuda" in details["reason"], launched.logs()
     assert len(launched.of_kind("attempt_began")) == 1
@@ -115,12 +136,14 @@ def test_a_corpus_is_prepared_in_parts_and_merged(tmp_path, corpus, prepared, ca
     assert all(f"==> {log}." in said for log in ("part_00001", "part_00002", "merge"))
     made, whole = (read_manifest(LocalFolder(path)) for path in (tmp_path / "data", prepared))
     assert abs(made.rows("validation") - whole.rows("validation")) <= 1
-    assert abs(made.rows("train") - whole.rows("train")) <= 1  # each part fills its last sequence by itself
+    assert (
+        abs(made.rows("train") - whole.rows("train")) <= 1
+    )  # each part fills its last sequence by itself
 
 
 ORPHANS = """
 import subprocess, sys
-from train.system import processes
+from train.machine import processes
 processes.adopt_orphans()
 for seconds, limit_s in ((0.1, 90), (600, 0)):
     parent = subprocess.run(["sh", "-c", f"(sleep {seconds}; echo {seconds} >> $0) & exec true", sys.argv[1]])
@@ -132,4 +155,8 @@ def test_orphans_are_waited_for_and_ended_if_they_take_too_long(tmp_path):
     done = tmp_path / "done"
     subprocess.run([sys.executable, "-c", ORPHANS, done], cwd=ROOT, timeout=300, check=True)
     assert done.read_text() == "0.1\n"
-    assert not [each for each in psutil.process_iter(["cmdline"]) if str(done) in (each.info["cmdline"] or [])]
+    assert not [
+        each
+        for each in psutil.process_iter(["cmdline"])
+        if str(done) in (each.info["cmdline"] or [])
+    ]

@@ -24,9 +24,9 @@ from launch.plan import absolute, check_unchanged, located, run_overrides
 from launch.record import Job, Record
 from launch.schedulers import scheduler
 from train.config import InputError, S3Config, TrainConfig
+from train.machine.memory import usable_cpus
 from train.run import compose as cli
 from train.run.command import DONE, REJECTED
-from train.system.memory import usable_cpus
 
 TOO_MANY = 4 * usable_cpus() + 1  # ranks for this machine
 OF_RUN = ["experiment=demo", "data.path=data/mine", "run_dir=runs/mine"]
@@ -37,7 +37,9 @@ OF_RUN = ["experiment=demo", "data.path=data/mine", "run_dir=runs/mine"]
 
 def test_640_000_examples_on_n_machines():
     """Half the steps on twice the machines. The run knows the machine, for its MFU and its cost."""
-    cfg, job = plan(["cluster=slurm", "instance=p4d.24xlarge", "nodes=2"], ["experiment=albert_scaling"])
+    cfg, job = plan(
+        ["cluster=slurm", "instance=p4d.24xlarge", "nodes=2"], ["experiment=albert_scaling"]
+    )
     assert (job.nodes, job.processes_per_node, job.instance) == (2, 8, "p4d.24xlarge")
     run = cli.load_config(TrainConfig, job.overrides)
     assert run.instance == cfg.instance
@@ -48,8 +50,14 @@ def test_640_000_examples_on_n_machines():
 @pytest.mark.parametrize(
     ("nodes", "said"),
     [
-        (16, r"fetches about 0\.000992 of 0\.0157 GB of training data, 0\.000157 GB of it before its first step"),
-        (12, r"12 machines fetch 1\.\d\d times .* do not match its 64 lanes of shards; use .* that divides 64"),
+        (
+            16,
+            r"fetches about 0\.000992 of 0\.0157 GB of training data, 0\.000157 GB of it before its first step",
+        ),
+        (
+            12,
+            r"12 machines fetch 1\.\d\d times .* do not match its 64 lanes of shards; use .* that divides 64",
+        ),
     ],
 )
 def test_the_plan_says_what_machines_fetch_from_s3(tmp_path, monkeypatch, nodes, said):
@@ -57,7 +65,12 @@ def test_the_plan_says_what_machines_fetch_from_s3(tmp_path, monkeypatch, nodes,
     data = Simulated(600, shard_rows=100)
     data.write(tmp_path / "data")
     with StandInS3(data, tmp_path / "data") as s3:
-        where = [f"data.path={s3.location}", f"s3.endpoint={s3.config.endpoint}", "s3.region=x", "s3.path_style=true"]
+        where = [
+            f"data.path={s3.location}",
+            f"s3.endpoint={s3.config.endpoint}",
+            "s3.region=x",
+            "s3.path_style=true",
+        ]
         of_run = ["experiment=albert_pretrain", "seq_len=null", "run_dir=runs/mine", *where]
         of_run += [f"global_batch_size={256 * nodes}"]
         cfg, job = plan(["cluster=slurm", "instance=trn1.32xlarge", f"nodes={nodes}"], of_run)
@@ -66,45 +79,103 @@ def test_the_plan_says_what_machines_fetch_from_s3(tmp_path, monkeypatch, nodes,
 
 
 def test_the_run_gets_the_instance_of_the_launch_unless_it_has_its_own():
-    own = ["cluster=slurm", "nodes=2", "instance=trn1.32xlarge", "instance.usd_per_hour=1", "submit=true"]
-    assert run_overrides(["a=1"], own) == ["instance=trn1.32xlarge", "instance.usd_per_hour=1", "a=1"]
+    own = [
+        "cluster=slurm",
+        "nodes=2",
+        "instance=trn1.32xlarge",
+        "instance.usd_per_hour=1",
+        "submit=true",
+    ]
+    assert run_overrides(["a=1"], own) == [
+        "instance=trn1.32xlarge",
+        "instance.usd_per_hour=1",
+        "a=1",
+    ]
     assert run_overrides(["instance=local"], own) == ["instance.usd_per_hour=1", "instance=local"]
 
 
 def test_a_location_means_the_same_everywhere(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
-    shown = [absolute(each) for each in ("runs/mine", "~/mine", "/runs/mine/", "file:///runs/mine", "s3://b/mine/")]
-    assert shown == [f"{tmp_path}/runs/mine", "/home/me/mine", "/runs/mine", "/runs/mine", "s3://b/mine"]
-    assert located(["run_dir=a", "seed=1", "run_dir=b"], "run_dir", "/b") == ["seed=1", 'run_dir="/b"']
+    shown = [
+        absolute(each)
+        for each in ("runs/mine", "~/mine", "/runs/mine/", "file:///runs/mine", "s3://b/mine/")
+    ]
+    assert shown == [
+        f"{tmp_path}/runs/mine",
+        "/home/me/mine",
+        "/runs/mine",
+        "/runs/mine",
+        "s3://b/mine",
+    ]
+    assert located(["run_dir=a", "seed=1", "run_dir=b"], "run_dir", "/b") == [
+        "seed=1",
+        'run_dir="/b"',
+    ]
 
 
 def test_what_a_run_learns_may_not_change_and_where_and_how_long_it_runs_may():
-    kept = {"task": {"kind": "mlm"}, "model": {"name": "a"}, "optim": {"lr": 0.1}, "seed": 1, "global_batch_size": 8}
-    kept |= {"seq_len": 32, "data": {"path": "a", "num_workers": 1}, "max_steps": 6, "backend": {"name": "ddp"}}
-    for now in (*({key: {}} for key in ("task", "model", "optim", "data")), {"seed": 2}, {"seq_len": None}):
-        with pytest.raises(InputError, match=f"^the settings of runs/mine have changed .*{next(iter(now))}.* -> "):
+    kept = {
+        "task": {"kind": "mlm"},
+        "model": {"name": "a"},
+        "optim": {"lr": 0.1},
+        "seed": 1,
+        "global_batch_size": 8,
+    }
+    kept |= {
+        "seq_len": 32,
+        "data": {"path": "a", "num_workers": 1},
+        "max_steps": 6,
+        "backend": {"name": "ddp"},
+    }
+    for now in (
+        *({key: {}} for key in ("task", "model", "optim", "data")),
+        {"seed": 2},
+        {"seq_len": None},
+    ):
+        with pytest.raises(
+            InputError, match=f"^the settings of runs/mine have changed .*{next(iter(now))}.* -> "
+        ):
             check_unchanged(kept, {**kept, **now}, run_dir="runs/mine")
     kept["optim"]["decay_fraction"] = 0.1
     free = {"optim": {"lr": 0.1, "decay_fraction": 0.2}}
-    for now in ({"max_steps": 9}, {"backend": {}}, {"data": {"path": "a", "num_workers": 4}}, free):
+    for now in (
+        {"max_steps": 9},
+        {"backend": {}},
+        {"data": {"path": "a", "num_workers": 4}},
+        free,
+    ):
         check_unchanged(kept, {**kept, **now}, run_dir="runs/mine")
 
 
 @pytest.mark.parametrize(
     ("own", "of_run", "says"),
     [
-        (["cluster.max_run_s=3600"], [], r"takes about 13.7 hours, and cluster\.max_run_s=3600 ends it after 1"),
+        (
+            ["cluster.max_run_s=3600"],
+            [],
+            r"takes about 13.7 hours, and cluster\.max_run_s=3600 ends it after 1",
+        ),
         ([], ["max_run_s=7200"], r"takes about 13.7 hours, and max_run_s=7200 ends it after 2"),
         (["cluster.max_run_s=86400"], [], None),
     ],
 )
-def test_a_plan_says_whether_the_run_will_finish_and_what_it_costs_at_most(capsys, own, of_run, says):
+def test_a_plan_says_whether_the_run_will_finish_and_what_it_costs_at_most(
+    capsys, own, of_run, says
+):
     words = [*EC2, "instance=p5.48xlarge", "cluster.subnets=[subnet-a]", *own]
-    run = ["experiment=glue_bert", *RUN[2:4], "max_epochs=null", "max_steps=10000000", *of_run]  # no S3 to ask
+    run = [
+        "experiment=glue_bert",
+        *RUN[2:4],
+        "max_epochs=null",
+        "max_steps=10000000",
+        *of_run,
+    ]  # no S3 to ask
     assert main([*words[:1], *words[2:], "--", *run]) == DONE
     out = " ".join(capsys.readouterr().out.split())
-    assert (says is None) == ("NOT finish" not in out) and (says is None or re.search(says, out)), out
+    assert (says is None) == ("NOT finish" not in out) and (
+        says is None or re.search(says, out)
+    ), out
     most = re.search(r"cost: at most \$([\d,]+):", out)
     assert (most is None) == ("cluster.max_run_s=3600" in own)
     assert most is None or int(most[1].replace(",", "")) > 2 * 13.7 * 55.04
@@ -115,7 +186,9 @@ def test_a_plan_of_what_cannot_run_is_rejected_without_submitting(capsys):
     given = ["instance=p5.48xlarge", "cluster=slurm", "--", *OF_RUN, "global_batch_size=33"]
     assert main(given) == REJECTED
     out, err = capsys.readouterr()
-    assert not out and "the nearest that can is global_batch_size=32 or global_batch_size=40" in err
+    assert (
+        not out and "the nearest that can is global_batch_size=32 or global_batch_size=40" in err
+    )
 
 
 # ---- what is rejected ------------------------------------------------------------------------------------------------
@@ -130,9 +203,21 @@ def sbatch(argument: str) -> str:
 LOCAL = (  # settings of a run that name what only this computer has
     *(
         [each]
-        for each in ("data.path=/data/albert", "data.path=data/albert", "data.path=~/albert", "data.path=file:///a")
+        for each in (
+            "data.path=/data/albert",
+            "data.path=data/albert",
+            "data.path=~/albert",
+            "data.path=file:///a",
+        )
     ),
-    *([each] for each in ("model.init_from=/runs/mine", "model.init_from=./mine", "model.tokenizer=runs/mine/export")),
+    *(
+        [each]
+        for each in (
+            "model.init_from=/runs/mine",
+            "model.init_from=./mine",
+            "model.tokenizer=runs/mine/export",
+        )
+    ),
     ["model=pretrained", "model.pretrained=../models/mine"],
 )
 CSV = ["experiment=glue_bert", "data=csv", *RUN[2:]]
@@ -161,47 +246,120 @@ def others(words: list[str]) -> list[str]:
         ([], [], "settings of the run are missing: write them after --"),
         (["instance=p9.9xlarge"], OF_RUN, "there is no such instance; choose one of: "),
         (["cluster=skypilot"], OF_RUN, "no such cluster; choose one of: ec2, local, slurm"),
-        (["cluster.kind=lsf"], OF_RUN, "scheduler 'lsf' is not known; available: local, slurm, ec2"),
-        (["cluster.partition=x"], OF_RUN, "cluster.partition is not a setting of the cluster chosen here"),
+        (
+            ["cluster.kind=lsf"],
+            OF_RUN,
+            "scheduler 'lsf' is not known; available: local, slurm, ec2",
+        ),
+        (
+            ["cluster.partition=x"],
+            OF_RUN,
+            "cluster.partition is not a setting of the cluster chosen here",
+        ),
         ([], [*OF_RUN, "run_dir=runs/${oc.env:HOME}"], "references are not resolved"),
         ([], [*OF_RUN, "run_dir=/"], "/ is not the name of a run folder"),
         (["nodes=2"], OF_RUN, "cluster=local uses only this machine, not 2; choose cluster=slurm"),
         ([*SLURM, "spares=1", "cluster.gate=false"], OF_RUN, "set cluster.gate=true"),
         ([*SLURM, "parts=2"], OF_RUN, "parts needs prepare=true"),
         (["calibrate=runs/nowhere"], OF_RUN, "calibrate=runs/nowhere is not a run folder"),
-        (["instance=trn1.32xlarge", "processes_per_node=16"], OF_RUN, "trn1.32xlarge runs 1 or 2 or 8 or 32"),
-        ([*SLURM, "instance=trn1.32xlarge", "processes_per_node=8"], OF_RUN, "each trn1.32xlarge runs 32"),
+        (
+            ["instance=trn1.32xlarge", "processes_per_node=16"],
+            OF_RUN,
+            "trn1.32xlarge runs 1 or 2 or 8 or 32",
+        ),
+        (
+            [*SLURM, "instance=trn1.32xlarge", "processes_per_node=8"],
+            OF_RUN,
+            "each trn1.32xlarge runs 32",
+        ),
         ([f"processes_per_node={TOO_MANY}"], OF_RUN, f"processes_per_node={TOO_MANY}"),
-        (["instance=p5.48xlarge", "processes_per_node=9"], OF_RUN, "p5.48xlarge runs at most 8 ranks, one per device"),
-        ([*SLURM, "instance.vcpus=2", "processes_per_node=9"], OF_RUN, "local runs at most 8 ranks, 4 per CPU"),
+        (
+            ["instance=p5.48xlarge", "processes_per_node=9"],
+            OF_RUN,
+            "p5.48xlarge runs at most 8 ranks, one per device",
+        ),
+        (
+            [*SLURM, "instance.vcpus=2", "processes_per_node=9"],
+            OF_RUN,
+            "local runs at most 8 ranks, 4 per CPU",
+        ),
         (["zzz"], OF_RUN, "no subcommand zzz; available: list, status"),
-        (["experiment=demo"], [], "experiment=demo is a setting of the run: write it after --, as in python"),
-        (["instance=p5.48xlarge"], [*OF_RUN, "backend=xla"], "backend=xla does not run on p5.48xlarge; leave it out"),
-        ([*SLURM, 'cluster.container_mounts=["/a,/etc:/b"]'], OF_RUN, "has '/a,/etc:/b': use absolute paths"),
+        (
+            ["experiment=demo"],
+            [],
+            "experiment=demo is a setting of the run: write it after --, as in python",
+        ),
+        (
+            ["instance=p5.48xlarge"],
+            [*OF_RUN, "backend=xla"],
+            "backend=xla does not run on p5.48xlarge; leave it out",
+        ),
+        (
+            [*SLURM, 'cluster.container_mounts=["/a,/etc:/b"]'],
+            OF_RUN,
+            "has '/a,/etc:/b': use absolute paths",
+        ),
         (SLURM, [*OF_RUN, 'run_dir="a\\\\b"'], "Slurm drops backslashes from the names of logs"),
         ([*SLURM, "prepare=true"], PREPARE, "nodes=2 is for training: a preparation uses parts=2"),
-        ([*SLURM, sbatch("-p trn1")], OF_RUN, "has '-p trn1': an option is one line, --name=value or --name"),
-        ([*SLURM, sbatch("--comment=a\n--wait")], OF_RUN, "must be one line without control characters"),
-        ([*SLURM, sbatch("--part=trn1")], OF_RUN, "--partition is set only by launch; set cluster.partition"),
-        ([*SLURM, sbatch("--output=/etc/x")], OF_RUN, "has '--output=/etc/x': --output is set only by launch"),
+        (
+            [*SLURM, sbatch("-p trn1")],
+            OF_RUN,
+            "has '-p trn1': an option is one line, --name=value or --name",
+        ),
+        (
+            [*SLURM, sbatch("--comment=a\n--wait")],
+            OF_RUN,
+            "must be one line without control characters",
+        ),
+        (
+            [*SLURM, sbatch("--part=trn1")],
+            OF_RUN,
+            "--partition is set only by launch; set cluster.partition",
+        ),
+        (
+            [*SLURM, sbatch("--output=/etc/x")],
+            OF_RUN,
+            "has '--output=/etc/x': --output is set only by launch",
+        ),
         # EC2
         (EC2, [*RUN, "run_dir=runs/mine"], "must be in S3"),
         ([*others(EC2), "instance=local"], RUN, "instance=local is not an EC2 instance type"),
         (EC2, [*RUN, "s3.profile=mine"], "machines have a role but no ~/.aws"),
         ([*EC2, "cluster.instance_profile=null"], RUN, "cluster.instance_profile is missing"),
-        *((EC2, [*RUN, *words], f"{words[-1]}: the machines do not see this computer's folders") for words in LOCAL),
-        (EC2, [*RUN[:1], *RUN[2:]], "data.path=data/wiki_books: the machines do not see"),  # from the recipe
+        *(
+            (EC2, [*RUN, *words], f"{words[-1]}: the machines do not see this computer's folders")
+            for words in LOCAL
+        ),
+        (
+            EC2,
+            [*RUN[:1], *RUN[2:]],
+            "data.path=data/wiki_books: the machines do not see",
+        ),  # from the recipe
         (EC2, [*CSV, "data.path=mine.csv"], "data.path=mine.csv: the machines do not see"),
-        (EC2, [*CSV, "data.path=s3://bucket/mine", f"data.train={__file__}"], f"data.train={__file__}: the machines"),
+        (
+            EC2,
+            [*CSV, "data.path=s3://bucket/mine", f"data.train={__file__}"],
+            f"data.train={__file__}: the machines",
+        ),
         ([*EC2, "cluster.market=capacity-block"], RUN, "needs the block's id"),
-        ([*EC2, "cluster.market=spot", "cluster.capacity_reservation=cr-1"], RUN, "spot cannot use a reservation"),
+        (
+            [*EC2, "cluster.market=spot", "cluster.capacity_reservation=cr-1"],
+            RUN,
+            "spot cannot use a reservation",
+        ),
         (["check=true"], OF_RUN, "check=true is for cluster=ec2"),
-        (["processes_per_node=2"], [*OF_RUN, "global_batch_size=33"], "global_batch_size=32 or global_batch_size=34"),
+        (
+            ["processes_per_node=2"],
+            [*OF_RUN, "global_batch_size=33"],
+            "global_batch_size=32 or global_batch_size=34",
+        ),
         ([*EC2, "spares=1"], RUN, "does not replace single machines; cluster=slurm does"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_settings_are_one_line_and_nothing_is_written(monkeypatch, tmp_path, capsys, own, of_run, message):
+def test_bad_settings_are_one_line_and_nothing_is_written(
+    monkeypatch, tmp_path, capsys, own, of_run, message
+):
     (tmp_path / "aws").write_text("[profile mine]\nregion = us-east-1\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws"))
     (tmp_path / "work").mkdir()
@@ -217,15 +375,40 @@ def test_bad_settings_are_one_line_and_nothing_is_written(monkeypatch, tmp_path,
 # ---- what arrives ----------------------------------------------------------------------------------------------------
 
 EVIL = [
-    *("$(touch leaked)", "`touch leaked`", "; touch leaked #", "'\" '\\''", 'a"b', "-rf", "--exclude=n1"),
-    *("a,b=[1,2],{c: d}", "%j%%A%", "two  words ", "${seed}", "$9 ~ * ? !!", "ü\u202e", "null", "x" * 150),
+    *(
+        "$(touch leaked)",
+        "`touch leaked`",
+        "; touch leaked #",
+        "'\" '\\''",
+        'a"b',
+        "-rf",
+        "--exclude=n1",
+    ),
+    *(
+        "a,b=[1,2],{c: d}",
+        "%j%%A%",
+        "two  words ",
+        "${seed}",
+        "$9 ~ * ? !!",
+        "ü\u202e",
+        "null",
+        "x" * 150,
+    ),
 ]
-LINES = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), min_size=1, max_size=30)  # no control
+LINES = st.text(
+    st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), min_size=1, max_size=30
+)  # no control
 hostile = st.one_of(
-    st.sampled_from(EVIL), LINES, st.lists(st.sampled_from([*'"\\$%{}[],= -']), min_size=1).map("".join)
+    st.sampled_from(EVIL),
+    LINES,
+    st.lists(st.sampled_from([*'"\\$%{}[],= -']), min_size=1).map("".join),
 )
-names = hostile.filter(lambda name: "/" not in name and len(name.encode()) < 200 and name.strip("./") != "")
-names = names.filter(lambda name: not name.endswith(".launch") and not re.search(r"\$[A-Za-z_]", name))
+names = hostile.filter(
+    lambda name: "/" not in name and len(name.encode()) < 200 and name.strip("./") != ""
+)
+names = names.filter(
+    lambda name: not name.endswith(".launch") and not re.search(r"\$[A-Za-z_]", name)
+)
 TWO = ["cluster=slurm", "nodes=2", "cluster.gate=false"]
 
 
@@ -238,7 +421,9 @@ def slurm_job() -> Job:
 @given(*(each.filter(lambda text: "${" not in text) for each in (names, hostile)))
 def test_a_job_holds_what_was_typed_and_its_name_does_not(name: str, value: str):
     of_run = ["experiment=demo", "model=pretrained", f"run_dir={cli.quoted(f'/runs/{name}')}"]
-    _, job = plan(TWO, [*of_run, f"data.path={cli.quoted(value)}", f"model.pretrained={cli.quoted(value)}"])
+    _, job = plan(
+        TWO, [*of_run, f"data.path={cli.quoted(value)}", f"model.pretrained={cli.quoted(value)}"]
+    )
     assert Job.from_json(job.to_json()) == job
     assert job.run_dir == f"/runs/{name}"
     run = cli.load_config(TrainConfig, job.overrides)  # as the trainer reads it
@@ -252,7 +437,15 @@ ECHO = b"import json, sys\nprint(json.dumps(sys.argv[1:]))\n"
 def test_a_trainer_gets_its_settings_byte_for_byte(slurm_job, monkeypatch, tmp_path):
     """By torchrun's own parser, and by the entry point of the code in a process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    overrides = [*EVIL, *(f"data.path={each}" for each in EVIL), "--help", "-m", "", "a\nb", "\u2028ü\x1b[31m\x85"]
+    overrides = [
+        *EVIL,
+        *(f"data.path={each}" for each in EVIL),
+        "--help",
+        "-m",
+        "",
+        "a\nb",
+        "\u2028ü\x1b[31m\x85",
+    ]
     job = dataclasses.replace(slurm_job, run_dir=str(tmp_path / "run"), overrides=overrides)
     job, record = with_module(job, "echo", ECHO)
     command = node(monkeypatch, record, "n2").torchrun("echo", record.job().overrides)
@@ -270,11 +463,17 @@ def test_a_real_slurm_leads_a_job_to_its_run(slurm, slurm_job, tmp_path):
     submitted = []
     for name in (name for name in EVIL if "\\" not in name):
         run_dir = f"{tmp_path}/runs/{name}"
-        job = dataclasses.replace(slurm_job, run_dir=run_dir, python=echo, folder=str(tmp_path), nodes=1)
+        job = dataclasses.replace(
+            slurm_job, run_dir=run_dir, python=echo, folder=str(tmp_path), nodes=1
+        )
         record = Record(run_dir, S3Config())
         submitted.append((record, scheduler("slurm").submit(job, record)))
     for record, handle in submitted:
-        eventually(lambda record=record, handle=handle: not scheduler("slurm").state(record, handle).is_active)
+        eventually(
+            lambda record=record, handle=handle: (
+                not scheduler("slurm").state(record, handle).is_active
+            )
+        )
         printed = (record.local_folder() / "logs" / "job.txt").read_text().split("\0")
         assert printed == ["-m", "launch.slurm.batch", record.run_dir, ""]
     assert not list(tmp_path.rglob("leaked"))

@@ -18,15 +18,21 @@ from launch.__main__ import main
 from launch.status import status
 from train.config import S3Config
 from train.run.command import DONE, REJECTED
-from train.system.outcome import STOP_FILE, read_outcome
+from train.run_folder.outcome import STOP_FILE, read_outcome
 
 
-def launch(run_dir: object, data: object, *overrides: str, settings: tuple[str, ...] = ()) -> LaunchedRun:
+def launch(
+    run_dir: object, data: object, *overrides: str, settings: tuple[str, ...] = ()
+) -> LaunchedRun:
     """Submit a run of two nodes; its record."""
     own = ["cluster=slurm", "nodes=2", "cluster.gate=false", *settings, "submit=true"]
     assert main([*own, "--", *settings_of_run(run_dir, data, *overrides)]) == DONE
     given = dict(each.split("=", 1) for each in overrides if each.startswith("s3."))
-    s3 = {"endpoint": given["s3.endpoint"], "region": given["s3.region"], "path_style": True} if given else {}
+    s3 = (
+        {"endpoint": given["s3.endpoint"], "region": given["s3.region"], "path_style": True}
+        if given
+        else {}
+    )
     return LaunchedRun(str(run_dir), S3Config(**s3))
 
 
@@ -40,7 +46,9 @@ def s3(slurm: SlurmCluster, bucket: Bucket) -> Iterator[list[str]]:
 def test_a_run_in_s3_is_the_run_of_one_rank(slurm, s3, bucket, prepared, undisturbed_losses):
     for path in prepared.rglob("*"):
         if path.is_file():
-            bucket.client.upload_file(str(path), bucket.name, f"data/{path.relative_to(prepared).as_posix()}")
+            bucket.client.upload_file(
+                str(path), bucket.name, f"data/{path.relative_to(prepared).as_posix()}"
+            )
     record = launch(bucket.location("runs/mine"), bucket.location("data"), *s3, "export=true")
     assert record.state.text.split()[2] in ("PENDING", "RUNNING")
     details = record.ended()
@@ -52,12 +60,18 @@ def test_a_run_in_s3_is_the_run_of_one_rank(slurm, s3, bucket, prepared, undistu
     assert record.run.names("export/")
 
 
-def test_the_time_limit_and_a_lost_node_cost_no_step(slurm, hold, prepared, undisturbed_losses, tmp_path):
+def test_the_time_limit_and_a_lost_node_cost_no_step(
+    slurm, hold, prepared, undisturbed_losses, tmp_path
+):
     hold.before(25, 45)
     began_s = time.monotonic()
-    record = launch(tmp_path / "run", prepared, settings=("cluster.time_limit=30", "cluster.stop_before_s=115"))
+    record = launch(
+        tmp_path / "run", prepared, settings=("cluster.time_limit=30", "cluster.stop_before_s=115")
+    )
     record.wait_for_checkpoint()
-    minutes = 2 + int(time.monotonic() - began_s) // 60  # one to two are left; Slurm looks now and then
+    minutes = (
+        2 + int(time.monotonic() - began_s) // 60
+    )  # one to two are left; Slurm looks now and then
     slurm.run("scontrol", "update", f"JobId={record.handle['job_id']}", f"TimeLimit={minutes}")
     first = record.wait_for("attempt_ended").details
     assert (first["next"], first["outcome"]) == ("requeue", "stopped"), record.logs()
@@ -95,21 +109,39 @@ def test_a_lost_node_that_comes_back_costs_no_step_without_another_to_move_to(
     assert record.ended()["outcome"] == "done", record.logs()
     assert record.losses == pytest.approx(undisturbed_losses, rel=1e-5)
     if not is_known:
-        assert "Slurm did not start the step: Unable to create step" in record.of_kind("requeued")[0].details["reason"]
+        assert (
+            "Slurm did not start the step: Unable to create step"
+            in record.of_kind("requeued")[0].details["reason"]
+        )
 
 
-def test_a_run_is_preempted_stopped_and_resumed(slurm, hold, prepared, undisturbed_losses, tmp_path):
+def test_a_run_is_preempted_stopped_and_resumed(
+    slurm, hold, prepared, undisturbed_losses, tmp_path
+):
     hold.before(25, 45, 65)
     record = launch(tmp_path / "run", prepared)
     step = record.wait_for_checkpoint()
-    slurm.run("scontrol", "update", "PartitionName=main", "GraceTime=30")  # of SIGTERM to the ranks alone
-    urgent = ("sbatch", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
+    slurm.run(
+        "scontrol", "update", "PartitionName=main", "GraceTime=30"
+    )  # of SIGTERM to the ranks alone
+    urgent = (
+        "sbatch",
+        "--partition=urgent",
+        "--nodes=3",
+        "--exclusive",
+        "--output=/dev/null",
+        "--wrap=sleep 2",
+    )
     slurm.run(*urgent)
     preempted = record.wait_for("attempt_ended").details
-    assert (preempted["outcome"], preempted["next"]) == ("stopped", "requeue") and preempted["checkpoint"] > step
+    assert (preempted["outcome"], preempted["next"]) == ("stopped", "requeue") and preempted[
+        "checkpoint"
+    ] > step
     hold.let_go(25)  # a slow machine may have stopped before it
     record.wait_for("attempt_began", 2)
-    slurm.run("scontrol", "update", "PartitionName=main", "GraceTime=0")  # KillWait after SIGTERM to all
+    slurm.run(
+        "scontrol", "update", "PartitionName=main", "GraceTime=0"
+    )  # KillWait after SIGTERM to all
     record.wait_for_checkpoint(after=preempted["checkpoint"])
     slurm.run(*urgent)
     eventually(lambda: len(record.of_kind("attempt_began")) == 3)
@@ -119,7 +151,10 @@ def test_a_run_is_preempted_stopped_and_resumed(slurm, hold, prepared, undisturb
     record.wait_for_checkpoint(after=50)
     assert main(["stop", str(tmp_path / "run")]) == DONE
     eventually(lambda: not record.state.is_active)
-    assert record.of_kind("ended")[-1].details == {"outcome": "stopped", "reason": "stopped as asked"}, record.logs()
+    assert record.of_kind("ended")[-1].details == {
+        "outcome": "stopped",
+        "reason": "stopped as asked",
+    }, record.logs()
     assert "FAILED" in record.state.text  # by exit code 75
     assert read_outcome(record.run)["outcome"] == "stopped" and record.run.size(STOP_FILE) is None
     hold.let_go(65)
@@ -147,7 +182,10 @@ def test_a_node_that_does_not_see_the_record_is_replaced_by_the_spare(slurm, pre
         record = launch(parent / "run", prepared, "max_steps=20", settings=settings)
         assert record.ended()["outcome"] == "done", record.logs()
         preflight = record.of_kind("gate")[0].details
-        assert preflight["passed"] == ["n1", "n3"] and "cannot access that folder" in preflight["failed"]["n2"]
+        assert (
+            preflight["passed"] == ["n1", "n3"]
+            and "cannot access that folder" in preflight["failed"]["n2"]
+        )
         assert record.of_kind("attempt_began")[0].details["nodes"] == ["n1", "n3"]
         other = launch(parent / "other", prepared, "max_steps=20", settings=("cluster.gate=true",))
         eventually(lambda: other.of_kind("requeued"))
@@ -163,20 +201,37 @@ def test_a_corpus_is_prepared_in_an_array_and_merged(slurm, corpus, tmp_path):
     assert main(["cluster=slurm", "prepare=true", "parts=3", "submit=true", "--", *of_run]) == DONE
     record = LaunchedRun(f"{tmp_path}/data", S3Config())
     assert record.ended()["outcome"] == "done", record.logs()
-    assert (tmp_path / "data" / "manifest.json").is_file() and record.state.text.endswith("COMPLETED")
-    wrong = [*of_run[:1], f"corpus.path={tmp_path}/nothing", f"output={tmp_path}/other", *of_run[3:]]
+    assert (tmp_path / "data" / "manifest.json").is_file() and record.state.text.endswith(
+        "COMPLETED"
+    )
+    wrong = [
+        *of_run[:1],
+        f"corpus.path={tmp_path}/nothing",
+        f"output={tmp_path}/other",
+        *of_run[3:],
+    ]
     assert main(["cluster=slurm", "prepare=true", "parts=2", "submit=true", "--", *wrong]) == DONE
     other = LaunchedRun(f"{tmp_path}/other", S3Config())
-    eventually(lambda: status(other).state == "refused" and not other.state.is_active)  # the merge is gone too
-    assert all("ended with exit code 2" in event.details["reason"] for event in other.of_kind("ended"))
+    eventually(
+        lambda: status(other).state == "refused" and not other.state.is_active
+    )  # the merge is gone too
+    assert all(
+        "ended with exit code 2" in event.details["reason"] for event in other.of_kind("ended")
+    )
 
 
-def test_what_the_site_cannot_give_is_rejected_before_anything_is_written(slurm, prepared, tmp_path, capsys):
+def test_what_the_site_cannot_give_is_rejected_before_anything_is_written(
+    slurm, prepared, tmp_path, capsys
+):
     of_run = ["--", *train_overrides(tmp_path / "run", prepared)]
     assert main(["cluster=slurm", "nodes=2", *of_run]) == DONE
     shown = capsys.readouterr().out
-    assert re.search(r"scheduler +to start at 20.*on nodes n\[1-2\] in partition main", shown), shown
+    assert re.search(r"scheduler +to start at 20.*on nodes n\[1-2\] in partition main", shown), (
+        shown
+    )
     assert main(["cluster=slurm", "nodes=4", "submit=true", *of_run]) == REJECTED
     said = capsys.readouterr().err
-    assert "node configuration is not available" in said and "shows the nodes; ask for fewer" in said
+    assert (
+        "node configuration is not available" in said and "shows the nodes; ask for fewer" in said
+    )
     assert not list(tmp_path.glob("run*")) and not slurm.run("squeue", "--noheader")

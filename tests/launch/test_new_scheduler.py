@@ -57,18 +57,24 @@ def test_a_scheduler_from_outside_plans_submits_and_says_how_a_run_stands(tmp_pa
     text, line = path.read_text(), '    "local": (LocalConfig, "launch.local"),\n'
     assert text.count(line) == text.count("from launch.slurm.config import SlurmConfig\n") == 1
     text = text.replace(line, f'{line}    "toy": (ToyConfig, "launch.toy"),\n')
-    path.write_text(text.replace("from launch.slurm", "from launch.toy import ToyConfig\nfrom launch.slurm"))
+    path.write_text(
+        text.replace("from launch.slurm", "from launch.toy import ToyConfig\nfrom launch.slurm")
+    )
     work.mkdir()
 
     def launch(*arguments):
         words = [sys.executable, "-m", "launch", *arguments]
         environ = {**os.environ, "PYTHONPATH": str(tree)}
-        done = subprocess.run(words, cwd=work, env=environ, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            words, cwd=work, env=environ, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     run = ["--", "experiment=demo", "data.path=data", "run_dir=mine"]
-    said = launch("cluster=toy", "cluster.color=blue", "nodes=2", "processes_per_node=1", "submit=true", *run)
+    said = launch(
+        "cluster=toy", "cluster.color=blue", "nodes=2", "processes_per_node=1", "submit=true", *run
+    )
     assert "toy-submit blue" in said and "the queue is empty" in said
     seen = json.loads(launch("status", "mine", "--json"))
     assert (seen["state"], seen["answer"]["nodes"]) == ("starting", ["toy0", "toy1"])

@@ -21,7 +21,10 @@ def batch(monkeypatch, tmp_path) -> Batch:
     two_nodes(monkeypatch, tmp_path / "bin")
     monkeypatch.setattr(module, "REQUEUED_S", 0.0)  # Slurm does not end this process
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    _, job = plan(["cluster=slurm", "nodes=2", "cluster.stop_before_s=60"], ["experiment=demo", "run_dir=runs/mine"])
+    _, job = plan(
+        ["cluster=slurm", "nodes=2", "cluster.stop_before_s=60"],
+        ["experiment=demo", "run_dir=runs/mine"],
+    )
     record = Record(str(tmp_path / "run"), S3Config())
     record.append_event("submitting")
     return Batch(record, job, 7)
@@ -63,7 +66,10 @@ def test_a_job_that_was_requeued_too_often_ends(batch, tmp_path):
     answering(tmp_path, "exit 0")
     batch.record.append_event("requeued")
     decision = batch.requeue(Decision("requeue", "failed", "no node is fit"))
-    assert (decision.next, decision.outcome) == ("end", "failed") and "saved nothing new" in decision.reason
+    assert (decision.next, decision.outcome) == (
+        "end",
+        "failed",
+    ) and "saved nothing new" in decision.reason
     assert not requests(tmp_path)
 
 
@@ -71,7 +77,9 @@ def test_a_node_that_never_answers_does_not_hold_the_others(batch, monkeypatch, 
     script(tmp_path / "bin" / "srun", "exec sleep 600")
     monkeypatch.setitem(module.LIMITS_S, "preflight", 0.0)
     batch.record.folder.write("gate/gate_7_0/n1.json", b'{"ok": true}')
-    chosen, failed = run_preflight(batch.record, batch.job, ["n1", "n2"], batch.examine, name="gate_7_0")
+    chosen, failed = run_preflight(
+        batch.record, batch.job, ["n1", "n2"], batch.examine, name="gate_7_0"
+    )
     assert (chosen, list(failed)) == (["n1"], ["n2"]) and failed["n2"].startswith("no answer")
     assert read_history(batch.record.events()).failed_gate == failed
 
@@ -81,12 +89,18 @@ def test_what_slurm_does_not_start_is_requeued_and_says_nothing_of_run_or_nodes(
     batch, monkeypatch, tmp_path, has_preflight
 ):
     """Its line of an earlier step, and what a task prints, do not count."""
-    log, line = tmp_path / "log", "Unable to create step for job 7: Requested node configuration is not available"
+    log, line = (
+        tmp_path / "log",
+        "Unable to create step for job 7: Requested node configuration is not available",
+    )
     log.write_text("srun: error: Unable to create step for job 7: an earlier one\n")
     monkeypatch.setattr(batch, "log", lambda: log)
     answering(tmp_path, "exit 0")
     batch.cluster.gate = has_preflight
-    script(tmp_path / "bin" / "srun", f"echo '0: srun: error: Unable to create step for job 7: x' >> '{log}'; exit 1")
+    script(
+        tmp_path / "bin" / "srun",
+        f"echo '0: srun: error: Unable to create step for job 7: x' >> '{log}'; exit 1",
+    )
     assert batch.attempt(1) == 1
     script(tmp_path / "bin" / "srun", f"echo 'srun: error: {line}' >> '{log}'; exit 1")
     for times in range(1, 4):  # more often than a job may save nothing
@@ -95,4 +109,9 @@ def test_what_slurm_does_not_start_is_requeued_and_says_nothing_of_run_or_nodes(
         history = read_history(batch.record.events())
         assert requests(tmp_path).count("requeue 7") == requested + 1
         assert (history.faults, history.idle, history.failed_gate) == (times, 0, {})
-        assert line in [each for each in batch.record.events() if each.kind == "requeued"][-1].details["reason"]
+        assert (
+            line
+            in [each for each in batch.record.events() if each.kind == "requeued"][-1].details[
+                "reason"
+            ]
+        )

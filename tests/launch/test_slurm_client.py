@@ -19,7 +19,7 @@ from launch.slurm.client import Slurm, read_jobs
 from launch.slurm.config import time_limit_s
 from launch.slurm.scheduler import job_name
 from train.config import Failure, Unreachable
-from train.system.schema import BadContent
+from train.storage.schema import BadContent
 
 ARRAY = "3|3_[2-9%2]|PENDING|JobArrayTaskLimit|\n5|3_1|RUNNING|None|n1\n"
 SLEEP = "exec sleep 600"
@@ -34,19 +34,33 @@ def expand(hosts: str) -> tuple[str, ...]:
 def test_the_tasks_of_an_array_are_read():
     tasks = read_jobs(ARRAY, 3, expand)
     read = [(task.job_id, task.array_task, task.state, task.reason, task.nodes) for task in tasks]
-    assert read == [(3, "2-9", "PENDING", "JobArrayTaskLimit", ()), (5, "1", "RUNNING", "", ("n1",))]
+    assert read == [
+        (3, "2-9", "PENDING", "JobArrayTaskLimit", ()),
+        (5, "1", "RUNNING", "", ("n1",)),
+    ]
 
 
 @pytest.mark.parametrize(
     "line", ["7|7|RUNNING|None|n1", "6|6|RUNNING|None", "6|6|run|None|n1", "slurm_load_jobs error"]
 )
 def test_a_line_that_is_not_of_the_job_is_rejected(line):
-    rejects("job 6 cannot be read", read_jobs, f"6|6|RUNNING|None|n1\n{line}\n", 6, expand, error=BadContent)
+    rejects(
+        "job 6 cannot be read",
+        read_jobs,
+        f"6|6|RUNNING|None|n1\n{line}\n",
+        6,
+        expand,
+        error=BadContent,
+    )
 
 
 texts = st.one_of(
     st.text(),
-    st.builds(lambda at, text: ARRAY[:at] + text + ARRAY[at + 3 :], st.integers(0, len(ARRAY)), st.text(max_size=5)),
+    st.builds(
+        lambda at, text: ARRAY[:at] + text + ARRAY[at + 3 :],
+        st.integers(0, len(ARRAY)),
+        st.text(max_size=5),
+    ),
 )
 
 
@@ -60,7 +74,13 @@ def test_damaged_output_is_rejected_or_read_never_a_traceback(text: str):
 
 
 def test_durations_are_read():
-    expected = {"0-00:00:59": 59, "0-01:30:00": 5400, "1-00:00:00": 86400, "05:00": 300, "UNLIMITED": None}
+    expected = {
+        "0-00:00:59": 59,
+        "0-01:30:00": 5400,
+        "1-00:00:00": 86400,
+        "05:00": 300,
+        "UNLIMITED": None,
+    }
     assert {text: time_limit_s(text) for text in expected} == expected
 
 
@@ -93,7 +113,11 @@ def test_the_id_of_a_job_is_found_among_what_a_site_prints(monkeypatch, printed,
     monkeypatch.setattr(Slurm, "run", lambda _, command, *options: (0, said[command], ""))
     submit = functools.partial(Slurm().submit, [], name="mine", known=[11])
     if found is None:
-        rejects(r"does not end in a job id, and squeue shows \d new jobs named mine", submit, error=Failure)
+        rejects(
+            r"does not end in a job id, and squeue shows \d new jobs named mine",
+            submit,
+            error=Failure,
+        )
     else:
         assert submit() == found
 
@@ -112,7 +136,11 @@ def job_of(job_id):
 
 
 def test_variables_of_the_environment_add_no_options(slurm, tmp_path, monkeypatch):
-    for name, value in {"SBATCH_ARRAY_INX": "0-9", "SBATCH_WAIT": "1", "SLURM_TIME_FORMAT": "relative"}.items():
+    for name, value in {
+        "SBATCH_ARRAY_INX": "0-9",
+        "SBATCH_WAIT": "1",
+        "SLURM_TIME_FORMAT": "relative",
+    }.items():
         monkeypatch.setenv(name, value)
     assert job_of(sleeps(tmp_path)).array_task is None
 
@@ -120,11 +148,17 @@ def test_variables_of_the_environment_add_no_options(slurm, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--partition=nosuch"], "invalid partition specified: nosuch; .*`sinfo --summarize` shows"),
+        (
+            ["--partition=nosuch"],
+            "invalid partition specified: nosuch; .*`sinfo --summarize` shows",
+        ),
         (["--constraint=fast"], "Invalid feature specification; `sinfo --format='%N %f'`"),
         (["--reservation=x"], "Requested reservation is invalid; `scontrol show reservations`"),
         (["--nodelist=n9"], "Invalid node name specified; `sinfo --Node"),
-        (["--gres=gpu:1"], "Invalid generic resource .gres. specification; `sinfo --format='%N %G'`"),
+        (
+            ["--gres=gpu:1"],
+            "Invalid generic resource .gres. specification; `sinfo --format='%N %G'`",
+        ),
         (["--bogus"], "unrecognized option '--bogus'"),
     ],
 )

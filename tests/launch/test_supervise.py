@@ -12,7 +12,7 @@ from launch.slurm.config import SlurmConfig
 from launch.supervise import Decision, StopFile, decide, recording_failure, retry, supervise
 from train.config import InputError, S3Config, Unreachable, check
 from train.run.command import REJECTED
-from train.system.outcome import STOP_FILE, Outcome, write_outcome
+from train.run_folder.outcome import STOP_FILE, Outcome, write_outcome
 
 CLUSTER = SlurmConfig(attempts=5)
 FIRST, ASKED = History(faults=1), History(faults=1, stop_asked_unix_s=0.0)
@@ -21,7 +21,14 @@ LIMIT = "the time limit is near"
 
 def decided(ended="", kind="x", *, goes_on=True, history=FIRST, cluster=CLUSTER, **options):
     """What follows an attempt that ended so; an empty outcome is one that was killed with its machine."""
-    outcome = {"outcome": ended, "kind": kind, "reason": "why", "step": 6, "checkpoint": 6, "goes_on": goes_on}
+    outcome = {
+        "outcome": ended,
+        "kind": kind,
+        "reason": "why",
+        "step": 6,
+        "checkpoint": 6,
+        "goes_on": goes_on,
+    }
     decision = decide(outcome if ended else {}, history, cluster, exit_code=1, **options)
     assert decision.reason
     return decision
@@ -39,13 +46,21 @@ def decided(ended="", kind="x", *, goes_on=True, history=FIRST, cluster=CLUSTER,
         (["stopped", "stop_file"], {"asked": LIMIT}, ("requeue", "stopped")),
         (["stopped", "max_run_s"], {}, ("end", "stopped")),
         (["stopped", "spot_notice"], {}, ("requeue", "stopped")),
-        (["stopped", "SIGTERM"], {}, ("requeue", "stopped")),  # preempted: Slurm signals the tasks alone
+        (
+            ["stopped", "SIGTERM"],
+            {},
+            ("requeue", "stopped"),
+        ),  # preempted: Slurm signals the tasks alone
         # A torchrun that is killed: no scheduler is there to requeue the job.
         (["stopped", "SIGTERM"], {"cluster": LocalConfig()}, ("again", "stopped")),
         (["stopped", "spot_notice"], {"cluster": LocalConfig()}, ("requeue", "stopped")),
         ([], {}, ("again", "failed")),
         ([], {"rejection": "no data"}, ("end", "refused")),  # before the run folder was taken
-        (["failed"], {"rejection": "no data"}, ("end", "refused")),  # the outcome is an earlier attempt's
+        (
+            ["failed"],
+            {"rejection": "no data"},
+            ("end", "refused"),
+        ),  # the outcome is an earlier attempt's
         # A stop that was asked for ends even a run that failed, but hides no failure for good.
         (["failed"], {"history": ASKED}, ("end", "stopped")),
         (["failed"], {"history": ASKED, "goes_on": False}, ("end", "failed")),
@@ -70,7 +85,8 @@ def test_a_rejection_counts_for_its_own_attempt_alone():
 
 @pytest.mark.parametrize("kind", ["failed", "stopped"])
 @pytest.mark.parametrize(
-    ("limit", "history"), [("cluster.attempts", History(faults=5)), ("nothing new", History(faults=3, idle=2))]
+    ("limit", "history"),
+    [("cluster.attempts", History(faults=5)), ("nothing new", History(faults=3, idle=2))],
 )
 def test_a_job_gives_up(kind, limit, history):
     decision = decided(kind, history=history, asked=LIMIT)
@@ -86,11 +102,19 @@ STOPPED = event("attempt_ended", made_progress=True, outcome="stopped")
 @pytest.mark.parametrize(
     ("events", "faults", "idle"),
     [
-        ([BEGAN, IDLE, event("stop_asked"), SUBMITTING, BEGAN, BUSY, BEGAN, IDLE, BEGAN, IDLE], 3, 2),
+        (
+            [BEGAN, IDLE, event("stop_asked"), SUBMITTING, BEGAN, BUSY, BEGAN, IDLE, BEGAN, IDLE],
+            3,
+            2,
+        ),
         ([BEGAN, BUSY, BEGAN, IDLE, BEGAN, BUSY], 3, 0),
         ([BEGAN, STOPPED, REQUEUED] * 30, 0, 0),  # a chain of time limits, each with something new
         ([event("attempt_began", checkpoint=step) for step in (0, 20)], 1, 0),
-        ([event("attempt_began", checkpoint=step) for step in (0, 20, 20, 20)], 3, 2),  # lost with their nodes
+        (
+            [event("attempt_began", checkpoint=step) for step in (0, 20, 20, 20)],
+            3,
+            2,
+        ),  # lost with their nodes
         ([REQUEUED, REQUEUED], 2, 2),  # the preflight alone was run, twice
         ([BEGAN, BUSY, REQUEUED, BEGAN, BUSY, REQUEUED], 2, 0),
     ],
@@ -111,7 +135,10 @@ def test_what_ends_the_launcher_is_in_the_record(record):
     with pytest.raises(InputError), recording_failure(record):
         check(False, "no such node")
     ended = record.history().ended
-    assert ended is not None and (ended.outcome, ended.reason) == ("failed", "the launcher failed: no such node")
+    assert ended is not None and (ended.outcome, ended.reason) == (
+        "failed",
+        "the launcher failed: no such node",
+    )
 
 
 def test_a_service_that_does_not_answer_is_asked_again(monkeypatch):
@@ -131,11 +158,15 @@ def test_a_service_that_does_not_answer_is_asked_again(monkeypatch):
 def end(record: Record, kind: str, step: int, number: int) -> None:
     """What a trainer leaves: an outcome, and a checkpoint of a step."""
     record.run.write(f"checkpoints/step_{step:08d}/manifest.json", b"{}")
-    made = Outcome(kind, kind, f"attempt {number}", step, step, goes_on=kind == "failed", launch=[])
+    made = Outcome(
+        kind, kind, f"attempt {number}", step, step, goes_on=kind == "failed", launch=[]
+    )
     write_outcome(record.run, made, replaces_all=True)
 
 
-def supervised(record: Record, *endings: tuple[str, int] | None, stop: StopFile | None = None) -> Decision:
+def supervised(
+    record: Record, *endings: tuple[str, int] | None, stop: StopFile | None = None
+) -> Decision:
     """What comes of a run whose attempts end so; None: an attempt that leaves nothing."""
     rest = iter(endings)
 
@@ -166,7 +197,11 @@ def test_what_a_node_rejects_is_not_tried_again(record, fake_scheduler):
     start = ["train", record.run_dir, "--attempt=attempt_0001"]
     codes: list[int] = []
     decision = supervise(
-        record, CLUSTER, lambda _: codes.append(node.main(start)) or codes[-1], nodes=["n1"], stop=StopFile(record)
+        record,
+        CLUSTER,
+        lambda _: codes.append(node.main(start)) or codes[-1],
+        nodes=["n1"],
+        stop=StopFile(record),
     )
     assert codes == [REJECTED] and decision.outcome == "refused"
     assert "the code bundle does not match its checksum" in decision.reason
@@ -182,7 +217,9 @@ def test_machines_that_are_lost_again_and_again_end_the_job(record):
     for number in (1, 2):  # each left no end
         record.append_event("attempt_began", number=number, checkpoint=0)
     decision = supervised(record)
-    assert decision.outcome == "failed" and "2 attempts in a row saved nothing new" in decision.reason
+    assert (
+        decision.outcome == "failed" and "2 attempts in a row saved nothing new" in decision.reason
+    )
 
 
 def test_a_request_waits_until_the_trainer_has_its_folder(record, tmp_path):
@@ -190,7 +227,9 @@ def test_a_request_waits_until_the_trainer_has_its_folder(record, tmp_path):
     stop.ask("the time limit is near")
     stop.ask("SIGTERM from Slurm")
     stop.write()
-    assert not (tmp_path / "run").exists()  # the trainer would reject a folder that holds only STOP
+    assert not (
+        tmp_path / "run"
+    ).exists()  # the trainer would reject a folder that holds only STOP
     record.run.write("environment.json", b"{}")
     stop.write()
     assert record.run.size(STOP_FILE) == 0 and stop.reason == "the time limit is near"

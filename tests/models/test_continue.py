@@ -8,11 +8,22 @@ from forks import DEVICE
 from rejections import rejects
 from running import lines, prepare_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from train.tools import prepare
 
-TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 BERTS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 ROBERTAS = ("<pad>", "<unk>", "<s>", "</s>", "<mask>")
 
@@ -23,19 +34,32 @@ def own_tokenizer(architecture: str, text: str) -> PreTrainedTokenizerFast:
     pad, unk, cls, sep, mask = special
     if architecture == "bert":
         tokenizer = Tokenizer(models.WordPiece(unk_token=unk))
-        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+        tokenizer.pre_tokenizer, tokenizer.decoder = (
+            pre_tokenizers.BertPreTokenizer(),
+            decoders.WordPiece(),
+        )
         trainer = trainers.WordPieceTrainer(vocab_size=150, special_tokens=list(special))
     else:
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=list(special), initial_alphabet=alphabet)
+        trainer = trainers.BpeTrainer(
+            vocab_size=300, special_tokens=list(special), initial_alphabet=alphabet
+        )
     tokenizer.train_from_iterator([text], trainer)
     ends = ((sep, tokenizer.token_to_id(sep)), (cls, tokenizer.token_to_id(cls)))
     is_bert = architecture != "roberta"
-    tokenizer.post_processor = (processors.BertProcessing if is_bert else processors.RobertaProcessing)(*ends)
-    names = {"pad_token": pad, "unk_token": unk, "cls_token": cls, "sep_token": sep, "mask_token": mask}
+    tokenizer.post_processor = (
+        processors.BertProcessing if is_bert else processors.RobertaProcessing
+    )(*ends)
+    names = {
+        "pad_token": pad,
+        "unk_token": unk,
+        "cls_token": cls,
+        "sep_token": sep,
+        "mask_token": mask,
+    }
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
@@ -47,18 +71,31 @@ def published(corpus, tmp_path_factory):
         folder = tmp_path_factory.mktemp(architecture)
         tokenizer = own_tokenizer(architecture, corpus.read_text())
         sizes = {**TINY, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
-        ends = {"bos_token_id": None, "eos_token_id": None, "cls_token_id": None, "sep_token_id": None}
+        ends = {
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "cls_token_id": None,
+            "sep_token_id": None,
+        }
         config = AutoConfig.for_model(architecture, **sizes, **ends)
         AutoModelForMaskedLM.from_config(config).save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
-        prepare.prepare(prepare_config(folder / "data", corpus, f"tokenizer.pretrained={folder / 'model'}"))
+        prepare.prepare(
+            prepare_config(folder / "data", corpus, f"tokenizer.pretrained={folder / 'model'}")
+        )
         made[architecture] = folder
     return made
 
 
 def recipe(name, run_dir, data, *overrides):
     """The recipe with all that it sets, but for sizes of its model and its batches, and its length."""
-    small = ["global_batch_size=8", "micro_batch_size=4", "max_steps=6", "log_every=1", "eval_examples=8"]
+    small = [
+        "global_batch_size=8",
+        "micro_batch_size=4",
+        "max_steps=6",
+        "log_every=1",
+        "eval_examples=8",
+    ]
     return [
         f"experiment={name}",
         f"run_dir={run_dir}",
@@ -75,13 +112,19 @@ def recipe(name, run_dir, data, *overrides):
 @pytest.mark.parametrize("architecture", ["bert", "roberta", "modernbert"])
 def test_a_published_model_learns_on(published, tmp_path, architecture):
     folder = published[architecture]
-    name, given = f"{architecture}_continue", [f"model.pretrained={folder / 'model'}", "optim.lr=3e-3"]
+    name, given = (
+        f"{architecture}_continue",
+        [f"model.pretrained={folder / 'model'}", "optim.lr=3e-3"],
+    )
     train_with(recipe(name, tmp_path / "run", folder / "data", *given))
     losses = [line["loss"] for line in lines(tmp_path / "run", "train")]
     assert losses[-1] < losses[0] - 0.05
     exported = AutoModelForMaskedLM.from_pretrained(tmp_path / "run/export")
     assert exported.config.model_type == architecture
-    assert json.loads((tmp_path / "run/environment.json").read_text())["identity"]["task.max_ngram"] == 1
+    assert (
+        json.loads((tmp_path / "run/environment.json").read_text())["identity"]["task.max_ngram"]
+        == 1
+    )
     other = published["bert" if architecture == "roberta" else "roberta"] / "data"
     says = f"prepare .* with tokenizer.pretrained={folder / 'model'}"
     rejects(says, train_with, recipe(name, tmp_path / "other", other, *given))
@@ -92,16 +135,41 @@ def test_a_checkpoint_without_a_head_says_what_is_new(published, tmp_path, capsy
     source = AutoModel.from_pretrained(folder / "model")
     source.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(folder / "model").save_pretrained(tmp_path / "model")
-    train_with(recipe("bert_continue", tmp_path / "run", folder / "data", f"model.pretrained={tmp_path / 'model'}"))
+    train_with(
+        recipe(
+            "bert_continue",
+            tmp_path / "run",
+            folder / "data",
+            f"model.pretrained={tmp_path / 'model'}",
+        )
+    )
     assert "(randomly initialised: cls.predictions" in capsys.readouterr().err
 
 
 def test_modernbert_from_scratch_rises_stays_and_falls(published, tmp_path):
-    tiny = ["model.hidden_size=32", "model.intermediate_size=64", "model.num_layers=2", "model.num_heads=2"]
-    given = [*tiny, "seq_len=null", "max_steps=10", "optim.warmup_steps=2", "optim.decay_fraction=0.5"]
-    train_with(recipe("modernbert_pretrain", tmp_path / "run", published["modernbert"] / "data", *given))
+    tiny = [
+        "model.hidden_size=32",
+        "model.intermediate_size=64",
+        "model.num_layers=2",
+        "model.num_heads=2",
+    ]
+    given = [
+        *tiny,
+        "seq_len=null",
+        "max_steps=10",
+        "optim.warmup_steps=2",
+        "optim.decay_fraction=0.5",
+    ]
+    train_with(
+        recipe("modernbert_pretrain", tmp_path / "run", published["modernbert"] / "data", *given)
+    )
     found = lines(tmp_path / "run", "train")
     rates = [line["lr"] / 8e-4 for line in found]
-    assert rates == pytest.approx([0.5, *[1] * 5, *[1 - (done / 5) ** 0.5 for done in range(1, 5)]])
+    assert rates == pytest.approx(
+        [0.5, *[1] * 5, *[1 - (done / 5) ** 0.5 for done in range(1, 5)]]
+    )
     assert found[-1]["loss"] < found[0]["loss"]
-    assert json.loads((tmp_path / "run/export/config.json").read_text())["max_position_embeddings"] == 8192
+    assert (
+        json.loads((tmp_path / "run/export/config.json").read_text())["max_position_embeddings"]
+        == 8192
+    )

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from train.config import BackendConfig, HeadSize, InputError, ModelConfig
+from train.machine import machine
 from train.models import encoder
 from train.models.encoder import build_masked_lm
 from train.models.heads import build_with_head, logits_of
@@ -26,12 +27,17 @@ from train.models.network import READING_PADDING
 from train.parallel.backends import check_attention
 from train.parallel.ddp import DDP
 from train.parallel.guards import watch_masks
-from train.system import machine
-from train.system.model_folder import ENCODERS
+from train.storage.model_folder import ENCODERS
 
 S, V, PAD = 12, 101, 1
 LABELS = ["bad", "so so", "good"]
-COMMON = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_positions": 40, "intermediate_size": 64}
+COMMON = {
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "max_positions": 40,
+    "intermediate_size": 64,
+}
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 SIZES = {"label": HeadSize(labels=3), "span": HeadSize(token_labels=2)}
 # Architectures whose positions begin behind the id of padding.
@@ -48,12 +54,18 @@ def build(head, cfg, *, labels=LABELS, sharp=True, seq_len=S):
     torch.manual_seed(0)
     settings = {"vocab_size": V, "pad_id": PAD, "seq_len": seq_len}
     settings["labels"] = ("start", "end") if head == "span" else labels
-    names = {"label": "SequenceClassification", "span": "QuestionAnswering", "token": "TokenClassification"}
+    names = {
+        "label": "SequenceClassification",
+        "span": "QuestionAnswering",
+        "token": "TokenClassification",
+    }
     model = build_with_head(names[head], cfg, **settings)
     with torch.no_grad():
         for parameter in model.parameters() if sharp else ():
             if parameter.ndim > 1:
-                parameter.mul_(10)  # new weights are so small that attention is a mean, and a mask hardly shows
+                parameter.mul_(
+                    10
+                )  # new weights are so small that attention is a mean, and a mask hardly shows
     return model.eval()
 
 
@@ -108,7 +120,11 @@ def save_small(architecture, folder):
     """Write a model of a few layers, as it could be published."""
     defaults = AutoConfig.for_model(architecture)
     given = {name: value for name, value in PUBLISHED.items() if hasattr(defaults, name)}
-    given = {name: value for name, value in given.items() if name != "num_hidden_layers" or architecture != "funnel"}
+    given = {
+        name: value
+        for name, value in given.items()
+        if name != "num_hidden_layers" or architecture != "funnel"
+    }
     config = AutoConfig.for_model(architecture, **{**given, **OWN_SIZES.get(architecture, {})})
     torch.manual_seed(0)
     model = AutoModelForTokenClassification.from_config(config)
@@ -124,7 +140,9 @@ def save_small(architecture, folder):
 def state_of(model):
     """Everything that a forward pass could leave behind."""
     plain = (int, float, str, bool, type(None), tuple)
-    numbers = {name: value.clone() for name, value in [*model.named_parameters(), *model.named_buffers()]}
+    numbers = {
+        name: value.clone() for name, value in [*model.named_parameters(), *model.named_buffers()]
+    }
     values = {
         (name, key): value if isinstance(value, plain) else type(value)
         for name, module in model.named_modules()
@@ -136,7 +154,11 @@ def state_of(model):
 
 def test_an_xmod_reads_the_language_that_its_configuration_names():
     config = AutoConfig.for_model("xmod", languages=["en_XX", "de_DE"])
-    rejects('write "default_language": "en_XX" there, or another of en_XX, de_DE', encoder.choose_language, config)
+    rejects(
+        'write "default_language": "en_XX" there, or another of en_XX, de_DE',
+        encoder.choose_language,
+        config,
+    )
     config.default_language = "de_DE"
     encoder.choose_language(config)
     build("label", sizes("xmod"))(*batch())  # by default it has one
@@ -154,7 +176,11 @@ def test_an_answer_depends_on_its_row_alone(architecture, tmp_path):
     def answer(length, *, with_others=True):
         ids = torch.full((3, length), PAD)
         ids[0, :11], ids[1:] = torch.arange(10, 21), others[:, :length]
-        batch = {"input_ids": ids, "attention_mask": (ids != PAD).long(), "token_type_ids": torch.zeros_like(ids)}
+        batch = {
+            "input_ids": ids,
+            "attention_mask": (ids != PAD).long(),
+            "token_type_ids": torch.zeros_like(ids),
+        }
         rows = 3 if with_others else 1
         return logits_of(model, {name: value[:rows] for name, value in batch.items()})[0, :11]
 
@@ -180,7 +206,9 @@ def test_a_batch_without_padding_needs_no_mask(architecture):
     for lengths in ((S, S, S), (S, 7, 3)):
         names = ("input_ids", "attention_mask", "token_type_ids")
         inputs = dict(zip(names, batch(lengths), strict=True))
-        (fed,) = DDP(BackendConfig(device="cpu")).to_device([{"inputs": inputs, "count": 3, "tokens": sum(lengths)}])
+        (fed,) = DDP(BackendConfig(device="cpu")).to_device(
+            [{"inputs": inputs, "count": 3, "tokens": sum(lengths)}]
+        )
         assert torch.equal(logits_of(model, fed["inputs"]), logits_of(model, inputs))
         assert "attention_mask" in inputs
     assert [mask is None for mask in masks] == [True, False, False, False]
@@ -206,7 +234,11 @@ def test_padding_is_not_seen_in_bf16(architecture, way):
 def test_on_cpus_in_bf16_attention_is_by_products_with_the_same_gradients_but_not_in_models_for_long_sequences():
     """PyTorch's SDPA is slow there."""
     gradients = {}
-    for precision, positions, way in (("fp32", 40, "sdpa"), ("bf16", 40, "eager"), ("bf16", 4096, "sdpa")):
+    for precision, positions, way in (
+        ("fp32", 40, "sdpa"),
+        ("bf16", 40, "eager"),
+        ("bf16", 4096, "sdpa"),
+    ):
         model = build("label", sizes(max_positions=positions, **NO_DROPOUT), sharp=False).train()
         backend = DDP(BackendConfig(device="cpu", precision=precision))
         backend.setup_model(model)
@@ -214,15 +246,21 @@ def test_on_cpus_in_bf16_attention_is_by_products_with_the_same_gradients_but_no
         with backend.autocast():
             gradients[way] = outcome(model, batch())[1] if positions == 40 else gradients[way]
     for name, exact in gradients["sdpa"].items():
-        assert (gradients["eager"][name] - exact).abs().max() <= 0.05 * exact.abs().max() + 1e-5, name
-    DDP(BackendConfig(device="cpu", precision="bf16")).setup_model(torch.nn.Linear(2, 2))  # any module
+        assert (gradients["eager"][name] - exact).abs().max() <= 0.05 * exact.abs().max() + 1e-5, (
+            name
+        )
+    DDP(BackendConfig(device="cpu", precision="bf16")).setup_model(
+        torch.nn.Linear(2, 2)
+    )  # any module
     for positions, way in ((40, "sdpa"), (4096, "eager")):  # what was asked for stays
         model = build("label", sizes(max_positions=positions, attention=way))
         DDP(BackendConfig(device="cpu", precision="bf16")).setup_model(model)
         assert model.network.config._attn_implementation == way
 
 
-@pytest.mark.parametrize("architecture", ["albert", "bert", "distilbert", "electra", "roberta", "modernbert"])
+@pytest.mark.parametrize(
+    "architecture", ["albert", "bert", "distilbert", "electra", "roberta", "modernbert"]
+)
 def test_eager_attention_is_that_of_sdpa_with_padding_too(architecture):
     results = {}
     for way in ("auto", "sdpa", "eager"):
@@ -233,12 +271,18 @@ def test_eager_attention_is_that_of_sdpa_with_padding_too(architecture):
     torch.testing.assert_close(results["eager"], results["auto"], rtol=1e-4, atol=1e-4)
 
 
-def test_flash_attention_needs_its_package_and_16_bits_and_gets_plain_masks(monkeypatch, prepared, tmp_path):
+def test_flash_attention_needs_its_package_and_16_bits_and_gets_plain_masks(
+    monkeypatch, prepared, tmp_path
+):
     """Not run on hardware."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     given = ["backend.device=cuda", "model.attention=flash_attention_2"]
     cfg = train_config(tmp_path, prepared, *given)
-    rejects("model.attention=flash_attention_2 needs its package: pip install flash-attn", check_attention, cfg)
+    rejects(
+        "model.attention=flash_attention_2 needs its package: pip install flash-attn",
+        check_attention,
+        cfg,
+    )
     monkeypatch.setattr(machine, "installed_versions", lambda name: {name: "2.8.3"})
     rejects("needs backend.precision=bf16 or fp16; here it is fp32", check_attention, cfg)
     check_attention(train_config(tmp_path, prepared, *given, "backend.precision=bf16"))
@@ -252,9 +296,13 @@ def outcome(model, inputs, compute=lambda: None):
     """Logits and gradients of a weighted sum, by name."""
     model.zero_grad()
     logits = model(*inputs)
-    (logits * torch.linspace(-1, 1, logits.numel()).view(logits.shape).to(logits.device)).sum().backward()
+    (
+        logits * torch.linspace(-1, 1, logits.numel()).view(logits.shape).to(logits.device)
+    ).sum().backward()
     compute()
-    return logits.detach().cpu(), {n: p.grad.cpu().clone() for n, p in model.named_parameters() if p.grad is not None}
+    return logits.detach().cpu(), {
+        n: p.grad.cpu().clone() for n, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("architecture", ["albert", "bert", "distilbert"])
@@ -296,21 +344,33 @@ def test_on_xla_batches_with_and_without_padding_are_one_graph(architecture, pre
         with torch.autocast("xla", torch.bfloat16, enabled=precision == "autocast"):
             result = outcome(model, inputs, torch_xla.sync)
         compiled.append(metric("CompileTime")[0] > before)
-        torch.testing.assert_close(result[0].float(), logits, rtol=tolerance, atol=tolerance * logits.abs().max())
+        torch.testing.assert_close(
+            result[0].float(), logits, rtol=tolerance, atol=tolerance * logits.abs().max()
+        )
         for name, gradient in gradients.items():
             atol = tolerance * max(gradient.abs().max(), 1e-3)
-            torch.testing.assert_close(result[1][name].float(), gradient, rtol=tolerance, atol=atol)
+            torch.testing.assert_close(
+                result[1][name].float(), gradient, rtol=tolerance, atol=atol
+            )
     assert compiled == [True, False]
 
 
 def test_continued_pretraining_says_that_it_drops_the_pooler_and_has_dropout(labelled_folder, log):
-    model = build_masked_lm(ModelConfig(pretrained=str(labelled_folder)), vocab_size=V, pad_id=PAD, seq_len=S)
-    assert all(module.training for module in model.modules())  # transformers' from_pretrained returns it without
+    model = build_masked_lm(
+        ModelConfig(pretrained=str(labelled_folder)), vocab_size=V, pad_id=PAD, seq_len=S
+    )
+    assert all(
+        module.training for module in model.modules()
+    )  # transformers' from_pretrained returns it without
     assert log.messages[0].endswith("not used by this model: bert.pooler.dense, classifier)")
 
 
-def test_an_encoder_of_our_own_gets_a_new_head_and_says_so(encoder_folder, log, capfd, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("train"), "handlers", [])  # which a run of another test has left
+def test_an_encoder_of_our_own_gets_a_new_head_and_says_so(
+    encoder_folder, log, capfd, monkeypatch
+):
+    monkeypatch.setattr(
+        logging.getLogger("train"), "handlers", []
+    )  # which a run of another test has left
     model = build("label", ModelConfig(pretrained=str(encoder_folder)), sharp=False)
     new, unused = "randomly initialised: bert.pooler.dense, classifier", "cls.predictions"
     assert log.messages == [f"loaded {encoder_folder} ({new}; not used by this model: {unused})"]
@@ -321,19 +381,29 @@ def test_an_encoder_of_our_own_gets_a_new_head_and_says_so(encoder_folder, log, 
             assert torch.equal(parameter, theirs[name])
     new = {name for name, _ in model.network.named_parameters()} - set(theirs)
     named = dict(model.network.named_parameters())
-    assert {id(p) for p in model.head_parameters()} == {id(named[name]) for name in new} and len(new) == 4
-    assert all(parameter.dtype == torch.float32 and parameter.any() for parameter in model.head_parameters()[::2])
+    assert {id(p) for p in model.head_parameters()} == {id(named[name]) for name in new} and len(
+        new
+    ) == 4
+    assert all(
+        parameter.dtype == torch.float32 and parameter.any()
+        for parameter in model.head_parameters()[::2]
+    )
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("architecture", ["albert", "bert", "deberta-v2", "distilbert", "electra", "roberta"])
+@pytest.mark.parametrize(
+    "architecture", ["albert", "bert", "deberta-v2", "distilbert", "electra", "roberta"]
+)
 def test_all_parameters_are_learnt_and_the_head_is_what_is_not_the_encoder(architecture, head):
     model = build(head, sizes(architecture)).train()
     outcome(model, batch())
     assert not [name for name, parameter in model.named_parameters() if parameter.grad is None]
     encoder = {id(parameter) for parameter in model.network.base_model.parameters()}
     result = {id(parameter) for parameter in model.head_parameters()}
-    assert result == {id(parameter) for parameter in model.parameters()} - encoder and len(result) >= 2
+    assert (
+        result == {id(parameter) for parameter in model.parameters()} - encoder
+        and len(result) >= 2
+    )
 
 
 def test_labels_are_in_the_export_and_a_checkpoint_of_them_is_taken(labelled_folder, log):
@@ -349,12 +419,20 @@ def test_labels_are_in_the_export_and_a_checkpoint_of_them_is_taken(labelled_fol
 @pytest.mark.parametrize(
     ("labels", "says"),
     [
-        (["good", "bad", "so so"], r"labels bad, so so, good, but the data has good, bad, so so; .*\[bad,so so,good\]"),
+        (
+            ["good", "bad", "so so"],
+            r"labels bad, so so, good, but the data has good, bad, so so; .*\[bad,so so,good\]",
+        ),
         (["bad", "good", "no"], "has bad, good, no; model.new_head=true"),
-        (["bad", "good"], "labels bad, so so, good, but the data has bad, good; model.new_head=true"),
+        (
+            ["bad", "good"],
+            "labels bad, so so, good, but the data has bad, good; model.new_head=true",
+        ),
     ],
 )
-def test_a_head_for_other_labels_is_rejected_unless_a_new_one_is_wanted(labelled_folder, labels, says, log):
+def test_a_head_for_other_labels_is_rejected_unless_a_new_one_is_wanted(
+    labelled_folder, labels, says, log
+):
     rejects(says, build, "label", ModelConfig(pretrained=str(labelled_folder)), labels=labels)
     cfg = ModelConfig(pretrained=str(labelled_folder), new_head=True)
     model = build("label", cfg, labels=labels, sharp=False)
@@ -362,24 +440,38 @@ def test_a_head_for_other_labels_is_rejected_unless_a_new_one_is_wanted(labelled
     assert model.network.config.id2label == dict(enumerate(labels))
     theirs = load_file(labelled_folder / "model.safetensors")
     weight = model.network.classifier.weight
-    assert weight.shape[0] == len(labels) and 0.01 < weight.std() < 0.04 and not model.network.classifier.bias.any()
-    assert weight.shape != theirs["classifier.weight"].shape or not torch.equal(weight, theirs["classifier.weight"])
+    assert (
+        weight.shape[0] == len(labels)
+        and 0.01 < weight.std() < 0.04
+        and not model.network.classifier.bias.any()
+    )
+    assert weight.shape != theirs["classifier.weight"].shape or not torch.equal(
+        weight, theirs["classifier.weight"]
+    )
     assert torch.equal(model.network.bert.pooler.dense.weight, theirs["bert.pooler.dense.weight"])
 
 
 def test_labels_without_names_are_those_of_the_data(labelled_folder, tmp_path, log):
     config = json.loads((labelled_folder / "config.json").read_text())
-    config |= {"id2label": {str(n): f"LABEL_{n}" for n in range(3)}, "label2id": {f"LABEL_{n}": n for n in range(3)}}
+    config |= {
+        "id2label": {str(n): f"LABEL_{n}" for n in range(3)},
+        "label2id": {f"LABEL_{n}": n for n in range(3)},
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     shutil.copy(labelled_folder / "model.safetensors", tmp_path)
     model = build("label", ModelConfig(pretrained=str(tmp_path)), sharp=False)
     assert model.network.config.id2label == dict(enumerate(LABELS))
-    assert "LABEL_0 is taken as bad, LABEL_1 is taken as so so" in log.text and "set data.labels" in log.text
+    assert (
+        "LABEL_0 is taken as bad, LABEL_1 is taken as so so" in log.text
+        and "set data.labels" in log.text
+    )
     log.clear()
     build("label", ModelConfig(pretrained=str(tmp_path)), labels=["0", "1", "2"], sharp=False)
     assert "LABEL" not in log.text
     torch.testing.assert_close(model(*batch()), build("label", sizes())(*batch()))
-    with pytest.raises(InputError, match="the labels LABEL_0, LABEL_1, LABEL_2, but the data has a, b"):
+    with pytest.raises(
+        InputError, match="the labels LABEL_0, LABEL_1, LABEL_2, but the data has a, b"
+    ):
         build("label", ModelConfig(pretrained=str(tmp_path)), labels=["a", "b"])
 
 
@@ -392,36 +484,69 @@ def test_a_classifier_becomes_a_span_reader(labelled_folder):
 NORM = "bert.embeddings.LayerNorm.bias"
 
 
-DISTANCES = {"bert.encoder.layer.0.attention.self.distance_embedding.weight": torch.zeros(63, 16)}  # of transformers 4
+DISTANCES = {
+    "bert.encoder.layer.0.attention.self.distance_embedding.weight": torch.zeros(63, 16)
+}  # of transformers 4
 
 
 def bare(weights):
     """The weights of the encoder, named as transformers names those of a model without a head."""
-    return {name.removeprefix("bert."): value for name, value in weights.items() if name.startswith("bert.")}
+    return {
+        name.removeprefix("bert."): value
+        for name, value in weights.items()
+        if name.startswith("bert.")
+    }
 
 
 def changed(folder, target, change):
     """A copy of a checkpoint with other tensors."""
     (target / "config.json").write_bytes((folder / "config.json").read_bytes())
-    save_file(change(load_file(folder / "model.safetensors")), target / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        change(load_file(folder / "model.safetensors")),
+        target / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     return ModelConfig(pretrained=str(target))
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda w: {f"other.{name}": value for name, value in w.items()}, r"lacks \d\d weights of the encoder: bert"),
         (
-            lambda w: {name: value for name, value in w.items() if "layer.1.output.dense" not in name},
+            lambda w: {f"other.{name}": value for name, value in w.items()},
+            r"lacks \d\d weights of the encoder: bert",
+        ),
+        (
+            lambda w: {
+                name: value for name, value in w.items() if "layer.1.output.dense" not in name
+            },
             "lacks 2 weights of the encoder: bert.encoder.layer.1.output.dense.bias, ",
         ),
         (lambda w: {**w, NORM: torch.full((32,), torch.nan)}, f"{NORM} contains NaN or infinity"),
-        (lambda w: {**w, NORM: torch.zeros(32, dtype=torch.int8)}, rf"{NORM} has quantised weights \(I8\)"),
-        (lambda w: {**w, NORM: torch.zeros(7)}, rf"{NORM} is \[7\] instead of \[32\]; its config.json is another"),
-        (lambda w: w | DISTANCES, "does not read: bert.encoder.layer.0.attention.self.distance_embedding.weight$"),
-        (lambda w: bare(w | DISTANCES), "does not read: encoder.layer.0.attention.self.distance_embedding.weight$"),
-        (lambda w: bare(w) | {"rel_bias.weight": torch.zeros(7)}, "does not read: rel_bias.weight$"),
-        (lambda w: {**w, "classifier.bias": torch.zeros(7)}, r"classifier.bias is \[7\] instead of \[3\]; model.new_h"),
+        (
+            lambda w: {**w, NORM: torch.zeros(32, dtype=torch.int8)},
+            rf"{NORM} has quantised weights \(I8\)",
+        ),
+        (
+            lambda w: {**w, NORM: torch.zeros(7)},
+            rf"{NORM} is \[7\] instead of \[32\]; its config.json is another",
+        ),
+        (
+            lambda w: w | DISTANCES,
+            "does not read: bert.encoder.layer.0.attention.self.distance_embedding.weight$",
+        ),
+        (
+            lambda w: bare(w | DISTANCES),
+            "does not read: encoder.layer.0.attention.self.distance_embedding.weight$",
+        ),
+        (
+            lambda w: bare(w) | {"rel_bias.weight": torch.zeros(7)},
+            "does not read: rel_bias.weight$",
+        ),
+        (
+            lambda w: {**w, "classifier.bias": torch.zeros(7)},
+            r"classifier.bias is \[7\] instead of \[3\]; model.new_h",
+        ),
     ],
     ids=[
         "another architecture",
@@ -435,13 +560,19 @@ def changed(folder, target, change):
         "a head",
     ],
 )
-def test_a_checkpoint_that_does_not_hold_the_encoder_is_rejected(encoder_folder, tmp_path, change, says):
+def test_a_checkpoint_that_does_not_hold_the_encoder_is_rejected(
+    encoder_folder, tmp_path, change, says
+):
     rejects(says, build, "label", changed(encoder_folder, tmp_path, change))
 
 
 @pytest.mark.parametrize("change", [dict, bare])
 def test_buffers_and_heads_may_remain_unread(encoder_folder, tmp_path, change):
-    inside = ["bert.embeddings.position_ids", "bert.pooler.extra.weight", "bert.rotary_emb.inv_freq"]
+    inside = [
+        "bert.embeddings.position_ids",
+        "bert.pooler.extra.weight",
+        "bert.rotary_emb.inv_freq",
+    ]
     heads = ["cls.seq_relationship.weight", "lm_head.dense.weight"]
 
     def more(weights):
@@ -455,44 +586,77 @@ def test_buffers_and_heads_may_remain_unread(encoder_folder, tmp_path, change):
 def test_sizes_that_do_not_fit_are_rejected(encoder_folder):
     hint = "raise model.max_positions, or set seq_len=11 or less"
     for head, cfg, message in (
-        ("label", ModelConfig(pretrained=str(encoder_folder), hidden_size=64), "model.hidden_size=64, but"),
+        (
+            "label",
+            ModelConfig(pretrained=str(encoder_folder), hidden_size=64),
+            "model.hidden_size=64, but",
+        ),
         *(
-            ("label", sizes(kind, max_positions=S + PAD), f"seq_len=12 is longer than the model's 11 positions; {hint}")
+            (
+                "label",
+                sizes(kind, max_positions=S + PAD),
+                f"seq_len=12 is longer than the model's 11 positions; {hint}",
+            )
             for kind in COUNTS_BEHIND_PADDING
         ),
         ("span", sizes("eurobert"), "no AutoModelForQuestionAnswering"),
         ("span", ModelConfig(architecture="gpt2"), "gpt2 is not a known text encoder"),
         ("label", sizes(freeze_layers=3), "model.freeze_layers=3, but this bert has 2 layers"),
-        ("label", sizes("albert", freeze_layers=1), "model.freeze_layers=1: albert shares one layer"),
+        (
+            "label",
+            sizes("albert", freeze_layers=1),
+            "model.freeze_layers=1: albert shares one layer",
+        ),
     ):
         rejects(message, build, head, cfg)
     given, settings = ModelConfig(pretrained=str(encoder_folder)), {"vocab_size": V, "pad_id": PAD}
-    rejects("positions; set seq_len=40 or less", encoder.fitting_config, given, **settings, seq_len=41)
+    rejects(
+        "positions; set seq_len=40 or less", encoder.fitting_config, given, **settings, seq_len=41
+    )
 
 
 @pytest.mark.parametrize("architecture", COUNTS_BEHIND_PADDING)
 def test_a_model_reads_as_many_tokens_as_it_is_said_to(architecture, monkeypatch):
     build("label", sizes(architecture, max_positions=S + PAD + 1))(*batch())
-    monkeypatch.setattr(encoder, "most_positions", lambda _: None)  # as of an architecture that says nothing
-    rejects(f"cannot read a row of seq_len={S} tokens: .*index", build, "label", sizes(architecture, max_positions=S))
+    monkeypatch.setattr(
+        encoder, "most_positions", lambda _: None
+    )  # as of an architecture that says nothing
+    rejects(
+        f"cannot read a row of seq_len={S} tokens: .*index",
+        build,
+        "label",
+        sizes(architecture, max_positions=S),
+    )
 
 
-@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n", None, "cut"])
+@pytest.mark.parametrize(
+    "content", [b"", b"version https://git-lfs.github.com/spec/v1\n", None, "cut"]
+)
 def test_weights_that_cannot_be_read_are_one_line(encoder_folder, tmp_path, content):
     (tmp_path / "config.json").write_bytes((encoder_folder / "config.json").read_bytes())
     if content == "cut":
         content = (encoder_folder / "model.safetensors").read_bytes()[:-1]
     if content is not None:
         (tmp_path / "model.safetensors").write_bytes(content)
-    says = f"model.pretrained={tmp_path} cannot be loaded" if content is None else "is damaged, or is a Git LFS pointer"
+    says = (
+        f"model.pretrained={tmp_path} cannot be loaded"
+        if content is None
+        else "is damaged, or is a Git LFS pointer"
+    )
     rejects(says, build, "label", ModelConfig(pretrained=str(tmp_path)))
 
 
 def test_dropout_that_is_set_is_that_of_the_head_too():
     assert build("label", sizes("albert", hidden_dropout=0.0)).network.dropout.p == 0.0
     assert build("label", sizes("albert")).network.dropout.p == 0.1  # ALBERT's own
-    config = build("label", sizes("distilbert", hidden_dropout=0.3, attention_dropout=0.2)).network.config
-    assert (config.dropout, config.attention_dropout, config.seq_classif_dropout) == (0.3, 0.2, 0.3)
+    config = build(
+        "label", sizes("distilbert", hidden_dropout=0.3, attention_dropout=0.2)
+    ).network.config
+    assert (config.dropout, config.attention_dropout, config.seq_classif_dropout) == (
+        0.3,
+        0.2,
+        0.3,
+    )
 
 
 def without_gradient(model):
@@ -500,18 +664,29 @@ def without_gradient(model):
     return {name for name, parameter in model.named_parameters() if parameter.grad is None}
 
 
-@pytest.mark.parametrize("architecture", ["bert", "deberta-v2", "distilbert", "electra", "roberta"])
+@pytest.mark.parametrize(
+    "architecture", ["bert", "deberta-v2", "distilbert", "electra", "roberta"]
+)
 def test_frozen_layers_get_no_gradient_and_keep_their_dropout(architecture):
     model = build("label", sizes(architecture, freeze_layers=1))
     frozen = without_gradient(model)
-    assert frozen == {n for n, p in model.named_parameters() if ".embeddings." in n or "layer.0." in n} and frozen
-    assert all(module.training for module in model.modules() if isinstance(module, torch.nn.Dropout))
+    assert (
+        frozen
+        == {n for n, p in model.named_parameters() if ".embeddings." in n or "layer.0." in n}
+        and frozen
+    )
+    assert all(
+        module.training for module in model.modules() if isinstance(module, torch.nn.Dropout)
+    )
 
 
 def test_embeddings_alone_and_the_whole_encoder_can_be_frozen():
     model = build("label", sizes("albert", freeze_embeddings=True))
     frozen = without_gradient(model)
-    assert frozen == {n for n, _ in model.named_parameters() if ".embeddings." in n} and len(frozen) == 5
+    assert (
+        frozen == {n for n, _ in model.named_parameters() if ".embeddings." in n}
+        and len(frozen) == 5
+    )
     whole = build("label", sizes("roberta", freeze_layers=2))
     trained = {id(parameter) for parameter in whole.parameters() if parameter.requires_grad}
     assert trained == {id(parameter) for parameter in whole.head_parameters()}
@@ -519,11 +694,20 @@ def test_embeddings_alone_and_the_whole_encoder_can_be_frozen():
 
 @pytest.mark.parametrize(
     ("architecture", "freeze"),
-    [("albert", 0), ("bert", 0), ("bert", 1), ("distilbert", 0), ("roberta", 1), ("modernbert", 1)],
+    [
+        ("albert", 0),
+        ("bert", 0),
+        ("bert", 1),
+        ("distilbert", 0),
+        ("roberta", 1),
+        ("modernbert", 1),
+    ],
 )
 @pytest.mark.parametrize("head", HEADS)
 def test_flops_are_those_that_torch_counts(head, architecture, freeze):
-    model = build(head, sizes(architecture, hidden_size=64, num_heads=2, freeze_layers=freeze, num_layers=4)).train()
+    model = build(
+        head, sizes(architecture, hidden_size=64, num_heads=2, freeze_layers=freeze, num_layers=4)
+    ).train()
     # Attention as plain matrix products: the counter does not see into the CPU's fused kernel.
     model.network.set_attn_implementation("eager")
     counter = FlopCounterMode(display=False)

@@ -47,10 +47,17 @@ def rejected(text):
             or "<=" in kind  # a size that is known at run time only
             or (name == "gather" and sizes is not None and set(sizes[1].split(",")) == {"1"})
             or (name == "scatter" and "update_window_dims={}" in rest)
-            or (name in ("reduce", "reduce-window") and kind.startswith("("))  # of two tensors at once
+            or (
+                name in ("reduce", "reduce-window") and kind.startswith("(")
+            )  # of two tensors at once
             or (name in ("scatter", "dot") and kind.startswith(("s", "u")))  # of whole numbers
-            or (name == "reduce" and not re.search(f"to_apply=%({'|'.join(REDUCTIONS)})Computation", rest))
-            or (name == "dynamic-update-slice" and re.search(r"\[\] %(?!constant)", rest))  # at an index to be computed
+            or (
+                name == "reduce"
+                and not re.search(f"to_apply=%({'|'.join(REDUCTIONS)})Computation", rest)
+            )
+            or (
+                name == "dynamic-update-slice" and re.search(r"\[\] %(?!constant)", rest)
+            )  # at an index to be computed
         ):
             result.append(line.strip())
     return result
@@ -81,7 +88,9 @@ def test_what_is_rejected_is_found():
     assert len(result) == 2 and " gather(" in result[0] and " scatter(" in result[1]
     assert " sort(" in rejected(graph(*scores.topk(3)))[0]
     assert " reduce(" in rejected(graph(scores.argmax(-1)))[0]
-    assert " erf-inv(" in rejected("%erf-inv.1 = f32[2]{0} erf-inv(f32[2]{0} %p0)")[0]  # an operator of no list
+    assert (
+        " erf-inv(" in rejected("%erf-inv.1 = f32[2]{0} erf-inv(f32[2]{0} %p0)")[0]
+    )  # an operator of no list
     assert any(" reduce(" in line for line in rejected(graph((scores > 0).any(-1))))
     assert rejected("%u.1 = f32[4]{0} dynamic-update-slice(f32[4]{0} %a, f32[1]{0} %b, s64[] %p3)")
     assert rejected("%nonzero.3 = (s32[<=4,1]{1,0}, s32[]) tuple(%a, %b)")
@@ -95,7 +104,11 @@ def mlm(run_dir, prepared, texts):
 
 
 def classify(run_dir, prepared, texts):
-    data = ["data=tweets", f"data.path={ROOT / 'tests/inputs/tweets.csv'}", "data.validation_fraction=0.3"]
+    data = [
+        "data=tweets",
+        f"data.path={ROOT / 'tests/inputs/tweets.csv'}",
+        "data.validation_fraction=0.3",
+    ]
     return tuning(run_dir, prepared / "tokenizer", "task=classify", *data, "seq_len=32")
 
 
@@ -105,7 +118,11 @@ def qa(run_dir, prepared, texts):
 
 
 def ner(run_dir, prepared, texts):
-    data = ["data=records", f"data.path={ROOT / 'tests/inputs/entities.conll'}", "data.validation_fraction=0.3"]
+    data = [
+        "data=records",
+        f"data.path={ROOT / 'tests/inputs/entities.conll'}",
+        "data.validation_fraction=0.3",
+    ]
     return tuning(run_dir, prepared / "tokenizer", "task=ner", *data, "seq_len=32")
 
 
@@ -122,17 +139,39 @@ def ner(run_dir, prepared, texts):
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_the_step_and_the_evaluation_of_a_task(task, architecture, prepared, texts, tmp_path):
-    short = ["max_steps=1", "optim.warmup_steps=0", "eval_every=1", "export=false", "model.num_layers=2"]
-    model = [] if architecture == "albert" else [f"model.architecture={architecture}", "model.embedding_size=null"]
+    short = [
+        "max_steps=1",
+        "optim.warmup_steps=0",
+        "eval_every=1",
+        "export=false",
+        "model.num_layers=2",
+    ]
+    model = (
+        []
+        if architecture == "albert"
+        else [f"model.architecture={architecture}", "model.embedding_size=null"]
+    )
     trainium = ["backend=xla", "backend.precision=bf16"]  # its choices, on the CPU
-    dropout = ["model.hidden_dropout=0.1", "model.attention_dropout=0.1"]  # so that random numbers are among them
+    dropout = [
+        "model.hidden_dropout=0.1",
+        "model.attention_dropout=0.1",
+    ]  # so that random numbers are among them
     arguments = [*task(tmp_path / "run", prepared, texts), *short, *model, *trainium, *dropout]
     env = {"XLA_SAVE_TENSORS_FILE": str(tmp_path / "graphs"), "XLA_SAVE_TENSORS_FMT": "hlo"}
     done = run(arguments, env=env)
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "graphs.0").read_text()
-    step, *evaluations = [part for part in text.split("[ScheduleSyncTensorsGraph]") if " gather(" in part]
+    step, *evaluations = [
+        part for part in text.split("[ScheduleSyncTensorsGraph]") if " gather(" in part
+    ]
     assert evaluations and " scatter(" in step and " scatter(" not in evaluations[-1]
     assert rejected(text) == [] and " rng-bit-generator(" in step
-    lookups = 2 if architecture == "distilbert" else 3  # of tokens, positions and, mostly, segments
-    assert step.count(" gather(") == step.count(" scatter(") == evaluations[-1].count(" gather(") == lookups
+    lookups = (
+        2 if architecture == "distilbert" else 3
+    )  # of tokens, positions and, mostly, segments
+    assert (
+        step.count(" gather(")
+        == step.count(" scatter(")
+        == evaluations[-1].count(" gather(")
+        == lookups
+    )

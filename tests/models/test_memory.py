@@ -21,8 +21,16 @@ from train.run import compose as cli
 
 GIVEN = ["run_dir=x", "data.path=x", "max_steps=1", "global_batch_size=64"]
 LARGE = [*GIVEN, "model=pretrained", "model.pretrained=google-bert/bert-large-uncased"]
-SIZES = ["model.hidden_size=128", "model.intermediate_size=512", "model.num_heads=2", "model.num_layers=4"]
-CALM = ["model.hidden_dropout=0", "model.attention_dropout=0"]  # CPUs keep masks in 4 bytes, and scores with dropout
+SIZES = [
+    "model.hidden_size=128",
+    "model.intermediate_size=512",
+    "model.num_heads=2",
+    "model.num_layers=4",
+]
+CALM = [
+    "model.hidden_dropout=0",
+    "model.attention_dropout=0",
+]  # CPUs keep masks in 4 bytes, and scores with dropout
 BATCH, SEQ_LEN, VOCABULARY = 4, 64, 1000
 
 
@@ -39,7 +47,9 @@ def of(*overrides: str, accumulation: int = 1, precision: str = "bf16") -> Memor
 
 @pytest.mark.parametrize("architecture", ["bert", "roberta", "distilbert", "albert", "modernbert"])
 def test_activations_are_what_a_forward_pass_keeps(architecture: str):
-    calm = CALM[1:] if architecture == "modernbert" else CALM  # which has no dropout of hidden states
+    calm = (
+        CALM[1:] if architecture == "modernbert" else CALM
+    )  # which has no dropout of hidden states
     cfg = load(*GIVEN, "model=any", f"model.architecture={architecture}", *SIZES, *calm)
     model = build_masked_lm(cfg.model, vocab_size=VOCABULARY, pad_id=0, seq_len=SEQ_LEN)
     held, kept = {weight.untyped_storage().data_ptr() for weight in model.parameters()}, {}
@@ -50,12 +60,16 @@ def test_activations_are_what_a_forward_pass_keeps(architecture: str):
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    predictions = round(SEQ_LEN * OmegaConf.to_container(OmegaConf.structured(cfg.task))["mask_rate"])
+    predictions = round(
+        SEQ_LEN * OmegaConf.to_container(OmegaConf.structured(cfg.task))["mask_rate"]
+    )
     ids = torch.randint(5, VOCABULARY, (BATCH, SEQ_LEN))
     positions = torch.arange(predictions).repeat(BATCH, 1)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         logits = model(ids, torch.zeros_like(ids), positions).flatten(0, 1).float()
-        loss = torch.nn.functional.cross_entropy(logits, ids[:, :predictions].flatten(), reduction="sum")
+        loss = torch.nn.functional.cross_entropy(
+            logits, ids[:, :predictions].flatten(), reduction="sum"
+        )
     shape = shape_of_model(model)
     assert shape is not None and loss.isfinite()
     wanted = activation_bytes(cfg, shape, cfg.parallel.held(1), BATCH * SEQ_LEN, SEQ_LEN, "fp32")
@@ -67,10 +81,14 @@ def test_activations_are_what_a_forward_pass_keeps(architecture: str):
     ("layers", "batch", "vocabulary", "allocated_gib"),
     [(4, 64, 8000, 1.21), (12, 32, 8000, 1.66), (12, 128, 30000, 6.68)],
 )
-def test_it_is_what_an_h100_allocated_at_most(layers: int, batch: int, vocabulary: int, allocated_gib: float):
+def test_it_is_what_an_h100_allocated_at_most(
+    layers: int, batch: int, vocabulary: int, allocated_gib: float
+):
     """In bf16 (benchmarks/README.md, "On one GPU")."""
     cfg = load(*GIVEN, "model=albert_base", f"model.num_layers={layers}")
-    shape = shape_of_model(build_masked_lm(cfg.model, vocab_size=vocabulary, pad_id=0, seq_len=128))
+    shape = shape_of_model(
+        build_masked_lm(cfg.model, vocab_size=vocabulary, pad_id=0, seq_len=128)
+    )
     assert shape is not None
     sizes = {"world_size": 1, "micro_batch_size": batch, "accumulation": 1, "seq_len": 128}
     total = memory_of(cfg, shape, precision="bf16", **sizes).total
@@ -80,15 +98,29 @@ def test_it_is_what_an_h100_allocated_at_most(layers: int, batch: int, vocabular
 def test_each_split_divides_its_own_states():
     weights = PUBLISHED["bert-large-uncased"].trained_parameters(HeadSize(predictions=20))
     data, fsdp = of(), of("parallel=fsdp")
-    assert (data.weights, data.gradients, data.moments, data.copies) == tuple(each * weights for each in (4, 4, 8, 2))
-    assert [fsdp.weights, fsdp.gradients, fsdp.moments] == [n * weights / 8 for n in (4, 4, 8)]
-    assert 0 < fsdp.copies < data.copies / 3 and of("parallel=fsdp", "parallel.reshard_after_forward=false").copies == (
-        2 * weights
+    assert (data.weights, data.gradients, data.moments, data.copies) == tuple(
+        each * weights for each in (4, 4, 8, 2)
     )
-    assert of("parallel=fsdp", accumulation=2).gradients == pytest.approx(4 * weights * (1 + 1 / 8))
-    assert of("parallel=fsdp", "parallel.reduce_once=false", accumulation=2).gradients == fsdp.gradients
-    assert data.activations == fsdp.activations > 5 * of("backend.activation_checkpointing=true").activations / 1.01
-    assert of(precision="fp32").copies == 0 and of(precision="fp32").activations > 1.5 * data.activations
+    assert [fsdp.weights, fsdp.gradients, fsdp.moments] == [n * weights / 8 for n in (4, 4, 8)]
+    assert 0 < fsdp.copies < data.copies / 3 and of(
+        "parallel=fsdp", "parallel.reshard_after_forward=false"
+    ).copies == (2 * weights)
+    assert of("parallel=fsdp", accumulation=2).gradients == pytest.approx(
+        4 * weights * (1 + 1 / 8)
+    )
+    assert (
+        of("parallel=fsdp", "parallel.reduce_once=false", accumulation=2).gradients
+        == fsdp.gradients
+    )
+    assert (
+        data.activations
+        == fsdp.activations
+        > 5 * of("backend.activation_checkpointing=true").activations / 1.01
+    )
+    assert (
+        of(precision="fp32").copies == 0
+        and of(precision="fp32").activations > 1.5 * data.activations
+    )
 
 
 def test_an_evaluation_that_predicts_more_than_training_counts():
@@ -103,10 +135,19 @@ def test_an_evaluation_that_predicts_more_than_training_counts():
 
 def test_the_fullest_stage_of_a_pipeline_is_the_one_that_counts():
     def stages(number: int, *overrides: str) -> Memory:
-        return of("parallel=pipeline", f"parallel.stages={number}", "parallel.micro_batches=8", *overrides)
+        return of(
+            "parallel=pipeline",
+            f"parallel.stages={number}",
+            "parallel.micro_batches=8",
+            *overrides,
+        )
 
-    assert stages(7).weights == stages(6).weights > stages(8).weights  # 24 layers in 7 stages: one has 4 of them
-    assert stages(6, "model.freeze_layers=8").activations == stages(6).activations  # the first stages have these
+    assert (
+        stages(7).weights == stages(6).weights > stages(8).weights
+    )  # 24 layers in 7 stages: one has 4 of them
+    assert (
+        stages(6, "model.freeze_layers=8").activations == stages(6).activations
+    )  # the first stages have these
 
 
 def test_a_plan_names_the_memory_and_what_to_change_if_it_is_too_much():
@@ -122,7 +163,9 @@ def test_a_plan_names_the_memory_and_what_to_change_if_it_is_too_much():
     assert "of the device's 40" in notes("micro_batch_size=8")
     assert "MORE than the device's 40; lower micro_batch_size" in notes("micro_batch_size=512")
     assert "parallel=fsdp with backend=ddp" in notes("micro_batch_size=512")
-    assert "parallel.reduce_once=false or more ranks" in notes("micro_batch_size=512", "parallel=fsdp")
+    assert "parallel.reduce_once=false or more ranks" in notes(
+        "micro_batch_size=512", "parallel=fsdp"
+    )
     assert of().total / GIB == pytest.approx(float(str(of()).split()[1]), rel=0.01)
 
 
@@ -140,8 +183,15 @@ def test_it_is_the_peak_of_a_run_on_cpus(
     overrides: list[str], seq_len: int, batch: int, precision: str, peak_gib: float
 ):
     """Of BERTs of 4 layers of 256 (benchmarks/notes.md)."""
-    sizes = ["model.hidden_size=256", "model.intermediate_size=1024", "model.num_heads=4", "model.num_layers=4"]
-    cfg = load(*GIVEN, "model=any", "model.architecture=bert", "task.mask_rate=0.4", *sizes, *overrides)
+    sizes = [
+        "model.hidden_size=256",
+        "model.intermediate_size=1024",
+        "model.num_heads=4",
+        "model.num_layers=4",
+    ]
+    cfg = load(
+        *GIVEN, "model=any", "model.architecture=bert", "task.mask_rate=0.4", *sizes, *overrides
+    )
     shape = shape_of_model(build_masked_lm(cfg.model, vocab_size=4000, pad_id=0, seq_len=seq_len))
     assert shape is not None
     given = {"world_size": 1, "micro_batch_size": batch, "accumulation": 1, "seq_len": seq_len}
@@ -149,10 +199,14 @@ def test_it_is_the_peak_of_a_run_on_cpus(
     held = on_cpu(needed, scores=0 if overrides else batch * seq_len**2 * 4 * 4, saves=True)
     assert held.total == pytest.approx(peak_gib * GIB, rel=0.1)
     assert held.saving == needed.weights + needed.moments
-    assert "saving 0.0" in str(held) and "process 0.85" in str(held) and "saving" not in str(needed)
+    assert (
+        "saving 0.0" in str(held) and "process 0.85" in str(held) and "saving" not in str(needed)
+    )
 
 
-def test_a_run_that_this_machine_cannot_hold_is_rejected_before_it_starts(prepared: Path, tmp_path: Path, monkeypatch):
+def test_a_run_that_this_machine_cannot_hold_is_rejected_before_it_starts(
+    prepared: Path, tmp_path: Path, monkeypatch
+):
     monkeypatch.setattr(loop, "total_memory_bytes", lambda: 50_000)
     more = "^about .* process 0.85; this machine or container has too little, .* for 1 rank; lower micro_batch"
     rejects(more, train_here, tmp_path / "run", prepared)

@@ -17,10 +17,23 @@ from transformers import (
 )
 
 from train.config import HeadSize, ModelConfig
-from train.models.model_sizes import DEFAULTS, PUBLISHED, Shape, find_shape, knows_vocabulary, shape_of
-from train.system.schema import BadContent
+from train.models.model_sizes import (
+    DEFAULTS,
+    PUBLISHED,
+    Shape,
+    find_shape,
+    knows_vocabulary,
+    shape_of,
+)
+from train.storage.schema import BadContent
 
-NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
+NAMES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "max_position_embeddings",
+)
 VOCABULARY, LABELS = HeadSize(predictions=10), HeadSize(labels=3)
 
 
@@ -41,9 +54,18 @@ def test_defaults_are_those_of_transformers(architecture: str):
     ],
 )
 def test_parameters_are_counted_as_in_the_model(architecture: str, head: HeadSize, auto):
-    shape = replace(DEFAULTS[architecture], hidden_size=96, intermediate_size=384, num_hidden_layers=3, vocab_size=500)
+    shape = replace(
+        DEFAULTS[architecture],
+        hidden_size=96,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        vocab_size=500,
+    )
     shape = replace(shape, embedding_size=32) if shape.is_albert else shape
-    sizes = {name: getattr(shape, name) for name in NAMES} | {"num_attention_heads": 4, "pad_token_id": 0}
+    sizes = {name: getattr(shape, name) for name in NAMES} | {
+        "num_attention_heads": 4,
+        "pad_token_id": 0,
+    }
     if architecture == "distilbert":
         sizes |= {"dim": 96, "hidden_dim": 384, "n_layers": 3, "n_heads": 4}
     if shape.is_albert:
@@ -55,11 +77,18 @@ def test_parameters_are_counted_as_in_the_model(architecture: str, head: HeadSiz
 
 
 def test_published_models_have_as_many_parameters_and_frozen_parts_have_no_gradients():
-    assert PUBLISHED["bert-large-uncased"].trained_parameters(VOCABULARY) == pytest.approx(335e6, rel=0.01)
-    assert PUBLISHED["albert-base-v2"].trained_parameters(VOCABULARY) == pytest.approx(11.2e6, rel=0.01)
+    assert PUBLISHED["bert-large-uncased"].trained_parameters(VOCABULARY) == pytest.approx(
+        335e6, rel=0.01
+    )
+    assert PUBLISHED["albert-base-v2"].trained_parameters(VOCABULARY) == pytest.approx(
+        11.2e6, rel=0.01
+    )
     shape = PUBLISHED["bert-base-cased"]
     whole = shape.trained_parameters(LABELS)
-    assert shape.trained_parameters(LABELS, freeze_embeddings=True) == whole - shape.embedding_parameters()
+    assert (
+        shape.trained_parameters(LABELS, freeze_embeddings=True)
+        == whole - shape.embedding_parameters()
+    )
     four = shape.trained_parameters(LABELS, freeze_layers=4)
     assert four == whole - shape.embedding_parameters() - 4 * shape.layer_parameters()
 
@@ -68,15 +97,28 @@ def test_a_shape_is_read_from_wherever_the_model_comes(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "vocab_size": 99}
     new = find_shape(ModelConfig(architecture="bert", **sizes))
     assert new == Shape("bert", 99, 64, 128, 2)
-    assert find_shape(ModelConfig(architecture="bert"), vocab_size=7) == replace(DEFAULTS["bert"], vocab_size=7)
+    assert find_shape(ModelConfig(architecture="bert"), vocab_size=7) == replace(
+        DEFAULTS["bert"], vocab_size=7
+    )
     assert find_shape(ModelConfig(architecture="deberta-v2")) is None
-    assert find_shape(ModelConfig(pretrained="google-bert/bert-base-cased")) == PUBLISHED["bert-base-cased"]
-    assert find_shape(ModelConfig(pretrained="someone/bert-base-cased")) is None  # may be any model
+    assert (
+        find_shape(ModelConfig(pretrained="google-bert/bert-base-cased"))
+        == PUBLISHED["bert-base-cased"]
+    )
+    assert (
+        find_shape(ModelConfig(pretrained="someone/bert-base-cased")) is None
+    )  # may be any model
     assert find_shape(ModelConfig(init_from="s3://bucket/run")) is None
     assert not knows_vocabulary(ModelConfig()) and knows_vocabulary(ModelConfig(), vocab_size=7)
     (tmp_path / "run/export").mkdir(parents=True)
     assert find_shape(ModelConfig(init_from=str(tmp_path / "run"))) is None
-    config = {"model_type": "distilbert", "vocab_size": 99, "dim": 64, "hidden_dim": 128, "n_layers": 2}
+    config = {
+        "model_type": "distilbert",
+        "vocab_size": 99,
+        "dim": 64,
+        "hidden_dim": 128,
+        "n_layers": 2,
+    }
     (tmp_path / "run/export/config.json").write_text(json.dumps(config))
     shape = find_shape(ModelConfig(init_from=str(tmp_path / "run")))
     assert shape == Shape("distilbert", 99, 64, 128, 2, type_vocab_size=0)
@@ -88,7 +130,10 @@ def test_a_shape_is_read_from_wherever_the_model_comes(tmp_path):
         ("[]", "it is not a JSON object"),
         ('{"model_type": "bert", "hidden_size": "768"}', "hidden_size is '768', not a count"),
         ('{"model_type": "bert", "hidden_size": 0}', "hidden_size=0 is not a possible size"),
-        ('{"model_type": "bert", "num_hidden_layers": 1000000000000}', "num_hidden_layers=1000000000000 is not a p"),
+        (
+            '{"model_type": "bert", "num_hidden_layers": 1000000000000}',
+            "num_hidden_layers=1000000000000 is not a p",
+        ),
         ("{" * 100_000, "it is not JSON"),
     ],
 )
@@ -98,14 +143,23 @@ def test_a_damaged_configuration_is_rejected_in_one_line(tmp_path, text: str, sa
 
 
 VALUES = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.integers(), max_size=2)
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.lists(st.integers(), max_size=2)
 )
-KEYS = st.sampled_from([*NAMES, "type_vocab_size", "embedding_size", "num_hidden_groups", "dim", "n_layers", "x"])
+KEYS = st.sampled_from(
+    [*NAMES, "type_vocab_size", "embedding_size", "num_hidden_groups", "dim", "n_layers", "x"]
+)
 
 
 @quick
 @given(st.dictionaries(KEYS, VALUES), st.sampled_from([*DEFAULTS, "x", None]))
-def test_any_configuration_gives_a_shape_nothing_or_a_rejection(values: dict[str, object], kind: object):
+def test_any_configuration_gives_a_shape_nothing_or_a_rejection(
+    values: dict[str, object], kind: object
+):
     try:
         shape = shape_of({**values, "model_type": kind})
     except BadContent as error:

@@ -44,14 +44,18 @@ def test_logits_are_those_of_transformers_at_the_positions_asked_for(architectur
     model.export(tmp_path)
     with torch.device("meta"):
         empty = build(architecture, pretrained=str(tmp_path)).state_dict()
-    assert {name: value.shape for name, value in empty.items()} == {n: v.shape for n, v in model.state_dict().items()}
+    assert {name: value.shape for name, value in empty.items()} == {
+        n: v.shape for n, v in model.state_dict().items()
+    }
     assert all(value.is_meta for value in empty.values())
     plain = AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
     inputs = {"token_type_ids": segments} if model.has_segments else {}
     whole = plain(input_ids=ids, **inputs).logits
     assert result.shape == (3, P, V)
     wanted = whole.gather(1, positions[..., None].expand(-1, -1, V))
-    torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-5)  # the same sums in another order
+    torch.testing.assert_close(
+        result, wanted, rtol=1e-5, atol=1e-5
+    )  # the same sums in another order
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -66,27 +70,38 @@ def test_states_are_picked_as_by_gather_bit_for_bit(dtype):
         states.backward(grad)
         return states.detach(), leaf.grad
 
-    wanted = outcome(lambda hidden, positions: hidden.gather(1, positions[..., None].expand(-1, -1, 8)))
+    wanted = outcome(
+        lambda hidden, positions: hidden.gather(1, positions[..., None].expand(-1, -1, 8))
+    )
     assert all(torch.equal(*pair) for pair in zip(outcome(states_at), wanted, strict=True))
 
 
 def test_the_head_of_albert_sees_the_asked_positions_its_decoder_is_the_embedding_and_its_activation_is_fused():
     model = build("albert")
     seen = []
-    model.network.predictions.register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0].shape))
+    model.network.predictions.register_forward_hook(
+        lambda _module, inputs, _output: seen.append(inputs[0].shape)
+    )
     model(*batch())
     assert seen == [(3, P, 32)]
-    assert model.network.predictions.decoder.weight is model.network.albert.embeddings.word_embeddings.weight
+    assert (
+        model.network.predictions.decoder.weight
+        is model.network.albert.embeddings.word_embeddings.weight
+    )
     assert model.network.config.hidden_act == "gelu_pytorch_tanh"
     x = torch.linspace(-6, 6, 1000)
-    torch.testing.assert_close(ACT2FN["gelu_pytorch_tanh"](x), ACT2FN["gelu_new"](x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        ACT2FN["gelu_pytorch_tanh"](x), ACT2FN["gelu_new"](x), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("architecture", ["albert", "bert", "roberta", "modernbert"])
 def test_flops_are_those_that_torch_counts(architecture):
     model = build(architecture, hidden_size=64, num_heads=2)
     # Attention as plain matrix products: the counter does not see into the CPU's fused kernel.
-    model.network.config._attn_implementation = "eager"  # by its method some versions of ModernBERT cannot change it
+    model.network.config._attn_implementation = (
+        "eager"  # by its method some versions of ModernBERT cannot change it
+    )
     counter = FlopCounterMode(display=False)
     ids, segments, positions = batch(1)
     with counter:
@@ -98,6 +113,8 @@ def test_flops_are_those_that_torch_counts(architecture):
 
 def test_special_tokens_outside_of_the_vocabulary_are_left_out():
     """transformers warns of each: they are those of the architecture's own tokenizer."""
-    assert [build(name).network.config.eos_token_id for name in ("modernbert", "albert", "bert")] == [None, 3, None]
+    assert [
+        build(name).network.config.eos_token_id for name in ("modernbert", "albert", "bert")
+    ] == [None, 3, None]
     whole = ModelConfig(architecture="modernbert", **COMMON, vocab_size=50368)
     assert model_config(whole, vocab_size=V, pad_id=0).eos_token_id == 50282

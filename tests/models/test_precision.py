@@ -20,16 +20,23 @@ from train.tasks.mlm.task import loss_sum
 
 FP16 = BackendConfig(device=DEVICE, precision="fp16")
 NARROW = BackendConfig(device=DEVICE, precision="fp32", norms="bf16")
-SMALL = 2.0**-10  # a factor of the toy's losses with which no gradient overflows at the first scale, 65536
+SMALL = (
+    2.0**-10
+)  # a factor of the toy's losses with which no gradient overflows at the first scale, 65536
 
 
 def test_fp16_learns_what_fp32_learns(toy):
     toy.scale = lambda call: SMALL
-    for name, backend in (("fp32", BackendConfig(device=DEVICE, precision="fp32")), ("fp16", FP16)):
+    for name, backend in (
+        ("fp32", BackendConfig(device=DEVICE, precision="fp32")),
+        ("fp16", FP16),
+    ):
         assert toy.train(name, max_steps=20, eval_every=20, backend=backend) == ("done", 20)
     # The model's outputs, about 1, are rounded to 11 bits (2**-11), and 20 steps of Adam move the weights by 0.2.
     for key, tolerance in (("loss", 0.01), ("grad_norm", 0.03)):
-        assert toy.values("train", key, "fp16") == pytest.approx(toy.values("train", key, "fp32"), rel=tolerance)
+        assert toy.values("train", key, "fp16") == pytest.approx(
+            toy.values("train", key, "fp32"), rel=tolerance
+        )
     assert toy.values("train", "loss", "fp16") != toy.values("train", "loss", "fp32")
     assert toy.values("train", "loss_scale", "fp16") == [65536.0] * 20
     assert "loss_scale" not in toy.lines("train", "fp32")[0]
@@ -42,23 +49,41 @@ def test_fp16_learns_what_fp32_learns(toy):
 def test_norms_that_return_bf16_keep_gradients_within_two_percent_of_fp32(architecture):
     """Twelve layers, whose states pass from one to the next in bf16 alone."""
     found = {}
-    for name, norms in (("fp32", None), ("fp32 norms", torch.float32), ("bf16 norms", torch.bfloat16)):
+    for name, norms in (
+        ("fp32", None),
+        ("fp32 norms", torch.float32),
+        ("bf16 norms", torch.bfloat16),
+    ):
         torch.manual_seed(0)
-        sizes = {"hidden_size": 64, "num_layers": 12, "num_heads": 2, "intermediate_size": 256, "max_positions": 40}
+        sizes = {
+            "hidden_size": 64,
+            "num_layers": 12,
+            "num_heads": 2,
+            "intermediate_size": 256,
+            "max_positions": 40,
+        }
         cfg = ModelConfig(architecture=architecture, **sizes)
-        model = build_masked_lm(cfg, vocab_size=200, pad_id=0, seq_len=32).eval()  # without dropout
+        model = build_masked_lm(
+            cfg, vocab_size=200, pad_id=0, seq_len=32
+        ).eval()  # without dropout
         ids, positions = torch.randint(5, 200, (4, 32)), torch.arange(8).expand(4, 8)
         if norms is not None:
             model.narrow_norms(norms)
         seen = set()
         for module in filter(is_norm, model.network.modules()):
-            module.register_forward_hook(lambda _module, _inputs, output, seen=seen: seen.add(output.dtype))
+            module.register_forward_hook(
+                lambda _module, _inputs, output, seen=seen: seen.add(output.dtype)
+            )
         with torch.autocast("cpu", torch.bfloat16, enabled=norms is not None):
             logits = model(ids, torch.zeros_like(ids), positions)
         loss_sum(logits.flatten(0, 1), ids[:, :8].flatten()).backward()
         assert seen == {norms or torch.float32}
         weights = [weight for weight in model.parameters() if weight.grad is not None]
-        assert {weight.dtype for weight in weights} == {weight.grad.dtype for weight in weights} == {torch.float32}
+        assert (
+            {weight.dtype for weight in weights}
+            == {weight.grad.dtype for weight in weights}
+            == {torch.float32}
+        )
         found[name] = torch.cat([weight.grad.flatten() for weight in weights]).double()
     exact = found.pop("fp32")
     for name, gradient in found.items():
@@ -66,19 +91,35 @@ def test_norms_that_return_bf16_keep_gradients_within_two_percent_of_fp32(archit
 
 
 def test_a_model_whose_code_fails_in_bf16_is_rejected_there():
-    sizes = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "intermediate_size": 32, "max_positions": 40}
-    model = build_masked_lm(ModelConfig(architecture="deberta", **sizes), vocab_size=99, pad_id=0, seq_len=32)
+    sizes = {
+        "hidden_size": 32,
+        "num_layers": 1,
+        "num_heads": 2,
+        "intermediate_size": 32,
+        "max_positions": 40,
+    }
+    model = build_masked_lm(
+        ModelConfig(architecture="deberta", **sizes), vocab_size=99, pad_id=0, seq_len=32
+    )
     DDP(BackendConfig(device="cpu", precision="fp32")).place(model)
     narrow = DDP(BackendConfig(device="cpu", precision="bf16"))
-    rejects("deberta does not run in backend.precision=bf16: .* Set backend.precision=fp32", narrow.place, model)
+    rejects(
+        "deberta does not run in backend.precision=bf16: .* Set backend.precision=fp32",
+        narrow.place,
+        model,
+    )
     check_precision(model, "bf16_stochastic")  # of XLA, whose weights are in bf16
     ids, positions = torch.randint(5, 99, (2, 32)), torch.arange(8).expand(2, 8)
     assert model.to(torch.bfloat16)(ids, torch.zeros_like(ids), positions).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("architecture", ["albert", "bert", "distilbert", "electra", "roberta", "modernbert"])
+@pytest.mark.parametrize(
+    "architecture", ["albert", "bert", "distilbert", "electra", "roberta", "modernbert"]
+)
 def test_joined_projections_compute_what_three_products_do(architecture):
-    cfg = ModelConfig(architecture=architecture, hidden_size=32, num_layers=2, num_heads=2, max_positions=40)
+    cfg = ModelConfig(
+        architecture=architecture, hidden_size=32, num_layers=2, num_heads=2, max_positions=40
+    )
     model = build_masked_lm(cfg, vocab_size=99, pad_id=0, seq_len=32).eval()
     ids, positions = torch.randint(5, 99, (2, 32)), torch.arange(8).expand(2, 8)
     found = []
@@ -86,8 +127,12 @@ def test_joined_projections_compute_what_three_products_do(architecture):
         model.zero_grad()
         logits = model(ids, torch.zeros_like(ids), positions)
         logits.square().sum().backward()
-        found.append([logits, *(weight.grad for weight in model.parameters() if weight.grad is not None)])
-        before = [module.forward for module in model.modules() if isinstance(module, torch.nn.Linear)]
+        found.append(
+            [logits, *(weight.grad for weight in model.parameters() if weight.grad is not None)]
+        )
+        before = [
+            module.forward for module in model.modules() if isinstance(module, torch.nn.Linear)
+        ]
         model.join_projections()
     joined = [module.forward for module in model.modules() if isinstance(module, torch.nn.Linear)]
     assert (joined != before) == (architecture != "modernbert")  # which has one product already
@@ -98,12 +143,16 @@ def test_norms_in_bf16_need_the_precision(toy):
     rejects("backend.norms=bf16 needs backend.precision=bf16; here it is fp32", DDP, NARROW)
 
 
-def test_an_overflow_is_skipped_and_halves_the_scale_and_is_no_sign_of_a_broken_run(toy, monkeypatch):
+def test_an_overflow_is_skipped_and_halves_the_scale_and_is_no_sign_of_a_broken_run(
+    toy, monkeypatch
+):
     monkeypatch.setattr(checkpoint_manager, "MAX_ROLLBACKS", 0)
     """Three in a row, and three steps in a row without a finite gradient would be too many."""
     toy.scale = lambda call: 1e6 if 3 <= call <= 5 else SMALL
     assert toy.train(max_steps=8, backend=FP16, checkpoint={"every": 1, "keep": 0}) == ("done", 8)
-    assert toy.values("train", "loss_scale") == [2.0**power for power in (16, 16, 15, 14, 13, 13, 13, 13)]
+    assert toy.values("train", "loss_scale") == [
+        2.0**power for power in (16, 16, 15, 14, 13, 13, 13, 13)
+    ]
     assert toy.weights(2) == toy.weights(5) != toy.weights(6)
     assert len(toy.faults()) == 3 and all("skipped steps: 1;" in fault for fault in toy.faults())
 
@@ -111,7 +160,9 @@ def test_an_overflow_is_skipped_and_halves_the_scale_and_is_no_sign_of_a_broken_
 def test_gradients_that_no_scale_makes_finite_are_those_of_a_broken_run(toy, monkeypatch):
     monkeypatch.setattr(checkpoint_manager, "MAX_ROLLBACKS", 0)
     toy.scale = lambda call: NAN if call > 4 else SMALL
-    with pytest.raises(FloatingPointError, match="3 steps in a row had no finite gradient, up to step 23"):
+    with pytest.raises(
+        FloatingPointError, match="3 steps in a row had no finite gradient, up to step 23"
+    ):
         toy.train(max_steps=50, eval_every=None, backend=FP16)
     # From 65536 to 1 in 16 steps, then three that the scale does not excuse.
     assert toy.values("train", "loss_scale")[-4:] == [1.0, 0.5, 0.25, 0.125]
@@ -130,7 +181,9 @@ def test_a_run_that_was_stopped_goes_on_with_its_scale_bit_for_bit(toy):
     assert scales[16:] == toy.values("train", "loss_scale", "cut")[-16:]
     assert 1 < scales[-1] < 65536
     assert toy.weights(32, "whole") == toy.weights(32, "cut")
-    files = (toy.folder / name / "checkpoints/step_00000032/optimizer.pt" for name in ("whole", "cut"))
+    files = (
+        toy.folder / name / "checkpoints/step_00000032/optimizer.pt" for name in ("whole", "cut")
+    )
     states = [torch.load(file)["loss_scale"] for file in files]
     assert states[0] == states[1] and states[0]["_growth_tracker"] > 16
 
@@ -153,7 +206,9 @@ def cuda(monkeypatch):
     for name, answer in {
         "device_count": lambda: 1,
         "get_device_name": lambda _: "a GPU",
-        "is_available": lambda: True,  # else PyTorch scales losses only where torch_xla is installed
+        "is_available": lambda: (
+            True
+        ),  # else PyTorch scales losses only where torch_xla is installed
         "get_device_capability": lambda _: device.capability,
         "get_device_properties": lambda _: SimpleNamespace(),
         "set_device": lambda _: None,
@@ -163,7 +218,9 @@ def cuda(monkeypatch):
     torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.parametrize(("capability", "chosen"), [((6, 1), "fp32"), ((7, 0), "fp16"), ((8, 0), "bf16")])
+@pytest.mark.parametrize(
+    ("capability", "chosen"), [((6, 1), "fp32"), ((7, 0), "fp16"), ((8, 0), "bf16")]
+)
 def test_auto_is_what_the_gpu_multiplies_natively(cuda, capability, chosen):
     cuda.capability = capability
     backend = DDP(BackendConfig(device="cuda"))
@@ -178,9 +235,17 @@ def test_tf32_is_for_those_who_name_it_and_rejected_where_there_is_none(cuda):
         assert torch.get_float32_matmul_precision() == products
         with backend.autocast():
             assert not torch.is_autocast_enabled("cuda")
-    rejects(r"precision=tf32 needs .* and this is a CPU; set", DDP, BackendConfig(device="cpu", precision="tf32"))
+    rejects(
+        r"precision=tf32 needs .* and this is a CPU; set",
+        DDP,
+        BackendConfig(device="cpu", precision="tf32"),
+    )
     cuda.capability = (7, 5)
-    rejects(r"and this one has 7\.5; set backend\.precision=fp32", DDP, BackendConfig(device="cuda", precision="tf32"))
+    rejects(
+        r"and this one has 7\.5; set backend\.precision=fp32",
+        DDP,
+        BackendConfig(device="cuda", precision="tf32"),
+    )
 
 
 class Event:
@@ -218,7 +283,12 @@ def test_work_is_timed_though_the_device_is_behind(monkeypatch):
 def test_the_peak_of_tf32_is_half_of_that_of_bf16():
     instance = InstanceConfig(device_tflops_bf16=312, device_tflops_fp32=19.5)
     peaks = {name: instance.peak_flops_per_s(name) for name in ("fp32", "tf32", "bf16", "fp16")}
-    assert peaks == {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12, "fp16": 312e12}  # the A100's data sheet
+    assert peaks == {
+        "fp32": 19.5e12,
+        "tf32": 156e12,
+        "bf16": 312e12,
+        "fp16": 312e12,
+    }  # the A100's data sheet
     assert InstanceConfig(device_tflops_fp32=19.5).peak_flops_per_s("tf32") is None
 
 
@@ -236,8 +306,16 @@ def test_backward_passes_of_a_deterministic_run_are_bitwise_equal(seq_len):
     """More tokens than one kernel's table of embeddings takes; attention with and without a mask."""
     backend = DDP(BackendConfig(device=DEVICE, precision="bf16", deterministic=True))
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "num_layers": 2, "num_heads": 2, "intermediate_size": 256, "max_positions": 512}
-    model = build_masked_lm(ModelConfig(architecture="bert", **sizes), vocab_size=200, pad_id=0, seq_len=seq_len)
+    sizes = {
+        "hidden_size": 128,
+        "num_layers": 2,
+        "num_heads": 2,
+        "intermediate_size": 256,
+        "max_positions": 512,
+    }
+    model = build_masked_lm(
+        ModelConfig(architecture="bert", **sizes), vocab_size=200, pad_id=0, seq_len=seq_len
+    )
     backend.place(model)
     ids = torch.randint(5, 200, (4096 // seq_len, seq_len), device=backend.device)
     positions = torch.arange(0, seq_len, 8, device=backend.device).expand(len(ids), -1)
@@ -248,8 +326,13 @@ def test_backward_passes_of_a_deterministic_run_are_bitwise_equal(seq_len):
         torch.manual_seed(1)  # of dropout
         with backend.autocast():
             logits = model(ids, torch.zeros_like(ids), positions)
-            masked = model.network.base_model.encoder(states, attention_mask=model.mask(real)).last_hidden_state
-            loss = loss_sum(logits.flatten(0, 1), ids.gather(1, positions).flatten()) + masked.float().square().mean()
+            masked = model.network.base_model.encoder(
+                states, attention_mask=model.mask(real)
+            ).last_hidden_state
+            loss = (
+                loss_sum(logits.flatten(0, 1), ids.gather(1, positions).flatten())
+                + masked.float().square().mean()
+            )
         loss.backward()
         found.append([weight.grad for weight in model.parameters() if weight.grad is not None])
         model.zero_grad(set_to_none=True)

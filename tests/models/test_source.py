@@ -32,25 +32,39 @@ def write_tokenizer(folder, *, words=WORDS, **special):
 def folder(tmp_path_factory):
     """What transformers' from_pretrained reads, of a small BERT."""
     path = tmp_path_factory.mktemp("folder")
-    cfg = ModelConfig(architecture="bert", hidden_size=8, num_layers=1, num_heads=2, intermediate_size=8)
+    cfg = ModelConfig(
+        architecture="bert", hidden_size=8, num_layers=1, num_heads=2, intermediate_size=8
+    )
     build_masked_lm(cfg, vocab_size=10, pad_id=0, seq_len=16).export(path)
     return write_tokenizer(path)
 
 
 def test_the_ends_of_a_text_are_the_missing_special_tokens(tmp_path):
     """As in EuroBERT's tokenizer, which has bos and eos only, if its post-processor puts them there."""
-    tokenizer = word_tokenizer(WORDS, cls_token=None, sep_token=None, bos_token="<s>", eos_token="</s>")
+    tokenizer = word_tokenizer(
+        WORDS, cls_token=None, sep_token=None, bos_token="<s>", eos_token="</s>"
+    )
     cfg = ModelConfig(tokenizer=str(tmp_path))
-    for single, lacking in (("<s> $A </s>", None), ("<s> $A", "sep_token"), ("$A </s>", "cls_token")):
+    for single, lacking in (
+        ("<s> $A </s>", None),
+        ("<s> $A", "sep_token"),
+        ("$A </s>", "cls_token"),
+    ):
         ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
-        template = processors.TemplateProcessing(single=single, pair=f"{single} $B </s>", special_tokens=ids)
+        template = processors.TemplateProcessing(
+            single=single, pair=f"{single} $B </s>", special_tokens=ids
+        )
         tokenizer.backend_tokenizer.post_processor = template
         tokenizer.save_pretrained(tmp_path)
         if lacking is None:
             made = task_tokenizer(cfg)
             assert (made.cls_token, made.sep_token) == ("<s>", "</s>")
         else:
-            rejects(f"has no {lacking}, .*; name one of its tokens in its tokenizer_config.json", task_tokenizer, cfg)
+            rejects(
+                f"has no {lacking}, .*; name one of its tokens in its tokenizer_config.json",
+                task_tokenizer,
+                cfg,
+            )
 
 
 def from_run(path, **changes):
@@ -59,7 +73,9 @@ def from_run(path, **changes):
 
 def test_what_is_there_already_stays_as_it_is(folder, tmp_path):
     assert resolved(ModelConfig(), LOCAL, tmp_path) == ModelConfig()
-    assert resolved(ModelConfig(pretrained="google/bert"), LOCAL, tmp_path).tokenizer == "google/bert"
+    assert (
+        resolved(ModelConfig(pretrained="google/bert"), LOCAL, tmp_path).tokenizer == "google/bert"
+    )
     cfg = resolved(from_run("google/bert", tokenizer="other", freeze_layers=2), LOCAL, tmp_path)
     assert cfg == ModelConfig(pretrained="google/bert", tokenizer="other", freeze_layers=2)
     cfg = resolved(from_run(folder), LOCAL, tmp_path)
@@ -82,9 +98,13 @@ def test_a_run_gives_its_export(finished, tmp_path):
     cfg = resolved(from_run(finished), LOCAL, tmp_path)
     assert cfg == ModelConfig(pretrained=f"{finished}/export", tokenizer=f"{finished}/export")
     vocab = len(task_tokenizer(cfg))
-    model = build_with_head("SequenceClassification", cfg, labels=["a", "b"], vocab_size=vocab, pad_id=0, seq_len=32)
+    model = build_with_head(
+        "SequenceClassification", cfg, labels=["a", "b"], vocab_size=vocab, pad_id=0, seq_len=32
+    )
     pretrained = AutoModelForMaskedLM.from_pretrained(finished / "export")
-    assert model.network.albert.embeddings.word_embeddings.weight.equal(pretrained.get_input_embeddings().weight)
+    assert model.network.albert.embeddings.word_embeddings.weight.equal(
+        pretrained.get_input_embeddings().weight
+    )
     alone = resolved(ModelConfig(architecture="bert", tokenizer=str(finished)), LOCAL, tmp_path)
     assert (alone.pretrained, alone.tokenizer) == (None, f"{finished}/export")
 
@@ -92,7 +112,12 @@ def test_a_run_gives_its_export(finished, tmp_path):
 def test_a_run_without_an_export_gives_its_checkpoint(finished, tmp_path, monkeypatch):
     copy = tmp_path / "run"
     shutil.copytree(finished, copy, ignore=shutil.ignore_patterns("export"))
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "nowhere"}.items():
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "nowhere",
+    }.items():
         monkeypatch.setenv(name, value)  # the export is no rank, and waits for nobody
     started, run_it = [], subprocess.run
 
@@ -102,21 +127,34 @@ def test_a_run_without_an_export_gives_its_checkpoint(finished, tmp_path, monkey
 
     monkeypatch.setattr(subprocess, "run", recorded)
     cfg = resolved(from_run(copy), LOCAL, tmp_path / "cache")
-    assert started[0]["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)  # the same code, not what is installed
-    assert cfg.pretrained == cfg.tokenizer and cfg.pretrained.startswith(str(tmp_path / "cache/models/"))
-    result, wanted = (AutoModelForMaskedLM.from_pretrained(where) for where in (cfg.pretrained, finished / "export"))
-    assert all(tensor.equal(wanted.state_dict()[name]) for name, tensor in result.state_dict().items())
+    assert started[0]["PYTHONPATH"].split(os.pathsep)[0] == str(
+        ROOT
+    )  # the same code, not what is installed
+    assert cfg.pretrained == cfg.tokenizer and cfg.pretrained.startswith(
+        str(tmp_path / "cache/models/")
+    )
+    result, wanted = (
+        AutoModelForMaskedLM.from_pretrained(where)
+        for where in (cfg.pretrained, finished / "export")
+    )
+    assert all(
+        tensor.equal(wanted.state_dict()[name]) for name, tensor in result.state_dict().items()
+    )
     assert len(task_tokenizer(cfg)) == 120
     for path in copy.glob("checkpoints/*/model.pt"):
         path.unlink()
-    assert resolved(from_run(copy), LOCAL, tmp_path / "cache") == cfg  # it is there: nothing is exported again
+    assert (
+        resolved(from_run(copy), LOCAL, tmp_path / "cache") == cfg
+    )  # it is there: nothing is exported again
     says = r"model.init_from=.*: exporting its checkpoint failed \(.*no valid checkpoint"
     rejects(says, resolved, from_run(copy), LOCAL, tmp_path / "other")
     assert not [path for path in (tmp_path / "other/models").iterdir() if path.is_dir()]
 
 
 def test_a_run_in_s3_is_fetched_once_and_again_when_it_has_changed(finished, bucket, tmp_path):
-    keys = ["config.yaml", "metrics.jsonl"] + [f"export/{path.name}" for path in (finished / "export").iterdir()]
+    keys = ["config.yaml", "metrics.jsonl"] + [
+        f"export/{path.name}" for path in (finished / "export").iterdir()
+    ]
     for key in [*keys, "export/tensorboard/events"]:
         bucket.put(f"runs/one/{key}", (finished / key).read_bytes() if key in keys else b"x")
     cfg = resolved(from_run(bucket.location("runs/one")), bucket.config(), tmp_path)
@@ -130,7 +168,9 @@ def test_a_run_in_s3_is_fetched_once_and_again_when_it_has_changed(finished, buc
     same_export = resolved(from_run(bucket.location("runs/one/export")), bucket.config(), tmp_path)
     assert Path(same_export.pretrained, "model.safetensors").stat().st_size > 0
     weights = (finished / "export/model.safetensors").read_bytes()
-    bucket.put("runs/one/export/model.safetensors", weights[:-4] + b"\0\0\0\0")  # of the same length
+    bucket.put(
+        "runs/one/export/model.safetensors", weights[:-4] + b"\0\0\0\0"
+    )  # of the same length
     other = resolved(from_run(bucket.location("runs/one")), bucket.config(), tmp_path)
     assert other.pretrained != cfg.pretrained
 
@@ -141,7 +181,9 @@ def test_a_tokenizer_neither_cuts_nor_pads(folder, tmp_path):
     truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     padding = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None}
     padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]"}
-    (saved / "tokenizer.json").write_text(json.dumps({**content, "truncation": truncation, "padding": padding}))
+    (saved / "tokenizer.json").write_text(
+        json.dumps({**content, "truncation": truncation, "padding": padding})
+    )
     tokenizer = task_tokenizer(ModelConfig(tokenizer=str(saved)))
     assert tokenizer.backend_tokenizer.encode("the cat sat the cat").ids == [5, 7, 9, 5, 7]
 
@@ -149,7 +191,10 @@ def test_a_tokenizer_neither_cuts_nor_pads(folder, tmp_path):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda path: CanineTokenizer().save_pretrained(path), "is not a fast one .CanineTokenizer."),
+        (
+            lambda path: CanineTokenizer().save_pretrained(path),
+            "is not a fast one .CanineTokenizer.",
+        ),
         (lambda path: write_tokenizer(path, sep_token=None), "has no sep_token"),
         (lambda path: write_tokenizer(path, pad_token=None), "has no pad_token"),
         (lambda path: None, "cannot be loaded"),
@@ -165,7 +210,9 @@ def test_a_tokenizer_that_will_not_do_is_rejected(make, says, tmp_path):
 def test_the_class_of_any_fast_tokenizer_is_accepted(tmp_path):
     """transformers 4 wrote it for ModernBERT and others."""
     path = write_tokenizer(tmp_path) / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_class": "PreTrainedTokenizerFast"}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "tokenizer_class": "PreTrainedTokenizerFast"})
+    )
     assert len(task_tokenizer(ModelConfig(tokenizer=str(tmp_path)))) == 10
 
 
@@ -173,13 +220,20 @@ def test_the_class_of_any_fast_tokenizer_is_accepted(tmp_path):
 def test_weights_without_a_tokenizer_are_rejected(kind, folder, tmp_path):
     """transformers makes one that knows no word, or says that it could not."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    rejects("it has no tokenizer.json or vocabulary file$", task_tokenizer, ModelConfig(pretrained=str(tmp_path)))
+    rejects(
+        "it has no tokenizer.json or vocabulary file$",
+        task_tokenizer,
+        ModelConfig(pretrained=str(tmp_path)),
+    )
     assert len(task_tokenizer(ModelConfig(pretrained=str(tmp_path), tokenizer=str(folder)))) == 10
     rejects("model.tokenizer is not set", task_tokenizer, ModelConfig())
 
 
 def test_a_tokenizer_of_other_words_than_the_weights_is_rejected(folder, tmp_path):
-    same, other = write_tokenizer(tmp_path / "same"), write_tokenizer(tmp_path / "other", words=WORDS[::-1])
+    same, other = (
+        write_tokenizer(tmp_path / "same"),
+        write_tokenizer(tmp_path / "other", words=WORDS[::-1]),
+    )
     assert len(task_tokenizer(ModelConfig(pretrained=str(folder), tokenizer=str(same)))) == 10
     mixed = ModelConfig(pretrained=str(folder), tokenizer=str(other))
     rejects("does not have the vocabulary of the weights", task_tokenizer, mixed)

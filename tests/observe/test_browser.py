@@ -118,10 +118,18 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     lines = [*whole_run()[:-1], fault_line(40), train_line(50), summary_line(50, 50)]
     names = {"pretraining": "a", "long": LONG}
     runs = {name: write_run(folder / place, lines) for name, place in names.items()}
-    runs["changed"] = write_run(folder / "b", whole_run(), config={"path": "x" * 300, "optim": {"name": "lamb"}})
+    runs["changed"] = write_run(
+        folder / "b", whole_run(), config={"path": "x" * 300, "optim": {"name": "lamb"}}
+    )
     runs["tuned"] = finished_run.write(folder / "tuned")
-    guesses = [{"text": f"{name} is likely", "probability": 0.333} for name in ("this", "that", "other")]
-    sample = {"text": "a [1] text", "context": "", "answers": [{"truth": "this", "score": 1.0, "guesses": guesses}]}
+    guesses = [
+        {"text": f"{name} is likely", "probability": 0.333} for name in ("this", "that", "other")
+    ]
+    sample = {
+        "text": "a [1] text",
+        "context": "",
+        "answers": [{"truth": "this", "score": 1.0, "guesses": guesses}],
+    }
     (runs["tuned"] / "samples.json").write_text(json.dumps({"step": 30, "samples": [sample]}))
     for name in ("pretraining", "tuned"):
         assert report_command.main([str(runs[name])]) == 0
@@ -137,14 +145,21 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", ["pretraining", "tuned", "two", "compared"])
-def test_a_page_is_whole(chromium: Any, pages: dict[str, Path], name: str, width: int, scheme: str) -> None:
+def test_a_page_is_whole(
+    chromium: Any, pages: dict[str, Path], name: str, width: int, scheme: str
+) -> None:
     browser.show(chromium, pages[name], width=width, scheme=scheme)
-    assert chromium.get_log("browser") == []  # no script that fails, nothing that the page's own policy blocks
+    assert (
+        chromium.get_log("browser") == []
+    )  # no script that fails, nothing that the page's own policy blocks
     assert chromium.execute_script("return document.images.length") >= 8
     assert chromium.execute_script(UNDRAWN) == []
     assert chromium.execute_script(FAULTS) == []
     assert chromium.execute_script(FAINT) == []
-    dark = chromium.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(13, 16, 20)"
+    dark = (
+        chromium.execute_script("return getComputedStyle(document.body).backgroundColor")
+        == "rgb(13, 16, 20)"
+    )
     assert dark == (scheme == "dark")
 
 
@@ -152,10 +167,14 @@ def test_a_page_is_whole(chromium: Any, pages: dict[str, Path], name: str, width
 def site() -> Iterator[str]:
     """The address of what `make docs` builds, which fails for a link that leads nowhere."""
     pytest.importorskip("mkdocs")
-    built = subprocess.run(["make", "--old-file=.venv/.ready", "docs"], cwd=ROOT, capture_output=True, text=True)
+    built = subprocess.run(
+        ["make", "--old-file=.venv/.ready", "docs"], cwd=ROOT, capture_output=True, text=True
+    )
     assert built.returncode == 0, built.stderr
     folder = ROOT / "build" / "site"
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=folder)) as server:
+    with ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=folder)
+    ) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
@@ -182,15 +201,24 @@ def test_the_site_is_searched_and_turns_dark(chromium: Any, site: str) -> None:
     assert chromium.execute_script(scheme) == "default"
     chromium.find_element("css selector", "label[title='Dark mode']").click()
     assert chromium.execute_script(scheme) == "slate"
-    chromium.find_element("css selector", "[data-md-component=search-query]").send_keys("node-rank")
-    assert "Several machines by hand" in WebDriverWait(chromium, 30).until(lambda page: page.execute_script(FOUND))
+    chromium.find_element("css selector", "[data-md-component=search-query]").send_keys(
+        "node-rank"
+    )
+    assert "Several machines by hand" in WebDriverWait(chromium, 30).until(
+        lambda page: page.execute_script(FOUND)
+    )
 
 
 def test_the_checks_see_a_page_that_is_broken(chromium: Any, tmp_path: Path) -> None:
     body = "<p style='width: 900px; color: #999'>wide and faint</p><img alt='gone' src='gone.png'>"
-    (tmp_path / "page.html").write_text(f"<main style='background: #fff'>{body}<script>nowhere()</script></main>")
+    (tmp_path / "page.html").write_text(
+        f"<main style='background: #fff'>{body}<script>nowhere()</script></main>"
+    )
     browser.show(chromium, tmp_path / "page.html", width=400)
     assert len(chromium.get_log("browser")) == 2
     assert chromium.execute_script(UNDRAWN) == ["gone"]
-    assert [each.split(":")[0] for each in chromium.execute_script(FAULTS)] == ["the page is 908 wide", "P ends at 908"]
+    assert [each.split(":")[0] for each in chromium.execute_script(FAULTS)] == [
+        "the page is 908 wide",
+        "P ends at 908",
+    ]
     assert chromium.execute_script(FAINT) == ["2.8 P: wide and faint"]

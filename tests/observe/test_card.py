@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard
 from launch.run_progress import read_progress
 from train.observe import card
 from train.observe.report.run import read_run, settled
-from train.system.folders import LocalFolder
+from train.storage.folders import LocalFolder
 from train.tools import report
 
 
@@ -41,12 +41,20 @@ def test_the_head_says_what_it_is_and_how_good(tmp_path):
     assert model["name"] == "tweets"
     by_split = {result["dataset"]["split"]: result for result in model["results"]}
     assert by_split["validation"]["dataset"]["name"] == "tweets.csv"
-    answer = {(split, metric["name"]): metric for split, result in by_split.items() for metric in result["metrics"]}
+    answer = {
+        (split, metric["name"]): metric
+        for split, result in by_split.items()
+        for metric in result["metrics"]
+    }
     assert answer["validation", "f1_macro"] == {"type": "f1", "name": "f1_macro", "value": 0.75}
     assert answer["other", "accuracy"] == {"type": "accuracy", "name": "accuracy", "value": 0.66}
     assert ("validation", "eval_s") not in answer
     read = ModelCard(card.card(tmp_path / "run", "tweets"))  # by the Hub's own reader
-    assert {result.metric_name for result in read.data.eval_results} >= {"f1_macro", "accuracy", "loss"}
+    assert {result.metric_name for result in read.data.eval_results} >= {
+        "f1_macro",
+        "accuracy",
+        "loss",
+    }
 
 
 def test_the_price_of_a_run_is_no_score_of_it(prepared, tmp_path, capsys):
@@ -60,10 +68,14 @@ def test_the_price_of_a_run_is_no_score_of_it(prepared, tmp_path, capsys):
     scores = {"loss", "accuracy", "f1", "f1_macro", "f1_weighted", "matthews_correlation"}
     assert {metric["name"] for metric in results} == scores
     assert report.main([str(run)]) == 0
-    assert {path.stem for path in (run / "report").glob("validation_*.png")} == {f"validation_{s}" for s in scores} - {
-        "validation_loss"
-    }
-    assert set(read_run(run).summary["scores"]) == set(read_progress(LocalFolder(run)).scores) == scores
+    assert {path.stem for path in (run / "report").glob("validation_*.png")} == {
+        f"validation_{s}" for s in scores
+    } - {"validation_loss"}
+    assert (
+        set(read_run(run).summary["scores"])
+        == set(read_progress(LocalFolder(run)).scores)
+        == scores
+    )
 
 
 @pytest.mark.parametrize(("weights", "f1"), [(10, 0.5), (30, 0.7), (15, None)])
@@ -75,7 +87,10 @@ def test_the_results_are_of_the_weights_that_are_there(tmp_path, weights, f1):
         return
     assert f"The exported weights are those of step {weights}." in body
     assert settled(read_run(tmp_path / "run").summary["scores"]["f1_macro"]) == (f1, weights)
-    metrics = {metric["name"]: metric["value"] for metric in head["model-index"][0]["results"][0]["metrics"]}
+    metrics = {
+        metric["name"]: metric["value"]
+        for metric in head["model-index"][0]["results"][0]["metrics"]
+    }
     assert metrics["f1_macro"] == f1
 
 
@@ -115,14 +130,25 @@ def test_ids_on_the_hub_are_whole_and_linked_and_paths_and_hosts_left_out(tmp_pa
     head, body = made(run)
     assert (head["base_model"], head["datasets"]) == ("lab/bert", "lab/reviews")
     dataset = head["model-index"][0]["results"][0]["dataset"]
-    assert (dataset["type"], dataset["config"], dataset["revision"]) == ("lab/reviews", "en", "0123abc")
+    assert (dataset["type"], dataset["config"], dataset["revision"]) == (
+        "lab/reviews",
+        "en",
+        "0123abc",
+    )
     assert "fine-tuned from lab/bert" in body
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "lab" / "bert").mkdir(parents=True)  # a folder of that name comes first, as in transformers
+    (tmp_path / "lab" / "bert").mkdir(
+        parents=True
+    )  # a folder of that name comes first, as in transformers
     head, body = made(run)
     assert "base_model" not in head and "fine-tuned from bert" in body
-    text = card.card(write(tmp_path / "paths", data={"path": "s3://private-bucket/sets/tweets.csv"}), "tweets")
-    assert not [secret for secret in (*SECRETS, str(tmp_path)) if secret in text] and "tweets.csv" in text
+    text = card.card(
+        write(tmp_path / "paths", data={"path": "s3://private-bucket/sets/tweets.csv"}), "tweets"
+    )
+    assert (
+        not [secret for secret in (*SECRETS, str(tmp_path)) if secret in text]
+        and "tweets.csv" in text
+    )
 
 
 def test_a_pretraining_has_a_card_too_and_what_is_unknown_is_called_so(tmp_path):
@@ -149,7 +175,9 @@ def test_only_an_id_on_the_hub_gets_into_the_code_of_the_card(tmp_path, to):
 
 def test_names_are_shown_as_they_are_and_break_nothing(tmp_path):
     run, odd = write(tmp_path / "run"), "a|b\n<i>*x*</i>"
-    (run / "data.json").write_text(json.dumps({"labels": [odd], "splits": {"train": {"label_counts": {odd: 5}}}}))
+    (run / "data.json").write_text(
+        json.dumps({"labels": [odd], "splits": {"train": {"label_counts": {odd: 5}}}})
+    )
     body = made(run)[1]
     assert r"| a\|b" in body and "<i>" not in body.replace(r"\<i\>", "")
     assert r"\<i\>\*x\*\</i\>" in body

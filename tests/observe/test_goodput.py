@@ -10,8 +10,8 @@ from train.observe import stragglers
 from train.observe.stragglers import Stragglers
 from train.run import goodput
 from train.run.goodput import newest_saved, suggested_interval_s
-from train.system.folders import LocalFolder
-from train.system.run_folder import RunFolder
+from train.run_folder.run_folder import RunFolder
+from train.storage.folders import LocalFolder
 
 
 @pytest.fixture
@@ -19,7 +19,10 @@ def metrics(tmp_path):
     def write(*lines, rest=""):
         path = tmp_path / "metrics.jsonl"
         path.write_text(
-            "".join(json.dumps({"time_unix_s": 100.0, "attempt": 1, **line}) + "\n" for line in lines) + rest
+            "".join(
+                json.dumps({"time_unix_s": 100.0, "attempt": 1, **line}) + "\n" for line in lines
+            )
+            + rest
         )
         return LocalFolder(tmp_path)
 
@@ -34,7 +37,9 @@ RECOVERY = {"kind": "fault", "step": 31, "reason": "", "steps_lost": 20, "recove
 
 
 def test_an_attempt_without_an_exit_record_has_lost_what_came_after_its_checkpoint(metrics):
-    run = metrics(trained(10), {"kind": "checkpoint", "step": 10}, trained(20), rest='[1, 2]\n{"kind": "tra')
+    run = metrics(
+        trained(10), {"kind": "checkpoint", "step": 10}, trained(20), rest='[1, 2]\n{"kind": "tra'
+    )
     lost = goodput.lost(run, {}, None, attempt=2, step=10)
     assert (lost.steps, lost.last_sign_unix_s, newest_saved(run)) == (10, 100.0, 10)
     assert "killed, without an exit record" in lost.reason and "step 20 or later" in lost.reason
@@ -47,10 +52,15 @@ def test_the_lease_knows_of_steps_that_no_line_states(metrics, released, steps):
 
 
 @pytest.mark.parametrize(
-    ("outcome", "is_loss"), [("done", False), ("stopped", False), ("failed", True), ("left_at_once", True)]
+    ("outcome", "is_loss"),
+    [("done", False), ("stopped", False), ("failed", True), ("left_at_once", True)],
 )
 def test_only_an_attempt_that_did_not_end_in_order_has_lost_something(metrics, outcome, is_loss):
-    record = {"outcome": "stopped" if outcome == "left_at_once" else outcome, "kind": outcome, "reason": "x"}
+    record = {
+        "outcome": "stopped" if outcome == "left_at_once" else outcome,
+        "kind": outcome,
+        "reason": "x",
+    }
     lost = goodput.lost(metrics(trained(10)), record, None, attempt=2, step=4)
     assert (lost.steps, "(x)" in lost.reason) == (6, True) if is_loss else lost is None
     assert goodput.lost(metrics(), record, None, attempt=1, step=0) is None
@@ -67,22 +77,40 @@ def test_only_the_last_attempt_counts_and_nothing_of_this_one(metrics):
 def test_facts_count_faults_and_nothing_else(metrics):
     alarm = {"kind": "fault", "step": 31, "reason": "slow"}
     summary = {"kind": "summary", "step": 40, "steps_lost": 20, "recover_s": 9.0}
-    run = metrics(trained(10), RECOVERY, alarm, summary, {**RECOVERY, "steps_lost": 1, "recover_s": 2.0})
-    facts = goodput.facts(run, wall_s=800.0, stall_s=0.5, save_s=3.0, step_s=2.0, max_loss_s=1800.0)
-    assert (facts["faults"], facts["steps_lost"], facts["recover_s"], facts["mttf_s"]) == (2, 21, 11.0, 400.0)
+    run = metrics(
+        trained(10), RECOVERY, alarm, summary, {**RECOVERY, "steps_lost": 1, "recover_s": 2.0}
+    )
+    facts = goodput.facts(
+        run, wall_s=800.0, stall_s=0.5, save_s=3.0, step_s=2.0, max_loss_s=1800.0
+    )
+    assert (facts["faults"], facts["steps_lost"], facts["recover_s"], facts["mttf_s"]) == (
+        2,
+        21,
+        11.0,
+        400.0,
+    )
     assert facts["suggested_interval_s"] == pytest.approx(20.0) and facts["suggested_every"] == 10
 
 
 @pytest.mark.parametrize(
     ("mttf_s", "max_loss_s", "save_s", "interval_s"),
-    [(400.0, 1800.0, 0.0, 20.0), (400.0, 15.0, 0.0, 15.0), (400.0, 1800.0, 60.0, 60.0), (None, 1800.0, 0.0, 1800.0)],
+    [
+        (400.0, 1800.0, 0.0, 20.0),
+        (400.0, 15.0, 0.0, 15.0),
+        (400.0, 1800.0, 60.0, 60.0),
+        (None, 1800.0, 0.0, 1800.0),
+    ],
 )
-def test_the_interval_is_bounded_by_what_may_be_lost_and_by_what_a_save_takes(mttf_s, max_loss_s, save_s, interval_s):
+def test_the_interval_is_bounded_by_what_may_be_lost_and_by_what_a_save_takes(
+    mttf_s, max_loss_s, save_s, interval_s
+):
     assert suggested_interval_s(0.5, mttf_s, max_loss_s=max_loss_s, save_s=save_s) == interval_s
 
 
 @pytest.mark.parametrize(("ago_s", "wanted_s"), [(3600, 3600), (-30, 5), (None, 0)])
-def test_a_run_is_as_old_as_the_clock_says_and_no_younger_than_its_attempt(tmp_path, ago_s, wanted_s):
+def test_a_run_is_as_old_as_the_clock_says_and_no_younger_than_its_attempt(
+    tmp_path, ago_s, wanted_s
+):
     """Another machine's clock may be ahead. A first attempt began with its process."""
     folder = RunFolder(str(tmp_path))
     if ago_s is not None:
@@ -92,7 +120,9 @@ def test_a_run_is_as_old_as_the_clock_says_and_no_younger_than_its_attempt(tmp_p
 
 
 @pytest.mark.parametrize("first", [1000.0, 1.7e9, 4e9])
-def test_a_clock_that_was_wrong_leaves_the_goodput_and_the_time_between_faults_open(tmp_path, metrics, first):
+def test_a_clock_that_was_wrong_leaves_the_goodput_and_the_time_between_faults_open(
+    tmp_path, metrics, first
+):
     """1970, a year before there was this program, or the future."""
     folder = RunFolder(str(tmp_path / "clock"))
     folder.environment.parent.mkdir()
@@ -116,14 +146,20 @@ def watched(works, hosts=None, stages=None, *, windows):
     ranks = range(len(works[0]))
     watcher = Stragglers(hosts or [f"host{rank}" for rank in ranks], stages or [0] * len(ranks))
     with mock.patch.object(stragglers, "WINDOWS", windows):
-        alarms = {number: texts for number, line in enumerate(works) if (texts := watcher.see(line))}
+        alarms = {
+            number: texts for number, line in enumerate(works) if (texts := watcher.see(line))
+        }
     return alarms, watcher.fields
 
 
 @pytest.mark.parametrize(
     ("works", "windows", "alarms"),
     [
-        ([[1, 1, 9, 1], *[EVEN] * 3, *[SLOW] * 6, EVEN, *[SLOW] * 3, *[EVEN] * 5], 3, [6]),  # warm-up
+        (
+            [[1, 1, 9, 1], *[EVEN] * 3, *[SLOW] * 6, EVEN, *[SLOW] * 3, *[EVEN] * 5],
+            3,
+            [6],
+        ),  # warm-up
         ([*[EVEN] * 5, *([*[SLOW] * 20, *[EVEN] * 20] * 2)], 3, [7]),  # as slow as before
         ([SLOW] * 20, 3, [6]),  # from the start: it has no past, and takes twice as many lines
         (LENGTHS, 2, []),
@@ -143,7 +179,9 @@ def test_a_rank_that_becomes_slow_is_named_once(works, windows, alarms):
 def test_an_alarm_names_the_rank_its_machine_and_how_slow_it_is():
     alarms, fields = watched([*[EVEN] * 4, *[SLOW] * 6, *[EVEN] * 5], windows=3)
     ((text,),) = alarms.values()
-    assert text.startswith("rank 2 on host2 slows the other ranks down: its work takes 2.0 times their median")
+    assert text.startswith(
+        "rank 2 on host2 slows the other ranks down: its work takes 2.0 times their median"
+    )
     assert fields == {"slowest_rank": 3, "slowest_ratio": 1.1}
     alarms, _ = watched([*[[1.0] * 5] * 4, *PAIR * 3], windows=3)
     assert [text.split(" on ")[0] for text in alarms[6]] == ["rank 3", "rank 4"]
@@ -153,6 +191,8 @@ def test_an_alarm_names_the_rank_its_machine_and_how_slow_it_is():
 def test_ranks_are_compared_with_those_of_their_stage_only():
     even, slow = [1.0, 3.0, 1.0, 3.0], [1.0, 3.0, 2.0, 3.0]
     alarms, fields = watched([*[even] * 8, *[slow] * 4], ["a"] * 4, [0, 1, 0, 1], windows=2)
-    assert list(alarms) == [9] and alarms[9][0].startswith("rank 2 on a slows the other ranks down")
+    assert list(alarms) == [9] and alarms[9][0].startswith(
+        "rank 2 on a slows the other ranks down"
+    )
     assert fields == {"slowest_rank": 2, "slowest_ratio": 2.0}
     assert watched([[1.0, 3.0]] * 9, ["a"] * 2, [0, 1], windows=2) == ({}, {})

@@ -24,14 +24,19 @@ from rejections import rejects
 from running import ROOT
 from services.fake_hub import READ_TOKEN, TOKEN, FakeHub
 from services.process import free_port
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+)
 
 from train.config import Failure, HubConfig, InputError, S3Config
 from train.observe import card
 from train.observe import push as hub
-from train.system import hub_access
-from train.system.exported import MARK
-from train.system.run_folder import RunFolder
+from train.run_folder.exported import MARK
+from train.run_folder.run_folder import RunFolder
+from train.storage import hub_access
 from train.tools import hub as hub_command
 from train.tools import predict
 
@@ -44,7 +49,8 @@ def the_hub(monkeypatch, tmp_path):
     with FakeHub() as fake:
         changes = {  # what the environment says to a new process is read once, at the import
             "ENDPOINT": fake.endpoint,
-            "HUGGINGFACE_CO_URL_TEMPLATE": fake.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+            "HUGGINGFACE_CO_URL_TEMPLATE": fake.endpoint
+            + "/{repo_id}/resolve/{revision}/{filename}",
             "HF_HUB_OFFLINE": False,
             "HF_HUB_DISABLE_XET": True,
             "HF_HUB_CACHE": str(tmp_path / "cache"),
@@ -52,9 +58,15 @@ def the_hub(monkeypatch, tmp_path):
         }
         for name, value in changes.items():
             monkeypatch.setattr(constants, name, value)
-        for name, text in {"HF_TOKEN": TOKEN, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}.items():
+        for name, text in {
+            "HF_TOKEN": TOKEN,
+            "NO_PROXY": "127.0.0.1",
+            "no_proxy": "127.0.0.1",
+        }.items():
             monkeypatch.setenv(name, text)
-        monkeypatch.setattr(hub_access, "silence", lambda: None)  # of an earlier test it may know that there was no Hub
+        monkeypatch.setattr(
+            hub_access, "silence", lambda: None
+        )  # of an earlier test it may know that there was no Hub
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         huggingface_hub.close_session()
         yield fake
@@ -65,8 +77,15 @@ def finished(tmp_path_factory):
     """A run with its export. Tests that change it work on a copy."""
     run = write(tmp_path_factory.mktemp("runs") / "demo")
     word_tokenizer(["good", "bad"]).save_pretrained(run / "export")
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    BertForSequenceClassification(BertConfig(vocab_size=7, num_labels=3, **sizes)).save_pretrained(run / "export")
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+    }
+    BertForSequenceClassification(BertConfig(vocab_size=7, num_labels=3, **sizes)).save_pretrained(
+        run / "export"
+    )
     card.write(RunFolder(str(run)))
     (run / "export" / ".README.md.tmp-1").write_text("half written")
     return run
@@ -91,10 +110,16 @@ def test_a_pushed_model_loads_by_its_id(the_hub, finished, capsys):
     assert capsys.readouterr().out == f"{the_hub.endpoint}/{TO}\n"
     assert not the_hub.repos["models", TO].private
     loaded = [
-        (AutoModelForSequenceClassification.from_pretrained(source).eval(), AutoTokenizer.from_pretrained(source))
+        (
+            AutoModelForSequenceClassification.from_pretrained(source).eval(),
+            AutoTokenizer.from_pretrained(source),
+        )
         for source in (TO, finished / "export")
     ]
-    result = [model(**tokenizer("good bad good", return_tensors="pt")).logits for model, tokenizer in loaded]
+    result = [
+        model(**tokenizer("good bad good", return_tensors="pt")).logits
+        for model, tokenizer in loaded
+    ]
     assert torch.equal(*result)
     assert huggingface_hub.ModelCard.load(TO).data.model_name == "demo"
     assert any("/resolve/" in request.path for request in the_hub.requests)
@@ -105,7 +130,9 @@ def test_a_pushed_model_loads_by_its_id(the_hub, finished, capsys):
     repo.files["tokenizer_config.json"] = json.dumps({**tokenizer, "auto_map": {}}).encode()
     repo.commits.append("It was taken over")
     assert predict.main(ask) == 2
-    assert "tokenizer_config.json: auto_map asks transformers to load code" in capsys.readouterr().err
+    assert (
+        "tokenizer_config.json: auto_map asks transformers to load code" in capsys.readouterr().err
+    )
 
 
 def test_all_of_it_is_one_commit_and_nothing_private_goes_along(the_hub, finished):
@@ -113,14 +140,27 @@ def test_all_of_it_is_one_commit_and_nothing_private_goes_along(the_hub, finishe
     repo = the_hub.repos["models", TO]
     assert (repo.private, len(repo.commits)) == (True, 1)
     tokenizer = {"tokenizer.json", "tokenizer_config.json"}
-    described = {"README.md", "evaluation.json", "metrics.jsonl", "runs/demo/events.out.tfevents.1732215000.4711.0"}
+    described = {
+        "README.md",
+        "evaluation.json",
+        "metrics.jsonl",
+        "runs/demo/events.out.tfevents.1732215000.4711.0",
+    }
     assert set(repo.files) == {"config.json", "model.safetensors", MARK, *tokenizer, *described}
-    assert repo.files["model.safetensors"] == (finished / "export" / "model.safetensors").read_bytes()
-    everything = b"\n".join([name.encode() + b"\n" + content for name, content in repo.files.items()])
+    assert (
+        repo.files["model.safetensors"] == (finished / "export" / "model.safetensors").read_bytes()
+    )
+    everything = b"\n".join(
+        [name.encode() + b"\n" + content for name, content in repo.files.items()]
+    )
     assert not [secret for secret in (*SECRETS, str(finished)) if secret.encode() in everything]
     lines = [json.loads(line) for line in repo.files["metrics.jsonl"].splitlines()]
-    assert [line["kind"] for line in lines] == ["train", "eval"] * 3 + ["summary"] and lines[1]["f1_macro"] == 0.5
-    assert {key for line in lines for key, value in line.items() if isinstance(value, str)} == {"kind"}
+    assert [line["kind"] for line in lines] == ["train", "eval"] * 3 + ["summary"] and lines[1][
+        "f1_macro"
+    ] == 0.5
+    assert {key for line in lines for key, value in line.items() if isinstance(value, str)} == {
+        "kind"
+    }
 
 
 def test_links_of_a_run_from_elsewhere_lead_to_nothing_of_this_machine(run, tmp_path):
@@ -134,7 +174,10 @@ def test_links_of_a_run_from_elsewhere_lead_to_nothing_of_this_machine(run, tmp_
         (run / name).unlink(missing_ok=True)
         (run / name).symlink_to(secret)
     files = hub.gathered(run, "demo")
-    contents = [content if isinstance(content, bytes) else content.read_bytes() for content in files.values()]
+    contents = [
+        content if isinstance(content, bytes) else content.read_bytes()
+        for content in files.values()
+    ]
     assert not [content for content in contents if b"PRIVATE" in content]
     assert "model.safetensors" in files and not {"pipe.txt", "notes.txt"} & files.keys()
     card_text = files["README.md"]
@@ -163,18 +206,28 @@ def test_a_dry_run_lists_and_sends_nothing(the_hub, finished, capsys, monkeypatc
     assert the_hub.requests == []
 
 
-def test_a_run_in_s3_is_pushed_from_another_machine(the_hub, finished, bucket, tmp_path, monkeypatch):
+def test_a_run_in_s3_is_pushed_from_another_machine(
+    the_hub, finished, bucket, tmp_path, monkeypatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     for path in finished.rglob("*"):
         if path.is_file() and path.parent.name != "tensorboard":
             bucket.put(f"demo/{path.relative_to(finished)}", path.read_bytes())
     bucket.put("demo/checkpoints/step_1/weights.pt", b"large")
-    flags = ["--endpoint", bucket.service.endpoint, "--region", bucket.config().region, "--path-style"]
+    flags = [
+        "--endpoint",
+        bucket.service.endpoint,
+        "--region",
+        bucket.config().region,
+        "--path-style",
+    ]
     assert hub_command.main([bucket.location("demo"), "--to", TO, *flags]) == 0
     result = pushed(the_hub)
     assert result["model.safetensors"] == (finished / "export" / "model.safetensors").read_bytes()
     assert {"README.md", "evaluation.json", "metrics.jsonl"} <= set(result) and len(result) == 8
-    assert not [path for path in (tmp_path / "other").rglob("*") if path.is_file()]  # the copy is gone
+    assert not [
+        path for path in (tmp_path / "other").rglob("*") if path.is_file()
+    ]  # the copy is gone
 
 
 def test_labelled_data_comes_from_the_hub(texts, tokenizer_folder, tmp_path):
@@ -184,28 +237,55 @@ def test_labelled_data_comes_from_the_hub(texts, tokenizer_folder, tmp_path):
         "train.csv": b"".join([b"text,label\n", *rows[:30]]),
         "validation.csv": b"".join([b"text,label\n", *rows[30:]]),
     }
-    words = ["task=classify", "data=records", "data.format=hub", "data.path=lab/texts", "data.train=train"]
-    words += ["data.validation=validation", f"data.cache_dir={tmp_path}/cache", "model=albert_tiny", "seq_len=32"]
+    words = [
+        "task=classify",
+        "data=records",
+        "data.format=hub",
+        "data.path=lab/texts",
+        "data.train=train",
+    ]
+    words += [
+        "data.validation=validation",
+        f"data.cache_dir={tmp_path}/cache",
+        "model=albert_tiny",
+        "seq_len=32",
+    ]
     words += [f"model.tokenizer={tokenizer_folder}"]
     private = "{config_name: default, data_files: 'hf://datasets/lab/private@main/a.csv'}"
     with FakeHub() as fake:
         fake.put("lab/texts", files, kind="datasets")
         fake.put("lab/private", {"a.csv": files["train.csv"]}, kind="datasets", private=True)
-        fake.put("lab/evil", {**files, "README.md": f"---\nconfigs: [{private}]\n---\n".encode()}, kind="datasets")
+        fake.put(
+            "lab/evil",
+            {**files, "README.md": f"---\nconfigs: [{private}]\n---\n".encode()},
+            kind="datasets",
+        )
         env = {**os.environ, **fake.environment(tmp_path)}
         command = [sys.executable, "-m", "train.records", *words]
-        run = partial(subprocess.run, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+        run = partial(
+            subprocess.run, cwd=ROOT, env=env, capture_output=True, text=True, check=False
+        )
         done, evil = run(command), run([*command, "data.path=lab/evil"])
         assert not [request for request in fake.requests if "private" in request.path]
     assert done.returncode == 0, done.stderr
-    assert re.search(r"train: +30 ", done.stdout) and re.search(r"validation: +10 ", done.stdout), done.stdout
-    assert evil.returncode == 2 and "@main/a.csv', which is not a file of this data set" in evil.stderr
+    assert re.search(r"train: +30 ", done.stdout) and re.search(
+        r"validation: +10 ", done.stdout
+    ), done.stdout
+    assert (
+        evil.returncode == 2
+        and "@main/a.csv', which is not a file of this data set" in evil.stderr
+    )
 
 
 def test_who_may_push_may_train_and_only_rank_0_asks(the_hub, tmp_path, monkeypatch):
     hub.check_push(config(tmp_path, None))
     with monkeypatch.context() as other:
-        for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        for name, value in {
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "1",
+        }.items():
             other.setenv(name, value)
         hub.check_push(config(tmp_path))
     assert the_hub.requests == []
@@ -214,7 +294,9 @@ def test_who_may_push_may_train_and_only_rank_0_asks(the_hub, tmp_path, monkeypa
     monkeypatch.delenv("HF_TOKEN")
     (tmp_path / "token").write_text(TOKEN + "\n")  # of `hf auth login`
     hub.check_push(config(tmp_path))
-    assert {request.authorization for request in the_hub.requests if "whoami" in request.path} == {f"Bearer {TOKEN}"}
+    assert {request.authorization for request in the_hub.requests if "whoami" in request.path} == {
+        f"Bearer {TOKEN}"
+    }
     assert the_hub.repos == {}  # only asked
 
 
@@ -242,7 +324,9 @@ def change_world(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(("world", "to", "said"), REJECTED)
-def test_what_could_not_be_pushed_is_rejected_before(the_hub, tmp_path, monkeypatch, world, to, said):
+def test_what_could_not_be_pushed_is_rejected_before(
+    the_hub, tmp_path, monkeypatch, world, to, said
+):
     change_world(monkeypatch, world)
     later = f"leave hub.push_to out and push later with python -m train.hub {tmp_path} --to {to}"
     rejects(f"{said}.*{later}", hub.check_push, config(tmp_path, to))
@@ -256,7 +340,11 @@ def test_who_may_see_it_is_not_a_surprise(the_hub, finished, tmp_path, capsys, t
         assert hub_command.main([str(finished), "--to", TO, "--public"]) == 2
         assert "is private on the Hub, but the run should be public" in capsys.readouterr().err
     else:
-        rejects(f"is public on the Hub.* train.hub RUN --to {TO} --public", hub.check_push, config(tmp_path))
+        rejects(
+            f"is public on the Hub.* train.hub RUN --to {TO} --public",
+            hub.check_push,
+            config(tmp_path),
+        )
         with pytest.raises(Failure, match="is public on the Hub"):
             hub.push(RunFolder(str(finished)), TO)
     assert pushed(the_hub) == {}
@@ -270,17 +358,23 @@ def test_a_run_that_has_begun_is_only_warned(the_hub, finished, monkeypatch, log
 
 
 @pytest.mark.parametrize("part", ["/api/whoami-v2", "/api/repos/create", "/commit/"])
-def test_what_the_hub_does_not_take_is_pushed_again_by_the_line_in_the_error(the_hub, finished, part, capsys):
+def test_what_the_hub_does_not_take_is_pushed_again_by_the_line_in_the_error(
+    the_hub, finished, part, capsys
+):
     before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
     the_hub.faults[part] = 500
-    with pytest.raises(Failure, match=f"push it again with python -m train.hub {finished} --to {TO}$") as failed:
+    with pytest.raises(
+        Failure, match=f"push it again with python -m train.hub {finished} --to {TO}$"
+    ) as failed:
         hub.push(RunFolder(str(finished)), TO)
     assert "\n" not in str(failed.value)
     assert not any(repo.files for repo in the_hub.repos.values())  # all or nothing
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
     again = str(failed.value).split("train.hub ")[1].split()
     assert hub_command.main(again) == 1
-    assert re.search(r"error: .* the Hub cannot be reached .*; try again later\n$", capsys.readouterr().err)
+    assert re.search(
+        r"error: .* the Hub cannot be reached .*; try again later\n$", capsys.readouterr().err
+    )
     the_hub.faults.clear()
     assert hub_command.main(again) == 0
     assert "model.safetensors" in pushed(the_hub) and the_hub.repos["models", TO].private

@@ -35,7 +35,7 @@ HOST_ALONE = {"cpu_utilisation", "host_memory_bytes"}
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.system.atomic_io.said", set())
+    monkeypatch.setattr("train.storage.atomic_io.said", set())
 
 
 def recorded(name: str) -> list[bytes]:
@@ -60,17 +60,32 @@ def gathered(*readings: Reading) -> HardwareSample:
 
 
 def test_machines_added_up_are_one_machine_with_all_devices():
-    a = {"device_utilisation": (1.2, 2.0), "device_memory_bytes": (3e9, 2.0), "device_flops_per_s": (5e13, 2.0)}
-    b = {"device_utilisation": (0.4, 1.0), "device_memory_bytes": (1e9, 1.0), "device_flops_per_s": (2e13, 1.0)}
-    first, second = gathered(Reading(a, errors=Counter(x=2))), gathered(Reading(b, errors=Counter(y=1)))
+    a = {
+        "device_utilisation": (1.2, 2.0),
+        "device_memory_bytes": (3e9, 2.0),
+        "device_flops_per_s": (5e13, 2.0),
+    }
+    b = {
+        "device_utilisation": (0.4, 1.0),
+        "device_memory_bytes": (1e9, 1.0),
+        "device_flops_per_s": (2e13, 1.0),
+    }
+    first, second = (
+        gathered(Reading(a, errors=Counter(x=2))),
+        gathered(Reading(b, errors=Counter(y=1))),
+    )
     nothing = HardwareSample().values()  # of the ranks that have no monitor
     added = [sum(parts) for parts in zip(first.values(), second.values(), nothing, strict=True)]
     assert added[-1] == 2
     expected = {"device_utilisation": 1.6 / 3, "device_memory_bytes": 4e9 / 3, "device_errors": 3}
     expected["hardware_mfu"] = 7e13 / (3 * 95e12)
-    assert HardwareSample.from_values(added).fields(peak_flops_per_s=95e12) == pytest.approx(expected)
+    assert HardwareSample.from_values(added).fields(peak_flops_per_s=95e12) == pytest.approx(
+        expected
+    )
     assert HardwareSample().fields(peak_flops_per_s=1e12) == {}  # what has no source is left out
-    assert gathered(Reading({"device_flops_per_s": (1e12, 1.0)})).fields(peak_flops_per_s=None) == {}
+    assert (
+        gathered(Reading({"device_flops_per_s": (1e12, 1.0)})).fields(peak_flops_per_s=None) == {}
+    )
 
 
 def test_utilisation_is_a_mean_over_time_memory_the_latest_and_an_alarm_told_once():
@@ -81,7 +96,10 @@ def test_utilisation_is_a_mean_over_time_memory_the_latest_and_an_alarm_told_onc
     expected = {"device_utilisation": 0.75, "device_memory_bytes": 7.0, "device_errors": 3}
     assert watch.read().fields(peak_flops_per_s=None) == expected
     assert watch.alarms() == [f"{platform.node()}: x: 3"]
-    assert watch.read().fields(peak_flops_per_s=None) == {"device_memory_bytes": 7.0, "device_errors": 0}
+    assert watch.read().fields(peak_flops_per_s=None) == {
+        "device_memory_bytes": 7.0,
+        "device_errors": 0,
+    }
     assert watch.alarms() == [] and watch.read().num_alarms == 0
 
 
@@ -93,40 +111,70 @@ def test_lines_give_the_figures_of_all_ranks():
     expected["hardware_mfu"] = 5e13 / (2 * 95e12)
     assert gathered(*parse("trn1")).fields(peak_flops_per_s=95e12) == pytest.approx(expected)
     (trn2,) = parse("trn2", num_devices=4)
-    assert trn2.totals["device_utilisation"] == (pytest.approx(0.82), 4)  # two of the four idle, and not listed
+    assert trn2.totals["device_utilisation"] == (
+        pytest.approx(0.82),
+        4,
+    )  # two of the four idle, and not listed
     assert trn2.totals["device_flops_per_s"] == (98e12, 4)
-    (of_a_recording,) = parse("effective_flops", num_devices=1, run_tag=None)  # with other keys, and generic errors
-    assert of_a_recording.totals["device_flops_per_s"] == (875590474948, 1) and of_a_recording.errors == {}
+    (of_a_recording,) = parse(
+        "effective_flops", num_devices=1, run_tag=None
+    )  # with other keys, and generic errors
+    assert (
+        of_a_recording.totals["device_flops_per_s"] == (875590474948, 1)
+        and of_a_recording.errors == {}
+    )
 
 
 def test_errors_are_counted_once_by_kind_and_core_and_memory_errors_when_they_rise():
     for spelling in ("numerical", "numeric"):
         (reading,) = parse(spelling)
-        assert reading.errors == {"NeuronCore 1: executions completed with numerical errors (NaN)": 2}
+        assert reading.errors == {
+            "NeuronCore 1: executions completed with numerical errors (NaN)": 2
+        }
     first, second = parse("errors")
-    assert first.errors == {
-        "NeuronCore 0: hardware errors": 1,
-        "NeuronCore 0: Neuron runtime errors": 2,
-        "NeuronCore 0: executions timed out": 1,
-        "NeuronCore 0: executions completed with other errors": 1,  # four failed, three of them have a type
+    assert (
+        first.errors
+        == {
+            "NeuronCore 0: hardware errors": 1,
+            "NeuronCore 0: Neuron runtime errors": 2,
+            "NeuronCore 0: executions timed out": 1,
+            "NeuronCore 0: executions completed with other errors": 1,  # four failed, three of them have a type
+        }
+    )
+    assert second.errors == {
+        "Neuron device 0: uncorrected memory errors (sram_ecc_uncorrected)": 1
     }
-    assert second.errors == {"Neuron device 0: uncorrected memory errors (sram_ecc_uncorrected)": 1}
     parser = LineParser(1, None)
-    devices = [{"neuron_devices": [{"neuron_device_index": 0, "mem_ecc_uncorrected": n}]} for n in (4, 5, 2, 2, 0)]
-    assert [sum(parser.new_ecc(each).values()) for each in devices] == [0, 1, 2, 0, 0]  # totals, or of one period
+    devices = [
+        {"neuron_devices": [{"neuron_device_index": 0, "mem_ecc_uncorrected": n}]}
+        for n in (4, 5, 2, 2, 0)
+    ]
+    assert [sum(parser.new_ecc(each).values()) for each in devices] == [
+        0,
+        1,
+        2,
+        0,
+        0,
+    ]  # totals, or of one period
 
 
 def test_groups_that_are_missing_null_or_carry_an_error_are_left_out(log):
     first, second = parse("broken_groups")
-    assert first.totals == {} and second.totals == {}  # a sum over one of two ranks would be neither's nor both's
+    assert (
+        first.totals == {} and second.totals == {}
+    )  # a sum over one of two ranks would be neither's nor both's
     assert first.errors == {"Neuron process 1001: executions timed out": 1}
     assert second.errors is None
     assert "could not read counters" in log.text and "Neuron Driver is not installed" in log.text
 
 
 def test_runs_are_told_apart_by_their_tag(log):
-    assert parse("trn1", run_tag="run_b")[0].totals == {}  # another run's devices are nobody's guess
-    assert parse("effective_flops", run_tag="run_b")[0].totals != {}  # its only process has no tag but its number
+    assert (
+        parse("trn1", run_tag="run_b")[0].totals == {}
+    )  # another run's devices are nobody's guess
+    assert (
+        parse("effective_flops", run_tag="run_b")[0].totals != {}
+    )  # its only process has no tag but its number
     assert log.text.count("no Neuron process has the tag run_b") == 1
 
 
@@ -167,7 +215,9 @@ def tool(tmp_path, monkeypatch):
 
 
 def opened(kind: str = "neuron", *, num_devices: int = 2) -> Monitor:
-    return open_monitor(kind, num_devices=num_devices, is_first_on_machine=True, run_tag="run_a", period_s=PERIOD_S)
+    return open_monitor(
+        kind, num_devices=num_devices, is_first_on_machine=True, run_tag="run_a", period_s=PERIOD_S
+    )
 
 
 def fields_with(watch: Monitor, name: str) -> dict[str, float]:
@@ -204,7 +254,16 @@ def test_a_tool_gives_readings_and_is_gone_after_close(tool, tmp_path, log, monk
 
 def test_garbage_and_the_end_of_a_tool_are_each_noted_once_and_its_readings_stop(tool, log):
     good = recorded("trn1")[0]
-    tool(good, b"panic: runtime error", good[:100], b"", good, good, repeats=False, says="first\ndriver went away")
+    tool(
+        good,
+        b"panic: runtime error",
+        good[:100],
+        b"",
+        good,
+        good,
+        repeats=False,
+        says="first\ndriver went away",
+    )
     with opened() as watch:
         eventually(lambda: len(log.records) == 2)
         fields_with(watch, "device_utilisation")
@@ -216,7 +275,8 @@ def test_garbage_and_the_end_of_a_tool_are_each_noted_once_and_its_readings_stop
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("neuron", "neither on PATH"), ("not to be run", "Exec format"), ("nvidia", "NVML")]
+    ("kind", "said"),
+    [("neuron", "neither on PATH"), ("not to be run", "Exec format"), ("nvidia", "NVML")],
 )
 def test_a_missing_tool_or_driver_is_one_note(kind, said, log, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -237,7 +297,11 @@ def test_without_a_device_the_host_is_read_by_one_rank_of_a_machine(log):
     with opened("cpu", num_devices=1) as watch:
         fields = fields_with(watch, "cpu_utilisation")
     assert set(fields) == HOST_ALONE and 0 <= fields["cpu_utilisation"] <= 1
-    assert psutil.Process().memory_info().rss < fields["host_memory_bytes"] < psutil.virtual_memory().total
+    assert (
+        psutil.Process().memory_info().rss
+        < fields["host_memory_bytes"]
+        < psutil.virtual_memory().total
+    )
     num_threads = threading.active_count()
     with open_monitor("neuron", num_devices=2, is_first_on_machine=False) as watch:
         assert threading.active_count() == num_threads
@@ -255,7 +319,9 @@ def test_the_tool_does_not_outlive_a_run_that_never_closes_it(tool, tmp_path, ho
         "while 'device_utilisation' not in watch.read().totals: time.sleep(0.01)\n"
         f"if {how == 'killed'}: os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", run], cwd=RECORDED.parents[2], timeout=DEADLINE_S, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", run], cwd=RECORDED.parents[2], timeout=DEADLINE_S, check=False
+    )
     assert ended.returncode == (-signal.SIGKILL if how == "killed" else 0)
     eventually(lambda: is_gone(child_of(tmp_path)))
 
@@ -266,9 +332,15 @@ def test_the_tool_does_not_outlive_a_run_that_never_closes_it(tool, tmp_path, ho
 @pytest.fixture
 def gpus(monkeypatch):
     """Three devices, in the order of NVML; their keys are what they answer."""
-    monkeypatch.setattr(monitor, "cuda_uuids", lambda: ["GPU-ab02", "GPU-aa01", "GPU-cc03"])  # in CUDA's order
+    monkeypatch.setattr(
+        monitor, "cuda_uuids", lambda: ["GPU-ab02", "GPU-aa01", "GPU-cc03"]
+    )  # in CUDA's order
     names = ("uuid", "gpu", "used", "ecc", "reasons")
-    rows = (("GPU-aa01", 80, 10_000, 7, 4), ("GPU-ab02", 40, 30_000, 0, 4), ("GPU-cc03", 0, 50_000, 0, 4))
+    rows = (
+        ("GPU-aa01", 80, 10_000, 7, 4),
+        ("GPU-ab02", 40, 30_000, 0, 4),
+        ("GPU-cc03", 0, 50_000, 0, 4),
+    )
     devices = [dict(zip(names, row, strict=True)) for row in rows]
 
     def answers(name: str, key: str, *, in_a_struct: bool = False) -> None:
@@ -278,7 +350,9 @@ def gpus(monkeypatch):
             return SimpleNamespace(**device) if in_a_struct else device[key]
 
         get.__name__ = name
-        monkeypatch.setattr(pynvml, name, get)  # AttributeError for a name that the binding does not have
+        monkeypatch.setattr(
+            pynvml, name, get
+        )  # AttributeError for a name that the binding does not have
 
     answers("nvmlDeviceGetUtilizationRates", "gpu", in_a_struct=True)
     answers("nvmlDeviceGetMemoryInfo", "used", in_a_struct=True)
@@ -300,10 +374,18 @@ def test_nvml_gives_the_devices_of_the_run_and_its_errors_and_heat_are_alarms(gp
         fields_with(watch, "device_utilisation")
         gpus[0].update(reasons=0x20, ecc=10)
         again = eventually(watch.alarms)
-    assert fields["device_utilisation"] == pytest.approx(0.6) and fields["device_memory_bytes"] == 20_000
-    assert fields["device_errors"] == 0 and "hardware_mfu" not in fields  # errors of before the run are not the run's
+    assert (
+        fields["device_utilisation"] == pytest.approx(0.6)
+        and fields["device_memory_bytes"] == 20_000
+    )
+    assert (
+        fields["device_errors"] == 0 and "hardware_mfu" not in fields
+    )  # errors of before the run are not the run's
     host = platform.node()
-    assert result == [f"{host}: GPU 1: uncorrected memory errors: 2", f"{host}: GPU 1: thermal throttling"]
+    assert result == [
+        f"{host}: GPU 1: uncorrected memory errors: 2",
+        f"{host}: GPU 1: thermal throttling",
+    ]
     assert again == [f"{host}: GPU 1: uncorrected memory errors: 1"]
     assert not gpus and not log.records  # it was shut down
 

@@ -11,12 +11,23 @@ from train.observe import profile
 def test_a_run_is_traced_and_trains_as_without(prepared, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(profile, "FIRST", 2)
     monkeypatch.setattr(profile, "STEPS", 2)
-    for name, settings in (("plain", []), ("traced", ["profile=true"]), ("short", ["profile=true", "max_steps=3"])):
+    for name, settings in (
+        ("plain", []),
+        ("traced", ["profile=true"]),
+        ("short", ["profile=true", "max_steps=3"]),
+    ):
         train_here(tmp_path / name, prepared, "backend=ddp", "export=false", *settings)
-    losses = [[line["loss"] for line in lines(tmp_path / name, "train")] for name in ("plain", "traced")]
+    losses = [
+        [line["loss"] for line in lines(tmp_path / name, "train")] for name in ("plain", "traced")
+    ]
     assert losses[0] == losses[1]
     assert not (tmp_path / "plain/profile").exists() and not (tmp_path / "short/profile").exists()
-    assert capfd.readouterr().err.count("profile=true traces steps 3 to 4 of an attempt; this attempt had 3") == 1
+    assert (
+        capfd.readouterr().err.count(
+            "profile=true traces steps 3 to 4 of an attempt; this attempt had 3"
+        )
+        == 1
+    )
     text = (tmp_path / "traced/profile/table.txt").read_text()
     assert text.startswith("ddp on cpu, fp32: 2 traced steps\n\n---") and "aten::addmm" in text
     with gzip.open(tmp_path / "traced/profile/trace.json.gz") as file:

@@ -27,7 +27,7 @@ from train.observe import trackers
 from train.run import compose
 from train.run.command import DONE
 from train.run.stopping import StopRequest
-from train.system.run_folder import RunFolder
+from train.run_folder.run_folder import RunFolder
 from train.tools import precompile
 from train.tools.bench import measure
 from train.tools.bench.config import BenchConfig
@@ -65,7 +65,10 @@ class Fake:
 
     def send(self, line: trackers.Line) -> None:
         self.called("send")
-        assert line.figures[f"{line.kind}/loss"] > 0 and not {"train/step", "train/attempt"} & line.figures.keys()
+        assert (
+            line.figures[f"{line.kind}/loss"] > 0
+            and not {"train/step", "train/attempt"} & line.figures.keys()
+        )
         self.lines.append((line.kind, line.step))
 
     def end(self, status: str) -> None:
@@ -81,13 +84,24 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 
 WANDB, MLFLOW = (TelemetryConfig(trackers=[name]) for name in ("wandb", "mlflow"))
-ALL = [("train", 1), ("train", 2), ("train", 3), ("eval", 3), ("train", 4), ("train", 5), ("train", 6), ("eval", 6)]
+ALL = [
+    ("train", 1),
+    ("train", 2),
+    ("train", 3),
+    ("eval", 3),
+    ("train", 4),
+    ("train", 5),
+    ("train", 6),
+    ("eval", 6),
+]
 
 
 def warnings(toy: Toy) -> list[str]:
     """Those of a run's log that are of trackers."""
     log = (toy.folder / "run/log/rank_0000.txt").read_text()
-    return [line.partition(" WARNING ")[2] for line in log.splitlines() if " WARNING tracker " in line]
+    return [
+        line.partition(" WARNING ")[2] for line in log.splitlines() if " WARNING tracker " in line
+    ]
 
 
 def raises(at: str, calls: int) -> Callable[[str, int], None]:
@@ -125,7 +139,11 @@ def test_training_is_the_same_whatever_a_tracker_does(before, arrives, missing, 
 
 
 @pytest.mark.parametrize(
-    ("most", "says"), [(1000, "it does not answer"), (2, "2 lines are waiting to be sent; further lines are dropped")]
+    ("most", "says"),
+    [
+        (1000, "it does not answer"),
+        (2, "2 lines are waiting to be sent; further lines are dropped"),
+    ],
 )
 def test_a_tracker_that_hangs_holds_nothing_but_its_own_thread(most, says, toy, fake, monkeypatch):
     monkeypatch.setattr(trackers, "END_WAIT_S", 0.05)
@@ -165,7 +183,9 @@ sys.exit(main())
 
 
 def test_a_library_that_hangs_does_not_hold_the_end_of_the_process(tmp_path, prepared):
-    settings = train_overrides(tmp_path / "run", prepared, "max_steps=1", "export=false", "telemetry.trackers=[wandb]")
+    settings = train_overrides(
+        tmp_path / "run", prepared, "max_steps=1", "export=false", "telemetry.trackers=[wandb]"
+    )
     process = start_forked(["-c", HOLDS_THE_EXIT, *settings], os.environ)
     process.join(400)
     process.kill()
@@ -197,7 +217,10 @@ def test_an_id_that_no_run_has_is_replaced(known, tmp_path):
 
 def test_a_measurement_has_no_tracker(toy, fake, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert loop.run(toy.config(telemetry=WANDB), StopRequest(), on_line=lambda *_: None) == ("done", 6)
+    assert loop.run(toy.config(telemetry=WANDB), StopRequest(), on_line=lambda *_: None) == (
+        "done",
+        6,
+    )
     assert fake.calls == {}
 
 
@@ -209,9 +232,13 @@ def test_measurements_and_dry_runs_are_of_runs_with_any_tracker():
         assert (cfg.tensorboard, cfg.telemetry.trackers) == (False, [])
 
 
-def test_a_tracker_whose_package_is_missing_is_rejected_before_anything_is_written(toy, monkeypatch):
+def test_a_tracker_whose_package_is_missing_is_rejected_before_anything_is_written(
+    toy, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(InputError, match=r"^telemetry.trackers names wandb, .* pip install wandb$"):
+    with pytest.raises(
+        InputError, match=r"^telemetry.trackers names wandb, .* pip install wandb$"
+    ):
         toy.train(telemetry=WANDB)
     assert not (toy.folder / "run").exists()
 
@@ -222,8 +249,14 @@ def test_a_tracker_whose_package_is_missing_is_rejected_before_anything_is_writt
 def test_two_ranks_are_one_run_of_wandb(tmp_path, prepared):
     pytest.importorskip("wandb")
     more = ["max_steps=4", "eval_every=4", "telemetry.trackers=[wandb]"]
-    done = run(train_overrides(tmp_path / "run", prepared, *more), ranks=2, env={"WANDB_MODE": "offline"})
-    assert done.returncode == DONE and "tracker" not in done.stderr and "wandb" not in done.stderr + done.stdout
+    done = run(
+        train_overrides(tmp_path / "run", prepared, *more), ranks=2, env={"WANDB_MODE": "offline"}
+    )
+    assert (
+        done.returncode == DONE
+        and "tracker" not in done.stderr
+        and "wandb" not in done.stderr + done.stdout
+    )
     run_id = json.loads((tmp_path / "run/environment.json").read_text())["run_id"]
     (file,) = (tmp_path / "run/wandb").glob("offline-run-*/*.wandb")
     assert file.name == f"run-{run_id}.wandb"
@@ -249,7 +282,11 @@ class Server:
         from mlflow import MlflowClient
 
         run = self.run()
-        history = MlflowClient(self.uri).get_metric_history(run.info.run_id, f"{kind}/loss") if run else []
+        history = (
+            MlflowClient(self.uri).get_metric_history(run.info.run_id, f"{kind}/loss")
+            if run
+            else []
+        )
         return [each.step for each in history]
 
     def kill(self) -> None:
@@ -267,8 +304,18 @@ def mlflow_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
         pytest.skip("no server of MLflow to test with: make mlflow-server")
     monkeypatch.setenv("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")
     port, store = free_port(), f"sqlite:///{tmp_path}/mlflow.db"
-    words = [str(python), "-m", "mlflow", "server", f"--port={port}", "--workers=1", f"--backend-store-uri={store}"]
-    server = Server(f"http://127.0.0.1:{port}", Process(words, log=tmp_path / "server.log", cwd=tmp_path))
+    words = [
+        str(python),
+        "-m",
+        "mlflow",
+        "server",
+        f"--port={port}",
+        "--workers=1",
+        f"--backend-store-uri={store}",
+    ]
+    server = Server(
+        f"http://127.0.0.1:{port}", Process(words, log=tmp_path / "server.log", cwd=tmp_path)
+    )
     try:
         server.process.wait_for_port(port)
         monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
@@ -310,7 +357,19 @@ def test_a_server_of_mlflow_that_dies_costs_one_warning(toy, mlflow_server):
     assert said.startswith("tracker mlflow: ")
 
 
-STRANGE = ["eval/a//b", "eval/../x", "..", ".", "/a", "a/", "a/./b", "a\x1b\u202e\n", "", "a" * 300, "eval/b\u00a0c"]
+STRANGE = [
+    "eval/a//b",
+    "eval/../x",
+    "..",
+    ".",
+    "/a",
+    "a/",
+    "a/./b",
+    "a\x1b\u202e\n",
+    "",
+    "a" * 300,
+    "eval/b\u00a0c",
+]
 
 
 @pytest.mark.parametrize("name", STRANGE, ids=range(len(STRANGE)))

@@ -23,7 +23,7 @@ from train.parallel.data import Captured, DataParallel
 from train.parallel.engines import build_engine
 from train.parallel.grad_sync import sent
 from train.run.stopping import StopRequest
-from train.system import imported
+from train.storage import imported
 from train.tasks.mlm.task import MaskedLMTask
 
 OFF = "backend.cuda_graphs=false"
@@ -35,7 +35,9 @@ def recorded(monkeypatch):
     seen, record = [], captured.Graphs.record
 
     def seeing(self, function, inputs):
-        seen.append((function.__name__, {name: tuple(value.shape) for name, value in inputs.items()}))
+        seen.append(
+            (function.__name__, {name: tuple(value.shape) for name, value in inputs.items()})
+        )
         return record(self, function, inputs)
 
     monkeypatch.setattr(captured.Graphs, "record", seeing)
@@ -62,7 +64,9 @@ def log(folder):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
-@pytest.mark.parametrize(("micro", "functions"), [(8, ["_step"]), (2, ["_micro_batch", "_update"])])
+@pytest.mark.parametrize(
+    ("micro", "functions"), [(8, ["_step"]), (2, ["_micro_batch", "_update"])]
+)
 def test_a_recorded_run_is_the_plain_one_and_resumes_bit_for_bit(
     recorded, prepared, tmp_path, optimizer, micro, functions
 ):
@@ -87,10 +91,14 @@ def test_each_length_has_a_graph_after_its_first_steps(recorded, tokenizer_folde
     plain = tuned(tmp_path / "plain", tokenizer_folder, *settings, OFF)
     run = tuned(tmp_path / "run", tokenizer_folder, *settings)
     assert losses(run) == pytest.approx(losses(plain), rel=1e-5)
-    assert {shapes["input_ids"][1] for _, shapes in recorded} == {16, 32} and len(recorded) <= 3  # one without a mask
+    assert {shapes["input_ids"][1] for _, shapes in recorded} == {16, 32} and len(
+        recorded
+    ) <= 3  # one without a mask
 
 
-def test_shapes_beyond_the_last_graph_run_without(recorded, tokenizer_folder, tmp_path, monkeypatch):
+def test_shapes_beyond_the_last_graph_run_without(
+    recorded, tokenizer_folder, tmp_path, monkeypatch
+):
     monkeypatch.setattr(captured, "MOST_GRAPHS", 1)
     settings = [*two_lengths(tmp_path), "max_steps=16"]
     plain = tuned(tmp_path / "plain", tokenizer_folder, *settings, OFF)
@@ -100,7 +108,9 @@ def test_shapes_beyond_the_last_graph_run_without(recorded, tokenizer_folder, tm
 
 
 @pytest.mark.parametrize("micro", [8, 2])
-def test_recorded_steps_are_skipped_and_rolled_back_as_others(recorded, prepared, tmp_path, monkeypatch, micro):
+def test_recorded_steps_are_skipped_and_rolled_back_as_others(
+    recorded, prepared, tmp_path, monkeypatch, micro
+):
     """The loss is multiplied by a number on the device that is NaN at some steps. Counts of labels vary."""
     factor = torch.ones((), device=DEVICE)
     step, loss = iter(()), MaskedLMTask.loss
@@ -112,34 +122,55 @@ def test_recorded_steps_are_skipped_and_rolled_back_as_others(recorded, prepared
 
     monkeypatch.setattr(MaskedLMTask, "loss", lambda *args: loss(*args) * factor)
     for engine in (DataParallel, Captured):
-        monkeypatch.setattr(engine, "begin_step", partialmethod(begin_step, begin=engine.begin_step))
-    settings = [f"micro_batch_size={micro}", "max_steps=16", "nonfinite.max_skips=2", "model.hidden_dropout=0.1"]
+        monkeypatch.setattr(
+            engine, "begin_step", partialmethod(begin_step, begin=engine.begin_step)
+        )
+    settings = [
+        f"micro_batch_size={micro}",
+        "max_steps=16",
+        "nonfinite.max_skips=2",
+        "model.hidden_dropout=0.1",
+    ]
     for name, off in (("plain", [OFF]), ("run", [])):
         step = iter(range(100))
         train(tmp_path / name, prepared, *settings, *off)
-    values = [[loss or 0.0 for loss in losses(tmp_path / name)] for name in ("run", "plain")]  # NaN is written as null
+    values = [
+        [loss or 0.0 for loss in losses(tmp_path / name)] for name in ("run", "plain")
+    ]  # NaN is written as null
     assert values[0] == pytest.approx(values[1], rel=TOLERANCE) and values[0].count(0) == 3
     assert len(recorded) == (2 if micro == 8 else 4)  # once more after the rollback
-    reasons = [[line["reason"] for line in lines(tmp_path / name, "fault")] for name in ("run", "plain")]
+    reasons = [
+        [line["reason"] for line in lines(tmp_path / name, "fault")] for name in ("run", "plain")
+    ]
     assert reasons[0] == reasons[1] and "back to step 9" in reasons[0][-1]
 
 
 @pytest.mark.parametrize("architecture", ["bert", "modernbert"])
-def test_a_model_that_makes_its_own_masks_is_recorded(recorded, tokenizer_folder, tmp_path, architecture):
+def test_a_model_that_makes_its_own_masks_is_recorded(
+    recorded, tokenizer_folder, tmp_path, architecture
+):
     """transformers would read each mask, to drop it if it hides nothing."""
-    model = [f"model.architecture={architecture}", "model.embedding_size=null", "model.hidden_dropout=null"]
+    model = [
+        f"model.architecture={architecture}",
+        "model.embedding_size=null",
+        "model.hidden_dropout=null",
+    ]
     settings = [*two_lengths(tmp_path), "max_steps=16", *model]
     plain = tuned(tmp_path / "plain", tokenizer_folder, *settings, OFF)
     run = tuned(tmp_path / "run", tokenizer_folder, *settings)
     assert losses(run) == pytest.approx(losses(plain), rel=1e-5)
-    assert {tuple(shapes) for _, shapes in recorded} >= {("input_ids", "attention_mask", "token_type_ids", "labels")}
+    assert {tuple(shapes) for _, shapes in recorded} >= {
+        ("input_ids", "attention_mask", "token_type_ids", "labels")
+    }
 
 
 def test_a_step_that_waits_for_the_gpu_is_not_recorded(recorded, prepared, tmp_path, monkeypatch):
     plain = train(tmp_path / "plain", prepared, OFF)
     update = ddp.DDP.update
     monkeypatch.setattr(
-        ddp.DDP, "update", lambda self, opt, norm, **rest: (float(norm), update(self, opt, norm, **rest))
+        ddp.DDP,
+        "update",
+        lambda self, opt, norm, **rest: (float(norm), update(self, opt, norm, **rest)),
     )
     run = train(tmp_path / "run", prepared)
     assert not recorded and losses(run) == pytest.approx(losses(plain), rel=1e-5)
@@ -148,7 +179,9 @@ def test_a_step_that_waits_for_the_gpu_is_not_recorded(recorded, prepared, tmp_p
 
 
 @pytest.mark.parametrize(("micro", "failing"), [(8, "_step"), (2, "_update")])
-def test_a_recording_that_fails_costs_nothing_but_speed(recorded, prepared, tmp_path, monkeypatch, micro, failing):
+def test_a_recording_that_fails_costs_nothing_but_speed(
+    recorded, prepared, tmp_path, monkeypatch, micro, failing
+):
     settings = [f"micro_batch_size={micro}"]
     plain = train(tmp_path / "plain", prepared, *settings, OFF)
     failed = []
@@ -208,7 +241,9 @@ def test_after_a_recording_that_fails_stream_and_random_numbers_are_as_before(mo
         finally:
             raise RuntimeError("operation failed due to a previous error during capture")
 
-    generator = SimpleNamespace(clone_state=lambda: now.state, graphsafe_set_state=partial(setattr, now, "state"))
+    generator = SimpleNamespace(
+        clone_state=lambda: now.state, graphsafe_set_state=partial(setattr, now, "state")
+    )
     for name, fake in {
         "stream": stream,
         "graph": graph,
@@ -239,7 +274,9 @@ def test_restored_moments_are_recorded_anew(recorded, prepared, tmp_path, monkey
     engine.graphs.is_on = False
     engine.load(state["model"], state["optimizer"])
     assert not engine.graphs.recorded and engine.graphs.pool is None
-    assert not engine.graphs.is_on  # what could not be recorded is not tried again after a rollback
+    assert (
+        not engine.graphs.is_on
+    )  # what could not be recorded is not tried again after a rollback
 
 
 @pytest.mark.parametrize(
@@ -263,7 +300,9 @@ def test_who_captures(monkeypatch, settings, device, precision, ranks, captures)
         rejects(captures, ddp.captures_steps, *asked)
         return
     assert ddp.captures_steps(*asked) is captures
-    monkeypatch.setitem(imported.IMPORTED, "focal.py", SimpleNamespace())  # numbers there may change from step to step
+    monkeypatch.setitem(
+        imported.IMPORTED, "focal.py", SimpleNamespace()
+    )  # numbers there may change from step to step
     assert ddp.captures_steps(*asked) is False
     assert ddp.captures_steps(BackendConfig(cuda_graphs=True), torch.device("cuda"), "bf16", 1)
 
@@ -272,7 +311,10 @@ def test_a_run_whose_steps_are_recorded_compiles_layers(monkeypatch):
     monkeypatch.setattr(ddp, "captures_steps", lambda *_: True)
     made = []
     compiler = SimpleNamespace(
-        compile=lambda _, **how: made.append(how["one_graph"]), expect=int, what="layers", is_busy=lambda: True
+        compile=lambda _, **how: made.append(how["one_graph"]),
+        expect=int,
+        what="layers",
+        is_busy=lambda: True,
     )
     monkeypatch.setattr(ddp.DDP, "open_compiler", lambda *_, **__: compiler)
     backend = ddp.DDP(BackendConfig(device="cpu", compile="layers"))
@@ -288,7 +330,10 @@ def test_a_single_rank_records_unless_the_rate_of_its_optimizer_is_a_number(monk
     build = partial(build_engine, parallel, OptimConfig(), backend, Line(), None, accumulation=1)
     assert type(build()) is Captured
     backend.adamw = {"fused": True}
-    rejects("optim.name=adamw: its learning rate is a Python number, which a CUDA graph would not update", build)
+    rejects(
+        "optim.name=adamw: its learning rate is a Python number, which a CUDA graph would not update",
+        build,
+    )
 
 
 @pytest.mark.parametrize(("device", "waits"), [("cuda", False), ("neuron", True), ("xla", True)])

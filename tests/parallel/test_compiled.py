@@ -24,7 +24,9 @@ from train.parallel.ranks import World
 from train.run.command import DONE
 from train.run.stopping import StopRequest
 
-compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler: apt-get install g++")
+compiles = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="no C++ compiler: apt-get install g++"
+)
 RECOMPUTED = ["backend.activation_checkpointing=true", "micro_batch_size=2"]
 WIDE = "model.intermediate_size=8192"  # a layer of 2 MB: above DDP's first bucket, at which torch would cut graphs
 
@@ -42,12 +44,16 @@ def plain(tmp_path_factory, prepared):
 
 def test_compiled_layers_train_as_plain_ones(plain, prepared, tmp_path):
     """Two ranks, accumulation, activation checkpointing; ALBERT's shared layer is compiled once for each mode."""
-    settings = train_overrides(tmp_path / "run", prepared, "backend=ddp", "backend.compile=layers", *RECOMPUTED, WIDE)
+    settings = train_overrides(
+        tmp_path / "run", prepared, "backend=ddp", "backend.compile=layers", *RECOMPUTED, WIDE
+    )
     result = run(
         settings,
         ranks=2,
         module="traced",
-        env={"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])},
+        env={
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+        },
     )
     assert result.returncode == 0, result.stderr
     assert_same_run(tmp_path / "run", plain)
@@ -61,7 +67,11 @@ def test_compiled_layers_train_as_plain_ones(plain, prepared, tmp_path):
     [
         ("bert", {}, 2),
         ("bert", {"freeze_embeddings": True}, 3),  # only the first layer's input needs no gradient
-        ("bert", {"freeze_layers": 1}, 5),  # training: frozen, first trainable, other; evaluation: frozen, trainable
+        (
+            "bert",
+            {"freeze_layers": 1},
+            5,
+        ),  # training: frozen, first trainable, other; evaluation: frozen, trainable
         ("bert", {"freeze_layers": 2}, 4),
         ("bert", {"freeze_layers": 3}, 2),
         ("albert", {"freeze_embeddings": True}, 2),
@@ -109,7 +119,9 @@ def traced_and_expected(architecture, *, norms=None, **settings):
     return len(traced), expected
 
 
-def test_auto_compiles_what_repays_it_and_goes_on_without_where_the_first_graph_fails(plain, prepared, tmp_path):
+def test_auto_compiles_what_repays_it_and_goes_on_without_where_the_first_graph_fails(
+    plain, prepared, tmp_path
+):
     """The devices on which it compiles by itself are GPUs; here the CPU stands for one."""
 
     def said(name):
@@ -124,25 +136,34 @@ def test_auto_compiles_what_repays_it_and_goes_on_without_where_the_first_graph_
             loop.run(train_config(tmp_path / name, prepared, "backend=ddp", WIDE), StopRequest())
             assert_same_run(tmp_path / name, plain)
             assert summary(tmp_path / name)["graphs"] == graphs
-            assert ("backend.compile=auto compiles the encoder as one graph" in said(name)) == bool(graphs)
+            assert (
+                "backend.compile=auto compiles the encoder as one graph" in said(name)
+            ) == bool(graphs)
 
         def fails(*_args, **_options):
             raise RuntimeError("no kernels today")
 
         patch.setattr(compiled, "lookup_backend", lambda _name: fails)
         in_bf16 = ["backend=ddp", WIDE, "backend.precision=bf16"]
-        loop.run(train_config(tmp_path / "plain", prepared, *in_bf16, "backend.compile=none"), StopRequest())
+        loop.run(
+            train_config(tmp_path / "plain", prepared, *in_bf16, "backend.compile=none"),
+            StopRequest(),
+        )
         with pytest.MonkeyPatch.context() as on_gpu:  # where compiled norms return another dtype
             on_gpu.setattr(ddp, "norms_of", lambda *_args, **_options: torch.float32)
             loop.run(train_config(tmp_path / "failed", prepared, *in_bf16), StopRequest())
         assert "nothing is compiled, because the first graph failed" in said("failed")
         assert "no kernels today" in said("failed")
         assert losses(tmp_path / "failed") == losses(tmp_path / "plain")
-        loop_fails = partial(loop.run, train_config(tmp_path / "explicit", prepared, "backend.compile=model"))
+        loop_fails = partial(
+            loop.run, train_config(tmp_path / "explicit", prepared, "backend.compile=model")
+        )
         with pytest.raises(Exception, match="no kernels today"):
             loop_fails(StopRequest())
         patch.setattr(auto_compile, "compile_fault", lambda: "there is no Triton")
-        loop.run(train_config(tmp_path / "no_triton", prepared, "backend=ddp", WIDE), StopRequest())
+        loop.run(
+            train_config(tmp_path / "no_triton", prepared, "backend=ddp", WIDE), StopRequest()
+        )
         assert "because on 1 of 1 ranks there is no Triton" in said("no_triton") and losses(
             tmp_path / "no_triton"
         ) == losses(plain)
@@ -165,13 +186,24 @@ sys.exit(main())
 
 def test_where_the_first_graph_fails_on_one_rank_all_ranks_go_on_without(prepared, tmp_path):
     (tmp_path / "script.py").write_text(ONE_RANK_FAILS)
-    for name, program, compile in (("trial", str(tmp_path / "script.py"), "auto"), ("plain", "train", "none")):
+    for name, program, compile in (
+        ("trial", str(tmp_path / "script.py"), "auto"),
+        ("plain", "train", "none"),
+    ):
         settings = train_overrides(
-            tmp_path / name, prepared, "backend=ddp", WIDE, "max_steps=4", f"backend.compile={compile}"
+            tmp_path / name,
+            prepared,
+            "backend=ddp",
+            WIDE,
+            "max_steps=4",
+            f"backend.compile={compile}",
         )
         done = run_forked(launch(program, settings, ranks=2), os.environ)
         assert done.returncode == DONE, done.stderr
-    assert losses(tmp_path / "trial") == losses(tmp_path / "plain") and summary(tmp_path / "trial")["graphs"] > 0
+    assert (
+        losses(tmp_path / "trial") == losses(tmp_path / "plain")
+        and summary(tmp_path / "trial")["graphs"] > 0
+    )
     for rank in range(2):
         said = (tmp_path / "trial" / "log" / f"rank_{rank:04d}.txt").read_text()
         assert said.count("the first graph failed: RuntimeError: no kernels on this rank") == 1
@@ -202,21 +234,34 @@ def test_a_trial_that_fails_is_freed_before_training_continues(log):
         ("modernbert", 16384, True, "layers"),  # no module holds just the layers
     ],
 )
-def test_auto_takes_one_graph_where_the_host_would_fall_behind(architecture, tokens, one_graph, way):
-    cfg = ModelConfig(architecture=architecture, hidden_size=8, num_layers=2, num_heads=2, max_positions=8)
+def test_auto_takes_one_graph_where_the_host_would_fall_behind(
+    architecture, tokens, one_graph, way
+):
+    cfg = ModelConfig(
+        architecture=architecture, hidden_size=8, num_layers=2, num_heads=2, max_positions=8
+    )
     model = build_masked_lm(cfg, vocab_size=9, pad_id=0, seq_len=8)
-    assert auto_compile.way_of(model, auto_compile.Workload(10**6, tokens), one_graph=one_graph) == way
+    assert (
+        auto_compile.way_of(model, auto_compile.Workload(10**6, tokens), one_graph=one_graph)
+        == way
+    )
 
 
 @compiles
 def test_a_compiled_model_resumes_bit_for_bit_with_dropout(toy):
     """The masks of compiled dropout follow the run's random state."""
-    options = {"backend": BackendConfig(device=DEVICE, precision="fp32", compile="model"), "eval_every": None}
+    options = {
+        "backend": BackendConfig(device=DEVICE, precision="fp32", compile="model"),
+        "eval_every": None,
+    }
     toy.train("whole", **options)
     toy.stopped_at_once("cut", **options)
     assert toy.train("cut", **options) == ("done", 6)
     assert toy.values("train", "loss", "cut") == toy.values("train", "loss", "whole")
-    assert toy.weights(6, "cut") == toy.weights(6, "whole") and toy.lines("summary", "whole")[0]["graphs"] == 2
+    assert (
+        toy.weights(6, "cut") == toy.weights(6, "whole")
+        and toy.lines("summary", "whole")[0]["graphs"] == 2
+    )
 
 
 def test_a_classifier_of_several_lengths_has_a_graph_for_each_and_one_too_many_is_named(
@@ -236,6 +281,8 @@ def test_a_classifier_of_several_lengths_has_a_graph_for_each_and_one_too_many_i
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
     assert summary(tmp_path / "run")["graphs"] == 4
     (warning,) = [
-        line for line in (tmp_path / "run" / "log" / "rank_0000.txt").read_text().splitlines() if "graph" in line
+        line
+        for line in (tmp_path / "run" / "log" / "rank_0000.txt").read_text().splitlines()
+        if "graph" in line
     ]
     assert "graph 4 was compiled, but only 3 are expected" in warning

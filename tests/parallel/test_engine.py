@@ -22,7 +22,10 @@ class HalvesConfig(ParallelConfig):
     num_ranks: int = 1
 
     def replicas(self, world_size):
-        check(world_size == self.num_ranks, f"parallel=halves needs {self.num_ranks} ranks, not {world_size}")
+        check(
+            world_size == self.num_ranks,
+            f"parallel=halves needs {self.num_ranks} ranks, not {world_size}",
+        )
         return 1
 
 
@@ -36,7 +39,9 @@ class Halves(DataParallel):
         self.was_last.append(is_last)
         with self.sync.micro_batch(is_last=is_last):
             for first in (0, 1):
-                self._add_gradients({"inputs": {name: rows[first::2] for name, rows in batch["inputs"].items()}})
+                self._add_gradients(
+                    {"inputs": {name: rows[first::2] for name, rows in batch["inputs"].items()}}
+                )
 
     def gather_full_model(self):
         Halves.exported += 1
@@ -69,12 +74,19 @@ def test_it_is_the_run_of_another_engine_whose_checkpoint_it_goes_on_from(calm):
     shutil.rmtree(calm.folder / "resumed/checkpoints/step_00000006")
     calm.train("resumed", parallel=HalvesConfig(), **options)
     for name in ("halves", "resumed"):
-        for kind, key in (("train", "loss"), ("train", "grad_norm"), ("train", "examples"), ("eval", "loss")):
+        for kind, key in (
+            ("train", "loss"),
+            ("train", "grad_norm"),
+            ("train", "examples"),
+            ("eval", "loss"),
+        ):
             got, wanted = (calm.values(kind, key, each)[-1:] for each in (name, "plain"))
             assert got == pytest.approx(wanted, rel=1e-5), key
         assert calm.weights(6, name) == pytest.approx(calm.weights(6, "plain"), rel=1e-5, abs=1e-6)
     exported = torch.load(calm.folder / "halves/export/model.pt")
-    assert [number for tensor in exported.values() for number in tensor.flatten().tolist()] == calm.weights(6, "halves")
+    assert [
+        number for tensor in exported.values() for number in tensor.flatten().tolist()
+    ] == calm.weights(6, "halves")
 
 
 def test_a_number_of_ranks_that_it_cannot_use_is_rejected(calm):

@@ -24,14 +24,18 @@ def test_accumulation_is_a_big_batch(finished, prepared, tmp_path):
     assert_same_run(tmp_path / "run", finished)
 
 
-def test_a_run_whose_norms_return_bf16_resumes_bit_for_bit_and_is_the_same_on_four_ranks(prepared, tmp_path):
+def test_a_run_whose_norms_return_bf16_resumes_bit_for_bit_and_is_the_same_on_four_ranks(
+    prepared, tmp_path
+):
     narrow = ["backend.precision=bf16", "backend.norms=bf16"]
     train_here(tmp_path / "whole", prepared, *narrow)
     run_dir = cut_back(tmp_path / "whole", tmp_path / "cut")
     train_here(run_dir, prepared, *narrow)
     assert losses(run_dir)[6:] == losses(tmp_path / "whole")[3:]
     assert_same_weights(run_dir, tmp_path / "whole")
-    result = run(train_overrides(tmp_path / "split", prepared, *narrow, "micro_batch_size=1"), ranks=4)
+    result = run(
+        train_overrides(tmp_path / "split", prepared, *narrow, "micro_batch_size=1"), ranks=4
+    )
     assert result.returncode == 0, result.stderr
     assert losses(tmp_path / "split") == pytest.approx(losses(tmp_path / "whole"), rel=1e-3)
 
@@ -44,7 +48,9 @@ def test_several_ranks_are_one(finished, prepared, tmp_path):
     assert lines(tmp_path / "run", "summary")[0]["world_size"] == 4
 
 
-def test_gradients_that_ranks_send_in_bf16_are_those_of_one_rank_but_for_rounding(finished, prepared, tmp_path):
+def test_gradients_that_ranks_send_in_bf16_are_those_of_one_rank_but_for_rounding(
+    finished, prepared, tmp_path
+):
     """Replicas stay equal, which each save checks. bf16 rounds each gradient, and each sum, by up to 2**-9."""
     options = ["micro_batch_size=2", "backend.grad_compression=bf16"]
     result = run(train_overrides(tmp_path / "run", prepared, *options), ranks=2)
@@ -72,21 +78,37 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit_with_dropout(toy, 
 WSD = {"schedule": "wsd", "warmup_steps": 2}
 
 
-def test_a_stable_run_gets_its_decay_by_a_new_length_from_any_of_its_checkpoints(toy, tmp_path, capsys):
+def test_a_stable_run_gets_its_decay_by_a_new_length_from_any_of_its_checkpoints(
+    toy, tmp_path, capsys
+):
     """And is then the run that had this length from the start; its decay can have another share, too."""
     stop = StopRequest()
     toy.scale = lambda call: stop.ask("SIGTERM") or 1.0 if call == 8 else 1.0
-    assert toy.train("stable", stop=stop, max_steps=1000, optim=WSD)[1] == 9 == max(toy.saved("stable"))
+    assert (
+        toy.train("stable", stop=stop, max_steps=1000, optim=WSD)[1]
+        == 9
+        == max(toy.saved("stable"))
+    )
     toy.scale = lambda call: 1.0
-    ends = {"newest": (9, 20, None), "older": (6, 12, 0.5), "oldest": (3, 5, 0.4)}  # step, length, share
+    ends = {
+        "newest": (9, 20, None),
+        "older": (6, 12, 0.5),
+        "oldest": (3, 5, 0.4),
+    }  # step, length, share
     for name, (step, length, share) in ends.items():
         cut_back(tmp_path / "stable", tmp_path / name, step)
         given = {"max_steps": length, "optim": {**WSD, "decay_fraction": share}}
         assert toy.train(name, **given) == toy.train(f"whole {name}", **given) == ("done", length)
-        assert toy.values("train", "lr", f"whole {name}")[step - 1] == 0.01 > toy.values("train", "lr", name)[-1]
+        assert (
+            toy.values("train", "lr", f"whole {name}")[step - 1]
+            == 0.01
+            > toy.values("train", "lr", name)[-1]
+        )
         after = [line for line in toy.lines("train", name) if line["attempt"] == 2]
         whole = toy.lines("train", f"whole {name}")[step:]
-        assert [(line["loss"], line["lr"]) for line in after] == [(line["loss"], line["lr"]) for line in whole]
+        assert [(line["loss"], line["lr"]) for line in after] == [
+            (line["loss"], line["lr"]) for line in whole
+        ]
         assert toy.weights(length, name) == toy.weights(length, f"whole {name}")
     before = (tmp_path / "older/metrics.jsonl").read_bytes()
     longer = {"max_steps": 20, "optim": {**WSD, "decay_fraction": 0.5}}
@@ -99,14 +121,22 @@ def test_a_stable_run_gets_its_decay_by_a_new_length_from_any_of_its_checkpoints
     )
     too_short = "begins after step 6, and the rate of step 9 .*0.00292.*, but it was 0.01; choose a larger length"
     rejects(too_short, toy.train, "stable", **short)
-    rejects("optim.warmup_steps: 2 -> 3", toy.train, "older", max_steps=12, optim={**WSD, "warmup_steps": 3})
+    rejects(
+        "optim.warmup_steps: 2 -> 3",
+        toy.train,
+        "older",
+        max_steps=12,
+        optim={**WSD, "warmup_steps": 3},
+    )
     assert (tmp_path / "older/metrics.jsonl").read_bytes() == before
     assert toy.train("older", **longer, resume=ResumeConfig(force=True)) == ("done", 20)
     assert "resume.force=true: with a length of 20" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_goes_on_from_its_checkpoint_also_on_another_number_of_ranks(finished, prepared, tmp_path, ranks):
+def test_a_run_goes_on_from_its_checkpoint_also_on_another_number_of_ranks(
+    finished, prepared, tmp_path, ranks
+):
     run_dir = cut_back(finished, tmp_path / "run")
     if ranks == 1:
         train_here(run_dir, prepared)
@@ -119,7 +149,9 @@ def test_a_run_goes_on_from_its_checkpoint_also_on_another_number_of_ranks(finis
 
 
 @pytest.mark.parametrize("way", ["sdpa", "eager"])
-def test_attention_is_the_same_however_it_is_computed_and_may_change_within_a_run(finished, prepared, tmp_path, way):
+def test_attention_is_the_same_however_it_is_computed_and_may_change_within_a_run(
+    finished, prepared, tmp_path, way
+):
     train_here(tmp_path / "run", prepared, f"model.attention={way}")
     assert_same_run(tmp_path / "run", finished)
     assert "attn" not in (tmp_path / "run/export/config.json").read_text()
@@ -138,7 +170,9 @@ def has_steps(run_dir, number):
 def test_a_signal_ends_the_run_with_a_checkpoint_and_the_same_command_goes_on(prepared, tmp_path):
     """Sent to the whole group, loader process included, as terminals and schedulers do."""
     arguments = train_overrides(tmp_path / "run", prepared, *LONG, "data.num_workers=1")
-    process = subprocess.Popen(command(arguments), cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command(arguments), cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     eventually(lambda: has_steps(tmp_path / "run", 3) or process.poll() is not None)
     os.killpg(process.pid, signal.SIGINT)
     _, stderr = process.communicate(timeout=300)

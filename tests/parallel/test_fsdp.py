@@ -31,7 +31,12 @@ from train.parallel.pieces import Tensors
 from train.tasks import build_task
 
 FSDP = "parallel=fsdp"
-PIPELINE = ["parallel=pipeline", "parallel.stages=2", "parallel.micro_batches=2", "micro_batch_size=6"]
+PIPELINE = [
+    "parallel=pipeline",
+    "parallel.stages=2",
+    "parallel.micro_batches=2",
+    "micro_batch_size=6",
+]
 AGAIN = "backend.activation_checkpointing=true"
 ALBERT: list[str] = []  # one layer that is applied twice, and a head that is tied to the embedding
 BERT = ["model.architecture=bert", "model.embedding_size=null"]  # a layer for each depth
@@ -63,20 +68,28 @@ def splits(tmp_path_factory, prepared):
     return folder
 
 
-@pytest.mark.parametrize(("name", "model"), [(name, model) for name, (model, *_) in SPLITS.items()])
+@pytest.mark.parametrize(
+    ("name", "model"), [(name, model) for name, (model, *_) in SPLITS.items()]
+)
 def test_it_is_the_run_of_one_process(splits, plain, name, model):
     run_dir = splits / name
     assert losses(run_dir)[-1] < losses(run_dir)[0] - 0.02
     assert_same_run(run_dir, plain / model)
-    facts = [json.loads((path / "environment.json").read_text()) for path in (run_dir, plain / model)]
+    facts = [
+        json.loads((path / "environment.json").read_text()) for path in (run_dir, plain / model)
+    ]
     assert facts[0]["parameters"] == facts[1]["parameters"]
     exported = load_file(run_dir / "export/model.safetensors")
     saved = weights(run_dir)
-    assert exported and all(torch.equal(value, saved[f"network.{name}"]) for name, value in exported.items())
+    assert exported and all(
+        torch.equal(value, saved[f"network.{name}"]) for name, value in exported.items()
+    )
 
 
 @pytest.mark.parametrize("name", ["albert", "lamb"])
-def test_its_checkpoint_is_that_of_one_process_and_resumes_there(splits, plain, prepared, tmp_path, name):
+def test_its_checkpoint_is_that_of_one_process_and_resumes_there(
+    splits, plain, prepared, tmp_path, name
+):
     model = SPLITS[name][0]
     saved, wanted = (moments(path, 3) for path in (splits / name, plain / model))
     assert list(saved) == list(wanted)
@@ -94,14 +107,18 @@ def test_a_run_of_one_process_goes_on_split(plain, prepared, tmp_path):
     assert losses(run_dir)[6:] == pytest.approx(losses(plain / "bert")[3:], rel=2e-5)
 
 
-def test_every_rank_writes_its_rows_under_one_manifest_and_fewer_ranks_resume(splits, plain, prepared, tmp_path):
+def test_every_rank_writes_its_rows_under_one_manifest_and_fewer_ranks_resume(
+    splits, plain, prepared, tmp_path
+):
     manifest = store_of(splits / "bert").manifest(6)
     numbers = ("", "_00001", "_00002", "_00003")
     names = {f"{content}{number}.pt" for content in ("model", "optimizer") for number in numbers}
     assert manifest.files.keys() == {"ranks.pt", *names}
     sizes = [manifest.files[name]["bytes"] for name in manifest.files_of("model")]
     assert max(sizes) < 0.4 * sum(sizes)  # names and tensors of few rows are not divided by four
-    assert json.loads(manifest.to_json())["format"] == 5  # so that a version that knows no parts rejects it
+    assert (
+        json.loads(manifest.to_json())["format"] == 5
+    )  # so that a version that knows no parts rejects it
     run_dir = cut_back(splits / "bert", tmp_path / "run")
     done = run(train_overrides(run_dir, prepared, *BERT, FSDP, "micro_batch_size=4"), ranks=2)
     assert "resuming from the checkpoint of step 3" in done.stderr
@@ -109,7 +126,9 @@ def test_every_rank_writes_its_rows_under_one_manifest_and_fewer_ranks_resume(sp
     assert len(store_of(run_dir).manifest(6).files_of("model")) == 2
 
 
-@pytest.mark.parametrize(("name", "fault"), [("model_00002.pt", "has sha256"), ("optimizer_00003.pt", "is missing")])
+@pytest.mark.parametrize(
+    ("name", "fault"), [("model_00002.pt", "has sha256"), ("optimizer_00003.pt", "is missing")]
+)
 def test_without_one_of_its_parts_a_step_is_none(splits, tmp_path, name, fault):
     run_dir = shutil.copytree(splits / "bert", tmp_path / "run")
     path = run_dir / "checkpoints/step_00000006" / name
@@ -124,34 +143,60 @@ def test_a_part_that_the_manifest_does_not_name_is_not_read(splits, tmp_path):
     wanted = read_weights(folder, manifest)
     torch.save({next(iter(wanted)): torch.zeros(3)}, folder / "model_00009.pt")
     check_files(folder, manifest)
-    assert all(torch.equal(value, wanted[name]) for name, value in read_weights(folder, manifest).items())
+    assert all(
+        torch.equal(value, wanted[name]) for name, value in read_weights(folder, manifest).items()
+    )
 
 
 def test_the_best_step_is_exported_whole(prepared, tmp_path):
     """Training diverges, so that the best step is not the last one."""
     options = [*BERT, "optim.lr=0.3", "optim.warmup_steps=4", "eval_every=1", "checkpoint.every=1"]
-    options += ["checkpoint.best=true", "checkpoint.keep=9", "best.metric=loss", "best.export=true", FSDP]
+    options += [
+        "checkpoint.best=true",
+        "checkpoint.keep=9",
+        "best.metric=loss",
+        "best.export=true",
+        FSDP,
+    ]
     done = run(train_overrides(tmp_path / "run", prepared, *options), ranks=2)
     assert done.returncode == 0, done.stderr
     (step,) = re.findall(r"the export has the weights of step (\d+), the best", done.stderr)
     best = weights(tmp_path / "run", int(step))
     exported = load_file(tmp_path / "run/export/model.safetensors")
-    assert exported and all(torch.equal(value, best[f"network.{name}"]) for name, value in exported.items())
+    assert exported and all(
+        torch.equal(value, best[f"network.{name}"]) for name, value in exported.items()
+    )
 
 
 # Each product is rounded to 8 bits, and gathered weights are too: losses of 5 differ by a few thousandths.
 def test_in_bf16_it_is_nearly_the_run_of_one_process(prepared, tmp_path):
     options = [*BERT, "backend.precision=bf16"]
     train_here(tmp_path / "plain", prepared, *options)
-    done = run(train_overrides(tmp_path / "split", prepared, *options, FSDP, "micro_batch_size=2"), ranks=2)
+    done = run(
+        train_overrides(tmp_path / "split", prepared, *options, FSDP, "micro_batch_size=2"),
+        ranks=2,
+    )
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "split") == pytest.approx(losses(tmp_path / "plain"), rel=5e-3)
-    assert grad_norms(tmp_path / "split") == pytest.approx(grad_norms(tmp_path / "plain"), rel=5e-2)
+    assert grad_norms(tmp_path / "split") == pytest.approx(
+        grad_norms(tmp_path / "plain"), rel=5e-2
+    )
     assert all(weight.dtype == torch.float32 for weight in weights(tmp_path / "split").values())
 
 
-TWEETS = ["task=classify", "data=tweets", "optim=finetune", f"data.path={ROOT / 'tests/inputs/tweets.csv'}"]
-TWEETS += ["data.validation_fraction=0.3", "data.lengths=[24,40]", "seq_len=64", "eval_every=2", "max_steps=4"]
+TWEETS = [
+    "task=classify",
+    "data=tweets",
+    "optim=finetune",
+    f"data.path={ROOT / 'tests/inputs/tweets.csv'}",
+]
+TWEETS += [
+    "data.validation_fraction=0.3",
+    "data.lengths=[24,40]",
+    "seq_len=64",
+    "eval_every=2",
+    "max_steps=4",
+]
 TWEETS += [
     "global_batch_size=12",
     "micro_batch_size=3",
@@ -169,18 +214,30 @@ def classifier(prepared, tmp_path_factory):
     return tuned(tmp_path_factory.mktemp("classifier") / "plain", prepared / "tokenizer", *TWEETS)
 
 
-@pytest.mark.parametrize(("ranks", "split"), [(2, [FSDP]), (4, PIPELINE)], ids=["fsdp", "pipeline"])
+@pytest.mark.parametrize(
+    ("ranks", "split"), [(2, [FSDP]), (4, PIPELINE)], ids=["fsdp", "pipeline"]
+)
 def test_a_classifier_with_a_frozen_layer_and_a_rate_of_its_own_for_the_head(
     classifier, prepared, tmp_path, ranks, split
 ):
     """Of texts of two lengths, with labels that weigh differently and a rate for each layer."""
     done = run([*tuning(tmp_path / "split", prepared / "tokenizer", *TWEETS), *split], ranks=ranks)
     assert done.returncode == 0, done.stderr
-    for kind, key in (("train", "loss"), ("train", "grad_norm"), ("eval", "loss"), ("eval", "f1_macro")):
-        wanted, got = ([line[key] for line in lines(run_dir, kind)] for run_dir in (classifier, tmp_path / "split"))
+    for kind, key in (
+        ("train", "loss"),
+        ("train", "grad_norm"),
+        ("eval", "loss"),
+        ("eval", "f1_macro"),
+    ):
+        wanted, got = (
+            [line[key] for line in lines(run_dir, kind)]
+            for run_dir in (classifier, tmp_path / "split")
+        )
         assert got == pytest.approx(wanted, rel=4e-4), key
     assert (tmp_path / "split/samples.json").is_file()
-    exported, wanted = (load_file(path / "export/model.safetensors") for path in (tmp_path / "split", classifier))
+    exported, wanted = (
+        load_file(path / "export/model.safetensors") for path in (tmp_path / "split", classifier)
+    )
     for name, value in exported.items():
         torch.testing.assert_close(value, wanted[name], rtol=1e-3, atol=2e-5)
 
@@ -202,22 +259,31 @@ def hold(out, prepared, *options):
     cfg = train_config(Path(out) / "run", Path(prepared), *BERT, *options)
     task, backend = build_task(cfg), open_backend(cfg.backend, cfg.instance)
     torch.manual_seed(0)
-    engine = build_engine(cfg.parallel, cfg.optim, backend, task.build_model(), task.loss, accumulation=1)
+    engine = build_engine(
+        cfg.parallel, cfg.optim, backend, task.build_model(), task.loss, accumulation=1
+    )
     engine.ready()
     held = {
         "all": sum(weight.numel() for weight in engine.model.parameters()),
         "weights": held_in(engine.model.parameters()),
-        "moments": held_in(value for state in engine.optimizer.state.values() for value in state.values()),
+        "moments": held_in(
+            value for state in engine.optimizer.state.values() for value in state.values()
+        ),
     }
     before = whole(backend.world.all_gather_object(engine.state()))
     drawn = task.train_data().draw(np.arange(4)[None] + 4 * backend.world.rank)
     inputs = {name: value[0].to(backend.device) for name, value in drawn["inputs"].items()}
     batch = {"inputs": inputs, "count": drawn["count"][0]}
-    engine.loss = lambda model, inputs: task.loss(model, inputs) * (NAN if backend.world.rank == 1 else 1.0)
+    engine.loss = lambda model, inputs: (
+        task.loss(model, inputs) * (NAN if backend.world.rank == 1 else 1.0)
+    )
     norms = []
     for backend.skips_on_device in (False, True):  # as CPUs skip, and as GPUs do
         norms.append(step(engine, batch, 1.0))
-    skipped, after = backend.skips.counts()[0], whole(backend.world.all_gather_object(engine.state()))
+    skipped, after = (
+        backend.skips.counts()[0],
+        whole(backend.world.all_gather_object(engine.state())),
+    )
     engine.loss = task.loss
     norms.append(step(engine, batch, 1e-3))
     with torch.no_grad():
@@ -227,7 +293,13 @@ def hold(out, prepared, *options):
     same = all(torch.equal(before["model"][name], value) for name, value in after["model"].items())
     del engine
     backend.close()
-    return {**held, "norms": norms, "skipped": skipped, "unchanged": same, "state": len(after["model"])}
+    return {
+        **held,
+        "norms": norms,
+        "skipped": skipped,
+        "unchanged": same,
+        "state": len(after["model"]),
+    }
 
 
 def step(engine, batch, lr):
@@ -243,7 +315,9 @@ def whole(parts):
     optimizers = [part["optimizer"] for part in parts]
     numbers = {number for optimizer in optimizers for number in optimizer["state"]}
     state = {
-        number: Tensors({str(rank): each["state"].get(number, {}) for rank, each in enumerate(optimizers)})
+        number: Tensors(
+            {str(rank): each["state"].get(number, {}) for rank, each in enumerate(optimizers)}
+        )
         for number in numbers
     }
     model = Tensors({str(rank): part.get("model", {}) for rank, part in enumerate(parts)})
@@ -270,7 +344,9 @@ def test_a_rank_holds_its_part_alone_and_all_skip_a_step_that_one_cannot_take(he
     ranks = [rank[way] for rank in held]
     for name, factor in (("weights", 1), ("moments", 2)):
         parts, whole = [rank[name] for rank in ranks], factor * ranks[0]["all"]
-        assert sum(parts) == whole and max(parts) < 0.6 * whole  # tensors of an odd number of rows have no halves
+        assert (
+            sum(parts) == whole and max(parts) < 0.6 * whole
+        )  # tensors of an odd number of rows have no halves
     for rank in ranks:
         assert rank["skipped"] == 2 and rank["unchanged"]
         assert np.isnan(rank["norms"][:2]).all() and rank["norms"][2] == ranks[0]["norms"][2] > 0
@@ -282,9 +358,16 @@ def test_a_rank_holds_its_part_alone_and_all_skip_a_step_that_one_cannot_take(he
 
 
 def test_a_model_without_known_layers_is_rejected():
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+    }
     network = Network(AutoModel.from_config(MPNetConfig(vocab_size=10, **sizes)))
-    rejects("the layers of MPNetModel are not known.*choose parallel=data", network.separate_layers)
+    rejects(
+        "the layers of MPNetModel are not known.*choose parallel=data", network.separate_layers
+    )
 
 
 if __name__ == "__main__":

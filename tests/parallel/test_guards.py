@@ -37,6 +37,9 @@ from train.config import (
 )
 from train.data.batches import loader
 from train.data.batches.loader import MaskedRows
+from train.machine import machine, rank_setup
+from train.machine.launched import check_launch, launched
+from train.machine.versions import read_versions
 from train.parallel import guards, xla_environment
 from train.parallel.backends import open_backend
 from train.parallel.ddp import DDP
@@ -46,15 +49,23 @@ from train.parallel.optimizer_spec import set_learning_rate
 from train.parallel.optimizers import build_optimizer
 from train.run import compose as cli
 from train.run import rejection as announcing
-from train.system import machine, rank_setup
-from train.system.launched import check_launch, launched
-from train.system.versions import read_versions
 
 pytest.importorskip("torch_xla")
 
 # One layer: nothing here depends on the depth, and it compiles in seconds.
-XLA = ["backend=xla", "model.num_layers=1", "eval_every=null", "export=false", "checkpoint.every=100"]
-TRN1 = {"torch": "2.9.1", "torch-xla": "2.9.0", "torch-neuronx": "2.9.0.2.15.32035+abc", "neuronx-cc": "2.26.6360.0"}
+XLA = [
+    "backend=xla",
+    "model.num_layers=1",
+    "eval_every=null",
+    "export=false",
+    "checkpoint.every=100",
+]
+TRN1 = {
+    "torch": "2.9.1",
+    "torch-xla": "2.9.0",
+    "torch-neuronx": "2.9.0.2.15.32035+abc",
+    "neuronx-cc": "2.26.6360.0",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +89,9 @@ def train(monkeypatch, capfd, tmp_path, prepared):
     """`python -m train` in this process: returns its exit code and the lines on stderr."""
 
     def call(*overrides):
-        monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared, *overrides)])
+        monkeypatch.setattr(
+            sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared, *overrides)]
+        )
         code = entry.run_command_line()
         return code, capfd.readouterr().err.splitlines()
 
@@ -115,7 +128,10 @@ def machine_has(monkeypatch):
         ([], "has neuron devices, but backend.device=cpu; set instance=local"),
         (["backend=ddp", "backend.device=auto"], "set backend=xla on trn1"),
         (["backend=neuron", "backend.device=auto"], "needs native PyTorch"),
-        (["instance=p5.48xlarge", "backend=xla", "backend.device=auto"], "set backend=ddp for GPUs"),
+        (
+            ["instance=p5.48xlarge", "backend=xla", "backend.device=auto"],
+            "set backend=ddp for GPUs",
+        ),
     ],
 )
 def test_a_run_goes_to_no_other_device_than_the_instance_has(train, machine_has, overrides, said):
@@ -139,12 +155,22 @@ GPU = ["0000:00:1e.0"]
 @pytest.mark.parametrize(
     ("kind", "gpus", "said"),
     [
-        ("trn1.32xlarge", [], "this is a trn1.32xlarge without /dev/neuron0: its driver is not loaded"),
-        ("p6-b200.48xlarge", GPU, "this p6-b200.48xlarge has an NVIDIA GPU that PyTorch cannot use: no driver"),
+        (
+            "trn1.32xlarge",
+            [],
+            "this is a trn1.32xlarge without /dev/neuron0: its driver is not loaded",
+        ),
+        (
+            "p6-b200.48xlarge",
+            GPU,
+            "this p6-b200.48xlarge has an NVIDIA GPU that PyTorch cannot use: no driver",
+        ),
         ("Standard PC", GPU, None),  # a laptop costs nothing by the hour
     ],
 )
-def test_a_machine_whose_devices_have_no_driver_is_no_cpu_unless_that_is_said(machine_has, log, kind, gpus, said):
+def test_a_machine_whose_devices_have_no_driver_is_no_cpu_unless_that_is_said(
+    machine_has, log, kind, gpus, said
+):
     machine_has(instance_type=kind, nvidia_gpus=gpus)
     for name in ("auto", "ddp") if said else ():
         rejects(said, open_backend, BackendConfig(name=name), InstanceConfig())
@@ -155,7 +181,11 @@ def test_a_machine_whose_devices_have_no_driver_is_no_cpu_unless_that_is_said(ma
 
 
 def test_a_gpu_is_known_by_the_bus_without_a_driver(tmp_path):
-    for name, vendor, kind in (("a", "10de", "030200"), ("b", "10de", "040300"), ("c", "1234", "030000")):
+    for name, vendor, kind in (
+        ("a", "10de", "030200"),
+        ("b", "10de", "040300"),
+        ("c", "1234", "030000"),
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "vendor").write_text(f"0x{vendor}\n")
         (tmp_path / name / "class").write_text(f"0x{kind}\n")
@@ -172,7 +202,12 @@ RANKS = {  # of an instance, in all and on each machine: what is said if they ha
 
 
 def launched_as(world, local):
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local)}
+    ranks = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(local),
+    }
     return {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
@@ -181,14 +216,23 @@ def test_numbers_of_ranks_that_hang_are_rejected(instance, world, local):
     _, cfg = cli.load_backend([f"instance={instance}"])
     said = RANKS[instance, world, local]
     with pytest.raises(InputError, match=said) if said else contextlib.nullcontext():
-        check_launch(cfg, launched({**launched_as(world, local), "SLURM_STEP_NUM_TASKS": str(world // local)}))
+        check_launch(
+            cfg,
+            launched({**launched_as(world, local), "SLURM_STEP_NUM_TASKS": str(world // local)}),
+        )
 
 
-def test_they_are_rejected_before_any_group_as_tasks_of_slurm_without_torchrun_are(train, monkeypatch, tmp_path):
+def test_they_are_rejected_before_any_group_as_tasks_of_slurm_without_torchrun_are(
+    train, monkeypatch, tmp_path
+):
     os.environ.update(launched_as(16, 8))
     monkeypatch.setattr(announcing, "INFORM_S", 0.5)  # the second machine never comes
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was opened"))
-    assert "8 ranks on each of 2" in rejection(train("instance=trn1.32xlarge", "backend.device=auto"))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was opened")
+    )
+    assert "8 ranks on each of 2" in rejection(
+        train("instance=trn1.32xlarge", "backend.device=auto")
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -200,8 +244,14 @@ def test_they_are_rejected_before_any_group_as_tasks_of_slurm_without_torchrun_a
         ({"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "2"}, True),
         ({"MV2_COMM_WORLD_SIZE": "3"}, True),
         ({"OMPI_COMM_WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": ""}, False),
-        ({"SLURM_NTASKS": "4", "SLURM_NPROCS": "4"}, False),  # of salloc or sbatch, whose script is one process
-        ({"OMPI_COMM_WORLD_SIZE": "2", **launched_as(8, 4)}, False),  # mpirun started a torchrun on each machine
+        (
+            {"SLURM_NTASKS": "4", "SLURM_NPROCS": "4"},
+            False,
+        ),  # of salloc or sbatch, whose script is one process
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2", **launched_as(8, 4)},
+            False,
+        ),  # mpirun started a torchrun on each machine
     ],
 )
 def test_processes_that_would_each_train_alone_are_rejected(variables, is_rejected):
@@ -213,7 +263,9 @@ def test_processes_that_would_each_train_alone_are_rejected(variables, is_reject
 # ---- the environment -----------------------------------------------------------------------------------------------
 
 
-def test_variables_that_change_what_is_computed_are_rejected_and_those_without_effect_named(monkeypatch, log):
+def test_variables_that_change_what_is_computed_are_rejected_and_those_without_effect_named(
+    monkeypatch, log
+):
     named = []
     for knob in machine.KNOBS:
         with monkeypatch.context() as patch:
@@ -221,7 +273,9 @@ def test_variables_that_change_what_is_computed_are_rejected_and_those_without_e
             if knob.is_dangerous:
                 with pytest.raises(InputError) as error:
                     xla_environment.ready(XLAConfig(device="cpu"), collects=False)
-                assert f"{knob.name}=1 {knob.why}" in str(error.value) and "unset it" in str(error.value)
+                assert f"{knob.name}=1 {knob.why}" in str(error.value) and "unset it" in str(
+                    error.value
+                )
             else:
                 xla_environment.ready(XLAConfig(device="cpu"), collects=False)
                 named.append(f"{knob.name}=1 {knob.why}")
@@ -241,7 +295,9 @@ def on_trainium(machine_has, monkeypatch):
     return versions
 
 
-def test_packages_that_do_not_fit_or_are_missing_are_rejected_with_what_to_install(train, on_trainium):
+def test_packages_that_do_not_fit_or_are_missing_are_rejected_with_what_to_install(
+    train, on_trainium
+):
     on_trainium |= {"torch": "2.15.0", "torch-neuronx": "1.0"}
     line = rejection(train("instance=trn1.32xlarge", "backend=xla", "backend.device=auto"))
     assert "2.9.*'; torch-neuronx 1.0 is" in line  # both in one line
@@ -251,7 +307,9 @@ def test_packages_that_do_not_fit_or_are_missing_are_rejected_with_what_to_insta
     assert f"torch-neuronx and neuronx-cc not installed: {read_versions().sdk.install}" in line
 
 
-def test_torch_xla_that_somebody_imported_before_is_rejected_on_trainium_only(on_trainium, monkeypatch):
+def test_torch_xla_that_somebody_imported_before_is_rejected_on_trainium_only(
+    on_trainium, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "torch_xla", object())
     with pytest.raises(InputError, match="imported torch_xla before its environment was set"):
         xla_environment.ready(XLAConfig(device="neuron"), collects=False)
@@ -269,7 +327,9 @@ def test_a_compile_cache_on_nfs_is_rejected(train, on_trainium, monkeypatch):
     assert "compile cache /shared/home/me/cache is on nfs4" in line
 
 
-def test_a_compile_cache_that_others_can_write_to_is_rejected(train, on_trainium, monkeypatch, tmp_path):
+def test_a_compile_cache_that_others_can_write_to_is_rejected(
+    train, on_trainium, monkeypatch, tmp_path
+):
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", f"{tmp_path}/cache")
@@ -309,7 +369,9 @@ NEURON0 = ["/dev/neuron0"]
         ("auto", "NEURON", [], "no Trainium here"),
     ],
 )
-def test_the_device_of_xla_is_what_was_asked_for_if_it_is_there(machine_has, device, variable, devices, kind):
+def test_the_device_of_xla_is_what_was_asked_for_if_it_is_there(
+    machine_has, device, variable, devices, kind
+):
     machine_has(neuron_devices=devices)
     del os.environ["PJRT_DEVICE"]
     os.environ.update({"PJRT_DEVICE": variable} if variable else {})
@@ -379,7 +441,13 @@ def rank_of_two(folder):
     from train.parallel import xla
 
     backend = xla.XLA(XLAConfig(device="cpu", timeout_s=60))
-    result = {"world": [backend.world.rank, backend.world.size, backend.world.sum([1.0, float(backend.world.rank)])]}
+    result = {
+        "world": [
+            backend.world.rank,
+            backend.world.size,
+            backend.world.sum([1.0, float(backend.world.rank)]),
+        ]
+    }
     backend.seed(7)
     result["drawn"] = torch.rand(4, device=backend.device).tolist()
     result["kept"] = backend.rng_state()["xla"]
@@ -447,9 +515,15 @@ def test_two_cpu_ranks_of_xla_know_each_other_and_draw_different_numbers(ranks):
 
 def test_ranks_that_the_device_runtime_does_not_join_or_that_draw_alike_are_rejected(ranks):
     for result in ranks:
-        assert "the launcher started 2 ranks, the device runtime sees 1, the process group 1, and" in result["apart"]
+        assert (
+            "the launcher started 2 ranks, the device runtime sees 1, the process group 1, and"
+            in result["apart"]
+        )
         assert "they would train apart" in result["apart"]
-    assert "ranks share random states [101, 101]: their dropout would be the same" in ranks[0]["seeds"]
+    assert (
+        "ranks share random states [101, 101]: their dropout would be the same"
+        in ranks[0]["seeds"]
+    )
 
 
 def test_sums_that_reach_nobody_are_rejected(ranks):
@@ -465,15 +539,24 @@ def test_weights_in_which_ranks_differ_are_not_saved(ranks):
     assert not any(result["saved"] for result in ranks)
 
 
-def test_a_rank_that_cannot_read_the_data_of_an_evaluation_ends_the_run_with_the_reason(prepared, tmp_path):
+def test_a_rank_that_cannot_read_the_data_of_an_evaluation_ends_the_run_with_the_reason(
+    prepared, tmp_path
+):
     """On both: the other one would wait for its sums until the timeout."""
     options = ["max_steps=1", "optim.warmup_steps=1", "eval_every=1", "backend.timeout_s=60"]
     arguments = ["evaluation", *train_overrides(tmp_path / "run", prepared, *options)]
     done = run(arguments, ranks=2, module=__file__)
     assert done.returncode != 0
-    exits = [json.loads((tmp_path / f"run/log/exit_rank_{rank:04d}.json").read_bytes()) for rank in (0, 1)]
-    assert [result["reason"] for result in exits] == ["rejected: validation.bin is short"] * 2, done.stderr
-    assert not lines(tmp_path / "run", "train")  # the trial of an evaluation met it before the first step
+    exits = [
+        json.loads((tmp_path / f"run/log/exit_rank_{rank:04d}.json").read_bytes())
+        for rank in (0, 1)
+    ]
+    assert [result["reason"] for result in exits] == ["rejected: validation.bin is short"] * 2, (
+        done.stderr
+    )
+    assert not lines(
+        tmp_path / "run", "train"
+    )  # the trial of an evaluation met it before the first step
     assert not LocalStore(tmp_path / "run/checkpoints").steps()
 
 
@@ -485,7 +568,11 @@ class Tied(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embedding, self.norm, self.head = nn.Embedding(13, 6), nn.LayerNorm(6), nn.Linear(6, 13)
+        self.embedding, self.norm, self.head = (
+            nn.Embedding(13, 6),
+            nn.LayerNorm(6),
+            nn.Linear(6, 13),
+        )
         self.head.weight = self.embedding.weight
 
     def forward(self, ids):
@@ -531,13 +618,21 @@ def test_xla_unties_weights_and_the_backend_ties_them_again():
     assert len(list(model.parameters())) == 4
     untie(model)  # as a checkpoint that is restored may
     parameters = list(model.parameters())
-    rejects("no longer share a weight", backend.ready, torch.optim.SGD(parameters), parameters, error=RuntimeError)
+    rejects(
+        "no longer share a weight",
+        backend.ready,
+        torch.optim.SGD(parameters),
+        parameters,
+        error=RuntimeError,
+    )
 
 
 @pytest.mark.parametrize("open_backend", [open_xla, open_ddp])
 def test_the_optimizer_holds_all_of_the_models_parameters_and_no_other(open_backend):
     backend, model = open_backend(), Tied()
-    early = torch.optim.SGD(model.parameters())  # from before the move, which makes new parameters on XLA
+    early = torch.optim.SGD(
+        model.parameters()
+    )  # from before the move, which makes new parameters on XLA
     backend.setup_model(model)
     parameters = list(model.parameters())
     wrong = [(torch.optim.SGD(parameters[1:]), "holds 3 of the model's 4")]
@@ -562,7 +657,15 @@ def test_a_first_step_that_changes_no_weights_is_rejected(monkeypatch):
     backend, model, optimizer = begun()
     with monkeypatch.context() as patch:
         patch.setattr(optimizer, "step", lambda: None)
-        rejects("the first step changed no weights", step_of, backend, model, optimizer, IDS, error=RuntimeError)
+        rejects(
+            "the first step changed no weights",
+            step_of,
+            backend,
+            model,
+            optimizer,
+            IDS,
+            error=RuntimeError,
+        )
     rejects("the gradient is 0 everywhere", step_of, *begun(), IDS, error=RuntimeError, scale=0.0)
     with pytest.raises(RuntimeError, match="the learning rate is too small for the precision"):
         step_of(*begun(lr=1e-60), IDS)  # nothing in float32
@@ -603,7 +706,9 @@ def test_only_a_float_mask_of_four_dimensions_passes_and_it_hides_the_same(kind,
     four = looks[:, None, None]
     additive = (1 - four.float()) * -1e4
     for mask in (looks, looks.float(), four.bool(), four):
-        seen = f"{type(watched).__name__} was given an attention mask {[*mask.shape]} of {mask.dtype}"
+        seen = (
+            f"{type(watched).__name__} was given an attention mask {[*mask.shape]} of {mask.dtype}"
+        )
         said = f"{re.escape(seen)}.*{re.escape('a float mask [batch, 1, 1, seq]')}"
         rejects(said, watched, input_ids=IDS, attention_mask=mask)
         rejects(said, watched, IDS, mask)  # by its place
@@ -612,10 +717,14 @@ def test_only_a_float_mask_of_four_dimensions_passes_and_it_hides_the_same(kind,
     # A weight of exp(-1e4) is 0 in float32, as behind transformers' own mask: only the order of sums may differ.
     torch.testing.assert_close(result[looks.bool()], wanted[looks.bool()], rtol=1e-5, atol=1e-6)
     square = additive.expand(2, 1, 5, 5)
-    torch.testing.assert_close(watched(input_ids=IDS, attention_mask=square).last_hidden_state, result)
+    torch.testing.assert_close(
+        watched(input_ids=IDS, attention_mask=square).last_hidden_state, result
+    )
     whole = plain(input_ids=IDS).last_hidden_state
     torch.testing.assert_close(watched(input_ids=IDS).last_hidden_state, whole)
-    torch.testing.assert_close(watched(input_ids=IDS, attention_mask=None).last_hidden_state, whole)
+    torch.testing.assert_close(
+        watched(input_ids=IDS, attention_mask=None).last_hidden_state, whole
+    )
 
 
 def test_the_backend_of_xla_watches_the_masks_of_its_model():
@@ -628,7 +737,9 @@ def test_the_backend_of_xla_watches_the_masks_of_its_model():
 # ---- batches -------------------------------------------------------------------------------------------------------
 
 
-def test_an_exception_of_the_data_reaches_the_user_after_the_steps_before_it(train, monkeypatch, tmp_path):
+def test_an_exception_of_the_data_reaches_the_user_after_the_steps_before_it(
+    train, monkeypatch, tmp_path
+):
     draw, numbers = MaskedRows.draw, {}
 
     def fails(self, items):
@@ -652,7 +763,9 @@ def steps_of(scales, lengths):
     """Steps on sequences of lengths that no other test here compiles, in a backend that allows one graph."""
     backend, model, optimizer = begun(open_xla())
     backend.budget.limit = 1
-    batches = backend.to_device({"inputs": {"ids": torch.arange(length)[None] % 13}, "count": 1} for length in lengths)
+    batches = backend.to_device(
+        {"inputs": {"ids": torch.arange(length)[None] % 13}, "count": 1} for length in lengths
+    )
     with contextlib.closing(batches):
         for batch, scale in zip(batches, scales, strict=True):
             step_of(backend, model, optimizer, batch["inputs"]["ids"], scale=scale)
@@ -663,18 +776,25 @@ def test_a_graph_too_many_is_explained_and_ends_a_run_on_the_cpu():
     assert steps_of([0.5] * 4, [7] * 4) == 1
     with pytest.raises(RuntimeError, match=r"1 are expected; .*ids \[1, 8\] -> \[1, 9\]"):
         steps_of([0.5] * 4, [8, 8, 9, 8])
-    with pytest.raises(RuntimeError, match="graph 2 .* no input changed its shape: look for a Python number"):
+    with pytest.raises(
+        RuntimeError, match="graph 2 .* no input changed its shape: look for a Python number"
+    ):
         steps_of([0.5, 0.0], [11, 11])  # that becomes 0
 
 
-def test_on_trainium_each_graph_too_many_is_one_warning_and_those_from_before_the_first_batch_do_not_count(log):
+def test_on_trainium_each_graph_too_many_is_one_warning_and_those_from_before_the_first_batch_do_not_count(
+    log,
+):
     budget = GraphBudget(iter([5, 6, 7, 7, 7, 8]).__next__, is_fatal=False, hint="")
     budget.limit = 1
     budget.start()
     budget.start()  # of a second stream, which does not move the start
     for _ in range(5):
         budget.check()
-    assert [text.split(",")[0] for text in log.messages] == ["graph 2 was compiled", "graph 3 was compiled"]
+    assert [text.split(",")[0] for text in log.messages] == [
+        "graph 2 was compiled",
+        "graph 3 was compiled",
+    ]
 
 
 if __name__ == "__main__":

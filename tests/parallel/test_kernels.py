@@ -30,10 +30,17 @@ MOST_KERNELS, MOST_ACTIVATIONS = (28, 55) if torch.__version__ >= "2.11" else (3
 SUCCEED = """cudaSetDevice cudaGetLastError cudaPeekAtLastError cudaDeviceSynchronize cudaStreamSynchronize
     cudaStreamQuery cudaEventRecord cudaEventDestroy cudaEventQuery cudaStreamWaitEvent cudaFree
     cudaDeviceGetStreamPriorityRange"""
-ANSWER = {"cudaGetDeviceCount": 1, "cudaGetDevice": 0, "cudaDeviceGetAttribute": 0, "cudaDriverGetVersion": 13000}
+ANSWER = {
+    "cudaGetDeviceCount": 1,
+    "cudaGetDevice": 0,
+    "cudaDeviceGetAttribute": 0,
+    "cudaDriverGetVersion": 13000,
+}
 ANSWER |= {"cudaRuntimeGetVersion": 13000, "cudaEventCreate": 1, "cudaEventCreateWithFlags": 1}
 RUNTIME = "".join(f"int {name}(void) {{ return 0; }}\n" for name in SUCCEED.split())
-RUNTIME += "".join(f"int {name}(int *out) {{ *out = {value}; return 0; }}\n" for name, value in ANSWER.items())
+RUNTIME += "".join(
+    f"int {name}(int *out) {{ *out = {value}; return 0; }}\n" for name, value in ANSWER.items()
+)
 RUNTIME += r"""
 #include <dlfcn.h>
 int cudaStreamIsCapturing(void *stream, int *status) { *status = 0; return 0; }
@@ -73,14 +80,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("cuda")
     build(RUNTIME, folder / "runtime.so")
     build(DRIVER, folder / "libcuda.so.1")
-    own = {"LD_PRELOAD": str(folder / "runtime.so"), "LD_LIBRARY_PATH": str(folder), "PYTHONPATH": str(ROOT)}
+    own = {
+        "LD_PRELOAD": str(folder / "runtime.so"),
+        "LD_LIBRARY_PATH": str(folder),
+        "PYTHONPATH": str(ROOT),
+    }
     own |= {
         "TMPDIR": str(folder),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
         "TRITON_CACHE_DIR": str(folder / "cache"),
     }
     command = [sys.executable, str(ROOT / "tests/cuda_code.py")]
-    done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env={**os.environ, **own}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     figures: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     assert {name: each["graphs"] for name, each in figures.items()} == dict.fromkeys(figures, 2)
@@ -90,10 +103,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("architecture", ["albert", "bert"])
 def test_a_layer_has_few_kernels_that_move_few_bytes(made, architecture):
     layer = made[f"layer of {architecture}"]
-    assert 0 < layer["kernels"] <= MOST_KERNELS and 0 < layer["activations"] <= MOST_ACTIVATIONS, layer
+    assert 0 < layer["kernels"] <= MOST_KERNELS and 0 < layer["activations"] <= MOST_ACTIVATIONS, (
+        layer
+    )
 
 
-def test_what_is_compiled_adds_in_one_order_and_embeddings_inside_only_if_a_run_is_deterministic(made):
+def test_what_is_compiled_adds_in_one_order_and_embeddings_inside_only_if_a_run_is_deterministic(
+    made,
+):
     atomics = {name: each["atomics"] for name, each in made.items()}
     assert atomics.pop("with embeddings") > 0
     assert atomics == dict.fromkeys(atomics, 0)

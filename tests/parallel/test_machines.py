@@ -63,10 +63,14 @@ def test_ranks_of_two_machines_meet_again_after_one_was_killed(
         env={"KILLED": str(killed), "LATE": str(late), "MARK": str(mark)},
         log=log,
         rendezvous=rendezvous,
-        restarts=1 if rendezvous == "static" else 3,  # c10d may need one more for the agents to agree
+        restarts=1
+        if rendezvous == "static"
+        else 3,  # c10d may need one more for the agents to agree
     )
     codes = ended(agents)
-    assert codes == [0, 0] and mark.exists(), log.with_suffix(".0").read_text() + log.with_suffix(".1").read_text()
+    assert codes == [0, 0] and mark.exists(), (
+        log.with_suffix(".0").read_text() + log.with_suffix(".1").read_text()
+    )
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
@@ -101,7 +105,9 @@ def test_a_machine_waits_for_another_one_that_compiles(machines, prepared, tmp_p
     script, log = tmp_path / "script.py", tmp_path / "log"
     script.write_text(COMPILES)
     arguments = train_overrides(tmp_path / "run", prepared, "backend=xla", "watchdog.step_s=3")
-    agents = machines.torchrun(script, arguments, env={"CACHES": str(tmp_path / "caches")}, log=log)
+    agents = machines.torchrun(
+        script, arguments, env={"CACHES": str(tmp_path / "caches")}, log=log
+    )
     codes, said = ended(agents), log.with_suffix(".0").read_text()
     assert codes == [0, 0], said
     assert "of 1 compiled graphs on this run's machines, machine1 lacks 1. All ranks wait" in said
@@ -110,8 +116,8 @@ def test_a_machine_waits_for_another_one_that_compiles(machines, prepared, tmp_p
 JOINS = """
 import os, socket
 from train.parallel.rendezvous import join
-from train.system import rank_setup
-from train.system.launched import launched
+from train.machine import rank_setup
+from train.machine.launched import launched
 from train.parallel.ranks import World
 
 cards = [rank_setup.network_card(host) for host in (os.environ["MASTER_ADDR"], socket.gethostname(), "10.88.0.9")]
@@ -133,7 +139,10 @@ def test_ranks_connect_by_the_card_that_leads_to_the_master(machines, tmp_path):
 
 def test_after_a_machine_died_the_run_goes_on_with_one_less(machines, bucket, prepared, tmp_path):
     """The run folder is in S3. The dead machine closes no connection, so the others are ended by their watchdogs."""
-    same = ["global_batch_size=12", "eval_every=6"]  # once, at the end: the first evaluation has the time of a start
+    same = [
+        "global_batch_size=12",
+        "eval_every=6",
+    ]  # once, at the end: the first evaluation has the time of a start
     assert run(train_overrides(tmp_path / "whole", prepared, *same), ranks=3).returncode == 0
     script, mark = tmp_path / "script.py", tmp_path / "mark"
     script.write_text(DISTURBED)
@@ -173,7 +182,10 @@ sys.exit(main())
 
 @pytest.mark.parametrize(
     ("rejected", "setting", "said"),
-    [(1, "data.path=/nowhere", "/nowhere"), (0, "seed=-1", "seed=-1 must be")],  # the data opened; settings read
+    [
+        (1, "data.path=/nowhere", "/nowhere"),
+        (0, "seed=-1", "seed=-1 must be"),
+    ],  # the data opened; settings read
 )
 def test_a_rank_that_is_rejected_ends_those_of_the_other_machine(
     machines, prepared, tmp_path, rejected: int, setting: str, said: str
@@ -186,7 +198,9 @@ def test_a_rank_that_is_rejected_ends_those_of_the_other_machine(
     for number in (0, 1):
         spoken = log.with_suffix(f".{number}").read_text()
         (line,) = (line for line in spoken.splitlines() if line.startswith("error: "))
-        whose = "" if number == rejected else f"rank {rejected} on machine{rejected} was rejected: "
+        whose = (
+            "" if number == rejected else f"rank {rejected} on machine{rejected} was rejected: "
+        )
         assert line.startswith(f"error: {whose}") and said in line, spoken
         assert "exit code 2" in spoken
 

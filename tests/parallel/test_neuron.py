@@ -22,6 +22,7 @@ from running import ROOT, lines, run, train_config, train_overrides
 from train import __main__ as program
 from train import loop
 from train.config import BackendConfig, InputError, InstanceConfig, NeuronConfig
+from train.machine import machine, rank_setup
 from train.observe import monitor_neuron, profile
 from train.observe.metrics import Recorder
 from train.parallel import ddp, neuron, xla_environment
@@ -29,7 +30,6 @@ from train.parallel.backend import load
 from train.parallel.backends import open_backend
 from train.parallel.ddp import DDP
 from train.run.stopping import StopRequest
-from train.system import machine, rank_setup
 
 VERSION = "2.14.3.0.1"
 
@@ -42,7 +42,11 @@ def pretend(put, versions):
     put(neuron, "COLLECTIVES", "gloo")
     put(monitor_neuron, "TOOL", "no-neuron-monitor")
     put(machine, "neuron_devices", lambda: ["/dev/neuron0"])
-    put(machine, "installed_versions", lambda *names: {n: v for n, v in versions.items() if n in names})
+    put(
+        machine,
+        "installed_versions",
+        lambda *names: {n: v for n, v in versions.items() if n in names},
+    )
     package = types.ModuleType("torch_neuronx")
     package.__spec__ = importlib.machinery.ModuleSpec("torch_neuronx", None)
     package.fallen_back = []  # as the public source of TorchNeuron has it
@@ -83,7 +87,9 @@ def test_a_run_is_that_of_ddp_bit_for_bit_and_a_missing_tool_only_a_note(
     versions, by_ddp, prepared, tmp_path, monkeypatch
 ):
     opened, real = {}, loop.open_monitor
-    monkeypatch.setattr(loop, "open_monitor", lambda kind, **rest: opened.update(rest) or real(kind, **rest))
+    monkeypatch.setattr(
+        loop, "open_monitor", lambda kind, **rest: opened.update(rest) or real(kind, **rest)
+    )
     monkeypatch.setenv("NEURON_PROCESS_TAG", "run_a")
     result = train(tmp_path / "run", prepared, *NEURON)
     assert opened["run_tag"] == "run_a"  # else it would count the devices of another run as well
@@ -93,17 +99,27 @@ def test_a_run_is_that_of_ddp_bit_for_bit_and_a_missing_tool_only_a_note(
     assert summary["backend"] == "neuron"
     assert not lines(result, "fault")
     log = (result / "log/rank_0000.txt").read_text()
-    assert log.count("no-neuron-monitor is neither on PATH nor in") == log.count("training continues") == 1
+    assert (
+        log.count("no-neuron-monitor is neither on PATH nor in")
+        == log.count("training continues")
+        == 1
+    )
 
 
 PIPELINE = "parallel=pipeline parallel.stages=2 parallel.micro_batches=2 micro_batch_size=4"
 
 
-@pytest.mark.parametrize("split", ["micro_batch_size=2", "parallel=fsdp micro_batch_size=4", PIPELINE])
+@pytest.mark.parametrize(
+    "split", ["micro_batch_size=2", "parallel=fsdp micro_batch_size=4", PIPELINE]
+)
 def test_two_ranks_are_one(by_ddp, prepared, tmp_path, monkeypatch, split):
     """AWS's documents say that FSDP2 and pipelines are supported; not run on hardware."""
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests:{ROOT}/tests/parallel")
-    done = run(train_overrides(tmp_path / "run", prepared, *NEURON, *split.split()), ranks=2, module="test_neuron")
+    done = run(
+        train_overrides(tmp_path / "run", prepared, *NEURON, *split.split()),
+        ranks=2,
+        module="test_neuron",
+    )
     assert done.returncode == 0, done.stderr
     (summary,) = lines(tmp_path / "run", "summary")
     assert (summary["backend"], summary["world_size"]) == ("neuron", 2)
@@ -115,7 +131,12 @@ def test_two_ranks_are_one(by_ddp, prepared, tmp_path, monkeypatch, split):
 def as_rank(monkeypatch, rank, ranks, machines=1):
     """Be a rank of this many, which never joins others."""
     local = ranks // machines
-    numbers = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local}
+    numbers = {
+        "RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_RANK": rank % local,
+        "LOCAL_WORLD_SIZE": local,
+    }
     for name, value in {**numbers, "MASTER_ADDR": "a", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(ddp, "join", lambda *_, **__: None)
@@ -131,12 +152,16 @@ def test_operators_that_others_could_have_compiled_are_rejected(versions, monkey
 
 def test_ranks_that_do_not_reach_each_other_are_rejected(versions, monkeypatch):
     as_rank(monkeypatch, 1, 2)
-    with pytest.raises(RuntimeError, match="the process group 2, and ones summed over the ranks give 1"):
+    with pytest.raises(
+        RuntimeError, match="the process group 2, and ones summed over the ranks give 1"
+    ):
         neuron.Neuron(BackendConfig(device="neuron"))
 
 
 @pytest.mark.parametrize("machines", [1, 2])
-def test_the_runtime_opens_only_after_its_variables_package_and_group(versions, monkeypatch, machines):
+def test_the_runtime_opens_only_after_its_variables_package_and_group(
+    versions, monkeypatch, machines
+):
     """TorchNeuron's process group asserts that nothing has opened the runtime; the runtime reads variables once."""
     as_rank(monkeypatch, 1, 2, machines)
     efa = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}
@@ -153,16 +178,29 @@ def test_the_runtime_opens_only_after_its_variables_package_and_group(versions, 
     monkeypatch.setattr(rank_setup, "neuron_address", lambda environ, core: f"chip of core {core}")
     monkeypatch.setattr(rank_setup, "pin", order.append)
     monkeypatch.setattr(ddp, "join", lambda names, *_, **__: order.append(names))
-    monkeypatch.setattr(torch, "ones", lambda *size, **given: (order.append("device"), ones(*size, **given))[1])
+    monkeypatch.setattr(
+        torch, "ones", lambda *size, **given: (order.append("device"), ones(*size, **given))[1]
+    )
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.mul_(2))
     neuron.Neuron(BackendConfig(device="neuron"))
-    assert order == [("torch_neuronx", efa if machines == 2 else {}), f"chip of core {2 - machines}", "gloo", "device"]
+    assert order == [
+        ("torch_neuronx", efa if machines == 2 else {}),
+        f"chip of core {2 - machines}",
+        "gloo",
+        "device",
+    ]
 
 
-@pytest.mark.parametrize(("asked", "chosen"), [("auto", "bf16"), ("bf16", "bf16"), ("fp32", "fp32")])
+@pytest.mark.parametrize(
+    ("asked", "chosen"), [("auto", "bf16"), ("bf16", "bf16"), ("fp32", "fp32")]
+)
 def test_the_precision_is_bf16_unless_asked(versions, asked, chosen):
     backend = neuron.Neuron(BackendConfig(precision=asked))
-    assert (backend.precision, backend.monitor_kind, backend.pin_memory) == (chosen, "neuron", False)
+    assert (backend.precision, backend.monitor_kind, backend.pin_memory) == (
+        chosen,
+        "neuron",
+        False,
+    )
     with backend.autocast():
         product = torch.ones(2, 2) @ torch.ones(2, 2)
     assert product.dtype == (torch.bfloat16 if chosen == "bf16" else torch.float32)
@@ -171,7 +209,9 @@ def test_the_precision_is_bf16_unless_asked(versions, asked, chosen):
 # ---- what is its own -----------------------------------------------------------------------------------------------
 
 
-def test_the_update_is_waited_for_and_of_all_weights_at_once(versions, prepared, tmp_path, monkeypatch):
+def test_the_update_is_waited_for_and_of_all_weights_at_once(
+    versions, prepared, tmp_path, monkeypatch
+):
     """Launches are asynchronous: an update of many weights failed where nothing waited for it."""
     seen, step = [], torch.optim.AdamW.step
 
@@ -186,7 +226,9 @@ def test_the_update_is_waited_for_and_of_all_weights_at_once(versions, prepared,
 
 
 @pytest.mark.parametrize("kind", ["train", "eval"])
-def test_operators_that_fell_back_to_the_cpu_are_named_once(versions, prepared, tmp_path, monkeypatch, kind):
+def test_operators_that_fell_back_to_the_cpu_are_named_once(
+    versions, prepared, tmp_path, monkeypatch, kind
+):
     package, forward = sys.modules["torch_neuronx"], torch.nn.Embedding.forward
 
     def fall_back(module, ids):
@@ -209,7 +251,10 @@ def test_what_ran_on_the_cpu_before_the_first_step_is_no_fallback(versions, prep
 
 
 def test_a_package_that_does_not_tell_of_fallbacks_trains(versions, prepared, tmp_path):
-    del sys.modules["torch_neuronx"].get_fallback_ops, sys.modules["torch_neuronx"].clear_op_tracking
+    del (
+        sys.modules["torch_neuronx"].get_fallback_ops,
+        sys.modules["torch_neuronx"].clear_op_tracking,
+    )
     train(tmp_path / "run", prepared, *NEURON)
 
 
@@ -227,7 +272,11 @@ def test_a_resume_with_dropout_warns_once(versions, prepared, tmp_path, dropout)
 
 
 def test_a_profile_has_the_traces_of_the_runtime(versions, prepared, tmp_path, monkeypatch):
-    profiling, asked, traced = types.ModuleType("torch_neuronx.profiling"), [], torch.profiler.profile
+    profiling, asked, traced = (
+        types.ModuleType("torch_neuronx.profiling"),
+        [],
+        torch.profiler.profile,
+    )
 
     def configure(modes, profile_output_dir):
         folder = Path(profile_output_dir) / "host"
@@ -238,21 +287,33 @@ def test_a_profile_has_the_traces_of_the_runtime(versions, prepared, tmp_path, m
 
     def recorded(**given):
         asked.append(given["activities"])
-        return traced(activities=[torch.profiler.ProfilerActivity.CPU])  # this torch has no other device
+        return traced(
+            activities=[torch.profiler.ProfilerActivity.CPU]
+        )  # this torch has no other device
 
-    profiling.ProfileMode, profiling.NeuronConfig = types.SimpleNamespace(RUNTIME="runtime", DEVICE="5 GB"), configure
+    profiling.ProfileMode, profiling.NeuronConfig = (
+        types.SimpleNamespace(RUNTIME="runtime", DEVICE="5 GB"),
+        configure,
+    )
     monkeypatch.setitem(sys.modules, "torch_neuronx.profiling", profiling)
     monkeypatch.setattr(torch.profiler, "profile", recorded)
-    monkeypatch.setattr(torch, "neuron", types.SimpleNamespace(max_memory_allocated=lambda: 5), raising=False)
+    monkeypatch.setattr(
+        torch, "neuron", types.SimpleNamespace(max_memory_allocated=lambda: 5), raising=False
+    )
     monkeypatch.setattr(neuron.Neuron, "fallback_ops", lambda backend: {"aten::addmm.out"})
     monkeypatch.setattr(profile, "FIRST", 2)
     monkeypatch.setattr(profile, "STEPS", 2)
     result = train(tmp_path / "run", prepared, *NEURON, "profile=true")
-    assert asked == [["runtime"], [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.PrivateUse1]]
+    assert asked == [
+        ["runtime"],
+        [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.PrivateUse1],
+    ]
     assert (result / "profile/device/host/runtime.ntff").read_bytes() == b"trace"
     assert "aten::addmm" in (result / "profile/table.txt").read_text()
     assert lines(result, "summary")[0]["peak_device_bytes"] == 5
-    assert not any("in this step" in line["reason"] for line in lines(result, "fault"))  # one trace at a time
+    assert not any(
+        "in this step" in line["reason"] for line in lines(result, "fault")
+    )  # one trace at a time
 
 
 def test_the_watchdog_sees_a_rank_that_compiles(versions, monkeypatch):
@@ -290,13 +351,19 @@ def test_it_compiles_with_neurons_own_compiler(versions, by_ddp, prepared, tmp_p
     ("kind", "instance", "chosen"),
     [
         ("trn2.48xlarge", "local", "neuron"),
-        ("trn3.48xlarge", "local", "neuron"),  # as the driver knows it; EC2's API names no type of trn3 yet
+        (
+            "trn3.48xlarge",
+            "local",
+            "neuron",
+        ),  # as the driver knows it; EC2's API names no type of trn3 yet
         ("", "trn2.3xlarge", "neuron"),
         ("trn1.2xlarge", "local", "xla"),
         ("trn2.48xlarge with the package for XLA", "local", "xla"),
     ],
 )
-def test_auto_is_native_on_trn2_and_trn3_and_xla_on_trn1(versions, monkeypatch, log, kind, instance, chosen):
+def test_auto_is_native_on_trn2_and_trn3_and_xla_on_trn1(
+    versions, monkeypatch, log, kind, instance, chosen
+):
     opened = []
     versions.update({"torch-neuronx": "2.9.0.2.15.32035"} if "for XLA" in kind else {})
     monkeypatch.setattr(machine, "instance_type", lambda: kind)
@@ -305,7 +372,11 @@ def test_auto_is_native_on_trn2_and_trn3_and_xla_on_trn1(versions, monkeypatch, 
     monkeypatch.setattr("train.parallel.xla.XLA", lambda cfg, collects: None)
     open_backend(BackendConfig(), InstanceConfig(name=instance))
     assert opened == [chosen]
-    setting = f"set instance={kind} to" if kind in machine.instance_names() else f"set instance.name={kind} and its"
+    setting = (
+        f"set instance={kind} to"
+        if kind in machine.instance_names()
+        else f"set instance.name={kind} and its"
+    )
     assert (setting in log.text) == (instance == "local")
 
 
@@ -314,10 +385,22 @@ def fill(tensor, *values):
 
 
 COLLECTIVES = {  # what each leaves on rank 0 of 2, and what is said where it leaves nothing
-    "all_gather_into_tensor": (lambda whole, own: fill(whole, 1.0, 2.0), r"all-gather returns [0.0, 0.0]"),
-    "reduce_scatter_tensor": (lambda part, numbers: fill(part, 2.0), "reduce-scatter returns [0.0] instead"),
-    "batch_isend_irecv": (lambda both: fill(both[1], 2.0) or [], "send and receive returns [0.0] instead"),
-    "all_reduce": (lambda own, group: fill(own, 3.0), "all-reduce of some ranks returns [1.0] instead of [3]"),
+    "all_gather_into_tensor": (
+        lambda whole, own: fill(whole, 1.0, 2.0),
+        r"all-gather returns [0.0, 0.0]",
+    ),
+    "reduce_scatter_tensor": (
+        lambda part, numbers: fill(part, 2.0),
+        "reduce-scatter returns [0.0] instead",
+    ),
+    "batch_isend_irecv": (
+        lambda both: fill(both[1], 2.0) or [],
+        "send and receive returns [0.0] instead",
+    ),
+    "all_reduce": (
+        lambda own, group: fill(own, 3.0),
+        "all-reduce of some ranks returns [1.0] instead of [3]",
+    ),
 }
 
 
@@ -331,7 +414,11 @@ def test_a_model_is_not_split_by_collectives_that_do_not_work(versions, monkeypa
     for name, (does, _) in COLLECTIVES.items():
         monkeypatch.setattr(dist, name, (lambda *_, **__: []) if name == broken else does)
     if broken is None:
-        assert (backend.mesh(), backend.subgroup([0, 1]), backend.subgroup([0])) == ("mesh", "group", "group")
+        assert (backend.mesh(), backend.subgroup([0, 1]), backend.subgroup([0])) == (
+            "mesh",
+            "group",
+            "group",
+        )
         return
     with pytest.raises(RuntimeError, match=re.escape(f"the device's {COLLECTIVES[broken][1]}")):
         backend.mesh()
@@ -417,7 +504,9 @@ def test_what_is_not_native_pytorch_is_rejected(versions, version, said):
 
 def test_each_release_goes_with_its_torch(versions):
     versions["torch"] = "2.13.0"
-    with pytest.raises(InputError, match=r"2.14.3.0.1 needs torch of the same release, and torch is 2.13.0; pip"):
+    with pytest.raises(
+        InputError, match=r"2.14.3.0.1 needs torch of the same release, and torch is 2.13.0; pip"
+    ):
         neuron.Neuron(BackendConfig())
 
 
@@ -432,7 +521,11 @@ def without_devices(put):
         ({"device": "cuda"}, None, "not backend.device=cuda"),
         ({"device": "cpu"}, None, "not backend.device=cpu"),
         ({"grad_compression": "bf16"}, None, "leave it out with backend=neuron"),
-        ({"precision": "fp16"}, None, "backend.precision=fp16 is not known; choose one of: auto, fp32, bf16"),
+        (
+            {"precision": "fp16"},
+            None,
+            "backend.precision=fp16 is not known; choose one of: auto, fp32, bf16",
+        ),
         ({"precision": "tf32"}, None, "backend.precision=tf32 is not known"),
     ],
 )
@@ -448,7 +541,9 @@ if __name__ == "__main__":
     sys.exit(program.main())
 
 
-def test_tokens_are_counted_exactly_beyond_32_bits(versions, by_ddp, prepared, tmp_path, monkeypatch):
+def test_tokens_are_counted_exactly_beyond_32_bits(
+    versions, by_ddp, prepared, tmp_path, monkeypatch
+):
     """The device computes whole numbers of 64 bits as 32."""
     start, enter, to_device, extremes = 2**31 + 1, Recorder.__enter__, DDP.to_device, []
 
@@ -459,7 +554,9 @@ def test_tokens_are_counted_exactly_beyond_32_bits(versions, by_ddp, prepared, t
     def recorded(backend, batches):
         for batch in to_device(backend, batches):
             whole = [each for each in batch["inputs"].values() if each.dtype == torch.int64]
-            extremes.extend(value for each in whole for value in (int(each.min()), int(each.max())))
+            extremes.extend(
+                value for each in whole for value in (int(each.min()), int(each.max()))
+            )
             yield batch
 
     monkeypatch.setattr(Recorder, "__enter__", enter_late)

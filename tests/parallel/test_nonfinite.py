@@ -62,7 +62,9 @@ class Run:
         self.backend.setup_model(self.model)
         self.sync = self.backend.grad_sync(self.model, accumulation=2)
         self.parameters = list(self.model.parameters())
-        self.optimizer = build_optimizer(OptimConfig(name=name, lr=0.1), self.parameters, adamw=adamw)
+        self.optimizer = build_optimizer(
+            OptimConfig(name=name, lr=0.1), self.parameters, adamw=adamw
+        )
         self.backend.ready(self.optimizer, self.parameters)
 
     def step(self, *scales):
@@ -70,8 +72,12 @@ class Run:
         self.sync.begin(1.0)
         for number, scale in enumerate(scales, start=1):
             with self.sync.micro_batch(is_last=number == len(scales)):
-                scale = torch.tensor([scale]).to(self.backend.device)  # as data: a number would be in the graph
-                loss = (self.sync.module(IDS.to(self.backend.device)).sum(-1).pow(2).sum() * scale).sum()
+                scale = torch.tensor([scale]).to(
+                    self.backend.device
+                )  # as data: a number would be in the graph
+                loss = (
+                    self.sync.module(IDS.to(self.backend.device)).sum(-1).pow(2).sum() * scale
+                ).sum()
                 self.backend.scaler.scale(loss).backward()
                 del scale, loss
         divisor = self.sync.reduce()
@@ -82,7 +88,11 @@ class Run:
 
     def everything(self):
         """Weights, moments and step counts, on the host."""
-        state = [value for parameter in self.parameters for value in self.optimizer.state[parameter].values()]
+        state = [
+            value
+            for parameter in self.parameters
+            for value in self.optimizer.state[parameter].values()
+        ]
         assert len(state) >= 2 * len(self.parameters)
         return [copy.clone() for copy in self.backend.to_host([*self.parameters, *state])]
 
@@ -103,7 +113,9 @@ def compiled():
 
 def check_skips(way, value):
     """Among steps by finite multiples of the loss those by `value`."""
-    excused = "fp16" in way and math.isnan(value)  # finite gradients with an infinite norm are none of the scale's
+    excused = "fp16" in way and math.isnan(
+        value
+    )  # finite gradients with an infinite norm are none of the scale's
     clean, result = Run(way), Run(way)
     wanted = []
     for scale in (1.0, 0.5, 2.0):
@@ -112,10 +124,18 @@ def check_skips(way, value):
     assert not same(wanted[0], wanted[1]) and not same(wanted[1], wanted[2])
     assert clean.backend.skips.counts() == (0, 0)
     num_graphs = compiled()
-    steps = [(1.0, 0, (0, 0)), (value, 0, (1, 1)), (0.5, 1, (1, 0)), (value, 1, (2, 1)), (value, 1, (3, 2))]
+    steps = [
+        (1.0, 0, (0, 0)),
+        (value, 0, (1, 1)),
+        (0.5, 1, (1, 0)),
+        (value, 1, (2, 1)),
+        (value, 1, (3, 2)),
+    ]
     for scale, expected, counts in (*steps, (2.0, 2, (3, 0))):
         norm = float(result.step(scale, 1.0))
-        assert math.isfinite(norm) == (scale in (1.0, 0.5, 2.0)) and math.isnan(norm) == math.isnan(scale)
+        assert math.isfinite(norm) == (scale in (1.0, 0.5, 2.0)) and math.isnan(
+            norm
+        ) == math.isnan(scale)
         assert same(result.everything(), wanted[expected])
         assert result.backend.skips.counts() == ((counts[0], 0) if excused else counts)
         assert result.gradients_are_cleared()
@@ -125,7 +145,9 @@ def check_skips(way, value):
     assert result.backend.skips.counts() == (4, 0)
     result.step(value, 1.0)
     assert result.backend.skips.counts() == (5, 0 if excused else 1)
-    assert result.backend.scaler.get_scale() == (65536 / 2**5 if excused else 65536 if "fp16" in way else 1)
+    assert result.backend.scaler.get_scale() == (
+        65536 / 2**5 if excused else 65536 if "fp16" in way else 1
+    )
     assert compiled() == num_graphs
 
 
@@ -134,9 +156,14 @@ HUGE = 1e30  # finite gradients, whose squares are not: a norm of inf
 
 @pytest.mark.parametrize(
     ("way", "value"),
-    [*((way, value) for way in DDP_WAYS for value in (math.nan, HUGE)), *((way, HUGE) for way in XLA_WAYS)],
+    [
+        *((way, value) for way in DDP_WAYS for value in (math.nan, HUGE)),
+        *((way, HUGE) for way in XLA_WAYS),
+    ],
 )
-def test_a_step_that_is_not_finite_changes_nothing_and_the_next_is_as_if_it_had_not_been(way, value):
+def test_a_step_that_is_not_finite_changes_nothing_and_the_next_is_as_if_it_had_not_been(
+    way, value
+):
     check_skips(way, value)
 
 
@@ -163,7 +190,9 @@ def test_finite_steps_decided_on_the_device_are_those_decided_on_the_host(on_hos
 
 
 @pytest.mark.parametrize("way", ["cuda", "cuda, lamb", "cuda, fp16"])
-def test_deciding_on_the_device_neither_waits_for_it_nor_copies_weights_and_moments(way, monkeypatch):
+def test_deciding_on_the_device_neither_waits_for_it_nor_copies_weights_and_moments(
+    way, monkeypatch
+):
     result = Run(way)
 
     def waits(*_):
@@ -197,7 +226,13 @@ def test_a_first_step_that_is_skipped_is_no_error_and_the_next_is_looked_at_inst
 def rank_of_two(folder):
     """Only rank 1 has a bad loss, and only in the first of two micro batches."""
     rank, result = int(os.environ["RANK"]), {}
-    for way in ("xla", "cpu", "cuda", "cuda, lamb", "cuda, fp16"):  # XLA's device is to be open at the first backward
+    for way in (
+        "xla",
+        "cpu",
+        "cuda",
+        "cuda, lamb",
+        "cuda, fp16",
+    ):  # XLA's device is to be open at the first backward
         begun = Run(way)
         begun.step(1.0, 1.0)
         before, num_graphs = begun.everything(), compiled()
@@ -206,7 +241,13 @@ def rank_of_two(folder):
         begun.step(1.0, 1.0)
         went_on = not same(before, begun.everything())
         Engine(begun.backend, begun.model, begun.optimizer).check_replicas()
-        result[way] = [kept, counts, went_on, begun.backend.skips.counts(), compiled() - num_graphs]
+        result[way] = [
+            kept,
+            counts,
+            went_on,
+            begun.backend.skips.counts(),
+            compiled() - num_graphs,
+        ]
         result[way].append(begun.backend.scaler.get_scale())
         backend = begun.backend
         dist.init_process_group = lambda *_, **__: None  # the others share the group of the first
@@ -235,7 +276,9 @@ def test_a_bad_micro_batch_of_one_rank_is_skipped_by_both(tmp_path):
 
 
 def test_without_functionalization_as_on_neuron_it_is_the_same():
-    done = run(["xla"], module="test_nonfinite", env={**ENVIRONMENT, "XLA_DISABLE_FUNCTIONALIZATION": "1"})
+    done = run(
+        ["xla"], module="test_nonfinite", env={**ENVIRONMENT, "XLA_DISABLE_FUNCTIONALIZATION": "1"}
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -10,7 +10,7 @@ from train.config import InputError, OptimConfig, Plan
 from train.models.network import Network
 from train.parallel.optimizer_spec import load_state, parameter_groups, roles, set_learning_rate
 from train.parallel.optimizers import build_optimizer, learning_rate
-from train.system.model_folder import ENCODERS
+from train.storage.model_folder import ENCODERS
 
 
 def plan(total=100, warmup=10):
@@ -18,7 +18,10 @@ def plan(total=100, warmup=10):
 
 
 def rates(total=100, warmup=10, **settings):
-    return [learning_rate(s, cfg=OptimConfig(lr=1.0, **settings), plan=plan(total, warmup)) for s in range(total)]
+    return [
+        learning_rate(s, cfg=OptimConfig(lr=1.0, **settings), plan=plan(total, warmup))
+        for s in range(total)
+    ]
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "polynomial", "constant", "wsd"])
@@ -32,7 +35,9 @@ def test_schedules_rise_to_the_peak_in_the_warmup_and_never_rest_at_zero(schedul
 
 def test_schedules_fall_as_their_names_say():
     halfway = {"linear": 0.5, "cosine": 0.5, "polynomial": 0.25, "constant": 1.0}
-    assert {name: rates(schedule=name, power=2.0)[55] for name in halfway} == pytest.approx(halfway)
+    assert {name: rates(schedule=name, power=2.0)[55] for name in halfway} == pytest.approx(
+        halfway
+    )
     assert rates(final_lr_fraction=0.2)[99] == pytest.approx(0.2, abs=0.01)
     assert rates(warmup=0)[0] == 1.0
 
@@ -43,7 +48,9 @@ def test_wsd_is_stable_up_to_its_last_part_wherever_the_length_ends():
     assert result[10:91] == [1.0] * 81
     assert result[91:] == pytest.approx([1 - (done / 10) ** 0.5 for done in range(1, 10)])
     assert rates(67, **wsd)[:61] == result[:61] and rates(67, **wsd)[61] < 1
-    assert rates(decay_fraction=0.5, final_lr_fraction=0.1, **wsd)[75] == pytest.approx(0.1 + 0.9 * (1 - 0.5**0.5))
+    assert rates(decay_fraction=0.5, final_lr_fraction=0.1, **wsd)[75] == pytest.approx(
+        0.1 + 0.9 * (1 - 0.5**0.5)
+    )
     assert set(rates(decay_fraction=0.0, **wsd)[10:]) == {1.0} and rates(5, 1, **wsd)[-1] == 1.0
 
 
@@ -81,9 +88,13 @@ def test_lamb_is_googles(start, lr):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.tensor(start * rng.normal(size=tuple(parameter.shape))))
-    before = {name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()}
+    before = {
+        name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()
+    }
     gradients = {name: rng.normal(size=(4, *value.shape)) for name, value in before.items()}
-    optimizer = build_optimizer(OptimConfig(name="lamb", lr=0.01, weight_decay=0.1), model.parameters())
+    optimizer = build_optimizer(
+        OptimConfig(name="lamb", lr=0.01, weight_decay=0.1), model.parameters()
+    )
     for group in optimizer.param_groups:
         group["lr"] = lr
     for step in range(4):
@@ -94,13 +105,17 @@ def test_lamb_is_googles(start, lr):
     for name, parameter in model.named_parameters():
         is_weight = name == "weight"
         decay = 0.1 if is_weight else 0.0
-        wanted = lamb_reference(before[name], gradients[name], decay=decay, trust=is_weight, **common)
+        wanted = lamb_reference(
+            before[name], gradients[name], decay=decay, trust=is_weight, **common
+        )
         np.testing.assert_allclose(parameter.detach().numpy(), wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
 def test_biases_and_normalisation_do_not_decay_and_tied_weights_come_once(name):
-    model = torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 7))
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(7, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 7)
+    )
     model[2].weight = model[0].weight
     optimizer = build_optimizer(OptimConfig(name=name), model.parameters())
     decayed, plain = ({id(p) for p in group["params"]} for group in optimizer.param_groups)
@@ -109,12 +124,18 @@ def test_biases_and_normalisation_do_not_decay_and_tied_weights_come_once(name):
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
 
 
-IMPLEMENTATIONS = {"fused": {"fused": True}, "capturable": {"capturable": True}, "plain": {"foreach": True}}
+IMPLEMENTATIONS = {
+    "fused": {"fused": True},
+    "capturable": {"capturable": True},
+    "plain": {"foreach": True},
+}
 
 
 def encoder_and_head(kind="fused"):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 3))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 3)
+    )
     if kind == "capturable":  # which torch knows on devices only
         model.to(pytest.importorskip("torch_xla").device())
     return model, list(model[2].parameters())
@@ -125,7 +146,9 @@ def rates_of(optimizer, parameters):
     result, wanted = {}, {id(parameter) for parameter in parameters}
     for group in optimizer.param_groups:
         rate = round(float(group["lr"]), 7)
-        result[rate] = result.get(rate, 0) + len({id(parameter) for parameter in group["params"]} & wanted)
+        result[rate] = result.get(rate, 0) + len(
+            {id(parameter) for parameter in group["params"]} & wanted
+        )
     return result
 
 
@@ -145,12 +168,17 @@ def test_the_head_follows_the_schedule_at_its_own_rate(kind):
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     rates_before = [group["lr"] for group in optimizer.param_groups]
-    set_learning_rate(optimizer, 1e-3)  # a rate that is a tensor stays it: another one would be another graph on XLA
-    assert all(group["lr"] is rate for group, rate in zip(optimizer.param_groups, rates_before, strict=True)) or (
-        kind != "capturable"
-    )
+    set_learning_rate(
+        optimizer, 1e-3
+    )  # a rate that is a tensor stays it: another one would be another graph on XLA
+    assert all(
+        group["lr"] is rate
+        for group, rate in zip(optimizer.param_groups, rates_before, strict=True)
+    ) or (kind != "capturable")
     optimizer.step()  # Adam's first step is the rate, but for the decay
-    moved = [(old - new).mean().item() for old, new in zip(before, model.parameters(), strict=True)]
+    moved = [
+        (old - new).mean().item() for old, new in zip(before, model.parameters(), strict=True)
+    ]
     assert moved == pytest.approx([1e-3] * 4 + [5e-3] * 2, rel=0.02)
 
 
@@ -160,21 +188,28 @@ def test_without_a_rate_of_its_own_the_head_learns_like_the_rest_and_without_a_h
     set_learning_rate(optimizer, 0.25)
     assert rates_of(optimizer, model.parameters()) == {0.25: 6}
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0, 0.01, 0.0]
-    with pytest.raises(InputError, match="optim.head_lr=0.005 needs a task whose head begins with random weights"):
+    with pytest.raises(
+        InputError, match="optim.head_lr=0.005 needs a task whose head begins with random weights"
+    ):
         build_optimizer(OptimConfig(head_lr=5e-3), model.parameters())
 
 
 def saved(optimizer):
     """As a checkpoint holds it."""
     state = optimizer.state_dict()
-    return {**state, "param_groups": [{"params": group["params"]} for group in state["param_groups"]]}
+    return {
+        **state,
+        "param_groups": [{"params": group["params"]} for group in state["param_groups"]],
+    }
 
 
 @pytest.mark.parametrize("kind", IMPLEMENTATIONS)
 def test_a_saved_state_is_loaded_with_a_rate_for_the_head_and_without(kind):
     """Each parameter gets its own moments back: the groups are the same, whatever the rates."""
     model, head = encoder_and_head(kind)
-    first = build_optimizer(OptimConfig(), model.parameters(), adamw=IMPLEMENTATIONS[kind], head=head)
+    first = build_optimizer(
+        OptimConfig(), model.parameters(), adamw=IMPLEMENTATIONS[kind], head=head
+    )
     for number, parameter in enumerate(model.parameters()):
         parameter.grad = torch.full_like(parameter, float(number + 1))
     first.step()
@@ -183,7 +218,9 @@ def test_a_saved_state_is_loaded_with_a_rate_for_the_head_and_without(kind):
     load_state(second, saved(first))
     set_learning_rate(second, 1e-3)
     for number, parameter in enumerate(model.parameters()):
-        torch.testing.assert_close(second.state[parameter]["exp_avg"], torch.full_like(parameter, 0.1 * (number + 1)))
+        torch.testing.assert_close(
+            second.state[parameter]["exp_avg"], torch.full_like(parameter, 0.1 * (number + 1))
+        )
     assert rates_of(second, head) == {1e-3: 0, 5e-3: 2}
 
 
@@ -192,7 +229,12 @@ def test_a_state_of_other_frozen_parts_is_rejected():
     state = saved(build_optimizer(OptimConfig(), model.parameters(), head=head))
     frozen = build_optimizer(OptimConfig(), head, head=head)
     assert [len(group["params"]) for group in frozen.param_groups] == [1, 1]
-    rejects("optimizer has 6 parameters, but this run trains 2: other weights are frozen", load_state, frozen, state)
+    rejects(
+        "optimizer has 6 parameters, but this run trains 2: other weights are frozen",
+        load_state,
+        frozen,
+        state,
+    )
 
 
 @pytest.mark.parametrize("name", ENCODERS.split())

@@ -25,7 +25,13 @@ S, V, LAYERS, ROWS = 12, 101, 4, 4
 NO_DROPOUT = ["model.hidden_dropout=0", "model.attention_dropout=0"]
 MODELS = {  # changes of the tiny ALBERT
     "albert": ["model.num_layers=4", *NO_DROPOUT],
-    "bert": ["model=any", "model.architecture=bert", "model.embedding_size=null", "model.num_layers=8", *NO_DROPOUT],
+    "bert": [
+        "model=any",
+        "model.architecture=bert",
+        "model.embedding_size=null",
+        "model.num_layers=8",
+        *NO_DROPOUT,
+    ],
 }
 MODELS["bert"].append("task.eval_mask_rate=0.4")  # an evaluation has other shapes than a step
 
@@ -61,17 +67,27 @@ def alone(tmp_path_factory, prepared):
 def four(tmp_path_factory, prepared):
     """A run of four stages."""
     run_dir = tmp_path_factory.mktemp("four") / "run"
-    options = [*pipeline(4, 4, "interleaved"), "backend.activation_checkpointing=true", "micro_batch_size=4"]
+    options = [
+        *pipeline(4, 4, "interleaved"),
+        "backend.activation_checkpointing=true",
+        "micro_batch_size=4",
+    ]
     return trained(run_dir, prepared, *MODELS["bert"], *options, ranks=4)
 
 
-def test_four_interleaved_stages_are_one_model_and_the_bubble_and_each_memory_are_measured(alone, four):
+def test_four_interleaved_stages_are_one_model_and_the_bubble_and_each_memory_are_measured(
+    alone, four
+):
     assert_same_run(four, alone["bert"])
-    facts = [json.loads((run_dir / "environment.json").read_text()) for run_dir in (four, alone["bert"])]
+    facts = [
+        json.loads((run_dir / "environment.json").read_text()) for run_dir in (four, alone["bert"])
+    ]
     assert facts[0]["parameters"] == facts[1]["parameters"]
     summary = lines(four, "summary")[0]
     assert summary["tokens"] == lines(alone["bert"], "summary")[0]["tokens"]
-    assert summary["bubble_share_ideal"] == 3 / 11  # 4 stages, 4 micro batches through 2 parts each
+    assert (
+        summary["bubble_share_ideal"] == 3 / 11
+    )  # 4 stages, 4 micro batches through 2 parts each
     assert all(0 < line["bubble_share"] < 1 for line in (*lines(four, "train"), summary))
     assert len(summary["peak_bytes_of_ranks"]) == 4 and min(summary["peak_bytes_of_ranks"]) > 2**20
     assert not any("bubble" in key for line in lines(alone["bert"], "summary") for key in line)
@@ -109,7 +125,14 @@ def test_compiled_layers_in_bf16_are_nearly_those_of_one_process(prepared, tmp_p
     options = [*MODELS["albert"], "backend.precision=bf16", "eval_every=null", "max_steps=2"]
     train_here(tmp_path / "one", prepared, *options)
     more = [*options, *pipeline(2, 2, "1f1b"), "backend.compile=layers", "micro_batch_size=2"]
-    trained(tmp_path / "two", prepared, *more, ranks=2, module="traced", env={"PYTHONPATH": str(ROOT / "tests")})
+    trained(
+        tmp_path / "two",
+        prepared,
+        *more,
+        ranks=2,
+        module="traced",
+        env={"PYTHONPATH": str(ROOT / "tests")},
+    )
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=5e-3)
     assert lines(tmp_path / "two", "summary")[0]["graphs"] > 0
 
@@ -118,10 +141,18 @@ def test_compiled_layers_in_bf16_are_nearly_those_of_one_process(prepared, tmp_p
 
 
 def config(architecture, **changes):
-    small = {"hidden_size": 32, "num_layers": LAYERS, "num_heads": 4, "max_positions": 40, "intermediate_size": 64}
+    small = {
+        "hidden_size": 32,
+        "num_layers": LAYERS,
+        "num_heads": 4,
+        "max_positions": 40,
+        "intermediate_size": 64,
+    }
     factorised = {"embedding_size": 16} if architecture in ("albert", "electra") else {}
     without = {} if architecture == "modernbert" else {"hidden_dropout": 0.0}
-    return ModelConfig(**{"architecture": architecture, **small, **factorised, **without, **changes})
+    return ModelConfig(
+        **{"architecture": architecture, **small, **factorised, **without, **changes}
+    )
 
 
 def built(head, cfg):
@@ -149,7 +180,11 @@ def test_parts_that_hold_only_their_weights_give_the_gradients_of_the_whole(arch
     model = built(head, config(architecture))
     whole = outcome(head, model)
     whole.backward()
-    wanted = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+    wanted = {
+        name: weight.grad.clone()
+        for name, weight in model.named_parameters()
+        if weight.grad is not None
+    }
     model.zero_grad()
     chain = Chain(model)
     parts = chain.cut(3)
@@ -161,7 +196,9 @@ def test_parts_that_hold_only_their_weights_give_the_gradients_of_the_whole(arch
     def hold(number):
         """Give all weights that this part need not hold no numbers."""
         for weight, value in kept.items():
-            weight.data.copy_(value if number in users[weight] else torch.full_like(value, torch.nan))
+            weight.data.copy_(
+                value if number in users[weight] else torch.full_like(value, torch.nan)
+            )
 
     boundaries, received = [], None
     for number, part in enumerate(parts):
@@ -177,7 +214,9 @@ def test_parts_that_hold_only_their_weights_give_the_gradients_of_the_whole(arch
         gradient = boundaries[number - 1][1].grad if number else None
     for name, weight in model.named_parameters():
         if name in wanted:
-            torch.testing.assert_close(weight.grad, wanted[name], rtol=1e-4, atol=1e-5 * wanted[name].abs().max())
+            torch.testing.assert_close(
+                weight.grad, wanted[name], rtol=1e-4, atol=1e-5 * wanted[name].abs().max()
+            )
 
 
 def test_the_head_counts_in_the_cut():
@@ -201,9 +240,15 @@ def convolving():
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (built("label", config("bert", num_layers=2)), "splits the model into 3 parts, but it has only 2 layers"),
+        (
+            built("label", config("bert", num_layers=2)),
+            "splits the model into 3 parts, but it has only 2 layers",
+        ),
         (convolving(), "cannot cut a deberta-v2 with conv_kernel_size=3"),
-        (built("label", config("mpnet")), "parallel=pipeline supports albert, bert, .*, but not mpnet"),
+        (
+            built("label", config("mpnet")),
+            "parallel=pipeline supports albert, bert, .*, but not mpnet",
+        ),
         (torch.nn.Linear(2, 2), "parallel=pipeline splits transformers' encoders, not a Linear"),
     ],
     ids=["too_few_layers", "convolution", "unknown_layers", "no_encoder"],
@@ -214,16 +259,29 @@ def test_a_model_that_cannot_be_cut_is_rejected(model, message):
 
 def estimated(cfg):
     """What the launcher says of one machine of 8 devices."""
-    (row,) = estimate(cfg, nodes=1, processes_per_node=8, seq_len=128, rows=10_000, calibration=None, counts=(1,)).rows
+    (row,) = estimate(
+        cfg, nodes=1, processes_per_node=8, seq_len=128, rows=10_000, calibration=None, counts=(1,)
+    ).rows
     return row
 
 
 def test_the_published_recipe_is_planned():
-    given = ["experiment=mnli_roberta_large", "instance=p3dn.24xlarge", *pipeline(4, 4, "interleaved")]
+    given = [
+        "experiment=mnli_roberta_large",
+        "instance=p3dn.24xlarge",
+        *pipeline(4, 4, "interleaved"),
+    ]
     cfg = cli.load_config(TrainConfig, [*given, "backend.precision=fp32"])
-    assert isinstance(cfg.parallel, PipelineConfig) and cfg.parallel.num_parts == 8  # of three layers each
+    assert (
+        isinstance(cfg.parallel, PipelineConfig) and cfg.parallel.num_parts == 8
+    )  # of three layers each
     plan = make_plan(cfg, world_size=8, rows=10_000, seq_len=cfg.seq_len)
-    assert (plan.world_size, plan.replicas, plan.micro_batch_size, plan.accumulation) == (8, 2, 8, 1)
+    assert (plan.world_size, plan.replicas, plan.micro_batch_size, plan.accumulation) == (
+        8,
+        2,
+        8,
+        1,
+    )
     row = estimated(cfg)
     assert (row.replicas, row.micro_batch_size, row.accumulation, row.reason) == (2, 8, 1, None)
     assert cells(row)[2] == "16 = 2 x 1 x 8"

@@ -74,21 +74,37 @@ def rank_of_three(folder):
 
     answer = {"sum": world.sum([1.0, rank]), "gathered": world.all_gather_object(rank * 2)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed_c10d, "all_gather", None)  # by it torch sends every rank something of each other one
-        answer["broadcast"] = world.broadcast(5 if rank == 0 else threading.Lock())  # which cannot be sent
+        patch.setattr(
+            distributed_c10d, "all_gather", None
+        )  # by it torch sends every rank something of each other one
+        answer["broadcast"] = world.broadcast(
+            5 if rank == 0 else threading.Lock()
+        )  # which cannot be sent
         answer["gather"] = [float(each) for each in world.gather(torch.arange(rank * 1000).sum())]
-        answer["shared"], collected = world.run_and_broadcast(lambda: rank + 5), world.run_and_gather(lambda: rank + 5)
+        answer["shared"], collected = (
+            world.run_and_broadcast(lambda: rank + 5),
+            world.run_and_gather(lambda: rank + 5),
+        )
         answer["collected"] = world.broadcast(collected)
-        answer["agree"] = message(world.agree, lambda: fails_on(2, InputError("rank 2 has no file")))
+        answer["agree"] = message(
+            world.agree, lambda: fails_on(2, InputError("rank 2 has no file"))
+        )
     summed, received = torch.tensor([1.0, rank]), torch.zeros(1)
     world.all_reduce(summed)
     if rank > 0:
         world.sendrecv(3 - rank, torch.tensor([float(rank)]), received)
-    answer["tensors"], answer["exchanged"] = summed.tolist(), world.all_gather_object(received.item())
+    answer["tensors"], answer["exchanged"] = (
+        summed.tolist(),
+        world.all_gather_object(received.item()),
+    )
     answer["first"] = world.run_on_rank0(lambda: f"by {rank}", lambda: heartbeats.append(1))
 
-    answer["first fails"] = message(world.run_on_rank0, lambda: fails_on(0, Failure("the disk is full")))
-    answer["others are not asked"] = message(world.run_on_rank0, lambda: fails_on(1, Failure("never raised")))
+    answer["first fails"] = message(
+        world.run_on_rank0, lambda: fails_on(0, Failure("the disk is full"))
+    )
+    answer["others are not asked"] = message(
+        world.run_on_rank0, lambda: fails_on(1, Failure("never raised"))
+    )
     machine = Path(folder) / f"machine_{rank}"
     world.run_on_local_rank0(machine.touch)
 

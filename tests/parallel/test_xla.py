@@ -29,7 +29,9 @@ def assert_same_curve(result, wanted, *, steps=6):
         ("train", "grad_norm", steps, NORM),
         ("eval", "loss", 1, LOSS),
     ):
-        values = [[line[key] for line in lines(run_dir, kind)[-number:]] for run_dir in (result, wanted)]
+        values = [
+            [line[key] for line in lines(run_dir, kind)[-number:]] for run_dir in (result, wanted)
+        ]
         assert values[0] == pytest.approx(values[1], rel=tolerance)
 
 
@@ -41,7 +43,10 @@ def train(run_dir, prepared, *overrides):
 def state(run_dir, step=6):
     """Weights and optimizer."""
     folder = run_dir / "checkpoints" / f"step_{step:08d}"
-    return {name: torch.load(folder / f"{name}.pt", weights_only=True) for name in ("model", "optimizer")}
+    return {
+        name: torch.load(folder / f"{name}.pt", weights_only=True)
+        for name in ("model", "optimizer")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +64,15 @@ def test_the_run_is_that_of_ddp_and_its_export_the_trained_model(xla, finished):
     assert_same_curve(xla, finished)
     assert lines(xla, "summary")[0]["backend"] == "xla"
     assert (xla / "samples.json").is_file()  # computed on the host
-    exported, saved = AutoModelForMaskedLM.from_pretrained(xla / "export").state_dict(), state(xla)["model"]
-    assert [name for name, tensor in exported.items() if not torch.equal(tensor, saved[f"network.{name}"])] == []
+    exported, saved = (
+        AutoModelForMaskedLM.from_pretrained(xla / "export").state_dict(),
+        state(xla)["model"],
+    )
+    assert [
+        name
+        for name, tensor in exported.items()
+        if not torch.equal(tensor, saved[f"network.{name}"])
+    ] == []
 
 
 FUNCTIONALIZATION_OFF = {"XLA_DISABLE_FUNCTIONALIZATION": "1"}  # as Neuron has it
@@ -77,8 +89,15 @@ def test_graphs_over_evaluations_checkpoints_a_resume_and_the_end_of_an_epoch(
 ):
     # Two numbers that become 1.0 to the last bit, and were a constant of a new graph if Python held them: Adam's bias
     # corrections after 9 steps with these betas, 1 - lr * weight_decay once the rate falls below 3e-6.
-    arguments = train_overrides(tmp_path / "run", prepared, *XLA, *options, f"micro_batch_size={micro}")
-    arguments += ["global_batch_size=24", "optim.betas=[0.01,0.01]", "optim.lr=1e-5", "log_every=3"]
+    arguments = train_overrides(
+        tmp_path / "run", prepared, *XLA, *options, f"micro_batch_size={micro}"
+    )
+    arguments += [
+        "global_batch_size=24",
+        "optim.betas=[0.01,0.01]",
+        "optim.lr=1e-5",
+        "log_every=3",
+    ]
     arguments += ["eval_every=4", "checkpoint.every=5", "export=false", "model.num_layers=1"]
     for steps in (6, 14):
         result = run([*arguments, f"max_steps={steps}"], env=env)
@@ -97,8 +116,12 @@ def test_graphs_over_evaluations_checkpoints_a_resume_and_the_end_of_an_epoch(
     ],
     ids=["lamb", "accumulating, bf16 weights"],
 )
-def test_without_functionalization_the_numbers_are_the_same(finished, with_lamb, prepared, tmp_path, options, graphs):
-    result = run(train_overrides(tmp_path / "run", prepared, *XLA, *options), env=FUNCTIONALIZATION_OFF)
+def test_without_functionalization_the_numbers_are_the_same(
+    finished, with_lamb, prepared, tmp_path, options, graphs
+):
+    result = run(
+        train_overrides(tmp_path / "run", prepared, *XLA, *options), env=FUNCTIONALIZATION_OFF
+    )
     assert result.returncode == 0, result.stderr
     assert lines(tmp_path / "run", "summary")[0]["graphs"] == graphs
     if "bf16" in options[-1]:
@@ -108,7 +131,12 @@ def test_without_functionalization_the_numbers_are_the_same(finished, with_lamb,
 
 
 def test_a_model_without_shared_layers_is_one_graph_as_well(prepared, tmp_path):
-    bert = ["model.architecture=bert", "model.embedding_size=null", "model.hidden_dropout=0", "eval_every=6"]
+    bert = [
+        "model.architecture=bert",
+        "model.embedding_size=null",
+        "model.hidden_dropout=0",
+        "eval_every=6",
+    ]
     train(tmp_path / "ddp", prepared, *bert)
     train(tmp_path / "xla", prepared, *bert, *XLA)  # a graph too many would end it
     assert_same_curve(tmp_path / "xla", tmp_path / "ddp")
@@ -145,7 +173,14 @@ def layout(value):
 
 
 def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(prepared, tmp_path):
-    options = [*XLA, "model.hidden_dropout=0.2", "checkpoint.every=2", "max_steps=4", "eval_every=4", "export=false"]
+    options = [
+        *XLA,
+        "model.hidden_dropout=0.2",
+        "checkpoint.every=2",
+        "max_steps=4",
+        "eval_every=4",
+        "export=false",
+    ]
     train(tmp_path / "whole", prepared, *options)
     train(cut_back(tmp_path / "whole", tmp_path / "cut", 2), prepared, *options)
     assert losses(tmp_path / "cut")[4:] == losses(tmp_path / "whole")[2:]
@@ -153,14 +188,20 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(prepared, tmp_path
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_master", "bf16_stochastic"])
-def test_bf16_policies_train_keep_the_optimizer_in_fp32_and_go_on_in_it(finished, prepared, tmp_path, precision):
+def test_bf16_policies_train_keep_the_optimizer_in_fp32_and_go_on_in_it(
+    finished, prepared, tmp_path, precision
+):
     train(tmp_path / "run", prepared, *XLA, f"backend.precision={precision}")
     assert losses(tmp_path / "run") == pytest.approx(losses(finished), rel=2**-8)  # bf16's bits
     assert losses(tmp_path / "run") != pytest.approx(losses(finished), rel=LOSS)
     saved = state(tmp_path / "run")
     weights = {tensor.dtype for tensor in saved["model"].values() if tensor.is_floating_point()}
     assert weights == {torch.bfloat16 if precision == "bf16_stochastic" else torch.float32}
-    moments = [entry[name] for entry in saved["optimizer"]["state"].values() for name in ("exp_avg", "exp_avg_sq")]
+    moments = [
+        entry[name]
+        for entry in saved["optimizer"]["state"].values()
+        for name in ("exp_avg", "exp_avg_sq")
+    ]
     assert {moment.dtype for moment in moments} == {torch.float32}
     train(cut_back(tmp_path / "run", tmp_path / "fp32"), prepared)
     assert losses(tmp_path / "fp32")[6:] == pytest.approx(losses(finished)[3:], rel=2**-8)
@@ -173,12 +214,18 @@ def read_after_each_step(monkeypatch, read, run_dir, prepared, *options):
 
     values, original = [], Backend.optimizer_step
     with monkeypatch.context() as patch:
-        patch.setattr(Backend, "optimizer_step", lambda *args: (original(*args), values.append(read()))[0])
-        train(run_dir, prepared, *XLA, "eval_every=6", "checkpoint.every=6", "export=false", *options)
+        patch.setattr(
+            Backend, "optimizer_step", lambda *args: (original(*args), values.append(read()))[0]
+        )
+        train(
+            run_dir, prepared, *XLA, "eval_every=6", "checkpoint.every=6", "export=false", *options
+        )
     return values
 
 
-def test_batches_per_execution_is_the_number_of_micro_batches_in_a_graph(xla, prepared, tmp_path, monkeypatch):
+def test_batches_per_execution_is_the_number_of_micro_batches_in_a_graph(
+    xla, prepared, tmp_path, monkeypatch
+):
     """It does not change what is learnt."""
     import torch_xla.core.xla_model as xm
     import torch_xla.debug.metrics as metrics
@@ -188,10 +235,15 @@ def test_batches_per_execution_is_the_number_of_micro_batches_in_a_graph(xla, pr
         return metrics.metric_data("ExecuteTime")[0]
 
     two = ["micro_batch_size=4", "log_every=6"]
-    for name, options, wanted in (("a", two, 2), ("b", [*two, "backend.batches_per_execution=2"], 1)):
+    for name, options, wanted in (
+        ("a", two, 2),
+        ("b", [*two, "backend.batches_per_execution=2"], 1),
+    ):
         counts = read_after_each_step(monkeypatch, executed, tmp_path / name, prepared, *options)
         assert [after - before for before, after in itertools.pairwise(counts)] == [wanted] * 5
-        assert lines(tmp_path / name, "eval")[-1]["loss"] == pytest.approx(lines(xla, "eval")[-1]["loss"], rel=LOSS)
+        assert lines(tmp_path / name, "eval")[-1]["loss"] == pytest.approx(
+            lines(xla, "eval")[-1]["loss"], rel=LOSS
+        )
 
 
 def test_nothing_is_read_from_the_device_between_lines(prepared, tmp_path, monkeypatch):
@@ -199,10 +251,14 @@ def test_nothing_is_read_from_the_device_between_lines(prepared, tmp_path, monke
 
     def read():
         result = metrics.metric_data("TransferFromDeviceTime")
-        return 0 if result is None else result[0], metrics.counter_value("aten::_local_scalar_dense") or 0
+        return 0 if result is None else result[0], metrics.counter_value(
+            "aten::_local_scalar_dense"
+        ) or 0
 
     reads = read_after_each_step(monkeypatch, read, tmp_path / "run", prepared, "log_every=3")
-    assert reads[0] == reads[1] == reads[2]  # the first step's own look at the weights is over by then
+    assert (
+        reads[0] == reads[1] == reads[2]
+    )  # the first step's own look at the weights is over by then
     assert reads[2][0] < reads[3][0]  # the line of step 3
     assert reads[3] == reads[4] == reads[5]
     assert reads[5][1] == reads[0][1]
@@ -213,7 +269,9 @@ def test_collecting_graphs_judges_nothing_and_saves_nothing(prepared, tmp_path, 
     from train.parallel.xla import XLA as Backend
 
     read = Backend.to_host
-    monkeypatch.setattr(Backend, "to_host", lambda self, tensors: [tensor * 0 for tensor in read(self, tensors)])
+    monkeypatch.setattr(
+        Backend, "to_host", lambda self, tensors: [tensor * 0 for tensor in read(self, tensors)]
+    )
     options = ["backend=xla", "export=false", "checkpoint.every=2"]
     assert train_here(tmp_path / "run", prepared, *options, collects=True) == ("done", 6)
     assert not (tmp_path / "run" / "checkpoints").exists()
@@ -235,7 +293,9 @@ def test_activation_checkpointing_with_dropout_draws_the_same_units_again(prepar
     [(XLA, 3), ([*XLA, AGAIN], 6), (["backend=ddp", AGAIN], 6)],
     ids=["once", "again", "ddp again"],
 )
-def test_the_shared_layer_is_called_as_often_as_it_is_traced(prepared, tmp_path, monkeypatch, options, calls):
+def test_the_shared_layer_is_called_as_often_as_it_is_traced(
+    prepared, tmp_path, monkeypatch, options, calls
+):
     """In a step of depth 3."""
     from transformers.models.albert.modeling_albert import AlbertLayer
 

@@ -22,7 +22,13 @@ from running import ROOT, outcome
 from train import api
 
 TWEETS = ["task=classify", "data=tweets", f"data.path={ROOT / 'tests/inputs/tweets.csv'}"]
-TWEETS += ["data.validation_fraction=0.3", "seq_len=64", "data.lengths=[32]", "eval_every=1", "checkpoint.every=1"]
+TWEETS += [
+    "data.validation_fraction=0.3",
+    "seq_len=64",
+    "data.lengths=[32]",
+    "eval_every=1",
+    "checkpoint.every=1",
+]
 
 
 class Notebook(io.StringIO):
@@ -55,25 +61,49 @@ def test_a_run_is_trained_and_asked_with_its_progress_in_the_cell(
     settings = tuning(Path("run"), prepared / "tokenizer", *TWEETS)
     run = api.train(settings)
     assert (run.outcome, run.step, run.export) == ("done", 2, "run/export")
-    assert [row["step"] for row in run.metrics] == [1, 2] and {"loss", "accuracy"} <= run.metrics[0].keys()
+    assert [row["step"] for row in run.metrics] == [1, 2] and {"loss", "accuracy"} <= run.metrics[
+        0
+    ].keys()
     assert "step 1/2 " in cell.getvalue() and "done at step 2" in cell.getvalue()
     monkeypatch.setattr(api.processes, "start", Forked)  # the first was a process of its own
     answers = api.predict(run.run_dir, ["so good", "é — bad"], options=["--device", DEVICE])
-    assert [answer["id"] for answer in answers] == ["0", "1"] and set(answers[0]["probabilities"]) == {"0", "1", "2"}
+    assert [answer["id"] for answer in answers] == ["0", "1"] and set(
+        answers[0]["probabilities"]
+    ) == {"0", "1", "2"}
     known = api.predict("run", [{"labels": "1", "text": "so good"}], options=["--device", DEVICE])
-    assert [(answer["label"], answer["prediction"]) for answer in known] == [("1", answers[0]["prediction"])]
+    assert [(answer["label"], answer["prediction"]) for answer in known] == [
+        ("1", answers[0]["prediction"])
+    ]
     assert api.predict("run", []) == []
     names = ("loss", "accuracy", "f1_macro", "f1_weighted", "matthews_correlation")
     assert api.evaluate("run") == {name: pytest.approx(run.metrics[-1][name]) for name in names}
-    rejects(r"^run belongs to another run \(.*seed: 0 -> 1\); choose ", api.train, [*settings, "seed=1"])
-    rejects(r"^'max_steps=1' must be a list of texts, such as \['key=value'\]$", api.train, "max_steps=1")
+    rejects(
+        r"^run belongs to another run \(.*seed: 0 -> 1\); choose ",
+        api.train,
+        [*settings, "seed=1"],
+    )
+    rejects(
+        r"^'max_steps=1' must be a list of texts, such as \['key=value'\]$",
+        api.train,
+        "max_steps=1",
+    )
     rejects(r"must be a list of texts", api.train, {"max_steps": 1})
-    rejects(r"^rows\.jsonl[^/]*$", api.predict, "run", [{"other": "so good"}], options=["--device", DEVICE])
+    rejects(
+        r"^rows\.jsonl[^/]*$",
+        api.predict,
+        "run",
+        [{"other": "so good"}],
+        options=["--device", DEVICE],
+    )
     (one,) = api.predict("run", "so good", options=["--device", DEVICE])
     assert one["probabilities"] == pytest.approx(answers[0]["probabilities"])
     frame = pandas.DataFrame({"labels": np.array([1], np.int64), "text": ["so good"]})
     assert api.predict("run", frame, options=["--device", DEVICE]) == known
-    rejects(r"^max_stepz is not a setting; did you mean max_steps\?$", api.train, [*settings, "max_stepz=1"])
+    rejects(
+        r"^max_stepz is not a setting; did you mean max_steps\?$",
+        api.train,
+        [*settings, "max_stepz=1"],
+    )
 
 
 TEXTS, ROWS = ["so good", "so bad"], [{"text": "so good", "n": 1}, {"text": "so bad", "n": 2}]
@@ -91,7 +121,10 @@ KINDS = {
     "rows of numpy": ([{"text": np.str_("so good"), "n": np.int64(1)}], ROWS[:1]),
     "a data set": (datasets.Dataset.from_list(ROWS), ROWS),
     "a table of arrow": (pyarrow.Table.from_pylist(ROWS), ROWS),
-    "a time": ([{"at": datetime.date(2024, 1, 5), 3: np.array([1, 2])}], [{"at": "2024-01-05", "3": [1, 2]}]),
+    "a time": (
+        [{"at": datetime.date(2024, 1, 5), 3: np.array([1, 2])}],
+        [{"at": "2024-01-05", "3": [1, 2]}],
+    ),
     "a decimal": ([{"n": Decimal("1.5")}], [{"n": "1.5"}]),
     "nothing": ([], []),
 }
@@ -100,7 +133,9 @@ KINDS = {
 @pytest.mark.parametrize(("given", "rows"), KINDS.values(), ids=KINDS)
 def test_rows_of_any_kind_are_the_same_rows(given: Any, rows: list[Any]) -> None:
     lines = api.lines_of(given)
-    assert [line if isinstance(line, str) else json.loads(api.json_line(line)) for line in lines] == rows
+    assert [
+        line if isinstance(line, str) else json.loads(api.json_line(line)) for line in lines
+    ] == rows
 
 
 @pytest.mark.parametrize(
@@ -113,10 +148,19 @@ def test_rows_of_any_kind_are_the_same_rows(given: Any, rows: list[Any]) -> None
         (np.array([["a", "b"]]), "^rows are of type ndarray: "),
         (["so good", float("nan")], "^row 2 is of type float: "),
         ([["so", "good"]], "^row 1 is of type list: "),
-        ("rows.csv", r"^'rows.csv' seems to be a file: give it as a Path, or a text as a list, \['rows.csv'\]$"),
+        (
+            "rows.csv",
+            r"^'rows.csv' seems to be a file: give it as a Path, or a text as a list, \['rows.csv'\]$",
+        ),
         (["so good", {"text": "so bad"}], "^some rows are texts and others are not"),
-        (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), "JSON: Dataset is neither text nor number$"),
-        ([{"text": object()}], "^a row cannot be written as JSON: object is neither text nor number$"),
+        (
+            datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)),
+            "JSON: Dataset is neither text nor number$",
+        ),
+        (
+            [{"text": object()}],
+            "^a row cannot be written as JSON: object is neither text nor number$",
+        ),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -136,9 +180,15 @@ def test_what_is_no_rows_is_rejected_before_a_process_starts(given: Any, message
         lambda flag: api.prepare([flag]),
     ],
 )
-def test_no_value_is_read_as_a_flag_that_runs_a_file(cell: Notebook, tmp_path: Path, call: Any) -> None:
+def test_no_value_is_read_as_a_flag_that_runs_a_file(
+    cell: Notebook, tmp_path: Path, call: Any
+) -> None:
     (tmp_path / "evil.py").write_text("open('executed', 'w')")
-    rejects(r"^'--import=\./evil.py' begins with '-'|^options has '--import", call, "--import=./evil.py")
+    rejects(
+        r"^'--import=\./evil.py' begins with '-'|^options has '--import",
+        call,
+        "--import=./evil.py",
+    )
     assert not (tmp_path / "executed").exists()
 
 
@@ -146,7 +196,12 @@ def test_an_interrupt_of_two_ranks_stops_them_with_a_checkpoint(
     cell: Notebook, prepared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = tuning(Path("run"), prepared / "tokenizer", *TWEETS)
-    rejects(r"^data\.path=nowhere.csv: ", api.train, [*settings, "run_dir=other", "data.path=nowhere.csv"], ranks=2)
+    rejects(
+        r"^data\.path=nowhere.csv: ",
+        api.train,
+        [*settings, "run_dir=other", "data.path=nowhere.csv"],
+        ranks=2,
+    )
     cell.truncate(0)  # where torchrun has told of ranks that were rejected
     cell.at = " 3/500 "
     with pytest.raises(KeyboardInterrupt):
@@ -154,14 +209,22 @@ def test_an_interrupt_of_two_ranks_stops_them_with_a_checkpoint(
     stopped = outcome(Path("run"))
     assert "2 ranks" in cell.getvalue() and "torchrun ended on SIGINT" in cell.getvalue()
     assert "Traceback" not in cell.getvalue()
-    assert (stopped["outcome"], stopped["kind"]) == ("stopped", "SIGINT") and stopped["checkpoint"] == stopped["step"]
+    assert (stopped["outcome"], stopped["kind"]) == ("stopped", "SIGINT") and stopped[
+        "checkpoint"
+    ] == stopped["step"]
     monkeypatch.setattr(api.processes, "start", Forked)
     run = api.train([*settings, f"max_steps={stopped['step'] + 1}"])
     assert (run.outcome, run.step) == ("done", stopped["step"] + 1)
 
 
 def test_a_corpus_is_prepared(cell: Notebook, corpus: Path) -> None:
-    given = ["corpus=text", f"corpus.path={corpus}", "output=data/mine", "seq_len=32", "tokenizer.vocab_size=120"]
+    given = [
+        "corpus=text",
+        f"corpus.path={corpus}",
+        "output=data/mine",
+        "seq_len=32",
+        "tokenizer.vocab_size=120",
+    ]
     assert api.prepare([*given, "validation_fraction=0.25"]) == "data/mine"
     assert Path("data/mine/manifest.json").is_file() and "unigram entropy" in cell.getvalue()
     rejects("^seq_len=a: ", api.prepare, [*given[:-2], "seq_len=a"])

@@ -25,9 +25,9 @@ from rejections import rejects
 
 from train import entry, loop
 from train.config import InputError, PrepareConfig, TrainConfig
+from train.machine import machine
 from train.run import compose as cli
-from train.system import machine
-from train.system.folders import local_path
+from train.storage.folders import local_path
 from train.tools import checkpoints, precompile, predict, prepare, records, shards
 from train.tools import compare as compare_command
 from train.tools import hub as hub_command
@@ -51,12 +51,24 @@ MAINS = {
 }
 LONG = "x" * 300
 TRAIN = "run_dir=new max_steps=6 global_batch_size=8 data.num_workers=0 model=albert_tiny data.path=DATA".split()
-PREPARE = ["output=new", "corpus=text", "corpus.path=TEXT", "seq_len=32", "tokenizer.vocab_size=120"]
+PREPARE = [
+    "output=new",
+    "corpus=text",
+    "corpus.path=TEXT",
+    "seq_len=32",
+    "tokenizer.vocab_size=120",
+]
 ONE_MORE, UNQUOTED = "experiment=demo compare.run=[none,a]", "compare.variants={a: 'seed=\"1'}"
 SHORT = "run_dir=r data.path=d max_steps=1 micro_batch_size=8"
 ON_TRN1 = "experiment=albert_pretrain backend=xla instance=trn1.32xlarge"
 BENCH = "model=albert_tiny data.path=DATA global_batch_size=8 backend.device=cpu"
-RECORDS = ["task=classify", "data=csv", "data.path=CSV", "model.tokenizer=DATA/tokenizer", "seq_len=32"]
+RECORDS = [
+    "task=classify",
+    "data=csv",
+    "data.path=CSV",
+    "model.tokenizer=DATA/tokenizer",
+    "seq_len=32",
+]
 
 ELSEWHERE = {  # names in transformers' Trainer, and ours
     "lr": "optim.lr",
@@ -100,17 +112,26 @@ TYPED = [
     ("run_dir=$HOME/x", "$HOME is not expanded here"),
     # ---- names
     ("max_step=3", "did you mean max_steps?"),
-    *((f"export={value}", "export must be true or false") for value in ("3", '"3"', "1.5", "[1]", "maybe")),
+    *(
+        (f"export={value}", "export must be true or false")
+        for value in ("3", '"3"', "1.5", "[1]", "maybe")
+    ),
     ("best={export: 3}", "best.export must be true or false"),
     ("seed=null", "seed=null: seed cannot be null; leave it out"),
     ("best={metric: null}", "best.metric cannot be null; leave it out"),
     ("optm.lr=1", "did you mean optim?"),
     ("optim.lrr=1", "optim.lrr is not a setting; did you mean optim.lr?"),
-    *((f"{name}=1", f"{name} is not a setting; did you mean {ours}?") for name, ours in ELSEWHERE.items()),
+    *(
+        (f"{name}=1", f"{name} is not a setting; did you mean {ours}?")
+        for name, ours in ELSEWHERE.items()
+    ),
     ("optim.lr.x=1", "optim.lr must be a number"),
     ("model/foo=bar", "model/foo is not a setting"),
     ("data.label_map={a: b}", "data.label_map is not a setting of the data chosen here"),
-    ("backend.batches_per_execution=3", "not a setting of the backend chosen here; backend=xla has it"),
+    (
+        "backend.batches_per_execution=3",
+        "not a setting of the backend chosen here; backend=xla has it",
+    ),
     # ---- options of groups
     *(
         (f"model={value}", f"model={value}: there is no such model")
@@ -121,7 +142,10 @@ TYPED = [
         for group in ("task", "data", "model", "optim", "backend", "parallel", "instance")
         for value in ("null", "nosuch")
     ),
-    *((f"experiment={value}", f"experiment={value}") for value in ("nosuch", "", "../experiment/demo", "[demo]")),
+    *(
+        (f"experiment={value}", f"experiment={value}")
+        for value in ("nosuch", "", "../experiment/demo", "[demo]")
+    ),
     ("task=mlm_schema", "there is no such task"),
     # ---- more than one value, and lookups
     ("max_steps=1,2", "sweeps are not supported"),
@@ -135,12 +159,18 @@ VALUES = [
     ("task.mask_rate=1.5", "task.mask_rate=1.5 must be below 1"),
     ("optim.name=sgd", "optim.name=sgd is not known; choose one of: adamw, lamb"),
     ("checkpoint.keep=1", "checkpoint.keep=1 must be 0 (all) or at least 2"),
-    (["backend=xla", "backend.precision=fp16"], "fp16 is not known; choose one of: auto, fp32, bf16"),
+    (
+        ["backend=xla", "backend.precision=fp16"],
+        "fp16 is not known; choose one of: auto, fp32, bf16",
+    ),
     # ---- values that only other values rule out
     ("max_steps=null", "the run has no length"),
     ("global_batch_size=null", "the batch has no size"),
     (["global_batch_size=7", "micro_batch_size=2"], "micro_batch_size=2"),
-    (["backend=xla", "micro_batch_size=2", "backend.batches_per_execution=3"], "execution=3 does not divide"),
+    (
+        ["backend=xla", "micro_batch_size=2", "backend.batches_per_execution=3"],
+        "execution=3 does not divide",
+    ),
     (["backend=xla", "backend.grad_compression=bf16"], "leave it out with backend=xla"),
     ("global_batch_size=1000000", "fewer than one batch of 1000000"),
     ("optim.warmup_steps=7", "optim.warmup_steps=7"),
@@ -150,7 +180,10 @@ VALUES = [
     ("optim.head_lr=1", "optim.head_lr=1"),
     ("optim.schedule=wsd", "optim.schedule=wsd needs optim.warmup_steps"),
     ("optim.decay_fraction=0.2", "optim.decay_fraction=0.2 needs optim.schedule=wsd"),
-    ([*WSD, "optim.decay_from_start=true"], "optim.decay_from_start=true is not for optim.schedule=wsd"),
+    (
+        [*WSD, "optim.decay_from_start=true"],
+        "optim.decay_from_start=true is not for optim.schedule=wsd",
+    ),
     ([*WSD, "optim.decay_fraction=0.5"], "optim.warmup_steps=4 lasts beyond step 3 of 6"),
     ("optim.layer_decay=0.9", "the layers of albert share their weights"),
     ("best.export=true", "checkpoint.best=true"),
@@ -168,16 +201,25 @@ VALUES = [
     ("model.hidden_size=1000000", "weights alone take about"),
     ("model.vocab_size=4", "model.vocab_size=4 is smaller than the tokenizer's"),
     ("model.max_positions=8", "longer than the model's 8 positions"),
-    (["model=any", "model.architecture=bert", "model.num_layers=1000000000"], "num_layers 1000000000"),
+    (
+        ["model=any", "model.architecture=bert", "model.num_layers=1000000000"],
+        "num_layers 1000000000",
+    ),
     ("model.architecture=nosuch", "model.architecture=nosuch"),
     (["model=any", "model.architecture=clip"], "clip"),
     (["model=any", "model.architecture=bert", "model.embedding_size=8"], "model.embedding_size=8"),
-    (["model=any", "model.architecture=longformer", "model.attention=sdpa"], "transformers has eager for longformer"),
+    (
+        ["model=any", "model.architecture=longformer", "model.attention=sdpa"],
+        "transformers has eager for longformer",
+    ),
     ("model.attention=flash_attention_2", "model.attention=flash_attention_2 needs a CUDA device"),
     ("model.init_from=EMPTY", "that folder is empty"),
     ("model.init_from=DATA", "neither a run"),
     (["model=pretrained"], "model.pretrained is not set"),
-    (["model.pretrained=/", "model.initializer_range=0.1"], "initializer_range=0.1 is for a new model"),
+    (
+        ["model.pretrained=/", "model.initializer_range=0.1"],
+        "initializer_range=0.1 is for a new model",
+    ),
     # ---- places
     (f"run_dir={LONG}", "File name too long"),
     ('run_dir="a\nb"', "run_dir='a\\nb' must be one line"),
@@ -194,20 +236,35 @@ FLAGS = [
     ("train", "--max_steps 5", "settings have no dashes: max_steps=..."),
     ("train", "--frob", "--frob is not a flag"),
     ("train", "--cfg all", "invalid choice: 'all'"),
-    *(("train", f"{SHORT} {given} --cfg job", given) for given in ("seed=${a}", "optim.lr=-1", "-m")),
+    *(
+        ("train", f"{SHORT} {given} --cfg job", given)
+        for given in ("seed=${a}", "optim.lr=-1", "-m")
+    ),
     ("train", "", "is not set"),
     ("train", "run_dir=r", "data.path is not set"),
     ("prepare", "", "output is not set"),
     ("records", "data.path=DATA", "python -m train.shards"),
-    ("records", "task=classify data=csv data.path=nosuch.csv model.tokenizer=DATA/tokenizer", "nosuch.csv"),
+    (
+        "records",
+        "task=classify data=csv data.path=nosuch.csv model.tokenizer=DATA/tokenizer",
+        "nosuch.csv",
+    ),
     ("records", "task=classify data=csv data.path=CSV", "model.tokenizer is not set"),
-    ("records", "task=classify data=csv data.path=CSV model.tokenizer=/nosuch", "model.tokenizer=/nosuch"),
+    (
+        "records",
+        "task=classify data=csv data.path=CSV model.tokenizer=/nosuch",
+        "model.tokenizer=/nosuch",
+    ),
     ("report", "", "required"),
     ("report", "nosuch", "nosuch is not a folder"),
     ("report", "EMPTY", "has no metrics.jsonl"),
     ("report", "RUN --output TEXT/x", "TEXT/x"),
     ("compare", "", "required"),
-    ("report", "RUN --tolerance \u0660.1", "\u0660.1 must be a finite number below 2^63, with the digits 0 to 9"),
+    (
+        "report",
+        "RUN --tolerance \u0660.1",
+        "\u0660.1 must be a finite number below 2^63, with the digits 0 to 9",
+    ),
     ("compare", "RUN EMPTY", "has no metrics.jsonl"),
     ("compare", "RUN EMPTY --tolerance -1", "--tolerance=-1"),
     ("compare", "RUN seed=1", "RUN is not key=value"),
@@ -217,12 +274,24 @@ FLAGS = [
     ("compare", "experiment=demo compare.variants=none", "compare.variants must be a table"),
     ("compare", "experiment=demo compare.nosuch=1", "compare.nosuch is not a setting"),
     ("compare", "experiment=demo compare.run=[xla]", "only one variant"),
-    ("compare", f"{ONE_MORE} 'compare.variants={{a: nosuch=1}}'", "variant a: nosuch is not a setting"),
-    ("compare", "experiment=demo compare.run=[../a] 'compare.variants={../a: seed=1}'", "is not the name of a file"),
+    (
+        "compare",
+        f"{ONE_MORE} 'compare.variants={{a: nosuch=1}}'",
+        "variant a: nosuch is not a setting",
+    ),
+    (
+        "compare",
+        "experiment=demo compare.run=[../a] 'compare.variants={../a: seed=1}'",
+        "is not the name of a file",
+    ),
     ("compare", "experiment=demo 'compare.variants={a: run_dir=x}'", "settings without run_dir"),
     ("compare", "experiment=demo 'compare.variants={a: nosuch}'", "must be key=value settings"),
     ("train", "optim=adamw optim=lamb", "optim=adamw and optim=lamb choose the same thing"),
-    ("compare", f"{ONE_MORE} 'compare.variants={{a: optim=adamw optim=lamb}}'", "optim=adamw and optim=lamb choose"),
+    (
+        "compare",
+        f"{ONE_MORE} 'compare.variants={{a: optim=adamw optim=lamb}}'",
+        "optim=adamw and optim=lamb choose",
+    ),
     ("compare", f"{ONE_MORE} {shlex.quote(UNQUOTED)}", "No closing quotation"),
     ("train", "compare.variants={a: seed=1}", "compare.variants"),
     ("bench", f"{BENCH} stepz=3", "stepz is not a setting; did you mean steps?"),
@@ -230,7 +299,11 @@ FLAGS = [
     ("bench", f"{BENCH} output=s3:/b/x", "s3:/b/x is neither a URL"),
     ("doctor", "--instance trn9", "trn9"),
     ("doctor", "--machines 0", "--machines: 0"),
-    ("doctor", "--machines \u00b2", "--machines: \u00b2 must be a whole number"),  # a digit, by Unicode
+    (
+        "doctor",
+        "--machines \u00b2",
+        "--machines: \u00b2 must be a whole number",
+    ),  # a digit, by Unicode
     ("doctor", "--ranks-per-machine -1", "--ranks-per-machine"),
     ("doctor", "nosuch", "nosuch"),
     ("shards", "", "command"),
@@ -250,13 +323,21 @@ FLAGS = [
     ("predict", "", "MODEL"),
     ("predict", "RUN", "--text"),
     ("predict", "RUN --text a --input b", "--input"),
-    ("predict", "RUN --text=a --text=b", "--text: it is given twice, the second time with b; give it once"),
+    (
+        "predict",
+        "RUN --text=a --text=b",
+        "--text: it is given twice, the second time with b; give it once",
+    ),
     ("predict", "RUN --text a --batch-size 0", "--batch-size 0"),
     ("predict", "RUN --text a --seq-len 9223372036854775808", "below 2^63"),
     ("predict", "RUN --text a --seq-len 0", "--seq-len 0"),
     ("predict", "RUN --text a --device neuron", "--device neuron"),
     ("predict", "RUN --question a", "--question: not a valid combination of flags"),
-    ("predict", "RUN --text a --context b", "--text and --context: not a valid combination of flags"),
+    (
+        "predict",
+        "RUN --text a --context b",
+        "--text and --context: not a valid combination of flags",
+    ),
     ("predict", "RUN --question a --context b --text-pair c", "--text-pair"),
     ("predict", "RUN --text a --output x.txt", "x.txt"),
     ("predict", "RUN --text a --output nosuch/x.csv", "nosuch"),
@@ -274,11 +355,23 @@ FLAGS = [
     ("precompile", SHORT, "--nproc-per-node"),
     ("precompile", f"{SHORT} --nproc-per-node 0", "ranks of this machine: 0"),
     ("precompile", "experiment=albert_pretrain instance=trn2.48xlarge", "native PyTorch"),
-    ("precompile", f"{SHORT} optim=adamw optim=lamb", "optim=adamw and optim=lamb choose the same thing"),
+    (
+        "precompile",
+        f"{SHORT} optim=adamw optim=lamb",
+        "optim=adamw and optim=lamb choose the same thing",
+    ),
     ("precompile", f"{ON_TRN1} global_batch_size=4097", "cannot be split evenly over 32 ranks"),
     ("precompile", f"{ON_TRN1} --nproc-per-node=16", "16 ranks on one machine"),
-    ("precompile", f"{ON_TRN1} --nproc-per-node=8 --nnodes=2 --node-rank=0 --master-addr=a", "only with 32 ranks each"),
-    ("precompile", f"{ON_TRN1} --nnodes=2 --master-addr=a", "give --node-rank on each, from 0 to 1"),
+    (
+        "precompile",
+        f"{ON_TRN1} --nproc-per-node=8 --nnodes=2 --node-rank=0 --master-addr=a",
+        "only with 32 ranks each",
+    ),
+    (
+        "precompile",
+        f"{ON_TRN1} --nnodes=2 --master-addr=a",
+        "give --node-rank on each, from 0 to 1",
+    ),
     ("precompile", f"{ON_TRN1} --nnodes=2 --node-rank=1", "give --master-addr"),
     ("precompile", f"{SHORT} --nnodes 0", "--nnodes=0"),
     ("precompile", f"{SHORT} --nnodes 2 --node-rank 2", "--node-rank"),
@@ -293,13 +386,23 @@ PATHS = [
     ("predict", "{} --text a"),
 ]
 NO_PATHS = {"'a\nb'": "must be one line", "''": "a path is empty", LONG: "File name too long"}
-NO_PATHS |= {url: f"{url} is neither a URL" for url in ("s3:/b/x", "s3:b/x", "S3:/b", "gs:b", "file:x", "a+b:/x")}
-FLAGS += [(command, words.format(path), says) for command, words in PATHS for path, says in NO_PATHS.items()]
+NO_PATHS |= {
+    url: f"{url} is neither a URL"
+    for url in ("s3:/b/x", "s3:b/x", "S3:/b", "gs:b", "file:x", "a+b:/x")
+}
+FLAGS += [
+    (command, words.format(path), says)
+    for command, words in PATHS
+    for path, says in NO_PATHS.items()
+]
 
 PREPARATIONS = [
     ("corpus=nosuch", "corpus=nosuch"),
     ("corpus=files_schema", "corpus=files_schema"),
-    ("corpus.kind=books", "corpus.kind=books is not known; choose one of: pydocs, text, jsonl, csv, parquet, hf"),
+    (
+        "corpus.kind=books",
+        "corpus.kind=books is not known; choose one of: pydocs, text, jsonl, csv, parquet, hf",
+    ),
     ("corpus.kind=hf", "use corpus=hf"),
     ("corpus.path=nosuch", "nosuch"),
     ("corpus.errors=ignore", "corpus.errors=ignore"),
@@ -314,7 +417,10 @@ PREPARATIONS = [
     ("processes=0", "processes=0"),
     ("merge=true", "no parts to merge"),
     (["merge=true", "processes=2"], "merge=true prepares nothing"),
-    *((f"part={part}", f"part={part}") for part in ("0/3", "4/3", "a/b", "3", "1/0", "-1/3", "1.5/3", "1/", "1/2/3")),
+    *(
+        (f"part={part}", f"part={part}")
+        for part in ("0/3", "4/3", "a/b", "3", "1/0", "-1/3", "1.5/3", "1/", "1/2/3")
+    ),
     (f"output={LONG}", "File name too long"),
     ("output=DATA", "DATA"),
     ("output=TEXT/x", "TEXT/x"),
@@ -335,7 +441,10 @@ TABLES = [
     ("data.labels=[a,b]", "the labels are a, b"),
     ("data.lengths=[32,16]", "data.lengths=[32, 16]"),
     ("data.lengths=[64]", "data.lengths has 64"),
-    (f"data.lengths={[*range(2, 301)]}".replace(" ", ""), "data.lengths has 299 lengths, but at most 255"),
+    (
+        f"data.lengths={[*range(2, 301)]}".replace(" ", ""),
+        "data.lengths has 299 lengths, but at most 255",
+    ),
     ("data.more_validation={train: a.csv}", "data.more_validation"),
     ("data.label_map=negative", "data.label_map must be a table"),
     ("data.labels=(", "data.labels=(: data.labels must be a list"),
@@ -426,10 +535,14 @@ def made_rows(command: str, given: list[str], known: set[tuple[str, object]]) ->
 
 
 @pytest.fixture
-def places(prepared: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def places(
+    prepared: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, str]:
     """What the capital words of the rows stand for. The current folder is an empty one."""
     (tmp_path / "empty").mkdir()
-    (tmp_path / "table.csv").write_text("text,label\n" + "".join(f"ba be bo {n},{n % 2}\n" for n in range(40)))
+    (tmp_path / "table.csv").write_text(
+        "text,label\n" + "".join(f"ba be bo {n},{n % 2}\n" for n in range(40))
+    )
     (tmp_path / "blank.txt").write_text("\n\n   \n")
     (tmp_path / "broken.parquet").write_text("PAR1garbagePAR1")
     finished_run.write(tmp_path / "run")
@@ -439,8 +552,16 @@ def places(prepared: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # of this process
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path / "cache"))
-    names = {"BLANK": "blank.txt", "EMPTY": "empty", "CSV": "table.csv", "BROKEN": "broken.parquet", "RUN": "run"}
-    return {"DATA": str(prepared), "TEXT": str(corpus)} | {word: str(tmp_path / name) for word, name in names.items()}
+    names = {
+        "BLANK": "blank.txt",
+        "EMPTY": "empty",
+        "CSV": "table.csv",
+        "BROKEN": "broken.parquet",
+        "RUN": "run",
+    }
+    return {"DATA": str(prepared), "TEXT": str(corpus)} | {
+        word: str(tmp_path / name) for word, name in names.items()
+    }
 
 
 def opened_a_device(*_: object, **__: object) -> None:
@@ -448,13 +569,22 @@ def opened_a_device(*_: object, **__: object) -> None:
 
 
 def filled(text: str, places: dict[str, str]) -> str:
-    return re.sub(r"\b(DATA|TEXT|BLANK|EMPTY|CSV|BROKEN|RUN)\b", lambda result: places[result[0]], text)
+    return re.sub(
+        r"\b(DATA|TEXT|BLANK|EMPTY|CSV|BROKEN|RUN)\b", lambda result: places[result[0]], text
+    )
 
 
-NOTICES = ("[transformers]", "... ", "starting ", "validation has only ")  # lines before the one that counts
+NOTICES = (
+    "[transformers]",
+    "... ",
+    "starting ",
+    "validation has only ",
+)  # lines before the one that counts
 
 
-def fault(command: str, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> str | None:
+def fault(
+    command: str, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> str | None:
     """What is wrong with the answer to a bad command line; None if nothing is."""
     capsys.readouterr()
     code = MAINS[command](arguments)
@@ -465,10 +595,16 @@ def fault(command: str, arguments: list[str], says: str, capsys: pytest.CaptureF
     ok = ok and not any(Path.cwd().iterdir())
     for left in Path.cwd().iterdir():
         shutil.rmtree(left)
-    return None if ok else f"{command} {arguments}: {code}, not a line with {says!r}: {captured.err or captured.out}"
+    return (
+        None
+        if ok
+        else f"{command} {arguments}: {code}, not a line with {says!r}: {captured.err or captured.out}"
+    )
 
 
-def check_rows(rows: Iterable[tuple[str, list[str], str]], capsys: pytest.CaptureFixture[str]) -> None:
+def check_rows(
+    rows: Iterable[tuple[str, list[str], str]], capsys: pytest.CaptureFixture[str]
+) -> None:
     faults = [wrong for row in rows if (wrong := fault(*row, capsys)) is not None]
     assert not faults, f"{len(faults)} of them:\n" + "\n".join(faults)
 
@@ -477,8 +613,15 @@ def with_settings(rows, command, given, places):
     """Command lines of `given` and what is typed after it."""
     for typed, says in rows:
         own = [typed] if isinstance(typed, str) else typed
-        groups = tuple(f"{name}=" for name in ("model", "task") if any(each.startswith(f"{name}=") for each in own))
-        words = [*(each for each in given if not (groups and each.startswith(groups))), *own]  # a group is typed once
+        groups = tuple(
+            f"{name}="
+            for name in ("model", "task")
+            if any(each.startswith(f"{name}=") for each in own)
+        )
+        words = [
+            *(each for each in given if not (groups and each.startswith(groups))),
+            *own,
+        ]  # a group is typed once
         yield command, [filled(word, places) for word in words], filled(says, places)
 
 
@@ -491,7 +634,9 @@ def test_what_is_no_setting_is_rejected_in_one_line(places, capsys):
     [("train", TRAIN, VALUES), ("records", RECORDS, TABLES), ("prepare", PREPARE, PREPARATIONS)],
     ids=["train", "records", "prepare"],
 )
-def test_a_wrong_setting_is_rejected_in_one_line(command, given, rows, places, capsys, monkeypatch):
+def test_a_wrong_setting_is_rejected_in_one_line(
+    command, given, rows, places, capsys, monkeypatch
+):
     """Composing takes most of the time: settings are put into the composition of what is given, which is made once."""
     compose, given_words, made = cli.compose_config, [filled(word, places) for word in given], {}
 
@@ -501,7 +646,9 @@ def test_a_wrong_setting_is_rejected_in_one_line(command, given, rows, places, c
         if given not in made:
             made[given] = compose(schema, list(given))
         composed = copy.deepcopy(made[given])
-        if not all(is_setting(composed, each) for each in new):  # an option of a group, or a name of the user's own
+        if not all(
+            is_setting(composed, each) for each in new
+        ):  # an option of a group, or a name of the user's own
             return compose(schema, overrides)
         try:
             for each in new:
@@ -519,7 +666,12 @@ def is_setting(composed: DictConfig, override: str) -> bool:
     key, _, value = override.partition("=")
     names = key.split(".")
     section = OmegaConf.select(composed, ".".join(names[:-1])) if names[1:] else composed
-    return key not in GROUPS and isinstance(section, DictConfig) and names[-1] in section and "{" not in value
+    return (
+        key not in GROUPS
+        and isinstance(section, DictConfig)
+        and names[-1] in section
+        and "{" not in value
+    )
 
 
 def put(composed: DictConfig, override: str) -> None:
@@ -535,7 +687,10 @@ def parsed(value: str) -> Any:
 
 @pytest.mark.parametrize("command", MAINS)
 def test_wrong_arguments_are_rejected_in_one_line(command, places, capsys):
-    rows = [(name, shlex.split(filled(typed, places)), filled(says, places)) for name, typed, says in FLAGS]
+    rows = [
+        (name, shlex.split(filled(typed, places)), filled(says, places))
+        for name, typed, says in FLAGS
+    ]
     assert {name for name, _, _ in rows} == set(MAINS)
     check_rows([row for row in rows if row[0] == command], capsys)
 
@@ -609,7 +764,13 @@ def test_the_line_that_a_hint_proposes_works(typed):
 
 
 def test_no_line_is_proposed_that_would_not_work():
-    for typed in ("task=classify,mlm", "max_steps=1,2", "optim.lr=1,x", "seq_len=(a)", "model.new_head=(maybe)"):
+    for typed in (
+        "task=classify,mlm",
+        "max_steps=1,2",
+        "optim.lr=1,x",
+        "seq_len=(a)",
+        "model.new_head=(maybe)",
+    ):
         with pytest.raises(InputError, match=f"^{re.escape(typed)} ") as raised:
             cli.load_config(TrainConfig, [*TRAIN, typed])
         assert "write" not in str(raised.value)

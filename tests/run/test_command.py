@@ -16,10 +16,10 @@ from test_bad_inputs import MAINS
 
 import train
 from train.config import Failure, InputError, TrainConfig, Unreachable
+from train.machine.torchrun import first_to
 from train.run import compose as cli
 from train.run.command import DONE, FAILED, INTERRUPTED, REJECTED, UNREAD, guarded
 from train.run.help import comments, explained_field, groups, shown_default
-from train.system.torchrun import first_to
 
 
 def shown(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -67,7 +67,10 @@ def test_comments_of_settings_are_read_from_the_source():
 
 
 def test_groups_are_those_of_the_configuration_and_have_no_schemas():
-    assert groups("train")["task"] == ("mlm", ["classify", "mlm", "multilabel", "ner", "qa", "regress"])
+    assert groups("train")["task"] == (
+        "mlm",
+        ["classify", "mlm", "multilabel", "ner", "qa", "regress"],
+    )
     assert groups("train")["experiment"][0] is None and list(groups("prepare")) == ["corpus"]
 
 
@@ -84,11 +87,23 @@ def raises(error: BaseException):
         (InputError("seed=x"), REJECTED, "error: seed=x\n"),
         (Failure("no data"), FAILED, "error: no data\n"),
         (Unreachable("S3 is silent"), FAILED, "error: S3 is silent; try again later\n"),
-        (PermissionError(13, "Permission denied", b"/data/x"), FAILED, "error: /data/x: Permission denied\n"),
+        (
+            PermissionError(13, "Permission denied", b"/data/x"),
+            FAILED,
+            "error: /data/x: Permission denied\n",
+        ),
         (OSError("odd"), FAILED, "error: odd\n"),
         (KeyboardInterrupt(), INTERRUPTED, "interrupted\n"),
-        (BrokenPipeError(32, "Broken pipe"), FAILED, "error: Broken pipe\n"),  # not of standard output
-        (ValueError("\nInvalid log settings: x"), REJECTED, "error: TORCH_LOGS=None is not valid; unset it\n"),
+        (
+            BrokenPipeError(32, "Broken pipe"),
+            FAILED,
+            "error: Broken pipe\n",
+        ),  # not of standard output
+        (
+            ValueError("\nInvalid log settings: x"),
+            REJECTED,
+            "error: TORCH_LOGS=None is not valid; unset it\n",
+        ),
         (InputError("two\nlines \x1b[31m"), REJECTED, "error: two lines \\x1b[31m\n"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
@@ -130,7 +145,14 @@ def test_a_model_that_is_to_be_given_can_be_given_in_two_ways():
     assert cli.load_config(TrainConfig, [*given, "model.pretrained=a"]).model.pretrained == "a"
 
 
-def start(words: list[str], cwd: Path, *, flags: tuple[str, ...] = (), stdout: Any = subprocess.PIPE, **environ: str):
+def start(
+    words: list[str],
+    cwd: Path,
+    *,
+    flags: tuple[str, ...] = (),
+    stdout: Any = subprocess.PIPE,
+    **environ: str,
+):
     """A process of its own, with nothing in its environment but what is given."""
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ}
     command, pipe = [sys.executable, *flags, "-m", *words], subprocess.PIPE
@@ -146,7 +168,11 @@ def unread():
 
 @pytest.mark.parametrize(
     ("length", "code", "expected"),
-    [(10, DONE, UNREAD), (10**6, DONE, UNREAD), (10, FAILED, FAILED)],  # a long text is flushed before the end
+    [
+        (10, DONE, UNREAD),
+        (10**6, DONE, UNREAD),
+        (10, FAILED, FAILED),
+    ],  # a long text is flushed before the end
 )
 def test_a_reader_that_leaves_hides_no_error_and_is_none(length, code, expected, capfd):
     with unread() as stream, redirect_stdout(stream):
@@ -155,7 +181,9 @@ def test_a_reader_that_leaves_hides_no_error_and_is_none(length, code, expected,
 
 
 def test_a_reader_that_leaves_changes_nothing_at_the_end_of_the_process(prepared, tmp_path):
-    process = start(["train.shards", "stats", str(prepared), "-n", "100000"], tmp_path, HOME=str(tmp_path))
+    process = start(
+        ["train.shards", "stats", str(prepared), "-n", "100000"], tmp_path, HOME=str(tmp_path)
+    )
     process.stdout.close()
     _, err = process.communicate(timeout=90)
     assert (process.returncode, err) == (UNREAD, "")
@@ -166,15 +194,28 @@ def test_output_that_nobody_takes_ends_no_work(prepared, tmp_path):
     with suppress(BrokenPipeError), unread() as stream, redirect_stderr(stream):
         assert guarded(lambda: print("a message", file=sys.stderr, flush=True) or DONE) == DONE
     with Path("/dev/full").open("w") as full:
-        process = start(["train.shards", "stats", str(prepared)], tmp_path, stdout=full, HOME=str(tmp_path))
+        process = start(
+            ["train.shards", "stats", str(prepared)], tmp_path, stdout=full, HOME=str(tmp_path)
+        )
         _, err = process.communicate(timeout=90)
     assert (process.returncode, err) == (FAILED, "error: No space left on device\n")
 
 
 # ---- where it runs -------------------------------------------------------------------------------------------------
 
-SMALL = ["model=albert_tiny", "model.hidden_size=32", "model.intermediate_size=64", "model.embedding_size=16"]
-SMALL += ["model.num_heads=2", "max_steps=1", "global_batch_size=8", "data.num_workers=0", "tensorboard=false"]
+SMALL = [
+    "model=albert_tiny",
+    "model.hidden_size=32",
+    "model.intermediate_size=64",
+    "model.embedding_size=16",
+]
+SMALL += [
+    "model.num_heads=2",
+    "max_steps=1",
+    "global_batch_size=8",
+    "data.num_workers=0",
+    "tensorboard=false",
+]
 SMALL += ["backend.device=cpu", "backend.precision=fp32", "eval_examples=8", "checkpoint.every=1"]
 
 
@@ -184,22 +225,36 @@ def test_a_run_needs_no_asserts_no_home_and_no_folder_of_its_own(prepared, tmp_p
     (tmp_path / "conf" / "train.yaml").write_text("max_steps: 1000000\n")
     words = ["train", *SMALL, f"data.path={prepared}"]
     run, rejected = (
-        start([*words, *own], tmp_path, flags=("-O",)) for own in (["run_dir=run"], ["run_dir=b", "task.kind=qa"])
+        start([*words, *own], tmp_path, flags=("-O",))
+        for own in (["run_dir=run"], ["run_dir=b", "task.kind=qa"])
     )
     out, err = run.communicate(timeout=90)
     assert run.returncode == DONE, out + err
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
     _, err = rejected.communicate(timeout=90)
-    assert rejected.returncode == REJECTED and err.startswith("error: task.kind=qa") and err.count("\n") == 1
+    assert (
+        rejected.returncode == REJECTED
+        and err.startswith("error: task.kind=qa")
+        and err.count("\n") == 1
+    )
 
 
 def test_a_home_that_cannot_be_written_to_is_named(prepared, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", "/proc/none")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    (tmp_path / "table.csv").write_text("text,label\n" + "".join(f"ba be bo {n},{n % 2}\n" for n in range(40)))
-    given = ["task=classify", "data=csv", f"data.path={tmp_path}/table.csv", f"model.tokenizer={prepared}/tokenizer"]
+    (tmp_path / "table.csv").write_text(
+        "text,label\n" + "".join(f"ba be bo {n},{n % 2}\n" for n in range(40))
+    )
+    given = [
+        "task=classify",
+        "data=csv",
+        f"data.path={tmp_path}/table.csv",
+        f"model.tokenizer={prepared}/tokenizer",
+    ]
     assert MAINS["records"]([*given, "seq_len=32"]) == REJECTED
-    errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("... ")]  # what takes long
+    errors = [
+        line for line in capsys.readouterr().err.splitlines() if not line.startswith("... ")
+    ]  # what takes long
     assert len(errors) == 1 and "cannot write to /proc/none" in errors[0]
 
 
@@ -209,14 +264,26 @@ def test_a_group_of_which_there_may_be_none_takes_null(capsys):
     assert "run_dir is not set" in capsys.readouterr().err
 
 
-SECRETS = [f"http://user:{password}@host" for password in ("SECRET", "pa=SECRET", "pa,SECRET", "pa'SECRET")]
+SECRETS = [
+    f"http://user:{password}@host"
+    for password in ("SECRET", "pa=SECRET", "pa,SECRET", "pa'SECRET")
+]
 SECRETS += ["[http://u:SECRET@h]", "http://host/?key=SECRET", "http://host/#SECRET"]
 
 
 @pytest.mark.parametrize("endpoint", SECRETS)
 def test_no_rejection_repeats_a_password(endpoint, capsys):
-    for override in (f"s3.endpoint={endpoint}", f"s3.endpoint='{endpoint}'", f"+s3.endpoint={endpoint}"):
-        assert MAINS["train"](["run_dir=x", "max_steps=1", "micro_batch_size=1", "data.path=d", override]) == REJECTED
+    for override in (
+        f"s3.endpoint={endpoint}",
+        f"s3.endpoint='{endpoint}'",
+        f"+s3.endpoint={endpoint}",
+    ):
+        assert (
+            MAINS["train"](
+                ["run_dir=x", "max_steps=1", "micro_batch_size=1", "data.path=d", override]
+            )
+            == REJECTED
+        )
         assert "SECRET" not in capsys.readouterr().err
 
 
@@ -228,7 +295,9 @@ def test_an_interrupt_during_imports_is_one_line(tmp_path):
     (tmp_path / "yaml.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     words = [sys.executable, "-m", "train.prepare"]
-    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(
+        words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=90
+    )
     assert (done.returncode, done.stderr, done.stdout) == (-signal.SIGINT, "interrupted\n", "")
 
 
@@ -238,10 +307,16 @@ def test_an_interrupt_during_imports_is_one_line(tmp_path):
         (KeyboardInterrupt(), "0", "interrupted\n"),
         (KeyboardInterrupt(), "1", ""),  # of many ranks one says it
         (RuntimeError("no"), "1", "RuntimeError: no\n"),
-        (ModuleNotFoundError("none of ours", name="train.none"), "0", "ModuleNotFoundError: none of ours\n"),
+        (
+            ModuleNotFoundError("none of ours", name="train.none"),
+            "0",
+            "ModuleNotFoundError: none of ours\n",
+        ),
     ],
 )
-def test_an_interrupt_is_said_once_and_other_errors_keep_their_report(monkeypatch, capsys, error, rank, says):
+def test_an_interrupt_is_said_once_and_other_errors_keep_their_report(
+    monkeypatch, capsys, error, rank, says
+):
     monkeypatch.setenv("RANK", rank)
     train.show(type(error), error, None)
     assert capsys.readouterr().err == says

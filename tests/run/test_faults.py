@@ -23,12 +23,19 @@ from train.config.attempt import NonfiniteConfig
 from train.run import attempt
 from train.run import compose as cli
 from train.run.stopping import StopRequest
-from train.system.folders import LocalFolder
-from train.system.ownership import Ownership
+from train.run_folder.ownership import Ownership
+from train.storage.folders import LocalFolder
 
 PATIENCE_S = 90.0  # never waited for unless a test fails
 STEPS = 30
-LONG = [f"max_steps={STEPS}", "checkpoint.every=5", "eval_every=null", "export=false", "log_every=1", "max_epochs=99"]
+LONG = [
+    f"max_steps={STEPS}",
+    "checkpoint.every=5",
+    "eval_every=null",
+    "export=false",
+    "log_every=1",
+    "max_epochs=99",
+]
 
 
 def ranks_of(process, run_dir):
@@ -40,7 +47,11 @@ def ranks_of(process, run_dir):
 
 
 def steps_logged(run_dir):
-    return [line["step"] for line in lines(run_dir, "train")] if (run_dir / "metrics.jsonl").is_file() else []
+    return (
+        [line["step"] for line in lines(run_dir, "train")]
+        if (run_dir / "metrics.jsonl").is_file()
+        else []
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +68,12 @@ def start(tmp_path, prepared):
     """Starts two ranks, see `start_changed`."""
 
     def start(change, *settings, **options):
-        return start_changed(tmp_path, change, train_overrides(tmp_path / "run", prepared, *LONG, *settings), **options)
+        return start_changed(
+            tmp_path,
+            change,
+            train_overrides(tmp_path / "run", prepared, *LONG, *settings),
+            **options,
+        )
 
     return start
 
@@ -69,7 +85,11 @@ def test_a_killed_rank_is_started_again_and_nothing_has_happened(undisturbed, st
     """Twice: first a rank in the middle of a step, then rank 0."""
     run_dir, process = tmp_path / "run", start(SLOW, restarts=2)
     for victim, step in ((1, 7), (0, 18)):
-        eventually(lambda step=step: max(steps_logged(run_dir), default=0) >= step or not process.is_alive())
+        eventually(
+            lambda step=step: (
+                max(steps_logged(run_dir), default=0) >= step or not process.is_alive()
+            )
+        )
         ranks_of(process, run_dir)[victim].kill()
     process.join(PATIENCE_S)
     assert process.exitcode == 0, (tmp_path / "err").read_text()
@@ -78,7 +98,9 @@ def test_a_killed_rank_is_started_again_and_nothing_has_happened(undisturbed, st
     assert last == {line["step"]: line["loss"] for line in lines(undisturbed, "train")}
     faults = [line for line in lines(run_dir, "fault") if "steps_lost" in line]
     assert len(faults) == 2
-    assert all(0 <= fault["steps_lost"] <= 2 * 5 and fault["recover_s"] > 0 for fault in faults), faults
+    assert all(0 <= fault["steps_lost"] <= 2 * 5 and fault["recover_s"] > 0 for fault in faults), (
+        faults
+    )
     summary = lines(run_dir, "summary")[-1]
     assert summary["faults"] == 2
     assert summary["steps_lost"] == sum(fault["steps_lost"] for fault in faults)
@@ -118,7 +140,10 @@ HANGS = """if (next(calls), os.environ["RANK"], os.environ["TORCHELASTIC_RESTART
 
 def test_a_stuck_rank_is_named_and_the_run_goes_on(undisturbed, start, tmp_path):
     """It no longer comes to the collective, in which the other one waits."""
-    run_dir, process = tmp_path / "run", start(HANGS, "watchdog.step_s=4", "watchdog.start_s=80", restarts=1)
+    run_dir, process = (
+        tmp_path / "run",
+        start(HANGS, "watchdog.step_s=4", "watchdog.start_s=80", restarts=1),
+    )
     process.join(PATIENCE_S)
     assert process.exitcode == 0, (tmp_path / "err").read_text()
     assert_same_weights(run_dir, undisturbed, STEPS)
@@ -146,7 +171,14 @@ def test_a_second_job_on_the_same_folder_is_rejected_and_writes_nothing(toy):
 def test_a_step_without_a_finite_gradient_is_skipped_and_counted(toy):
     toy.scale = spoilt([4])
     assert toy.train() == ("done", 6)
-    assert [loss is None for loss in toy.values("train", "loss")] == [False, False, False, True, False, False]
+    assert [loss is None for loss in toy.values("train", "loss")] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
     assert "skipped steps: 1; the gradient was not finite" in toy.faults()[0]
     (summary,) = toy.lines("summary")
     assert (summary["skipped_steps"], summary["rollbacks"]) == (1, 0)
@@ -160,7 +192,9 @@ def test_several_in_a_row_bring_the_run_back_and_past_their_data(toy):
     assert toy.losses == 3 + 3 + 6
     assert toy.values("train", "step") == [1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8, 9]
     assert toy.values("train", "examples")[-1] == 12 * 8
-    assert "3 steps in a row had no finite gradient, up to step 6: back to step 3" in toy.faults()[-1]
+    assert (
+        "3 steps in a row had no finite gradient, up to step 6: back to step 3" in toy.faults()[-1]
+    )
     assert (toy.saved()[9]["rollbacks"], toy.saved()[9]["skipped"]) == (1, 3)
     toy.scale = spoilt([])
     toy.train("clean", max_steps=9)
@@ -187,8 +221,12 @@ def test_xla_goes_back_as_well_without_another_graph(toy, monkeypatch):
     assert math.isfinite(toy.values("eval", "loss")[-1])
 
 
-@pytest.mark.parametrize("rare", [{}, {"log_every": 20, "nonfinite": NonfiniteConfig(max_skips=4)}], ids=["", "rare"])
-def test_a_run_that_keeps_coming_back_ends_after_exactly_max_skips_steps_however_rare_the_lines_are(toy, rare):
+@pytest.mark.parametrize(
+    "rare", [{}, {"log_every": 20, "nonfinite": NonfiniteConfig(max_skips=4)}], ids=["", "rare"]
+)
+def test_a_run_that_keeps_coming_back_ends_after_exactly_max_skips_steps_however_rare_the_lines_are(
+    toy, rare
+):
     skips = 4 if rare else 3
     toy.scale = lambda call: NAN if call > 4 else 1.0
     said = f"{skips} steps in a row had no finite gradient, .* after 2 rollbacks"
@@ -232,9 +270,18 @@ def test_a_run_without_a_checkpoint_has_nothing_to_go_back_to_and_leaves_with_1(
 def test_weights_that_are_no_numbers_are_never_saved(toy, monkeypatch):
     """Each save is an alarm, the third ends the run."""
     monkeypatch.setattr(saver, "FAILING_S", 0.0)
-    hopeless = {"optim": {"lr": 1e39}, "log_every": 1000, "nonfinite": NonfiniteConfig(max_skips=10**6)}
+    hopeless = {
+        "optim": {"lr": 1e39},
+        "log_every": 1000,
+        "nonfinite": NonfiniteConfig(max_skips=10**6),
+    }
     hopeless |= {"checkpoint": {"every": 1}, "max_steps": 300, "eval_every": None}
-    rejects("saves in a row failed, the last: .*; there is no checkpoint", toy.train, error=SavesFail, **hopeless)
+    rejects(
+        "saves in a row failed, the last: .*; there is no checkpoint",
+        toy.train,
+        error=SavesFail,
+        **hopeless,
+    )
     assert not toy.saved()
     assert "contains NaN or infinity" in toy.faults()[0]
 
@@ -245,8 +292,14 @@ def test_weights_that_are_no_numbers_are_never_saved(toy, monkeypatch):
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore."), "out_of_device_memory"),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "out_of_host_memory"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore."),
+            "out_of_device_memory",
+        ),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+            "out_of_host_memory",
+        ),
         (MemoryError(), "out_of_host_memory"),
     ],
 )
@@ -256,7 +309,11 @@ def test_memory_that_runs_out_has_its_own_reason_and_one_more_try(toy, error, ki
 
     toy.scale = fail
     for goes_on in (True, False):
-        rejects("memory: .*; lower micro_batch_size .*activation_checkpointing=true", toy.train, error=Failure)
+        rejects(
+            "memory: .*; lower micro_batch_size .*activation_checkpointing=true",
+            toy.train,
+            error=Failure,
+        )
         ended = toy.outcome()
         assert (ended["kind"], ended["goes_on"]) == (kind, goes_on)
         assert "peak" in ended["reason"] and "micro_batch_size" in ended["reason"], ended
@@ -266,13 +323,17 @@ def test_a_loader_that_the_kernel_killed_is_a_lack_of_memory(monkeypatch):
     """What torch says of it fits other kills too: the kernel's counter decides."""
     error = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
     for kills, kind in ((0, "RuntimeError"), (1, "out_of_host_memory")):
-        monkeypatch.setattr(attempt, "count_oom_kills", lambda _, kills=kills: attempt.OOM_KILLS_BEFORE + kills)
+        monkeypatch.setattr(
+            attempt, "count_oom_kills", lambda _, kills=kills: attempt.OOM_KILLS_BEFORE + kills
+        )
         assert attempt.kind_of(error) == kind
 
 
 def test_a_loader_that_ran_out_of_shared_memory_says_so(toy):
     def fail(_):
-        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that more is said")
+        raise RuntimeError(
+            "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that more is said"
+        )
 
     toy.scale = fail
     said = "^out of shared memory: DataLoader worker .pid 7. is killed by signal: Bus error: /dev/shm is full; enlarge"
@@ -288,10 +349,16 @@ def test_the_metrics_of_a_resumed_run_are_those_of_an_unbroken_one(toy):
     toy.scale = lambda call: stop.ask("the test") or 1.0 if call == 6 else 1.0
     assert toy.train("parts", stop=stop, **options) == ("the test", 7)
     assert toy.train("parts", **options) == ("done", 12)
-    both = [{line["step"]: line["loss"] for line in toy.lines("train", name)} for name in ("whole", "parts")]
+    both = [
+        {line["step"]: line["loss"] for line in toy.lines("train", name)}
+        for name in ("whole", "parts")
+    ]
     assert both[0] == both[1] and set(both[0]) == {4, 8, 12}
     first, *_, last = toy.lines("train", "parts")
-    assert [(line["attempt"], line["step"], line["steps"]) for line in (first, last)] == [(1, 4, 4), (2, 12, 4)]
+    assert [(line["attempt"], line["step"], line["steps"]) for line in (first, last)] == [
+        (1, 4, 4),
+        (2, 12, 4),
+    ]
     assert toy.values("summary", "attempt", "parts") == [1, 2]
     summary = toy.lines("summary", "parts")[-1]
     assert (last["tokens"], last["train_s"]) == (summary["tokens"], summary["train_s"])

@@ -21,7 +21,7 @@ from running import SYLLABLES, TINY, lines, prepare_config, run, write_corpus
 from saved_steps import step_folder, store_of
 
 from train.data.shards.format import read_manifest
-from train.system.folders import LocalFolder
+from train.storage.folders import LocalFolder
 from train.tools import prepare
 
 FOLDER = Path(__file__).parent.parent / "golden/runs"
@@ -51,9 +51,15 @@ COMMON = [
 
 def machine() -> str:
     """What decides the last bits of a sum: processor, vector instructions, versions."""
-    pairs = (line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines())
+    pairs = (
+        line.split(":", 1)
+        for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    )
     facts = {key.strip(): value.strip() for key, value in pairs}
-    processor = " ".join(facts.get(key, "") for key in ("model name", "cpu family", "model", "stepping", "cache size"))
+    processor = " ".join(
+        facts.get(key, "")
+        for key in ("model name", "cpu family", "model", "stepping", "cache size")
+    )
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{processor}, {capability}, torch {torch.__version__.partition('+')[0]}"
 
@@ -143,7 +149,9 @@ def test_losses_are_those_recorded(name: str, inputs: Path, tmp_path: Path):
     if golden["machine"] == machine():
         assert found == {key: golden[key] for key in found}
         return
-    tolerance = ELSEWHERE["bf16"] if "backend.precision=bf16" in golden["settings"] else ELSEWHERE["loss"]
+    tolerance = (
+        ELSEWHERE["bf16"] if "backend.precision=bf16" in golden["settings"] else ELSEWHERE["loss"]
+    )
     for key, values in found.items():
         wider = ELSEWHERE["grad_norm"] / ELSEWHERE["loss"] if key == "grad_norm" else 1
         assert values == pytest.approx(golden[key], rel=tolerance * wider), key
@@ -152,7 +160,11 @@ def test_losses_are_those_recorded(name: str, inputs: Path, tmp_path: Path):
 def test_shards_and_tables_are_those_recorded(inputs: Path, tmp_path: Path):
     """The bytes of prepared shards, and what identifies the prepared rows of each task."""
     manifest = read_manifest(LocalFolder(inputs / "shards"))
-    found = {"shards": {shard.file: shard.sha256 for shard in manifest.shards}, "id": manifest.id, "tables": {}}
+    found = {
+        "shards": {shard.file: shard.sha256 for shard in manifest.shards},
+        "id": manifest.id,
+        "tables": {},
+    }
     for name, golden in GOLDEN.items():
         if "data=records" in golden["settings"]:
             found["tables"][name] = task_of(settings(golden, inputs, tmp_path / "run")).data_id

@@ -21,20 +21,26 @@ from train.config import BackendConfig, HeadSize, InputError, TaskConfig
 from train.config.attempt import BestConfig
 from train.config.train import EarlyStopConfig
 from train.data.shards.format import ShardSet, read_manifest
+from train.machine import environment
 from train.models.encoder import MaskedLM
 from train.run.stopping import StopRequest
-from train.system import environment
 
 
 def test_metrics_have_the_fields_that_outside_tools_read(finished):
     step = lines(finished, "train")[-1]
-    assert set("step loss lr grad_norm tokens_per_s data_wait_s step_s examples".split()) <= step.keys()
+    assert (
+        set("step loss lr grad_norm tokens_per_s data_wait_s step_s examples".split())
+        <= step.keys()
+    )
     assert (step["step"], step["examples"]) == (6, 48)
     evaluation = lines(finished, "eval")[-1]
     assert {"step", "loss", "perplexity", "masked_accuracy"} <= evaluation.keys()
     assert evaluation["perplexity"] == pytest.approx(math.exp(evaluation["loss"]))
     (summary,) = lines(finished, "summary")
-    assert set("train_s tokens tokens_per_s mfu cost_usd world_size backend".split()) <= summary.keys()
+    assert (
+        set("train_s tokens tokens_per_s mfu cost_usd world_size backend".split())
+        <= summary.keys()
+    )
     assert summary["tokens"] == 6 * 8 * 32
     assert summary["mfu"] is summary["cost_usd"] is None  # unknown on an unknown machine
     assert [line["step"] for line in lines(finished, "eval")] == [3, 6]
@@ -56,7 +62,9 @@ def test_tensorboard_shows_the_curves(finished):
     events = EventAccumulator(str(finished / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
-    assert events.Scalars("eval/loss")[-1].value == pytest.approx(lines(finished, "eval")[-1]["loss"])
+    assert events.Scalars("eval/loss")[-1].value == pytest.approx(
+        lines(finished, "eval")[-1]["loss"]
+    )
 
 
 def test_the_export_is_the_trained_model_for_plain_transformers(finished, prepared):
@@ -66,7 +74,9 @@ def test_the_export_is_the_trained_model_for_plain_transformers(finished, prepar
     for name, tensor in plain.state_dict().items():
         assert torch.equal(tensor, state[f"network.{name}"]), name
     manifest = read_manifest(prepared)
-    tokens = torch.tensor(ShardSet(prepared, manifest, "train").rows(torch.arange(4).numpy()).tokens.astype("int64"))
+    tokens = torch.tensor(
+        ShardSet(prepared, manifest, "train").rows(torch.arange(4).numpy()).tokens.astype("int64")
+    )
     positions = torch.arange(1, 9).expand(4, -1)
     segments = torch.zeros_like(tokens)
     ours = MaskedLM(plain)(tokens, segments, positions)
@@ -80,7 +90,9 @@ def test_evaluation_uses_every_validation_sequence_once(finished, prepared, tmp_
     """The loss does not depend on the batch that the sequences were put in, the last one padded."""
     train_here(tmp_path / "run", prepared, "micro_batch_size=1")
     odd = lines(tmp_path / "run", "eval")[-1]["loss"]
-    assert odd == pytest.approx(lines(finished, "eval")[-1]["loss"], rel=2e-5)  # see runs.TOLERANCE
+    assert odd == pytest.approx(
+        lines(finished, "eval")[-1]["loss"], rel=2e-5
+    )  # see runs.TOLERANCE
 
 
 def test_known_peaks_and_prices_give_mfu_and_cost(tmp_path, prepared):
@@ -94,12 +106,18 @@ def test_known_peaks_and_prices_give_mfu_and_cost(tmp_path, prepared):
 
     def from_first_step_s(attempt):
         """Until the summary, with evaluations."""
-        line = next(line for line in lines(tmp_path / "run", "train") if line["attempt"] == attempt["attempt"])
+        line = next(
+            line
+            for line in lines(tmp_path / "run", "train")
+            if line["attempt"] == attempt["attempt"]
+        )
         return attempt["time_unix_s"] - (line["time_unix_s"] - line["train_s"])
 
     assert from_first_step_s(first) < 100 * first["cost_usd"] < first_s, "with the start"
     own_s = 100 * (second["cost_usd"] - first["cost_usd"])
-    assert from_first_step_s(second) < own_s < both_s - first_s, "with the start, and without the pause between them"
+    assert from_first_step_s(second) < own_s < both_s - first_s, (
+        "with the start, and without the pause between them"
+    )
     assert 0 < second["mfu"] < 1
     line = lines(tmp_path / "run", "train")[-1]
     assert line["mfu"] > 0 and line["cost_usd"] <= second["cost_usd"]
@@ -108,13 +126,17 @@ def test_known_peaks_and_prices_give_mfu_and_cost(tmp_path, prepared):
 
 def test_a_pretrained_model_goes_on_where_it_was(finished, tmp_path, prepared):
     """The export of one run is the start of the next: its first evaluation is the other's last."""
-    cfg = train_config(tmp_path / "run", prepared, "model=pretrained", f"model.pretrained={finished / 'export'}")
+    cfg = train_config(
+        tmp_path / "run", prepared, "model=pretrained", f"model.pretrained={finished / 'export'}"
+    )
     names = ("hidden_size", "intermediate_size", "embedding_size", "num_heads")
     for name in names:  # sizes come from the checkpoint
         setattr(cfg.model, name, None)
     cfg.optim.lr, cfg.max_steps = 1e-12, 1
     loop.run(cfg, StopRequest())
-    assert lines(tmp_path / "run", "eval")[-1]["loss"] == pytest.approx(lines(finished, "eval")[-1]["loss"], rel=1e-5)
+    assert lines(tmp_path / "run", "eval")[-1]["loss"] == pytest.approx(
+        lines(finished, "eval")[-1]["loss"], rel=1e-5
+    )
 
 
 # ---- several ranks ---------------------------------------------------------------------------------------------------
@@ -127,10 +149,14 @@ def test_a_damaged_shard_stops_all_ranks_with_one_message(tmp_path, prepared):
     result = run(train_overrides(tmp_path / "run", data), ranks=2)
     assert result.returncode != 0
     assert result.stderr.count("error: ") == 1 and "has sha256" in result.stderr
-    assert f'File "{ROOT / "train"}' not in result.stderr  # no stack trace of ours; torchrun prints its own
+    assert (
+        f'File "{ROOT / "train"}' not in result.stderr
+    )  # no stack trace of ours; torchrun prints its own
 
 
-def test_a_rank_that_torchrun_ends_as_another_is_rejected_leaves_nothing_either(tmp_path, prepared):
+def test_a_rank_that_torchrun_ends_as_another_is_rejected_leaves_nothing_either(
+    tmp_path, prepared
+):
     """The end of a capacity block is read by the first rank of a machine only."""
     ended = "preempt.block_end=2001-01-01T00:00:00Z"
     result = run(train_overrides(tmp_path / "new/run", prepared, ended), ranks=2)
@@ -148,12 +174,20 @@ def test_only_rank_0_speaks(tmp_path, prepared):
 def test_the_commit_is_that_of_the_code_wherever_git_is_sent(monkeypatch, tmp_path):
     known = environment.commit()
     subprocess.run(["git", "init", "-q", str(tmp_path / "other")], check=True)
-    for name, value in (("GIT_DIR", "other/.git"), ("GIT_WORK_TREE", "other"), ("GIT_INDEX_FILE", "other/index")):
+    for name, value in (
+        ("GIT_DIR", "other/.git"),
+        ("GIT_WORK_TREE", "other"),
+        ("GIT_INDEX_FILE", "other/index"),
+    ):
         monkeypatch.setenv(name, str(tmp_path / value))
     assert environment.commit() == known
-    monkeypatch.setattr(environment.train, "__file__", str(tmp_path / "other/site-packages/train/__init__.py"))
+    monkeypatch.setattr(
+        environment.train, "__file__", str(tmp_path / "other/site-packages/train/__init__.py")
+    )
     (tmp_path / "other/site-packages/train").mkdir(parents=True)
-    assert environment.commit() is None  # a repository around an installed copy, without a commit or with its own
+    assert (
+        environment.commit() is None
+    )  # a repository around an installed copy, without a commit or with its own
     monkeypatch.setenv("PATH", str(tmp_path))
     assert environment.commit() is None
 
@@ -162,8 +196,14 @@ def test_the_commit_is_that_of_the_code_wherever_git_is_sent(monkeypatch, tmp_pa
 
 
 def test_early_stopping_ends_a_run_that_learns_nothing_for_good_and_exports_it(toy):
-    toy.scores = iter([3.0, 2.0, 1.995, 2.5, 7.0])  # the third is the best, but by less than min_delta
-    flat = {"eval_every": 1, "early_stop": EarlyStopConfig(patience=2, min_delta=0.01), "export": True}
+    toy.scores = iter(
+        [3.0, 2.0, 1.995, 2.5, 7.0]
+    )  # the third is the best, but by less than min_delta
+    flat = {
+        "eval_every": 1,
+        "early_stop": EarlyStopConfig(patience=2, min_delta=0.01),
+        "export": True,
+    }
     assert toy.train(**flat) == ("early_stop", 4)
     assert (toy.folder / "run/export/model.pt").is_file() and max(toy.saved()) == 4
     assert (toy.saved()[4]["best_step"], toy.outcome()["outcome"]) == (3, "done")
@@ -173,7 +213,11 @@ def test_early_stopping_ends_a_run_that_learns_nothing_for_good_and_exports_it(t
 
 def test_early_stopping_counts_on_over_an_interruption(toy):
     toy.scores = iter([1.0, 2.0, 3.0, 4.0, 5.0])
-    options = {"eval_every": 1, "early_stop": EarlyStopConfig(patience=4), "checkpoint": {"every": 100}}
+    options = {
+        "eval_every": 1,
+        "early_stop": EarlyStopConfig(patience=4),
+        "checkpoint": {"every": 100},
+    }
     assert toy.train(**options, max_steps=3) == ("done", 3)
     assert toy.train(**options, max_steps=20) == ("early_stop", 5)
 
@@ -195,7 +239,9 @@ def test_a_stop_during_an_evaluation_ends_it_and_saves_the_step(toy, monkeypatch
     statistics = ToyTask.eval_statistics
 
     def asks(self, model, inputs):
-        if not model.training and toy.losses > trained:  # an evaluation is tried before the first step
+        if (
+            not model.training and toy.losses > trained
+        ):  # an evaluation is tried before the first step
             stop.ask("a notice")
             evaluated.append(stop)
         return statistics(self, model, inputs)
@@ -253,7 +299,11 @@ def test_a_baseline_is_evaluated_once_before_the_first_step_and_is_never_the_bes
 
 def test_an_evaluation_that_was_owed_can_be_the_best_and_is_exported(toy):
     toy.scores = iter([3.0, 1.0])
-    options = {"checkpoint": {"best": True, "every": 3}, "best": BestConfig(export=True), "export": True}
+    options = {
+        "checkpoint": {"best": True, "every": 3},
+        "best": BestConfig(export=True),
+        "export": True,
+    }
     stop = StopRequest()
     toy.scale = lambda call: stop.ask("SIGTERM") or 1.0 if call == 6 else 1.0
     assert toy.train(stop=stop, **options) == ("SIGTERM", 6)
@@ -262,26 +312,37 @@ def test_an_evaluation_that_was_owed_can_be_the_best_and_is_exported(toy):
     assert not toy.saved()[6]["owes_evaluation"] and toy.saved()[6]["best_step"] == 6
     assert toy.values("summary", "reason")[-1] == "done"
     exported = torch.load(toy.folder / "run/export/model.pt")
-    assert [number for tensor in exported.values() for number in tensor.flatten().tolist()] == toy.weights(6)
+    assert [
+        number for tensor in exported.values() for number in tensor.flatten().tolist()
+    ] == toy.weights(6)
     assert toy.train(**options) == ("done", 6)
     assert toy.values("eval", "step") == [3, 6], "evaluated once"
 
 
 def test_the_best_evaluation_is_saved_at_once_kept_and_exported(toy):
     toy.scores = iter([3.0, 1.0, 2.0, 2.0, 2.0, 2.0])
-    options = {"checkpoint": {"best": True, "keep": 2, "every": 3}, "best": BestConfig(export=True)}
+    options = {
+        "checkpoint": {"best": True, "keep": 2, "every": 3},
+        "best": BestConfig(export=True),
+    }
     assert toy.train(eval_every=1, export=True, **options) == ("done", 6)
     assert list(toy.saved()) == [2, 3, 6]
     exported = torch.load(toy.folder / "run/export/model.pt")
-    assert [number for tensor in exported.values() for number in tensor.flatten().tolist()] == toy.weights(2)
+    assert [
+        number for tensor in exported.values() for number in tensor.flatten().tolist()
+    ] == toy.weights(2)
 
 
-def test_a_failure_to_draw_comes_after_the_steps_before_it_and_ends_the_attempt_in_order(toy, monkeypatch):
+def test_a_failure_to_draw_comes_after_the_steps_before_it_and_ends_the_attempt_in_order(
+    toy, monkeypatch
+):
     draw, bad = Rows.draw, []
 
     def fails(self, items):
         if len(items) > 3:
-            bad.append(bad[0] if bad else items[3, 0])  # a row of the fourth of the batches that are drawn together
+            bad.append(
+                bad[0] if bad else items[3, 0]
+            )  # a row of the fourth of the batches that are drawn together
         if bad and bad[0] in items:
             raise InputError("shard 7 is damaged")
         return draw(self, items)
@@ -305,7 +366,9 @@ def large(self, *, build=ToyTask.build_model):
     return model
 
 
-@pytest.mark.parametrize("found", ["nothing", "an empty folder", "a finished run", "a run that was resumed"])
+@pytest.mark.parametrize(
+    "found", ["nothing", "an empty folder", "a finished run", "a run that was resumed"]
+)
 @pytest.mark.parametrize(
     ("changes", "method", "says"),
     [
@@ -313,12 +376,22 @@ def large(self, *, build=ToyTask.build_model):
         ({"backend": BackendConfig(name="neuron")}, None, "needs native PyTorch"),
         ({"preempt": {"block_end": "2001-01-01T00:00:00Z"}}, None, "leaves no time"),
         ({}, ("build_model", unloadable), "lacks weights"),
-        ({}, ("train_data", unloadable), "lacks weights"),  # the first of TrainData, as the check of /dev/shm
-        ({"backend": BackendConfig(device="cpu")}, ("build_model", large), "this machine or container has too little"),
+        (
+            {},
+            ("train_data", unloadable),
+            "lacks weights",
+        ),  # the first of TrainData, as the check of /dev/shm
+        (
+            {"backend": BackendConfig(device="cpu")},
+            ("build_model", large),
+            "this machine or container has too little",
+        ),
     ],
     ids=["precision", "device", "block", "model", "batches", "memory"],
 )
-def test_nothing_is_left_of_a_start_that_is_rejected_late(toy, monkeypatch, found, changes, method, says):
+def test_nothing_is_left_of_a_start_that_is_rejected_late(
+    toy, monkeypatch, found, changes, method, says
+):
     run_dir = toy.folder / "new/run"
     if found == "an empty folder":
         run_dir.mkdir(parents=True)
@@ -347,7 +420,9 @@ def test_an_attempt_that_is_rejected_after_its_start_leaves_its_exit_record(toy,
 
 
 @pytest.mark.parametrize(
-    ("changes", "steps"), [({"max_epochs": 0.25}, 5), ({"max_examples": 30}, 3)], ids=["epochs", "examples"]
+    ("changes", "steps"),
+    [({"max_epochs": 0.25}, 5), ({"max_examples": 30}, 3)],
+    ids=["epochs", "examples"],
 )
 def test_a_run_is_as_long_as_its_epochs_or_examples(toy, changes, steps):
     assert toy.train(eval_every=None, max_steps=None, **changes) == ("done", steps)

@@ -21,10 +21,10 @@ from running import ROOT, eventually, lines, outcome, train_overrides
 from services.fake_imds import EVENTS, SPOT, TOKEN, FakeIMDS
 
 from train.config import InputError, PreemptConfig, Unreachable
+from train.machine import metadata
+from train.machine.metadata import Metadata
 from train.run import stopping
 from train.run.stopping import Notices, StopRequest
-from train.system import metadata
-from train.system.metadata import Metadata
 
 SPOT_NOTICE = {"action": "terminate", "time": "2026-11-20T08:22:00Z"}
 NOW = datetime(2026, 11, 20, 8, 0, tzinfo=UTC)
@@ -88,7 +88,9 @@ def more_rounds(imds: FakeIMDS) -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Seconds that `StopRequest` reads."""
     clock = SimpleNamespace(now_s=1000.0)
-    monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: clock.now_s, sleep=time.sleep))
+    monkeypatch.setattr(
+        stopping, "time", SimpleNamespace(monotonic=lambda: clock.now_s, sleep=time.sleep)
+    )
     return clock
 
 
@@ -129,9 +131,13 @@ def test_a_signal_may_come_while_its_own_thread_asks(stop):
 # ---- EC2's notices -------------------------------------------------------------------------------------------------
 
 
-def test_a_notice_that_comes_ends_the_run_also_if_the_token_was_forgotten(imds, stop, warnings, monkeypatch):
+def test_a_notice_that_comes_ends_the_run_also_if_the_token_was_forgotten(
+    imds, stop, warnings, monkeypatch
+):
     """Before it nothing is said, not even in the log."""
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # a link-local address is not for a proxy
+    monkeypatch.setenv(
+        "http_proxy", "http://127.0.0.1:9"
+    )  # a link-local address is not for a proxy
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     imds.say(EVENTS, [])
@@ -147,21 +153,48 @@ def test_a_notice_that_comes_ends_the_run_also_if_the_token_was_forgotten(imds, 
 
 
 def event(code: str, state: str = "active") -> dict[str, str]:
-    return {"NotBefore": "20 Nov 2026 08:10:00 GMT", "Code": code, "EventId": "instance-event-0d59", "State": state}
+    return {
+        "NotBefore": "20 Nov 2026 08:10:00 GMT",
+        "Code": code,
+        "EventId": "instance-event-0d59",
+        "State": state,
+    }
 
 
 NEAR = timedelta(minutes=7)  # two minutes and the minute of a save before the event
 STOPS = [event("instance-reboot"), event("instance-stop")]
-MENDED = [event("system-reboot"), event("system-maintenance"), event("instance-stop", state="canceled")]
+MENDED = [
+    event("system-reboot"),
+    event("system-maintenance"),
+    event("instance-stop", state="canceled"),
+]
 
 
 @pytest.mark.parametrize(
     ("path", "said", "later", "kind", "words"),
     [
-        (SPOT, SPOT_NOTICE, NEAR, "spot_notice", "EC2 spot notice: terminate at 2026-11-20T08:22:00Z"),
+        (
+            SPOT,
+            SPOT_NOTICE,
+            NEAR,
+            "spot_notice",
+            "EC2 spot notice: terminate at 2026-11-20T08:22:00Z",
+        ),
         (EVENTS, STOPS, NEAR - timedelta(seconds=1), "", None),
-        (EVENTS, STOPS, NEAR, "scheduled_event", "EC2 scheduled event: instance-stop at 2026-11-20T08:10:00Z"),
-        (EVENTS, [event("instance-retirement")], NEAR, "scheduled_event", "EC2 scheduled event: instance-r"),
+        (
+            EVENTS,
+            STOPS,
+            NEAR,
+            "scheduled_event",
+            "EC2 scheduled event: instance-stop at 2026-11-20T08:10:00Z",
+        ),
+        (
+            EVENTS,
+            [event("instance-retirement")],
+            NEAR,
+            "scheduled_event",
+            "EC2 scheduled event: instance-r",
+        ),
         (EVENTS, MENDED, 3 * NEAR, "", None),
     ],
 )
@@ -187,7 +220,9 @@ def test_what_a_notice_asks_for(stop, wall_clock, monkeypatch, path, said, later
     ],
     ids=["off", "another service", "hangs", "no text"],
 )
-def test_a_service_in_trouble_is_told_once_and_asked_again(imds, stop, warnings, monkeypatch, changes, words):
+def test_a_service_in_trouble_is_told_once_and_asked_again(
+    imds, stop, warnings, monkeypatch, changes, words
+):
     """Version 1 would be asked without a token."""
     for name, value in changes.items():
         monkeypatch.setattr(imds, name, value)
@@ -234,7 +269,10 @@ def test_the_address_is_botocore_s():
     mode, own = "AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE", "AWS_EC2_METADATA_SERVICE_ENDPOINT"
     assert metadata.metadata_endpoint({}) == "http://169.254.169.254"
     assert metadata.metadata_endpoint({mode: "IPv6"}) == "http://[fd00:ec2::254]"
-    assert metadata.metadata_endpoint({mode: "IPv6", own: "http://127.0.0.1:1338"}) == "http://127.0.0.1:1338"
+    assert (
+        metadata.metadata_endpoint({mode: "IPv6", own: "http://127.0.0.1:1338"})
+        == "http://127.0.0.1:1338"
+    )
     for endpoint in ("169.254.169.254", "https://169.254.169.254", "http:///latest"):
         rejects(f"{own}=", Metadata, endpoint)
 
@@ -243,7 +281,15 @@ def test_the_address_is_botocore_s():
 
 
 def test_a_run_folder_that_does_not_answer_is_told_once_per_outage(stop, warnings):
-    answers = iter([OSError("gone"), Unreachable("S3 does not answer"), False, InputError("no such bucket"), True])
+    answers = iter(
+        [
+            OSError("gone"),
+            Unreachable("S3 does not answer"),
+            False,
+            InputError("no such bucket"),
+            True,
+        ]
+    )
 
     def stop_file() -> bool:
         answer = next(answers)
@@ -254,7 +300,10 @@ def test_a_run_folder_that_does_not_answer_is_told_once_per_outage(stop, warning
     with watching(stop, stop_file=stop_file):
         eventually(lambda: stop.reason)
     assert stop.reason == "the file STOP in the run folder"
-    assert [message.split(";")[0] for message in warnings()] == ["stop file: gone", "stop file: no such bucket"]
+    assert [message.split(";")[0] for message in warnings()] == [
+        "stop file: gone",
+        "stop file: no such bucket",
+    ]
 
 
 def test_a_run_folder_that_hangs_does_not_hide_a_spot_notice(imds, stop):
@@ -275,16 +324,24 @@ def test_the_run_leaves_before_max_run_s_in_time_to_save(stop):
     assert (stop.reason, stop.kind) == ("max_run_s=7200 has passed", "max_run_s")
 
 
-def test_the_run_leaves_a_capacity_block_in_time_and_takes_none_without_time_left(stop, wall_clock):
+def test_the_run_leaves_a_capacity_block_in_time_and_takes_none_without_time_left(
+    stop, wall_clock
+):
     """10:00 at the latest, less a minute, less the save: 31 + 2 minutes before."""
     end = "2026-11-20T12:00:00+02:00"
     notices = watching(stop, block_end=end)
     stop.save_s = 120
-    for later, asked in ((timedelta(minutes=86, seconds=59), None), (timedelta(minutes=87), "capacity_block")):
+    for later, asked in (
+        (timedelta(minutes=86, seconds=59), None),
+        (timedelta(minutes=87), "capacity_block"),
+    ):
         wall_clock.now = NOW + later
         notices.look_at_clock()
         assert (stop.kind or None) == asked
-    assert stop.reason == "the capacity block ends at 2026-11-20T10:00:00Z, and its instances 30 minutes earlier"
+    assert (
+        stop.reason
+        == "the capacity block ends at 2026-11-20T10:00:00Z, and its instances 30 minutes earlier"
+    )
     stop.save_s, wall_clock.now = 0, NOW + timedelta(minutes=89)
     rejects(r"block_end=.* it is 2026-11-20T09:29:00Z", watching, stop, block_end=end)
     wall_clock.now -= timedelta(seconds=1)
@@ -318,7 +375,9 @@ def test_a_second_signal_ends_a_process_that_waits_in_a_call():
     """Its main thread runs no handler of Python's."""
     process = subprocess.Popen([sys.executable, "-c", STUCK], cwd=ROOT, stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"here\n"
-    eventually(lambda: process.terminate() or process.poll() is not None)  # the first ones are one request
+    eventually(
+        lambda: process.terminate() or process.poll() is not None
+    )  # the first ones are one request
     assert process.returncode == 128 + signal.SIGTERM
 
 
@@ -346,7 +405,12 @@ def test_a_signal_while_torch_is_imported_is_a_request_as_later_ones_are(prepare
 
 def test_sigterm_to_torchrun_stops_all_ranks_with_a_checkpoint(prepared, tmp_path):
     arguments = train_overrides(
-        tmp_path / "run", prepared, "max_steps=100000", "max_epochs=null", "eval_every=null", "data.num_workers=1"
+        tmp_path / "run",
+        prepared,
+        "max_steps=100000",
+        "max_epochs=null",
+        "eval_every=null",
+        "data.num_workers=1",
     )
     process = start_forked(launch("train", arguments, ranks=2), os.environ)
     eventually((tmp_path / "run/metrics.jsonl").is_file)
@@ -358,15 +422,27 @@ def test_sigterm_to_torchrun_stops_all_ranks_with_a_checkpoint(prepared, tmp_pat
         assert (record["reason"], record["step"]) == ("SIGTERM", saved)
 
 
-def test_a_notice_to_one_rank_stops_all_with_a_checkpoint_and_torchrun_starts_none_again(imds, tmp_path, prepared):
+def test_a_notice_to_one_rank_stops_all_with_a_checkpoint_and_torchrun_starts_none_again(
+    imds, tmp_path, prepared
+):
     """For torchrun an exit code of 75 is a failure, to be tried again. Until the notice one rank holds the other up."""
     run_dir, notice = tmp_path / "run", "EC2 spot notice: terminate at 2026-11-20T08:22:00Z"
-    options = ["max_steps=100000", "max_epochs=null", "eval_every=null", "checkpoint.every=100000", "export=false"]
+    options = [
+        "max_steps=100000",
+        "max_epochs=null",
+        "eval_every=null",
+        "checkpoint.every=100000",
+        "export=false",
+    ]
     slow = "import train.observe.stragglers as s; s.WINDOWS = 2; time.sleep(0.05 * int(os.environ['RANK']))"
-    process = start_changed(tmp_path, slow, train_overrides(run_dir, prepared, *options), restarts=3)
+    process = start_changed(
+        tmp_path, slow, train_overrides(run_dir, prepared, *options), restarts=3
+    )
     try:
         metrics = run_dir / "metrics.jsonl"
-        eventually(lambda: not process.is_alive() or (metrics.exists() and lines(run_dir, "fault")))
+        eventually(
+            lambda: not process.is_alive() or (metrics.exists() and lines(run_dir, "fault"))
+        )
         imds.say(SPOT, SPOT_NOTICE)
         process.join(90)
     finally:
@@ -379,7 +455,14 @@ def test_a_notice_to_one_rank_stops_all_with_a_checkpoint_and_torchrun_starts_no
     assert ended["reason"] == f"{notice}, at rank 0 on {platform.node()}"
     assert ended["checkpoint"] == ended["step"] == lines(run_dir, "checkpoint")[-1]["step"], stderr
     assert len(imds.seen(TOKEN, "PUT")) == 1  # one process of a machine asks
-    assert stderr.count("torchrun reports exit code 75 as a failure, but the run only stopped as requested") == 1
+    assert (
+        stderr.count(
+            "torchrun reports exit code 75 as a failure, but the run only stopped as requested"
+        )
+        == 1
+    )
     assert stderr.count("not started again: outcome stopped") == 1
     assert json.loads((run_dir / "lease/00000001.json").read_text())["released"]
-    assert re.search("^rank 1 on .* slows the other ranks down", lines(run_dir, "fault")[0]["reason"])
+    assert re.search(
+        "^rank 1 on .* slows the other ranks down", lines(run_dir, "fault")[0]["reason"]
+    )

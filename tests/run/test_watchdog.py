@@ -13,10 +13,10 @@ import pytest
 from running import ROOT, outcome
 
 from train.config import WatchdogConfig
+from train.machine import memory
 from train.run.watchdog import Watchdog
-from train.system import memory
-from train.system.outcome import Outcome
-from train.system.run_folder import RunFolder
+from train.run_folder.outcome import Outcome
+from train.run_folder.run_folder import RunFolder
 
 PATIENCE_S = 90.0  # more than any test needs: a test that fails leaves nothing behind
 RANK = f"""
@@ -24,9 +24,9 @@ import ctypes, json, os, sys, time
 from pathlib import Path
 from train.config import WatchdogConfig
 from train.run.watchdog import Watchdog
-from train.system.processes import read_process
-from train.system.run_folder import RunFolder
-from train.system.ownership import LeaseLost
+from train.machine.processes import read_process
+from train.run_folder.run_folder import RunFolder
+from train.run_folder.ownership import LeaseLost
 assert "torch" not in sys.modules
 
 def hang():
@@ -61,7 +61,9 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def environment(run_dir: Path, rank: int = 0, local: int = 1, world: int | None = None) -> dict[str, str]:
+def environment(
+    run_dir: Path, rank: int = 0, local: int = 1, world: int | None = None
+) -> dict[str, str]:
     """As torchrun hands it to a rank of its first machine."""
     return {
         "TORCHELASTIC_RUN_ID": str(run_dir),
@@ -79,15 +81,28 @@ def start(run_dir: Path) -> Iterator[Start]:
     """Starts the ranks of a machine, which act once all have come. What a test leaves is killed."""
     started: list[subprocess.Popen] = []
 
-    def start(*acts: str, local: int | None = None, world: int | None = None, step_s=0.5, start_s=PATIENCE_S):
+    def start(
+        *acts: str,
+        local: int | None = None,
+        world: int | None = None,
+        step_s=0.5,
+        start_s=PATIENCE_S,
+    ):
         ranks = []
         for rank, act in enumerate(acts):
             code = RANK + "\n".join(f"    {line}" for line in act.splitlines())
             words = [sys.executable, "-c", code, str(run_dir), str(step_s), str(start_s)]
-            env = {**os.environ, "PYTHONPATH": str(ROOT), **environment(run_dir, rank, local or len(acts), world)}
+            env = {
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                **environment(run_dir, rank, local or len(acts), world),
+            }
             ranks.append(subprocess.Popen(words, env=env, text=True, **PIPES))
         started.extend(ranks)
-        known = {number: (rank.pid, *map(int, rank.stdout.readline().split())) for number, rank in enumerate(ranks)}
+        known = {
+            number: (rank.pid, *map(int, rank.stdout.readline().split()))
+            for number, rank in enumerate(ranks)
+        }
         for number, rank in enumerate(ranks):
             others = {other: process for other, process in known.items() if other != number}
             rank.stdin.write(f"{json.dumps(others)}\n")
@@ -119,7 +134,12 @@ def test_a_hang_leaves_stacks_an_exit_record_and_an_outcome(start: Start, run_di
     stacks = (run_dir / "log/stacks_rank_0000.txt").read_text()
     assert "in hang" in stacks and stacks.splitlines()[0].endswith(reason)
     ended = outcome(run_dir)
-    assert (ended["outcome"], ended["kind"], ended["step"], ended["goes_on"]) == ("failed", "stuck", 7, True)
+    assert (ended["outcome"], ended["kind"], ended["step"], ended["goes_on"]) == (
+        "failed",
+        "stuck",
+        7,
+        True,
+    )
     assert ended["reason"] == reason
 
 
@@ -142,18 +162,26 @@ def test_a_hang_of_the_run_folder_as_well_ends_all_the_same(start: Start):
     ],
     ids=["in its data", "with the GIL held", "stopped"],
 )
-def test_the_rank_that_is_least_advanced_is_named(start: Start, run_dir: Path, behind: str, how: str):
+def test_the_rank_that_is_least_advanced_is_named(
+    start: Start, run_dir: Path, behind: str, how: str
+):
     """It has not the oldest heartbeat: the other one has waited for it for longer."""
     waits = "join()\ndog.phase('data', step=7)\ndog.phase('step', step=7)\nhang()"
     ranks = start(waits, f"join()\ntime.sleep(0.2)\n{behind}\n{how}", step_s=2.0)
     assert codes(ranks) == [1, -signal.SIGKILL if "19" in how else 1]
-    for reason in (outcome(run_dir)["reason"], exit_record(run_dir, 0)["reason"], exit_record(run_dir, 1)["reason"]):
+    for reason in (
+        outcome(run_dir)["reason"],
+        exit_record(run_dir, 0)["reason"],
+        exit_record(run_dir, 1)["reason"],
+    ):
         assert reason.startswith("stuck: rank 1 has been in '" + behind.split("'")[1])
         assert ("; rank 1 is stopped (SIGSTOP) and was killed; stacks" in reason) == ("19" in how)
     assert "in hang" in (run_dir / "log/stacks_rank_0000.txt").read_text()
 
 
-def test_of_two_ranks_in_the_same_step_the_one_outside_a_collective_is_named(start: Start, run_dir: Path):
+def test_of_two_ranks_in_the_same_step_the_one_outside_a_collective_is_named(
+    start: Start, run_dir: Path
+):
     """It began the step later, as both wait for the same heartbeats."""
     waits = "join()\nhang = eval('lambda: time.sleep(99)', {'__name__': 'torch.autograd.graph', 'time': time})\n"
     ranks = start(
@@ -182,19 +210,28 @@ def test_a_rank_may_wait_for_one_that_has_time_left(start: Start, run_dir: Path,
 
 def test_ranks_that_wait_alike_may_wait_for_another_machine(start: Start, run_dir: Path):
     assert codes(start("join()\ndog.phase('step', step=7)\nhang()", world=2)) == [1]
-    assert "; all ranks of this machine are waiting, perhaps for a rank of another" in outcome(run_dir)["reason"]
+    assert (
+        "; all ranks of this machine are waiting, perhaps for a rank of another"
+        in outcome(run_dir)["reason"]
+    )
 
 
 def test_a_graph_that_appears_late_is_compiled_to_its_end(start: Start, run_dir: Path):
     """Whatever the phase: it was killed, and after the restart again. After it the limit is that of a step."""
     late = "dog.phase('step', step=7)\ncompiled = []\ndog.compiles = lambda: not compiled\ntime.sleep(1.5)"
     (rank,) = start(f"{late}\nprint('compiled', file=sys.stderr)\ncompiled.append(1)\nhang()")
-    assert rank.communicate(timeout=PATIENCE_S)[1].startswith("compiled\n") and rank.returncode == 1
-    assert outcome(run_dir)["reason"].endswith("s (watchdog.step_s=0.5); stacks in log/stacks_rank_*.txt")
+    assert (
+        rank.communicate(timeout=PATIENCE_S)[1].startswith("compiled\n") and rank.returncode == 1
+    )
+    assert outcome(run_dir)["reason"].endswith(
+        "s (watchdog.step_s=0.5); stacks in log/stacks_rank_*.txt"
+    )
 
 
 def test_a_compiler_that_hangs_is_ended_like_a_start(start: Start, run_dir: Path):
-    assert codes(start("dog.phase('step', step=7)\ndog.compiles = lambda: True\nhang()", start_s=1.5)) == [1]
+    assert codes(
+        start("dog.phase('step', step=7)\ndog.compiles = lambda: True\nhang()", start_s=1.5)
+    ) == [1]
     assert "(watchdog.start_s=1.5)" in outcome(run_dir)["reason"]
 
 
@@ -204,7 +241,9 @@ DIES = "os.kill(os.getpid(), 9)"
 WAITS = """join()
 dog.phase('step', step=7)
 while not Path(sys.argv[1], 'log/exit_rank_0001.json').exists(): dog.heartbeat()"""
-OOM = "(folder.path / 'memory.events').write_text('oom 1\\noom_kill 4\\n')\nos.kill(os.getpid(), 9)"
+OOM = (
+    "(folder.path / 'memory.events').write_text('oom 1\\noom_kill 4\\n')\nos.kill(os.getpid(), 9)"
+)
 
 
 def test_a_rank_that_vanishes_is_reported(start: Start, run_dir: Path):
@@ -215,21 +254,34 @@ def test_a_rank_that_vanishes_is_reported(start: Start, run_dir: Path):
     assert not (run_dir / "log/exit_rank_0000.json").exists()
 
 
-@pytest.mark.parametrize(("previous", "goes_on"), [("killed", True), ("out_of_host_memory", False)])
-def test_a_rank_that_the_kernel_killed_for_memory_twice_is_not_started_again(start: Start, run_dir, previous, goes_on):
-    assert codes(start(f"folder.previous['kind'] = {previous!r}\n{WAITS}", OOM)) == [0, -signal.SIGKILL]
+@pytest.mark.parametrize(
+    ("previous", "goes_on"), [("killed", True), ("out_of_host_memory", False)]
+)
+def test_a_rank_that_the_kernel_killed_for_memory_twice_is_not_started_again(
+    start: Start, run_dir, previous, goes_on
+):
+    assert codes(start(f"folder.previous['kind'] = {previous!r}\n{WAITS}", OOM)) == [
+        0,
+        -signal.SIGKILL,
+    ]
     ended = outcome(run_dir)
     assert (ended["kind"], ended["goes_on"]) == ("out_of_host_memory", goes_on)
-    assert ended["reason"].startswith("out of host memory: the kernel killed rank 1 around 'step' of step 7")
+    assert ended["reason"].startswith(
+        "out of host memory: the kernel killed rank 1 around 'step' of step 7"
+    )
     assert ended["reason"].endswith("lower data.num_workers or micro_batch_size")
 
 
 @pytest.mark.parametrize(("kind", "stays"), [("RuntimeError", False), ("not_finite", True)])
-def test_a_lost_peer_is_explained_by_what_became_of_it(start: Start, run_dir: Path, kind: str, stays: bool):
+def test_a_lost_peer_is_explained_by_what_became_of_it(
+    start: Start, run_dir: Path, kind: str, stays: bool
+):
     """The other rank sees its connection break, and leaves before its thread has looked."""
     first = Outcome("failed", kind, "the first", 7, 5, goes_on=True, launch=[])
     (run_dir / "outcome.json").write_text(json.dumps(vars(first)))
-    ranks = start("join()\nraise RuntimeError('connection closed')", DIES, step_s=5)  # which waits for two seconds
+    ranks = start(
+        "join()\nraise RuntimeError('connection closed')", DIES, step_s=5
+    )  # which waits for two seconds
     assert codes(ranks) == [1, -signal.SIGKILL]
     assert outcome(run_dir)["kind"] == (kind if stays else "killed")
     assert outcome(run_dir)["checkpoint"] == 5
@@ -237,15 +289,22 @@ def test_a_lost_peer_is_explained_by_what_became_of_it(start: Start, run_dir: Pa
 
 def test_a_rank_that_left_its_exit_record_was_not_killed(start: Start, run_dir: Path):
     (run_dir / "log/exit_rank_0001.json").write_text('{"reason": "its own"}')
-    assert codes(start("join()\nraise RuntimeError('connection closed')", DIES, step_s=5)) == [1, -signal.SIGKILL]
+    assert codes(start("join()\nraise RuntimeError('connection closed')", DIES, step_s=5)) == [
+        1,
+        -signal.SIGKILL,
+    ]
     assert not (run_dir / "outcome.json").exists()
 
 
 # ---- what is left ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("act", ["check = lose_the_folder", "owner = None"], ids=["lost", "never had"])
-def test_nothing_of_the_end_goes_into_a_run_folder_of_another_job(start: Start, run_dir: Path, act: str):
+@pytest.mark.parametrize(
+    "act", ["check = lose_the_folder", "owner = None"], ids=["lost", "never had"]
+)
+def test_nothing_of_the_end_goes_into_a_run_folder_of_another_job(
+    start: Start, run_dir: Path, act: str
+):
     """A rank that has yet to join does not know: it may write beside what others write, and nothing in their place."""
     (rank,) = start(f"folder.ownership.{act}\ndog.phase('data', step=7)\nhang()")
     assert "watchdog: stuck: rank 0" in rank.communicate(timeout=PATIENCE_S)[1]
@@ -278,7 +337,9 @@ def container(tmp_path, monkeypatch):
         ("5:cpu:/job", "proc/vmstat"),
     ],
 )
-def test_the_kernels_count_of_kills_is_that_of_the_cgroup_if_there_is_one(container, tmp_path, cgroup, counter):
+def test_the_kernels_count_of_kills_is_that_of_the_cgroup_if_there_is_one(
+    container, tmp_path, cgroup, counter
+):
     for name in {counter, "proc/vmstat"}:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("oom_kill_disable 0\noom_kill 7\n")
@@ -290,10 +351,19 @@ def test_the_kernels_count_of_kills_is_that_of_the_cgroup_if_there_is_one(contai
 @pytest.mark.parametrize(
     ("cgroup", "files", "cpus", "limit"),
     [
-        ("0::/", {"cpu.max": "150000 100000", "memory.max": "3000000"}, 1, 3_000_000),  # a container's own root
+        (
+            "0::/",
+            {"cpu.max": "150000 100000", "memory.max": "3000000"},
+            1,
+            3_000_000,
+        ),  # a container's own root
         (
             "0::/pod/a",
-            {"pod/cpu.max": "100000 100000", "pod/a/cpu.max": "max 100000", "pod/memory.max": "5000"},
+            {
+                "pod/cpu.max": "100000 100000",
+                "pod/a/cpu.max": "max 100000",
+                "pod/memory.max": "5000",
+            },
             1,
             5000,
         ),
@@ -313,7 +383,9 @@ def test_the_kernels_count_of_kills_is_that_of_the_cgroup_if_there_is_one(contai
         ("0::/", {"cpu.max": "max 100000", "memory.max": "max"}, None, None),
     ],
 )
-def test_memory_and_processors_are_those_of_the_container(container, tmp_path, monkeypatch, cgroup, files, cpus, limit):
+def test_memory_and_processors_are_those_of_the_container(
+    container, tmp_path, monkeypatch, cgroup, files, cpus, limit
+):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=2**40))
     (tmp_path / "proc/self/cgroup").write_text(cgroup + "\n")
@@ -321,7 +393,9 @@ def test_memory_and_processors_are_those_of_the_container(container, tmp_path, m
         (tmp_path / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "cgroup" / name).write_text(text + "\n")
     assert memory.usable_cpus() == (cpus or 64)
-    assert memory.total_memory_bytes() == (limit or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    assert memory.total_memory_bytes() == (
+        limit or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    )
     assert memory.available_bytes() == (limit or 2**40)
     if "memory.max" in files and limit:
         (tmp_path / "cgroup/memory.current").write_text("2500\n")

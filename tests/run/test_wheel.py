@@ -29,10 +29,19 @@ def wheel(tmp_path_factory):
 def test_every_tracked_file_of_the_packages_is_in_it(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     tracked = subprocess.run(
-        ["git", "ls-files", "train", "conf", "launch", "ami"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "train", "conf", "launch", "ami"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.split()
     assert not [name for name in tracked if (ROOT / name).exists() and name not in names]
-    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"train", "conf", "launch", "ami"}
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {
+        "train",
+        "conf",
+        "launch",
+        "ami",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +60,16 @@ def scripts(wheel, tmp_path_factory):
     venv.create(place, symlinks=True)
     (site,) = place.glob("lib/python*/site-packages")
     (site / "rest.pth").write_text("\n".join(site_packages()))
-    pip = [sys.executable, "-m", "pip", "--python", str(place / "bin/python"), "install", "--quiet", "--no-deps"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(place / "bin/python"),
+        "install",
+        "--quiet",
+        "--no-deps",
+    ]
     subprocess.run([*pip, "--no-index", str(wheel)], check=True)
     return place / "bin"
 
@@ -59,7 +77,10 @@ def scripts(wheel, tmp_path_factory):
 @pytest.mark.services
 def test_the_installed_command_trains_from_an_empty_folder(scripts, folder):
     def run(*words: str, ranks: int = 1) -> str:
-        torchrun = [scripts / "python", *"-m torch.distributed.run --standalone --no-python".split()]
+        torchrun = [
+            scripts / "python",
+            *"-m torch.distributed.run --standalone --no-python".split(),
+        ]
         launcher = [*torchrun, f"--nproc-per-node={ranks}"] if ranks > 1 else []
         command = [*launcher, scripts / "baretrain", *words]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
@@ -67,12 +88,26 @@ def test_the_installed_command_trains_from_an_empty_folder(scripts, folder):
         return done.stdout
 
     assert f"baretrain {train.__version__}" in run("--version")
-    prepared = ["corpus=text", "corpus.path=text.txt", "output=data", "seq_len=32", "tokenizer.vocab_size=120"]
+    prepared = [
+        "corpus=text",
+        "corpus.path=text.txt",
+        "output=data",
+        "seq_len=32",
+        "tokenizer.vocab_size=120",
+    ]
     run("prepare", *prepared, "validation_fraction=0.25")
     short = [*TINY, "data.path=data", "global_batch_size=8", "max_steps=2", "watchdog.step_s=0"]
     run("train", *short, "run_dir=runs/one")
     run("train", *short, "run_dir=runs/two", ranks=2)
-    run("launch", "cluster=local", "cluster.gate=false", "submit=true", "--", *short, "run_dir=runs/three")
+    run(
+        "launch",
+        "cluster=local",
+        "cluster.gate=false",
+        "submit=true",
+        "--",
+        *short,
+        "run_dir=runs/three",
+    )
     assert "runs/report/report.html" in run("report", "runs/one", "runs/two")
     for name in ("one", "two", "three"):
         assert outcome(folder / "runs" / name)["outcome"] == "done"
@@ -80,7 +115,9 @@ def test_the_installed_command_trains_from_an_empty_folder(scripts, folder):
         assert not any(str(ROOT) in each for each in environment["code"])
 
 
-@pytest.mark.parametrize(("words", "code", "says"), [(["--help"], 0, "precompile"), (["trian"], 2, "no command trian")])
+@pytest.mark.parametrize(
+    ("words", "code", "says"), [(["--help"], 0, "precompile"), (["trian"], 2, "no command trian")]
+)
 def test_the_commands_are_listed(words, code, says, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["baretrain", *words])
     with pytest.raises(SystemExit) as ended:
@@ -97,11 +134,25 @@ def test_every_command_is_there():
 
 def test_make_clean_removes_what_can_be_made_again_and_no_run(tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)
-    again = (".venv/bin/python", "build/site/index.html", ".ruff_cache/x", ".mypy_cache/x", ".pytest_cache/x")
-    kept = ("runs/mine/config.yaml", "data/mine/manifest.json", "dist/mine.whl", "report/report.html", "train/mine.py")
+    again = (
+        ".venv/bin/python",
+        "build/site/index.html",
+        ".ruff_cache/x",
+        ".mypy_cache/x",
+        ".pytest_cache/x",
+    )
+    kept = (
+        "runs/mine/config.yaml",
+        "data/mine/manifest.json",
+        "dist/mine.whl",
+        "report/report.html",
+        "train/mine.py",
+    )
     for name in (*again, *kept):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     subprocess.run(["make", "-C", tmp_path, "clean"], check=True, capture_output=True)
-    left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    left = {
+        path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()
+    }
     assert left == {"Makefile", *kept}

@@ -44,14 +44,18 @@ def show(browser: Chrome, page: Path | str, *, width: int, scheme: str = "light"
     feature = {"name": "prefers-color-scheme", "value": scheme}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
     browser.get(page if isinstance(page, str) else page.resolve().as_uri())
-    browser.execute_script("document.querySelectorAll('details').forEach(each => { each.open = true })")
+    browser.execute_script(
+        "document.querySelectorAll('details').forEach(each => { each.open = true })"
+    )
 
 
 def take_picture(browser: Chrome, path: Path, *, height: int) -> None:
     """Write the first `height` pixels of the page that is open."""
     width = browser.execute_script("return window.innerWidth")
     area = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
-    shot = browser.execute_cdp_cmd("Page.captureScreenshot", {"clip": area, "captureBeyondViewport": True})
+    shot = browser.execute_cdp_cmd(
+        "Page.captureScreenshot", {"clip": area, "captureBeyondViewport": True}
+    )
     path.write_bytes(base64.b64decode(shot["data"]))
 
 

@@ -18,7 +18,9 @@ OUTCOME = "outcome.json"
 
 def main(run_dir: str, *settings: str) -> int:
     if missing := missing_programs():
-        print(f"{', '.join(missing)} missing: apt-get install {' '.join(PACKAGES)}", file=sys.stderr)
+        print(
+            f"{', '.join(missing)} missing: apt-get install {' '.join(PACKAGES)}", file=sys.stderr
+        )
         return 2
     if said := fault():
         print(f"no nodes can be made here (are you root?): {said}", file=sys.stderr)
@@ -26,7 +28,16 @@ def main(run_dir: str, *settings: str) -> int:
     with tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder:
         with slurm_cluster(Path(folder)) as cluster:
             os.environ.update(cluster.environment)
-            step("-m", "launch", "cluster=slurm", "nodes=2", "submit=true", "--", *settings, f"run_dir={run_dir}")
+            step(
+                "-m",
+                "launch",
+                "cluster=slurm",
+                "nodes=2",
+                "submit=true",
+                "--",
+                *settings,
+                f"run_dir={run_dir}",
+            )
             step("-m", "launch", "status", run_dir, "--watch", "2")
             step("-m", "launch", "logs", run_dir, "--lines", "5")
     step("-m", "train.report", run_dir)

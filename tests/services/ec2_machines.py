@@ -50,7 +50,9 @@ class Ec2Machines:
         """A file as a machine sees it."""
         return Path(f"/proc/{self.machines.pids[number]}/root{name}")
 
-    def run_instances(self, number: int, instance: str, user_data: bytes, *, launch_index: int = 0) -> None:
+    def run_instances(
+        self, number: int, instance: str, user_data: bytes, *, launch_index: int = 0
+    ) -> None:
         """A new machine, with an empty disk."""
         pid = self.machines.pids[number]
         for folder in ("/run", "/var/lib", "/mnt"):
@@ -71,12 +73,21 @@ class Ec2Machines:
 
     def boot(self, number: int, script: str) -> None:
         pid = self.machines.pids[number]
-        environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+        environment = {
+            name: value for name, value in os.environ.items() if name.startswith("AWS_")
+        }
         environment |= {"PATH": f"{self.programs}:{os.environ['PATH']}", "HOLDER": str(pid)}
-        environment |= {"XDG_CACHE_HOME": "/var/lib/cache", "NO_PROXY": "*", "no_proxy": "*", "OMP_NUM_THREADS": "1"}
+        environment |= {
+            "XDG_CACHE_HOME": "/var/lib/cache",
+            "NO_PROXY": "*",
+            "no_proxy": "*",
+            "OMP_NUM_THREADS": "1",
+        }
         words = ["nsenter", "--net", "--uts", "--mount", f"--target={pid}", "--", "env", "-i"]
         words += [f"{name}={value}" for name, value in environment.items()]
-        process = Process([*words, "bash", "-c", script], log=self.folder / f"console.{number}", cwd=Path("/"))
+        process = Process(
+            [*words, "bash", "-c", script], log=self.folder / f"console.{number}", cwd=Path("/")
+        )
         self.stack.callback(process.kill)
 
     def boot_again(self, number: int) -> None:
@@ -93,7 +104,9 @@ class Ec2Machines:
     def console(self, number: int) -> str:
         log = self.path(number, "/run/baretrain/machine.txt")
         said = self.folder / f"console.{number}"
-        return "\n".join(file.read_text(errors="replace") for file in (said, log) if file.is_file())
+        return "\n".join(
+            file.read_text(errors="replace") for file in (said, log) if file.is_file()
+        )
 
 
 @contextmanager

@@ -30,7 +30,9 @@ REGION, ACCOUNT = "us-east-1", "123456789012"  # the latter is moto's
 ALIVE = ("pending", "running")
 BEGAN_S = time.time()
 UBUNTU = "ami-785db401"  # an image that moto has
-SAID = {"InvalidParameterValue": "Value (machine) for parameter iamInstanceProfile.name is invalid."}
+SAID = {
+    "InvalidParameterValue": "Value (machine) for parameter iamInstanceProfile.name is invalid."
+}
 # What botocore reads of each service, a third of a second for EC2, is read once for all sessions of a process.
 shared_loader = functools.cache(botocore.session.create_loader)
 
@@ -38,18 +40,26 @@ shared_loader = functools.cache(botocore.session.create_loader)
 @dataclass
 class FakeEc2:
     endpoint: str
-    without: dict[str, str] = field(default_factory=dict)  # subnet: the error that it answers to RunInstances
+    without: dict[str, str] = field(
+        default_factory=dict
+    )  # subnet: the error that it answers to RunInstances
     hides_s: float = 0.0  # after which a new machine is listed
     passed_s: float = 0.0  # of a time that does not wait, see `now`
-    groups: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)  # placement groups, by region and name
+    groups: dict[tuple[str, str], dict[str, Any]] = field(
+        default_factory=dict
+    )  # placement groups, by region and name
     reservations: list[dict[str, Any]] = field(default_factory=list)
     quotas: list[dict[str, Any]] = field(default_factory=list)
     dry_run_error: str = ""  # an error
-    tokens: dict[str, tuple[dict[str, Any], Any]] = field(default_factory=dict)  # request and answer
+    tokens: dict[str, tuple[dict[str, Any], Any]] = field(
+        default_factory=dict
+    )  # request and answer
     hidden: dict[str, float] = field(default_factory=dict)  # machine: when it is listed
     requests: list[dict[str, Any]] = field(default_factory=list)  # each RunInstances as it arrived
     clients: dict[str, Any] = field(default_factory=dict)
-    members: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # machines of each placement group
+    members: dict[tuple[str, str], list[str]] = field(
+        default_factory=dict
+    )  # machines of each placement group
 
     def now(self) -> float:
         return BEGAN_S + self.passed_s
@@ -73,12 +83,18 @@ class FakeEc2:
         if not self.subnets(are_default=False):
             vpc = self.client().create_vpc(CidrBlock="10.9.0.0/16")["Vpc"]["VpcId"]
             for number, zone in enumerate(self.subnets()):
-                self.client().create_subnet(VpcId=vpc, CidrBlock=f"10.9.{4 * number}.0/22", AvailabilityZone=zone)
+                self.client().create_subnet(
+                    VpcId=vpc, CidrBlock=f"10.9.{4 * number}.0/22", AvailabilityZone=zone
+                )
         return [subnet for _, subnet in sorted(self.subnets(are_default=False).items())]
 
     def machines(self, *states: str) -> list[Any]:
         """Moto's own objects of the machines in one of the states (pending and running), hidden or not, by age."""
-        seen = [each for each in ec2_backends[ACCOUNT][REGION].all_instances() if each.state in (states or ALIVE)]
+        seen = [
+            each
+            for each in ec2_backends[ACCOUNT][REGION].all_instances()
+            if each.state in (states or ALIVE)
+        ]
         return sorted(seen, key=lambda each: (each.launch_time, each.ami_launch_index))
 
     def tags(self, ident: str) -> dict[str, str]:
@@ -123,8 +139,16 @@ def fake_ec2(monkeypatch: Any) -> Iterator[FakeEc2]:
     host, port = moto_server().get_host_and_port()
     fake = FakeEc2(f"http://{host}:{port}")
     monkeypatch.setattr(botocore.session, "create_loader", shared_loader)
-    set_aws(monkeypatch, "AKIAEXAMPLE", "example", AWS_ENDPOINT_URL=fake.endpoint, AWS_DEFAULT_REGION=REGION)
-    urllib.request.urlopen(urllib.request.Request(f"{fake.endpoint}/moto-api/reset", method="POST")).close()
+    set_aws(
+        monkeypatch,
+        "AKIAEXAMPLE",
+        "example",
+        AWS_ENDPOINT_URL=fake.endpoint,
+        AWS_DEFAULT_REGION=REGION,
+    )
+    urllib.request.urlopen(
+        urllib.request.Request(f"{fake.endpoint}/moto-api/reset", method="POST")
+    ).close()
     for stand_in in STAND_INS:
         usual = getattr(EC2Response, stand_in.__name__, None)
         act = lambda self, act=stand_in, usual=usual: act(fake, self, usual)  # noqa: E731
@@ -143,17 +167,23 @@ def run_instances(fake: FakeEc2, response: Any, usual: Any) -> Any:
     if token in fake.tokens:
         before, answer = fake.tokens[token]
         if before != given:
-            raise EC2ClientError("IdempotentParameterMismatch", "The request has other parameters.")
+            raise EC2ClientError(
+                "IdempotentParameterMismatch", "The request has other parameters."
+            )
         return answer
     subnet = given["NetworkInterfaces"][0]["SubnetId"] if "NetworkInterfaces" in given else None
     if given.get("DryRun") and fake.dry_run_error:
-        raise EC2ClientError(fake.dry_run_error, "You are not authorized to perform this operation.")
+        raise EC2ClientError(
+            fake.dry_run_error, "You are not authorized to perform this operation."
+        )
     if not given.get("DryRun") and subnet in fake.without:
         code = fake.without[subnet]
         raise EC2ClientError(code, SAID.get(code, "We do not have sufficient capacity."))
     group = given.get("Placement", {}).get("GroupName")
     if group is not None and (response.region, group) not in fake.groups:
-        raise EC2ClientError("InvalidPlacementGroup.Unknown", f"The placement group {group} is unknown.")
+        raise EC2ClientError(
+            "InvalidPlacementGroup.Unknown", f"The placement group {group} is unknown."
+        )
     answer = usual(response)
     made = [each.id for each in answer.result.instances]
     if token:
@@ -174,7 +204,9 @@ def terminate_instances(fake: FakeEc2, response: Any, usual: Any) -> Any:
     """EC2 knows no machine that it does not list."""
     for ident in response._get_params()["InstanceIds"]:
         if not fake.is_listed(ident):
-            raise EC2ClientError("InvalidInstanceID.NotFound", f"The instance ID {ident} does not exist.")
+            raise EC2ClientError(
+                "InvalidInstanceID.NotFound", f"The instance ID {ident} does not exist."
+            )
     return usual(response)
 
 
@@ -192,23 +224,37 @@ def create_placement_group(fake: FakeEc2, response: Any, usual: Any) -> Any:
     given = response._get_params()
     key = response.region, given["GroupName"]
     if key in fake.groups:
-        raise EC2ClientError("InvalidPlacementGroup.Duplicate", "The placement group is there already.")
-    fake.groups[key] = {"GroupName": key[1], "State": "available", "Tags": given["TagSpecifications"][0]["Tags"]}
+        raise EC2ClientError(
+            "InvalidPlacementGroup.Duplicate", "The placement group is there already."
+        )
+    fake.groups[key] = {
+        "GroupName": key[1],
+        "State": "available",
+        "Tags": given["TagSpecifications"][0]["Tags"],
+    }
     return ActionResult({"PlacementGroup": fake.groups[key]})
 
 
 def describe_placement_groups(fake: FakeEc2, response: Any, usual: Any) -> Any:
     seen = [group for (region, _), group in fake.groups.items() if region == response.region]
     for by in response._get_params().get("Filters", ()):
-        key = {"group-name": "GroupName", "state": "State"}.get(by["Name"], by["Name"].removeprefix("tag:"))
-        values = [{**group, **{tag["Key"]: tag["Value"] for tag in group["Tags"]}}.get(key) for group in seen]
+        key = {"group-name": "GroupName", "state": "State"}.get(
+            by["Name"], by["Name"].removeprefix("tag:")
+        )
+        values = [
+            {**group, **{tag["Key"]: tag["Value"] for tag in group["Tags"]}}.get(key)
+            for group in seen
+        ]
         seen = [group for group, value in zip(seen, values, strict=True) if value in by["Values"]]
     return ActionResult({"PlacementGroups": seen})
 
 
 def delete_placement_group(fake: FakeEc2, response: Any, usual: Any) -> Any:
     key = response.region, response._get_params()["GroupName"]
-    if any(response.ec2_backend.get_instance(each).state != "terminated" for each in fake.members.get(key, ())):
+    if any(
+        response.ec2_backend.get_instance(each).state != "terminated"
+        for each in fake.members.get(key, ())
+    ):
         raise EC2ClientError("InvalidPlacementGroup.InUse", "The placement group is in use.")
     if fake.groups.pop(key, None) is None:
         raise EC2ClientError("InvalidPlacementGroup.Unknown", "The placement group is unknown.")

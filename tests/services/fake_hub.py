@@ -57,9 +57,13 @@ class FakeHub(HttpService):
         super().__init__(Handler)
         self.repos: dict[tuple[str, str], Repo] = {}  # of a kind (models, datasets) and id
         self.requests: list[Request] = []  # in the order they came
-        self.faults: dict[str, int] = {}  # part of a path: the status that is answered instead; 0: nothing is, ever
+        self.faults: dict[
+            str, int
+        ] = {}  # part of a path: the status that is answered instead; 0: nothing is, ever
 
-    def put(self, repo_id: str, files: dict[str, bytes], *, kind: str = "models", private: bool = False) -> None:
+    def put(
+        self, repo_id: str, files: dict[str, bytes], *, kind: str = "models", private: bool = False
+    ) -> None:
         """A repository with these files, or more files for it."""
         repo = self.repos.setdefault((kind, repo_id), Repo(private))
         repo.files |= files
@@ -67,7 +71,12 @@ class FakeHub(HttpService):
 
     def environment(self, home: Path) -> dict[str, str]:
         """Of a process that uses this Hub instead of the real one, with no caches but those in `home`."""
-        hub = {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        hub = {
+            "HF_ENDPOINT": self.endpoint,
+            "HF_HOME": str(home),
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",
+        }
         return {**hub, "HF_TOKEN": TOKEN, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
 
 
@@ -79,7 +88,9 @@ class Handler(BaseHTTPRequestHandler):
         self.service.requests.append(Request(self.path, self.headers.get("Authorization")))
         body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
         try:
-            broken = next((status for part, status in self.service.faults.items() if part in self.path), None)
+            broken = next(
+                (status for part, status in self.service.faults.items() if part in self.path), None
+            )
             if broken == 0:
                 self.service.ends.wait()
                 self.close_connection = True
@@ -88,7 +99,9 @@ class Handler(BaseHTTPRequestHandler):
                 raise Answer(broken, {"error": "as the test wants it"})
             raise self.route(unquote(urlsplit(self.path).path), body)
         except Answer as answer:
-            content = answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body).encode()
+            content = (
+                answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body).encode()
+            )
             self.send_response(answer.status)
             for name, value in answer.headers.items():
                 self.send_header(name, value)
@@ -118,7 +131,11 @@ class Handler(BaseHTTPRequestHandler):
         """What a client with this token sees."""
         repo = self.service.repos.get((kind or "models", repo_id))
         if repo is None or (repo.private and self.headers.get("Authorization") is None):
-            raise error(404 if self.headers.get("Authorization") else 401, "RepoNotFound", "Repository not found")
+            raise error(
+                404 if self.headers.get("Authorization") else 401,
+                "RepoNotFound",
+                "Repository not found",
+            )
         if revision not in ("main", repo.sha, "refs/convert/parquet"):
             raise error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         return repo
@@ -145,12 +162,17 @@ def create(handler: Handler, body: bytes) -> Answer:
     asked = json.loads(body)
     owner, kind = asked.get("organization") or USER, f"{asked.get('type', 'model')}s"
     if owner not in (USER, ORGANISATION):
-        return Answer(403, {"error": f"You don't have the rights to create a {kind} under the namespace {owner}"})
+        return Answer(
+            403,
+            {"error": f"You don't have the rights to create a {kind} under the namespace {owner}"},
+        )
     repo_id = f"{owner}/{asked['name']}"
     url = {"url": f"{handler.service.endpoint}/{repo_id}", "name": repo_id}
     if (kind, repo_id) in handler.service.repos:
         return Answer(409, {**url, "error": "You already created this repo"})
-    handler.service.repos[kind, repo_id] = Repo(asked.get("visibility") == "private" or bool(asked.get("private")))
+    handler.service.repos[kind, repo_id] = Repo(
+        asked.get("visibility") == "private" or bool(asked.get("private"))
+    )
     return Answer(200, url)
 
 
@@ -162,10 +184,17 @@ def validate_yaml(handler: Handler, body: bytes) -> Answer:
         for model in values.get("model-index", ()):
             for result in model["results"]:
                 dataset = result["dataset"]
-                assert model["name"] and result["task"]["type"] and dataset["type"] and dataset["name"]
+                assert (
+                    model["name"]
+                    and result["task"]["type"]
+                    and dataset["type"]
+                    and dataset["name"]
+                )
                 assert all({"type", "value"} <= metric.keys() for metric in result["metrics"])
     except (yaml.YAMLError, AssertionError, KeyError, TypeError) as reason:
-        return Answer(400, {"errors": [{"message": f"{type(reason).__name__}: {reason}"}], "warnings": []})
+        return Answer(
+            400, {"errors": [{"message": f"{type(reason).__name__}: {reason}"}], "warnings": []}
+        )
     return Answer(200, {"errors": [], "warnings": []})
 
 
@@ -186,7 +215,10 @@ def commit(handler: Handler, body: bytes, kind: str, id: str, revision: str) -> 
         return Answer(400, {"error": f"cannot commit {operations}"})
     repo.files |= {file["path"]: base64.b64decode(file["content"]) for file in files}
     repo.commits.append(header["value"]["summary"])
-    return Answer(200, {"commitUrl": f"{handler.service.endpoint}/{id}/commit/{repo.sha}", "commitOid": repo.sha})
+    return Answer(
+        200,
+        {"commitUrl": f"{handler.service.endpoint}/{id}/commit/{repo.sha}", "commitOid": repo.sha},
+    )
 
 
 # ---- loading -------------------------------------------------------------------------------------------------------
@@ -195,21 +227,39 @@ def commit(handler: Handler, body: bytes, kind: str, id: str, revision: str) -> 
 def info(handler: Handler, body: bytes, kind: str, id: str, revision: str = "main") -> Answer:
     repo = handler.repo(kind, id, revision)
     siblings = [{"rfilename": name} for name in sorted(repo.files)]
-    known = {"id": id, "sha": repo.sha, "private": repo.private, "siblings": siblings, "tags": [], "downloads": 0}
+    known = {
+        "id": id,
+        "sha": repo.sha,
+        "private": repo.private,
+        "siblings": siblings,
+        "tags": [],
+        "downloads": 0,
+    }
     return Answer(200, {**known, "modelId": id, "gated": False, "disabled": False, "likes": 0})
 
 
-def tree(handler: Handler, body: bytes, kind: str, id: str, revision: str, folder: str | None = None) -> Answer:
+def tree(
+    handler: Handler, body: bytes, kind: str, id: str, revision: str, folder: str | None = None
+) -> Answer:
     repo = handler.repo(kind, id, revision)
     prefix = f"{folder}/" if folder else ""
-    inside = {name: content for name, content in sorted(repo.files.items()) if name.startswith(prefix)}
+    inside = {
+        name: content for name, content in sorted(repo.files.items()) if name.startswith(prefix)
+    }
     if prefix and not inside:
         return error(404, "EntryNotFound", f"{folder} does not exist")
-    about = [(name, len(content), hashlib.sha1(content).hexdigest()) for name, content in inside.items()]
-    return Answer(200, [{"type": "file", "path": name, "size": size, "oid": oid} for name, size, oid in about])
+    about = [
+        (name, len(content), hashlib.sha1(content).hexdigest()) for name, content in inside.items()
+    ]
+    return Answer(
+        200,
+        [{"type": "file", "path": name, "size": size, "oid": oid} for name, size, oid in about],
+    )
 
 
-def resolve(handler: Handler, body: bytes, kind: str | None, id: str, revision: str, name: str) -> Answer:
+def resolve(
+    handler: Handler, body: bytes, kind: str | None, id: str, revision: str, name: str
+) -> Answer:
     repo = handler.repo(kind, id, revision)
     headers = {"X-Repo-Commit": repo.sha}
     if name not in repo.files:

@@ -48,7 +48,11 @@ class FakeIMDS(HttpService):
         self.tokens.clear()
 
     def seen(self, path: str = "", method: str = "GET") -> list[Request]:
-        return [request for request in list(self.requests) if request.method == method and path in request.path]
+        return [
+            request
+            for request in list(self.requests)
+            if request.method == method and path in request.path
+        ]
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -39,13 +39,18 @@ def note(line: str) -> None:
 def build(arguments: tuple[str, ...]) -> int:
     (file,) = (each.partition("=")[2] for each in arguments if each.startswith("-var-file="))
     values = json.loads(Path(file).read_text())
-    uploaded = {path.name: path.read_text(errors="replace") for path in Path(values["files"]).iterdir()}
+    uploaded = {
+        path.name: path.read_text(errors="replace") for path in Path(values["files"]).iterdir()
+    }
     seen = {"values": values, "uploaded": uploaded}
     Path(os.environ["FAKE_PACKER_LOG"]).with_name("seen.json").write_text(json.dumps(seen))
     instance = machine(values)
     mode = os.environ.get("FAKE_PACKER", "")
     if mode == "fail":
-        print("Build 'neuron.amazon-ebs.machine' errored: Script exited with non-zero exit status: 1", flush=True)
+        print(
+            "Build 'neuron.amazon-ebs.machine' errored: Script exited with non-zero exit status: 1",
+            flush=True,
+        )
         return 1
     if mode == "interrupt":
         signal.signal(signal.SIGINT, lambda *_: (note("interrupted"), sys.exit(1)))
@@ -53,16 +58,25 @@ def build(arguments: tuple[str, ...]) -> int:
         time.sleep(300)
     here = client("ec2", values["region"])
     specification = [{"ResourceType": "image", "Tags": tags(values["tags"])}]
-    image = here.create_image(InstanceId=instance, Name=values["name"], TagSpecifications=specification)
+    image = here.create_image(
+        InstanceId=instance, Name=values["name"], TagSpecifications=specification
+    )
     for region in values["copy_regions"]:
-        ec2, source = client("ec2", region), {"SourceImageId": image["ImageId"], "SourceRegion": values["region"]}
+        ec2, source = (
+            client("ec2", region),
+            {"SourceImageId": image["ImageId"], "SourceRegion": values["region"]},
+        )
         copy = ec2.copy_image(Name=values["name"], **source)["ImageId"]
         ec2.create_tags(Resources=[copy], Tags=tags(values["tags"]))
     return 0
 
 
 def machine(values: dict[str, Any]) -> str:
-    ec2, iam, marked = client("ec2", values["region"]), client("iam", values["region"]), tags(values["build_tags"])
+    ec2, iam, marked = (
+        client("ec2", values["region"]),
+        client("iam", values["region"]),
+        tags(values["build_tags"]),
+    )
 
     def marks(*kinds: str) -> list[dict[str, Any]]:
         return [{"ResourceType": kind, "Tags": marked} for kind in kinds]
@@ -73,11 +87,28 @@ def machine(values: dict[str, Any]) -> str:
     iam.put_role_policy(RoleName="packer-1", PolicyName="p", PolicyDocument=policy)
     iam.create_instance_profile(InstanceProfileName="packer-1")
     iam.add_role_to_instance_profile(InstanceProfileName="packer-1", RoleName="packer-1")
-    given = {"GroupName": "packer_1", "Description": "-", "TagSpecifications": marks("security-group")}
-    groups = [ec2.create_security_group(VpcId=ec2.describe_vpcs()["Vpcs"][0]["VpcId"], **given)["GroupId"]]
+    given = {
+        "GroupName": "packer_1",
+        "Description": "-",
+        "TagSpecifications": marks("security-group"),
+    }
+    groups = [
+        ec2.create_security_group(VpcId=ec2.describe_vpcs()["Vpcs"][0]["VpcId"], **given)[
+            "GroupId"
+        ]
+    ]
     ec2.create_key_pair(KeyName="packer_1", TagSpecifications=marks("key-pair"))
-    one = {"ImageId": values["base_image"], "MinCount": 1, "MaxCount": 1, "SecurityGroupIds": groups}
-    return str(ec2.run_instances(**one, TagSpecifications=marks("instance", "volume"))["Instances"][0]["InstanceId"])
+    one = {
+        "ImageId": values["base_image"],
+        "MinCount": 1,
+        "MaxCount": 1,
+        "SecurityGroupIds": groups,
+    }
+    return str(
+        ec2.run_instances(**one, TagSpecifications=marks("instance", "volume"))["Instances"][0][
+            "InstanceId"
+        ]
+    )
 
 
 def tags(values: dict[str, str]) -> list[dict[str, str]]:

@@ -41,7 +41,9 @@ class Fault:
     seed: int = 0
     code: int = 503  # status: answered instead of the server,
     error: str = "SlowDown"  # with this code of S3 in the body,
-    headers: dict[str, str] = field(default_factory=dict)  # and these; otherwise added to the server's
+    headers: dict[str, str] = field(
+        default_factory=dict
+    )  # and these; otherwise added to the server's
     after: int = 0  # reset, stall, flip: bytes of the answer's body that pass untouched
     seconds: float = FOREVER  # stall, delay
 
@@ -67,7 +69,13 @@ class FaultProxy:
     def __init__(self, upstream_port: int, *, log: Path) -> None:
         self.port, self.bucket = free_port(), ""
         self.endpoint = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "services.fault_proxy", str(self.port), str(upstream_port)]
+        command = [
+            sys.executable,
+            "-m",
+            "services.fault_proxy",
+            str(self.port),
+            str(upstream_port),
+        ]
         self.process = Process(command, log=log, cwd=Path(__file__).resolve().parent.parent)
         self.process.wait_for_port(self.port)
 
@@ -75,7 +83,10 @@ class FaultProxy:
         """These rules instead of the earlier ones; without any, all requests pass. Forgets the requests seen. With
         `bucket`, those of other tests' buckets pass unseen: what an earlier test has left behind may ask for a minute.
         """
-        self.control("PUT", json.dumps({"faults": [asdict(fault) for fault in faults], "bucket": self.bucket}))
+        self.control(
+            "PUT",
+            json.dumps({"faults": [asdict(fault) for fault in faults], "bucket": self.bucket}),
+        )
 
     def requests(self, match: str = "") -> list[Request]:
         """Requests since `set` that a rule with this `match` would fit."""
@@ -128,7 +139,9 @@ class Proxy(HttpService):
 
     def add(self, request: Request) -> Fault | None:
         """What is to happen to a request."""
-        if request.path.startswith(f"/{OF_A_TEST}") and not request.path.startswith(f"/{self.bucket}"):
+        if request.path.startswith(f"/{OF_A_TEST}") and not request.path.startswith(
+            f"/{self.bucket}"
+        ):
             return None
         with self.lock:
             self.seen.append(request)
@@ -171,7 +184,9 @@ class Connection(BaseHTTPRequestHandler):
         if self.path == CONTROL:
             self.answer(200, self.service.command(self.command, self.body()), {})
             return
-        self.path = re.sub("^http://[^/]*", "", self.path)  # of one that uses this as its HTTP proxy
+        self.path = re.sub(
+            "^http://[^/]*", "", self.path
+        )  # of one that uses this as its HTTP proxy
         path, _, query = self.path.partition("?")
         request = Request(self.command, path, query, self.headers.get("range", ""))
         fault = self.service.add(request)
@@ -200,7 +215,9 @@ class Connection(BaseHTTPRequestHandler):
             raise ConnectionResetError
         return content
 
-    def answer(self, code: int, content: bytes, headers: dict[str, str], fault: Fault | None = None) -> None:
+    def answer(
+        self, code: int, content: bytes, headers: dict[str, str], fault: Fault | None = None
+    ) -> None:
         self.send_response_only(code)
         for name, value in {"Content-Length": str(len(content)), **headers}.items():
             self.send_header(name, value)
@@ -220,7 +237,9 @@ class Connection(BaseHTTPRequestHandler):
         sent = self.body()
         if fault and fault.do == "damage":
             sent = sent[:-1] + bytes([sent[-1] ^ 0xFF])
-        self.upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+        self.upstream.putrequest(
+            self.command, self.path, skip_host=True, skip_accept_encoding=True
+        )
         for name, value in self.headers.items():
             if name.lower() != "expect":
                 self.upstream.putheader(name, value)
@@ -231,7 +250,9 @@ class Connection(BaseHTTPRequestHandler):
         request.status = answer.status
         if fault and fault.do == "lose":
             self.reset()
-        headers = {name: value for name, value in answer.getheaders() if name.lower() not in OWN_HEADERS}
+        headers = {
+            name: value for name, value in answer.getheaders() if name.lower() not in OWN_HEADERS
+        }
         if self.command == "HEAD":
             headers["Content-Length"] = answer.getheader("content-length", "0")
         self.answer(answer.status, content, {**headers, **(fault.headers if fault else {})}, fault)

@@ -26,7 +26,9 @@ from services.relay import relaying
 
 T = TypeVar("T")
 PACKAGES = ("iproute2", "util-linux")
-NOT_PERMITTED = "the kernel permits no network namespaces here"  # a skip that --require-services accepts
+NOT_PERMITTED = (
+    "the kernel permits no network namespaces here"  # a skip that --require-services accepts
+)
 KINDS = ("net", "uts", "mnt")  # namespaces: a network, a host name, and the files that look it up
 ADDRESSES = ("10.77.0.1", "10.77.0.2", "10.77.0.3")
 ALL = "10.77.0.0/25"  # more specific than the network of the cards, so its route goes first
@@ -63,7 +65,15 @@ def missing_programs() -> list[str]:
 def fault() -> str | None:
     """Why the kernel permits no such machines; None if it does."""
     done = subprocess.run(
-        ["unshare", "--net", "--uts", "--mount", "sh", "-c", "ip link add eth0 type bridge && mount --bind /etc /etc"],
+        [
+            "unshare",
+            "--net",
+            "--uts",
+            "--mount",
+            "sh",
+            "-c",
+            "ip link add eth0 type bridge && mount --bind /etc /etc",
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -91,19 +101,31 @@ class Machines:
         log.0, log.1, ...; `changes` are arguments for one machine alone.
         """
         port, started = free_port(), []
-        for number, (pid, address) in enumerate(zip(self.pids[:count], ADDRESSES[:count], strict=True)):
+        for number, (pid, address) in enumerate(
+            zip(self.pids[:count], ADDRESSES[:count], strict=True)
+        ):
             options = [f"--nnodes={count}", "--nproc-per-node=1", f"--max-restarts={restarts}"]
             options.append(f"--local-addr={address}")
             if rendezvous == "static":
-                options += [f"--node-rank={number}", f"--master-addr={ADDRESSES[0]}", f"--master-port={port}"]
+                options += [
+                    f"--node-rank={number}",
+                    f"--master-addr={ADDRESSES[0]}",
+                    f"--master-port={port}",
+                ]
             else:
-                options += ["--rdzv-backend=c10d", "--rdzv-id=test", f"--rdzv-endpoint={ADDRESSES[0]}:{port}"]
+                options += [
+                    "--rdzv-backend=c10d",
+                    "--rdzv-id=test",
+                    f"--rdzv-endpoint={ADDRESSES[0]}:{port}",
+                ]
                 options += [f"--rdzv-conf=is_host={int(number == 0)}"]
             own = (changes or {}).get(number, [])
             words = ["-c", ENTER, str(pid), TORCHRUN, *options]
             words += ["--start-method=fork", "--run-path", str(script), *arguments, *own]
             out = log.with_suffix(f".{number}")
-            disk = {"XDG_CACHE_HOME": str(log.parent / f"cache{number}")}  # each machine has one of its own
+            disk = {
+                "XDG_CACHE_HOME": str(log.parent / f"cache{number}")
+            }  # each machine has one of its own
             started.append(start_forked(words, {**os.environ, **env, **disk}, out, out))
         return started
 
@@ -145,9 +167,15 @@ class Machines:
 def three_machines(folder: Path) -> Iterator[Machines]:
     for number in range(len(ADDRESSES)):
         known = zip(map(NAME.format, range(len(ADDRESSES))), ADDRESSES, strict=True)
-        lines = [f"{'127.0.1.1' if i == number else at} {name}\n" for i, (name, at) in enumerate(known)]
-        (folder / f"{NAME.format(number)}.hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
-    (folder / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")  # there is no DNS to wait for
+        lines = [
+            f"{'127.0.1.1' if i == number else at} {name}\n" for i, (name, at) in enumerate(known)
+        ]
+        (folder / f"{NAME.format(number)}.hosts").write_text(
+            "127.0.0.1 localhost\n" + "".join(lines)
+        )
+    (folder / "nsswitch.conf").write_text(
+        "passwd: files\ngroup: files\nhosts: files\n"
+    )  # there is no DNS to wait for
     with ExitStack() as stack:
         pids = []
         for _ in ADDRESSES:
@@ -156,7 +184,9 @@ def three_machines(folder: Path) -> Iterator[Machines]:
             stack.callback(process.kill)
             pids.append(process.shell.pid)
             eventually(lambda pid=process.shell.pid: has_own(pid))
-        inside(pids[0], "ip", "link", "add", LINK, "type", "bridge")  # the first machine's card is the switch as well
+        inside(
+            pids[0], "ip", "link", "add", LINK, "type", "bridge"
+        )  # the first machine's card is the switch as well
         for pid in pids[1:]:
             port = ("link", "add", f"port{pid}", "master", LINK, "up", "type", "veth")
             inside(pids[0], "ip", *port, "peer", "name", LINK, "netns", str(pid))
@@ -190,4 +220,6 @@ def has_own(pid: int) -> bool:
 
 
 def inside(pid: int, *command: str) -> None:
-    subprocess.run(["nsenter", "--net", "--uts", "--mount", f"--target={pid}", "--", *command], check=True)
+    subprocess.run(
+        ["nsenter", "--net", "--uts", "--mount", f"--target={pid}", "--", *command], check=True
+    )

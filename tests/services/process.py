@@ -46,7 +46,9 @@ class Process:
         pipe = self.shell.stdin
         assert pipe is not None
         if not pipe.closed:
-            pipe.write(b"\n")  # closing is not enough while a forked child of ours holds the pipe too
+            pipe.write(
+                b"\n"
+            )  # closing is not enough while a forked child of ours holds the pipe too
             pipe.close()
         self.shell.wait()
 
@@ -69,7 +71,11 @@ def set_aws(monkeypatch: Any, key: str, secret: str, **more: str) -> None:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     nowhere = dict.fromkeys(("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"), os.devnull)
-    keys = {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret, "AWS_EC2_METADATA_DISABLED": "true"}
+    keys = {
+        "AWS_ACCESS_KEY_ID": key,
+        "AWS_SECRET_ACCESS_KEY": secret,
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
     no_proxy = dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")
     for name, value in {**nowhere, **keys, **no_proxy, **more}.items():
         monkeypatch.setenv(name, value)
@@ -98,13 +104,19 @@ class Threads(socketserver.ThreadingTCPServer):
 class HttpService:
     """A service at a free port of this machine, or at an address of its own. Its handlers know it as `service`."""
 
-    def __init__(self, handler: type[BaseHTTPRequestHandler], address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
-        self.server = Threads(address, type("Bound", (handler,), {"service": self, "disable_nagle_algorithm": True}))
+    def __init__(
+        self, handler: type[BaseHTTPRequestHandler], address: tuple[str, int] = ("127.0.0.1", 0)
+    ) -> None:
+        self.server = Threads(
+            address, type("Bound", (handler,), {"service": self, "disable_nagle_algorithm": True})
+        )
         self.endpoint = f"http://{address[0]}:{self.server.server_address[1]}"
         self.ends = threading.Event()
 
     def __enter__(self: T) -> T:
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
         return self
 
     def __exit__(self, *_: object) -> None:

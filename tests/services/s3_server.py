@@ -20,7 +20,15 @@ from pathlib import Path
 from services.process import START_S, Process, free_port
 
 PACKAGES = ("ceph-mon", "ceph-osd", "ceph-common", "radosgw")
-PROGRAMS = ("ceph-mon", "ceph-osd", "ceph", "ceph-authtool", "monmaptool", "radosgw", "radosgw-admin")
+PROGRAMS = (
+    "ceph-mon",
+    "ceph-osd",
+    "ceph",
+    "ceph-authtool",
+    "monmaptool",
+    "radosgw",
+    "radosgw-admin",
+)
 KEY, SECRET = "testkey", "testsecret"
 
 # One copy of everything, and no waiting for the peers and managers that a real cluster has. No cache in the gateway: it
@@ -112,11 +120,15 @@ def share_store(folder: Path, ends_with_pid: int) -> None:
         command = [sys.executable, "-m", "services.s3_server", str(folder), str(ends_with_pid)]
         with (folder / "store.out").open("w") as log:
             tests = Path(__file__).resolve().parent.parent
-            process = subprocess.Popen(command, cwd=tests, stdout=log, stderr=log, start_new_session=True)
+            process = subprocess.Popen(
+                command, cwd=tests, stdout=log, stderr=log, start_new_session=True
+            )
         deadline_s = time.monotonic() + START_S
         while not (folder / "ready").exists():
             if process.poll() is not None or time.monotonic() > deadline_s:
-                raise RuntimeError(f"the store of S3 does not start: {(folder / 'store.out').read_text()[-2000:]}")
+                raise RuntimeError(
+                    f"the store of S3 does not start: {(folder / 'store.out').read_text()[-2000:]}"
+                )
             time.sleep(0.02)
 
 
@@ -135,14 +147,32 @@ def main(folder: Path, pid: int) -> None:
 
 def start_store(folder: Path, processes: list[Process]) -> None:
     fsid, osd, port = str(uuid.uuid4()), str(uuid.uuid4()), free_port()
-    monitor, keyring, monmap = f"v1:127.0.0.1:{port}", str(folder / "keyring"), str(folder / "monmap")
+    monitor, keyring, monmap = (
+        f"v1:127.0.0.1:{port}",
+        str(folder / "keyring"),
+        str(folder / "monmap"),
+    )
     for name in ("mon", "osd", "rgw"):
         (folder / name).mkdir()
     (folder / "ceph.conf").write_text(SETTINGS.format(fsid=fsid, folder=folder, monitor=monitor))
     do(folder, "monmaptool", "--create", "--fsid", fsid, "--addv", "a", f"[{monitor}]", monmap)
-    do(folder, "ceph-authtool", "--create-keyring", keyring, "--gen-key", "-n", "mon.", "--cap", "mon", "allow *")
+    do(
+        folder,
+        "ceph-authtool",
+        "--create-keyring",
+        keyring,
+        "--gen-key",
+        "-n",
+        "mon.",
+        "--cap",
+        "mon",
+        "allow *",
+    )
     everything = ("--cap", "mon", "allow *", "--cap", "osd", "allow *", "--cap", "mgr", "allow *")
-    for name in ("client.admin", "osd.0"):  # without keys an OSD asks before it knows its cluster, and is rejected
+    for name in (
+        "client.admin",
+        "osd.0",
+    ):  # without keys an OSD asks before it knows its cluster, and is rejected
         do(folder, "ceph-authtool", keyring, "--gen-key", "-n", name, *everything)
     do(folder, "ceph-mon", "--mkfs", "-i", "a", "--monmap", monmap, "--keyring", keyring)
     processes.append(start(folder, "ceph-mon", "-f", "-i", "a"))
@@ -153,21 +183,34 @@ def start_store(folder: Path, processes: list[Process]) -> None:
 
 
 def create_user(folder: Path, name: str, key: str, secret: str) -> None:
-    names = (f"--uid={name}", f"--display-name={name}", f"--access-key={key}", f"--secret-key={secret}")
+    names = (
+        f"--uid={name}",
+        f"--display-name={name}",
+        f"--access-key={key}",
+        f"--secret-key={secret}",
+    )
     created = json.loads(do(folder, "radosgw-admin", "user", "create", *names))
     assert created["keys"][0]["access_key"] == key
 
 
 def start(folder: Path, program: str, *arguments: str) -> Process:
-    return Process([program, "-c", str(folder / "ceph.conf"), *arguments], log=folder / f"{program}.out")
+    return Process(
+        [program, "-c", str(folder / "ceph.conf"), *arguments], log=folder / f"{program}.out"
+    )
 
 
 def do(folder: Path, program: str, *arguments: str) -> str:
     """What a program that ends by itself prints; RuntimeError if it fails."""
-    settings = [] if program in ("monmaptool", "ceph-authtool") else ["-c", str(folder / "ceph.conf")]
-    done = subprocess.run([program, *settings, *arguments], capture_output=True, text=True, check=False, timeout=300)
+    settings = (
+        [] if program in ("monmaptool", "ceph-authtool") else ["-c", str(folder / "ceph.conf")]
+    )
+    done = subprocess.run(
+        [program, *settings, *arguments], capture_output=True, text=True, check=False, timeout=300
+    )
     if done.returncode:
-        raise RuntimeError(f"{program} {' '.join(arguments)} ends with {done.returncode}: {done.stderr[-2000:]}")
+        raise RuntimeError(
+            f"{program} {' '.join(arguments)} ends with {done.returncode}: {done.stderr[-2000:]}"
+        )
     return done.stdout
 
 

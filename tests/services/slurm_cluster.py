@@ -95,7 +95,9 @@ def fault() -> str | None:
     """Why the kernel permits no such cluster; None if it does."""
     script = 'mount --bind /etc /etc; ip link add type veth peer netns "$1"; unshare --pid --fork --mount-proc true'
     words = [*ISOLATED, "sh", "-ec", script, "sh", str(os.getpid())]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)  # the cards end with the program
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=False
+    )  # the cards end with the program
     return None if done.returncode == 0 else done.stderr.strip()
 
 
@@ -132,22 +134,36 @@ class SlurmCluster:
     def run(self, *command: str) -> str:
         """What a command of Slurm prints on the host; RuntimeError if it fails."""
         words = {**os.environ, **self.environment}
-        done = subprocess.run(command, env=words, capture_output=True, text=True, check=False, timeout=COMMAND_S)
+        done = subprocess.run(
+            command, env=words, capture_output=True, text=True, check=False, timeout=COMMAND_S
+        )
         if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} ends with {done.returncode}: {done.stderr.strip()}")
+            raise RuntimeError(
+                f"{' '.join(command)} ends with {done.returncode}: {done.stderr.strip()}"
+            )
         return done.stdout
 
     def exec(self, node: str, *command: str) -> str:
         """The same for a command inside a node."""
         holder = Path(f"/proc/{self.processes[node].shell.pid}")
-        children = (holder / f"task/{holder.name}/children").read_text().split()  # another one watches over the holder
-        (first,) = (pid for pid in children if Path(f"/proc/{pid}/ns/pid").readlink() != (holder / "ns/pid").readlink())
-        return self.run("nsenter", f"--target={first}", "--pid", "--uts", "--mount", "--net", "--", *command)
+        children = (
+            (holder / f"task/{holder.name}/children").read_text().split()
+        )  # another one watches over the holder
+        (first,) = (
+            pid
+            for pid in children
+            if Path(f"/proc/{pid}/ns/pid").readlink() != (holder / "ns/pid").readlink()
+        )
+        return self.run(
+            "nsenter", f"--target={first}", "--pid", "--uts", "--mount", "--net", "--", *command
+        )
 
     def lose(self, node: str) -> None:
         """A power cut: nothing more is heard from a node, and all that runs on it is gone."""
         holder = self.processes.pop(node)
-        self.run("nsenter", "--net", f"--target={holder.shell.pid}", "ip", "link", "set", "eth0", "down")
+        self.run(
+            "nsenter", "--net", f"--target={holder.shell.pid}", "ip", "link", "set", "eth0", "down"
+        )
         holder.kill()
 
     def start(self, node: str) -> None:
@@ -173,11 +189,20 @@ class SlurmCluster:
 
     def wait_for_nodes(self) -> None:
         """Until all nodes are idle."""
-        idle = ("sinfo", "--noheader", "--Node", "--partition=main", "--states=idle", "--format=%N")
+        idle = (
+            "sinfo",
+            "--noheader",
+            "--Node",
+            "--partition=main",
+            "--states=idle",
+            "--format=%N",
+        )
         try:
             eventually(lambda: len(self.run(*idle).split()) == len(self.nodes), START_S)
         except AssertionError as error:
-            raise RuntimeError(f"the nodes are not idle:\n{self.run('sinfo', '-Nl')}{self.logs()}") from error
+            raise RuntimeError(
+                f"the nodes are not idle:\n{self.run('sinfo', '-Nl')}{self.logs()}"
+            ) from error
 
     def restore(self) -> None:
         """All that a test may have changed: jobs, lost or drained nodes, no controller."""
@@ -188,7 +213,9 @@ class SlurmCluster:
                 self.start(node)
         self.run("scancel", "--user=root")
         eventually(lambda: not self.run("squeue", "--noheader"), START_S)
-        for line in self.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%N %T").splitlines():
+        for line in self.run(
+            "sinfo", "--noheader", "--Node", "--partition=main", "--format=%N %T"
+        ).splitlines():
             if "drain" in line:
                 self.run("scontrol", "update", f"NodeName={line.split()[0]}", "State=RESUME")
         self.wait_for_nodes()
@@ -211,9 +238,14 @@ class SlurmCluster:
         for number in random.SystemRandom().sample(range(1, 255), 20):
             card = f"slurm{number}"  # only one cluster can give it this name
             self.begin("switch", *ISOLATED, "sh", "-ec", SWITCH, "sh", card, str(os.getpid()))
-            comm = Path(f"/proc/{self.processes['switch'].shell.pid}/comm")  # of the program that it is in the end
+            comm = Path(
+                f"/proc/{self.processes['switch'].shell.pid}/comm"
+            )  # of the program that it is in the end
             switch = self.processes["switch"]
-            eventually(lambda comm=comm, it=switch: comm.read_text() == "sleep\n" or not it.running(), START_S)
+            eventually(
+                lambda comm=comm, it=switch: comm.read_text() == "sleep\n" or not it.running(),
+                START_S,
+            )
             if self.processes["switch"].running():
                 self.run("ip", "address", "add", f"10.77.{number}.1/24", "dev", card)
                 self.run("ip", "link", "set", card, "up")
@@ -222,16 +254,28 @@ class SlurmCluster:
         raise RuntimeError(f"no network for the cluster: {self.logs()}")
 
     def write_files(self) -> None:
-        known = {"localhost": "127.0.0.1", "head": self.address} | {each: self.address_of(each) for each in self.nodes}
-        memory_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20 // len(self.nodes)
+        known = {"localhost": "127.0.0.1", "head": self.address} | {
+            each: self.address_of(each) for each in self.nodes
+        }
+        memory_mib = (
+            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20 // len(self.nodes)
+        )
         name = f"test{self.network.rpartition('.')[2]}"
-        settings = SETTINGS.format(name=name, network=self.network, port=free_port(), folder=self.folder)
+        settings = SETTINGS.format(
+            name=name, network=self.network, port=free_port(), folder=self.folder
+        )
         for node in self.nodes:
             (self.folder / f"spool-{node}").mkdir()
-            settings += NODE.format(name=node, address=self.address_of(node), cpus=CPUS, memory_mib=memory_mib)
+            settings += NODE.format(
+                name=node, address=self.address_of(node), cpus=CPUS, memory_mib=memory_mib
+            )
         (self.folder / "state").mkdir()
-        (self.folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in known.items()))
-        (self.folder / "nsswitch.conf").write_text("passwd: files\ngroup: files\nshadow: files\nhosts: files\n")
+        (self.folder / "hosts").write_text(
+            "".join(f"{address} {name}\n" for name, address in known.items())
+        )
+        (self.folder / "nsswitch.conf").write_text(
+            "passwd: files\ngroup: files\nshadow: files\nhosts: files\n"
+        )
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         (self.folder / "slurm.conf").write_text(settings)
 
@@ -239,10 +283,21 @@ class SlurmCluster:
         key = self.folder / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(128))
-        files = [f"--{kind}-file={self.folder}/munge.{kind}" for kind in ("key", "pid", "log", "seed")]
-        self.begin("munged", "munged", "--foreground", "--force", f"--socket={self.folder}/munge.socket", *files)
+        files = [
+            f"--{kind}-file={self.folder}/munge.{kind}" for kind in ("key", "pid", "log", "seed")
+        ]
+        self.begin(
+            "munged",
+            "munged",
+            "--foreground",
+            "--force",
+            f"--socket={self.folder}/munge.socket",
+            *files,
+        )
         munged = self.processes["munged"]
-        eventually(lambda: (self.folder / "munge.socket").is_socket() or not munged.running(), START_S)
+        eventually(
+            lambda: (self.folder / "munge.socket").is_socket() or not munged.running(), START_S
+        )
 
     def answers(self, name: str) -> bool:
         if not self.processes[name].running():

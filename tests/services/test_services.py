@@ -12,7 +12,7 @@ import pytest
 from running import eventually
 from services.fault_proxy import Fault
 
-from train.system.processes import ENDED_STATES, read_process
+from train.machine.processes import ENDED_STATES, read_process
 
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
 
@@ -28,12 +28,19 @@ def get(bucket):
 def test_faults_do_what_they_say_and_nothing_else_does(bucket, get):
     assert get() == CONTENT
     (seen,) = bucket.proxy.requests()
-    assert (seen.method, seen.path, seen.status, seen.fault) == ("GET", f"/{bucket.name}/a", 200, None)
+    assert (seen.method, seen.path, seen.status, seen.fault) == (
+        "GET",
+        f"/{bucket.name}/a",
+        200,
+        None,
+    )
     assert bucket.proxy.requests("HEAD") == []
 
     bucket.proxy.set(Fault("flip", after=700_000))
     got = get()
-    assert [at for at in range(len(CONTENT)) if got[at] != CONTENT[at]] == [700_000] and len(got) == len(CONTENT)
+    assert [at for at in range(len(CONTENT)) if got[at] != CONTENT[at]] == [700_000] and len(
+        got
+    ) == len(CONTENT)
 
     bucket.proxy.set(Fault("reset", after=300_000))
     with pytest.raises(Exception, match="reset by peer"):
@@ -46,7 +53,9 @@ def test_faults_do_what_they_say_and_nothing_else_does(bucket, get):
 
 
 def test_skip_times_match_and_share_choose_the_requests(bucket, get):
-    bucket.proxy.set(Fault("flip", match="^GET .*/a$", skip=1, times=2), Fault("flip", match="^GET", skip=3))
+    bucket.proxy.set(
+        Fault("flip", match="^GET .*/a$", skip=1, times=2), Fault("flip", match="^GET", skip=3)
+    )
     assert [get() == CONTENT for _ in range(5)] == [True, False, False, True, True]
     bucket.proxy.set(Fault("flip", match="^GET .*/other"))
     assert get() == CONTENT
@@ -78,6 +87,10 @@ def test_a_process_does_not_outlive_the_tests(tmp_path):
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     words = [sys.executable, "-c", code, str(tmp_path / "log")]
-    done = subprocess.run(words, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False
+    )
     assert done.returncode == -signal.SIGKILL
-    eventually(lambda: (seen := read_process(int(done.stdout))) is None or seen.state in ENDED_STATES, 30)
+    eventually(
+        lambda: (seen := read_process(int(done.stdout))) is None or seen.state in ENDED_STATES, 30
+    )

@@ -16,7 +16,7 @@ from rejections import rejects
 from train.data.batches.buckets import BUCKET_SHIFT
 from train.data.records.table_facts import best_lengths, padding_share
 from train.data.shards.order import PADDING
-from train.system.folders import LocalFolder
+from train.storage.folders import LocalFolder
 from train.tasks.classify import ClassifyConfig
 from train.tasks.classify.task import ClassifyFeaturizer, class_weights, scores, tables
 from train.tasks.texts import lengths_up_to, resolved_lengths
@@ -29,7 +29,10 @@ def data(texts, tmp_path_factory):
     """train.csv of 90 rows, dev.csv of 20 and other.csv of 12; the label is in the text."""
     folder = tmp_path_factory.mktemp("data")
     labels = ["good"] * 6 + ["bad"] * 3 + ["fair"]
-    lines = [(f"row{i}", f"{labels[i % 10]} {text}", labels[i % 10]) for i, text in enumerate(texts[:122])]
+    lines = [
+        (f"row{i}", f"{labels[i % 10]} {text}", labels[i % 10])
+        for i, text in enumerate(texts[:122])
+    ]
     for name, part in {"train": lines[:90], "dev": lines[90:110], "other": lines[110:122]}.items():
         with (folder / f"{name}.csv").open("w", newline="") as file:
             csv.writer(file).writerows([("name", "text", "label"), *part])
@@ -42,8 +45,19 @@ def make(data, tokenizer_folder, tmp_path_factory):
     cache = tmp_path_factory.mktemp("cache")
 
     def make(*overrides):
-        files = [f"data.path={data}", "data.train=train.csv", "data.validation=dev.csv", "data.columns.id=name"]
-        given = ["task=classify", "data=records", *files, "data.more_validation={other: other.csv}", "seq_len=64"]
+        files = [
+            f"data.path={data}",
+            "data.train=train.csv",
+            "data.validation=dev.csv",
+            "data.columns.id=name",
+        ]
+        given = [
+            "task=classify",
+            "data=records",
+            *files,
+            "data.more_validation={other: other.csv}",
+            "seq_len=64",
+        ]
         return task_of(tuning(cache / "run", tokenizer_folder, *given, *overrides))
 
     return make
@@ -66,13 +80,20 @@ def test_texts_are_cut_and_counted(tokenizer):
     assert (result["row"], result["label"]) == ([10, 11, 12], [0, 1, 2])
     lost = len(tokenizer(rows["text"][1])["input_ids"]) - 8
     assert featurizer.tokens_cut.tolist() == [0, lost, 0] and lost > 50
-    counts = {"truncated": 1, "tokens_cut": lost, "unknown_tokens": 0, "text_tokens": sum(result["length"]) - 6}
+    counts = {
+        "truncated": 1,
+        "tokens_cut": lost,
+        "unknown_tokens": 0,
+        "text_tokens": sum(result["length"]) - 6,
+    }
     assert featurizer.notes("train") == counts and featurizer.notes("validation") == {}
 
 
 def test_of_a_pair_the_longer_text_is_cut_and_the_second_begins_behind_the_separator(tokenizer):
     featurizer = ClassifyFeaturizer(tokenizer, seq_len=24)
-    result = featurizer.features({"text": ["ba", "ba be " * 30], "text_pair": ["no " * 30, "to"]}, [0, 1], split="x")
+    result = featurizer.features(
+        {"text": ["ba", "ba be " * 30], "text_pair": ["no " * 30, "to"]}, [0, 1], split="x"
+    )
     assert result["length"] == [24, 24] and result["label"] == [0, 0]
     separators = [ids.index(tokenizer.sep_token_id) + 1 for ids in result["input_ids"]]
     assert result["second_at"] == separators
@@ -83,15 +104,28 @@ def test_special_tokens_in_a_text_are_text(tokenizer):
     featurizer = ClassifyFeaturizer(tokenizer, seq_len=64)
     row = {"text": ["ba<pad>be [SEP] na[MASK] [CLS]"]}
     ids = featurizer.features(row, [0], split="x")["input_ids"][0]
-    assert "<pad>" in tokenizer.tokenize(row["text"][0], split_special_tokens=True)  # its vocabulary spells it
+    assert "<pad>" in tokenizer.tokenize(
+        row["text"][0], split_special_tokens=True
+    )  # its vocabulary spells it
     special = {getattr(tokenizer, f"{name}_token_id") for name in ("cls", "sep", "pad", "mask")}
-    assert [token for token in ids if token in special] == [tokenizer.cls_token_id, tokenizer.sep_token_id]
+    assert [token for token in ids if token in special] == [
+        tokenizer.cls_token_id,
+        tokenizer.sep_token_id,
+    ]
 
 
 def test_the_last_length_is_that_of_the_longest_row_up_to_what_the_model_can_read(make):
-    whole, cut = make("seq_len=null", "model.max_positions=600"), make("seq_len=null", "model.max_positions=24")
-    longest = max(rows.max() for rows in (whole.train_data().row_lengths, whole.eval_data().row_lengths))
-    assert whole.sizes.seq_len == 512 and whole.seq_len == whole.lengths[-1] == -(-longest // 8) * 8 < 64
+    whole, cut = (
+        make("seq_len=null", "model.max_positions=600"),
+        make("seq_len=null", "model.max_positions=24"),
+    )
+    longest = max(
+        rows.max() for rows in (whole.train_data().row_lengths, whole.eval_data().row_lengths)
+    )
+    assert (
+        whole.sizes.seq_len == 512
+        and whole.seq_len == whole.lengths[-1] == -(-longest // 8) * 8 < 64
+    )
     assert cut.sizes.seq_len == cut.seq_len == 24
     assert make("seq_len=null", "data.lengths=[]").lengths == whole.lengths[-1:]
     rejects("seq_len=64 is longer than the model's 48 positions", make, "model.max_positions=48")
@@ -104,13 +138,23 @@ def test_one_length_needs_no_buckets_and_several_know_which_row_needs_which(make
     assert make("data.lengths=[]").buckets is None
     buckets = task.buckets
     assert buckets.lengths == (16, 32, 64)
-    assert len(buckets.train) == task.train_rows == 90 and len(buckets.evaluation) == task.eval_rows == 32
+    assert (
+        len(buckets.train) == task.train_rows == 90
+        and len(buckets.evaluation) == task.eval_rows == 32
+    )
     assert (np.array(buckets.lengths)[buckets.train] >= task.train_data().row_lengths).all()
     assert set(buckets.train) == {0, 1, 2}
     padded = np.array(buckets.lengths)[buckets.train].sum()
-    assert task.facts["padding_share"] == pytest.approx(1 - task.train_data().row_lengths.sum() / padded)
+    assert task.facts["padding_share"] == pytest.approx(
+        1 - task.train_data().row_lengths.sum() / padded
+    )
     assert task.facts["padding_share"] < make("data.lengths=[]").facts["padding_share"]
-    assert set(task.facts) == {"padding_share", "truncated_share", "tokens_cut_share", "unknown_tokens_share"}
+    assert set(task.facts) == {
+        "padding_share",
+        "truncated_share",
+        "tokens_cut_share",
+        "unknown_tokens_share",
+    }
 
 
 @pytest.mark.parametrize(
@@ -123,7 +167,9 @@ def test_one_length_needs_no_buckets_and_several_know_which_row_needs_which(make
         (["backend=neuron", "backend.device=neuron"], False, 16, 3),
     ],
 )
-def test_by_default_lengths_keep_padding_low_or_are_few_graphs(make, monkeypatch, settings, gpus, step, most):
+def test_by_default_lengths_keep_padding_low_or_are_few_graphs(
+    make, monkeypatch, settings, gpus, step, most
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
     task = make("backend.device=auto", *settings)
     *shorter, _ = task.lengths
@@ -134,25 +180,37 @@ def test_by_default_lengths_keep_padding_low_or_are_few_graphs(make, monkeypatch
     assert padding_share(rows, [*shorter[1:], task.lengths[-1]]) > 0.1  # none is superfluous
     lengths = ", ".join(map(str, shorter))
     said = f"batches of {lengths} or {task.lengths[-1]} tokens (data.lengths=auto); in training "
-    assert task.summary() == f"{said}{padding_share(rows, task.lengths):.1%} of the tokens are padding"
+    assert (
+        task.summary()
+        == f"{said}{padding_share(rows, task.lengths):.1%} of the tokens are padding"
+    )
 
 
 def test_one_very_long_row_does_not_pad_the_short_ones(make):
     rows = np.array([12] * 5000 + [8190])
     tables: Any = SimpleNamespace(facts={"splits": {"train": {}}}, lengths=lambda split: rows)
     task = make()
-    assert resolved_lengths(task.run_cfg, tables, replace(task.sizes, seq_len=8192), shortest=8) == (16, 8192)
+    assert resolved_lengths(
+        task.run_cfg, tables, replace(task.sizes, seq_len=8192), shortest=8
+    ) == (16, 8192)
 
 
 def test_what_lies_behind_the_end_is_said(make):
     task = make("seq_len=16")
     for name in ("train", "validation", "other"):
         notes = task.tables.facts["splits"][name]["notes"]
-        assert f"; {name}: {notes['truncated']:.0f} of " in task.summary() and notes["tokens_cut"] > 0
+        assert (
+            f"; {name}: {notes['truncated']:.0f} of " in task.summary() and notes["tokens_cut"] > 0
+        )
     train = task.tables.facts["splits"]["train"]
-    total = sum(map(len, task.sizes.tokenizer(list(task.tables.examples("train")["text"]))["input_ids"]))
+    total = sum(
+        map(len, task.sizes.tokenizer(list(task.tables.examples("train")["text"]))["input_ids"])
+    )
     lost = total - train["tokens"]
-    assert f"rows are cut at 16 tokens: {lost:,} of {total:,} tokens ({lost / total:.1%}) are lost" in task.summary()
+    assert (
+        f"rows are cut at 16 tokens: {lost:,} of {total:,} tokens ({lost / total:.1%}) are lost"
+        in task.summary()
+    )
     assert task.facts["tokens_cut_share"] == lost / total
 
 
@@ -161,18 +219,30 @@ def test_weights_fit_the_labels_and_balanced_ones_are_those_of_scikit_learn():
 
     counts = np.array([27, 9, 54])
     result = class_weights(ClassifyConfig(class_weights="balanced"), LABELS, counts)
-    wanted = compute_class_weight("balanced", classes=np.arange(3), y=np.repeat(np.arange(3), counts))
+    wanted = compute_class_weight(
+        "balanced", classes=np.arange(3), y=np.repeat(np.arange(3), counts)
+    )
     assert result == pytest.approx(wanted)
     assert class_weights(ClassifyConfig(), LABELS, counts) is None
     for cfg, counts, says in (
-        (ClassifyConfig(class_weights=[1, 2]), np.ones(3), r"2 numbers for 3 labels \(bad, fair, good\)"),
-        (ClassifyConfig(class_weights="balanced"), np.array([3, 0, 3]), "no training row has the label fair"),
+        (
+            ClassifyConfig(class_weights=[1, 2]),
+            np.ones(3),
+            r"2 numbers for 3 labels \(bad, fair, good\)",
+        ),
+        (
+            ClassifyConfig(class_weights="balanced"),
+            np.array([3, 0, 3]),
+            "no training row has the label fair",
+        ),
     ):
         rejects(says, class_weights, cfg, LABELS, counts)
 
 
 @pytest.mark.parametrize("smoothing", ["0", "0.2"])
-@pytest.mark.parametrize("weights", ["", "task.class_weights=balanced", "task.class_weights=[1,5,0.5]"])
+@pytest.mark.parametrize(
+    "weights", ["", "task.class_weights=balanced", "task.class_weights=[1,5,0.5]"]
+)
 def test_however_a_batch_is_split_the_loss_is_torchs_weighted_mean(make, weights, smoothing):
     task = make("data.lengths=[]", f"task.label_smoothing={smoothing}", *weights.split())
     torch.manual_seed(0)
@@ -185,9 +255,15 @@ def test_however_a_batch_is_split_the_loss_is_torchs_weighted_mean(make, weights
         logits = model(whole["input_ids"], whole["attention_mask"], whole["token_type_ids"])
         settings = {"weight": task.weights, "label_smoothing": float(smoothing)}
         wanted = F.cross_entropy(logits, whole["labels"], **settings)
-        for parts in ([[*range(12)]], [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, PADDING, PADDING]]):
+        for parts in (
+            [[*range(12)]],
+            [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, PADDING, PADDING]],
+        ):
             drawn = rows.draw(np.array(parts))
-            batches = [{name: tensor[k] for name, tensor in drawn["inputs"].items()} for k in range(len(parts))]
+            batches = [
+                {name: tensor[k] for name, tensor in drawn["inputs"].items()}
+                for k in range(len(parts))
+            ]
             total = sum(task.loss(model, batch).item() for batch in batches)
             assert total / sum(drawn["count"]) == pytest.approx(wanted.item(), rel=1e-5)
 
@@ -203,18 +279,33 @@ def scored(truth, predicted, *, labels=LABELS):
 def test_metrics_worked_out_by_hand():
     # F1: bad 2*2/(2*2+1+1) = 2/3, fair 2*1/(2*1+1+0) = 2/3, good 2*1/(2*1+0+1) = 2/3. Matthews: of 6 rows 4 are right;
     # 3, 1 and 2 are of each label, 3, 2 and 1 predicted: (4*6 - (3*3 + 1*2 + 2*1)) / (6*6 - (3*3 + 1*1 + 2*2)) = 11/22
-    wanted = {"accuracy": 4 / 6, "f1_macro": 2 / 3, "f1_weighted": 2 / 3, "matthews_correlation": 0.5}
+    wanted = {
+        "accuracy": 4 / 6,
+        "f1_macro": 2 / 3,
+        "f1_weighted": 2 / 3,
+        "matthews_correlation": 0.5,
+    }
     assert scored(TRUE, PREDICTED) == pytest.approx(wanted)
     # Of two labels: 1 right and 2 wrong of the first, 3 right and 1 wrong of the second: F1 2*3/(2*3+2+1) = 2/3
     truth, answer = [0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 0]
     two = scored(truth, answer, labels=["no", "yes"])
-    assert two["f1"] == pytest.approx(2 / 3) and two["f1_macro"] == pytest.approx((2 / 5 + 2 / 3) / 2)
+    assert two["f1"] == pytest.approx(2 / 3) and two["f1_macro"] == pytest.approx(
+        (2 / 5 + 2 / 3) / 2
+    )
     assert two["matthews_correlation"] == pytest.approx((3 * 1 - 2 * 1) / (5 * 4 * 3 * 2) ** 0.5)
-    assert two["matthews_correlation"] == pytest.approx(np.corrcoef(truth, answer)[0, 1]) and two["accuracy"] == 4 / 7
+    assert (
+        two["matthews_correlation"] == pytest.approx(np.corrcoef(truth, answer)[0, 1])
+        and two["accuracy"] == 4 / 7
+    )
     result = tables(TRUE, PREDICTED, LABELS)
     assert result["labels"] == LABELS
     assert result["confusion"] == [[2, 1, 0], [0, 1, 0], [1, 0, 1]]
-    assert result["per_class"]["fair"] == {"precision": 0.5, "recall": 1.0, "f1": pytest.approx(2 / 3), "support": 1}
+    assert result["per_class"]["fair"] == {
+        "precision": 0.5,
+        "recall": 1.0,
+        "f1": pytest.approx(2 / 3),
+        "support": 1,
+    }
     # Labels that are missing or never predicted are no warning.
     never = {"accuracy": 2 / 3, "f1_macro": 0.4, "f1_weighted": 8 / 15, "matthews_correlation": 0}
     assert scored([0, 0, 1], [0, 0, 0]) == pytest.approx(never)
@@ -226,19 +317,25 @@ def test_metrics_worked_out_by_hand():
 def certain(labels, *, wrong=()):
     """Statistics of a model that is sure, and right but in the rows `wrong`, where it says the next label."""
     given = (np.array(labels) + np.isin(np.arange(len(labels)), wrong)) % len(LABELS)
-    return np.concatenate([np.arange(len(labels))[:, None], 3.0 * np.eye(len(LABELS))[given]], 1).astype(np.float32)
+    return np.concatenate(
+        [np.arange(len(labels))[:, None], 3.0 * np.eye(len(LABELS))[given]], 1
+    ).astype(np.float32)
 
 
 def test_statistics_are_the_plain_loss_and_the_logits(task):
     model = task.build_model().eval()
-    drawn = task.eval_data().draw(np.array([[2 << BUCKET_SHIFT, (2 << BUCKET_SHIFT) + 1, PADDING]]))  # the longest
+    drawn = task.eval_data().draw(
+        np.array([[2 << BUCKET_SHIFT, (2 << BUCKET_SHIFT) + 1, PADDING]])
+    )  # the longest
     inputs = {name: tensor[0] for name, tensor in drawn["inputs"].items()}
     with torch.no_grad():
         result = task.eval_statistics(model, inputs)
         logits = model(inputs["input_ids"], inputs["attention_mask"], inputs["token_type_ids"])
     assert result.shape == (3, 4) and result.dtype == torch.float32
     torch.testing.assert_close(result[:, 1:], logits)
-    torch.testing.assert_close(result[:2, 0], F.cross_entropy(logits[:2], inputs["labels"][:2], reduction="none"))
+    torch.testing.assert_close(
+        result[:2, 0], F.cross_entropy(logits[:2], inputs["labels"][:2], reduction="none")
+    )
 
 
 def test_an_evaluation_of_each_split_is_written_in_the_order_of_the_data(task, tmp_path):
@@ -246,14 +343,26 @@ def test_an_evaluation_of_each_split_is_written_in_the_order_of_the_data(task, t
     rows = certain(labels, wrong=[0, 25])
     metrics = task.eval_metrics(rows)
     assert set(metrics) == set(task.metrics) and metrics["f1_macro"] < 1
-    assert metrics["accuracy"] == pytest.approx(19 / 20) and metrics["other_accuracy"] == pytest.approx(11 / 12)
-    assert metrics["loss"] == np.arange(20).mean() and metrics["other_loss"] == np.arange(20, 32).mean()
+    assert metrics["accuracy"] == pytest.approx(19 / 20) and metrics[
+        "other_accuracy"
+    ] == pytest.approx(11 / 12)
+    assert (
+        metrics["loss"] == np.arange(20).mean()
+        and metrics["other_loss"] == np.arange(20, 32).mean()
+    )
     task.write_evaluation(rows, LocalFolder(tmp_path), step=7)
-    lines = [json.loads(line) for line in (tmp_path / "predictions/validation.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "predictions/validation.jsonl").read_text().splitlines()
+    ]
     assert [line["id"] for line in lines] == [f"row{i}" for i in range(90, 110)]
     assert [line["label"] for line in lines] == [LABELS[label] for label in labels[:20]]
-    assert lines[0]["prediction"] != lines[0]["label"] and lines[1]["prediction"] == lines[1]["label"]
-    assert lines[1]["probabilities"][lines[1]["label"]] == pytest.approx(np.exp(3) / (np.exp(3) + 2))
+    assert (
+        lines[0]["prediction"] != lines[0]["label"] and lines[1]["prediction"] == lines[1]["label"]
+    )
+    assert lines[1]["probabilities"][lines[1]["label"]] == pytest.approx(
+        np.exp(3) / (np.exp(3) + 2)
+    )
     assert len((tmp_path / "predictions/other.jsonl").read_text().splitlines()) == 12
     result = json.loads((tmp_path / "evaluation.json").read_text())
     assert result["step"] == 7 and result["splits"]["validation"]["labels"] == LABELS
@@ -266,13 +375,25 @@ def test_a_part_of_each_split_is_drawn_by_the_seed(make, tmp_path):
     task = make("eval_examples=15")
     assert task.eval_rows == 15 + 12 and len(task.eval_data()) == 27
     labels = task.eval_data().values["labels"]
-    rows, others = (list(each.splits[0].features["row"]) for each in (task, make("eval_examples=15", "seed=1")))
-    assert rows == sorted(set(rows)) != list(range(15)) and len(rows) == len(set(others)) == 15 and rows != others
+    rows, others = (
+        list(each.splits[0].features["row"]) for each in (task, make("eval_examples=15", "seed=1"))
+    )
+    assert (
+        rows == sorted(set(rows)) != list(range(15))
+        and len(rows) == len(set(others)) == 15
+        and rows != others
+    )
     assert (labels == make().eval_data().values["labels"][[*rows, *range(20, 32)]]).all()
     rows = certain(labels, wrong=[14, 15])
     result = task.eval_metrics(rows)
-    assert (result["accuracy"], result["other_accuracy"]) == (pytest.approx(14 / 15), pytest.approx(11 / 12))
+    assert (result["accuracy"], result["other_accuracy"]) == (
+        pytest.approx(14 / 15),
+        pytest.approx(11 / 12),
+    )
     task.write_evaluation(rows, LocalFolder(tmp_path), step=1)
-    lines = [json.loads(line)["id"] for line in (tmp_path / "predictions/other.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)["id"]
+        for line in (tmp_path / "predictions/other.jsonl").read_text().splitlines()
+    ]
     assert lines == [f"row{i}" for i in range(110, 122)]
     assert task.details["splits"]["validation"]["used_rows"] == 15

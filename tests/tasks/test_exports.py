@@ -13,7 +13,12 @@ import transformers
 from finetuning import byte_tokenizer, task_of, tuning
 from running import TINY, train_overrides
 from tokenizers import processors
-from transformers import AutoModelForQuestionAnswering, AutoTokenizer, PreTrainedTokenizerFast, pipeline
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
 
 from train.config import RecordsConfig
 from train.data.text import tokenizer as our_tokenizer
@@ -21,8 +26,27 @@ from train.tasks.predictor import Predictor
 
 SIZES = ["model.hidden_size=16", "model.num_heads=2"]
 WORDS = "the a cat dog sat ran good bad on mat what did do".split()
-SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "<cls>", "<sep>", "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-OF_WORDS = ["BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "FunnelTokenizer", "MPNetTokenizer"]
+SPECIAL = [
+    "<s>",
+    "<pad>",
+    "</s>",
+    "<unk>",
+    "<mask>",
+    "<cls>",
+    "<sep>",
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+]
+OF_WORDS = [
+    "BertTokenizer",
+    "DistilBertTokenizer",
+    "ElectraTokenizer",
+    "FunnelTokenizer",
+    "MPNetTokenizer",
+]
 OF_PIECES = ["AlbertTokenizer", "RemBertTokenizer", "DebertaV2Tokenizer", "XLMRobertaTokenizer"]
 ARCHITECTURES = {  # and the class of the tokenizer in transformers; None: the generic one
     "albert": "AlbertTokenizer",
@@ -53,14 +77,23 @@ def write_tokenizer(name: str | None, folder: Path) -> Path:
         made = byte_tokenizer()
     elif name in OF_PIECES:
         pieces = [*SPECIAL, *(f"▁{word}" for word in WORDS), "▁"]
-        made = getattr(transformers, name)(vocab=[(piece, -float(number)) for number, piece in enumerate(pieces)])
+        made = getattr(transformers, name)(
+            vocab=[(piece, -float(number)) for number, piece in enumerate(pieces)]
+        )
     else:
         made = getattr(transformers, name or "BertTokenizer")(vocab=vocabulary)
     if name is None:
-        names = {f"{kind}_token": f"[{kind.upper()}]" for kind in ("pad", "unk", "cls", "sep", "mask")}
+        names = {
+            f"{kind}_token": f"[{kind.upper()}]" for kind in ("pad", "unk", "cls", "sep", "mask")
+        }
         made = PreTrainedTokenizerFast(tokenizer_object=made.backend_tokenizer, **names)
-    if name == "RemBertTokenizer":  # transformers 5.23 leaves the separator of the published one out
-        ends = [(token, made.convert_tokens_to_ids(token)) for token in (made.sep_token, made.cls_token)]
+    if (
+        name == "RemBertTokenizer"
+    ):  # transformers 5.23 leaves the separator of the published one out
+        ends = [
+            (token, made.convert_tokens_to_ids(token))
+            for token in (made.sep_token, made.cls_token)
+        ]
         made.backend_tokenizer.post_processor = processors.BertProcessing(*ends)
     made.save_pretrained(folder)
     return folder
@@ -68,7 +101,9 @@ def write_tokenizer(name: str | None, folder: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(our_tokenizer, "try_tokenizer", lambda _: None)  # a process for each tokenizer
+    monkeypatch.setattr(
+        our_tokenizer, "try_tokenizer", lambda _: None
+    )  # a process for each tokenizer
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -106,28 +141,46 @@ def exported(settings: list[str], folder: Path, chosen: dict[str, Any] | None = 
     return task
 
 
-def settings_for(kind: str, architecture: str, tokenizer: Path, folder: Path, rows: list[dict[str, Any]]) -> list[str]:
+def settings_for(
+    kind: str, architecture: str, tokenizer: Path, folder: Path, rows: list[dict[str, Any]]
+) -> list[str]:
     for name in ("train", "validation"):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = ["data=records", f"data.path={folder}", "data.train=train.jsonl", "data.validation=validation.jsonl"]
-    given = tuning(folder / "run", tokenizer, *model_of(architecture), *data, f"task={kind}", "seq_len=32")
+    data = [
+        "data=records",
+        f"data.path={folder}",
+        "data.train=train.jsonl",
+        "data.validation=validation.jsonl",
+    ]
+    given = tuning(
+        folder / "run", tokenizer, *model_of(architecture), *data, f"task={kind}", "seq_len=32"
+    )
     return given[len(TINY) :]
 
 
 def predicted(export: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     predictor = Predictor(str(export), RecordsConfig(path=""), run=None, seq_len=None)
     predictor.load()
-    return predictor.predict([{"id": str(number), **row} for number, row in enumerate(rows)], batch_size=1)
+    return predictor.predict(
+        [{"id": str(number), **row} for number, row in enumerate(rows)], batch_size=1
+    )
 
 
 @pytest.mark.parametrize("pairs", [False, True], ids=["texts", "pairs"])
 @pytest.mark.parametrize("kind", LABELS)
 def test_labels_and_scores(architecture, tokenizer, kind, pairs, tmp_path):
-    texts = [{"text": text, **({"text_pair": TEXTS[-1 - n]} if pairs else {})} for n, text in enumerate(TEXTS)]
+    texts = [
+        {"text": text, **({"text_pair": TEXTS[-1 - n]} if pairs else {})}
+        for n, text in enumerate(TEXTS)
+    ]
     rows = [{**row, "label": label} for row, label in zip(texts, LABELS[kind], strict=True)]
     settings = settings_for(kind, architecture, tokenizer, tmp_path, rows)
     chosen = {"threshold": [0.3, 0.5, 0.6]} if kind == "multilabel" else {}
-    task = exported([*settings, *(["data.columns.text_pair=text_pair"] if pairs else [])], tmp_path / "export", chosen)
+    task = exported(
+        [*settings, *(["data.columns.text_pair=text_pair"] if pairs else [])],
+        tmp_path / "export",
+        chosen,
+    )
     answer = pipeline("text-classification", model=str(tmp_path / "export"), device="cpu")
     theirs = answer(texts, top_k=None, truncation=True, **padding(architecture))
     for ours, scores in zip(predicted(tmp_path / "export", texts), theirs, strict=True):
@@ -140,17 +193,26 @@ def test_labels_and_scores(architecture, tokenizer, kind, pairs, tmp_path):
             assert scores[0]["label"] == ours["prediction"]
         else:
             limits = zip(task.labels, chosen["threshold"], strict=True)
-            assert [label for label, limit in limits if given[label] >= limit] == ours["prediction"]
+            assert [label for label, limit in limits if given[label] >= limit] == ours[
+                "prediction"
+            ]
 
 
 def test_tags(architecture, tokenizer, tmp_path):
     tags = ["O", "B-X", "I-X"]
     texts = [LONG] if architecture == "funnel" else TEXTS  # this pipeline does not pad
-    rows = [{"tokens": text.split(), "tags": [tags[n % 3] for n, _ in enumerate(text.split())]} for text in texts]
+    rows = [
+        {"tokens": text.split(), "tags": [tags[n % 3] for n, _ in enumerate(text.split())]}
+        for text in texts
+    ]
     exported(settings_for("ner", architecture, tokenizer, tmp_path, rows), tmp_path / "export")
-    answer = pipeline("token-classification", model=str(tmp_path / "export"), device="cpu", ignore_labels=[])
+    answer = pipeline(
+        "token-classification", model=str(tmp_path / "export"), device="cpu", ignore_labels=[]
+    )
     for row, ours in zip(
-        rows, predicted(tmp_path / "export", [{"tokens": row["tokens"]} for row in rows]), strict=True
+        rows,
+        predicted(tmp_path / "export", [{"tokens": row["tokens"]} for row in rows]),
+        strict=True,
     ):
         theirs, begin = answer(" ".join(row["tokens"])), 0
         for word, tag in zip(row["tokens"], ours["prediction"], strict=True):
@@ -165,19 +227,28 @@ def test_answers(architecture, tokenizer, tmp_path):
     # The windows behind the first have other segments in RoBERTa's tokenizers, which published RoBERTas do not read.
     contexts = ["the cat sat on a mat", *([] if "roberta" in architecture else [LONG])]
     asked = [{"question": "did a cat", "context": text} for text in contexts]
-    settings = settings_for("qa", architecture, tokenizer, tmp_path, [{**row, "answers": answers} for row in asked])
+    settings = settings_for(
+        "qa", architecture, tokenizer, tmp_path, [{**row, "answers": answers} for row in asked]
+    )
     exported([*settings, "task.stride=8", "task.max_question_tokens=12"], tmp_path / "export")
     read = AutoTokenizer.from_pretrained(tmp_path / "export")
     model = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "export").eval()
     for row, ours in zip(asked, predicted(tmp_path / "export", asked), strict=True):
-        how = {"truncation": "only_second", "stride": 8, "return_overflowing_tokens": True, **padding(architecture)}
+        how = {
+            "truncation": "only_second",
+            "stride": 8,
+            "return_overflowing_tokens": True,
+            **padding(architecture),
+        }
         windows = read(row["question"], row["context"], return_offsets_mapping=True, **how)
         best = (-np.inf, "")
         for number, ids in enumerate(windows["input_ids"]):
             fed = {name: torch.tensor([windows[name][number]]) for name in read.model_input_names}
             with torch.no_grad():
                 output = model(**fed)
-            inside = [place for place, side in enumerate(windows.sequence_ids(number)) if side == 1]
+            inside = [
+                place for place, side in enumerate(windows.sequence_ids(number)) if side == 1
+            ]
             offsets = windows["offset_mapping"][number]
             for start in inside:
                 for end in (each for each in inside if start <= each < start + 30):

@@ -30,7 +30,13 @@ TWEETS = ROOT / "tests" / "inputs" / "tweets.csv"
 def overrides(prepared, tmp_path_factory):
     """Of a run of a few seconds: a tiny ALBERT that reads tweets in batches of the lengths that suit them."""
     cache = tmp_path_factory.mktemp("cache")
-    task = ["task=classify", "data=tweets", "optim=finetune", f"data.path={TWEETS}", f"data.cache_dir={cache}"]
+    task = [
+        "task=classify",
+        "data=tweets",
+        "optim=finetune",
+        f"data.path={TWEETS}",
+        f"data.cache_dir={cache}",
+    ]
     task += ["data.validation_fraction=0.3"]
     steps = ["max_steps=6", "optim.lr=3e-3", "eval_every=2", "checkpoint.every=100"]
     steps += ["global_batch_size=12", "micro_batch_size=4"]
@@ -57,16 +63,32 @@ NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
 
 
 def test_training_and_evaluation_are_the_same_on_three_ranks(overrides, train, tmp_path):
-    given = ["task.class_weights=balanced", "task.label_smoothing=0.1", "optim.head_lr=1e-2", "micro_batch_size=2"]
+    given = [
+        "task.class_weights=balanced",
+        "task.label_smoothing=0.1",
+        "optim.head_lr=1e-2",
+        "micro_batch_size=2",
+    ]
     train(tmp_path / "one", *given)
     done = run(overrides(tmp_path / "three", *given), ranks=3)
     assert done.returncode == 0, done.stderr
-    for kind, keys in (("train", ("loss", "grad_norm", "lr")), ("eval", ("loss", "accuracy", "f1_macro"))):
-        one, three = ([[line[key] for key in keys] for line in lines(tmp_path / n, kind)] for n in ("one", "three"))
+    for kind, keys in (
+        ("train", ("loss", "grad_norm", "lr")),
+        ("eval", ("loss", "accuracy", "f1_macro")),
+    ):
+        one, three = (
+            [[line[key] for key in keys] for line in lines(tmp_path / n, kind)]
+            for n in ("one", "three")
+        )
         assert len(one) == (6 if kind == "train" else 3)
         assert np.array(three) == pytest.approx(np.array(one), rel=1e-4)
-    assert lines(tmp_path / "one", "summary")[0]["tokens"] == lines(tmp_path / "three", "summary")[0]["tokens"]
-    texts = [(tmp_path / name / "predictions/validation.jsonl").read_text() for name in ("one", "three")]
+    assert (
+        lines(tmp_path / "one", "summary")[0]["tokens"]
+        == lines(tmp_path / "three", "summary")[0]["tokens"]
+    )
+    texts = [
+        (tmp_path / name / "predictions/validation.jsonl").read_text() for name in ("one", "three")
+    ]
     assert NUMBER.sub("N", texts[0]) == NUMBER.sub("N", texts[1]) and texts[0].count("\n") > 30
     numbers = [[float(number) for number in NUMBER.findall(text)] for text in texts]
     # Seen with AVX-512: the last bit of a product depends on a row's place in the batch.
@@ -81,9 +103,14 @@ def test_an_interrupted_run_continues_bit_for_bit(train, best, tmp_path):
         train(tmp_path / "run", *given, stop=asked)
     assert train(tmp_path / "run", *given) == ("done", 8)
     for kind, key in (("train", "loss"), ("eval", "f1_macro")):
-        values = [[(line["step"], line[key]) for line in lines(folder, kind)] for folder in (tmp_path / "run", best)]
+        values = [
+            [(line["step"], line[key]) for line in lines(folder, kind)]
+            for folder in (tmp_path / "run", best)
+        ]
         assert values[0] == values[1]
-    assert (tmp_path / "run" / "evaluation.json").read_bytes() == (best / "evaluation.json").read_bytes()
+    assert (tmp_path / "run" / "evaluation.json").read_bytes() == (
+        best / "evaluation.json"
+    ).read_bytes()
 
 
 def test_on_xla_each_length_has_graphs_to_train_to_accumulate_and_to_evaluate(overrides, tmp_path):
@@ -121,25 +148,44 @@ def test_the_log_counts_the_rows_of_an_epoch_that_fill_no_batch(train, tmp_path)
 
 
 @pytest.mark.parametrize(("lower", "wanted"), [(True, 2), (False, 6)])
-def test_the_task_declares_which_direction_of_a_metric_is_the_better_one(train, tmp_path, monkeypatch, lower, wanted):
+def test_the_task_declares_which_direction_of_a_metric_is_the_better_one(
+    train, tmp_path, monkeypatch, lower, wanted
+):
     evaluate, rises = Classification.evaluate, count(1)
     declared = (*classify.SPEC.metrics, Metric("brier", higher_is_better=not lower))
     monkeypatch.setitem(TASKS, "classify", replace(classify.SPEC, metrics=declared))
     monkeypatch.setattr(Classification, "metric_names", (*Classification.metric_names, "brier"))
-    monkeypatch.setattr(Classification, "evaluate", lambda *given: {**evaluate(*given), "brier": float(next(rises))})
-    given = ["checkpoint.best=true", "best.metric=brier", "eval_every=2", "checkpoint.every=2", "max_steps=6"]
+    monkeypatch.setattr(
+        Classification,
+        "evaluate",
+        lambda *given: {**evaluate(*given), "brier": float(next(rises))},
+    )
+    given = [
+        "checkpoint.best=true",
+        "best.metric=brier",
+        "eval_every=2",
+        "checkpoint.every=2",
+        "max_steps=6",
+    ]
     train(tmp_path / "run", *given)
     assert best_step(tmp_path / "run") == wanted
     assert read_run(tmp_path / "run").summary["scores"]["brier"]["best"][1] == wanted
     monkeypatch.setitem(TASKS, "classify", classify.SPEC)
-    rejects("best.metric=brier has no direction: declare in the task's SPEC", train, tmp_path / "other", *given)
+    rejects(
+        "best.metric=brier has no direction: declare in the task's SPEC",
+        train,
+        tmp_path / "other",
+        *given,
+    )
 
 
 def test_another_metric_is_not_compared_with_the_one_before(train, tmp_path):
     given = [*BEST, "eval_every=2", "checkpoint.every=2"]
     train(tmp_path / "run", *given, "max_steps=4", "best.metric=f1_macro", "optim.lr=0.02")
     train(tmp_path / "run", *given, "max_steps=8", "best.metric=loss", "optim.lr=0.02")
-    losses = {line["step"]: line["loss"] for line in lines(tmp_path / "run", "eval") if line["step"] > 4}
+    losses = {
+        line["step"]: line["loss"] for line in lines(tmp_path / "run", "eval") if line["step"] > 4
+    }
     assert best_step(tmp_path / "run") == min(losses, key=losses.get)
 
 
@@ -152,7 +198,10 @@ def test_a_best_checkpoint_that_is_gone_does_not_lose_the_run(train, tmp_path):
     assert (tmp_path / "run" / "export" / "config.json").is_file()
     said = "the best evaluation was at step 2, whose checkpoint cannot be loaded: exporting step 4"
     assert said in (tmp_path / "run/log/rank_0000.txt").read_text()
-    assert "The exported weights are those of step 4." in (tmp_path / "run/export/README.md").read_text()
+    assert (
+        "The exported weights are those of step 4."
+        in (tmp_path / "run/export/README.md").read_text()
+    )
 
 
 def test_predictions_that_cannot_be_written_are_an_alarm(train, tmp_path, monkeypatch):
@@ -163,7 +212,8 @@ def test_predictions_that_cannot_be_written_are_an_alarm(train, tmp_path, monkey
     assert train(tmp_path / "run", "max_steps=2") == ("done", 2)
     (fault,) = lines(tmp_path / "run", "fault")
     assert (
-        "could not write the predictions of this evaluation: cannot write predictions: no space left" in fault["reason"]
+        "could not write the predictions of this evaluation: cannot write predictions: no space left"
+        in fault["reason"]
     )
     lengths = json.loads((tmp_path / "run" / "data.json").read_text())["lengths"]
     says = f"data.lengths={str(lengths).replace(' ', '')} keeps that run's batches"  # as on another kind of device
@@ -176,7 +226,9 @@ def best_step(run_dir):
 
 
 def test_a_layer_that_is_shared_cannot_be_frozen(train, tmp_path):
-    rejects("shares one layer over its whole depth", train, tmp_path / "run", "model.freeze_layers=1")
+    rejects(
+        "shares one layer over its whole depth", train, tmp_path / "run", "model.freeze_layers=1"
+    )
 
 
 def test_what_is_rejected_on_several_ranks_is_said_once(overrides, tmp_path):
@@ -192,5 +244,11 @@ def test_what_is_rejected_on_several_ranks_is_said_once(overrides, tmp_path):
 
 
 def test_early_stopping_goes_by_the_metric_chosen(train, tmp_path):
-    given = ["best.metric=accuracy", "early_stop.patience=2", "optim.lr=1e-30", "max_steps=50", "eval_every=1"]
+    given = [
+        "best.metric=accuracy",
+        "early_stop.patience=2",
+        "optim.lr=1e-30",
+        "max_steps=50",
+        "eval_every=1",
+    ]
     assert train(tmp_path / "run", *given) == ("early_stop", 3)

@@ -16,8 +16,8 @@ from train import api
 from train.observe.report.data import classes_table, read_records
 from train.observe.report.run import read_run
 from train.run.stopping import StopRequest
-from train.system import exported, samples
-from train.system.folders import LocalFolder
+from train.run_folder import exported, samples
+from train.storage.folders import LocalFolder
 from train.tasks.multilabel import MultiLabelConfig
 from train.tasks.multilabel.task import best_threshold, chosen, positive_weights
 from train.tools import checkpoints, evaluate, predict
@@ -32,14 +32,24 @@ GIVEN = [
     "optim.lr=0.01",
     "task.threshold=0.4",
 ]
-GIVEN += ["task.positive_weights=balanced", "watchdog.step_s=0", "global_batch_size=12", "samples=4"]
+GIVEN += [
+    "task.positive_weights=balanced",
+    "watchdog.step_s=0",
+    "global_batch_size=12",
+    "samples=4",
+]
 
 
 @pytest.fixture(scope="module")
 def rows(texts):
     """Texts whose words say which labels they have; every fourth has none."""
-    found = [[name for bit, name in enumerate(NAMES) if number % 8 >> bit & 1 and number % 4] for number in range(64)]
-    return [(f"{text} {' '.join(labels)}", labels) for text, labels in zip(texts, found, strict=False)]
+    found = [
+        [name for bit, name in enumerate(NAMES) if number % 8 >> bit & 1 and number % 4]
+        for number in range(64)
+    ]
+    return [
+        (f"{text} {' '.join(labels)}", labels) for text, labels in zip(texts, found, strict=False)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +57,14 @@ def sources(rows, tmp_path_factory):
     """Settings of the same rows as JSON lines, as CSV with a separator, and as CSV with a column for each label."""
     folder = tmp_path_factory.mktemp("labelled")
     with (folder / "lists.jsonl").open("w") as file:
-        file.writelines(json.dumps({"text": text, "label": labels}) + "\n" for text, labels in rows)
+        file.writelines(
+            json.dumps({"text": text, "label": labels}) + "\n" for text, labels in rows
+        )
     tables = {"split": [("text", "label"), *((text, " | ".join(labels)) for text, labels in rows)]}
-    tables["columns"] = [("text", *NAMES), *((text, *(int(name in has) for name in NAMES)) for text, has in rows)]
+    tables["columns"] = [
+        ("text", *NAMES),
+        *((text, *(int(name in has) for name in NAMES)) for text, has in rows),
+    ]
     for name, table in tables.items():
         with (folder / f"{name}.csv").open("w", newline="") as file:
             csv.writer(file).writerows(table)
@@ -62,9 +77,17 @@ def sources(rows, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def given(sources, tokenizer_folder, tmp_path_factory):
-    data = ["task=multilabel", "data=records", "data.validation_fraction=0.4", "seq_len=48", "data.lengths=[]"]
+    data = [
+        "task=multilabel",
+        "data=records",
+        "data.validation_fraction=0.4",
+        "seq_len=48",
+        "data.lengths=[]",
+    ]
     data += [f"data.cache_dir={tmp_path_factory.mktemp('cache')}", *GIVEN]
-    return lambda run_dir, *more, source="lists": tuning(run_dir, tokenizer_folder, *data, *sources[source], *more)
+    return lambda run_dir, *more, source="lists": tuning(
+        run_dir, tokenizer_folder, *data, *sources[source], *more
+    )
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +106,9 @@ def test_two_ranks_a_stopped_run_and_xla_learn_the_same(given, trained, tmp_path
     assert done.returncode == 0, done.stderr
     # After a step probabilities are nearly equal: rounding swaps two in the order that average precision is of.
     assert numbers_of(tmp_path / "two") == pytest.approx(numbers_of(trained), rel=1e-4, abs=5e-3)
-    assert numbers_of(tmp_path / "two")[:, :3] == pytest.approx(numbers_of(trained)[:, :3], rel=1e-4)
+    assert numbers_of(tmp_path / "two")[:, :3] == pytest.approx(
+        numbers_of(trained)[:, :3], rel=1e-4
+    )
     asked = StopRequest()
     asked.reason = "SIGTERM"
     for _ in range(2):  # a step each
@@ -95,11 +120,15 @@ def test_two_ranks_a_stopped_run_and_xla_learn_the_same(given, trained, tmp_path
     pytest.importorskip("torch_xla")
     done = run(given(tmp_path / "xla", "backend=xla", "backend.device=cpu", "max_steps=2"))
     assert done.returncode == 0, done.stderr
-    assert numbers_of(tmp_path / "xla")[0] == pytest.approx(numbers_of(trained)[0], rel=1e-4, abs=5e-3)
+    assert numbers_of(tmp_path / "xla")[0] == pytest.approx(
+        numbers_of(trained)[0], rel=1e-4, abs=5e-3
+    )
 
 
 def test_labels_are_read_from_lists_from_text_and_from_columns(given, rows, tmp_path):
-    tasks = [task_of(given(tmp_path / "run", source=source)) for source in ("lists", "split", "columns")]
+    tasks = [
+        task_of(given(tmp_path / "run", source=source)) for source in ("lists", "split", "columns")
+    ]
     for task in tasks:
         assert task.labels == NAMES
         train = task.tables.examples("train")
@@ -108,8 +137,12 @@ def test_labels_are_read_from_lists_from_text_and_from_columns(given, rows, tmp_
             wanted[text] for text in train["text"]
         ]
         values = task.train_data().values["labels"]
-        assert values.tolist() == [[float(name in wanted[text]) for name in NAMES] for text in train["text"]]
-        assert task.weights.tolist() == pytest.approx(((1 - values).sum(0) / values.sum(0)).tolist())
+        assert values.tolist() == [
+            [float(name in wanted[text]) for name in NAMES] for text in train["text"]
+        ]
+        assert task.weights.tolist() == pytest.approx(
+            ((1 - values).sum(0) / values.sum(0)).tolist()
+        )
     assert len({task.data_id for task in tasks}) == 1
 
 
@@ -118,25 +151,41 @@ def test_the_loss_is_torchs_with_weights_and_without_in_an_evaluation(given, tmp
     drawn = task.train_data().draw(np.array([[0, 1, 2, 3]]))
     logits, targets = torch.randn(4, 3), drawn["inputs"]["labels"][0]
     wanted = torch.nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0, 2.0, 3.0]))(logits, targets)
-    assert task.loss_of(logits, {"labels": targets}) / drawn["count"][0] == pytest.approx(wanted.item())
+    assert task.loss_of(logits, {"labels": targets}) / drawn["count"][0] == pytest.approx(
+        wanted.item()
+    )
     plain = torch.nn.BCEWithLogitsLoss()(logits, targets).item()
     assert task.statistics(logits, {"labels": targets})[:, 0].mean() == pytest.approx(plain)
     padded = {"labels": torch.cat([targets, torch.full((1, 3), torch.nan)])}
-    assert task.loss_of(torch.cat([logits, torch.ones(1, 3)]), padded) == task.loss_of(logits, {"labels": targets})
+    assert task.loss_of(torch.cat([logits, torch.ones(1, 3)]), padded) == task.loss_of(
+        logits, {"labels": targets}
+    )
 
 
 def test_predictions_are_those_of_the_export_with_its_thresholds(trained, rows, tmp_path, capsys):
-    config, file = json.loads((trained / "export/config.json").read_text()), trained / "export/baretrain_task.json"
+    config, file = (
+        json.loads((trained / "export/config.json").read_text()),
+        trained / "export/baretrain_task.json",
+    )
     state = json.loads(file.read_text())
-    assert config["problem_type"] == "multi_label_classification" and state["settings"]["threshold"] == 0.4
+    assert (
+        config["problem_type"] == "multi_label_classification"
+        and state["settings"]["threshold"] == 0.4
+    )
 
     def keep(limits):
-        file.write_text(json.dumps({**state, "settings": {**state["settings"], "threshold": limits}}))
+        file.write_text(
+            json.dumps({**state, "settings": {**state["settings"], "threshold": limits}})
+        )
 
-    (tmp_path / "new.jsonl").write_text("".join(json.dumps({"text": t, "label": has}) + "\n" for t, has in rows))
+    (tmp_path / "new.jsonl").write_text(
+        "".join(json.dumps({"text": t, "label": has}) + "\n" for t, has in rows)
+    )
     model = AutoModelForSequenceClassification.from_pretrained(trained / "export").eval()
     with torch.no_grad():
-        tokens = AutoTokenizer.from_pretrained(trained / "export")([rows[5][0]], return_tensors="pt")
+        tokens = AutoTokenizer.from_pretrained(trained / "export")(
+            [rows[5][0]], return_tensors="pt"
+        )
         shares = model(**tokens).logits[0].sigmoid().tolist()
     for limits in ([0.4, 0.4, 0.4], [0.0001, 0.9999, shares[2]]):
         keep(limits)
@@ -144,22 +193,45 @@ def test_predictions_are_those_of_the_export_with_its_thresholds(trained, rows, 
         assert predict.main(given) == 0
         said = capsys.readouterr()
         answer = json.loads(said.out.splitlines()[5])
-        assert [*answer["probabilities"].values()] == pytest.approx(shares, rel=1e-4) and answer["label"] == rows[5][1]
+        assert [*answer["probabilities"].values()] == pytest.approx(shares, rel=1e-4) and answer[
+            "label"
+        ] == rows[5][1]
         sure = [share >= limit - 1e-6 for share, limit in zip(shares, limits, strict=True)]
         assert [name in answer["prediction"] for name in NAMES][:2] == sure[:2]
         assert "f1_micro 0." in said.err and "64 rows with a known answer" in said.err
     keep([0.4, "x", 1])
     assert predict.main(given) == 2
-    assert "baretrain_task.json cannot be used: task.threshold=[0.4, 'x', 1] must be" in capsys.readouterr().err
+    assert (
+        "baretrain_task.json cannot be used: task.threshold=[0.4, 'x', 1] must be"
+        in capsys.readouterr().err
+    )
     keep([0.4, 0.4])
-    assert predict.main(given) == 2 and "task.threshold has 2 numbers for 3 labels" in capsys.readouterr().err
+    assert (
+        predict.main(given) == 2
+        and "task.threshold has 2 numbers for 3 labels" in capsys.readouterr().err
+    )
     keep(0.4)
     assert (
-        predict.main([str(trained), "--input", str(tmp_path / "new.jsonl"), "--output", f"{tmp_path}/a.csv", *FP32])
+        predict.main(
+            [
+                str(trained),
+                "--input",
+                str(tmp_path / "new.jsonl"),
+                "--output",
+                f"{tmp_path}/a.csv",
+                *FP32,
+            ]
+        )
         == 0
     )
     header, *table = csv.reader((tmp_path / "a.csv").open())
-    assert header == ["id", "label", "prediction", *(f"probability_{name}" for name in NAMES), "tokens_cut"]
+    assert header == [
+        "id",
+        "label",
+        "prediction",
+        *(f"probability_{name}" for name in NAMES),
+        "tokens_cut",
+    ]
     assert json.loads(table[5][1]) == rows[5][1]
 
 
@@ -169,12 +241,22 @@ def test_metrics_worked_out_by_hand(given, tmp_path):
     truth = [[1, 0, 0], [1, 1, 0], [0, 0, 0]]
     shares = [[0.9, 0.5, 0.1], [0.3, 0.8, 0.1], [0.2, 0.1, 0.1]]
     # At 0.4: of long 1 is found and 1 missed (F1 2/3), of rude 1 is found and 1 wrong (2/3), of warm there is none (0).
-    wanted = {"f1_micro": 2 / 3, "f1_macro": 4 / 9, "average_precision": 1.0, "subset_accuracy": 1 / 3}
+    wanted = {
+        "f1_micro": 2 / 3,
+        "f1_macro": 4 / 9,
+        "average_precision": 1.0,
+        "subset_accuracy": 1 / 3,
+    }
     assert task.score(truth, shares) == pytest.approx(wanted)
-    assert best_threshold(np.array([1, 1, 0]), np.array([0.9, 0.3, 0.2])) == {"best_f1": 1.0, "best_threshold": 0.25}
+    assert best_threshold(np.array([1, 1, 0]), np.array([0.9, 0.3, 0.2])) == {
+        "best_f1": 1.0,
+        "best_threshold": 0.25,
+    }
     few = np.array(truth, bool), np.array(shares)
     assert chosen(*few, each=True) == pytest.approx([0.25, 0.65, 0.5])  # no row has the last label
-    assert chosen(*few, each=False) == pytest.approx([0.25] * 3)  # all 3 are found, and 1 is wrong: F1 6/7
+    assert chosen(*few, each=False) == pytest.approx(
+        [0.25] * 3
+    )  # all 3 are found, and 1 is wrong: F1 6/7
 
 
 @pytest.mark.parametrize("how", ["best", "best_per_label"])
@@ -184,32 +266,53 @@ def test_thresholds_that_the_validation_data_chose_are_those_of_exports_and_pred
     run_dir = tmp_path / "run"
     of_run = given(run_dir, f"task.threshold={how}", "max_steps=3")
     train_with(of_run)
-    evaluated = [json.loads(line) for line in (run_dir / "predictions/validation.jsonl").read_text().splitlines()]
+    evaluated = [
+        json.loads(line)
+        for line in (run_dir / "predictions/validation.jsonl").read_text().splitlines()
+    ]
     shares = np.array([[*line["probabilities"].values()] for line in evaluated])
     truth = np.array([[name in line["label"] for name in NAMES] for line in evaluated])
     limits = chosen(truth, shares, each=how != "best")
     assert len(set(limits)) == (1 if how == "best" else 3) and 0.5 not in limits
     shutil.rmtree(run_dir / "export")
     train_with(of_run)  # nothing is left to do but to export
-    assert checkpoints.main([str(run_dir), "export", str(tmp_path / "exported"), "--step", "3"]) == 0
+    assert (
+        checkpoints.main([str(run_dir), "export", str(tmp_path / "exported"), "--step", "3"]) == 0
+    )
     for folder in (run_dir / "export", tmp_path / "exported"):
-        assert json.loads((folder / "baretrain_task.json").read_text())["settings"]["threshold"] == limits
-    (tmp_path / "new.jsonl").write_text("".join(json.dumps({"text": "no", "label": [name]}) + "\n" for name in NAMES))
+        assert (
+            json.loads((folder / "baretrain_task.json").read_text())["settings"]["threshold"]
+            == limits
+        )
+    (tmp_path / "new.jsonl").write_text(
+        "".join(json.dumps({"text": "no", "label": [name]}) + "\n" for name in NAMES)
+    )
     for flags, used in (([], limits), (["--threshold", "0.001"], [0.001] * 3)):
         capsys.readouterr()
-        assert predict.main([str(run_dir), "--input", str(tmp_path / "new.jsonl"), *flags, *FP32]) == 0
+        assert (
+            predict.main([str(run_dir), "--input", str(tmp_path / "new.jsonl"), *flags, *FP32])
+            == 0
+        )
         for line in map(json.loads, capsys.readouterr().out.splitlines()):
             pairs = zip(line["probabilities"].items(), used, strict=True)
             assert line["prediction"] == [name for (name, share), limit in pairs if share >= limit]
     # In evaluations it is 0.5 still: a threshold that the same rows chose says too much.
     assert [line["prediction"] for line in evaluated] == [
-        [name for name, share in line["probabilities"].items() if share >= 0.5] for line in evaluated
+        [name for name, share in line["probabilities"].items() if share >= 0.5]
+        for line in evaluated
     ]
     # train.evaluate judges by what the export keeps, as train.predict does.
-    (tmp_path / "all.jsonl").write_text("".join(json.dumps({"text": a, "label": b}) + "\n" for a, b in rows))
+    (tmp_path / "all.jsonl").write_text(
+        "".join(json.dumps({"text": a, "label": b}) + "\n" for a, b in rows)
+    )
     other, scores = f"data.path={tmp_path}/all.jsonl", []
     for settings in ([], [other], [other, f"task.threshold={limits}"]):
-        command = [str(run_dir), *settings, f"--output={tmp_path}/scores.json", f"data.cache_dir={tmp_path}/cache"]
+        command = [
+            str(run_dir),
+            *settings,
+            f"--output={tmp_path}/scores.json",
+            f"data.cache_dir={tmp_path}/cache",
+        ]
         assert evaluate.main(command) == 0
         scores.append(json.loads((tmp_path / "scores.json").read_text())["metrics"])
     last = lines(run_dir, "eval")[-1]
@@ -228,7 +331,9 @@ def test_thresholds_predictions_and_scores_are_those_of_the_exported_step(given,
         "eval_every=1",
         "max_steps=7",
     ]
-    settings = given(run_dir, *settings, "checkpoint.every=1", "checkpoint.keep=2", f"checkpoint.best={best}")
+    settings = given(
+        run_dir, *settings, "checkpoint.every=1", "checkpoint.keep=2", f"checkpoint.best={best}"
+    )
     asked.reason = "SIGTERM"
     for _ in range(4):  # a step each
         train_with(settings, asked)
@@ -239,7 +344,10 @@ def test_thresholds_predictions_and_scores_are_those_of_the_exported_step(given,
     step = top if best else 7
     assert exported.marked(LocalFolder(run_dir), "weights") == step
     assert json.loads((run_dir / "evaluation.json").read_text())["step"] == step
-    evaluated = [json.loads(line) for line in (run_dir / "predictions/validation.jsonl").read_text().splitlines()]
+    evaluated = [
+        json.loads(line)
+        for line in (run_dir / "predictions/validation.jsonl").read_text().splitlines()
+    ]
     shares = np.array([[*line["probabilities"].values()] for line in evaluated])
     truth = np.array([[name in line["label"] for name in NAMES] for line in evaluated])
 
@@ -248,17 +356,32 @@ def test_thresholds_predictions_and_scores_are_those_of_the_exported_step(given,
 
     assert limits(run_dir / "export") == chosen(truth, shares, each=True)
     assert api.final_scores(read_run(run_dir))["f1_micro"] == scores[step]
-    said = f"the export has the weights of step {step}, the {'best by f1_micro' if best else 'last'}"
+    said = (
+        f"the export has the weights of step {step}, the {'best by f1_micro' if best else 'last'}"
+    )
     assert said in (run_dir / "log/rank_0000.txt").read_text()
     for each in (6, step):
-        assert checkpoints.main([str(run_dir), "export", str(tmp_path / str(each)), "--step", str(each)]) == 0
+        assert (
+            checkpoints.main(
+                [str(run_dir), "export", str(tmp_path / str(each)), "--step", str(each)]
+            )
+            == 0
+        )
     assert limits(tmp_path / str(step)) == limits(run_dir / "export") != limits(tmp_path / "6")
 
 
 def test_weights_and_thresholds_fit_the_labels(given, tmp_path):
     has_label = np.array([[1, 0], [1, 0], [1, 1], [0, 0]], np.float32)
-    assert positive_weights("balanced", ["a", "b"], has_label).tolist() == pytest.approx([1 / 3, 3])
-    rejects("all or no training rows have the label a, b", positive_weights, "balanced", ["a", "b"], has_label[:2])
+    assert positive_weights("balanced", ["a", "b"], has_label).tolist() == pytest.approx(
+        [1 / 3, 3]
+    )
+    rejects(
+        "all or no training rows have the label a, b",
+        positive_weights,
+        "balanced",
+        ["a", "b"],
+        has_label[:2],
+    )
     for says, settings in (
         ("positive_weights=some must be", {"positive_weights": "some"}),
         ("positive_weights=.* above 0", {"positive_weights": [1, -1]}),
@@ -274,10 +397,26 @@ def test_weights_and_thresholds_fit_the_labels(given, tmp_path):
 @pytest.mark.parametrize(
     ("table", "settings", "says"),
     [
-        ("text,label\na,x|y\n", [], r"bad\.csv:2: label holds 'x\|y', not a list; data\.label_separator splits"),
-        ("text,label\na,x|z\nb,y\n", ["data.label_separator=|", "data.labels=[x,y]"], r"bad\.csv:2: unknown label z"),
-        ("text,x,y\na,1,0\nb,2,1\n", ["data.columns.label=[x,y]"], r"bad\.csv:3: x holds '2', not 0 or 1"),
-        ("text,x,y\na,1,0\nb,,1\n", ["data.columns.label=[x,y]"], r"bad\.csv:3: x holds '', not 0 or 1"),
+        (
+            "text,label\na,x|y\n",
+            [],
+            r"bad\.csv:2: label holds 'x\|y', not a list; data\.label_separator splits",
+        ),
+        (
+            "text,label\na,x|z\nb,y\n",
+            ["data.label_separator=|", "data.labels=[x,y]"],
+            r"bad\.csv:2: unknown label z",
+        ),
+        (
+            "text,x,y\na,1,0\nb,2,1\n",
+            ["data.columns.label=[x,y]"],
+            r"bad\.csv:3: x holds '2', not 0 or 1",
+        ),
+        (
+            "text,x,y\na,1,0\nb,,1\n",
+            ["data.columns.label=[x,y]"],
+            r"bad\.csv:3: x holds '', not 0 or 1",
+        ),
         ("text,label\na,x\n,y\n", ["data.label_separator=|"], r"bad\.csv:3: an empty text"),
         ("text,label\na,\nb,\n", ["data.label_separator=|"], "no row has a label"),
         ("text,label\na,x\n", ["data.label_separator=''"], r"data\.label_separator=? is empty"),
@@ -285,13 +424,22 @@ def test_weights_and_thresholds_fit_the_labels(given, tmp_path):
 )
 def test_bad_rows_are_named(given, tmp_path, table, settings, says):
     (tmp_path / "bad.csv").write_text(table)
-    rejects(says, task_of, [*given(tmp_path / "run"), f"data.path={tmp_path / 'bad.csv'}", *settings])
+    rejects(
+        says, task_of, [*given(tmp_path / "run"), f"data.path={tmp_path / 'bad.csv'}", *settings]
+    )
 
 
 def test_the_report_has_the_scores_of_each_label(trained):
     records = read_records(LocalFolder(trained))
     assert [row[0] for row in classes_table(records.evaluated[0])] == ["Label", *NAMES]
-    assert set(records.evaluated[0].per_class["rude"]) >= {"f1", "support", "best_f1", "best_threshold"}
+    assert set(records.evaluated[0].per_class["rude"]) >= {
+        "f1",
+        "support",
+        "best_f1",
+        "best_threshold",
+    }
     answers = [sample.answers[0] for sample in samples.read(LocalFolder(trained)).samples]
-    assert len(answers) == 4 and all(answer.truth and answer.guesses[0].probability is None for answer in answers)
+    assert len(answers) == 4 and all(
+        answer.truth and answer.guesses[0].probability is None for answer in answers
+    )
     assert "with any of 3 labels: long, rude, warm" in (trained / "export/README.md").read_text()

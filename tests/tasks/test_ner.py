@@ -34,7 +34,9 @@ def words_folder(tmp_path_factory):
     """A tokenizer that knows each word of the sentences."""
     lines = ENTITIES.read_text().splitlines()
     folder = tmp_path_factory.mktemp("words")
-    word_tokenizer(dict.fromkeys(line.split()[0] for line in lines if line)).save_pretrained(str(folder))
+    word_tokenizer(dict.fromkeys(line.split()[0] for line in lines if line)).save_pretrained(
+        str(folder)
+    )
     return folder
 
 
@@ -42,9 +44,26 @@ def words_folder(tmp_path_factory):
 def overrides(words_folder, tmp_path_factory):
     """Of a run that learns to find the entities, in batches of two lengths."""
     cache = tmp_path_factory.mktemp("cache")
-    task = ["task=ner", "data=records", f"data.path={ENTITIES}", "data.validation_fraction=0.3", "seq_len=48"]
-    task += ["data.lengths=[24]", f"data.cache_dir={cache}", "optim.lr=1e-2", "model.hidden_dropout=0"]
-    task += [f"max_steps={STEPS}", "eval_every=30", "micro_batch_size=4", "log_every=10", "best.metric=f1"]
+    task = [
+        "task=ner",
+        "data=records",
+        f"data.path={ENTITIES}",
+        "data.validation_fraction=0.3",
+        "seq_len=48",
+    ]
+    task += [
+        "data.lengths=[24]",
+        f"data.cache_dir={cache}",
+        "optim.lr=1e-2",
+        "model.hidden_dropout=0",
+    ]
+    task += [
+        f"max_steps={STEPS}",
+        "eval_every=30",
+        "micro_batch_size=4",
+        "log_every=10",
+        "best.metric=f1",
+    ]
     return lambda run_dir, *others: tuning(run_dir, words_folder, *task, *others)
 
 
@@ -57,19 +76,28 @@ def trained(overrides, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def predictions(trained):
-    return [json.loads(line) for line in (trained / "predictions/validation.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (trained / "predictions/validation.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bytes"])
 def test_the_first_token_of_a_word_has_its_tag(prepared, kind):
-    tokenizer = byte_tokenizer() if kind == "bytes" else AutoTokenizer.from_pretrained(prepared / "tokenizer")
+    tokenizer = (
+        byte_tokenizer()
+        if kind == "bytes"
+        else AutoTokenizer.from_pretrained(prepared / "tokenizer")
+    )
     words = ["sitting", "in", "na", "remona", "in", "bebo"]
     features = NERFeaturizer(tokenizer, seq_len=40).features(
         {"tokens": [words], "tags": [[5, 4, 3, 2, 1, 0]]}, [7], split="x"
     )
     (labels,), (ids,) = features["labels"], features["input_ids"]
     assert features["row"] == [7] and features["words"][0].tolist() == [0, 1, 2, 3, 4, 5]
-    assert labels[labels != IGNORE_INDEX].tolist() == [5, 4, 3, 2, 1, 0] and len(labels) == len(ids) > len(words)
+    assert labels[labels != IGNORE_INDEX].tolist() == [5, 4, 3, 2, 1, 0] and len(labels) == len(
+        ids
+    ) > len(words)
     begins = [*np.flatnonzero(labels != IGNORE_INDEX), len(ids)]
     for word, first, end in zip(words, begins, begins[1:], strict=False):
         decoded = tokenizer.decode(ids[first:end], skip_special_tokens=True)
@@ -78,8 +106,13 @@ def test_the_first_token_of_a_word_has_its_tag(prepared, kind):
 
 def test_words_without_a_token_have_no_label(prepared):
     tokenizer = AutoTokenizer.from_pretrained(prepared / "tokenizer")
-    encode = lambda words, most: tokenizer(" ".join(words), truncation=True, max_length=most).encodings[0]  # noqa: E731
-    read, tokens = first_tokens(encode(["in", "\u200d" * 3, "San"], 20), ["in", "\u200d" * 3, "San"])
+
+    def encode(words, most):
+        return tokenizer(" ".join(words), truncation=True, max_length=most).encodings[0]
+
+    read, tokens = first_tokens(
+        encode(["in", "\u200d" * 3, "San"], 20), ["in", "\u200d" * 3, "San"]
+    )
     assert set(read) >= {0, 2} and len(set(tokens)) == len(tokens)
     words = ["in"] * 30
     read, tokens = first_tokens(encode(words, 10), words)
@@ -89,9 +122,17 @@ def test_words_without_a_token_have_no_label(prepared):
 
 def test_the_loss_counts_words_and_statistics_keep_tags_and_probabilities():
     torch.manual_seed(0)
-    logits, labels = torch.randn(3, 5, 4), torch.tensor([[1, -100, 2, 0, -100], [-100] * 5, [3, 3, 3, 3, 3]])
-    rows = TokenClassification.statistics(SimpleNamespace(sizes=Sizes(None, None, 7, (7,))), logits, {"labels": labels})
-    wanted = [F.cross_entropy(logits[row], labels[row], reduction="sum", ignore_index=-100) for row in (0, 1, 2)]
+    logits, labels = (
+        torch.randn(3, 5, 4),
+        torch.tensor([[1, -100, 2, 0, -100], [-100] * 5, [3, 3, 3, 3, 3]]),
+    )
+    rows = TokenClassification.statistics(
+        SimpleNamespace(sizes=Sizes(None, None, 7, (7,))), logits, {"labels": labels}
+    )
+    wanted = [
+        F.cross_entropy(logits[row], labels[row], reduction="sum", ignore_index=-100)
+        for row in (0, 1, 2)
+    ]
     assert rows.shape == (3, 15) and torch.allclose(rows[:, 0], torch.stack(wanted))
     assert torch.equal(rows[:, 1:6], logits.argmax(-1).float()) and not rows[:, 6:8].any()
     assert torch.allclose(rows[:, 8:13], logits.softmax(-1).amax(-1))
@@ -99,15 +140,21 @@ def test_the_loss_counts_words_and_statistics_keep_tags_and_probabilities():
 
 def test_the_loss_of_a_batch_is_divided_by_its_words(overrides, tmp_path):
     task = task_of(overrides(tmp_path / "run"))
-    batch = task.train_data().draw(np.array([[0, 1, 2], [3, 4, 5]]) + 2**48)  # of the longer bucket
-    assert batch["count"] == [(row != IGNORE_INDEX).sum().item() for row in batch["inputs"]["labels"]]
+    batch = task.train_data().draw(
+        np.array([[0, 1, 2], [3, 4, 5]]) + 2**48
+    )  # of the longer bucket
+    assert batch["count"] == [
+        (row != IGNORE_INDEX).sum().item() for row in batch["inputs"]["labels"]
+    ]
     assert batch["inputs"]["labels"].shape == batch["inputs"]["input_ids"].shape == (2, 3, 48)
 
 
 def test_entities_are_right_as_a_whole():
     truth = [["B-PER", "I-PER", "O", "B-LOC"], ["O"]]
     predicted = [["B-PER", "O", "O", "B-LOC"], ["B-ORG"]]
-    assert score(truth, predicted) == pytest.approx({"precision": 1 / 3, "recall": 0.5, "f1": 0.4, "accuracy": 0.6})
+    assert score(truth, predicted) == pytest.approx(
+        {"precision": 1 / 3, "recall": 0.5, "f1": 0.4, "accuracy": 0.6}
+    )
     scores = tables(truth, predicted)
     assert scores["labels"] == ["LOC", "ORG", "PER"]
     assert scores["per_class"]["LOC"] == {"precision": 1.0, "recall": 1.0, "f1": 1.0, "support": 1}
@@ -129,9 +176,15 @@ def test_it_learns(trained, predictions):
     (answer, *_) = json.loads((trained / "samples.json").read_text())["samples"][0]["answers"]
     assert answer["truth"].endswith(")") or not answer["truth"]
     labels = json.loads((trained / "export/config.json").read_text())["id2label"].values()
-    assert set(labels) == {"O", *(f"{place}-{kind}" for place in "BI" for kind in ("LOC", "ORG", "PER"))}
+    assert set(labels) == {
+        "O",
+        *(f"{place}-{kind}" for place in "BI" for kind in ("LOC", "ORG", "PER")),
+    }
     card = (trained / "export/README.md").read_text()
-    assert "pipeline_tag: token-classification" in card and "AutoModelForTokenClassification" not in card
+    assert (
+        "pipeline_tag: token-classification" in card
+        and "AutoModelForTokenClassification" not in card
+    )
 
 
 def test_new_words_are_tagged(trained, predictions, tmp_path, capsys):
@@ -153,10 +206,18 @@ def test_new_words_are_tagged(trained, predictions, tmp_path, capsys):
 def test_numbered_tags_of_a_data_set_have_its_names(overrides, tmp_path):
     names = ["O", "B-X", "I-X"]
     features = datasets.Features(
-        {"tokens": datasets.List(datasets.Value("string")), "ner_tags": datasets.List(datasets.ClassLabel(names=names))}
+        {
+            "tokens": datasets.List(datasets.Value("string")),
+            "ner_tags": datasets.List(datasets.ClassLabel(names=names)),
+        }
     )
-    words = list(dict.fromkeys(line.split()[0] for line in ENTITIES.read_text().splitlines() if line))
-    rows = {"tokens": [[words[n], words[-1]] for n in range(20)], "ner_tags": [[n % 3, 0] for n in range(20)]}
+    words = list(
+        dict.fromkeys(line.split()[0] for line in ENTITIES.read_text().splitlines() if line)
+    )
+    rows = {
+        "tokens": [[words[n], words[-1]] for n in range(20)],
+        "ner_tags": [[n % 3, 0] for n in range(20)],
+    }
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "set"))
     given = [f"data.path={tmp_path / 'set'}", "data.columns.tags=ner_tags"]
     task = task_of(overrides(tmp_path / "run", *given))
@@ -167,7 +228,10 @@ def sentence_of(*lines, end="\n\n"):
     return "\n".join(lines) + end
 
 
-GERMAN = sentence_of("1\tAnna\tB-PER\tO", "2\t99\tO\tO", "3\tUni\tB-ORG\tO", "4\tBonn\tI-ORG\tB-LOC") * 4
+GERMAN = (
+    sentence_of("1\tAnna\tB-PER\tO", "2\t99\tO\tO", "3\tUni\tB-ORG\tO", "4\tBonn\tI-ORG\tB-LOC")
+    * 4
+)
 UNIVERSAL = "# text = in 99\n" + "".join(
     f"{number}\t{word}\t_\t{tag}" + "\t_" * 6 + "\n"
     for number, word, tag in [
@@ -178,23 +242,38 @@ UNIVERSAL = "# text = in 99\n" + "".join(
         ("3", "#", "SYM"),
     ]
 )
-COMMENTED = "# id 0\tdomain=en\n# O\n# a b\n" + sentence_of("Anna B-PER", "# O") + "# id 1\n# O\nBonn L-LOC\n\n"
+COMMENTED = (
+    "# id 0\tdomain=en\n# O\n# a b\n"
+    + sentence_of("Anna B-PER", "# O")
+    + "# id 1\n# O\nBonn L-LOC\n\n"
+)
 IN_COLUMNS = {  # a file, settings, and its words with their tags
     "german": (GERMAN, {"tokens": "1", "tags": "2"}, "Anna/B-PER 99/O Uni/B-ORG Bonn/I-ORG"),
     "german, inner": (GERMAN, {"tokens": "1"}, "Anna/O 99/O Uni/O Bonn/B-LOC"),
     "universal": (UNIVERSAL, {"tokens": "1", "tags": "-7"}, "in/ADP dem/DET #/SYM"),
     "commented": (COMMENTED, {}, "#/O Anna/B-PER #/O"),
     "few numbers": ("2024 O\n", {}, "2024/O"),
-    "phrases": (sentence_of("Anna NNP B-NP B-PER", "rests VBZ I-VP O"), {}, "Anna/B-PER rests/O"),  # CoNLL-2003's
+    "phrases": (
+        sentence_of("Anna NNP B-NP B-PER", "rests VBZ I-VP O"),
+        {},
+        "Anna/B-PER rests/O",
+    ),  # CoNLL-2003's
 }
 
 
 @pytest.mark.parametrize("case", IN_COLUMNS)
 def test_words_and_tags_are_in_the_columns_of_the_settings(case, caplog):
     content, columns, wanted = IN_COLUMNS[case]
-    rows = [row for _, row in conll_rows(content.splitlines(True), "a.conll", "utf-8", ColumnsConfig(**columns))]
+    rows = [
+        row
+        for _, row in conll_rows(
+            content.splitlines(True), "a.conll", "utf-8", ColumnsConfig(**columns)
+        )
+    ]
     assert " ".join(map("/".join, zip(rows[0]["tokens"], rows[0]["tags"], strict=True))) == wanted
-    note = ["a.conll: tags are read from column 3; column 2 also contains tags: see data.columns.tags"]
+    note = [
+        "a.conll: tags are read from column 3; column 2 also contains tags: see data.columns.tags"
+    ]
     assert caplog.messages == (note if case == "german, inner" else [])
     if case == "commented":
         assert rows[1] == {"tokens": ["#", "Bonn"], "tags": ["O", "L-LOC"]}
@@ -206,10 +285,18 @@ NO_WORDS = [
         {},
         r"a\.conll: column 0 has the same value in all words of a sentence, or counts: set .*tokens=1",
     ),
-    ("s7 Anna B-PER\ns7 rests O\n\ns8 She O\ns8 too O\n", {}, "column 0 has the same value .*tokens=1"),
+    (
+        "s7 Anna B-PER\ns7 rests O\n\ns8 She O\ns8 too O\n",
+        {},
+        "column 0 has the same value .*tokens=1",
+    ),
     ("s7.1 Anna B-PER\ns7.2 rests O\ns7.3 too O\n", {}, "column 0 has the same value .*tokens=1"),
     ("".join(f"1.5 O\n{n} O\n\n" for n in range(9)), {}, "column 0 has no letters"),
-    (GERMAN, {"tokens": "4"}, r"a\.conll:1: data.columns.tokens=4 is not a column: columns are 0 to 3"),
+    (
+        GERMAN,
+        {"tokens": "4"},
+        r"a\.conll:1: data.columns.tokens=4 is not a column: columns are 0 to 3",
+    ),
     (GERMAN, {"tags": "x"}, "data.columns.tags=x is not a column"),
     (GERMAN, {"tokens": "-1"}, "both column 3"),
 ]
@@ -217,14 +304,21 @@ NO_WORDS = [
 
 @pytest.mark.parametrize(("content", "columns", "message"), NO_WORDS)
 def test_columns_that_hold_no_words_are_rejected_with_the_setting(content, columns, message):
-    rejects(message, list, conll_rows(content.splitlines(True), "a.conll", "utf-8", ColumnsConfig(**columns)))
+    rejects(
+        message,
+        list,
+        conll_rows(content.splitlines(True), "a.conll", "utf-8", ColumnsConfig(**columns)),
+    )
 
 
 TEXT = "Mira Lund, Bonn: $5"
 SPANS = {
     "lists": [[0, 9, "PER"], [11, 15, "LOC"]],
     "in any order": [[11, 15, "LOC"], [0, 9, "PER"]],
-    "objects": [{"start": 0, "end": 9, "label": "PER"}, {"start_offset": 11, "end_offset": 15, "labels": ["LOC"]}],
+    "objects": [
+        {"start": 0, "end": 9, "label": "PER"},
+        {"start_offset": 11, "end_offset": 15, "labels": ["LOC"]},
+    ],
     "next to blanks": [[0, 9, "PER"], [10, 15, "LOC"]],
 }
 
@@ -235,7 +329,10 @@ def test_spans_of_characters_become_tags_of_words(spans):
     if spans == SPANS["next to blanks"]:
         assert dict(zip(words, tags, strict=True))["Bonn"] == "B-LOC"
     else:
-        assert words == ["Mira", "Lund", ",", "Bonn", ":", "$5"] and tags == "B-PER I-PER O B-LOC O O".split()
+        assert (
+            words == ["Mira", "Lund", ",", "Bonn", ":", "$5"]
+            and tags == "B-PER I-PER O B-LOC O O".split()
+        )
     assert words_of(TEXT, [], "label") == (TEXT.split(), ["O"] * 4)
 
 
@@ -257,10 +354,17 @@ def test_spans_that_mark_no_words_are_bad_rows(spans, message):
 
 def test_texts_with_spans_are_learnt_and_types_may_have_blanks(overrides, tmp_path):
     names = [" ".join(["Anna"] * size) for size in range(1, 21)]
-    rows = [{"text": f"{name} lives in Bonn", "label": [[0, len(name), "Person Name"]]} for name in names]
+    rows = [
+        {"text": f"{name} lives in Bonn", "label": [[0, len(name), "Person Name"]]}
+        for name in names
+    ]
     (tmp_path / "a.json").write_text(json.dumps(rows))
     given = overrides(tmp_path / "run", f"data.path={tmp_path}/a.json")
-    rejects("if entities are spans of a text: data.columns.tokens=text data.columns.tags=SPANS", task_of, given)
+    rejects(
+        "if entities are spans of a text: data.columns.tokens=text data.columns.tags=SPANS",
+        task_of,
+        given,
+    )
     task = task_of([*given, "data.columns.tokens=text", "data.columns.tags=label"])
     assert task.labels == ["B-Person Name", "I-Person Name", "O"]
     read = [row for split in ("train", "validation") for row in task.tables.examples(split)]
@@ -277,7 +381,9 @@ def test_a_token_beyond_the_vocabulary_of_the_model_is_rejected_before_the_first
     vocabulary["Bonn"] = far
     shutil.copytree(words_folder, tmp_path / "gap")
     (tmp_path / "gap/tokenizer.json").write_text(json.dumps(content))
-    given = overrides(tmp_path / "run", f"model.tokenizer={tmp_path}/gap", f"data.cache_dir={tmp_path}")
+    given = overrides(
+        tmp_path / "run", f"model.tokenizer={tmp_path}/gap", f"data.cache_dir={tmp_path}"
+    )
     says = f"the data has the token id {far}, but the model has {far - 3} tokens; set model.vocab_size above it"
     rejects(says, task_of, given)
     assert task_of([*given, f"model.vocab_size={far + 1}"]).train_rows > 0
@@ -292,21 +398,46 @@ def test_tags_without_prefixes_are_scored_by_the_word(words_folder, tmp_path, ca
     tags = ["PROPN AUX ADP PROPN PUNCT", "PRON AUX ADP PROPN PUNCT"]
     words = ["Anna lives in Bonn .", "She sings in Paris ."]
     pairs = [zip(words[n % 2].split(), tags[n % 2].split(), strict=True) for n in range(40)]
-    (tmp_path / "pos.conll").write_text("".join(sentence_of(*map(" ".join, pair)) for pair in pairs))
+    (tmp_path / "pos.conll").write_text(
+        "".join(sentence_of(*map(" ".join, pair)) for pair in pairs)
+    )
     shutil.copy(tmp_path / "pos.conll", tmp_path / "dev.conll")
-    words = ["task=ner", "task.scheme=none", "data=records", f"data.path={tmp_path}", "data.train=pos.conll"]
-    words += ["data.validation=dev.conll", "seq_len=16", f"data.cache_dir={tmp_path}/cache", "optim.lr=1e-2"]
-    words += ["max_steps=30", "eval_every=30", "micro_batch_size=8", "best.metric=accuracy", "samples=1"]
+    words = [
+        "task=ner",
+        "task.scheme=none",
+        "data=records",
+        f"data.path={tmp_path}",
+        "data.train=pos.conll",
+    ]
+    words += [
+        "data.validation=dev.conll",
+        "seq_len=16",
+        f"data.cache_dir={tmp_path}/cache",
+        "optim.lr=1e-2",
+    ]
+    words += [
+        "max_steps=30",
+        "eval_every=30",
+        "micro_batch_size=8",
+        "best.metric=accuracy",
+        "samples=1",
+    ]
     train_with(tuning(tmp_path / "run", words_folder, *words, "checkpoint.best=true"))
     scores = json.loads((tmp_path / "run/evaluation.json").read_text())["splits"]["validation"]
     assert scores["accuracy"] > 0.8 and "f1" not in scores
-    assert scores["labels"] == ["ADP", "AUX", "PRON", "PROPN", "PUNCT"] and scores["per_class"]["AUX"]["support"] == 40
+    assert (
+        scores["labels"] == ["ADP", "AUX", "PRON", "PROPN", "PUNCT"]
+        and scores["per_class"]["AUX"]["support"] == 40
+    )
     (sample,) = json.loads((tmp_path / "run/samples.json").read_text())["samples"]
     assert sample["answers"][0]["truth"] == "Anna/PROPN lives/AUX in/ADP Bonn/PROPN ./PUNCT"
     for source in ("run", "run/export"):  # with the run's settings, and without
         assert predict.main([str(tmp_path / source), *FP32, "--tokens", "Anna " * 20]) == 0
         answer = json.loads(capsys.readouterr().out)
-        assert set(answer) - {"tokens_cut"} == {"id", "tokens", "prediction"} and len(answer["prediction"]) == 20
+        assert (
+            set(answer) - {"tokens_cut"} == {"id", "tokens", "prediction"}
+            and len(answer["prediction"]) == 20
+        )
 
 
 GOOD = "Anna B-PER\nsings O\n\nBonn B-LOC\n\n"
@@ -315,7 +446,10 @@ GOOD = "Anna B-PER\nsings O\n\nBonn B-LOC\n\n"
 @pytest.mark.parametrize(
     ("content", "says"),  # of the training data, or a row of the validation data
     [
-        (GOOD + "Tom B-\x1b[31mPER\n", r"a\.conll:6: word 1, 'Tom': the tag 'B-\\x1b\[31mPER' has control characters"),
+        (
+            GOOD + "Tom B-\x1b[31mPER\n",
+            r"a\.conll:6: word 1, 'Tom': the tag 'B-\\x1b\[31mPER' has control characters",
+        ),
         (GOOD + "Tom x B-PER\n", r"a\.conll:6: 3 columns where the first word has 2"),
         (
             GOOD + "he O\nTom PERSON\n",
@@ -329,16 +463,26 @@ GOOD = "Anna B-PER\nsings O\n\nBonn B-LOC\n\n"
             r"dev\.jsonl:1: word 1, 'Tom': \['O'\] instead of a tag: task=ner learns one",
         ),
         ("he O\n" * 10_001, r"a\.conll:10001: a sentence of more than 10,000 words"),
-        ({"tokens": ["Tom"], "tags": ["B-ORG"]}, r"dev\.jsonl:1: word 1, 'Tom': unknown label B-ORG"),
+        (
+            {"tokens": ["Tom"], "tags": ["B-ORG"]},
+            r"dev\.jsonl:1: word 1, 'Tom': unknown label B-ORG",
+        ),
         ({"tokens": ["Tom"], "tags": ["O", "O"]}, r"dev\.jsonl:1: 1 words need a list of 1 tags"),
         ({"tokens": ["Tom", " "], "tags": ["O", "O"]}, r"dev\.jsonl:1: tokens: item 2 is empty"),
-        ({"tokens": "Tom", "tags": ["O"]}, r"dev\.jsonl:1: tokens holds 'Tom', not a list of strings"),
+        (
+            {"tokens": "Tom", "tags": ["O"]},
+            r"dev\.jsonl:1: tokens holds 'Tom', not a list of strings",
+        ),
     ],
 )
 def test_what_is_no_sentence_is_rejected_in_one_line(overrides, tmp_path, content, says):
     is_row = isinstance(content, dict)
     (tmp_path / "a.conll").write_text(GOOD if is_row else content)
-    (tmp_path / "dev.jsonl").write_text(json.dumps(content if is_row else {"tokens": ["Anna"], "tags": ["B-PER"]}))
+    (tmp_path / "dev.jsonl").write_text(
+        json.dumps(content if is_row else {"tokens": ["Anna"], "tags": ["B-PER"]})
+    )
     given = [f"data.path={tmp_path}", "data.train=a.conll", "data.validation=dev.jsonl"]
-    words = [word for word in overrides(tmp_path / "run", *given) if "validation_fraction" not in word]
+    words = [
+        word for word in overrides(tmp_path / "run", *given) if "validation_fraction" not in word
+    ]
     rejects(says, task_of, words)

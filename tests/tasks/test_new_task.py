@@ -14,7 +14,7 @@ from running import ROOT, lines
 from train.parallel.optimizers import OPTIMIZERS, SCHEDULES
 from train.run import help as settings_help
 from train.run import own
-from train.system import imported
+from train.storage import imported
 from train.tasks import TASKS
 
 # In the same file for all runs: as this variable says, a rank dies before one of its losses.
@@ -52,7 +52,14 @@ def settings(prepared, tmp_path_factory):
     tweets = ROOT / "tests/inputs/tweets.csv"
     data = ["data=tweets", f"data.path={tweets}", "data.validation_fraction=0.3", "seq_len=64"]
     data += ["data.lengths=[32]"]  # by default they differ between devices
-    given = ["task=focal", "task.gamma=1", "optim=sgd", "optim.momentum=0.8", "optim.lr=0.1", *data]
+    given = [
+        "task=focal",
+        "task.gamma=1",
+        "optim=sgd",
+        "optim.momentum=0.8",
+        "optim.lr=0.1",
+        *data,
+    ]
     given += ["max_steps=4", "eval_every=2", "checkpoint.every=2", "watchdog.step_s=0"]
     return tuning(tmp_path_factory.mktemp("cache") / "run", prepared / "tokenizer", *given)
 
@@ -68,22 +75,42 @@ def test_a_task_that_resembles_none_is_a_package_a_line_and_a_yaml():
     """Nothing else knows of named entities than the recipes that train on them."""
     names = re.compile(r"\bner(_schema)?\b|\bNER|TokenClassif")
     files = (path for folder in ("train", "launch", "conf") for path in (ROOT / folder).rglob("*"))
-    texts = {str(path.relative_to(ROOT)): path.read_text() for path in files if path.suffix in (".py", ".yaml", ".j2")}
-    found = {name for name, text in texts.items() if names.search(text) and not name.startswith("conf/experiment/")}
+    texts = {
+        str(path.relative_to(ROOT)): path.read_text()
+        for path in files
+        if path.suffix in (".py", ".yaml", ".j2")
+    }
+    found = {
+        name
+        for name, text in texts.items()
+        if names.search(text) and not name.startswith("conf/experiment/")
+    }
     package = {name for name in found if name.startswith("train/tasks/ner/")}
     assert package and found == {*package, "train/tasks/__init__.py", "conf/task/ner.yaml"}
-    lines = [line for line in texts["train/tasks/__init__.py"].splitlines() if "ner" in re.split(r"\W+", line)]
+    lines = [
+        line
+        for line in texts["train/tasks/__init__.py"].splitlines()
+        if "ner" in re.split(r"\W+", line)
+    ]
     assert len(lines) == 2  # the import, and the line of the table
 
 
 def test_it_learns_on_two_ranks_and_on_xla_as_on_one(code, settings, trained, tmp_path):
     done("--import", str(code), *settings, "optim.schedule=steps", f"run_dir={tmp_path / 'one'}")
-    for kind, keys in (("train", ("loss", "grad_norm", "lr")), ("eval", ("loss", "accuracy", "kappa"))):
-        one, two = ([[line[key] for key in keys] for line in lines(r, kind)] for r in (tmp_path / "one", trained))
+    for kind, keys in (
+        ("train", ("loss", "grad_norm", "lr")),
+        ("eval", ("loss", "accuracy", "kappa")),
+    ):
+        one, two = (
+            [[line[key] for key in keys] for line in lines(r, kind)]
+            for r in (tmp_path / "one", trained)
+        )
         assert len(one) == (4 if kind == "train" else 2) and one != one[:1] * len(one)
         for ours, theirs in zip(one, two, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4)
-    assert [line["lr"] for line in lines(trained, "train")] == pytest.approx([0.1, 0.1, 0.01, 0.01])
+    assert [line["lr"] for line in lines(trained, "train")] == pytest.approx(
+        [0.1, 0.1, 0.01, 0.01]
+    )
     pytest.importorskip("torch_xla")
     # There a rate that is a Python number is one more graph.
     constant = [f"--import={code}", *settings, "optim.schedule=constant", "max_steps=2"]
@@ -106,9 +133,13 @@ def test_a_killed_run_resumes_with_the_same_file_alone(code, settings, trained, 
     missing = f"error: {tmp_path / 'run'} belongs to a run with --import focal.py; repeat the flag with the file's path"
     assert rejected(*command) == missing
     assert rejected(str(tmp_path / "run"), "--text", "x", module="train.predict") == missing
-    (tmp_path / "focal.py").write_text(code.read_text().replace("self.cfg.gamma", "(self.cfg.gamma + 1)"))
+    (tmp_path / "focal.py").write_text(
+        code.read_text().replace("self.cfg.gamma", "(self.cfg.gamma + 1)")
+    )
     changed = rejected(f"--import={tmp_path / 'focal.py'}", *command)
-    assert "belongs to another run (--import focal.py: " in changed and "resume.force=true" in changed
+    assert (
+        "belongs to another run (--import focal.py: " in changed and "resume.force=true" in changed
+    )
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == written
 
     done(f"--import={code}", *command, ranks=2)
@@ -119,10 +150,20 @@ def test_a_killed_run_resumes_with_the_same_file_alone(code, settings, trained, 
 
 def test_its_checkpoint_is_exported_and_asked(code, trained, tmp_path):
     own_code = f"--import={code}"
-    done(str(trained), "export", str(tmp_path / "out"), "--step=4", own_code, module="train.checkpoints")
+    done(
+        str(trained),
+        "export",
+        str(tmp_path / "out"),
+        "--step=4",
+        own_code,
+        module="train.checkpoints",
+    )
     answer = done(own_code, str(trained), "--text", "x", "--device", "cpu", module="train.predict")
     assert set(json.loads(answer)["probabilities"]) == {"0", "1", "2"}
-    weights = [(folder / "model.safetensors").read_bytes() for folder in (tmp_path / "out", trained / "export")]
+    weights = [
+        (folder / "model.safetensors").read_bytes()
+        for folder in (tmp_path / "out", trained / "export")
+    ]
     assert weights[0] == weights[1]
     card = (trained / "export/README.md").read_text()
     assert "pipeline_tag: text-classification" in card and "| Optimizer | sgd |" in card
@@ -131,11 +172,17 @@ def test_its_checkpoint_is_exported_and_asked(code, trained, tmp_path):
 def test_its_options_are_those_of_the_command_line(code, settings, tmp_path):
     """Its own defaults win over a recipe's, as those of a YAML file do."""
     recipe = ["experiment=tweets_trainium", "data.path=x", "model.pretrained=x", "optim=sgd"]
-    assert re.search("^optim:(\n  .*)*\n  lr: 0.01$", done(f"--import={code}", *recipe, "--cfg", "job"), re.M)
+    assert re.search(
+        "^optim:(\n  .*)*\n  lr: 0.01$", done(f"--import={code}", *recipe, "--cfg", "job"), re.M
+    )
     assert re.search(r"task=mlm.*\| focal", done(f"--import={code}", "--help"))
     short = [*settings, f"run_dir={tmp_path}/x", "backend=xla", "backend.device=cpu"]
-    said = done(f"--import={code}", *short, "--dry-run", "--nproc-per-node=1", module="train.precompile")
-    assert f"-m train.tools.collect_graphs --import={code} " in said  # what starts runs imports the same
+    said = done(
+        f"--import={code}", *short, "--dry-run", "--nproc-per-node=1", module="train.precompile"
+    )
+    assert (
+        f"-m train.tools.collect_graphs --import={code} " in said
+    )  # what starts runs imports the same
 
 
 @pytest.fixture

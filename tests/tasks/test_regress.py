@@ -17,17 +17,24 @@ from train.data.files.errors import BadRow
 from train.observe.report.data import read_records
 from train.observe.report.data_figures import data_figures
 from train.run.stopping import StopRequest
-from train.system import samples
-from train.system.folders import LocalFolder
+from train.run_folder import samples
+from train.storage.folders import LocalFolder
 from train.tasks.regress.task import number_of, scores
 from train.tools import checkpoints, predict
 from train.tools.report import main as report
 
 ROWS = [
-    (f"{'ba ' * (row % 7)}be na{' ti' * (row % 3)}", f"{1000 + 50 * (row % 7)}", 0.1 * (row % 3)) for row in range(60)
+    (f"{'ba ' * (row % 7)}be na{' ti' * (row % 3)}", f"{1000 + 50 * (row % 7)}", 0.1 * (row % 3))
+    for row in range(60)
 ]
 # The rate is too high, so that errors fall and rise: the best evaluation is the lowest, and not the last.
-GIVEN = ["best.metric=mse", "best.export=true", "checkpoint.best=true", "checkpoint.every=1", "eval_every=1"]
+GIVEN = [
+    "best.metric=mse",
+    "best.export=true",
+    "checkpoint.best=true",
+    "checkpoint.every=1",
+    "eval_every=1",
+]
 GIVEN += ["max_steps=6", "optim.schedule=constant", "optim.lr=0.006", "watchdog.step_s=0"]
 # After few steps predictions are nearly one number, of whose digits a correlation loses some.
 CLOSE = {"rel": 1e-3}
@@ -44,7 +51,12 @@ def rated(tmp_path_factory):
 @pytest.fixture(scope="module")
 def given(rated, tokenizer_folder):
     data = ["task=regress", "data=records", f"data.path={rated}", "data.columns.label=price"]
-    data += ["data.validation_fraction=0.3", "seq_len=32", "data.lengths=[]", f"data.cache_dir={rated.parent}/cache"]
+    data += [
+        "data.validation_fraction=0.3",
+        "seq_len=32",
+        "data.lengths=[]",
+        f"data.cache_dir={rated.parent}/cache",
+    ]
     return lambda run_dir, *more: tuning(run_dir, tokenizer_folder, *data, *GIVEN, *more)
 
 
@@ -69,7 +81,9 @@ def numbers_of(run_dir):
 
 def asked(run_dir, source, tmp_path, suffix="jsonl"):
     output = tmp_path / f"out.{suffix}"
-    assert predict.main([str(run_dir), "--input", str(source), "--output", str(output), *FP32]) == 0
+    assert (
+        predict.main([str(run_dir), "--input", str(source), "--output", str(output), *FP32]) == 0
+    )
     return output.read_text()
 
 
@@ -96,7 +110,10 @@ def test_the_best_evaluation_is_that_with_the_lowest_error(trained):
     lowest = min(errors, key=errors.get)
     assert lowest < 6 and (trained / "checkpoints" / step_name(lowest)).is_dir(), errors
     evaluation = json.loads((trained / "evaluation.json").read_text())
-    assert (evaluation["step"], evaluation["splits"]["validation"]["mse"]) == (lowest, errors[lowest])
+    assert (evaluation["step"], evaluation["splits"]["validation"]["mse"]) == (
+        lowest,
+        errors[lowest],
+    )
 
 
 def vector(numbers):
@@ -104,12 +121,18 @@ def vector(numbers):
 
 
 @pytest.mark.parametrize("targets", [["price"], ["price", "size"]])
-def test_the_export_predicts_in_the_units_of_the_data(targets, trained, several, rated, tmp_path, capsys):
+def test_the_export_predicts_in_the_units_of_the_data(
+    targets, trained, several, rated, tmp_path, capsys
+):
     run_dir = trained if len(targets) == 1 else several
     model = AutoModelForSequenceClassification.from_pretrained(run_dir / "export").eval()
-    assert model.config.problem_type == "regression" and [*model.config.id2label.values()] == targets
+    assert (
+        model.config.problem_type == "regression" and [*model.config.id2label.values()] == targets
+    )
     with torch.no_grad():
-        tokens = AutoTokenizer.from_pretrained(run_dir / "export")([ROWS[5][0]], return_tensors="pt")
+        tokens = AutoTokenizer.from_pretrained(run_dir / "export")(
+            [ROWS[5][0]], return_tensors="pt"
+        )
         wanted = model(**tokens).logits[0].tolist()
     assert wanted[0] == pytest.approx(1150, abs=200)
     answers = [json.loads(line) for line in asked(run_dir, rated, tmp_path).splitlines()]
@@ -117,34 +140,65 @@ def test_the_export_predicts_in_the_units_of_the_data(targets, trained, several,
     assert vector(answers[5]["prediction"]) == pytest.approx(wanted, rel=1e-4)
     assert vector(answers[5]["label"]) == pytest.approx([1250, 0.2][: len(targets)])
     for line in map(json.loads, (run_dir / "predictions/validation.jsonl").open()):
-        assert vector(line["prediction"]) == pytest.approx(vector(answers[int(line["id"])]["prediction"]), rel=1e-4)
+        assert vector(line["prediction"]) == pytest.approx(
+            vector(answers[int(line["id"])]["prediction"]), rel=1e-4
+        )
     first, *rows = csv.reader(asked(run_dir, rated, tmp_path, "csv").splitlines())
-    names = [[key] if len(targets) == 1 else [f"{key}_{name}" for name in targets] for key in ("label", "prediction")]
+    names = [
+        [key] if len(targets) == 1 else [f"{key}_{name}" for name in targets]
+        for key in ("label", "prediction")
+    ]
     assert first == ["id", *names[0], *names[1], "tokens_cut"]
-    assert [float(each) for each in rows[5][-1 - len(targets) : -1]] == pytest.approx(wanted, rel=1e-4)
+    assert [float(each) for each in rows[5][-1 - len(targets) : -1]] == pytest.approx(
+        wanted, rel=1e-4
+    )
 
 
-def test_a_checkpoint_is_exported_without_the_data_and_learns_on_in_other_units(given, trained, rated, tmp_path):
+def test_a_checkpoint_is_exported_without_the_data_and_learns_on_in_other_units(
+    given, trained, rated, tmp_path
+):
     step = json.loads((trained / "evaluation.json").read_text())["step"]
-    assert checkpoints.main([str(trained), "export", str(tmp_path / "out"), "--step", str(step)]) == 0
-    assert (tmp_path / "out/model.safetensors").read_bytes() == (trained / "export/model.safetensors").read_bytes()
+    assert (
+        checkpoints.main([str(trained), "export", str(tmp_path / "out"), "--step", str(step)]) == 0
+    )
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (
+        trained / "export/model.safetensors"
+    ).read_bytes()
     config = tmp_path / "out/config.json"
-    rated.with_name("half.csv").write_text("".join(rated.read_text().splitlines(keepends=True)[:31]))
-    given = [each for each in given(tmp_path / "on") if not each.startswith(("model", "data.path"))]
-    given += ["model=any", f"model.init_from={tmp_path / 'out'}", f"data.path={rated.with_name('half.csv')}"]
+    rated.with_name("half.csv").write_text(
+        "".join(rated.read_text().splitlines(keepends=True)[:31])
+    )
+    given = [
+        each for each in given(tmp_path / "on") if not each.startswith(("model", "data.path"))
+    ]
+    given += [
+        "model=any",
+        f"model.init_from={tmp_path / 'out'}",
+        f"data.path={rated.with_name('half.csv')}",
+    ]
     for settings in (given, [*given, "task.standardize=false"]):
         task = task_of(settings)
         model, rows = task.build_model().eval(), task.eval_data()
-        inputs = {name: tensor[0] for name, tensor in rows.draw(np.arange(2)[None])["inputs"].items()}
+        inputs = {
+            name: tensor[0] for name, tensor in rows.draw(np.arange(2)[None])["inputs"].items()
+        }
         with torch.no_grad():
             computed = task.numbers(task.eval_statistics(model, inputs).numpy())
-        answers = {line["id"]: line for line in map(json.loads, asked(trained, rated, tmp_path).splitlines())}
+        answers = {
+            line["id"]: line
+            for line in map(json.loads, asked(trained, rated, tmp_path).splitlines())
+        }
         ids = task.tables.examples("validation")["id"][:2]
-        assert computed[:, 0] == pytest.approx([answers[name]["prediction"] for name in ids], rel=1e-4)
+        assert computed[:, 0] == pytest.approx(
+            [answers[name]["prediction"] for name in ids], rel=1e-4
+        )
     assert task.scale is None and model.scale is None
     config.write_text(config.read_text().replace('"problem_type": "regression",', ""))
     wanted = [answer["prediction"] for answer in answers.values()]
-    assert [json.loads(line)["prediction"] for line in asked(config.parent, rated, tmp_path).splitlines()] == wanted
+    assert [
+        json.loads(line)["prediction"]
+        for line in asked(config.parent, rated, tmp_path).splitlines()
+    ] == wanted
 
 
 @pytest.mark.filterwarnings("error")
@@ -153,51 +207,109 @@ def test_metrics_are_those_of_scipy_and_scikit_learn():
     from sklearn.metrics import mean_absolute_error, mean_squared_error
 
     rng = np.random.default_rng(0)
-    truth, predicted = rng.integers(0, 6, (40, 2)) / 2.0, rng.integers(0, 6, (40, 2)) / 3.0  # with ties
+    truth, predicted = (
+        rng.integers(0, 6, (40, 2)) / 2.0,
+        rng.integers(0, 6, (40, 2)) / 3.0,
+    )  # with ties
     result = scores(truth, predicted)
     for at in range(2):
         pair = truth[:, at], predicted[:, at]
-        wanted = [mean_squared_error(*pair), mean_absolute_error(*pair), mean_squared_error(*pair) ** 0.5]
+        wanted = [
+            mean_squared_error(*pair),
+            mean_absolute_error(*pair),
+            mean_squared_error(*pair) ** 0.5,
+        ]
         wanted += [pearsonr(*pair).statistic, spearmanr(*pair).statistic]
         assert [values[at] for values in result.values()] == pytest.approx(wanted)
     assert scores(truth, np.ones_like(predicted))["pearson"].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(
-    "value", ["", "many", "nan", "inf", "-Infinity", "1_000", "1e39", "4,5", True, None, float("nan"), [0.5]]
+    "value",
+    [
+        "",
+        "many",
+        "nan",
+        "inf",
+        "-Infinity",
+        "1_000",
+        "1e39",
+        "4,5",
+        True,
+        None,
+        float("nan"),
+        [0.5],
+    ],
 )
 def test_what_is_no_number_is_named(value):
-    rejects(r"^score holds .*(not a number|needs a column)", number_of, value, "score", error=BadRow)
+    rejects(
+        r"^score holds .*(not a number|needs a column)", number_of, value, "score", error=BadRow
+    )
 
 
 def test_numbers_are_read_in_any_form():
-    assert [number_of(value, "score") for value in (" -4.5 ", "1e3", 7, Decimal("0.5"))] == [-4.5, 1000.0, 7.0, 0.5]
+    assert [number_of(value, "score") for value in (" -4.5 ", "1e3", 7, Decimal("0.5"))] == [
+        -4.5,
+        1000.0,
+        7.0,
+        0.5,
+    ]
 
 
 def test_bad_rows_and_settings_are_rejected(given, tmp_path):
     (tmp_path / "bad.csv").write_text("text,price\na,1\nb,4;5\n")
-    (tmp_path / "same.csv").write_text("text,price\n" + "".join(f"text {row},3\n" for row in range(50)))
-    (tmp_path / "object.jsonl").write_text('{"text": "a", "price": 1}\n{"text": "b", "price": [1, 2]}\n')
+    (tmp_path / "same.csv").write_text(
+        "text,price\n" + "".join(f"text {row},3\n" for row in range(50))
+    )
+    (tmp_path / "object.jsonl").write_text(
+        '{"text": "a", "price": 1}\n{"text": "b", "price": [1, 2]}\n'
+    )
     for name, settings, says in (
         ("bad.csv", [], r"bad\.csv:3: price holds '4;5', not a number"),
-        ("object.jsonl", [], r"object\.jsonl:2: price holds \[1, 2\], a list: each number needs a column"),
+        (
+            "object.jsonl",
+            [],
+            r"object\.jsonl:2: price holds \[1, 2\], a list: each number needs a column",
+        ),
         ("same.csv", [], "rows have the number 3 in price, so there is nothing to learn"),
-        ("same.csv", ["data.columns.label=[price,size]"], r"no column size \(data\.columns\.label\)"),
-        ("same.csv", ["data.columns.label=[price,price]"], "must be a column, or a list of different columns"),
+        (
+            "same.csv",
+            ["data.columns.label=[price,size]"],
+            r"no column size \(data\.columns\.label\)",
+        ),
+        (
+            "same.csv",
+            ["data.columns.label=[price,price]"],
+            "must be a column, or a list of different columns",
+        ),
         ("same.csv", ["data.labels=[3]"], "task=regress learns numbers"),
-        ("same.csv", ["task=classify", "data.columns.label=[price,text]"], "task=classify reads one"),
+        (
+            "same.csv",
+            ["task=classify", "data.columns.label=[price,text]"],
+            "task=classify reads one",
+        ),
     ):
-        rejects(says, task_of, [*given(tmp_path / "run", *settings), f"data.path={tmp_path / name}"])
+        rejects(
+            says, task_of, [*given(tmp_path / "run", *settings), f"data.path={tmp_path / name}"]
+        )
 
 
 def test_the_report_shows_truth_and_prediction(several, tmp_path):
     records = read_records(LocalFolder(several))
     names = [name for name, _, _ in data_figures(records)]
     assert names == ["lengths_by_split", "scatter_1_validation", "scatter_2_validation"]
-    assert {"size_pearson", "price_mse"} <= set(records.evaluated[0].metrics) and records.labels == ["price", "size"]
+    assert {"size_pearson", "price_mse"} <= set(
+        records.evaluated[0].metrics
+    ) and records.labels == ["price", "size"]
     shown = samples.read(LocalFolder(several)).samples
-    assert shown[0].answers[0].truth.startswith("price 1") and shown[0].answers[0].guesses[0].probability is None
+    assert (
+        shown[0].answers[0].truth.startswith("price 1")
+        and shown[0].answers[0].guesses[0].probability is None
+    )
     assert report([str(several), "--output", str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text()
     assert "price: validation" in page and shown[0].answers[0].guesses[0].text in page
-    assert "predicts numbers for a text, or a pair of texts: price, size" in (several / "export/README.md").read_text()
+    assert (
+        "predicts numbers for a text, or a pair of texts: price, size"
+        in (several / "export/README.md").read_text()
+    )

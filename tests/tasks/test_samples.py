@@ -13,9 +13,9 @@ from transformers import AutoModelForMaskedLM, PreTrainedTokenizerFast
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.shards.order import spread
 from train.observe.push import gathered
-from train.system import samples
-from train.system.folders import LocalFolder
-from train.system.samples import MOST_CHARS, Answer, Guess, Sample, Samples
+from train.run_folder import samples
+from train.run_folder.samples import MOST_CHARS, Answer, Guess, Sample, Samples
+from train.storage.folders import LocalFolder
 from train.tasks import build_task
 from train.tasks.finetune import MOST_CHARS_READ, candidates, mixed
 from train.tasks.mlm.task import Blank, Spelling
@@ -38,19 +38,32 @@ def test_a_masked_language_model_fills_blanks_as_its_export_does(prepared, tmp_p
     cfg.task.sop = False  # whose segments are swapped in an evaluation
     drawn = {
         name: tensor[0]
-        for name, tensor in build_task(cfg).eval_data().draw(spread(task.eval_rows, 3)[None])["inputs"].items()
+        for name, tensor in build_task(cfg)
+        .eval_data()
+        .draw(spread(task.eval_rows, 3)[None])["inputs"]
+        .items()
     }
     for number, sample in enumerate(written.samples):
         known = drawn["positions"][number][drawn["labels"][number] != IGNORE_INDEX]
         ids = drawn["input_ids"][number].clone()
         ids[known] = mask_id
         with torch.no_grad():
-            output = model(input_ids=ids[None], token_type_ids=drawn["token_type_ids"][number][None])
+            output = model(
+                input_ids=ids[None], token_type_ids=drawn["token_type_ids"][number][None]
+            )
         shares = output.logits[0, known].softmax(-1).topk(3).values
-        given = torch.tensor([[guess.probability for guess in answer.guesses] for answer in sample.answers])
-        torch.testing.assert_close(given, shares[: len(given)], rtol=1e-4, atol=1e-6)  # other kernels, other order
+        given = torch.tensor(
+            [[guess.probability for guess in answer.guesses] for answer in sample.answers]
+        )
+        torch.testing.assert_close(
+            given, shares[: len(given)], rtol=1e-4, atol=1e-6
+        )  # other kernels, other order
         blanks = [f"[{number}]" for number in range(1, len(given) + 1)]
-        assert [word for word in sample.text.replace("[", " [").replace("]", "] ").split() if word in blanks] == blanks
+        assert [
+            word
+            for word in sample.text.replace("[", " [").replace("]", "] ").split()
+            if word in blanks
+        ] == blanks
         assert "[MASK]" not in sample.text and "[CLS]" not in sample.text
 
 
@@ -77,7 +90,9 @@ def test_candidates_are_of_all_the_table_and_of_bounded_length():
     from datasets import Dataset
 
     words = "x" * (MOST_CHARS_READ // 10)
-    table = Dataset.from_list([{"text": words * 11 if row == 0 else words, "label": row % 2} for row in range(101)])
+    table = Dataset.from_list(
+        [{"text": words * 11 if row == 0 else words, "label": row % 2} for row in range(101)]
+    )
     rows = list(candidates(table, 25, target="label", labels=["no", "yes"]))
     assert [row["label"] for row in rows] == [("no", "yes")[row % 2] for row in range(1, 11)]
     assert spread(101, 3).tolist() == [0, 50, 100] and spread(2, 8).tolist() == [0, 1]
@@ -86,7 +101,9 @@ def test_candidates_are_of_all_the_table_and_of_bounded_length():
 def test_a_long_text_is_cut_around_what_matters():
     text = "a " * 500 + "here" + " b" * 500
     cut = samples.excerpt(text, text.index("here"))
-    assert len(cut) <= MOST_CHARS and "here" in cut and cut.startswith("...") and cut.endswith("...")
+    assert (
+        len(cut) <= MOST_CHARS and "here" in cut and cut.startswith("...") and cut.endswith("...")
+    )
     assert samples.excerpt("one\n two") == "one two"
     assert samples.excerpt(text).startswith("a a") and len(samples.excerpt(text)) <= MOST_CHARS
 
@@ -106,11 +123,19 @@ def test_a_piece_that_begins_with_a_space_is_told_from_the_same_letters_without_
 
     for begin, decoder in (("\u0120", decoders.ByteLevel()), ("\u2581", decoders.Metaspace())):
         pieces = ["[MASK]", "the", f"{begin}the", begin, f"{begin}{begin}of"]
-        tokenizer = Tokenizer(models.WordLevel({piece: number for number, piece in enumerate(pieces)}, "[MASK]"))
+        tokenizer = Tokenizer(
+            models.WordLevel({piece: number for number, piece in enumerate(pieces)}, "[MASK]")
+        )
         tokenizer.decoder = decoder
         tokenizer.save(str(tmp_path / "tokenizer.json"))
         spelling = Spelling(tmp_path, mask_id=0, special_ids=[0])
-        assert [spelling.piece(token) for token in range(1, 6)] == ["the", "␣the", "␣", "␣␣of", "token 5"]
+        assert [spelling.piece(token) for token in range(1, 6)] == [
+            "the",
+            "␣the",
+            "␣",
+            "␣␣of",
+            "token 5",
+        ]
 
 
 def test_samples_can_be_left_out_and_never_reach_the_hub(run_dir, prepared):
@@ -118,7 +143,9 @@ def test_samples_can_be_left_out_and_never_reach_the_hub(run_dir, prepared):
     pushed = gathered(run_dir, "run")
     assert samples.NAME not in pushed
     contents = [path.read_bytes() if isinstance(path, Path) else path for path in pushed.values()]
-    assert not [content for content in contents if text.encode() in content or b'"guesses"' in content]
+    assert not [
+        content for content in contents if text.encode() in content or b'"guesses"' in content
+    ]
     train_here(run_dir, prepared, "max_steps=7", "samples=0")
     assert not (run_dir / samples.NAME).exists()  # those of the first export are gone
 

@@ -63,9 +63,15 @@ def test_a_swap_is_a_function_of_seed_epoch_and_sequence(rows):
 
 def test_an_empty_segment_has_no_order(rows):
     tokens, _, _ = rows
-    pivot = np.resize(np.array([0, 2, S - 1, S, 60_000], np.uint16), B)  # some only in data made elsewhere
-    swapped, new_pivot, labels = Swapper(1)(tokens, pivot, np.ones(B, np.uint8), np.zeros(B, int), np.arange(B))
-    assert (labels == IGNORE_INDEX).all() and (swapped == tokens).all() and (new_pivot == pivot).all()
+    pivot = np.resize(
+        np.array([0, 2, S - 1, S, 60_000], np.uint16), B
+    )  # some only in data made elsewhere
+    swapped, new_pivot, labels = Swapper(1)(
+        tokens, pivot, np.ones(B, np.uint8), np.zeros(B, int), np.arange(B)
+    )
+    assert (
+        (labels == IGNORE_INDEX).all() and (swapped == tokens).all() and (new_pivot == pivot).all()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +82,10 @@ def task(prepared, tmp_path_factory):
 def test_masks_and_segments_are_those_of_the_swapped_sequence(task):
     data = task.train_data()
     items = np.arange(64).reshape(4, 16)
-    batch, plain = data.draw(items), MaskedRows(data.shards, task.masker, is_training=True).draw(items)
+    batch, plain = (
+        data.draw(items),
+        MaskedRows(data.shards, task.masker, is_training=True).draw(items),
+    )
     inputs = {name: value.flatten(0, 1) for name, value in batch["inputs"].items()}
     assert batch["count"] == plain["count"] and "order" not in plain["inputs"]
     restored, labels = inputs["input_ids"].clone(), inputs["labels"]
@@ -95,7 +104,10 @@ def test_the_loss_is_that_of_transformers_for_both_objectives(task):
     torch.manual_seed(0)
     model = task.build_model().eval()
     assert isinstance(model.network, AlbertForPreTraining)
-    inputs = {name: value[0] for name, value in task.train_data().draw(np.arange(8)[None])["inputs"].items()}
+    inputs = {
+        name: value[0]
+        for name, value in task.train_data().draw(np.arange(8)[None])["inputs"].items()
+    }
     whole = AlbertForPreTraining(model.network.config).eval()
     whole.load_state_dict(model.network.state_dict())
     labels = torch.full_like(inputs["input_ids"], IGNORE_INDEX)
@@ -103,7 +115,9 @@ def test_the_loss_is_that_of_transformers_for_both_objectives(task):
     labels[row, inputs["positions"][row, slot]] = inputs["labels"][row, slot]
     with torch.no_grad():
         theirs = whole(inputs["input_ids"], token_type_ids=inputs["token_type_ids"])
-        tokens = F.cross_entropy(theirs.prediction_logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        tokens = F.cross_entropy(
+            theirs.prediction_logits.flatten(0, 1), labels.flatten(), reduction="sum"
+        )
         order = F.cross_entropy(theirs.sop_logits, inputs["order"], reduction="sum")
         ours = task.loss(model, inputs)
     torch.testing.assert_close(ours, tokens + task.predictions * order)
@@ -121,17 +135,29 @@ def test_the_accuracy_of_the_order_is_reported_and_the_export_has_the_head(whole
     assert line["loss"] == pytest.approx(line["mlm_loss"] + line["sop_loss"])
     assert line["perplexity"] == pytest.approx(math.exp(line["mlm_loss"]))
     assert 0.3 < line["sop_accuracy"] < 0.8 and 0.3 < line["sop_loss"] < 1.2
-    model, report = AutoModelForMaskedLM.from_pretrained(whole / "export", output_loading_info=True)
+    model, report = AutoModelForMaskedLM.from_pretrained(
+        whole / "export", output_loading_info=True
+    )
     assert not report["missing_keys"] and model.config.architectures == ["AlbertForPreTraining"]
-    assert AlbertForPreTraining.from_pretrained(whole / "export").sop_classifier.classifier.out_features == 2
+    assert (
+        AlbertForPreTraining.from_pretrained(
+            whole / "export"
+        ).sop_classifier.classifier.out_features
+        == 2
+    )
 
 
 def test_any_number_of_ranks_and_any_backend_trains_the_same(whole, prepared, tmp_path):
     done = run(train_overrides(tmp_path / "run", prepared, SOP, "backend=xla"), ranks=2)
     assert done.returncode == 0, done.stderr
-    for kind, keys in {"train": ["loss"], "eval": ["mlm_loss", "sop_loss", "sop_accuracy"]}.items():
+    for kind, keys in {
+        "train": ["loss"],
+        "eval": ["mlm_loss", "sop_loss", "sop_accuracy"],
+    }.items():
         for key in keys:
-            values = [[line[key] for line in lines(folder, kind)] for folder in (tmp_path / "run", whole)]
+            values = [
+                [line[key] for line in lines(folder, kind)] for folder in (tmp_path / "run", whole)
+            ]
             assert values[0] == pytest.approx(values[1], rel=TOLERANCE), key
 
 
@@ -139,7 +165,12 @@ def test_only_models_with_a_head_for_the_order_can_learn_it():
     sizes = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "intermediate_size": 32}
     fit = {"vocab_size": 50, "pad_id": 0, "seq_len": 16, "predicts_order": True}
     electra = ModelConfig(architecture="electra", **sizes)
-    rejects("task.sop=true needs a model of type albert or bert, not electra", build_masked_lm, electra, **fit)
+    rejects(
+        "task.sop=true needs a model of type albert or bert, not electra",
+        build_masked_lm,
+        electra,
+        **fit,
+    )
     model = build_masked_lm(ModelConfig(architecture="bert", **sizes), **fit)
     ids = torch.ones(2, 16, dtype=torch.long)
     tokens, order = model(ids, torch.zeros_like(ids), ids[:, :3])

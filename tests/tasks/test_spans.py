@@ -41,7 +41,23 @@ CRAFTED = [  # what was answered, what is right
     ("\u4e1c\u4eac", ["\u4e1c\u4eac \u5e02", "\u4e1c\u4eac"]),
     ("\u0130stanbul", ["istanbul"]),
 ]
-WORDS = ["The", "a", "an", "theory", "B.C.", "b", "c", "c's", "\u00e9t\u00e9", "--", "x-y", "\t", "Xy", "and", ""]
+WORDS = [
+    "The",
+    "a",
+    "an",
+    "theory",
+    "B.C.",
+    "b",
+    "c",
+    "c's",
+    "\u00e9t\u00e9",
+    "--",
+    "x-y",
+    "\t",
+    "Xy",
+    "and",
+    "",
+]
 
 
 def oracle(pairs):
@@ -58,11 +74,19 @@ def random_text(rng):
 def test_answers_score_as_officially():
     for pair in CRAFTED:
         exact, f1 = score(*pair)
-        assert {"exact_match": 100 * exact, "f1": 100 * f1} == pytest.approx(oracle([pair]), abs=1e-4), pair
+        assert {"exact_match": 100 * exact, "f1": 100 * f1} == pytest.approx(
+            oracle([pair]), abs=1e-4
+        ), pair
     for pair in (("a an the", ["The"]), ("!?", ["..."]), ("", ["the"])):
-        assert score(*pair) == (1, 0)  # in v1 answers without a word are equal and have nothing in common
+        assert score(*pair) == (
+            1,
+            0,
+        )  # in v1 answers without a word are equal and have nothing in common
     rng = random.Random(0)
-    pairs = [(random_text(rng), [random_text(rng) for _ in range(rng.randint(1, 4))]) for _ in range(900)]
+    pairs = [
+        (random_text(rng), [random_text(rng) for _ in range(rng.randint(1, 4))])
+        for _ in range(900)
+    ]
     pairs = [(given, right) for given, right in pairs if all(map(normalised, [given, *right]))]
     result = evaluate(*zip(*pairs, strict=True))
     assert result == pytest.approx(oracle(pairs), abs=1e-3)
@@ -93,9 +117,13 @@ def test_no_threshold_is_better():
         scores = np.where(has_answer, rng.choice([0, 0.5, 1], 12), 0.0)
         odds = rng.normal(size=12).round(1) - 1.5 * has_answer
         threshold, value = best_threshold(odds, scores, has_answer)
-        assert value == pytest.approx(max(reached(one, odds, scores, has_answer) for one in [-9, *odds]))
+        assert value == pytest.approx(
+            max(reached(one, odds, scores, has_answer) for one in [-9, *odds])
+        )
         assert value == pytest.approx(reached(threshold, odds, scores, has_answer))
-    threshold, value = best_threshold(np.array([-3.0, -1.0]), np.zeros(2), np.array([False, False]))
+    threshold, value = best_threshold(
+        np.array([-3.0, -1.0]), np.zeros(2), np.array([False, False])
+    )
     assert threshold < -3 and value == 100  # no answer is best for all
 
 
@@ -123,10 +151,18 @@ def test_v2_is_judged_by_the_given_threshold_and_the_best_ones_stand_beside():
     assert given["has_answer_f1"] == pytest.approx(100 * (1 + 2 / 3) / 3)
     assert given["no_answer_f1"] == pytest.approx(50)
     # From "no answer to any" (2 right): +1, then +0 or +2/3, then down.
-    assert (given["best_exact_match"], given["best_exact_match_threshold"]) == (pytest.approx(60), -3.0)
-    assert (given["best_f1"], given["best_f1_threshold"]) == (pytest.approx(100 * (3 + 2 / 3) / 5), -2.0)
+    assert (given["best_exact_match"], given["best_exact_match_threshold"]) == (
+        pytest.approx(60),
+        -3.0,
+    )
+    assert (given["best_f1"], given["best_f1_threshold"]) == (
+        pytest.approx(100 * (3 + 2 / 3) / 5),
+        -2.0,
+    )
     best = evaluate_v2(*zip(*V2, strict=True), threshold=given["best_f1_threshold"])
-    assert {name: value for name, value in best.items() if "best" in name} == {n: given[n] for n in best if "best" in n}
+    assert {name: value for name, value in best.items() if "best" in name} == {
+        n: given[n] for n in best if "best" in n
+    }
     assert best["f1"] == best["best_f1"] == pytest.approx(100 * (1 + 2 / 3 + 1 + 1 + 0) / 5)
     assert best["exact_match"] == pytest.approx(60) and best["no_answer_f1"] == 100
     doubted = reading("fox", 0.5)  # there is no answer above the threshold only
@@ -136,14 +172,19 @@ def test_v2_is_judged_by_the_given_threshold_and_the_best_ones_stand_beside():
 
 
 CONTEXT = "The red fox ran  home"
-OFFSETS = np.array([[0, 3], [3, 7], [7, 11], [11, 15], [16, 21]])  # of Metaspace: with the space before
+OFFSETS = np.array(
+    [[0, 3], [3, 7], [7, 11], [11, 15], [16, 21]]
+)  # of Metaspace: with the space before
 FIRST = 4  # tokens of the question before it
 
 
 def window(starts, ends, *, null=0.0, k=3, offsets=OFFSETS):
     """Of scores for each token of the context."""
     tops = [np.argsort(-np.array(scores), kind="stable")[:k] for scores in (starts, ends)]
-    parts = [np.append(np.array(scores)[top], top + FIRST) for scores, top in zip((starts, ends), tops, strict=True)]
+    parts = [
+        np.append(np.array(scores)[top], top + FIRST)
+        for scores, top in zip((starts, ends), tops, strict=True)
+    ]
     return WindowScores.of(np.concatenate([[null], *parts]).astype(np.float32), FIRST, offsets)
 
 
@@ -152,14 +193,28 @@ def test_the_best_span_has_the_highest_sum_and_is_no_longer_than_allowed():
     assert read([one], CONTEXT, n_best=3, max_answer_tokens=5).best == "red fox ran  home"
     assert read([one], CONTEXT, n_best=3, max_answer_tokens=3).best == "red fox"
     assert read([one], CONTEXT, n_best=3, max_answer_tokens=2).spans[0] == Span("red fox", 7.0, 4)
-    padded = window([LOWEST, 1, LOWEST, LOWEST, LOWEST], [LOWEST, 1, LOWEST, LOWEST, LOWEST])  # outside of the context
-    assert [span.text for span in read([padded], CONTEXT, n_best=9, max_answer_tokens=5).spans] == ["red"]
+    padded = window(
+        [LOWEST, 1, LOWEST, LOWEST, LOWEST], [LOWEST, 1, LOWEST, LOWEST, LOWEST]
+    )  # outside of the context
+    assert [
+        span.text for span in read([padded], CONTEXT, n_best=9, max_answer_tokens=5).spans
+    ] == ["red"]
     backwards = window([0, 0, 0, 0, 9], [9, 0, 0, 0, 0], k=1)  # no span ends before it starts
     result = read([backwards], CONTEXT, n_best=3, max_answer_tokens=5)
-    assert (result.spans, result.best, result.answer(None), result.null_odds) == ([], "", "", float("inf"))
+    assert (result.spans, result.best, result.answer(None), result.null_odds) == (
+        [],
+        "",
+        "",
+        float("inf"),
+    )
     assert result.n_best(v2=False) == [{"text": "", "probability": 1.0, "score": 0.0, "begin": 0}]
-    context, offsets = "\U0001f600 Zo\u00eb \u6771\u4eac", np.array([[0, 1], [0, 1], [2, 5], [6, 7], [7, 8]])
-    unicode = window([0, 0, 3, 0, 0], [0, 0, 0, 0, 3], offsets=offsets)  # cut by characters; two tokens are of one
+    context, offsets = (
+        "\U0001f600 Zo\u00eb \u6771\u4eac",
+        np.array([[0, 1], [0, 1], [2, 5], [6, 7], [7, 8]]),
+    )
+    unicode = window(
+        [0, 0, 3, 0, 0], [0, 0, 0, 0, 3], offsets=offsets
+    )  # cut by characters; two tokens are of one
     assert read([unicode], context, n_best=3, max_answer_tokens=3).best == "Zo\u00eb \u6771\u4eac"
 
 
@@ -169,8 +224,16 @@ def test_of_several_windows_the_best_counts_and_a_span_counts_once():
     result = read([first, second], CONTEXT, n_best=20, max_answer_tokens=1)
     assert [(span.text, span.score) for span in result.spans[:2]] == [("red", 8.0), ("home", 6.0)]
     assert len({(span.text, span.begin) for span in result.spans}) == len(result.spans)
-    assert (result.null_score, result.null_odds) == (1.5, -6.5)  # of the window that doubts least, as officially
-    sure = read([window([0, 3, 0, 0, 0], [0, 3, 1, 0, 0], null=5.0)], CONTEXT, n_best=2, max_answer_tokens=2)
+    assert (result.null_score, result.null_odds) == (
+        1.5,
+        -6.5,
+    )  # of the window that doubts least, as officially
+    sure = read(
+        [window([0, 3, 0, 0, 0], [0, 3, 1, 0, 0], null=5.0)],
+        CONTEXT,
+        n_best=2,
+        max_answer_tokens=2,
+    )
     plain, v2 = sure.n_best(v2=False), sure.n_best(v2=True)
     assert [one["text"] for one in plain] == ["red", "red fox"]
     assert plain[0]["probability"] == pytest.approx(1 / (1 + np.exp(-2)))

@@ -26,7 +26,9 @@ KINDS = {
 
 WINDOWS = [
     TimedSteps(steps=2, wall_s=1.0, tokens=90.0, slots=100.0, flops=4e9, wait_s=0.1),
-    TimedSteps(steps=2, wall_s=2.0, tokens=100.0, slots=100.0, flops=4e9, wait_s=0.5, compile_s=3.0),
+    TimedSteps(
+        steps=2, wall_s=2.0, tokens=100.0, slots=100.0, flops=4e9, wait_s=0.5, compile_s=3.0
+    ),
     TimedSteps(steps=2, wall_s=1.0, tokens=95.0, slots=100.0, flops=4e9, wait_s=0.2),
 ]
 
@@ -43,9 +45,17 @@ def test_speeds_are_of_whole_windows_and_shares_of_all_the_time_and_what_is_unkn
     unknown = [dataclasses.replace(each, flops=0.0) for each in WINDOWS]
     assert speeds(unknown, global_batch_size=8, peak=Peak(1e9, ""))["mfu"] is None
     priced = InstanceConfig(usd_per_hour=36.0, price_date="2026-11-09")
-    known = cost(priced, machines=2, sequences_per_s=1000.0)  # 1000 s of 2 machines at a cent a second
-    assert known["usd_per_million_sequences"] == pytest.approx(20.0) and known["price_date"] == "2026-11-09"
-    assert cost(InstanceConfig(), machines=1, sequences_per_s=5.0)["usd_per_million_sequences"] is None
+    known = cost(
+        priced, machines=2, sequences_per_s=1000.0
+    )  # 1000 s of 2 machines at a cent a second
+    assert (
+        known["usd_per_million_sequences"] == pytest.approx(20.0)
+        and known["price_date"] == "2026-11-09"
+    )
+    assert (
+        cost(InstanceConfig(), machines=1, sequences_per_s=5.0)["usd_per_million_sequences"]
+        is None
+    )
 
 
 # ---- a measurement -------------------------------------------------------------------------------------------------
@@ -76,5 +86,7 @@ def test_a_measurement_is_a_run_that_leaves_only_its_figures(tmp_path, prepared)
     assert "measured here" in result["peak_source"] and 0 <= result["data_wait_share"] <= 1
     assert result["settings"] == given
     assert done.stdout == table(result) + "\n"  # rank 0's
-    assert [path for path in (tmp_path / "tmp").iterdir() if path.name.startswith("baretrain")] == []
+    assert [
+        path for path in (tmp_path / "tmp").iterdir() if path.name.startswith("baretrain")
+    ] == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bench.json", "tmp"]

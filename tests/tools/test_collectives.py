@@ -33,8 +33,12 @@ HOST = socket.gethostname()
 @pytest.mark.parametrize("members", [range(2), range(9), (0, 8, 16, 24)])
 def test_every_pair_is_measured_once_and_no_rank_twice_at_the_same_time(members):
     schedule = rounds(members)
-    assert Counter(pair for pairs in schedule for pair in pairs) == Counter(combinations(members, 2))
-    assert len(schedule) == len(members)  # one more, for an even number, than the fewest that there can be
+    assert Counter(pair for pairs in schedule for pair in pairs) == Counter(
+        combinations(members, 2)
+    )
+    assert len(schedule) == len(
+        members
+    )  # one more, for an even number, than the fewest that there can be
     for pairs in schedule:
         assert len({rank for pair in pairs for rank in pair}) == 2 * len(pairs)
 
@@ -42,7 +46,9 @@ def test_every_pair_is_measured_once_and_no_rank_twice_at_the_same_time(members)
 @pytest.mark.parametrize("num_ranks", [2, 64])
 def test_a_ring_on_links_of_a_speed_has_that_bus_bandwidth(num_ranks):
     link_bytes_per_s, num_bytes = 1e9, 10**8
-    hops = 2 * (num_ranks - 1)  # of a reduce-scatter and an all-gather; each moves one part of the tensor a rank
+    hops = 2 * (
+        num_ranks - 1
+    )  # of a reduce-scatter and an all-gather; each moves one part of the tensor a rank
     took_s = hops * num_bytes / num_ranks / link_bytes_per_s
     assert bus_bandwidth(num_bytes, took_s, num_ranks=num_ranks) == pytest.approx(link_bytes_per_s)
 
@@ -57,13 +63,21 @@ def test_a_ring_on_links_of_a_speed_has_that_bus_bandwidth(num_ranks):
         (0.9, 4.0, "bad"),
     ],
 )
-def test_the_slowest_link_is_named_and_judged_by_the_others_and_by_the_network(slowest, should_be, state):
+def test_the_slowest_link_is_named_and_judged_by_the_others_and_by_the_network(
+    slowest, should_be, state
+):
     links = {"a - b": 1e9, "a - c": 1.1e9, "b - c": slowest * 1e9, "c - d": 1e9}
     finding = links_finding(links, should_be and should_be * 1e9, "p5")
-    assert finding.state == state and f"slowest of 4: b - c, {slowest:g} GB/s; median 1 GB/s" in finding.text
+    assert (
+        finding.state == state
+        and f"slowest of 4: b - c, {slowest:g} GB/s; median 1 GB/s" in finding.text
+    )
 
 
-GIGABIT, LINKED = InstanceConfig(name="slow", network_gbit_per_s=1), InstanceConfig(device_link_gbyte_per_s=300)
+GIGABIT, LINKED = (
+    InstanceConfig(name="slow", network_gbit_per_s=1),
+    InstanceConfig(device_link_gbyte_per_s=300),
+)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +86,15 @@ GIGABIT, LINKED = InstanceConfig(name="slow", network_gbit_per_s=1), InstanceCon
         (P5, 1, False, 230, "ok", 450, None),
         (P5, 1, False, 110, "bad", 450, None),
         (P5, 1, True, 1, "ok", None, None),
-        (P5, 2, False, 1, "warn", 400, 0.625),  # all network cards; one TCP connection. What is normal is not known
+        (
+            P5,
+            2,
+            False,
+            1,
+            "warn",
+            400,
+            0.625,
+        ),  # all network cards; one TCP connection. What is normal is not known
         (P5, 2, True, 1, "ok", 0.625, 0.625),
         (GIGABIT, 2, False, 0.1, "ok", 0.125, 0.125),
         (LINKED, 2, False, 1, "ok", None, None),  # the network is unknown
@@ -81,13 +103,21 @@ GIGABIT, LINKED = InstanceConfig(name="slow", network_gbit_per_s=1), InstanceCon
 def test_devices_and_links_are_compared_with_the_instance(
     instance, machines, is_cpu, gbyte_per_s, state, should_be, link_should_be
 ):
-    reduced = AllReduce(latency_s=1e-5, num_bytes=256 * MIB, bus_bytes_per_s=gbyte_per_s * 1e9, wrong_ranks=[])
+    reduced = AllReduce(
+        latency_s=1e-5, num_bytes=256 * MIB, bus_bytes_per_s=gbyte_per_s * 1e9, wrong_ranks=[]
+    )
     hosts = AllReduce(latency_s=1e-3, num_bytes=64 * MIB, bus_bytes_per_s=1e6, wrong_ranks=[])
     names, links = ["a (rank 0)", "a (rank 1)"], {"a - a": 1e9}
-    findings = compare(Measured("ddp on H100", names, machines, is_cpu, reduced, hosts, links), instance)
+    findings = compare(
+        Measured("ddp on H100", names, machines, is_cpu, reduced, hosts, links), instance
+    )
 
     def figure(value):
-        return f"not compared: no figure for {instance.name}" if value is None else f"should reach {value:g} GB/s"
+        return (
+            f"not compared: no figure for {instance.name}"
+            if value is None
+            else f"should reach {value:g} GB/s"
+        )
 
     assert findings["devices"].state == state
     assert figure(should_be) in findings["devices"].text
@@ -103,7 +133,11 @@ SIXTEEN |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 @pytest.mark.parametrize(
     ("arguments", "environ", "said"),
     [
-        ("--collectives", {}, "there is only 1; start several: torchrun --standalone --nproc-per-node=2 -m"),
+        (
+            "--collectives",
+            {},
+            "there is only 1; start several: torchrun --standalone --nproc-per-node=2 -m",
+        ),
         ("--collectives instance=p5.48xlarge", {}, "--nproc-per-node=8"),
         ("--collectives instance=p6", {}, "there is no such instance"),
         ("--collectives backend.timeout_s=0", {}, "backend.timeout_s"),
@@ -121,7 +155,12 @@ def test_what_is_rejected(arguments, environ, said, monkeypatch, capsys):
 
 def on_machines(folder, *programs, **env):
     """Run each program as the rank of a machine of its own. Returns the exit codes and what was printed."""
-    names = {"WORLD_SIZE": str(len(programs)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    names = {
+        "WORLD_SIZE": str(len(programs)),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     names |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", **env}
     said = [folder / str(rank) for rank in range(len(programs))]
     ranks = [
@@ -183,13 +222,17 @@ sys.exit(main())
 
 def disturbed(tmp_path, how, *arguments, machines):
     settings = ["--collectives", "backend.device=cpu", "--mib", "1", *arguments]
-    return on_machines(tmp_path, *[["-c", DISTURBED, *settings]] * machines, DISTURBED=how, COLUMNS="120")
+    return on_machines(
+        tmp_path, *[["-c", DISTURBED, *settings]] * machines, DISTURBED=how, COLUMNS="120"
+    )
 
 
 def test_a_wrong_sum_and_a_slow_link_are_named(tmp_path):
     codes, (said, *_) = disturbed(tmp_path, "wrong and slow", "--json", machines=4)
     assert codes == [1] * 4
-    found = {finding["name"]: finding for finding in json.loads(said[said.index("{") :])["findings"]}
+    found = {
+        finding["name"]: finding for finding in json.loads(said[said.index("{") :])["findings"]
+    }
     states = {name: finding["state"] for name, finding in found.items()}
     assert states == {"ranks": "ok", "devices": "ok", "hosts": "bad", "links": "bad"}
     assert f"wrong sum on 1 rank: {HOST} (rank 1);" in found["hosts"]["text"]
@@ -213,7 +256,11 @@ with collectives.deadline(f"an exchange of rank {os.environ['RANK']}", 0.1):
 
 def test_of_ranks_that_hang_without_an_error_one_names_it(tmp_path):
     (tmp_path / "script.py").write_text(HANGS)
-    done = run_forked(launch(str(tmp_path / "script.py"), [], ranks=2), os.environ | {"PYTHONPATH": str(ROOT)})
+    done = run_forked(
+        launch(str(tmp_path / "script.py"), [], ranks=2), os.environ | {"PYTHONPATH": str(ROOT)}
+    )
     assert done.returncode == 1
-    named = re.findall(r"error: an exchange of rank . took more than 0.1 s \(backend.timeout_s\)\n", done.stderr)
+    named = re.findall(
+        r"error: an exchange of rank . took more than 0.1 s \(backend.timeout_s\)\n", done.stderr
+    )
     assert len(named) == 1

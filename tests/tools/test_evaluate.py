@@ -28,14 +28,25 @@ def sources(texts, tmp_path_factory):
     tables = {
         "classify": [("text", "label"), *((text, LABELS[len(text) % 2]) for text in texts[:60])],
         "regress": [("text", "label"), *((text, 1000 + len(text)) for text in texts[:60])],
-        "multilabel": [("text", *LABELS), *((text, len(text) % 2, n % 2) for n, text in enumerate(texts[:60]))],
+        "multilabel": [
+            ("text", *LABELS),
+            *((text, len(text) % 2, n % 2) for n, text in enumerate(texts[:60])),
+        ],
     }
     for name, rows in tables.items():
         with (folder / f"{name}.csv").open("w", newline="") as file:
             csv.writer(file).writerows(rows)
-    settings = {name: [f"task={name}", "data=csv", f"data.path={folder / name}.csv", HELD_OUT] for name in tables}
+    settings = {
+        name: [f"task={name}", "data=csv", f"data.path={folder / name}.csv", HELD_OUT]
+        for name in tables
+    }
     settings["multilabel"] += ["data.columns.label=[long,warm]", "task.threshold=[0.4,0.5]"]
-    settings["ner"] = ["task=ner", "data=records", f"data.path={ROOT / 'tests/inputs/entities.conll'}", HELD_OUT]
+    settings["ner"] = [
+        "task=ner",
+        "data=records",
+        f"data.path={ROOT / 'tests/inputs/entities.conll'}",
+        HELD_OUT,
+    ]
     (folder / "qa").mkdir()
     settings["qa"] = asking(folder / "qa", texts, train=20, dev=12, v2=True)
     return settings
@@ -70,7 +81,13 @@ def metrics_of(line):
 
 def evaluated(model, output, *arguments, ranks=1):
     """Return the JSON that an evaluation writes."""
-    command = [str(model), *arguments, "--output", str(output), f"data.cache_dir={output.parent}/cache"]
+    command = [
+        str(model),
+        *arguments,
+        "--output",
+        str(output),
+        f"data.cache_dir={output.parent}/cache",
+    ]
     if ranks == 1:
         assert evaluate.main(command) == 0
     else:
@@ -84,7 +101,10 @@ def evaluated(model, output, *arguments, ranks=1):
 def test_a_run_is_evaluated_as_it_was_in_training(trained, tmp_path, task, ranks):
     run_dir = trained(task)
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
-    result, last = evaluated(run_dir, tmp_path / "scores.json", ranks=ranks), lines(run_dir, "eval")[-1]
+    result, last = (
+        evaluated(run_dir, tmp_path / "scores.json", ranks=ranks),
+        lines(run_dir, "eval")[-1],
+    )
     if task == "qa":  # at the threshold that the export keeps
         last |= {name: last[f"best_{name}"] for name in ("exact_match", "f1")}
         of_answers = [name for name in last if "answer" in name]
@@ -94,19 +114,35 @@ def test_a_run_is_evaluated_as_it_was_in_training(trained, tmp_path, task, ranks
     assert before == {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
 
 
-def test_other_ways_to_the_same_model_and_rows_lead_to_the_same_numbers(trained, sources, tmp_path):
+def test_other_ways_to_the_same_model_and_rows_lead_to_the_same_numbers(
+    trained, sources, tmp_path
+):
     """A new file by the run and by its export alone, a target of another name, and an earlier step."""
     new, run_dir = tmp_path / "new.csv", trained("classify")
     new.write_text("".join(content_of(sources["classify"]).splitlines(keepends=True)[:30]))
     by_run = evaluated(run_dir, tmp_path / "run.json", f"data.path={new}")
-    by_export = evaluated(run_dir / "export", tmp_path / "export.json", f"data.path={new}", "eval_batch_size=8")
-    assert by_run["rows"] == 29 and by_run["metrics"] == pytest.approx(by_export["metrics"], rel=1e-5)
+    by_export = evaluated(
+        run_dir / "export", tmp_path / "export.json", f"data.path={new}", "eval_batch_size=8"
+    )
+    assert by_run["rows"] == 29 and by_run["metrics"] == pytest.approx(
+        by_export["metrics"], rel=1e-5
+    )
     renamed = tmp_path / "renamed.csv"
     renamed.write_text(content_of(sources["regress"]).replace("label", "rating", 1))
-    rated = evaluated(trained("regress"), tmp_path / "rated.json", f"data.path={renamed}", "data.columns.label=rating")
-    assert rated["rows"] == 60 and rated["metrics"]["loss"] != rated["metrics"]["mse"], "the targets are standardised"
+    rated = evaluated(
+        trained("regress"),
+        tmp_path / "rated.json",
+        f"data.path={renamed}",
+        "data.columns.label=rating",
+    )
+    assert rated["rows"] == 60 and rated["metrics"]["loss"] != rated["metrics"]["mse"], (
+        "the targets are standardised"
+    )
     asked = evaluated(
-        trained("regress") / "export", tmp_path / "scaled.json", f"data.path={renamed}", "data.columns.label=rating"
+        trained("regress") / "export",
+        tmp_path / "scaled.json",
+        f"data.path={renamed}",
+        "data.columns.label=rating",
     )
     assert asked["metrics"] == pytest.approx(rated["metrics"], rel=1e-3)
     first = evaluated(run_dir, tmp_path / "first.json", "--checkpoint=1")
@@ -114,12 +150,22 @@ def test_other_ways_to_the_same_model_and_rows_lead_to_the_same_numbers(trained,
 
 
 def test_an_export_masks_as_its_run_did(prepared, tmp_path):
-    masks = ["task.mask_rate=0.3", "task.eval_mask_rate=0.2", "task.max_ngram=1", "task.whole_word=true", "seed=5"]
+    masks = [
+        "task.mask_rate=0.3",
+        "task.eval_mask_rate=0.2",
+        "task.max_ngram=1",
+        "task.whole_word=true",
+        "seed=5",
+    ]
     train_here(tmp_path / "run", prepared, *masks, "max_steps=1", "eval_every=1")
     last = metrics_of(lines(tmp_path / "run", "eval")[-1])
     for more in ([], ["task=mlm"]):
         result = evaluated(
-            tmp_path / "run/export", tmp_path / "scores.json", f"data.path={prepared}", *more, "eval_batch_size=8"
+            tmp_path / "run/export",
+            tmp_path / "scores.json",
+            f"data.path={prepared}",
+            *more,
+            "eval_batch_size=8",
         )
         assert result["metrics"] == pytest.approx(last, rel=1e-4)
 
@@ -128,30 +174,56 @@ def test_a_run_in_s3_and_its_text_are_evaluated_from_there(trained, prepared, bu
     remote, data = upload(bucket, trained("mlm"), "run"), upload(bucket, prepared)
     keys = bucket.keys()
     result = evaluated(
-        remote, tmp_path / "scores.json", f"data.path={data}", "eval_examples=20", *bucket.overrides(), ranks=2
+        remote,
+        tmp_path / "scores.json",
+        f"data.path={data}",
+        "eval_examples=20",
+        *bucket.overrides(),
+        ranks=2,
     )
-    assert result["metrics"] == metrics_of(lines(trained("mlm"), "eval")[-1]) and bucket.keys() == keys
+    assert (
+        result["metrics"] == metrics_of(lines(trained("mlm"), "eval")[-1])
+        and bucket.keys() == keys
+    )
     cached = {path.name for path in (tmp_path / "cache").rglob("*.safetensors")}
-    assert any("validation" in name for name in cached) and not any("train" in name for name in cached), cached
+    assert any("validation" in name for name in cached) and not any(
+        "train" in name for name in cached
+    ), cached
 
 
-def test_what_cannot_be_evaluated_is_rejected_in_one_line(trained, sources, corpus, capsys, tmp_path):
+def test_what_cannot_be_evaluated_is_rejected_in_one_line(
+    trained, sources, corpus, capsys, tmp_path
+):
     run_dir, unsafe, headless = trained("classify"), tmp_path / "unsafe", tmp_path / "headless"
-    rows = {"unknown": "text,label\nba,cold\n", "column": "body,label\nba,long\n", "empty": "text,label\n"}
+    rows = {
+        "unknown": "text,label\nba,cold\n",
+        "column": "body,label\nba,long\n",
+        "empty": "text,label\n",
+    }
     files = {name: tmp_path / f"{name}.csv" for name in rows}
     for name, file in files.items():
         file.write_text(rows[name])
     shutil.copytree(run_dir / "export", unsafe)
     path = unsafe / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": {"AutoTokenizer": "code.Tokenizer"}}))
+    path.write_text(
+        json.dumps(
+            {**json.loads(path.read_text()), "auto_map": {"AutoTokenizer": "code.Tokenizer"}}
+        )
+    )
     shutil.copytree(run_dir / "export", headless)
     weights = {
-        name: value for name, value in load_file(headless / "model.safetensors").items() if "classifier" not in name
+        name: value
+        for name, value in load_file(headless / "model.safetensors").items()
+        if "classifier" not in name
     }
     save_file(weights, headless / "model.safetensors", {"format": "pt"})
     prepare.prepare(prepare_config(tmp_path / "other", corpus, "tokenizer.vocab_size=110"))
     cases = [
-        (run_dir, [f"data.path={files['unknown']}"], "unknown label cold; the labels are long, warm"),
+        (
+            run_dir,
+            [f"data.path={files['unknown']}"],
+            "unknown label cold; the labels are long, warm",
+        ),
         (run_dir, [f"data.path={files['column']}"], "no column text"),
         (run_dir, [f"data.path={files['empty']}"], "validation: no row is left"),
         (run_dir, ["--checkpoint", "7"], "there is no step 7 in .*; there are: 1, 2, 3"),
@@ -160,9 +232,17 @@ def test_what_cannot_be_evaluated_is_rejected_in_one_line(trained, sources, corp
         (run_dir, ["--output", f"{tmp_path}/none/x.json"], "there is no folder"),
         (run_dir / "export", ["--checkpoint", "1"], "is not the run_dir of a run"),
         (unsafe, [f"data.path={files['empty']}"], "auto_map asks transformers to load code"),
-        (headless, [sources["classify"][2]], "holds no weights for classifier.bias, classifier.weight"),
+        (
+            headless,
+            [sources["classify"][2]],
+            "holds no weights for classifier.bias, classifier.weight",
+        ),
         (trained("mlm"), [f"data.path={files['empty']}"], "manifest.json: Not a directory"),
-        (trained("mlm"), [f"data.path={tmp_path}/other"], "has a different tokenizer than the data"),
+        (
+            trained("mlm"),
+            [f"data.path={tmp_path}/other"],
+            "has a different tokenizer than the data",
+        ),
     ]
     for model, arguments, says in cases:
         code = evaluate.main([str(model), *arguments, f"data.cache_dir={tmp_path}/cache"])
@@ -172,6 +252,15 @@ def test_what_cannot_be_evaluated_is_rejected_in_one_line(trained, sources, corp
 
 def test_a_run_on_xla_is_evaluated_as_it_was_in_training(sources, tokenizer_folder, tmp_path):
     run_dir = tmp_path / "run"
-    train_with(tuning(run_dir, tokenizer_folder, *sources["classify"], *STEPS, "backend=xla", "backend.device=cpu"))
+    train_with(
+        tuning(
+            run_dir,
+            tokenizer_folder,
+            *sources["classify"],
+            *STEPS,
+            "backend=xla",
+            "backend.device=cpu",
+        )
+    )
     result, last = evaluated(run_dir, tmp_path / "scores.json"), lines(run_dir, "eval")[-1]
     assert result["metrics"] == metrics_of(last) and result["backend"] == "xla"

@@ -14,9 +14,9 @@ import pytest
 from running import ROOT, train_overrides
 
 from train.config import TrainConfig, make_plan
+from train.machine import machine
+from train.machine.versions import read_versions
 from train.run import compose as cli
-from train.system import machine
-from train.system.versions import read_versions
 from train.tools import precompile
 
 RECORDED = Path(__file__).parent.parent / "recorded" / "precompile"
@@ -39,7 +39,10 @@ def tool(tmp_path, monkeypatch):
     for name in ("bin", "tool", "tmp", "cache"):
         (tmp_path / name).mkdir()
     script = RECORDED / "neuron_parallel_compile.py"
-    executable(tmp_path / "bin/neuron_parallel_compile", f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
+    executable(
+        tmp_path / "bin/neuron_parallel_compile",
+        f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n',
+    )
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_TOOL", str(tmp_path / "tool"))
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "cache"))
@@ -70,23 +73,49 @@ def cached(tmp_path, name, module="MODULE_1+2"):
 def test_the_short_run_is_the_same_run_but_for_its_length(experiment):
     real = cli.load_config(TrainConfig, [f"experiment={experiment}"])
     given = ["max_steps=900", "max_epochs=0.1", "optim.warmup_steps=800", "early_stop.patience=1"]
-    short = cli.load_config(TrainConfig, [f"experiment={experiment}", *given, *precompile.short_run(Path("/tmp/a b"))])
+    short = cli.load_config(
+        TrainConfig, [f"experiment={experiment}", *given, *precompile.short_run(Path("/tmp/a b"))]
+    )
     for section in ("seed", "seq_len", "task", "model", "backend", "parallel"):
         assert getattr(short, section) == getattr(real, section), section
     assert short.optim.name == real.optim.name
-    ours, theirs = (make_plan(cfg, world_size=16, rows=10**9, seq_len=512) for cfg in (short, real))
-    assert (ours.micro_batch_size, ours.accumulation) == (theirs.micro_batch_size, theirs.accumulation)
+    ours, theirs = (
+        make_plan(cfg, world_size=16, rows=10**9, seq_len=512) for cfg in (short, real)
+    )
+    assert (ours.micro_batch_size, ours.accumulation) == (
+        theirs.micro_batch_size,
+        theirs.accumulation,
+    )
     assert ours.total_steps == precompile.STEPS
     assert short.run_dir == "/tmp/a b"
-    assert short.max_examples is short.max_epochs is short.eval_every is short.early_stop.patience is None
+    assert (
+        short.max_examples
+        is short.max_epochs
+        is short.eval_every
+        is short.early_stop.patience
+        is None
+    )
     assert not (short.export or short.tensorboard)
 
 
 def test_batches_of_several_lengths_take_more_steps_and_some_steps_log(tool):
-    given = ["experiment=mnli_roberta_large", "hub.push_to=a/b", "instance=trn1.2xlarge", "backend=xla", "--dry-run"]
-    short_run = precompile.build_short_run(precompile.parse([*given, "global_batch_size=32"]), {}, work=tool)
-    assert f"max_steps={4 * precompile.STEPS}" in short_run.command and "hub.push_to=null" in short_run.command
-    logs = {step % precompile.LOG_EVERY == 0 for step in range(2, precompile.STEPS)}  # between the first and the last
+    given = [
+        "experiment=mnli_roberta_large",
+        "hub.push_to=a/b",
+        "instance=trn1.2xlarge",
+        "backend=xla",
+        "--dry-run",
+    ]
+    short_run = precompile.build_short_run(
+        precompile.parse([*given, "global_batch_size=32"]), {}, work=tool
+    )
+    assert (
+        f"max_steps={4 * precompile.STEPS}" in short_run.command
+        and "hub.push_to=null" in short_run.command
+    )
+    logs = {
+        step % precompile.LOG_EVERY == 0 for step in range(2, precompile.STEPS)
+    }  # between the first and the last
     assert logs == {True, False}
 
 
@@ -96,7 +125,12 @@ def test_the_tool_gets_torchrun_with_the_ranks_of_the_instance_and_a_folder_of_i
     (call,) = calls(tool)
     env, chdir, python, *rest = call["run"]
     assert (env, chdir, python) == ("env", f"--chdir={tool.parent}", sys.executable)
-    assert rest[: rest.index(COLLECT)] == ["-m", "train.system.local_torchrun", "--nproc-per-node=32", "-m"]
+    assert rest[: rest.index(COLLECT)] == [
+        "-m",
+        "train.machine.local_torchrun",
+        "--nproc-per-node=32",
+        "-m",
+    ]
     assert rest[rest.index(COLLECT) + 1 :][:3] == RUN
     assert f"max_steps={precompile.STEPS}" in rest
     assert Path(call["cwd"]).parent == tool.parent / "tmp"
@@ -105,22 +139,33 @@ def test_the_tool_gets_torchrun_with_the_ranks_of_the_instance_and_a_folder_of_i
 
 def test_flags_of_the_user_are_appended_to(tool, monkeypatch, capfd):
     results(tool, "compiled_again")
-    monkeypatch.setenv("NEURON_CC_FLAGS", "--cache_dir='s3://bucket/my cache' --model-type generic -O1")
+    monkeypatch.setenv(
+        "NEURON_CC_FLAGS", "--cache_dir='s3://bucket/my cache' --model-type generic -O1"
+    )
     monkeypatch.setenv("NEURON_PARALLEL_COMPILE_MAX_RETRIES", "7")
     assert precompile.main(RUN) == cli.DONE
     env = calls(tool)[0]["env"]
     theirs, ours = env["NEURON_CC_FLAGS"].split(" -O1 ")
     assert theirs == "--cache_dir='s3://bucket/my cache' --model-type generic"
     assert "--retry_failed_compilation" in ours and "--model-type" not in ours
-    assert env["NEURON_PARALLEL_COMPILE_MAX_RETRIES"] == "7" and env["NEURON_PARALLEL_COMPILE_DUMP_RESULTS"] == "1"
+    assert (
+        env["NEURON_PARALLEL_COMPILE_MAX_RETRIES"] == "7"
+        and env["NEURON_PARALLEL_COMPILE_DUMP_RESULTS"] == "1"
+    )
     out = capfd.readouterr().out
-    assert f"NEURON_CC_FLAGS={shlex.quote(env['NEURON_CC_FLAGS'])}" in out and "cache: s3://bucket/my cache" in out
+    assert (
+        f"NEURON_CC_FLAGS={shlex.quote(env['NEURON_CC_FLAGS'])}" in out
+        and "cache: s3://bucket/my cache" in out
+    )
 
 
 @pytest.mark.parametrize(
     ("set_up", "said"),
     [
-        ({"NEURON_CC_FLAGS": "--cache_dir=/shared/home/me/cache"}, "/shared/home/me/cache is on nfs4"),
+        (
+            {"NEURON_CC_FLAGS": "--cache_dir=/shared/home/me/cache"},
+            "/shared/home/me/cache is on nfs4",
+        ),
         ({"PATH": "/usr/bin:/bin"}, read_versions().sdk.install),
         ({"LOCAL_RANK": "0"}, "without torchrun"),
     ],
@@ -153,18 +198,25 @@ def test_a_short_run_that_fails_is_not_taken_for_a_failed_graph(tool, capfd):
 def test_a_graph_that_the_cache_holds_compiled_did_not_fail(tool, tmp_path):
     graph = cached(tmp_path, "model.done")
     report = {str(graph): {"status": False, "retry": 0}}
-    (tool / "0.json").write_text(json.dumps({"compilation_summary": {"false": 1}, "compilation_report": report}))
+    (tool / "0.json").write_text(
+        json.dumps({"compilation_summary": {"false": 1}, "compilation_report": report})
+    )
     assert precompile.main(RUN) == cli.DONE
 
 
 def test_no_results_mean_all_cached_or_nothing_collected_and_those_of_another_shape_are_passed_over(
     tool, tmp_path, capfd
 ):
-    for name, code, words in (("log", cli.FAILED, "no graph was collected"), ("done", cli.DONE, "no new graph")):
+    for name, code, words in (
+        ("log", cli.FAILED, "no graph was collected"),
+        ("done", cli.DONE, "no new graph"),
+    ):
         cached(tmp_path, f"model.{name}")
         assert precompile.main(RUN) == code
         assert words in "".join(capfd.readouterr())
-    (tool / "2.json").write_text('{"compilation_summary": {}, "compilation_report": {"graph": true}}')
+    (tool / "2.json").write_text(
+        '{"compilation_summary": {}, "compilation_report": {"graph": true}}'
+    )
     assert precompile.main(RUN) == cli.DONE
     assert "does not have the format of neuron_parallel_compile" in capfd.readouterr().out
 
@@ -179,7 +231,8 @@ def test_locks_are_named(tool, tmp_path, capfd):
 def test_under_slurm_the_job_says_which_machine_this_is(tool, monkeypatch, capfd):
     bin_folder = tool.parent / "bin"
     executable(
-        bin_folder / "scontrol", '#!/bin/sh\n[ "$*" = "show hostnames node-[3-4]" ] && printf "node-3\\nnode-4\\n"\n'
+        bin_folder / "scontrol",
+        '#!/bin/sh\n[ "$*" = "show hostnames node-[3-4]" ] && printf "node-3\\nnode-4\\n"\n',
     )
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node-[3-4]")
     monkeypatch.setenv("SLURM_NNODES", "2")
@@ -200,6 +253,8 @@ def test_the_short_run_is_a_run_in_the_users_folder(tool, monkeypatch, prepared)
     (tool / "run").touch()
     (tool.parent / "data").symlink_to(prepared)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    overrides = train_overrides(Path("runs/real"), Path("data"), "checkpoint.every=2", "optim.warmup_steps=6")
+    overrides = train_overrides(
+        Path("runs/real"), Path("data"), "checkpoint.every=2", "optim.warmup_steps=6"
+    )
     assert precompile.main([*overrides, "--nproc-per-node=2"]) == cli.DONE
     assert not (tool.parent / "runs").exists()

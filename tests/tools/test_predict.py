@@ -19,26 +19,48 @@ from train.models.heads import build_with_head
 from train.models.network import Network
 from train.parallel import ddp
 from train.run import compose as cli
-from train.system import samples
-from train.system.folders import LocalFolder
+from train.run_folder import samples
+from train.storage.folders import LocalFolder
 from train.tasks import predictor
 from train.tools import predict
 
 LABELS = ["bad", "fair", "good"]
-BERT = ModelConfig(architecture="bert", max_positions=64, hidden_size=8, num_layers=1, num_heads=2, intermediate_size=8)
+BERT = ModelConfig(
+    architecture="bert",
+    max_positions=64,
+    hidden_size=8,
+    num_layers=1,
+    num_heads=2,
+    intermediate_size=8,
+)
 
 
 @pytest.fixture(scope="module")
 def labelled(texts, tokenizer_folder, tmp_path_factory):
     """A run on CSV with a dialect and column names of its own, and the rows that it was evaluated on."""
     path = tmp_path_factory.mktemp("labelled")
-    lines = [(f"row{i}", f'{LABELS[i % 3]} "{text}"', LABELS[i % 3]) for i, text in enumerate(texts[:60])]
+    lines = [
+        (f"row{i}", f'{LABELS[i % 3]} "{text}"', LABELS[i % 3])
+        for i, text in enumerate(texts[:60])
+    ]
     for name, part in {"train": lines[:40], "dev": lines[40:]}.items():
         with (path / f"{name}.csv").open("w", newline="") as file:
             writer = csv.writer(file, quoting=csv.QUOTE_ALL, doublequote=False, escapechar="\\")
             writer.writerows([("name", "body", "stars"), *part])
-    columns = ["data.columns.id=name", "data.columns.text=body", "data.columns.label=stars", r"data.escape='\\'"]
-    given = ["task=classify", "data=records", "seq_len=64", "data.lengths=[16,32]", f"data.path={path}", "samples=6"]
+    columns = [
+        "data.columns.id=name",
+        "data.columns.text=body",
+        "data.columns.label=stars",
+        r"data.escape='\\'",
+    ]
+    given = [
+        "task=classify",
+        "data=records",
+        "seq_len=64",
+        "data.lengths=[16,32]",
+        f"data.path={path}",
+        "samples=6",
+    ]
     files = ["data.train=train.csv", "data.validation=dev.csv"]
     run = tuned(path / "run", tokenizer_folder, *given, *columns, *files)
     return run, path / "dev.csv"
@@ -49,7 +71,9 @@ def answering(texts, tokenizer_folder, tmp_path_factory):
     """A run on questions of which every third has no answer, and those it was evaluated on."""
     path = tmp_path_factory.mktemp("answering")
     given = asking(path, texts, train=16, dev=14, v2=True)
-    run = tuned(path / "run", tokenizer_folder, *given, "seq_len=48", "data.lengths=[16]", "samples=14")
+    run = tuned(
+        path / "run", tokenizer_folder, *given, "seq_len=48", "data.lengths=[16]", "samples=14"
+    )
     return run, path / "dev.json"
 
 
@@ -58,7 +82,9 @@ def folder(tokenizer_folder, tmp_path_factory):
     """A model of transformers that no run of ours made."""
     path = tmp_path_factory.mktemp("folder")
     torch.manual_seed(0)
-    build_with_head("SequenceClassification", BERT, labels=LABELS, vocab_size=120, pad_id=0, seq_len=64).export(path)
+    build_with_head(
+        "SequenceClassification", BERT, labels=LABELS, vocab_size=120, pad_id=0, seq_len=64
+    ).export(path)
     shutil.copytree(tokenizer_folder, path, dirs_exist_ok=True)
     return path
 
@@ -88,17 +114,23 @@ def rejected(capsys, *arguments):
     return line.removeprefix("error: ")
 
 
-def test_rows_that_were_cut_are_marked_and_what_they_lose_is_said(labelled, answering, capsys, tmp_path):
+def test_rows_that_were_cut_are_marked_and_what_they_lose_is_said(
+    labelled, answering, capsys, tmp_path
+):
     text = "ba be " * 100
     rows = tmp_path / "new.jsonl"
-    rows.write_text("".join(json.dumps({"name": each[:2], "body": each}) + "\n" for each in ("na", text)))
+    rows.write_text(
+        "".join(json.dumps({"name": each[:2], "body": each}) + "\n" for each in ("na", text))
+    )
     (whole, cut), said = answers(capsys, labelled[0], "--input", rows)
     assert "tokens_cut" not in whole and cut["tokens_cut"] > 100
     assert f"1 of 2 rows are cut at 64 tokens: {cut['tokens_cut']} of " in said
     question = ["--question", text, "--context", "ba be na", "--null-threshold", "0"]
     (one,), said = answers(capsys, answering[0], *question)
     assert f"1 of 1 rows are cut at 48 tokens: {one['tokens_cut']} of " in said
-    (one,), said = answers(capsys, answering[0], "--question", "ba?", "--context", text, *question[-2:])
+    (one,), said = answers(
+        capsys, answering[0], "--question", "ba?", "--context", text, *question[-2:]
+    )
     assert "tokens_cut" not in one and "are cut" not in said  # windows read all of a context
 
 
@@ -112,9 +144,14 @@ def test_labels_and_samples_are_those_of_the_runs_evaluation(labelled, tmp_path,
     run, dev = labelled
     given = [str(run), "--input", str(dev), "--batch-size", "7", *FP32, "--output"]
     assert predict.main([*given, str(tmp_path / "out.jsonl")]) == 0
-    result, wanted = lines_of(tmp_path / "out.jsonl"), lines_of(run / "predictions/validation.jsonl")
+    result, wanted = (
+        lines_of(tmp_path / "out.jsonl"),
+        lines_of(run / "predictions/validation.jsonl"),
+    )
     for one, other in zip(result, wanted, strict=True):
-        assert [one[key] for key in ("id", "prediction", "label")] == [other[k] for k in ("id", "prediction", "label")]
+        assert [one[key] for key in ("id", "prediction", "label")] == [
+            other[k] for k in ("id", "prediction", "label")
+        ]
         assert one["probabilities"] == pytest.approx(other["probabilities"], abs=1e-5)
     result = json.loads((run / "evaluation.json").read_text())["splits"]["validation"]
     names = ("accuracy", "f1_macro", "f1_weighted", "matthews_correlation")
@@ -125,12 +162,21 @@ def test_labels_and_samples_are_those_of_the_runs_evaluation(labelled, tmp_path,
     with (tmp_path / "out.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     shares = [f"probability_{label}" for label in LABELS]
-    assert list(rows[0]) == ["id", "label", "prediction", *shares, "tokens_cut"] and not rows[0]["tokens_cut"]
-    assert [(row["id"], row["prediction"]) for row in rows] == [(line["id"], line["prediction"]) for line in wanted]
-    assert float(rows[3]["probability_fair"]) == pytest.approx(wanted[3]["probabilities"]["fair"], abs=1e-5)
+    assert (
+        list(rows[0]) == ["id", "label", "prediction", *shares, "tokens_cut"]
+        and not rows[0]["tokens_cut"]
+    )
+    assert [(row["id"], row["prediction"]) for row in rows] == [
+        (line["id"], line["prediction"]) for line in wanted
+    ]
+    assert float(rows[3]["probability_fair"]) == pytest.approx(
+        wanted[3]["probabilities"]["fair"], abs=1e-5
+    )
     with dev.open() as file:
         texts = [row["body"] for row in csv.DictReader(file, escapechar="\\", doublequote=False)]
-    assert {answer.score for _, answer in samples_of(run)} == {0.0, 1.0} and len(samples_of(run)) == 6
+    assert {answer.score for _, answer in samples_of(run)} == {0.0, 1.0} and len(
+        samples_of(run)
+    ) == 6
     for sample, answer in samples_of(run):
         line = wanted[texts.index(sample.text)]
         assert (answer.truth, answer.guesses[0].text) == (line["label"], line["prediction"])
@@ -147,9 +193,18 @@ def test_labels_and_samples_are_those_of_the_runs_evaluation(labelled, tmp_path,
 def test_an_architecture_that_reads_padding_answers_the_same_in_an_evaluation_and_alone(
     tokenizer_folder, tmp_path, capsys
 ):
-    settings = [*two_lengths(tmp_path), "model=any", "model.architecture=nystromformer", "model.hidden_size=32"]
+    settings = [
+        *two_lengths(tmp_path),
+        "model=any",
+        "model.architecture=nystromformer",
+        "model.hidden_size=32",
+    ]
     sizes = ["model.num_heads=2", "model.intermediate_size=64", "model.max_positions=64"]
-    given = [each for each in tuning(tmp_path / "run", tokenizer_folder, *settings, *sizes) if "albert" not in each]
+    given = [
+        each
+        for each in tuning(tmp_path / "run", tokenizer_folder, *settings, *sizes)
+        if "albert" not in each
+    ]
     train_with([each for each in given if "embedding_size" not in each])
     note = "nystromformer reads padding, so every row is padded to seq_len=32 (data.lengths is not used)"
     assert note in (tmp_path / "run/log/rank_0000.txt").read_text()
@@ -171,21 +226,36 @@ def test_answers_are_those_of_the_runs_evaluation(answering, tmp_path, capsys, m
     result = lines_of(out)
     assert same_answers(result, run)
     assert [line["id"] for line in result] == [f"q{number}" for number in range(14)]
-    for line, wanted in zip(result, lines_of(run / "predictions/validation_nbest.jsonl"), strict=True):
-        assert [one["text"] for one in line["n_best"]] == [one["text"] for one in wanted["answers"]]
+    for line, wanted in zip(
+        result, lines_of(run / "predictions/validation_nbest.jsonl"), strict=True
+    ):
+        assert [one["text"] for one in line["n_best"]] == [
+            one["text"] for one in wanted["answers"]
+        ]
         scores = {one["text"]: one["score"] for one in reversed(line["n_best"])}
         assert line["score"] == pytest.approx(scores[line["answer"]], abs=1e-6)
         for one, other in zip(line["n_best"], wanted["answers"], strict=True):
-            assert (one["score"], one["probability"]) == pytest.approx((other["score"], other["probability"]), abs=1e-5)
+            assert (one["score"], one["probability"]) == pytest.approx(
+                (other["score"], other["probability"]), abs=1e-5
+            )
     metrics = json.loads((run / "evaluation.json").read_text())["splits"]["validation"]
     said = f"exact_match {metrics['exact_match']:.4f}, f1 {metrics['f1']:.4f}"
     known = "on the 14 rows with a known answer (of 14)"
     assert capsys.readouterr().out == f"{said}, null_threshold 0.0000 {known}\n"
     # By itself it takes the threshold that was best on the validation data.
-    assert predict.main([str(run), "--input", str(dev), "--output", str(tmp_path / "best.jsonl"), *FP32]) == 0
+    assert (
+        predict.main(
+            [str(run), "--input", str(dev), "--output", str(tmp_path / "best.jsonl"), *FP32]
+        )
+        == 0
+    )
     said = f"f1 {metrics['best_f1']:.4f}, null_threshold {metrics['best_f1_threshold']:.4f}"
     assert capsys.readouterr().out.endswith(f", {said} {known}\n")
-    asked = [one["qas"][0] for entry in json.loads(dev.read_text())["data"] for one in entry["paragraphs"]]
+    asked = [
+        one["qas"][0]
+        for entry in json.loads(dev.read_text())["data"]
+        for one in entry["paragraphs"]
+    ]
     best = [line["answer"] for line in lines_of(tmp_path / "best.jsonl")]
     for (sample, answer), question, predicted in zip(samples_of(run), asked, best, strict=True):
         truth = question["answers"][0]["text"] if question["answers"] else ""
@@ -193,12 +263,16 @@ def test_answers_are_those_of_the_runs_evaluation(answering, tmp_path, capsys, m
         assert answer.guesses[0].text == predicted and truth in sample.context
 
 
-def test_the_threshold_decides_whether_there_is_an_answer_and_lies_in_the_export(answering, tmp_path, capsys):
+def test_the_threshold_decides_whether_there_is_an_answer_and_lies_in_the_export(
+    answering, tmp_path, capsys
+):
     run, dev = answering
     for threshold, has_answer in (("-1e9", False), ("1e9", True)):
         result, _ = answers(capsys, run, "--input", dev, f"--null-threshold={threshold}")
         assert {bool(line["answer"]) for line in result} == {has_answer}
-    shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation.json", "checkpoints"))
+    shutil.copytree(
+        run, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation.json", "checkpoints")
+    )
     found = []
     for folder in (run, tmp_path / "run", run / "export"):
         lines, _ = answers(capsys, folder, "--input", dev)
@@ -207,9 +281,13 @@ def test_the_threshold_decides_whether_there_is_an_answer_and_lies_in_the_export
     assert found[0] == found[1] == found[2] and "" in found[0]
 
 
-def test_a_model_of_transformers_reads_by_its_own_settings_and_flags(folder, texts, tmp_path, capsys):
+def test_a_model_of_transformers_reads_by_its_own_settings_and_flags(
+    folder, texts, tmp_path, capsys
+):
     labels = ["bad", "fair", "strange", "strange"]
-    rows = [{"key": 9 - i, "body": f"{texts[i]} é", "label": label} for i, label in enumerate(labels)]
+    rows = [
+        {"key": 9 - i, "body": f"{texts[i]} é", "label": label} for i, label in enumerate(labels)
+    ]
     (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ["--text-column", "body", "--id-column", "key"]
     lines, said = answers(capsys, folder, "--input", tmp_path / "new.jsonl", *flags)
@@ -217,7 +295,9 @@ def test_a_model_of_transformers_reads_by_its_own_settings_and_flags(folder, tex
     assert [line["label"] for line in lines] == ["bad", "fair", None, None]
     assert "on the 2 rows with a known answer (of 4)" in said
     model = AutoModelForSequenceClassification.from_pretrained(folder)
-    theirs = pipeline("text-classification", model, tokenizer=AutoTokenizer.from_pretrained(folder), top_k=None)
+    theirs = pipeline(
+        "text-classification", model, tokenizer=AutoTokenizer.from_pretrained(folder), top_k=None
+    )
     for line, row in zip(lines, rows, strict=True):
         wanted = {one["label"]: one["score"] for one in theirs([row["body"]])[0]}
         assert line["probabilities"] == pytest.approx(wanted, abs=1e-5)
@@ -226,7 +306,9 @@ def test_a_model_of_transformers_reads_by_its_own_settings_and_flags(folder, tex
 def test_in_bf16_on_a_cpu_attention_is_that_of_an_evaluation(folder, tmp_path, monkeypatch):
     made = []
     real = Network.attend_by_products
-    monkeypatch.setattr(Network, "attend_by_products", lambda *args: (made.append(args[1]), real(*args)))
+    monkeypatch.setattr(
+        Network, "attend_by_products", lambda *args: (made.append(args[1]), real(*args))
+    )
     (tmp_path / "new.jsonl").write_text('{"text": "a word"}\n')
     used, real_backend = [], ddp.DDP
     monkeypatch.setattr(ddp, "DDP", lambda cfg: (used.append(cfg.precision), real_backend(cfg))[1])
@@ -236,7 +318,9 @@ def test_in_bf16_on_a_cpu_attention_is_that_of_an_evaluation(folder, tmp_path, m
     assert (used, made) == (["fp32", "bf16"], [torch.bfloat16])
 
 
-def test_pairs_are_read_together_and_labels_that_the_model_does_not_know_are_reported(folder, tmp_path, capsys):
+def test_pairs_are_read_together_and_labels_that_the_model_does_not_know_are_reported(
+    folder, tmp_path, capsys
+):
     (tmp_path / "new.tsv").write_text("text\tother\tlabel\nba be\tdo\t1\nba be\tlo lo\t1\n")
     shares = []
     for flags in ([], ["--text-pair-column", "other"]):
@@ -256,8 +340,18 @@ def test_a_run_and_rows_in_s3(answering, bucket, tmp_path, capsys):
         bucket.put(f"runs/qa/{name}", (run / name).read_bytes())
     bucket.put("new/dev.json", dev.read_bytes())
     s3 = bucket.config()
-    flags = ["--endpoint", s3.endpoint, "--region", s3.region, "--path-style", "--cache-dir", str(tmp_path)]
-    result, _ = answers(capsys, bucket.location("runs/qa"), "--input", bucket.location("new/dev.json"), *flags)
+    flags = [
+        "--endpoint",
+        s3.endpoint,
+        "--region",
+        s3.region,
+        "--path-style",
+        "--cache-dir",
+        str(tmp_path),
+    ]
+    result, _ = answers(
+        capsys, bucket.location("runs/qa"), "--input", bucket.location("new/dev.json"), *flags
+    )
     assert same_answers(result, run)
 
 
@@ -270,12 +364,18 @@ def test_a_run_and_rows_in_s3(answering, bucket, tmp_path, capsys):
     ],
     ids=["header_alone", "not_utf8", "wrong_column"],
 )
-def test_bad_input_is_one_line_and_leaves_no_file(labelled, content, line, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(predict, "ROWS_AT_ONCE", 1)  # the first row is done with when the second turns out bad
+def test_bad_input_is_one_line_and_leaves_no_file(
+    labelled, content, line, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(
+        predict, "ROWS_AT_ONCE", 1
+    )  # the first row is done with when the second turns out bad
     run, _ = labelled
     (tmp_path / "new.csv").write_bytes(content)
     (tmp_path / "out.jsonl").write_text("older")
-    assert line in rejected(capsys, run, "--input", tmp_path / "new.csv", "--output", tmp_path / "out.jsonl")
+    assert line in rejected(
+        capsys, run, "--input", tmp_path / "new.csv", "--output", tmp_path / "out.jsonl"
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"new.csv", "out.jsonl"}
     assert (tmp_path / "out.jsonl").read_text() == "older"
 
@@ -287,8 +387,15 @@ def test_the_input_is_not_the_output_typed_texts_are_checked_and_it_is_one_proce
     rows.write_text('{"text": "ba"}\n')
     assert "is the input" in rejected(capsys, folder, "--input", rows, "--output", rows)
     assert rejected(capsys, folder, "--text", " ") == "--text: it is empty"
-    assert rejected(capsys, folder, "--text", "b\udcff").startswith("--text: byte 0xff is not utf-8")
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+    assert rejected(capsys, folder, "--text", "b\udcff").startswith(
+        "--text: byte 0xff is not utf-8"
+    )
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     assert "start it without torchrun" in rejected(capsys, "model", "--text", "x")
 
@@ -296,25 +403,39 @@ def test_the_input_is_not_the_output_typed_texts_are_checked_and_it_is_one_proce
 def test_what_a_model_is_not_for(labelled, answering, tmp_path, capsys):
     asks, labels = ["--question", "x", "--context", "y"], ["--text", "x"]
     assert "labels texts: give --text, or --input" in rejected(capsys, labelled[0], *asks)
-    assert "answers questions: give --question and --context" in rejected(capsys, answering[0], *labels)
+    assert "answers questions: give --question and --context" in rejected(
+        capsys, answering[0], *labels
+    )
     pair = [*labels, "--text-pair", "y"]
-    assert rejected(capsys, labelled[0], *pair).endswith("was trained without text_pair; leave out --text-pair")
+    assert rejected(capsys, labelled[0], *pair).endswith(
+        "was trained without text_pair; leave out --text-pair"
+    )
     more = ["--input", labelled[1], "--text-pair-column", "stars"]
-    assert rejected(capsys, labelled[0], *more).endswith("without text_pair; leave out --text-pair-column")
+    assert rejected(capsys, labelled[0], *more).endswith(
+        "without text_pair; leave out --text-pair-column"
+    )
     paired = shutil.copytree(labelled[0], tmp_path / "paired")
     settings = yaml.safe_load((paired / "config.yaml").read_text())
     settings["data"]["columns"]["text_pair"] = "other"
     (paired / "config.yaml").write_text(yaml.safe_dump(settings))
-    assert rejected(capsys, paired, *labels).endswith("was trained with text_pair; give --text-pair TEXT")
+    assert rejected(capsys, paired, *labels).endswith(
+        "was trained with text_pair; give --text-pair TEXT"
+    )
     more = ["--input", labelled[1], "--text-pair-column", ""]
     assert rejected(capsys, paired, *more).endswith("with text_pair; give --text-pair-column NAME")
     given = [labelled[0], "--input", labelled[1]]
-    assert "no column nosuch (--label-column)" in rejected(capsys, *given, "--label-column", "nosuch")
+    assert "no column nosuch (--label-column)" in rejected(
+        capsys, *given, "--label-column", "nosuch"
+    )
     assert "--tags-column: " in rejected(capsys, *given, "--tags-column", "stars")
-    assert "only --input has columns" in rejected(capsys, labelled[0], *labels, "--label-column", "stars")
+    assert "only --input has columns" in rejected(
+        capsys, labelled[0], *labels, "--label-column", "stars"
+    )
 
 
-def test_a_pretraining_has_no_head_and_a_run_that_has_just_begun_no_model(tmp_path, tokenizer_folder, capsys):
+def test_a_pretraining_has_no_head_and_a_run_that_has_just_begun_no_model(
+    tmp_path, tokenizer_folder, capsys
+):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text(yaml.safe_dump(to_dict(train_config(run, tmp_path))))
@@ -341,7 +462,9 @@ def test_models_that_are_not_whole_or_of_another_kind(folder, change, line, tmp_
     shutil.copytree(folder, model)
     weights = load_file(folder / "model.safetensors")
     if change == "no_head":
-        weights = {name: value for name, value in weights.items() if not name.startswith("classifier")}
+        weights = {
+            name: value for name, value in weights.items() if not name.startswith("classifier")
+        }
     if change == "nan":
         weights["classifier.bias"] += float("nan")
     save_file(weights, model / "model.safetensors", {"format": "pt"})

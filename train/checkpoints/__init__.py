@@ -18,7 +18,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from train.system.folders import Folder, LocalFolder
+from train.storage.folders import Folder, LocalFolder
 
 if TYPE_CHECKING:
     from train.checkpoints.store import Store
@@ -31,7 +31,7 @@ def open_store(folder: Folder, scratch: Path) -> Store:
 
         return LocalStore(folder.path / "checkpoints")
     from train.checkpoints.store_s3 import S3Store  # imported late because boto3 is slow to import
-    from train.system.s3 import S3Folder
+    from train.storage.s3 import S3Folder
 
     assert isinstance(folder, S3Folder)
     return S3Store(folder, scratch)

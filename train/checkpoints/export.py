@@ -14,14 +14,20 @@ from train.config import OF_A_MODEL, InputError, TrainConfig, check, flat
 from train.models.encoder import without_weights
 from train.models.heads import PaddedEncoder
 from train.models.network import Network
-from train.system.folders import Folder, make_folder, scratch_folder
-from train.system.identity import differences, find_identity
+from train.run_folder.identity import differences, find_identity
+from train.storage.folders import Folder, make_folder, scratch_folder
 from train.tasks import build_task, spec_of
 from train.tasks.state import NAME, TaskState
 
 
 def export_step(
-    source: Path, manifest: Manifest, cfg: TrainConfig, target: Path, *, run: Folder, chosen: dict[str, Any]
+    source: Path,
+    manifest: Manifest,
+    cfg: TrainConfig,
+    target: Path,
+    *,
+    run: Folder,
+    chosen: dict[str, Any],
 ) -> None:
     """Export the weights in `source`, the folder of a verified step, to `target`.
 
@@ -30,10 +36,19 @@ def export_step(
     at cfg.data.path, which the user must have named. Raises InputError if the data or configuration belongs to another
     run, or if the data is not named or unreadable.
     """
-    names = [*(f"model.{name}" for name in OF_A_MODEL), *(key for key in manifest.identity if key.startswith("task."))]
-    known, now = {key: manifest.identity.get(key) for key in names if key in manifest.identity}, flat(cfg)
+    names = [
+        *(f"model.{name}" for name in OF_A_MODEL),
+        *(key for key in manifest.identity if key.startswith("task.")),
+    ]
+    known, now = (
+        {key: manifest.identity.get(key) for key in names if key in manifest.identity},
+        flat(cfg),
+    )
     changed = differences(known, {key: now.get(key) for key in known})
-    check(not changed, f"config.yaml does not belong to the run that wrote step {manifest.step}: {', '.join(changed)}")
+    check(
+        not changed,
+        f"config.yaml does not belong to the run that wrote step {manifest.step}: {', '.join(changed)}",
+    )
     data = str(manifest.identity.get("data"))
     if all(run.size(name) is not None for name in ("environment.json", "model/config.json")):
         identity = find_identity(run)
@@ -46,9 +61,19 @@ def export_step(
         export_described(source, manifest, spec_of(cfg.task).head, run, target, chosen)
         return
     no_model = f"{run.location} has no model/config.json"
-    check(cfg.data.path != "", f"{no_model}, so its export needs the prepared data: name it with --data")
-    weights = [key for key in ("model.pretrained", "model.init_from") if manifest.identity.get(key) is not None]
-    check(not weights, f"{no_model}, and {' and '.join(weights)} of another machine are not read; use its export/")
+    check(
+        cfg.data.path != "",
+        f"{no_model}, so its export needs the prepared data: name it with --data",
+    )
+    weights = [
+        key
+        for key in ("model.pretrained", "model.init_from")
+        if manifest.identity.get(key) is not None
+    ]
+    check(
+        not weights,
+        f"{no_model}, and {' and '.join(weights)} of another machine are not read; use its export/",
+    )
     task = build_task(cfg)
     check(
         task.data_id == data,
@@ -56,11 +81,16 @@ def export_step(
         "differ; give the location of the run's data with --data",
     )
     task.adopt(chosen)
-    export_mapped(task.build_model, source, manifest, lambda model: task.export(model, make_folder(target)))
+    export_mapped(
+        task.build_model, source, manifest, lambda model: task.export(model, make_folder(target))
+    )
 
 
 def export_mapped(
-    build: Callable[[], Network], source: Path, manifest: Manifest, write: Callable[[Network], None]
+    build: Callable[[], Network],
+    source: Path,
+    manifest: Manifest,
+    write: Callable[[Network], None],
 ) -> None:
     """Build a model, memory-map its weights from a checkpoint's files, and have `write` export it."""
     with torch.device("meta"):

@@ -19,8 +19,8 @@ from train.config import Failure
 from train.parallel.backend import load as load_file
 from train.parallel.pieces import Tensors
 from train.parallel.ranks import World, no_wait
-from train.system.identity import check_same_run, differences
-from train.system.schema import BadContent, shown
+from train.run_folder.identity import check_same_run, differences
+from train.storage.schema import BadContent, shown
 
 if TYPE_CHECKING:
     from train.parallel.backend import Backend, State
@@ -33,7 +33,9 @@ logger = logging.getLogger("train")
 class Loaded:
     progress: Progress = field(default_factory=Progress)
     faults: list[str] = field(default_factory=list)  # why newer checkpoints were not loaded
-    ranks: list[State] = field(default_factory=list)  # what each rank saved as `own`, see `AsyncSaver.save`
+    ranks: list[State] = field(
+        default_factory=list
+    )  # what each rank saved as `own`, see `AsyncSaver.save`
 
 
 def newest_valid(
@@ -52,7 +54,9 @@ def newest_valid(
     Raises NoneValid, without changing anything, if checkpoints exist but none is valid.
     """
     world, faults = world or World(), dict[int, str]()
-    while (manifest := world.run_on_rank0(lambda: newest_whole(store, faults), on_wait)) is not None:
+    while (
+        manifest := world.run_on_rank0(lambda: newest_whole(store, faults), on_wait)
+    ) is not None:
         fault = fetch_everywhere(store, manifest, names(manifest), world, on_wait)
         if fault is None:
             break
@@ -61,7 +65,10 @@ def newest_valid(
     def quarantine_faulty() -> list[str]:
         check_owner()
         for damaged in faults if manifest is not None else ():
-            logger.warning("a damaged checkpoint was put in quarantine as %s", store.quarantine(damaged, "damaged"))
+            logger.warning(
+                "a damaged checkpoint was put in quarantine as %s",
+                store.quarantine(damaged, "damaged"),
+            )
         return list(faults.values())
 
     return manifest, world.run_on_rank0(quarantine_faulty, on_wait)
@@ -89,7 +96,11 @@ def add_fault(faults: dict[int, str], step: int, fault: str) -> None:
 
 
 def fetch_everywhere(
-    store: Store, manifest: Manifest, names: Collection[str], world: World, on_wait: Callable[[], None]
+    store: Store,
+    manifest: Manifest,
+    names: Collection[str],
+    world: World,
+    on_wait: Callable[[], None],
 ) -> str | None:
     """Fetch and verify the files `names` of a step on each machine. Returns the first fault, or None, on all ranks."""
     # Raises Failure on all ranks if a file is damaged for another rank but valid for rank 0.
@@ -103,8 +114,14 @@ def fetch_everywhere(
 
     fault = world.run_on_local_rank0(lambda: fetch(names), on_wait)
     answers = enumerate(world.gather((fault, list(names) if fault else [])))
-    rank, (fault, suspects) = world.broadcast(next((each for each in answers if each[1][0]), (0, (None, []))))
-    if fault is None or rank == 0 or world.run_on_rank0(lambda: fetch(suspects), on_wait) is not None:
+    rank, (fault, suspects) = world.broadcast(
+        next((each for each in answers if each[1][0]), (0, (None, [])))
+    )
+    if (
+        fault is None
+        or rank == 0
+        or world.run_on_rank0(lambda: fetch(suspects), on_wait) is not None
+    ):
         return fault
     raise Failure(
         f"checkpoint of step {manifest.step} is valid for rank 0 but damaged for rank {rank} ({fault}); to "
@@ -136,11 +153,20 @@ def load(
         sources = [engine.sources(rank, manifest.world_size, manifest.settings) for rank in ranks]
         return manifest.of_ranks(None if None in sources else set().union(*filter(None, sources)))
 
-    manifest, faults = newest_valid(store, world, lambda manifest: of_ranks(manifest, here).files, on_wait, check_owner)
+    manifest, faults = newest_valid(
+        store, world, lambda manifest: of_ranks(manifest, here).files, on_wait, check_owner
+    )
     if manifest is None:
         return Loaded(faults=faults)
-    check_same_run(manifest.identity, identity, source=f"{store.location} at step {manifest.step}", force=force)
-    changed = differences(manifest.settings, {key: settings[key] for key in settings if key in manifest.settings})
+    check_same_run(
+        manifest.identity,
+        identity,
+        source=f"{store.location} at step {manifest.step}",
+        force=force,
+    )
+    changed = differences(
+        manifest.settings, {key: settings[key] for key in settings if key in manifest.settings}
+    )
     if changed:
         logger.info("settings changed since step %d: %s", manifest.step, ", ".join(changed))
     path = store.path_of(manifest)
@@ -149,10 +175,15 @@ def load(
         with world.stagger_local_ranks(), fitting(path):
             mine = of_ranks(manifest, [world.rank])
             are_all = mine == manifest
-            engine.load(read_weights(path, mine, are_all=are_all), read_optimizer(path, mine, are_all=are_all))
+            engine.load(
+                read_weights(path, mine, are_all=are_all),
+                read_optimizer(path, mine, are_all=are_all),
+            )
             ranks = read(path / "ranks.pt")["ranks"]
             if not isinstance(ranks, list) or len(ranks) != manifest.world_size:
-                raise BadContent(f"ranks.pt does not have the state of {manifest.world_size} ranks")
+                raise BadContent(
+                    f"ranks.pt does not have the state of {manifest.world_size} ranks"
+                )
             if manifest.world_size == world.size:
                 backend.set_rng_state(ranks[world.rank]["rng"])
             # The random states are left out: they may be memory-mapped from the file, which is removed below.
@@ -182,7 +213,14 @@ def fitting(path: Path | str) -> Iterator[None]:
         yield
     except (torch.OutOfMemoryError, Failure):
         raise
-    except (RuntimeError, LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
+    except (
+        RuntimeError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        OverflowError,
+    ) as error:
         reason = (str(error).splitlines() or [""])[0]
         raise Untrusted(
             f"{path} does not contain the state of this model, though its checksums are right "
@@ -195,7 +233,9 @@ def read_weights(folder: Path, manifest: Manifest, *, are_all: bool = True) -> T
 
     Set `are_all` to False if the manifest names only some of the files. Call this inside `fitting`.
     """
-    return Tensors({name: read(folder / name) for name in manifest.files_of("model")}, are_all=are_all)
+    return Tensors(
+        {name: read(folder / name) for name in manifest.files_of("model")}, are_all=are_all
+    )
 
 
 def read_optimizer(folder: Path, manifest: Manifest, *, are_all: bool = True) -> State:
@@ -206,9 +246,15 @@ def read_optimizer(folder: Path, manifest: Manifest, *, are_all: bool = True) ->
     for name, content in contents.items():
         for number, tensors in content["state"].items():
             by_number.setdefault(number, {})[name] = tensors
-    state = {number: Tensors(parts, are_all=are_all) for number, parts in sorted(by_number.items())}
-    lacking = {number for group in first["param_groups"] for number in group["params"]} - state.keys()
-    if others and lacking and are_all:  # a single file may lack moments, since not every optimizer has moments
+    state = {
+        number: Tensors(parts, are_all=are_all) for number, parts in sorted(by_number.items())
+    }
+    lacking = {
+        number for group in first["param_groups"] for number in group["params"]
+    } - state.keys()
+    if (
+        others and lacking and are_all
+    ):  # a single file may lack moments, since not every optimizer has moments
         raise BadContent(f"{', '.join(contents)}: no moments of parameter {shown(min(lacking))}")
     return {**first, "state": state}
 
@@ -230,10 +276,18 @@ def read(path: Path) -> State:
     seen = set[int]()
     for value in inner:  # `inner` grows in this loop
         if isinstance(value, torch.Tensor):
-            plain = type(value) is torch.Tensor and value.layout is torch.strided and value.device.type == "cpu"
+            plain = (
+                type(value) is torch.Tensor
+                and value.layout is torch.strided
+                and value.device.type == "cpu"
+            )
             if not plain or value.is_quantized or value.is_nested:
-                raise Untrusted(f"{path} is rejected: it has a tensor that is not plain numbers; find out who wrote it")
-        elif isinstance(value, dict | list | tuple) and id(value) not in seen:  # a list may contain itself
+                raise Untrusted(
+                    f"{path} is rejected: it has a tensor that is not plain numbers; find out who wrote it"
+                )
+        elif (
+            isinstance(value, dict | list | tuple) and id(value) not in seen
+        ):  # a list may contain itself
             seen.add(id(value))
             inner += value.values() if isinstance(value, dict) else value
     return state

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from train.config import Failure
-from train.system.checksums import fault_of_file, sealed, unsealed
-from train.system.folders import canonical_json
-from train.system.schema import FileEntry, FileName, read_object, record, shown
+from train.storage.checksums import fault_of_file, sealed, unsealed
+from train.storage.folders import canonical_json
+from train.storage.schema import FileEntry, FileName, read_object, record, shown
 
 FORMAT = 4
 FORMAT_OF_PARTS = 5  # for files of several ranks: older versions, which read only FORMAT, would ignore most of them
 FILE = "manifest.json"
 LATEST = "LATEST"
-PART = re.compile(r"(?:model|optimizer)_(\d{5,})\.pt")  # a file that a rank other than rank 0 wrote
+PART = re.compile(
+    r"(?:model|optimizer)_(\d{5,})\.pt"
+)  # a file that a rank other than rank 0 wrote
 
 
 class Damaged(RuntimeError):
@@ -42,20 +44,32 @@ class OtherVersion(Failure):
 class Progress:
     step: int = 0  # optimizer steps done, including skipped steps
     lr: float | None = None  # learning rate of the last step
-    examples: int = 0  # sequences drawn by all ranks: the position in the data; a rollback does not reset it
+    examples: int = (
+        0  # sequences drawn by all ranks: the position in the data; a rollback does not reset it
+    )
     lanes: int | None = None  # number of lanes in the data order; None: not yet chosen
-    window_shards: int | None = None  # number of shards shuffled together in each lane; None: not yet chosen
-    best_loss: float | None = None  # the best value of best_metric so far, negated if higher is better
+    window_shards: int | None = (
+        None  # number of shards shuffled together in each lane; None: not yet chosen
+    )
+    best_loss: float | None = (
+        None  # the best value of best_metric so far, negated if higher is better
+    )
     best_metric: str = "loss"
     best_step: int | None = None
     evals_since_best: int = 0
-    chosen: dict[str, dict[str, Any]] = field(default_factory=dict)  # by step: settings that the best and the last
+    chosen: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # by step: settings that the best and the last
     # evaluation have chosen for exports of their weights
-    owes_evaluation: bool = False  # whether this step must still be evaluated: a request to stop left no time
+    owes_evaluation: bool = (
+        False  # whether this step must still be evaluated: a request to stop left no time
+    )
     rollbacks: int = 0
     skipped: int = 0  # steps whose gradient was not finite
     productive_s: float = 0.0  # training time in seconds, excluding steps lost to failures
-    window: dict[str, float] = field(default_factory=dict)  # sums of metrics since the last line of metrics.jsonl
+    window: dict[str, float] = field(
+        default_factory=dict
+    )  # sums of metrics since the last line of metrics.jsonl
 
     def advance(self, examples: int, lr: float) -> None:
         """Count a step at the learning rate `lr`, in which all ranks together drew `examples` sequences."""
@@ -94,7 +108,9 @@ class Manifest:
     progress: dict[str, Any]
     world_size: int
     backend: str
-    metric: float | None  # value of best.metric at this step, negated if higher is better; None: not evaluated
+    metric: (
+        float | None
+    )  # value of best.metric at this step, negated if higher is better; None: not evaluated
     versions: dict[str, Any] = field(default_factory=dict)
     files: dict[FileName, FileEntry] = field(default_factory=dict)
     folder: FileName | None = None  # the step's subfolder with the files, if it was saved in S3
@@ -105,28 +121,44 @@ class Manifest:
 
     def of_ranks(self, ranks: Collection[int] | None) -> Manifest:
         """Return the manifest with only the files of rank 0 and of `ranks`; None keeps the files of all ranks."""
-        return self.only(None if ranks is None else [name for name in self.files if rank_of(name) in (0, *ranks)])
+        return self.only(
+            None
+            if ranks is None
+            else [name for name in self.files if rank_of(name) in (0, *ranks)]
+        )
 
     def only(self, names: Collection[str] | None) -> Manifest:
         """Return the manifest with only the files `names`; None keeps all files."""
-        files = {name: entry for name, entry in self.files.items() if names is None or name in names}
+        files = {
+            name: entry for name, entry in self.files.items() if names is None or name in names
+        }
         return replace(self, files=files)
 
     def files_of(self, content: str) -> list[FileName]:
         """Return the names of the "model" or "optimizer" files. Rank 0's is first, even if the manifest lacks it."""
         first = file_name(content, 0)
-        return [first, *sorted(name for name in self.files if rank_of(name) and name.startswith(f"{content}_"))]
+        return [
+            first,
+            *sorted(
+                name for name in self.files if rank_of(name) and name.startswith(f"{content}_")
+            ),
+        ]
 
     def to_json(self) -> bytes:
         number = FORMAT_OF_PARTS if any(map(rank_of, self.files)) else FORMAT
-        return canonical_json(sealed({"format": number, **asdict(self), "folder": self.folder or ""}))
+        return canonical_json(
+            sealed({"format": number, **asdict(self), "folder": self.folder or ""})
+        )
 
     @classmethod
     def from_json(cls, content: bytes, *, step: int | None = None) -> Manifest:
         """Parse a manifest. Raises Damaged if it is invalid or not for `step`, OtherVersion on an unknown format."""
         try:
             body = read_object(content)
-            if isinstance(body.get("format"), int) and body["format"] not in (FORMAT, FORMAT_OF_PARTS):
+            if isinstance(body.get("format"), int) and body["format"] not in (
+                FORMAT,
+                FORMAT_OF_PARTS,
+            ):
                 raise OtherVersion(
                     f"the checkpoint of step {shown(body.get('step'))} has format {body['format']}; this version "
                     f"reads {FORMAT} and {FORMAT_OF_PARTS}; resume with the version that wrote it, or choose another "
@@ -148,7 +180,10 @@ def chosen_at(step: int, manifests: Mapping[int, Manifest]) -> dict[str, Any]:
 
     A step that was evaluated after it was saved is described by later checkpoints.
     """
-    known = (manifest.progress.get("chosen", {}).get(str(step)) for _, manifest in sorted(manifests.items()))
+    known = (
+        manifest.progress.get("chosen", {}).get(str(step))
+        for _, manifest in sorted(manifests.items())
+    )
     return next(filter(None, known), {})
 
 
@@ -180,6 +215,8 @@ def check_files(folder: Path, manifest: Manifest) -> None:
                 if (fault := fault_of_file(folder / name, entry, checksum=checksum)) is not None:
                     raise Damaged(f"{name} {fault}")
     except OSError as error:
-        if error.errno != errno.EIO:  # EIO: the data is lost; other errors (a stale NFS handle) may be temporary
+        if (
+            error.errno != errno.EIO
+        ):  # EIO: the data is lost; other errors (a stale NFS handle) may be temporary
             raise
         raise Damaged(f"{error.filename}: {error.strerror}") from error

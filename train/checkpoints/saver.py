@@ -26,23 +26,29 @@ from train.checkpoints.retention import prune
 from train.checkpoints.staging import Staging, State, first_not_finite, num_bytes_of
 from train.checkpoints.store import Store
 from train.config import CheckpointConfig, Failure, InputError, NotPermitted, Unreachable
+from train.machine.runtime import pool_beside_training
 from train.parallel.ranks import no_wait
-from train.system.atomic_io import discard, open_alike
-from train.system.ownership import LeaseLost
-from train.system.runtime import pool_beside_training
-from train.system.schema import FileEntry, FileName, Sha256
+from train.run_folder.ownership import LeaseLost
+from train.storage.atomic_io import discard, open_alike
+from train.storage.schema import FileEntry, FileName, Sha256
 
 if TYPE_CHECKING:
     from train.parallel.backends import Backend
     from train.parallel.engines import Engine
     from train.parallel.ranks import World
-    from train.system.run_folder import RunFolder
+    from train.run_folder.run_folder import RunFolder
 
 logger = logging.getLogger("train")
-UNSENT = (InputError, Unreachable)  # S3 rejects a file or cannot be reached; it may accept the file later
+UNSENT = (
+    InputError,
+    Unreachable,
+)  # S3 rejects a file or cannot be reached; it may accept the file later
 MAX_WAIT_S = 10.0  # seconds that training waits for the previous save before it skips the new one
 MAX_LOSS_S = 1800.0  # a fault should cost at most this many seconds of work
-MAX_FAILURES, FAILING_S = 3, 30.0  # failures in a row that end the run, and the seconds that they must span
+MAX_FAILURES, FAILING_S = (
+    3,
+    30.0,
+)  # failures in a row that end the run, and the seconds that they must span
 LONGEST_PAUSE_S = 10.0  # longest pause in seconds before a failed request is repeated
 Result = TypeVar("Result")
 
@@ -66,22 +72,36 @@ class AsyncSaver:
     """A saver of checkpoints. All ranks must create one, and call `save` and `wait` at the same steps."""
 
     def __init__(
-        self, cfg: CheckpointConfig, store: Store, engine: Engine, backend: Backend, draft: Manifest, folder: RunFolder
+        self,
+        cfg: CheckpointConfig,
+        store: Store,
+        engine: Engine,
+        backend: Backend,
+        draft: Manifest,
+        folder: RunFolder,
     ) -> None:
         """Create a saver. `draft` has the fields that all manifests of this attempt share."""
         self.store, self.draft, self.folder, self.max_wait_s = store, draft, folder, MAX_WAIT_S
         self.engine, self.backend, self.world = engine, backend, backend.world
         self.staging = Staging()
         self.keep, self.verified = cfg.keep, set[int]()  # see `retention`
-        self.writers: World | None = None  # the ranks whose threads write, set by the first call of `join`
+        self.writers: World | None = (
+            None  # the ranks whose threads write, set by the first call of `join`
+        )
         self.pool = pool_beside_training("save")
         self.pending: Future[Saved | None] | None = None  # its result is None except on rank 0
         self.pending_began_s = 0.0
         self.results: list[Saved] = []  # saves that ended since the last call of `take`
-        self.failures: list[str] = []  # why the most recent saves failed; empty after a successful save
+        self.failures: list[
+            str
+        ] = []  # why the most recent saves failed; empty after a successful save
         self.worked_s = time.monotonic()  # when a save last succeeded, or the attempt began
-        self.newest: int | None = None  # the newest committed step, or the step from which the run resumed
-        self.unsent: tuple[int, Path] | None = None  # step and local copy of a save that could not be uploaded
+        self.newest: int | None = (
+            None  # the newest committed step, or the step from which the run resumed
+        )
+        self.unsent: tuple[int, Path] | None = (
+            None  # step and local copy of a save that could not be uploaded
+        )
         self.stalls_s: list[float] = []
         self.save_s = 0.0  # duration of the last save
         self.warming = self.pool.submit(lambda: None)
@@ -118,7 +138,9 @@ class AsyncSaver:
         state = self.staging.copy(part, self.backend)
         if self.world.rank == 0:
             state = {**state, "ranks": {"ranks": ranks}}
-        manifest = replace(self.draft, step=progress.step, progress=asdict(progress), metric=metric)
+        manifest = replace(
+            self.draft, step=progress.step, progress=asdict(progress), metric=metric
+        )
         self.pending_began_s = time.monotonic()
         stall_s = self.pending_began_s - began_s
         self.stalls_s.append(stall_s)
@@ -128,7 +150,9 @@ class AsyncSaver:
         """Return the ranks whose threads write: all ranks, or rank 0 alone if no other rank has a part of the state."""
         if self.writers is None:
             is_split = self.world.sum([self.world.rank != 0 and bool(part)])[0] > 0
-            self.writers = self.world.beside(self.backend.subgroup(list(range(self.world.size))) if is_split else None)
+            self.writers = self.world.beside(
+                self.backend.subgroup(list(range(self.world.size))) if is_split else None
+            )
         return self.writers
 
     def warm(self) -> None:
@@ -145,12 +169,16 @@ class AsyncSaver:
     def is_free(self, step: int, began_s: float) -> bool:
         """Wait up to MAX_WAIT_S for the previous save, and return whether it has ended. Only rank 0 calls this."""
         if self.pending is not None:
-            wait_for([self.pending], timeout=max(0.0, self.max_wait_s - (time.monotonic() - began_s)))
+            wait_for(
+                [self.pending], timeout=max(0.0, self.max_wait_s - (time.monotonic() - began_s))
+            )
             self.collect()
         if self.pending is None:
             return True
         now_s = time.monotonic()
-        why = f"skipped: the previous save has been running for {now_s - self.pending_began_s:.0f} s"
+        why = (
+            f"skipped: the previous save has been running for {now_s - self.pending_began_s:.0f} s"
+        )
         self.results.append(Saved(step, now_s - began_s, now_s - began_s, 0, why))
         # A slow save counts as a failure once it puts more than MAX_LOSS_S of work at risk.
         if now_s - self.pending_began_s > MAX_LOSS_S:
@@ -188,12 +216,18 @@ class AsyncSaver:
 
     @property
     def newest_text(self) -> str:
-        newest = f"the newest checkpoint is of step {self.newest}" if self.newest else "there is no checkpoint"
+        newest = (
+            f"the newest checkpoint is of step {self.newest}"
+            if self.newest
+            else "there is no checkpoint"
+        )
         return f"{newest} ({self.store.location}){self.unsent_text}"
 
     @property
     def unsent_text(self) -> str:
-        if self.unsent is None or not (self.unsent[1] / FILE).is_file():  # a newer save may have replaced it
+        if (
+            self.unsent is None or not (self.unsent[1] / FILE).is_file()
+        ):  # a newer save may have replaced it
             return ""
         step, folder = self.unsent
         return f"; step {step} is complete in {folder}; docs/faults.md says how to upload it"
@@ -211,17 +245,27 @@ class AsyncSaver:
                 self.folder.ownership.check()  # only the owner may remove older checkpoints
                 if self.failures:
                     with suppress(NotPermitted):
-                        self.store.remove_uncommitted(range(self.draft.fence, self.draft.fence + 1))
+                        self.store.remove_uncommitted(
+                            range(self.draft.fence, self.draft.fence + 1)
+                        )
                 try:
                     prune(self.store, self.keep, self.verified)
                 except NotPermitted:
                     self.keep = 0  # keep all steps from now on
         except Exception as error:
-            failure = f"{type(error).__name__}: {error}" if not num_bytes else f"it is saved, but {error}"
-            if isinstance(error, LeaseLost) and self.world.rank == 0:  # otherwise the files sent so far could remain
+            failure = (
+                f"{type(error).__name__}: {error}"
+                if not num_bytes
+                else f"it is saved, but {error}"
+            )
+            if (
+                isinstance(error, LeaseLost) and self.world.rank == 0
+            ):  # otherwise the files sent so far could remain
                 with suppress(InputError, Failure):
                     self.store.remove_uncommitted(range(self.draft.fence, self.draft.fence + 1))
-            level = logging.ERROR if self.world.rank == 0 else logging.WARNING  # rank 0's error names the failed rank
+            level = (
+                logging.ERROR if self.world.rank == 0 else logging.WARNING
+            )  # rank 0's error names the failed rank
             logger.log(level, "saving step %d: %s%s", manifest.step, failure, self.unsent_text)
         if self.world.rank != 0:
             return None
@@ -236,7 +280,9 @@ class AsyncSaver:
         is_first, num_bytes = self.world.rank == 0, num_bytes_of(state)
         retried = partial(self._retried, step=manifest.step, until_s=until_s)
         assert self.writers is not None
-        scratch = self.writers.run_and_broadcast(lambda: self.store.begin(manifest.step, num_bytes))
+        scratch = self.writers.run_and_broadcast(
+            lambda: self.store.begin(manifest.step, num_bytes)
+        )
         folder, keeps = scratch if is_first else None, False
         own: dict[FileName, FileEntry] = {}
         try:
@@ -255,7 +301,9 @@ class AsyncSaver:
 
             parts = self.writers.run_and_gather(write_files)
             # Only rank 0's manifest names the files of all ranks. The other ranks only need to know where to upload to.
-            manifest = replace(manifest, files={name: entry for part in parts for name, entry in part.items()})
+            manifest = replace(
+                manifest, files={name: entry for part in parts for name, entry in part.items()}
+            )
             manifest = replace(manifest, folder=self.writers.run_and_broadcast(prepare))
             self.writers.run_and_gather(
                 lambda: folder and retried(lambda: self.store.send(folder, manifest, list(own)))
@@ -271,7 +319,9 @@ class AsyncSaver:
             raise
         finally:
             is_own = folder is not None and (is_first or folder.name != scratch.name)
-            if folder is not None and is_own and not keeps and folder.is_dir():  # a commit on disk has renamed it
+            if (
+                folder is not None and is_own and not keeps and folder.is_dir()
+            ):  # a commit on disk has renamed it
                 discard(folder)
 
     def _prepare_folder(self) -> None:
@@ -288,7 +338,9 @@ class AsyncSaver:
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
                     raise
-                logger.warning("saving step %d: %s; retrying for up to %.0f s", step, error, left_s)
+                logger.warning(
+                    "saving step %d: %s; retrying for up to %.0f s", step, error, left_s
+                )
                 time.sleep(min(random.uniform(0, LONGEST_PAUSE_S), left_s))
 
     def _write_files(self, state: State, folder: Path) -> dict[FileName, FileEntry]:
@@ -303,7 +355,9 @@ class AsyncSaver:
                 try:
                     self.backend.save(value, file)  # type: ignore[arg-type]
                 except RuntimeError as error:
-                    raise file.failure or error from None  # torch hides the disk's error behind "unexpected pos"
+                    raise (
+                        file.failure or error
+                    ) from None  # torch hides the disk's error behind "unexpected pos"
                 raw.flush()
                 os.fsync(raw.fileno())
             files[own] = FileEntry(bytes=file.num_bytes, sha256=Sha256(file.digest.hexdigest()))

@@ -39,9 +39,12 @@ class Staging:
     def laid_out(self, state: State, backend: Backend) -> list[Tensor]:
         """Return the state's tensors, after allocating a buffer for each if needed. Tied weights share a buffer."""
         tensors = list({id(tensor): tensor for _, tensor in named(state)}.values())
-        if [(each.shape, each.dtype) for each in self.buffers] != [(each.shape, each.dtype) for each in tensors]:
+        if [(each.shape, each.dtype) for each in self.buffers] != [
+            (each.shape, each.dtype) for each in tensors
+        ]:
             self.buffers = [
-                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=backend.pin_memory) for tensor in tensors
+                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=backend.pin_memory)
+                for tensor in tensors
             ]
         return tensors
 
@@ -61,7 +64,9 @@ def first_not_finite(state: State) -> str | None:
     """Return the name of a floating-point tensor that contains NaN or infinity; None if there is no such tensor."""
     for name, tensor in named(state):
         is_number = tensor.is_floating_point() and tensor.numel()
-        if is_number and not all(map(torch.isfinite, torch.aminmax(tensor))):  # many times faster than a norm
+        if is_number and not all(
+            map(torch.isfinite, torch.aminmax(tensor))
+        ):  # many times faster than a norm
             return name
     return None
 
@@ -70,8 +75,18 @@ def named(value: Any, prefix: str = "") -> list[tuple[str, Tensor]]:
     """List all tensors of a state with their names, such as "model.embeddings.weight"."""
     if isinstance(value, Tensor):
         return [(prefix, value)]
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
-    return [pair for key, item in items for pair in named(item, f"{prefix}.{key}" if prefix else str(key))]
+    items = (
+        value.items()
+        if isinstance(value, Mapping)
+        else enumerate(value)
+        if isinstance(value, list | tuple)
+        else ()
+    )
+    return [
+        pair
+        for key, item in items
+        for pair in named(item, f"{prefix}.{key}" if prefix else str(key))
+    ]
 
 
 def num_bytes_of(state: Any) -> int:

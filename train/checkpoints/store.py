@@ -11,13 +11,28 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from train.checkpoints.manifest import FILE, LATEST, Damaged, Manifest, check_files, step_name, step_of
+from train.checkpoints.manifest import (
+    FILE,
+    LATEST,
+    Damaged,
+    Manifest,
+    check_files,
+    step_name,
+    step_of,
+)
 from train.config import InputError
-from train.system.atomic_io import begin_folder, publish_folder, remove_folder, remove_temporaries, sync, write_atomic
-from train.system.checksums import fault_of
-from train.system.folders import LocalFolder, at_once, check_space
-from train.system.foreign import read_whole
-from train.system.schema import FileName
+from train.storage.atomic_io import (
+    begin_folder,
+    publish_folder,
+    remove_folder,
+    remove_temporaries,
+    sync,
+    write_atomic,
+)
+from train.storage.checksums import fault_of
+from train.storage.folders import LocalFolder, at_once, check_space
+from train.storage.foreign import read_whole
+from train.storage.schema import FileName
 
 Looked = tuple[dict[int, Manifest], dict[int, Damaged]]  # valid manifests and faults, both by step
 TEMPORARIES = rf"step_\d{{8,}}|{LATEST}"
@@ -32,7 +47,9 @@ class Store(Protocol):
     """
 
     location: str
-    compares_when_written: bool = False  # whether the service verifies checksums during an upload, as S3 does
+    compares_when_written: bool = (
+        False  # whether the service verifies checksums during an upload, as S3 does
+    )
 
     def steps(self) -> list[int]:
         """Return all steps in ascending order, including damaged ones."""
@@ -109,7 +126,9 @@ class LocalStore(Store):
         self.path, self.location = path, str(path)
 
     def steps(self) -> list[int]:
-        numbers = [step_of(path.name) for path in self.path.iterdir()] if self.path.is_dir() else []
+        numbers = (
+            [step_of(path.name) for path in self.path.iterdir()] if self.path.is_dir() else []
+        )
         return sorted(step for step in numbers if step is not None)
 
     def quarantined(self) -> list[str]:
@@ -126,7 +145,9 @@ class LocalStore(Store):
 
     def look(self, step: int) -> Manifest:
         manifest = self.manifest(step)
-        sizes = at_once(LocalFolder(self.path_of(manifest)).size, manifest.files)  # a shared disk may answer slowly
+        sizes = at_once(
+            LocalFolder(self.path_of(manifest)).size, manifest.files
+        )  # a shared disk may answer slowly
         compare_sizes(manifest, dict(zip(manifest.files, sizes, strict=True)))
         return manifest
 
@@ -136,7 +157,9 @@ class LocalStore(Store):
         return self.path_of(manifest)
 
     def path_of(self, manifest: Manifest) -> Path:
-        return self.path / step_name(manifest.step) / (manifest.folder or "")  # a step copied from S3 has a subfolder
+        return (
+            self.path / step_name(manifest.step) / (manifest.folder or "")
+        )  # a step copied from S3 has a subfolder
 
     def begin(self, step: int, num_bytes: int) -> Path:
         folder = begin_folder(self.path / step_name(step))
@@ -145,11 +168,15 @@ class LocalStore(Store):
 
     def join(self, name: str, num_bytes: int) -> Path:
         check_space(self.path / name, num_bytes)
-        return self.path / name  # not created if missing: a new owner may have removed it to stop the save
+        return (
+            self.path / name
+        )  # not created if missing: a new owner may have removed it to stop the save
 
     def commit(self, scratch: Path, manifest: Manifest) -> None:
         # If a new owner of the run folder has removed `scratch`, this fails and changes nothing.
-        write_atomic(scratch / FILE, manifest.to_json())  # also syncs the folder, whose files are already synced
+        write_atomic(
+            scratch / FILE, manifest.to_json()
+        )  # also syncs the folder, whose files are already synced
         path = self.path_of(manifest)
         try:
             publish_folder(scratch, path)

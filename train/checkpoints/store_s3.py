@@ -12,25 +12,40 @@ from pathlib import Path
 
 from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
-from train.checkpoints.manifest import FILE, Damaged, Manifest, OtherVersion, rank_of, step_name, step_of
+from train.checkpoints.manifest import (
+    FILE,
+    Damaged,
+    Manifest,
+    OtherVersion,
+    rank_of,
+    step_name,
+    step_of,
+)
 from train.checkpoints.store import Looked, Store, compare_sizes, looked
 from train.config import Failure, InputError
-from train.system.atomic_io import discard, write_atomic
-from train.system.checksums import fault_of
-from train.system.folders import at_once, canonical_json, check_space, sha256_file
-from train.system.lease import name_of, numbers
-from train.system.ownership import LeaseLost
-from train.system.s3 import S3Folder
-from train.system.schema import BadContent, FileName, Head, of_type, read_object
+from train.run_folder.lease import name_of, numbers
+from train.run_folder.ownership import LeaseLost
+from train.storage.atomic_io import discard, write_atomic
+from train.storage.checksums import fault_of
+from train.storage.folders import at_once, canonical_json, check_space, sha256_file
+from train.storage.s3 import S3Folder
+from train.storage.schema import BadContent, FileName, Head, of_type, read_object
 
 logger = logging.getLogger("train")
 PREFIX = "checkpoints/"
-SAVING, PARTS = "saving", "parts"  # local folders; a save in SAVING with a manifest is complete but not in S3
-UNFINISHED = re.compile(r"((\d{8,})-[0-9a-f]{8})\.unfinished")  # the name of a save's mark, which is next to its folder
+SAVING, PARTS = (
+    "saving",
+    "parts",
+)  # local folders; a save in SAVING with a manifest is complete but not in S3
+UNFINISHED = re.compile(
+    r"((\d{8,})-[0-9a-f]{8})\.unfinished"
+)  # the name of a save's mark, which is next to its folder
 
 DOWNLOADS = 8  # files downloaded at the same time, each over several connections
 READS = 3  # a file counts as damaged if it does not match its checksum this many times
-read_again = retry(retry=retry_if_exception_type(Damaged), stop=stop_after_attempt(READS), reraise=True)
+read_again = retry(
+    retry=retry_if_exception_type(Damaged), stop=stop_after_attempt(READS), reraise=True
+)
 
 
 class S3Store(Store):
@@ -50,7 +65,9 @@ class S3Store(Store):
     def __init__(self, folder: S3Folder, scratch: Path) -> None:
         self.folder, self.local = folder, scratch
         self.location = f"{folder.location}/checkpoints"
-        self.known: dict[int, tuple[str, Manifest]] = {}  # version and content of the manifests read so far
+        self.known: dict[
+            int, tuple[str, Manifest]
+        ] = {}  # version and content of the manifests read so far
 
     def key(self, step: int, name: str) -> str:
         return f"{PREFIX}{step_name(step)}/{name}"
@@ -72,7 +89,12 @@ class S3Store(Store):
 
     def quarantined(self) -> list[str]:
         found = self.objects().items()
-        return [f"{step_name(step)}/{name}" for step, objects in found for name in objects if in_quarantine(name)]
+        return [
+            f"{step_name(step)}/{name}"
+            for step, objects in found
+            for name in objects
+            if in_quarantine(name)
+        ]
 
     @read_again
     def manifest(self, step: int) -> Manifest:
@@ -98,7 +120,11 @@ class S3Store(Store):
         if manifest is None or known != version:
             manifest = self.manifest(step)
             self.known[step] = version, manifest
-        sizes = {name: objects[at].size for name in manifest.files if (at := below(manifest, name)) in objects}
+        sizes = {
+            name: objects[at].size
+            for name in manifest.files
+            if (at := below(manifest, name)) in objects
+        }
         compare_sizes(manifest, sizes)
         return manifest
 
@@ -109,7 +135,9 @@ class S3Store(Store):
         target = self.path_of(manifest)
         target.mkdir(parents=True, exist_ok=True)  # files that cannot be removed are overwritten
         check_space(target, manifest.num_bytes)
-        list(at_once(lambda name: self.download(manifest, name, target), manifest.files, DOWNLOADS))
+        list(
+            at_once(lambda name: self.download(manifest, name, target), manifest.files, DOWNLOADS)
+        )
         return target
 
     @read_again
@@ -119,7 +147,9 @@ class S3Store(Store):
         except FileNotFoundError as error:
             raise Damaged(f"{name} is missing") from error
         path = target / name  # an error of this copy's disk is not one of the checkpoint
-        if (fault := fault_of(manifest.files[name], path.stat().st_size, lambda: sha256_file(path))) is not None:
+        if (
+            fault := fault_of(manifest.files[name], path.stat().st_size, lambda: sha256_file(path))
+        ) is not None:
             raise Damaged(f"{name} {fault}")
 
     def path_of(self, manifest: Manifest) -> Path:
@@ -149,8 +179,12 @@ class S3Store(Store):
         return folder
 
     def prepare(self, scratch: Path, manifest: Manifest) -> Manifest:
-        manifest = replace(manifest, folder=FileName(f"{manifest.fence:08d}-{uuid.uuid4().hex[:8]}"))
-        if not any(map(rank_of, manifest.files)):  # otherwise `scratch` lacks the other ranks' files
+        manifest = replace(
+            manifest, folder=FileName(f"{manifest.fence:08d}-{uuid.uuid4().hex[:8]}")
+        )
+        if not any(
+            map(rank_of, manifest.files)
+        ):  # otherwise `scratch` lacks the other ranks' files
             write_atomic(scratch / FILE, manifest.to_json())
             for older in scratch.parent.iterdir():
                 if older != scratch:
@@ -169,7 +203,9 @@ class S3Store(Store):
             self.check_fence(manifest.fence)  # never replace a step of a newer owner
             self.quarantine(manifest.step, "replaced")
             if not self.folder.create(self.key(manifest.step, FILE), manifest.to_json()):
-                raise FileExistsError(f"{self.location}/{step_name(manifest.step)}: another job is writing it too")
+                raise FileExistsError(
+                    f"{self.location}/{step_name(manifest.step)}: another job is writing it too"
+                )
         self.remove_mark(manifest)
 
     def mark_of(self, manifest: Manifest) -> str:
@@ -177,16 +213,22 @@ class S3Store(Store):
 
     def mark(self, manifest: Manifest) -> None:
         """Mark the files of a manifest for removal. The mark has no effect while the manifest exists."""
-        self.folder.write(self.mark_of(manifest), canonical_json({"files": sorted(manifest.files)}))
+        self.folder.write(
+            self.mark_of(manifest), canonical_json({"files": sorted(manifest.files)})
+        )
 
     def remove_mark(self, manifest: Manifest) -> None:
-        with suppress(InputError, Failure):  # a mark that remains is harmless: its manifest exists, or its files do not
+        with suppress(
+            InputError, Failure
+        ):  # a mark that remains is harmless: its manifest exists, or its files do not
             self.folder.remove(self.mark_of(manifest))
 
     def check_fence(self, fence: int) -> None:
         newest = max(numbers(self.folder), default=0)
         if newest > fence:
-            raise LeaseLost(f"{self.folder.location} has a newer owner, {name_of(newest)}: nothing is committed")
+            raise LeaseLost(
+                f"{self.folder.location} has a newer owner, {name_of(newest)}: nothing is committed"
+            )
 
     def quarantine(self, step: int, why: str) -> str:
         target = f"manifest.{why}-{uuid.uuid4().hex[:8]}.json"
@@ -198,8 +240,12 @@ class S3Store(Store):
         manifest = self.manifest(step)
         if manifest.folder:
             self.mark(manifest)
-        self.folder.remove(self.key(step, FILE))  # first: without a manifest, there is no checkpoint
-        list(at_once(self.folder.remove, [self.file_key(manifest, name) for name in manifest.files]))
+        self.folder.remove(
+            self.key(step, FILE)
+        )  # first: without a manifest, there is no checkpoint
+        list(
+            at_once(self.folder.remove, [self.file_key(manifest, name) for name in manifest.files])
+        )
         if manifest.folder:
             self.remove_mark(manifest)
 
@@ -218,12 +264,23 @@ class S3Store(Store):
             if not match or int(match[2]) not in leases or step in in_doubt:
                 continue
             folder, mark, files = match[1], self.key(step, name), []
-            with suppress(Damaged, OtherVersion, FileNotFoundError, BadContent):  # an unreadable mark is kept
+            with suppress(
+                Damaged, OtherVersion, FileNotFoundError, BadContent
+            ):  # an unreadable mark is kept
                 if FILE not in found[step] or self.manifest(step).folder != folder:
-                    files = of_type(list[FileName], read_object(self.folder.read(mark)).get("files"), "files")
+                    files = of_type(
+                        list[FileName], read_object(self.folder.read(mark)).get("files"), "files"
+                    )
                 if not dry:
-                    list(at_once(self.folder.remove, [self.key(step, f"{folder}/{file}") for file in files]))
-                    self.folder.remove(mark)  # last, so that a later call can finish what a kill interrupts
+                    list(
+                        at_once(
+                            self.folder.remove,
+                            [self.key(step, f"{folder}/{file}") for file in files],
+                        )
+                    )
+                    self.folder.remove(
+                        mark
+                    )  # last, so that a later call can finish what a kill interrupts
                 left += [f"{step_name(step)}/{folder}"] if files else []
         return left
 
@@ -232,7 +289,11 @@ class S3Store(Store):
         for folder in (self.local / SAVING).glob("*"):
             step = None  # remains None if the manifest cannot be read
             with suppress(Damaged, OtherVersion):
-                step = Manifest.from_json((folder / FILE).read_bytes()).step if (folder / FILE).is_file() else 0
+                step = (
+                    Manifest.from_json((folder / FILE).read_bytes()).step
+                    if (folder / FILE).is_file()
+                    else 0
+                )
             if step is not None and step <= newest:
                 discard(folder)
             else:

@@ -26,7 +26,14 @@ from train.config.checks import (
     setting,
     shortlist,
 )
-from train.config.data import ColumnsConfig, DataConfig, RecordsConfig, S3Config, ShardsConfig, check_endpoint
+from train.config.data import (
+    ColumnsConfig,
+    DataConfig,
+    RecordsConfig,
+    S3Config,
+    ShardsConfig,
+    check_endpoint,
+)
 from train.config.learning import OF_A_MODEL, WSD, HeadSize, ModelConfig, OptimConfig, TaskConfig
 from train.config.parallel import (
     SPLITS,

@@ -12,10 +12,20 @@ LARGEST_FLOAT = 1e100  # the product of two floats of this size is still finite
 LARGEST = 2**63  # upper bound of numbers: NumPy, torch and safetensors store integers in 64 bits
 LAST_UNIX_S = 253402300800.0  # start of the year 10000: later times are not printed
 LONGEST_S = 1e9  # 30 years; the timers of Python and gloo overflow not far above this
-CONTROLS = ("Cc", "Cs", "Zl", "Zp")  # Unicode categories: controls, undecodable bytes, line and paragraph ends
+CONTROLS = (
+    "Cc",
+    "Cs",
+    "Zl",
+    "Zp",
+)  # Unicode categories: controls, undecodable bytes, line and paragraph ends
 SHOWN_NAMES = 10  # maximum number of names in a message
 T = TypeVar("T")
-MARKS = ("delimiter", "quote", "escape", "separator")  # settings whose names end in these may be a tab, or Hive's \x01
+MARKS = (
+    "delimiter",
+    "quote",
+    "escape",
+    "separator",
+)  # settings whose names end in these may be a tab, or Hive's \x01
 
 
 class InputError(Exception):
@@ -56,15 +66,26 @@ def check_values(settings: Mapping[str, Any]) -> None:
     """
     for key, value in leaves(settings):
         if isinstance(value, int | float):
-            check(abs(value) < LARGEST, f"{key}={value} must be a finite number below 2^63")  # False for NaN
-            check(not key.endswith("_s") or value <= LONGEST_S, f"{key}={value:g} must be at most {LONGEST_S:g} s")
+            check(
+                abs(value) < LARGEST, f"{key}={value} must be a finite number below 2^63"
+            )  # False for NaN
+            check(
+                not key.endswith("_s") or value <= LONGEST_S,
+                f"{key}={value:g} must be at most {LONGEST_S:g} s",
+            )
         elif isinstance(value, str):
-            check(value != "", f"{key}= is empty (a variable that is not set?); give a value or leave it out")
+            check(
+                value != "",
+                f"{key}= is empty (a variable that is not set?); give a value or leave it out",
+            )
             if key.startswith("data.label") or key.endswith(MARKS):
                 check(not set(value) & set("\0\n\r"), f"{key}={value!r} must be one line")
             else:
                 check_printable(value, f"{key}=")
-            check("${" not in value, f'{key}={value}: references are not resolved; let the shell do it: key="$NAME"')
+            check(
+                "${" not in value,
+                f'{key}={value}: references are not resolved; let the shell do it: key="$NAME"',
+            )
 
 
 def check_printable(text: str, prefix: str = "") -> None:
@@ -98,7 +119,10 @@ def plural(count: float, one: str, many: str = "") -> str:
 
 def check_choice(key: str, value: object, choices: Sequence[object]) -> None:
     """Raise InputError unless `value` is one of `choices`."""
-    check(value in choices, f"{key}={value} is not known; choose one of: {', '.join(map(str, choices))}")
+    check(
+        value in choices,
+        f"{key}={value} is not known; choose one of: {', '.join(map(str, choices))}",
+    )
 
 
 # ---- limits of single settings -------------------------------------------------------------------------------------

@@ -15,7 +15,16 @@ MOST_LENGTHS = 255  # maximum of data.lengths, to which the longest length is ad
 MAX_LOADER_PROCESSES = 128  # maximum per rank; a trn1.32xlarge has 128 vCPUs for its 32 ranks
 KMS_KEY = re.compile(r"arn:aws[\w-]*:kms:[\w-]+:\d{12}:(key|alias)/[\w/-]+", re.ASCII)
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".conll")  # .gz may follow
-FORMATS = ("auto", "csv", "jsonl", "parquet", "squad", "conll", "hub", "saved")  # saved: by Dataset.save_to_disk
+FORMATS = (
+    "auto",
+    "csv",
+    "jsonl",
+    "parquet",
+    "squad",
+    "conll",
+    "hub",
+    "saved",
+)  # saved: by Dataset.save_to_disk
 
 
 @dataclass(kw_only=True)
@@ -23,10 +32,14 @@ class DataConfig(Section, prefix="data."):
     """Settings that both kinds of data share: token shards (pretraining) and records (labelled examples)."""
 
     path: str = MISSING  # The folder or s3://bucket/prefix of the data; for records also a file or a Hub id.
-    num_workers: int = setting(1, least=0, most=MAX_LOADER_PROCESSES)  # The number of data loader processes per rank; 0
+    num_workers: int = setting(
+        1, least=0, most=MAX_LOADER_PROCESSES
+    )  # The number of data loader processes per rank; 0
     # loads data in the rank's process.
     verify: bool = True  # Compare local data with its checksums before training, once per machine.
-    cache_dir: str | None = None  # The folder for local copies; None uses the NVMe instance store if there is one,
+    cache_dir: str | None = (
+        None  # The folder for local copies; None uses the NVMe instance store if there is one,
+    )
     # otherwise ~/.cache/baretrain.
 
 
@@ -34,11 +47,17 @@ class DataConfig(Section, prefix="data."):
 class ShardsConfig(DataConfig):
     """Token shards: `path` is a folder or s3://bucket/prefix that `python -m train.prepare` wrote."""
 
-    cache_gb: float | None = setting(None, above=0)  # The disk space for local copies in GB (1e9 bytes); None uses 90 %
+    cache_gb: float | None = setting(
+        None, above=0
+    )  # The disk space for local copies in GB (1e9 bytes); None uses 90 %
     # of the free space.
-    attempt_s: float = setting(60.0, above=0)  # The number of seconds without data after which a download is restarted
+    attempt_s: float = setting(
+        60.0, above=0
+    )  # The number of seconds without data after which a download is restarted
     # with a new client.
-    deadline_s: float = setting(300.0, above=0)  # The number of seconds that a run waits for a shard while no data
+    deadline_s: float = setting(
+        300.0, above=0
+    )  # The number of seconds that a run waits for a shard while no data
     # arrives at all; then it ends with an error that names the shard.
 
 
@@ -46,9 +65,13 @@ class ShardsConfig(DataConfig):
 class ColumnsConfig:
     """Names of the data's columns. A dot selects a field of an object: answers.text."""
 
-    id: str | None = None  # The column that identifies rows in predictions; None uses SQuAD's ids or row numbers.
+    id: str | None = (
+        None  # The column that identifies rows in predictions; None uses SQuAD's ids or row numbers.
+    )
     text: str = "text"  # The column of the text, or of the first text of a pair.
-    text_pair: str | None = None  # The column of the second text of a pair; None reads single texts.
+    text_pair: str | None = (
+        None  # The column of the second text of a pair; None reads single texts.
+    )
     label: Any = "label"  # The column of the label (classification) or number (regression). A list names several number
     # columns, or a 0/1 column for each label.
     question: str = "question"  # The column of the question, for question answering.
@@ -63,50 +86,81 @@ class ColumnsConfig:
 class RecordsConfig(DataConfig):
     """Labelled examples: `path` is a file, a folder, s3://bucket/prefix or the Hub id of a data set."""
 
-    format: str = setting("auto", among=FORMATS)  # The file format; auto recognises it from the file names, and saved
+    format: str = setting(
+        "auto", among=FORMATS
+    )  # The file format; auto recognises it from the file names, and saved
     # is the format of Dataset.save_to_disk.
     name: str | None = None  # The configuration of a Hub data set.
     revision: str | None = None  # The commit of a Hub data set, which pins its content.
-    train: str | None = None  # The training data: a file or glob in path, or a split; None uses path itself, or the
+    train: str | None = (
+        None  # The training data: a file or glob in path, or a split; None uses path itself, or the
+    )
     # split "train".
-    validation: str | None = None  # The validation data: a file or glob in path, or a split; None holds out
+    validation: str | None = (
+        None  # The validation data: a file or glob in path, or a split; None holds out
+    )
     # validation_fraction of the rows.
-    more_validation: dict[str, str] = field(default_factory=dict)  # The additional validation splits by name, such as
+    more_validation: dict[str, str] = field(
+        default_factory=dict
+    )  # The additional validation splits by name, such as
     # {mismatched: dev_mm.tsv}.
-    validation_fraction: float = setting(0.1, above=0, below=1)  # The share of the rows, chosen by a hash of their
+    validation_fraction: float = setting(
+        0.1, above=0, below=1
+    )  # The share of the rows, chosen by a hash of their
     # text, that is held out for validation if data.validation is None.
-    max_train_examples: int | None = setting(None, above=0)  # The maximum number of training examples, drawn with the
+    max_train_examples: int | None = setting(
+        None, above=0
+    )  # The maximum number of training examples, drawn with the
     # seed; None uses all.
-    max_validation_examples: int | None = setting(None, above=0)  # The maximum number of examples of each validation
+    max_validation_examples: int | None = setting(
+        None, above=0
+    )  # The maximum number of examples of each validation
     # split; None uses all.
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
-    labels: list[str] = field(default_factory=list)  # The labels in the order of their class numbers; [] uses the
+    labels: list[str] = field(
+        default_factory=list
+    )  # The labels in the order of their class numbers; [] uses the
     # labels in the data, sorted by name, or in the order of the numbers that label_map maps to them.
-    label_map: dict[str, str | None] = field(default_factory=dict)  # The label for each value of the label column; None
+    label_map: dict[str, str | None] = field(
+        default_factory=dict
+    )  # The label for each value of the label column; None
     # drops the rows with that value.
-    label_separator: str | None = None  # The separator of several labels in one field, such as | in CSV; None expects
+    label_separator: str | None = (
+        None  # The separator of several labels in one field, such as | in CSV; None expects
+    )
     # lists, which may be written as text: ['a', 'b'].
     lengths: Any = "auto"  # The lengths in tokens, in rising order, to which batches are padded, such as [32,64,128].
     # The longest length, which is seq_len or that of the longest row, is always added; [] pads all batches to it. auto
     # picks the fewest lengths that keep padding below 10 %, but at most three if each needs a compiled graph (XLA,
     # Trainium, backend.compile). It picks multiples of 16, or of 8 without compilation.
     delimiter: str = ","  # The character between the fields of a CSV file.
-    quote: str | None = "auto"  # The quote character of CSV files; auto uses ", or none if the delimiter is a tab; None
+    quote: str | None = (
+        "auto"  # The quote character of CSV files; auto uses ", or none if the delimiter is a tab; None
+    )
     # disables quoting.
-    escape: str | None = None  # The escape character of CSV files, such as \\; None reads a doubled quote character as
+    escape: str | None = (
+        None  # The escape character of CSV files, such as \\; None reads a doubled quote character as
+    )
     # one.
     header: bool = True  # Read the column names from the first line of a CSV file; false names the columns 0, 1, ...
     encoding: str = "utf-8"  # The text encoding of the files, as Python names it.
-    max_bad_rows: int = setting(0, least=0)  # The maximum number of bad rows: rows that cannot be read, or have an
+    max_bad_rows: int = setting(
+        0, least=0
+    )  # The maximum number of bad rows: rows that cannot be read, or have an
     # invalid label or answer. They are skipped, counted and named; if there are more, the data is rejected.
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.delimiter = "\t" if self.delimiter == r"\t" else self.delimiter  # a tab is hard to type in a shell
+        self.delimiter = (
+            "\t" if self.delimiter == r"\t" else self.delimiter
+        )  # a tab is hard to type in a shell
         given = [] if self.lengths == "auto" else self.lengths
         ok = isinstance(given, list) and all(type(length) is int for length in given)
         ok = ok and all(0 < a < b for a, b in zip([1, *given], given, strict=False))
-        check(ok, f"data.lengths={self.lengths} must be auto, or token counts in rising order, such as [32,64,128]")
+        check(
+            ok,
+            f"data.lengths={self.lengths} must be auto, or token counts in rising order, such as [32,64,128]",
+        )
         check(
             len(given) <= MOST_LENGTHS,
             f"data.lengths has {len(given)} lengths, but at most {MOST_LENGTHS} are supported",
@@ -117,11 +171,19 @@ class RecordsConfig(DataConfig):
             ok = value is None or len(value) == 1 or (name, value) == ("quote", "auto")
             check(ok, f"data.{name}={value} must be one character")
         reserved = sorted({"train", "validation"} & set(self.more_validation))
-        check(not reserved, f"data.more_validation uses the reserved names {', '.join(reserved)}; choose others")
+        check(
+            not reserved,
+            f"data.more_validation uses the reserved names {', '.join(reserved)}; choose others",
+        )
         twice = sorted({label for label in self.labels if self.labels.count(label) > 1})
         check(not twice, f"data.labels names {shortlist(twice)} twice")
-        unknown = sorted({label for label in self.label_map.values() if label is not None} - set(self.labels))
-        check(not (self.labels and unknown), f"data.label_map maps to {shortlist(unknown)}, which data.labels lacks")
+        unknown = sorted(
+            {label for label in self.label_map.values() if label is not None} - set(self.labels)
+        )
+        check(
+            not (self.labels and unknown),
+            f"data.label_map maps to {shortlist(unknown)}, which data.labels lacks",
+        )
 
 
 def is_named(name: str) -> bool:
@@ -131,8 +193,15 @@ def is_named(name: str) -> bool:
 
 def column_names(value: Any) -> str | list[str]:
     """Return data.columns.label as one name or a list of names. Raises InputError if it is neither."""
-    names = [str(name) if type(name) is int else name for name in (value if isinstance(value, list) else [value])]
-    ok = bool(names) and all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
+    names = [
+        str(name) if type(name) is int else name
+        for name in (value if isinstance(value, list) else [value])
+    ]
+    ok = (
+        bool(names)
+        and all(isinstance(name, str) for name in names)
+        and len(set(names)) == len(names)
+    )
     check(ok, f"data.columns.label={value} must be a column, or a list of different columns")
     return names if len(names) > 1 else names[0]
 
@@ -144,9 +213,15 @@ class S3Config(Section, prefix="s3."):
     endpoint: str | None = None  # The URL of an S3-compatible server; None uses AWS.
     region: str | None = None  # The region of the bucket.
     profile: str | None = None  # The profile in ~/.aws with the credentials.
-    path_style: bool = False  # Put the bucket into the path of URLs, as most S3-compatible servers require.
-    timeout_s: float = setting(60.0, above=0)  # The time limit of a request in seconds, retries included.
-    sse: str | None = None  # The encryption that writes ask for: AES256, aws:kms, or the ARN of a KMS key; null leaves
+    path_style: bool = (
+        False  # Put the bucket into the path of URLs, as most S3-compatible servers require.
+    )
+    timeout_s: float = setting(
+        60.0, above=0
+    )  # The time limit of a request in seconds, retries included.
+    sse: str | None = (
+        None  # The encryption that writes ask for: AES256, aws:kms, or the ARN of a KMS key; null leaves
+    )
     # it to the bucket. Some buckets' policies demand it.
 
     def __post_init__(self) -> None:
@@ -160,7 +235,12 @@ class S3Config(Section, prefix="s3."):
 
     def flags(self) -> list[str]:
         """Return these settings as command line flags."""
-        given = {"--endpoint": self.endpoint, "--region": self.region, "--profile": self.profile, "--sse": self.sse}
+        given = {
+            "--endpoint": self.endpoint,
+            "--region": self.region,
+            "--profile": self.profile,
+            "--sse": self.sse,
+        }
         # Flag and value are one argument, since a value may begin with a dash.
         flags = [f"{flag}={value}" for flag, value in given.items() if value is not None]
         return [*flags, "--path-style"] if self.path_style else flags
@@ -171,7 +251,12 @@ def check_endpoint(key: str, url: str) -> None:
     try:
         parts = urlsplit(url)
         has_secret = "@" in url or bool(parts.query or parts.fragment)
-        ok = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and url.isprintable()
+        ok = (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and url.isprintable()
+        )
     except ValueError:  # the port or the address is invalid
         has_secret, ok = "@" in url, False
     check(
@@ -179,4 +264,7 @@ def check_endpoint(key: str, url: str) -> None:
         f"{key} contains more than an address (user:password@, ? or #), and run folders would store it; give "
         "http://host:port, and set credentials as for AWS's tools (environment, ~/.aws or a role)",
     )
-    check(ok, f"{key}={url} must be a server's address, http:// or https://, such as http://host:port")
+    check(
+        ok,
+        f"{key}={url} must be a server's address, http:// or https://, such as http://host:port",
+    )

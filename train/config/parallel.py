@@ -19,11 +19,19 @@ class Held:
     weights: float = 1.0
     gradients: float = 1.0
     moments: float = 1.0
-    gathers: str = "nothing"  # weights gathered from other ranks at a time: nothing | layer | model
-    sums_whole: bool = False  # whether the rank accumulates unsharded gradients over the micro batches of a step
+    gathers: str = (
+        "nothing"  # weights gathered from other ranks at a time: nothing | layer | model
+    )
+    sums_whole: bool = (
+        False  # whether the rank accumulates unsharded gradients over the micro batches of a step
+    )
     layers: float = 1.0  # share of the layers that a pipeline stage has
-    activations: float = 1.0  # share of a micro batch whose activations a pipeline stage keeps at a time
-    buffers: int = 0  # fp32 buffers of a pipeline stage, each for the hidden states of a whole micro batch
+    activations: float = (
+        1.0  # share of a micro batch whose activations a pipeline stage keeps at a time
+    )
+    buffers: int = (
+        0  # fp32 buffers of a pipeline stage, each for the hidden states of a whole micro batch
+    )
 
 
 @dataclass(kw_only=True)
@@ -83,13 +91,19 @@ class DataParallelConfig(ParallelConfig):
 class FSDPConfig(ParallelConfig):
     """Full sharding: every rank holds a shard of each weight, gradient and moment, and gathers layers to use them."""
 
-    frees: ClassVar[str] = "parallel.reshard_after_forward=true, parallel.reduce_once=false or more ranks"
+    frees: ClassVar[str] = (
+        "parallel.reshard_after_forward=true, parallel.reduce_once=false or more ranks"
+    )
 
     name: str = "fsdp"
-    reshard_after_forward: bool = True  # Drop a layer's gathered weights after its forward pass and gather them again
+    reshard_after_forward: bool = (
+        True  # Drop a layer's gathered weights after its forward pass and gather them again
+    )
     # for the backward pass; false keeps the gathered weights of all layers until then, which reduces traffic by a
     # third.
-    reduce_once: bool = True  # Reduce gradients only after the last micro batch of a step; until then each rank
+    reduce_once: bool = (
+        True  # Reduce gradients only after the last micro batch of a step; until then each rank
+    )
     # accumulates the gradients of the whole model. false reduces them after every micro batch, which sends more, but
     # each rank stores only its shard.
 
@@ -97,7 +111,13 @@ class FSDPConfig(ParallelConfig):
         if world_size == 1:
             return Held()
         part, gathers = 1 / world_size, "layer" if self.reshard_after_forward else "model"
-        return Held(weights=part, gradients=part, moments=part, gathers=gathers, sums_whole=self.reduce_once)
+        return Held(
+            weights=part,
+            gradients=part,
+            moments=part,
+            gathers=gathers,
+            sums_whole=self.reduce_once,
+        )
 
     def check_goes_with(self, backend: BackendConfig) -> None:
         check_split("parallel=fsdp", backend)
@@ -138,13 +158,19 @@ class PipelineConfig(ParallelConfig):
     If there are more ranks than stages, they form several pipelines, which are data parallel.
     """
 
-    frees: ClassVar[str] = "parallel.schedule=1f1b, more parallel.micro_batches or more parallel.stages"
+    frees: ClassVar[str] = (
+        "parallel.schedule=1f1b, more parallel.micro_batches or more parallel.stages"
+    )
 
     name: str = "pipeline"
     stages: int = setting(2, least=2)  # The number of ranks that share one copy of the model.
-    micro_batches: int = setting(4, least=1)  # The number of equal parts into which micro_batch_size is split; they
+    micro_batches: int = setting(
+        4, least=1
+    )  # The number of equal parts into which micro_batch_size is split; they
     # pass through the pipeline one after another.
-    schedule: str = setting("1f1b", among=("gpipe", "1f1b", "interleaved"))  # The order of passes: gpipe does all
+    schedule: str = setting(
+        "1f1b", among=("gpipe", "1f1b", "interleaved")
+    )  # The order of passes: gpipe does all
     # forward passes first; 1f1b does each backward pass as early as possible, which keeps the activations of at most
     # `stages` micro batches; interleaved is 1f1b with several parts of the model per rank, so ranks wait less but send
     # more.
@@ -155,7 +181,9 @@ class PipelineConfig(ParallelConfig):
         # With fewer micro batches than stages, and with some numbers that are not multiples of the stages,
         # PyTorch's interleaved schedule starts passes before their input has arrived, without an error.
         check(
-            self.micro_batches % self.stages == 0 if is_interleaved else self.micro_batches >= self.stages,
+            self.micro_batches % self.stages == 0
+            if is_interleaved
+            else self.micro_batches >= self.stages,
             f"parallel.micro_batches={self.micro_batches} does not fit parallel.stages={self.stages} and "
             f"parallel.schedule={self.schedule}; micro_batches must be "
             + ("a multiple of stages" if is_interleaved else "at least stages"),
@@ -177,7 +205,9 @@ class PipelineConfig(ParallelConfig):
     def bubble(self) -> float:
         # Ranks wait while a pipeline fills and empties. With p stages of v parts, m micro batches and equally long
         # passes, the share is (p - 1) / (v m + p - 1): Narayanan et al., https://arxiv.org/abs/2104.04473, section 2.2.
-        return (self.stages - 1) / (self.num_parts // self.stages * self.micro_batches + self.stages - 1)
+        return (self.stages - 1) / (
+            self.num_parts // self.stages * self.micro_batches + self.stages - 1
+        )
 
     def replicas(self, world_size: int) -> int:
         check(

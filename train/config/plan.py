@@ -19,7 +19,9 @@ class Plan:
     """Batch sizes and step counts, computed from the configuration, the number of ranks and the amount of data."""
 
     world_size: int
-    replicas: int  # groups of ranks that train on different rows: one per rank, or one per pipeline
+    replicas: (
+        int  # groups of ranks that train on different rows: one per rank, or one per pipeline
+    )
     global_batch_size: int  # sequences per optimizer step
     micro_batch_size: int  # sequences per replica and forward pass
     accumulation: int  # forward passes per replica and optimizer step
@@ -32,8 +34,14 @@ class Plan:
 def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | None) -> Plan:
     """Plan a run over `rows` sequences of at most `seq_len` tokens. Raises InputError if this is impossible."""
     replicas = cfg.parallel.replicas(world_size)
-    over = f"{replicas} ranks" if replicas == world_size else f"{replicas} replicas of {world_size // replicas} ranks"
-    global_batch = cfg.global_batch_size or (cfg.micro_batch_size or 0) * replicas  # TrainConfig requires one of them
+    over = (
+        f"{replicas} ranks"
+        if replicas == world_size
+        else f"{replicas} replicas of {world_size // replicas} ranks"
+    )
+    global_batch = (
+        cfg.global_batch_size or (cfg.micro_batch_size or 0) * replicas
+    )  # TrainConfig requires one of them
     try:
         micro, accumulation = split(cfg, global_batch, replicas, over, seq_len)
     except InputError as error:
@@ -43,15 +51,24 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
         f"the data has {rows} training sequences, fewer than one batch of {global_batch} over {over}; "
         "prepare more text or lower global_batch_size",
     )
-    steps_per_epoch = rows // global_batch  # rows that do not fill a batch are left out, different ones each epoch
+    steps_per_epoch = (
+        rows // global_batch
+    )  # rows that do not fill a batch are left out, different ones each epoch
     by_examples = None if cfg.max_examples is None else cfg.max_examples // global_batch
     # Rounded first: 1.15 * 100 is 114.99999999999999.
     by_epochs = None if cfg.max_epochs is None else int(round(cfg.max_epochs * steps_per_epoch, 6))
     lengths = (cfg.max_steps, by_examples, by_epochs)
     total = min(length for length in lengths if length is not None)
-    check(total > 0, f"the run is shorter than one step of {global_batch} sequences; raise max_examples or max_epochs")
+    check(
+        total > 0,
+        f"the run is shorter than one step of {global_batch} sequences; raise max_examples or max_epochs",
+    )
     optim = cfg.optim
-    warmup = optim.warmup_steps if optim.warmup_steps is not None else round(total * optim.warmup_fraction)
+    warmup = (
+        optim.warmup_steps
+        if optim.warmup_steps is not None
+        else round(total * optim.warmup_fraction)
+    )
     check(
         warmup <= total,
         f"optim.warmup_steps={warmup} is longer than the run of {total} steps; lower it, or use optim.warmup_fraction",
@@ -75,9 +92,14 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
     )
 
 
-def split(cfg: TrainConfig, global_batch: int, replicas: int, over: str, seq_len: int | None) -> tuple[int, int]:
+def split(
+    cfg: TrainConfig, global_batch: int, replicas: int, over: str, seq_len: int | None
+) -> tuple[int, int]:
     """Return the micro batch size and the micro batches per step. Raises InputError if the batch cannot be split."""
-    check(global_batch % replicas == 0, f"global_batch_size={global_batch} cannot be split evenly over {over}")
+    check(
+        global_batch % replicas == 0,
+        f"global_batch_size={global_batch} cannot be split evenly over {over}",
+    )
     share = global_batch // replicas
     micro = micro_batch(cfg, share, seq_len)
     check(

@@ -13,7 +13,9 @@ from train.config.data import S3Config
 
 MIN_VOCAB_SIZE = 16
 MOST_READINGS = 1000  # maximum for corpus.weights: a model memorises text that it sees more often
-MAX_PREPARING_PROCESSES = 1024  # maximum; no machine has more processors, and each process loads a tokenizer
+MAX_PREPARING_PROCESSES = (
+    1024  # maximum; no machine has more processors, and each process loads a tokenizer
+)
 
 
 @dataclass(kw_only=True)
@@ -33,7 +35,9 @@ class CorpusConfig(Section, prefix="corpus."):
     def __post_init__(self) -> None:
         super().__post_init__()
         given = [] if self.weights is None else self.weights
-        ok = isinstance(given, list) and all(type(each) in (int, float) and 0 < each <= MOST_READINGS for each in given)
+        ok = isinstance(given, list) and all(
+            type(each) in (int, float) and 0 < each <= MOST_READINGS for each in given
+        )
         says = f"must be a list of numbers above 0, at most {MOST_READINGS}, such as [1,3]"
         check(ok, f"corpus.weights={self.weights} {says}")
 
@@ -44,9 +48,13 @@ class FilesCorpusConfig(CorpusConfig):
 
     path: Any = MISSING  # The file, folder (read recursively) or glob, or a list of these for several corpora.
     encoding: str = "utf-8"  # The text encoding of the files, as Python names it.
-    errors: str = setting("strict", among=("strict", "replace"))  # The handling of bytes that cannot be decoded: strict
+    errors: str = setting(
+        "strict", among=("strict", "replace")
+    )  # The handling of bytes that cannot be decoded: strict
     # stops and names them, replace writes U+FFFD.
-    separator: str | None = r"^\s*$"  # The pattern of a line that begins a new document; None reads each file as one
+    separator: str | None = (
+        r"^\s*$"  # The pattern of a line that begins a new document; None reads each file as one
+    )
     # document.
     column: str = "text"  # The column or field with the document, in JSON lines, CSV and Parquet.
 
@@ -56,11 +64,15 @@ class FilesCorpusConfig(CorpusConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = {"path": self.path} | ({} if self.validation is None else {"validation": self.validation})
+        given = {"path": self.path} | (
+            {} if self.validation is None else {"validation": self.validation}
+        )
         for key, value in given.items():
             paths = value if isinstance(value, list) else [value]
             ok = bool(paths) and all(isinstance(path, str | int | float) for path in paths)
-            check(ok, f"corpus.{key}={value} must be a file, a folder or a glob, or a list of these")
+            check(
+                ok, f"corpus.{key}={value} must be a file, a folder or a glob, or a list of these"
+            )
 
 
 def paths_of(given: Any) -> list[str]:
@@ -75,13 +87,17 @@ class HFDataset:
     split: str = "train"  # The split of the data set.
     column: str = "text"  # The column with the text.
     data_files: str | None = None  # The files for builders such as json, csv and parquet.
-    rows_per_document: int = 1  # The number of consecutive rows to join into a document, for data sets whose rows are
+    rows_per_document: int = (
+        1  # The number of consecutive rows to join into a document, for data sets whose rows are
+    )
     # sentences.
 
 
 @dataclass(kw_only=True)
 class HFCorpusConfig(CorpusConfig):
-    datasets: list[HFDataset] = field(default_factory=list)  # The data sets, which are read one after another.
+    datasets: list[HFDataset] = field(
+        default_factory=list
+    )  # The data sets, which are read one after another.
 
     @property
     def sources(self) -> list[str]:
@@ -89,41 +105,69 @@ class HFCorpusConfig(CorpusConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(bool(self.datasets), "corpus.datasets is empty: name one, e.g. corpus.datasets=[{path: user/set}]")
+        check(
+            bool(self.datasets),
+            "corpus.datasets is empty: name one, e.g. corpus.datasets=[{path: user/set}]",
+        )
 
 
 @dataclass(kw_only=True)
 class TokenizerConfig(Section, prefix="tokenizer."):
-    pretrained: str | None = None  # The Hub id or folder of a fast tokenizer; None trains one on the corpus.
-    vocab_size: int = setting(30000, least=MIN_VOCAB_SIZE, most=2**31)  # The vocabulary size of a new tokenizer.
+    pretrained: str | None = (
+        None  # The Hub id or folder of a fast tokenizer; None trains one on the corpus.
+    )
+    vocab_size: int = setting(
+        30000, least=MIN_VOCAB_SIZE, most=2**31
+    )  # The vocabulary size of a new tokenizer.
     lowercase: bool = True  # Convert all text to lower case.
     strip_accents: bool = False  # Remove accents and other marks, and replace compatibility characters and LaTeX quotes
     # with plain characters, as ALBERT does; leave it off for languages in which accents matter, such as French.
-    add_tokens: list[str] = field(default_factory=list)  # The tokens to add to tokenizer.pretrained. They are
+    add_tokens: list[str] = field(
+        default_factory=list
+    )  # The tokens to add to tokenizer.pretrained. They are
     # recognised even inside words, and training adds an embedding row for each.
-    train_bytes: int = setting(256 * 2**20, above=0)  # The maximum number of bytes of text on which a new tokenizer is
+    train_bytes: int = setting(
+        256 * 2**20, above=0
+    )  # The maximum number of bytes of text on which a new tokenizer is
     # trained; training needs 20 times as much memory. From a Hub stream, the first bytes are used.
 
     def __post_init__(self) -> None:
         super().__post_init__()
         ok = self.pretrained is not None or not self.add_tokens
-        check(ok, "tokenizer.add_tokens needs tokenizer.pretrained: a new tokenizer learns its tokens from the text")
+        check(
+            ok,
+            "tokenizer.add_tokens needs tokenizer.pretrained: a new tokenizer learns its tokens from the text",
+        )
 
 
 @dataclass(kw_only=True)
 class PrepareConfig(Section):
     """All settings of the preparation of token shards: `python -m train.prepare --cfg job` prints them."""
 
-    output: str = MISSING  # The folder or s3://bucket/prefix for the shards; finished work is not repeated.
-    seed: int = setting(0, least=0)  # The seed for packing and for choosing the documents to hold out.
-    seq_len: int = setting(512, least=8, below=2**16)  # The number of tokens per sequence, special tokens included.
-    validation_fraction: float = setting(0.01, above=0, below=1)  # The share of the text to hold out for validation:
+    output: str = (
+        MISSING  # The folder or s3://bucket/prefix for the shards; finished work is not repeated.
+    )
+    seed: int = setting(
+        0, least=0
+    )  # The seed for packing and for choosing the documents to hold out.
+    seq_len: int = setting(
+        512, least=8, below=2**16
+    )  # The number of tokens per sequence, special tokens included.
+    validation_fraction: float = setting(
+        0.01, above=0, below=1
+    )  # The share of the text to hold out for validation:
     # documents chosen by hash, and the ends of long documents.
-    rows_per_shard: int | None = setting(None, above=0)  # The number of sequences per shard; None makes shards of about
+    rows_per_shard: int | None = setting(
+        None, above=0
+    )  # The number of sequences per shard; None makes shards of about
     # 64 MiB.
-    part: str | None = None  # The part of the corpus that this call prepares, such as "3/64" for the third of 64 parts;
+    part: str | None = (
+        None  # The part of the corpus that this call prepares, such as "3/64" for the third of 64 parts;
+    )
     # None prepares all.
-    processes: int | None = setting(None, above=0, most=MAX_PREPARING_PROCESSES)  # The number of processes that share
+    processes: int | None = setting(
+        None, above=0, most=MAX_PREPARING_PROCESSES
+    )  # The number of processes that share
     # the work on this machine; it does not affect the result. None starts one for each processor that this process may
     # use.
     merge: bool = False  # Write only the manifest, after all parts have been prepared.
@@ -136,7 +180,9 @@ class PrepareConfig(Section):
         if self.part is not None:
             match = re.fullmatch(r"([0-9]+)/([0-9]+)", self.part)
             ok = match is not None and 1 <= int(match[1]) <= int(match[2])
-            check(ok, f"part={self.part} must be two numbers, such as 3/64 for the third of 64 parts")
+            check(
+                ok, f"part={self.part} must be two numbers, such as 3/64 for the third of 64 parts"
+            )
         check(
             not (self.merge and (self.part is not None or self.processes is not None)),
             "merge=true prepares nothing: leave out part and processes",

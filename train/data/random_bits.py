@@ -15,7 +15,9 @@ import numpy as np
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
 MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
-EVAL_STREAM = 2**20  # the coordinate after the seed in the draw of validation rows; other draws have a split's index
+EVAL_STREAM = (
+    2**20
+)  # the coordinate after the seed in the draw of validation rows; other draws have a split's index
 
 
 def mix(value: np.ndarray) -> np.ndarray:
@@ -49,5 +51,7 @@ def draw_rows(num_rows: int, most: int, *coordinates: int) -> np.ndarray:
 
 def text_uniform(text: str, seed: int) -> tuple[float, float]:
     """Return two numbers in [0, 1) that depend only on the text and the seed: equal texts are put in the same split."""
-    raw = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16, key=str(seed).encode()).digest()
+    raw = hashlib.blake2b(
+        text.encode(errors="surrogatepass"), digest_size=16, key=str(seed).encode()
+    ).digest()
     return int.from_bytes(raw[:8], "big") / 2**64, int.from_bytes(raw[8:], "big") / 2**64

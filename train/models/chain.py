@@ -15,7 +15,11 @@ from torch import Tensor, nn
 from train.config import check
 from train.models.network import ADDING, CHOOSING, PROJECTIONS, Network, repeated_layers
 
-KNOWN = (*ADDING, *CHOOSING, "modernbert")  # architectures whose parts are compared with the whole network in tests
+KNOWN = (
+    *ADDING,
+    *CHOOSING,
+    "modernbert",
+)  # architectures whose parts are compared with the whole network in tests
 
 
 class Reached(Exception):
@@ -42,16 +46,26 @@ class Chain:
             f"parallel=pipeline cannot cut a {config.model_type} with conv_kernel_size={width}: the convolution runs "
             "in parallel with the first layer; set parallel=data",
         )
-        self.gives_pairs = config.model_type in CHOOSING  # Layers return (hidden states, attention weights).
+        self.gives_pairs = (
+            config.model_type in CHOOSING
+        )  # Layers return (hidden states, attention weights).
         groups = repeated_layers(base)
-        is_shared = hasattr(config, "num_hidden_groups")  # ALBERT applies each of its groups several times
+        is_shared = hasattr(
+            config, "num_hidden_groups"
+        )  # ALBERT applies each of its groups several times
         depth = config.num_hidden_layers if is_shared else len(groups)
         self.layers = [groups[index * len(groups) // depth] for index in range(depth)]
-        projections = [module for name, module in base.named_modules() if name.split(".")[-1] in PROJECTIONS]
+        projections = [
+            module for name, module in base.named_modules() if name.split(".")[-1] in PROJECTIONS
+        ]
         self.before: list[nn.Module] = [base.embeddings, *projections]
         heads = [module for module in network.children() if module is not base]
-        self.after: list[nn.Module] = [module for module in (*heads, getattr(base, "pooler", None)) if module]
-        if not getattr(config, "legacy", True):  # With legacy=False, DeBERTa's head reads the token embedding.
+        self.after: list[nn.Module] = [
+            module for module in (*heads, getattr(base, "pooler", None)) if module
+        ]
+        if not getattr(
+            config, "legacy", True
+        ):  # With legacy=False, DeBERTa's head reads the token embedding.
             self.after.append(base.get_input_embeddings())
         self.head_share = model.head_share
         self.part, self.position = range(depth), 0
@@ -63,9 +77,14 @@ class Chain:
         """Return, for each parameter of the network, the indices of the parts that use it."""
         last = len(parts) - 1
         users: dict[nn.Parameter, set[int]] = {}
-        pieces = [(self.before, 0), *((self.layers[part.start : part.stop], i) for i, part in enumerate(parts))]
+        pieces = [
+            (self.before, 0),
+            *((self.layers[part.start : part.stop], i) for i, part in enumerate(parts)),
+        ]
         for modules, number in [*pieces, (self.after, last)]:
-            for parameter in (parameter for module in modules for parameter in module.parameters()):
+            for parameter in (
+                parameter for module in modules for parameter in module.parameters()
+            ):
                 users.setdefault(parameter, set()).add(number)
         # Parameters outside all modules above (relative positions, norms after the last layer) are in every part.
         everywhere = {parameter: set(range(len(parts))) for parameter in self.network.parameters()}
@@ -80,7 +99,9 @@ class Chain:
         costs = [products([layer]) for layer in self.layers]
         costs[0], costs[-1] = costs[0] + before, costs[-1] + after
         depth = len(costs)
-        best = {0: (0.0, [0])}  # best[n]: cost of the most expensive part of the first n layers, and the parts' ends
+        best = {
+            0: (0.0, [0])
+        }  # best[n]: cost of the most expensive part of the first n layers, and the parts' ends
         for number in range(1, num_parts + 1):
             best = {
                 end: min(
@@ -142,7 +163,17 @@ class Chain:
 
 def products(modules: Sequence[nn.Module]) -> float:
     """Return the number of multiplications per token: one per element of a matrix, none for an embedding table."""
-    inner = (module for outer in modules for module in outer.modules() if not isinstance(module, nn.Embedding))
+    inner = (
+        module
+        for outer in modules
+        for module in outer.modules()
+        if not isinstance(module, nn.Embedding)
+    )
     return float(
-        sum(weight.numel() for module in inner for weight in module.parameters(recurse=False) if weight.ndim > 1)
+        sum(
+            weight.numel()
+            for module in inner
+            for weight in module.parameters(recurse=False)
+            if weight.ndim > 1
+        )
     )

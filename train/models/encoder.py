@@ -26,11 +26,11 @@ from transformers import (
 
 from train.config import HeadSize, InputError, ModelConfig, check, shortlist
 from train.data.files.errors import naming
+from train.machine.memory import total_memory_bytes
 from train.models.model_sizes import Shape
 from train.models.network import Network, freeze, repeated_layers
 from train.models.pretrained import add_rows, read_model_config, read_weights
-from train.system.memory import total_memory_bytes
-from train.system.model_folder import ENCODERS
+from train.storage.model_folder import ENCODERS
 
 # Our name of each size, and its possible names in transformers. The first one that a configuration has is used.
 SIZES = {
@@ -52,7 +52,10 @@ SUPPORTS = {
 }
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
 logger = logging.getLogger("train")
-ORDER_LOGITS = {"albert": "sop_logits", "bert": "seq_relationship_logits"}  # output names, by architecture
+ORDER_LOGITS = {
+    "albert": "sop_logits",
+    "bert": "seq_relationship_logits",
+}  # output names, by architecture
 
 
 class MaskedLM(Network):
@@ -62,7 +65,9 @@ class MaskedLM(Network):
     whose head reads the encoder's last hidden state.
     """
 
-    def __init__(self, network: PreTrainedModel, new: frozenset[str] = frozenset(), attention: str = "auto") -> None:
+    def __init__(
+        self, network: PreTrainedModel, new: frozenset[str] = frozenset(), attention: str = "auto"
+    ) -> None:
         super().__init__(network, new, attention)
         self._positions: Tensor | None = None
         network.base_model.register_forward_hook(self._pick)
@@ -98,10 +103,14 @@ class MaskedLM(Network):
 class OrderedMaskedLM(MaskedLM):
     """A masked language model that also predicts whether the two segments of a sequence are in their original order."""
 
-    def forward(self, input_ids: Tensor, token_type_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, input_ids: Tensor, token_type_ids: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
         # Returns MaskedLM's logits [B, P, V], and logits [B, 2] of the segments' order: original, swapped.
         output = self._run(input_ids, token_type_ids, positions)
-        return self._checked(output.prediction_logits, positions), output[ORDER_LOGITS[self.network.config.model_type]]
+        return self._checked(output.prediction_logits, positions), output[
+            ORDER_LOGITS[self.network.config.model_type]
+        ]
 
 
 def states_at(hidden: Tensor, positions: Tensor) -> Tensor:
@@ -128,24 +137,41 @@ def build_masked_lm(
     `new_rows` has the ids of the tokens that were added to the pretrained model's tokenizer. Raises InputError if cfg
     does not fit these sizes.
     """
-    config = fitting_config(cfg, vocab_size=vocab_size - len(new_rows), pad_id=pad_id, seq_len=seq_len)
+    config = fitting_config(
+        cfg, vocab_size=vocab_size - len(new_rows), pad_id=pad_id, seq_len=seq_len
+    )
     if predicts_order:
         known = " or ".join(ORDER_LOGITS)
         check(
-            config.model_type in ORDER_LOGITS, f"task.sop=true needs a model of type {known}, not {config.model_type}"
+            config.model_type in ORDER_LOGITS,
+            f"task.sop=true needs a model of type {known}, not {config.model_type}",
         )
-        made = make_network(AutoModelForPreTraining, cfg, config, seq_len, what="model to pretrain")
+        made = make_network(
+            AutoModelForPreTraining, cfg, config, seq_len, what="model to pretrain"
+        )
         if hasattr(made[0], "sop_classifier"):
-            made[0].sop_classifier.dropout.p = 0.0  # Google's pretraining has no dropout before this layer.
+            made[
+                0
+            ].sop_classifier.dropout.p = (
+                0.0  # Google's pretraining has no dropout before this layer.
+            )
     else:
-        made = make_network(AutoModelForMaskedLM, cfg, config, seq_len, what="masked language model")
+        made = make_network(
+            AutoModelForMaskedLM, cfg, config, seq_len, what="masked language model"
+        )
     if new_rows:
         add_rows(made[0], vocab_size, new_rows)
     return (OrderedMaskedLM if predicts_order else MaskedLM)(*made)
 
 
 def make_network(
-    auto: Any, cfg: ModelConfig, config: PreTrainedConfig, seq_len: int, *, what: str, new_head: bool = False
+    auto: Any,
+    cfg: ModelConfig,
+    config: PreTrainedConfig,
+    seq_len: int,
+    *,
+    what: str,
+    new_head: bool = False,
 ) -> tuple[PreTrainedModel, frozenset[str], str]:
     """Return a float32 model of `auto` (AutoModelFor...), the names of its new parameters, and cfg.attention.
 
@@ -159,13 +185,20 @@ def make_network(
     )
     attention = attention_of(cfg, config)
     if cfg.attention == "auto" and attention == "eager":
-        logger.warning("%s has no SDPA attention in transformers: steps take more time and memory", config.model_type)
+        logger.warning(
+            "%s has no SDPA attention in transformers: steps take more time and memory",
+            config.model_type,
+        )
     new: frozenset[str] = frozenset()
     has_weights = torch.get_default_device().type != "meta"
     if cfg.pretrained is None or not has_weights:
-        network = auto.from_config(config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False)
+        network = auto.from_config(
+            config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
+        )
     else:
-        network, new = read_weights(auto, cfg.pretrained, config, attention=attention, new_head=new_head)
+        network, new = read_weights(
+            auto, cfg.pretrained, config, attention=attention, new_head=new_head
+        )
     if has_weights:
         check_reads(network, seq_len)
     freeze(network, embeddings=cfg.freeze_embeddings, layers=cfg.freeze_layers)
@@ -199,10 +232,15 @@ def check_reads(network: PreTrainedModel, seq_len: int) -> None:
 
     hooks = [layer.register_forward_pre_hook(stop) for layer in repeated_layers(network)[:1]]
     modes = {module: module.training for module in network.modules()}
-    row = torch.full((1, seq_len), 0 if network.config.pad_token_id else 1)  # not padding, which may have no position
+    row = torch.full(
+        (1, seq_len), 0 if network.config.pad_token_id else 1
+    )  # not padding, which may have no position
     cannot = f"this {network.config.model_type} cannot read a row of seq_len={seq_len} tokens"
     try:
-        with naming(cannot, (Exception,)), suppress(Reached):  # The architecture's code may raise anything.
+        with (
+            naming(cannot, (Exception,)),
+            suppress(Reached),
+        ):  # The architecture's code may raise anything.
             network.base_model.eval()(input_ids=row)  # Dropout would draw random numbers.
     finally:
         for module, mode in modes.items():
@@ -222,7 +260,10 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
                 setattr(config, theirs, wanted)
                 continue
             value = getattr(config, theirs)
-            check(wanted == value, f"model.{ours}={wanted}, but {cfg.pretrained} has {value}; leave it out")
+            check(
+                wanted == value,
+                f"model.{ours}={wanted}, but {cfg.pretrained} has {value}; leave it out",
+            )
     else:
         check(
             cfg.architecture in ENCODERS.split(),
@@ -232,12 +273,20 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
         defaults = AutoConfig.for_model(cfg.architecture)
         sizes = {their_name(defaults, ours, wanted): wanted for ours, wanted in given.items()}
         sizes = {"vocab_size": vocab_size, "pad_token_id": pad_id, **sizes}
-        tokens = ((name, getattr(defaults, name, None)) for name in SPECIAL_IDS)  # ids in the usual tokenizer
-        outside = [name for name, token in tokens if isinstance(token, int) and token >= sizes["vocab_size"]]
+        tokens = (
+            (name, getattr(defaults, name, None)) for name in SPECIAL_IDS
+        )  # ids in the usual tokenizer
+        outside = [
+            name
+            for name, token in tokens
+            if isinstance(token, int) and token >= sizes["vocab_size"]
+        ]
         sizes |= dict.fromkeys(outside)
         unfit = f"transformers cannot make a {cfg.architecture} of these sizes"
         with naming(unfit, (Exception,)):  # The architecture's code may raise anything.
-            config = AutoConfig.for_model(cfg.architecture, **sizes)  # Other fields may be derived from these sizes.
+            config = AutoConfig.for_model(
+                cfg.architecture, **sizes
+            )  # Other fields may be derived from these sizes.
         if cfg.initializer_range is not None:
             check(
                 hasattr(config, "initializer_range"),
@@ -274,18 +323,26 @@ def their_name(config: PreTrainedConfig, ours: str, wanted: object) -> str:
     """Return the attribute of `config` for the size `ours`, a key of SIZES. Raises InputError if it has none."""
     theirs = next((name for name in SIZES[ours] if hasattr(config, name)), None)
     if theirs is None:
-        raise InputError(f"model.{ours}={wanted}: {config.model_type} has no such size; leave it out")
+        raise InputError(
+            f"model.{ours}={wanted}: {config.model_type} has no such size; leave it out"
+        )
     return theirs
 
 
-def fitting_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len: int) -> PreTrainedConfig:
+def fitting_config(
+    cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len: int
+) -> PreTrainedConfig:
     """Return `model_config(...)`. Raises InputError unless it fits the tokenizer, `seq_len` and the host's memory."""
     config = model_config(cfg, vocab_size=vocab_size, pad_id=pad_id)
     attention_of(cfg, config)
     check(
         config.vocab_size >= vocab_size,
         f"model.vocab_size={config.vocab_size} is smaller than the tokenizer's {vocab_size}"
-        + ("" if cfg.pretrained is None else f"; prepare text with tokenizer.pretrained={cfg.pretrained}"),
+        + (
+            ""
+            if cfg.pretrained is None
+            else f"; prepare text with tokenizer.pretrained={cfg.pretrained}"
+        ),
     )
     positions = most_positions(config)
     lower = f"set seq_len={positions} or less (if the data is prepared, prepare it again with this seq_len)"
@@ -299,11 +356,22 @@ def fitting_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len: i
 
 def check_memory(config: PreTrainedConfig) -> None:
     """Raise InputError if a model's weights alone exceed this machine's memory."""
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "max_positions", "embedding_size")
-    theirs = {ours: next((name for name in SIZES[ours] if hasattr(config, name)), "") for ours in names}
+    names = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_layers",
+        "max_positions",
+        "embedding_size",
+    )
+    theirs = {
+        ours: next((name for name in SIZES[ours] if hasattr(config, name)), "") for ours in names
+    }
     sizes = {ours: getattr(config, name, None) or 0 for ours, name in theirs.items()}
     vocab, hidden, ffn, layers, positions, embedding = sizes.values()
-    groups = getattr(config, "num_hidden_groups", 1)  # ALBERT's layers share their weights in groups.
+    groups = getattr(
+        config, "num_hidden_groups", 1
+    )  # ALBERT's layers share their weights in groups.
     shape = Shape(config.model_type, vocab, hidden, ffn, layers, positions, 2, embedding, groups)
     needed_bytes, memory_bytes = 4 * shape.trained_parameters(HeadSize()), total_memory_bytes()
     listed = ", ".join(f"{ours} {value}" for ours, value in sizes.items() if value)
@@ -321,10 +389,15 @@ def without_weights(head: str, folder: Path) -> PreTrainedModel:
     """
     config = read_model_config(str(folder))
     check_memory(config)
-    if head == "MaskedLM" and any(name.endswith("ForPreTraining") for name in config.architectures or ()):
+    if head == "MaskedLM" and any(
+        name.endswith("ForPreTraining") for name in config.architectures or ()
+    ):
         head = "PreTraining"  # it also predicts the order of sentences
     auto: Any = getattr(transformers, f"AutoModelFor{head}")
-    check(type(config) in auto._model_mapping, f"{folder}: transformers has no {head} of type {config.model_type}")
+    check(
+        type(config) in auto._model_mapping,
+        f"{folder}: transformers has no {head} of type {config.model_type}",
+    )
     network: PreTrainedModel = auto.from_config(
         config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
     )
@@ -340,11 +413,25 @@ def most_positions(config: PreTrainedConfig) -> int | None:
     check_memory(config)
     cannot = f"transformers cannot build a {config.model_type} from this configuration"
     config = copy.deepcopy(config)
-    config.architectures = config.architectures or []  # transformers has two models for Funnel, and looks here
-    with naming(cannot, (Exception,)), torch.device("meta"):  # The architecture's code may raise anything.
+    config.architectures = (
+        config.architectures or []
+    )  # transformers has two models for Funnel, and looks here
+    with (
+        naming(cannot, (Exception,)),
+        torch.device("meta"),
+    ):  # The architecture's code may raise anything.
         model = AutoModel.from_config(config, trust_remote_code=False)
-    tables = [module for name, module in model.named_modules() if name.split(".")[-1] == "position_embeddings"]
-    first = [-1 if (padding := getattr(table, "padding_idx", None)) is None else padding for table in tables]
-    limits = [len(table.weight) - padding - 1 for table, padding in zip(tables, first, strict=True)]
+    tables = [
+        module
+        for name, module in model.named_modules()
+        if name.split(".")[-1] == "position_embeddings"
+    ]
+    first = [
+        -1 if (padding := getattr(table, "padding_idx", None)) is None else padding
+        for table in tables
+    ]
+    limits = [
+        len(table.weight) - padding - 1 for table, padding in zip(tables, first, strict=True)
+    ]
     stated = getattr(config, "max_position_embeddings", None)
     return min([*limits, *([stated] if stated else [])], default=None)

@@ -25,7 +25,13 @@ from train.models.network import Network, with_unread_masks
 logger = logging.getLogger("train")
 
 # The possible names of a head's dropout in transformers' configurations.
-DROPOUTS = ("classifier_dropout_prob", "classifier_dropout", "cls_dropout", "seq_classif_dropout", "qa_dropout")
+DROPOUTS = (
+    "classifier_dropout_prob",
+    "classifier_dropout",
+    "cls_dropout",
+    "seq_classif_dropout",
+    "qa_dropout",
+)
 
 
 @dataclass(frozen=True)
@@ -36,14 +42,21 @@ class Scale:
     deviation: list[float]  # [C], above 0
 
     def __post_init__(self) -> None:
-        ok = len(self.mean) == len(self.deviation) and all(map(isfinite, [*self.mean, *self.deviation]))
-        check(ok and all(value > 0 for value in self.deviation), f"a scale needs finite deviations above 0: {self}")
+        ok = len(self.mean) == len(self.deviation) and all(
+            map(isfinite, [*self.mean, *self.deviation])
+        )
+        check(
+            ok and all(value > 0 for value in self.deviation),
+            f"a scale needs finite deviations above 0: {self}",
+        )
 
 
 class PaddedEncoder(Network):
     """An encoder that reads padded sequences, with the head of transformers' AutoModelFor<head>."""
 
-    scale: Scale | None = None  # the scale of the targets that the head learns; its export has none
+    scale: Scale | None = (
+        None  # the scale of the targets that the head learns; its export has none
+    )
 
     def forward(self, input_ids: Tensor, real: Tensor | None, token_type_ids: Tensor) -> Tensor:
         """Return logits: [B, C] for a label per sequence, [B, S, C] for one per token, [B, S, 2] for a span's two ends.
@@ -101,11 +114,17 @@ def build_with_head(
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: number for number, label in enumerate(labels)}
     else:
-        config.num_labels = 2  # The labels are start and end; a checkpoint's configuration may have others.
+        config.num_labels = (
+            2  # The labels are start and end; a checkpoint's configuration may have others.
+        )
     if head == "SequenceClassification":
         config.problem_type = problem_type
     auto = getattr(transformers, f"AutoModelFor{head}")
-    model = PaddedEncoder(*make_network(auto, cfg, config, seq_len, what=f"AutoModelFor{head}", new_head=cfg.new_head))
+    model = PaddedEncoder(
+        *make_network(
+            auto, cfg, config, seq_len, what=f"AutoModelFor{head}", new_head=cfg.new_head
+        )
+    )
     model.head_share = 0.0 if head == "SequenceClassification" else 1.0
     return model
 
@@ -131,7 +150,9 @@ def last_layer(network: PreTrainedModel) -> tuple[str, nn.Linear]:
     layers = [(name, module) for name, module in network.named_modules() if module not in inside]
     linear = [(name, layer) for name, layer in layers if isinstance(layer, nn.Linear)]
     check(
-        bool(linear) and linear[-1][1].out_features == network.config.num_labels and linear[-1][1].bias is not None,
+        bool(linear)
+        and linear[-1][1].out_features == network.config.num_labels
+        and linear[-1][1].bias is not None,
         f"the head of {type(network).__name__} does not end in a linear layer with biases: set task.standardize=false",
     )
     return linear[-1]
@@ -141,7 +162,8 @@ def last_layer(network: PreTrainedModel) -> tuple[str, nn.Linear]:
 def rescale(layer: nn.Linear, mean: Sequence[float], deviation: Sequence[float]) -> None:
     """Make a layer return output * deviation + mean. It gets new tensors: another model may use the old ones."""
     first, factor = (
-        torch.tensor(values, dtype=torch.float64, device=layer.weight.device) for values in (mean, deviation)
+        torch.tensor(values, dtype=torch.float64, device=layer.weight.device)
+        for values in (mean, deviation)
     )
     layer.weight = nn.Parameter((layer.weight.double() * factor[:, None]).float())
     layer.bias = nn.Parameter((layer.bias.double() * factor + first).float())
@@ -176,7 +198,11 @@ def check_labels(cfg: ModelConfig, config: PreTrainedConfig, labels: Sequence[st
     has_names = theirs != default_names(len(theirs))
     remedy = "model.new_head=true starts with a new head"
     if sorted(theirs) == sorted(ours):
-        order = f"[{','.join(theirs)}]" if len(theirs) <= SHOWN_NAMES else "the order of its config.json"
+        order = (
+            f"[{','.join(theirs)}]"
+            if len(theirs) <= SHOWN_NAMES
+            else "the order of its config.json"
+        )
         remedy = f"set data.labels={order}, or {remedy}"
     check(
         len(theirs) == len(ours) and not (has_names and theirs != ours),

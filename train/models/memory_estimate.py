@@ -24,15 +24,27 @@ from train.models.model_sizes import Shape
 
 GIB = 2**30
 STATE_BYTES = 4  # bytes of an fp32 weight, gradient or moment
-WEIGHT_BYTES = {"bf16_stochastic": 2, "bf16_master": 6}  # a bf16 weight alone, or with its fp32 master copy
-PRODUCT_BYTES = {"fp32": 4, "tf32": 4}  # bytes of an operand of a matrix product; 2 in other precisions
+WEIGHT_BYTES = {
+    "bf16_stochastic": 2,
+    "bf16_master": 6,
+}  # a bf16 weight alone, or with its fp32 master copy
+PRODUCT_BYTES = {
+    "fp32": 4,
+    "tf32": 4,
+}  # bytes of an operand of a matrix product; 2 in other precisions
 AUTOCAST = ("bf16", "fp16")
 MASK_BYTES, AUTOCAST_BYTES, ATTENTION_VALUES = 2, 8, 8  # per layer, token and hidden unit
 # With these constants, estimates for CPUs are within 7 % of the peaks of seven runs (five are in benchmarks/notes.md).
-CPU_PROCESS_BYTES = int(0.85 * GIB)  # bytes of a process that has imported torch and transformers but has no model
-CPU_ACTIVATIONS = 1.25  # factor for activations, which includes temporary memory of the backward pass
+CPU_PROCESS_BYTES = int(
+    0.85 * GIB
+)  # bytes of a process that has imported torch and transformers but has no model
+CPU_ACTIVATIONS = (
+    1.25  # factor for activations, which includes temporary memory of the backward pass
+)
 CPU_SCORE_BYTES = 14  # bytes per head and pair of tokens, if attention has dropout
-LOGIT_BYTES = 8  # bytes per logit in addition to the logit itself: an fp32 copy, and the log-softmax
+LOGIT_BYTES = (
+    8  # bytes per logit in addition to the logit itself: an fp32 copy, and the log-softmax
+)
 
 
 @dataclass(frozen=True)
@@ -42,9 +54,13 @@ class Memory:
     weights: float
     gradients: float
     moments: float
-    copies: float  # copies of weights: gathered from other ranks, or in the dtype of matrix products
+    copies: (
+        float  # copies of weights: gathered from other ranks, or in the dtype of matrix products
+    )
     activations: float
-    saving: float = 0  # host copy from which a checkpoint is written; 0 unless the device is the host
+    saving: float = (
+        0  # host copy from which a checkpoint is written; 0 unless the device is the host
+    )
     process: float = 0  # the program and its libraries; 0 unless the device is the host
 
     @property
@@ -57,7 +73,9 @@ class Memory:
         return self.weights + self.moments
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {value / GIB:.3g}" for name, value in vars(self).items() if value)
+        parts = ", ".join(
+            f"{name} {value / GIB:.3g}" for name, value in vars(self).items() if value
+        )
         return f"about {self.total / GIB:.3g} GiB of memory per rank: {parts}"
 
 
@@ -87,7 +105,9 @@ def memory_of(
     value = PRODUCT_BYTES.get(precision, 2)
     gathered = {
         "nothing": here if precision in AUTOCAST else 0,
-        "layer": here if separate < shape.num_hidden_layers else here - in_layers + 2 * shape.layer_parameters(),
+        "layer": here
+        if separate < shape.num_hidden_layers
+        else here - in_layers + 2 * shape.layer_parameters(),
         "model": here,
     }
     sums = trained if held.sums_whole and accumulation > 1 else 0
@@ -96,7 +116,9 @@ def memory_of(
         gradients=STATE_BYTES * (trained * held.gradients + sums),
         moments=2 * STATE_BYTES * trained * held.moments,
         copies=value * gathered[held.gathers],
-        activations=activation_bytes(cfg, shape, held, micro_batch_size * seq_len, seq_len, precision),
+        activations=activation_bytes(
+            cfg, shape, held, micro_batch_size * seq_len, seq_len, precision
+        ),
     )
 
 
@@ -116,7 +138,9 @@ def layers_of_rank(shape: Shape, held: Held) -> int:
     return math.ceil(shape.num_hidden_layers * held.layers)
 
 
-def activation_bytes(cfg: TrainConfig, shape: Shape, held: Held, tokens: int, seq_len: int, precision: str) -> float:
+def activation_bytes(
+    cfg: TrainConfig, shape: Shape, held: Held, tokens: int, seq_len: int, precision: str
+) -> float:
     """Return the bytes that a forward pass keeps for the backward pass, or those of an evaluation if that needs more.
 
     A micro batch has `tokens` tokens, in rows of `seq_len`.
@@ -125,9 +149,16 @@ def activation_bytes(cfg: TrainConfig, shape: Shape, held: Held, tokens: int, se
     value_bytes = PRODUCT_BYTES.get(precision, 2)
     other_bytes = MASK_BYTES + AUTOCAST_BYTES * (precision in AUTOCAST)
     # Frozen layers come first, so the stage that needs most memory may hold none of them.
-    num_layers = min(layers_of_rank(shape, held), shape.num_hidden_layers - cfg.model.freeze_layers) * held.activations
-    ffn_values = 2 * (shape.ffn_products - 1)  # The activation's input and output, both doubled if it is gated.
-    layer = tokens * (hidden * (other_bytes + ATTENTION_VALUES * value_bytes) + ffn_values * ffn * value_bytes)
+    num_layers = (
+        min(layers_of_rank(shape, held), shape.num_hidden_layers - cfg.model.freeze_layers)
+        * held.activations
+    )
+    ffn_values = 2 * (
+        shape.ffn_products - 1
+    )  # The activation's input and output, both doubled if it is gated.
+    layer = tokens * (
+        hidden * (other_bytes + ATTENTION_VALUES * value_bytes) + ffn_values * ffn * value_bytes
+    )
     if cfg.backend.activation_checkpointing:
         layers = num_layers * tokens * hidden * value_bytes + layer
     else:
@@ -142,6 +173,8 @@ def activation_bytes(cfg: TrainConfig, shape: Shape, held: Held, tokens: int, se
 
 def advice(cfg: TrainConfig, *, world_size: int) -> str:
     """Return the settings that would save memory, the cheapest first."""
-    layers = [] if cfg.backend.activation_checkpointing else ["backend.activation_checkpointing=true"]
+    layers = (
+        [] if cfg.backend.activation_checkpointing else ["backend.activation_checkpointing=true"]
+    )
     split = [cfg.parallel.frees] if world_size > 1 else []
     return ", ".join(["lower micro_batch_size (the global batch stays the same)", *layers, *split])

@@ -10,12 +10,16 @@ from typing import Any
 
 from train.config import HeadSize, ModelConfig, TrainConfig, check
 from train.data.files.errors import naming
-from train.system.folders import Folder, LocalFolder, is_s3, local_path
-from train.system.schema import BadContent, of_type, read_object
+from train.storage.folders import Folder, LocalFolder, is_s3, local_path
+from train.storage.schema import BadContent, of_type, read_object
 
 NO_RATES = "optim.layer_decay: the layers of {} share their weights, so they cannot have different rates; leave it out"
 MOST = 10**9  # the largest size accepted, so that products of sizes fit into a float
-CONFIGS = ("config.json", "export/config.json", "model/config.json")  # paths in transformers folders and in run folders
+CONFIGS = (
+    "config.json",
+    "export/config.json",
+    "model/config.json",
+)  # paths in transformers folders and in run folders
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,9 @@ class Shape:
     max_position_embeddings: int = 512
     type_vocab_size: int = 2  # number of segment types; 0 without segments
     embedding_size: int = 0  # width of ALBERT's factorised embedding; other models do not use it
-    num_hidden_groups: int = 1  # number of ALBERT's groups of layers that share weights; other models do not use it
+    num_hidden_groups: int = (
+        1  # number of ALBERT's groups of layers that share weights; other models do not use it
+    )
 
     @property
     def is_albert(self) -> bool:
@@ -59,23 +65,37 @@ class Shape:
 
     def layer_parameters(self) -> int:
         hidden, ffn = self.hidden_size, self.intermediate_size
-        weights = 4 * hidden**2 + self.ffn_products * hidden * ffn + 2 * hidden  # The last term is two LayerNorms.
+        weights = (
+            4 * hidden**2 + self.ffn_products * hidden * ffn + 2 * hidden
+        )  # The last term is two LayerNorms.
         biases = 0 if self.is_modern else 7 * hidden + ffn
         return weights + biases
 
-    def trained_parameters(self, head: HeadSize, *, freeze_embeddings: bool = False, freeze_layers: int = 0) -> int:
+    def trained_parameters(
+        self, head: HeadSize, *, freeze_embeddings: bool = False, freeze_layers: int = 0
+    ) -> int:
         """Return the number of parameters with a gradient, not counting a label head's last layer (a few thousand)."""
         hidden = self.hidden_size
-        layers = self.num_hidden_groups if self.is_albert else max(0, self.num_hidden_layers - freeze_layers)
+        layers = (
+            self.num_hidden_groups
+            if self.is_albert
+            else max(0, self.num_hidden_layers - freeze_layers)
+        )
         total = layers * self.layer_parameters()
         if self.is_albert:
-            total += self.embedding_size * hidden + hidden  # the projection from the embedding to the layers
+            total += (
+                self.embedding_size * hidden + hidden
+            )  # the projection from the embedding to the layers
         if not (freeze_embeddings or freeze_layers):
             total += self.embedding_parameters()
-        if head.predictions:  # A dense layer, a LayerNorm and the logits' bias. The logits' weight is the embedding.
+        if (
+            head.predictions
+        ):  # A dense layer, a LayerNorm and the logits' bias. The logits' weight is the embedding.
             width = self.embedding_width
             total += hidden * width + 3 * width + self.vocab_size
-        dense = head.labels or (self.is_modern and head.token_labels)  # The head has a dense layer or a pooler.
+        dense = head.labels or (
+            self.is_modern and head.token_labels
+        )  # The head has a dense layer or a pooler.
         return total + (hidden**2 + hidden if dense else 0)
 
     def train_flops(self, head: HeadSize, *, seq_len: int, frozen: int = 0) -> float:
@@ -86,7 +106,10 @@ class Shape:
         whose layers share parameters but compute separately. Tests compare the result with torch.utils.flop_counter.
         """
         hidden, width = self.hidden_size, self.embedding_width
-        layer = 6 * (4 * hidden**2 + self.ffn_products * hidden * self.intermediate_size) + 12 * seq_len * hidden
+        layer = (
+            6 * (4 * hidden**2 + self.ffn_products * hidden * self.intermediate_size)
+            + 12 * seq_len * hidden
+        )
         encoder = (self.num_hidden_layers - frozen * 2 / 3) * layer
         projection = 6 * width * hidden if self.is_albert else 0
         tokens = head.predictions * 6 * width * (hidden + self.vocab_size)
@@ -112,7 +135,9 @@ OTHERS = {  # published models' sizes that differ from the defaults of Shape
     "distilbert": {"type_vocab_size": 0},
 }
 PUBLISHED = {  # sizes by Hub id without the organisation, which is one of OWNERS
-    f"{architecture}-{name}": Shape(architecture, vocab, hidden, 4 * hidden, layers, **OTHERS.get(architecture, {}))
+    f"{architecture}-{name}": Shape(
+        architecture, vocab, hidden, 4 * hidden, layers, **OTHERS.get(architecture, {})
+    )
     for architecture, names, vocab, hidden, layers in (
         ("albert", "base-v1 base-v2", 30_000, 768, 12),
         ("albert", "large-v1 large-v2", 30_000, 1024, 24),
@@ -199,7 +224,13 @@ def shape_of(values: dict[str, Any]) -> Shape | None:
     default = DEFAULTS.get(str(values.get("model_type")))
     if default is None:
         return None
-    theirs = {"distilbert": {"hidden_size": "dim", "intermediate_size": "hidden_dim", "num_hidden_layers": "n_layers"}}
+    theirs = {
+        "distilbert": {
+            "hidden_size": "dim",
+            "intermediate_size": "hidden_dim",
+            "num_hidden_layers": "n_layers",
+        }
+    }
     names = theirs.get(default.model_type, {})
     sizes = {}
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings",

@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from train.config import Failure, HeadSize, check
 from train.models.model_sizes import NO_RATES, shape_of
-from train.system.folders import Folder, is_full
+from train.storage.folders import Folder, is_full
 
 # checkpoint(function, *tensors) returns function(*tensors), and computes it again in the backward pass.
 Checkpoint = Callable[..., Any]
@@ -39,7 +39,10 @@ CHOOSING = ("deberta", "deberta-v2")
 # An answer of these architectures also depends on how many tokens of padding follow a row, in spite of the mask:
 # through convolutions, Fourier transforms, pooled or averaged positions, or the embedding of the next token.
 READING_PADDING = ("convbert", "fnet", "funnel", "mobilebert", "nystromformer")
-OWN_MASKS = ("flash_attention_2", "flex_attention")  # transformers makes special masks for these kinds of attention
+OWN_MASKS = (
+    "flash_attention_2",
+    "flex_attention",
+)  # transformers makes special masks for these kinds of attention
 ENCODERS = ("encoder", "transformer")  # names of the module that contains all layers
 WHOLE_GRAPHS = 2  # graphs of a whole encoder: one for training and one for evaluation
 # The projections of ALBERT's and ELECTRA's embeddings to the hidden size.
@@ -51,15 +54,22 @@ class Network(nn.Module):
 
     head_share = 0.0  # fraction of positions that the head reads; about 0 if it reads one token
 
-    def __init__(self, network: PreTrainedModel, new: frozenset[str] = frozenset(), attention: str = "auto") -> None:
+    def __init__(
+        self, network: PreTrainedModel, new: frozenset[str] = frozenset(), attention: str = "auto"
+    ) -> None:
         """Wrap a model. `new` names the parameters that the checkpoint lacked; `attention` is model.attention."""
         super().__init__()
         self.attention = attention
-        self.network, self.new = network.train(), new  # transformers returns pretrained models in eval mode
+        self.network, self.new = (
+            network.train(),
+            new,
+        )  # transformers returns pretrained models in eval mode
         # To warn about padding without a mask, some models would read tokens in each step, and wait for the device.
         network.base_model.warn_if_padding_and_no_attention_mask = lambda *_: None
         self.has_segments = getattr(network.config, "type_vocab_size", 0) >= 2
-        self.mask_dtype: torch.dtype | None = None  # dtype of attention scores; None: the weights' dtype
+        self.mask_dtype: torch.dtype | None = (
+            None  # dtype of attention scores; None: the weights' dtype
+        )
 
     @property
     def inputs(self) -> list[str]:
@@ -79,7 +89,10 @@ class Network(nn.Module):
         """
         if self.attention in OWN_MASKS:
             return real
-        kind, dtype = self.network.config.model_type, self.network.get_input_embeddings().weight.dtype
+        kind, dtype = (
+            self.network.config.model_type,
+            self.network.get_input_embeddings().weight.dtype,
+        )
         if kind in ADDING:
             return (1 - real[:, None, None].to(self.mask_dtype or dtype)) * HIDDEN
         return real[:, None, None].to(dtype) if kind in CHOOSING else real
@@ -88,7 +101,9 @@ class Network(nn.Module):
         """Return trained parameters that are outside the encoder, or that the checkpoint lacked (the pooler's)."""
         encoder = set(self.network.base_model.parameters())
         named = self.network.named_parameters()
-        return [p for name, p in named if p.requires_grad and (p not in encoder or name in self.new)]
+        return [
+            p for name, p in named if p.requires_grad and (p not in encoder or name in self.new)
+        ]
 
     def distances(self) -> dict[nn.Parameter, int]:
         """Return each encoder parameter's distance to the head: 1 in the last layer, and largest in the embeddings.
@@ -96,13 +111,23 @@ class Network(nn.Module):
         Parameters outside layers and embeddings are left out. Raises InputError if layers are shared or unknown.
         """
         base, depth = self.network.base_model, self.network.config.num_hidden_layers
-        stacks = [module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
+        stacks = [
+            module
+            for module in base.modules()
+            if isinstance(module, nn.ModuleList) and len(module) == depth
+        ]
         unknown = "optim.layer_decay: the layers of {} are not known; leave it out"
         why = NO_RATES if hasattr(self.network.config, "num_hidden_groups") else unknown
         check(bool(stacks), why.format(self.network.config.model_type))
         result = {weight: depth + 1 for name, weight in base.named_parameters() if "emb" in name}
-        for stack in reversed(stacks):  # a list inside a layer may have the same length; the outer list overrides it
-            result |= {weight: depth - index for index, layer in enumerate(stack) for weight in layer.parameters()}
+        for stack in reversed(
+            stacks
+        ):  # a list inside a layer may have the same length; the outer list overrides it
+            result |= {
+                weight: depth - index
+                for index, layer in enumerate(stack)
+                for weight in layer.parameters()
+            }
         return result
 
     def train_flops(self, head: HeadSize, seq_len: int) -> float | None:
@@ -110,8 +135,14 @@ class Network(nn.Module):
         shape = shape_of(self.network.config.to_dict())
         if shape is None:
             return None
-        layers = (layer for layer in repeated_layers(self.network) if isinstance(layer, GradientCheckpointingLayer))
-        frozen = sum(not any(weight.requires_grad for weight in layer.parameters()) for layer in layers)
+        layers = (
+            layer
+            for layer in repeated_layers(self.network)
+            if isinstance(layer, GradientCheckpointingLayer)
+        )
+        frozen = sum(
+            not any(weight.requires_grad for weight in layer.parameters()) for layer in layers
+        )
         return shape.train_flops(head, seq_len=seq_len, frozen=frozen)
 
     def attend_by_products(self, dtype: torch.dtype) -> None:
@@ -157,7 +188,9 @@ class Network(nn.Module):
         Each kind of layer has one graph for training and one for evaluation. `widens`: norms return fp32 while matrix
         products return 16 bits. Raises InputError if no layer is known.
         """
-        first = next((weight for weight in self.network.parameters() if weight.requires_grad), None)
+        first = next(
+            (weight for weight in self.network.parameters() if weight.requires_grad), None
+        )
         layers = self.known_layers()
         if widens:  # a projection before the layers must return the norms' dtype, so that all layers share a graph
             for name, module in self.network.named_modules():
@@ -212,7 +245,9 @@ class Network(nn.Module):
         with torch.device("meta"):  # only names, shapes and ties
             plain = type(self.network)(deepcopy(self.network.config))
         types = {name: value.dtype for name, value in plain.state_dict().items()}
-        weights = {name: value.cpu().to(types[name]) for name, value in self.network.state_dict().items()}
+        weights = {
+            name: value.cpu().to(types[name]) for name, value in self.network.state_dict().items()
+        }
         plain.load_state_dict(weights, assign=True)
         plain.tie_weights()
         self.finish(plain)
@@ -221,9 +256,13 @@ class Network(nn.Module):
             plain.save_pretrained(folder)
         except Exception as error:
             if is_full(error):
-                raise Failure(f"cannot write {folder}: the disk is full; free some space") from error
+                raise Failure(
+                    f"cannot write {folder}: the disk is full; free some space"
+                ) from error
             raise
-        for path in folder.glob("*.safetensors"):  # the library makes these files private, whatever the umask
+        for path in folder.glob(
+            "*.safetensors"
+        ):  # the library makes these files private, whatever the umask
             shutil.copymode(folder / "config.json", path)
 
     def describe(self, folder: Folder, files: Mapping[str, bytes]) -> None:
@@ -250,7 +289,9 @@ def with_unread_masks(*, given: bool) -> AbstractContextManager[object]:
 
 def is_norm(module: nn.Module) -> bool:
     """Return whether a module is a norm over features: PyTorch's, or one of transformers' RMS norms."""
-    return isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__name__.endswith("RMSNorm")
+    return isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__name__.endswith(
+        "RMSNorm"
+    )
 
 
 def _returned_in(dtype: torch.dtype, _module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
@@ -274,10 +315,16 @@ def _join(query: nn.Linear, key: nn.Linear, value: nn.Linear) -> None:
 
 def repeated_layers(network: PreTrainedModel) -> list[nn.Module]:
     """Return the layers of a network in order; a shared layer appears only once."""
-    return [module for module in network.modules() if isinstance(module, GradientCheckpointingLayer | AlbertLayerGroup)]
+    return [
+        module
+        for module in network.modules()
+        if isinstance(module, GradientCheckpointingLayer | AlbertLayerGroup)
+    ]
 
 
-def recomputed(forward: Callable[..., Any], checkpoint: Checkpoint, layer: nn.Module) -> Callable[..., Any]:
+def recomputed(
+    forward: Callable[..., Any], checkpoint: Checkpoint, layer: nn.Module
+) -> Callable[..., Any]:
     def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not layer.training or not hidden.requires_grad:
             return forward(hidden, *args, **kwargs)

@@ -17,17 +17,31 @@ from transformers.activations import ACT2FN
 from train.config import InputError, check, shortlist
 from train.data.files.errors import naming
 from train.data.text.tokenizer import quiet
-from train.system.foreign import check_folder, read_whole
-from train.system.hub_access import asking_hub, fetched, why_missing
-from train.system.model_folder import models_below, read_model_json
-from train.system.schema import FileName, of_type, read_object
+from train.storage.foreign import check_folder, read_whole
+from train.storage.hub_access import asking_hub, fetched, why_missing
+from train.storage.model_folder import models_below, read_model_json
+from train.storage.schema import FileName, of_type, read_object
 
 logger = logging.getLogger("train")
-BAD_FILES = (OSError, ValueError, LookupError, TypeError, AttributeError)  # transformers raises these for bad files
+BAD_FILES = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+)  # transformers raises these for bad files
 INDEX = "model.safetensors.index.json"
 FILES = ("config.json", "adapter_config.json")  # files that read_model_config fetches from the Hub
 WEIGHTS = (*FILES, "model*.safetensors", INDEX)
-QUANTISED = ("I8", "U8", "I4", "U4", "F4", "F6", "F8")  # prefixes of quantised dtypes in safetensors
+QUANTISED = (
+    "I8",
+    "U8",
+    "I4",
+    "U4",
+    "F4",
+    "F6",
+    "F8",
+)  # prefixes of quantised dtypes in safetensors
 # A checkpoint of an encoder alone may also have these heads.
 HEADS = """
     classifier cls decoder dense discriminator_predictions entity_predictions generator_lm_head generator_predictions
@@ -36,8 +50,14 @@ HEADS = """
 """
 # Weights inside an encoder that may remain unread: buffers that transformers computes, the pooler, and the decoder of
 # Funnel, which some heads leave out.
-UNREAD = re.compile(r"(.*\.)?(position_ids|token_type_ids|(original_)?inv_freq)|(pooler|decoder)\..+")
-ACTIVATIONS = ("hidden_act", "hidden_activation", "activation")  # attributes of transformers' configurations
+UNREAD = re.compile(
+    r"(.*\.)?(position_ids|token_type_ids|(original_)?inv_freq)|(pooler|decoder)\..+"
+)
+ACTIVATIONS = (
+    "hidden_act",
+    "hidden_activation",
+    "activation",
+)  # attributes of transformers' configurations
 # Pickled weights are not read: before PyTorch 2.10 they could write to any memory (CVE-2026-24747).
 CONVERT = (
     'python -c "import glob, torch; from safetensors.torch import save_file; save_file({k: v.contiguous().clone() '
@@ -76,20 +96,36 @@ def read_weights(
             raise
         raise InputError(unavailable(source, error)) from error
     missing, inside = set(info["missing_keys"]), set(network.base_model.parameters())
-    encoder = {name for name, p in network.named_parameters() if p in inside and ".pooler." not in name}
+    encoder = {
+        name for name, p in network.named_parameters() if p in inside and ".pooler." not in name
+    }
     lacking = sorted(encoder & missing)
-    check(not lacking, f"{source} lacks {len(lacking)} weights of the encoder: {', '.join(lacking[:3])}")
+    check(
+        not lacking,
+        f"{source} lacks {len(lacking)} weights of the encoder: {', '.join(lacking[:3])}",
+    )
     check_read(source, f"{network.base_model_prefix}.", names, info["unexpected_keys"])
-    other = {name: f"{list(theirs)} instead of {list(ours)}" for name, theirs, ours in info["mismatched_keys"]}
+    other = {
+        name: f"{list(theirs)} instead of {list(ours)}"
+        for name, theirs, ours in info["mismatched_keys"]
+    }
     wrong = [name for name in sorted(other) if name in encoder or not new_head]
     hint = (
-        "its config.json is another model's" if encoder & set(wrong) else "model.new_head=true starts with a new head"
+        "its config.json is another model's"
+        if encoder & set(wrong)
+        else "model.new_head=true starts with a new head"
     )
-    check(not wrong, f"{source}: {', '.join(f'{name} is {other[name]}' for name in wrong[:3])}; {hint}")
+    check(
+        not wrong,
+        f"{source}: {', '.join(f'{name} is {other[name]}' for name in wrong[:3])}; {hint}",
+    )
     if new_head:
         missing |= begin_head(network)
     broken = [name for name, weight in network.named_parameters() if not weight.isfinite().all()]
-    check(not broken, f"{source}: {', '.join(broken[:3])} contains NaN or infinity; the weights are damaged")
+    check(
+        not broken,
+        f"{source}: {', '.join(broken[:3])} contains NaN or infinity; the weights are damaged",
+    )
     said = {"randomly initialised": missing, "not used by this model": info["unexpected_keys"]}
     parts = [f"{what}: {', '.join(modules_of(names))}" for what, names in said.items() if names]
     if parts:
@@ -105,13 +141,18 @@ def check_read(source: str, prefix: str, names: Sequence[str], unread: Iterable[
     else:
         inside = [name for name in unread if name.split(".")[0] not in HEADS.split()]
     lost = sorted(name for name in inside if not UNREAD.fullmatch(name.removeprefix(prefix)))
-    check(not lost, f"{source} has weights in its encoder that transformers does not read: {shortlist(lost, 3)}")
+    check(
+        not lost,
+        f"{source} has weights in its encoder that transformers does not read: {shortlist(lost, 3)}",
+    )
 
 
 def modules_of(names: Iterable[str]) -> list[str]:
     """Return the sorted names of the modules that have these parameters, except modules inside another of them."""
     modules = {name.rpartition(".")[0] for name in names}
-    return sorted(each for each in modules if not any(each.startswith(f"{other}.") for other in modules))
+    return sorted(
+        each for each in modules if not any(each.startswith(f"{other}.") for other in modules)
+    )
 
 
 def begin_head(network: PreTrainedModel) -> set[str]:
@@ -122,7 +163,9 @@ def begin_head(network: PreTrainedModel) -> set[str]:
         if module is network or module in encoder:
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            parameter._is_hf_initialized = False  # If True, _init_weights would leave the parameter unchanged.
+            parameter._is_hf_initialized = (
+                False  # If True, _init_weights would leave the parameter unchanged.
+            )
             begun.add(f"{module_name}.{name}")
         network._init_weights(module)
     return begun
@@ -162,14 +205,22 @@ def read_model_config(source: str) -> PreTrainedConfig:
     except BAD_FILES as error:
         raise InputError(unavailable(source, error)) from error
     if values is None:
-        raise InputError(unavailable(source, FileNotFoundError(f"it has no config.json{models_below(folder)}")))
+        raise InputError(
+            unavailable(source, FileNotFoundError(f"it has no config.json{models_below(folder)}"))
+        )
     try:
-        config = AutoConfig.for_model(values.pop("model_type"), **{**values, "name_or_path": source})
+        config = AutoConfig.for_model(
+            values.pop("model_type"), **{**values, "name_or_path": source}
+        )
     except Exception as error:  # The architecture's code may raise anything.
         why = " ".join(str(error).split())
         raise InputError(f"{source}/config.json cannot be used by transformers: {why}") from error
     config.return_dict = True
-    unknown = [f"{name}={act}" for name in ACTIVATIONS if (act := getattr(config, name, None)) and act not in ACT2FN]
+    unknown = [
+        f"{name}={act}"
+        for name in ACTIVATIONS
+        if (act := getattr(config, name, None)) and act not in ACT2FN
+    ]
     check(not unknown, f"{source}/config.json: transformers does not know {shortlist(unknown)}")
     check_weights(folder)
     return config
@@ -185,9 +236,14 @@ def check_weights(folder: Path) -> list[str]:
     if path.exists():
         with naming(str(path), ()):
             index = read_object(read_whole(path, folder))
-            files = sorted(set(of_type(dict[str, FileName], index.get("weight_map"), "weight_map").values()))
+            files = sorted(
+                set(of_type(dict[str, FileName], index.get("weight_map"), "weight_map").values())
+            )
         other = [file for file in files if not file.endswith(".safetensors")]
-        check(not other, f"{path}: weight_map names {shortlist(other, 3)}; only .safetensors files are read")
+        check(
+            not other,
+            f"{path}: weight_map names {shortlist(other, 3)}; only .safetensors files are read",
+        )
         missing = [file for file in files if not (folder / file).exists()]
         check(not missing, f"{path} names {', '.join(missing[:3])}, which does not exist")
         paths |= {folder / file for file in files}
@@ -212,5 +268,9 @@ def check_weights(folder: Path) -> list[str]:
 
 
 def unavailable(source: str, error: Exception) -> str:
-    hint = "" if "trust_remote_code" in str(error) else "; give a folder or the id of a model on the Hub"
+    hint = (
+        ""
+        if "trust_remote_code" in str(error)
+        else "; give a folder or the id of a model on the Hub"
+    )
     return f"model.pretrained={source} cannot be loaded: {why_missing(source, error)}{hint}"

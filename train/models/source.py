@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from train.config import InputError, ModelConfig, S3Config, check
 from train.data.text.tokenizer import check_same_vocabulary, load_tokenizer
-from train.system.atomic_io import made_once
-from train.system.exported import is_outdated, saved_steps
-from train.system.folders import (
+from train.machine.launched import launched
+from train.machine.processes import with_this_code
+from train.run_folder.exported import is_outdated, saved_steps
+from train.storage.atomic_io import made_once
+from train.storage.folders import (
     Folder,
     LocalFolder,
     is_s3,
@@ -30,12 +32,10 @@ from train.system.folders import (
     sha256_bytes,
     sha256_json,
 )
-from train.system.foreign import check_inside
-from train.system.hub_access import hub_or_path, is_at_hub
-from train.system.imported import flags
-from train.system.launched import launched
-from train.system.model_folder import models_below
-from train.system.processes import with_this_code
+from train.storage.foreign import check_inside
+from train.storage.hub_access import hub_or_path, is_at_hub
+from train.storage.imported import flags
+from train.storage.model_folder import models_below
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -75,7 +75,9 @@ def located(key: str, location: str, s3: S3Config, cache: Path, *, needs: str) -
     check(bool(names), f"{key}={location}: that folder is empty")
     if needs in names:
         return local_copy(folder, "", cache)
-    is_run = "config.yaml" in names and bool(names & {"metrics.jsonl", "environment.json", "checkpoints"})
+    is_run = "config.yaml" in names and bool(
+        names & {"metrics.jsonl", "environment.json", "checkpoints"}
+    )
     check(
         is_run,
         f"{key}={location} is neither a run (it has no config.yaml with metrics.jsonl) nor a transformers folder "
@@ -86,7 +88,11 @@ def located(key: str, location: str, s3: S3Config, cache: Path, *, needs: str) -
         if not is_outdated(folder):
             return local_copy(folder, "export/", cache)
         level = logging.WARNING if launched().rank == 0 else logging.DEBUG
-        logger.log(level, "%s has continued since it wrote its export: a checkpoint is used instead", location)
+        logger.log(
+            level,
+            "%s has continued since it wrote its export: a checkpoint is used instead",
+            location,
+        )
     return exported_checkpoint(key, location, folder, s3, cache)
 
 
@@ -112,19 +118,34 @@ def exported_checkpoint(key: str, location: str, folder: Folder, s3: S3Config, c
     weights is in a machine's memory.
     """
     begun = os.environ.get(EXPORTING, "").splitlines()
-    check(location not in begun, f"{key}={location}: the run would start from itself, through {' and '.join(begun)}")
+    check(
+        location not in begun,
+        f"{key}={location}: the run would start from itself, through {' and '.join(begun)}",
+    )
     manifests = list(saved_steps(folder).values())
     check(
         bool(manifests),
         f"{key}={location} is a run that has no export or checkpoint yet; wait for its first, or choose another run",
     )
-    made_of = {"of": folder.location, "steps": {name: sha256_bytes(folder.read(name)) for name in manifests}}
+    made_of = {
+        "of": folder.location,
+        "steps": {name: sha256_bytes(folder.read(name)) for name in manifests},
+    }
 
     def export(target: Path) -> None:
         options = [*s3.flags(), *(["--cache-dir", str(cache)] if is_s3(location) else [])]
         environ = with_this_code(os.environ)  # In a launched job, this is the code of its bundle.
         environ[EXPORTING] = "\n".join([*begun, location])
-        command = [sys.executable, "-m", "train.checkpoints", location, "export", str(target), *options, *flags()]
+        command = [
+            sys.executable,
+            "-m",
+            "train.checkpoints",
+            location,
+            "export",
+            str(target),
+            *options,
+            *flags(),
+        ]
         logger.info("%s: exporting its best checkpoint", location)
         done = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
         if done.returncode != 0:
@@ -146,7 +167,9 @@ def task_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerFast:
     """Return the tokenizer of resolved settings. Raises InputError unless it is usable and fits the weights."""
     source = cfg.tokenizer or cfg.pretrained
     if source is None:
-        raise InputError("model.tokenizer is not set, and a new model has no tokenizer: name a Hub id, folder or run")
+        raise InputError(
+            "model.tokenizer is not set, and a new model has no tokenizer: name a Hub id, folder or run"
+        )
     tokenizer = load_tokenizer(source, needs=NEEDED_TOKENS)
     if cfg.pretrained is not None and cfg.pretrained != source:
         check_same_vocabulary(

@@ -12,13 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from train.config import ShardsConfig
-from train.observe.report.data import Records, classes_table, labels_table, metrics_table, read_mapping, splits_table
+from train.observe.report.data import (
+    Records,
+    classes_table,
+    labels_table,
+    metrics_table,
+    read_mapping,
+    splits_table,
+)
 from train.observe.report.page import facts
 from train.observe.report.run import Run, number, read_run, scores
 from train.observe.report.texts import at_step, count, printable
-from train.system.atomic_io import write_atomic
-from train.system.exported import TASK_STATE
-from train.system.run_folder import RunFolder
+from train.run_folder.exported import TASK_STATE
+from train.run_folder.run_folder import RunFolder
+from train.storage.atomic_io import write_atomic
 from train.tasks import TASKS, TaskSpec
 
 NAME = "README.md"
@@ -38,7 +45,11 @@ SETTINGS = (  # (label, key in config.yaml or environment.json)
     ("Seed", "seed"),
 )
 COLUMNS = ("exported", "best", "last")  # of the table of scores
-TRAINED: tuple[str, ...] = ("Steps done", "Sequence length (tokens)", "Precision")  # rows of the report's table
+TRAINED: tuple[str, ...] = (
+    "Steps done",
+    "Sequence length (tokens)",
+    "Precision",
+)  # rows of the report's table
 MACHINES: tuple[str, ...] = ("Instance", "Device", "World size (ranks)", "Training time (h:mm:ss)")
 MACHINES += ("Tokens/s over the whole run", "Cost", "Versions")
 
@@ -63,7 +74,10 @@ def card(path: Path, name: str) -> str:
         blocks.append(f"Prepared data {text(run.summary['data'])}")
     blocks += [table(splits_table(records)), table(labels_table(records))]
     blocks += ["## Training", table([("Setting", "Value"), *settings(run, figures)])]
-    blocks += ["## Hardware, time and cost", table([("", ""), *((label, figures[label]) for label in MACHINES)])]
+    blocks += [
+        "## Hardware, time and cost",
+        table([("", ""), *((label, figures[label]) for label in MACHINES)]),
+    ]
     if task is not None:
         note = text(records.note) if records.note else ""
         blocks += ["## How to use it", note, f"```python\n{code(run, task)}\n```", task.note]
@@ -124,7 +138,9 @@ def metadata(run: Run, records: Records, name: str) -> str:
 def results_of(run: Run, records: Records) -> list[tuple[str, str, float]]:
     """Return (split, metric, value) for each score of the exported weights."""
     line = run.exported
-    others = [split.name for split in records.evaluated if split.name != "validation"]  # their metrics: <split>_<name>
+    others = [
+        split.name for split in records.evaluated if split.name != "validation"
+    ]  # their metrics: <split>_<name>
     triples = []
     for name, points in scores(run, [line] if line else []).items():
         split = next((each for each in others if name.startswith(f"{each}_")), "validation")
@@ -141,7 +157,11 @@ def hub_id(run: Run, key: str) -> str | None:
 
     value = str(run.config.get(key) or "")
     is_data = key == "data.path"
-    if not value or (is_data and run.config.get("data.format") not in ("hub", "auto")) or Path(value).exists():
+    if (
+        not value
+        or (is_data and run.config.get("data.format") not in ("hub", "auto"))
+        or Path(value).exists()
+    ):
         return None
     try:
         validate_repo_id(value)
@@ -175,11 +195,25 @@ def about(run: Run, records: Records) -> str:
     task, summary, base = task_of(run), run.summary, base_name(run)
     names = [text(label) for label in records.labels]
     shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-    parameters = "" if summary["parameters"] is None else f", {summary['parameters']:,.0f} parameters"
+    parameters = (
+        "" if summary["parameters"] is None else f", {summary['parameters']:,.0f} parameters"
+    )
     pretrains = task is not None and task.settings.learns_from is ShardsConfig
-    model = f"Its training continued from {text(base)}" if pretrains else f"It was fine-tuned from {text(base)}"
-    model = model if base is not None else f"It was trained from random weights ({text(summary['model'])})"
-    sentence = task.sentence.format(labels=len(names) or "several", names=shown or "unknown") if task else ""
+    model = (
+        f"Its training continued from {text(base)}"
+        if pretrains
+        else f"It was fine-tuned from {text(base)}"
+    )
+    model = (
+        model
+        if base is not None
+        else f"It was trained from random weights ({text(summary['model'])})"
+    )
+    sentence = (
+        task.sentence.format(labels=len(names) or "several", names=shown or "unknown")
+        if task
+        else ""
+    )
     return f"{sentence}\n{model}{parameters}."
 
 
@@ -196,8 +230,13 @@ def results(run: Run, records: Records) -> Iterator[str]:
     if run.exported_step is not None:
         remark = "" if run.exported else ", which was not evaluated"
         yield f"The exported weights are those of step {run.exported_step:,}{remark}."
-    of_labels = [(f"{text(f'Labels of {split.name}')}:", classes_table(split)) for split in records.evaluated]
-    tables = [(caption, rows) for caption, rows in [("", metrics_table(records)), *of_labels] if rows]
+    of_labels = [
+        (f"{text(f'Labels of {split.name}')}:", classes_table(split))
+        for split in records.evaluated
+    ]
+    tables = [
+        (caption, rows) for caption, rows in [("", metrics_table(records)), *of_labels] if rows
+    ]
     if records.step is not None and tables:
         yield f"The evaluation at step {records.step:,}:"
     for caption, rows in tables:
@@ -212,14 +251,23 @@ def settings(run: Run, figures: dict[str, str]) -> Iterator[tuple[str, str]]:
         value = known.get(key)
         if value not in (None, False, 0, []):
             numbers = value if isinstance(value, list) else [value]
-            yield label, ", ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in numbers)
+            yield (
+                label,
+                ", ".join(
+                    f"{each:g}" if isinstance(each, float) else str(each) for each in numbers
+                ),
+            )
 
 
 def exported_settings(run: Run) -> dict[str, Any]:
     """Return the task's settings in the export, which include the thresholds that were chosen for its weights."""
     state = read_mapping(run.folder, f"export/{TASK_STATE}", json.loads)
     settings = state.get("settings", {})
-    return {f"task.{name}": value for name, value in settings.items()} if isinstance(settings, dict) else {}
+    return (
+        {f"task.{name}": value for name, value in settings.items()}
+        if isinstance(settings, dict)
+        else {}
+    )
 
 
 # ---- markdown ------------------------------------------------------------------------------------------------------
@@ -233,5 +281,7 @@ def table(rows: Sequence[Sequence[object]]) -> str:
 
 def text(value: object) -> str:
     """Return the value with Markdown characters escaped: names and labels come from the user."""
-    escaped = re.sub(r"([\\`*_\[\]|#<>~])", r"\\\1", printable("unknown" if value is None else value))
+    escaped = re.sub(
+        r"([\\`*_\[\]|#<>~])", r"\\\1", printable("unknown" if value is None else value)
+    )
     return escaped.replace("&", "&amp;")

@@ -16,9 +16,9 @@ from tqdm import tqdm
 
 from train.observe import trackers
 from train.observe.lines import read_back
-from train.system.atomic_io import make_alike, open_alike
-from train.system.outcome import ENDS
-from train.system.run_folder import RunFolder, side_channel
+from train.run_folder.outcome import ENDS
+from train.run_folder.run_folder import RunFolder, side_channel
+from train.storage.atomic_io import make_alike, open_alike
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -37,13 +37,17 @@ class Journal:
     no checkpoint without them. Once another job owns the run folder, nothing more is written.
     """
 
-    def __init__(self, folder: RunFolder, *, first_step: int, tensorboard: bool, to: Sequence[Tracker] = ()) -> None:
+    def __init__(
+        self, folder: RunFolder, *, first_step: int, tensorboard: bool, to: Sequence[Tracker] = ()
+    ) -> None:
         folder.cut_half_written_line()
         self.folder, self.first_step, self.tensorboard = folder, first_step, tensorboard
         self.trackers, self.reason = to, ""
         newest = next(read_back(folder.local), None)
         self.attempt = 1 + (newest["attempt"] if newest else 0)
-        self.owes_summary = newest is not None and newest["kind"] != "summary"  # the previous attempt was killed
+        self.owes_summary = (
+            newest is not None and newest["kind"] != "summary"
+        )  # the previous attempt was killed
         open_alike(folder.metrics, "ab").close()
         self.writer: SummaryWriter | None = None
         self.waiting: deque[tuple[dict[str, Any], Callable[[], None]]] = deque()
@@ -53,15 +57,26 @@ class Journal:
     @cached_property
     def cost_before_usd(self) -> float:
         """The cost of all earlier attempts, as their last lines report it; 0 if it is unknown."""
-        costs = (line.get("cost_usd") for line in read_back(self.folder.local) if line["attempt"] < self.attempt)
+        costs = (
+            line.get("cost_usd")
+            for line in read_back(self.folder.local)
+            if line["attempt"] < self.attempt
+        )
         return next((cost for cost in costs if cost is not None), 0.0)
 
-    def write(self, kind: str, values: dict[str, Any], then: Callable[[], None] = lambda: None) -> None:
+    def write(
+        self, kind: str, values: dict[str, Any], then: Callable[[], None] = lambda: None
+    ) -> None:
         """Write a line, then call `then`. Lines are written in the order of the calls.
 
         Train lines may be written a little later; any other line is written immediately, after all waiting lines.
         """
-        line = {"kind": kind, "attempt": self.attempt, "time_unix_s": round(time.time(), 3), **values}
+        line = {
+            "kind": kind,
+            "attempt": self.attempt,
+            "time_unix_s": round(time.time(), 3),
+            **values,
+        }
         self.waiting.append((line, then))
         if kind != "train" or len(self.waiting) > MOST_WAITING:
             self.write_waiting()
@@ -86,7 +101,9 @@ class Journal:
                     then()
 
     def _append(self, lines: Sequence[dict[str, Any]]) -> None:
-        with side_channel(f"lines are kept in memory until they can be written to {self.folder.metrics}"):
+        with side_channel(
+            f"lines are kept in memory until they can be written to {self.folder.metrics}"
+        ):
             self.folder.lines.append(b"".join(map(encoded, lines)))
         for line in lines:
             if line["kind"] in ("train", "eval"):
@@ -102,16 +119,23 @@ class Journal:
         with side_channel("TensorBoard's files are not written"):
             try:
                 if self.writer is None:
-                    from torch.utils.tensorboard import SummaryWriter  # slow: the first step must not wait
+                    from torch.utils.tensorboard import (
+                        SummaryWriter,
+                    )  # slow: the first step must not wait
 
                     make_alike(self.folder.tensorboard)
-                    self.writer = SummaryWriter(str(self.folder.tensorboard), purge_step=self.first_step)
+                    self.writer = SummaryWriter(
+                        str(self.folder.tensorboard), purge_step=self.first_step
+                    )
                 for name, value in line.items():
                     if name not in trackers.NO_CURVES:
                         self.writer.add_scalar(f"{line['kind']}/{name}", value, line["step"])
                 self.tensorboard = True
             except OSError:
-                self.writer, self.tensorboard = None, True  # its thread ends with its first failure
+                self.writer, self.tensorboard = (
+                    None,
+                    True,
+                )  # its thread ends with its first failure
                 self.first_step = line["step"]
                 raise
 
@@ -130,13 +154,17 @@ class Journal:
         if isinstance(error, Exception):
             status = "FAILED"
         if self.folder.ownership.may_append() and not self.folder.ownership.lost:
-            waits = error is None or isinstance(error, Exception)  # not after a second signal: exit now
+            waits = error is None or isinstance(
+                error, Exception
+            )  # not after a second signal: exit now
             trackers.end(self.trackers, status, waits=waits)
 
 
 def encoded(line: dict[str, Any]) -> bytes:
     """Return a line as JSON. NaN and infinity, which JSON lacks, become null."""
-    unknown = [key for key, value in line.items() if isinstance(value, float) and not math.isfinite(value)]
+    unknown = [
+        key for key, value in line.items() if isinstance(value, float) and not math.isfinite(value)
+    ]
     return json.dumps({**line, **dict.fromkeys(unknown)}).encode() + b"\n"
 
 
@@ -150,7 +178,9 @@ class RunConsole:
             initial=step,
             unit="step",
             dynamic_ncols=True,
-            disable=None if is_first_rank else True,  # None disables it unless the output is a terminal
+            disable=None
+            if is_first_rank
+            else True,  # None disables it unless the output is a terminal
         )
 
     def train(self, line: dict[str, Any]) -> None:

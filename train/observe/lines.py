@@ -11,9 +11,9 @@ from contextlib import suppress
 from typing import Any
 
 from train.config.checks import LAST_UNIX_S
-from train.system.appended import rows, rows_back
-from train.system.folders import Folder
-from train.system.schema import BadContent, of_type, read_json
+from train.run_folder.appended import rows, rows_back
+from train.storage.folders import Folder
+from train.storage.schema import BadContent, of_type, read_json
 
 Line = dict[str, Any]
 NAME = "metrics.jsonl"
@@ -27,7 +27,11 @@ def read_lines(folder: Folder, *, containing: bytes = b"") -> Iterator[Line]:
 
 
 def read_back(
-    folder: Folder, *, containing: bytes = b"", limit_bytes: float = math.inf, damage: list[str] | None = None
+    folder: Folder,
+    *,
+    containing: bytes = b"",
+    limit_bytes: float = math.inf,
+    damage: list[str] | None = None,
 ) -> Iterator[Line]:
     """Yield the lines that contain the bytes `containing`, newest first, from the last `limit_bytes` of the file.
 

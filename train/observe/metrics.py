@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from train.config import Plan, TrainConfig
+from train.machine.memory import own_peak_bytes
+from train.machine.processes import age_s
 from train.observe.journal import Journal, RunConsole
 from train.observe.monitor import HardwareSample, Monitor
 from train.observe.profile import Profiler
 from train.observe.stragglers import Stragglers
 from train.observe.trackers import open_trackers
 from train.parallel.backend import peak_device_bytes
-from train.system.memory import own_peak_bytes
-from train.system.processes import age_s
-from train.system.run_folder import RunFolder, side_channel
+from train.run_folder.run_folder import RunFolder, side_channel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,8 +49,12 @@ class Window:
     slots: float = 0.0  # tokens of all ranks, padding included
     flops: float = 0.0  # the model's FLOPs on all ranks; 0 if unknown
     wait_s: float = 0.0  # seconds in which this rank waited for data
-    work_s: float = 0.0  # seconds in which this rank worked or waited for data, but not for other ranks
-    busy_s: float = 0.0  # seconds in steps, including waits for data, but not evaluations, saves or compiling
+    work_s: float = (
+        0.0  # seconds in which this rank worked or waited for data, but not for other ranks
+    )
+    busy_s: float = (
+        0.0  # seconds in steps, including waits for data, but not evaluations, saves or compiling
+    )
     compile_s: float = 0.0  # seconds of compiling in steps
 
 
@@ -63,10 +67,14 @@ class Recorder:
     folder: RunFolder
     backend: Backend
     engine: Engine
-    flops_per_example: Callable[[int], float | None]  # by sequence length (tokens, padding included)
+    flops_per_example: Callable[
+        [int], float | None
+    ]  # by sequence length (tokens, padding included)
     progress: Progress
     monitor: Monitor
-    on_line: Callable[[Recorder, str, dict[str, Any]], None] | None = None  # receives each line; see `train.loop.run`
+    on_line: Callable[[Recorder, str, dict[str, Any]], None] | None = (
+        None  # receives each line; see `train.loop.run`
+    )
     window: Window = field(default_factory=Window)
     own_tokens: float = 0.0  # tokens of this rank in this attempt
     all_tokens: float = 0.0  # tokens of all ranks in this attempt, up to the last line
@@ -83,8 +91,12 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self.world = self.backend.world
-        self.share = self.engine.data_size / self.world.size  # so that a row counts once if several ranks train on it
-        self.before_s = max(0.0, age_s(os.getpid()) - self.folder.attempt_s())  # seconds before the attempt began
+        self.share = (
+            self.engine.data_size / self.world.size
+        )  # so that a row counts once if several ranks train on it
+        self.before_s = max(
+            0.0, age_s(os.getpid()) - self.folder.attempt_s()
+        )  # seconds before the attempt began
         hosts = self.world.all_gather_object(platform.node())
         stages = [rank % self.cfg.parallel.num_stages for rank in range(self.world.size)]
         self.stragglers = Stragglers(hosts, stages)
@@ -103,15 +115,23 @@ class Recorder:
         if is_first_rank:
             is_measurement = self.on_line is not None or self.backend.collects
             to = [] if is_measurement else open_trackers(cfg, self.folder)
-            self.journal = Journal(self.folder, first_step=step + 1, tensorboard=cfg.tensorboard, to=to)
-        self.profiler = Profiler(cfg, self.folder, self.backend) if is_first_rank and cfg.profile else None
-        self.console = RunConsole(step=step, total_steps=self.plan.total_steps, is_first_rank=is_first_rank)
+            self.journal = Journal(
+                self.folder, first_step=step + 1, tensorboard=cfg.tensorboard, to=to
+            )
+        self.profiler = (
+            Profiler(cfg, self.folder, self.backend) if is_first_rank and cfg.profile else None
+        )
+        self.console = RunConsole(
+            step=step, total_steps=self.plan.total_steps, is_first_rank=is_first_rank
+        )
         if self.on_line is not None:
             self.on_line(self, "start", {})
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        for text in self.monitor.alarms():  # only this machine's alarms: other ranks may have exited
+        for (
+            text
+        ) in self.monitor.alarms():  # only this machine's alarms: other ranks may have exited
             self.alarm(text)
         if error is not None:
             self.fault(f"{type(error).__name__}: {error}")
@@ -143,7 +163,13 @@ class Recorder:
         self.progress.productive_s += busy_s
 
     def end_step(
-        self, reads: bool, *, lr: float, micro_batches: Sequence[Batch], seq_len: int, grad_norm: Tensor
+        self,
+        reads: bool,
+        *,
+        lr: float,
+        micro_batches: Sequence[Batch],
+        seq_len: int,
+        grad_norm: Tensor,
     ) -> None:
         """Record a step of this rank's `micro_batches`, padded to `seq_len` tokens.
 
@@ -157,7 +183,9 @@ class Recorder:
         if is_due := must or step % self.cfg.log_every == 0 or step == self.plan.total_steps:
             fields, works_s, num_alarms = self._add_up()
             loss, norm = fields["loss"], float(self.backend.to_host([grad_norm])[0])
-            skipped, self.skips_in_a_row = (0, 0) if self.backend.collects else self.backend.skips.counts()
+            skipped, self.skips_in_a_row = (
+                (0, 0) if self.backend.collects else self.backend.skips.counts()
+            )
         self.console.bar.update()
         compile_s = self.backend.graphs().compile_s - self.compiled_s
         self.window.compile_s += compile_s
@@ -176,7 +204,11 @@ class Recorder:
             self.progress.skipped += new
             if new:
                 self.alarm(f"skipped steps: {new}; the gradient was not finite (norm {norm})")
-            elif not (self.skips_in_a_row or self.backend.collects or all(map(math.isfinite, (loss, norm)))):
+            elif not (
+                self.skips_in_a_row
+                or self.backend.collects
+                or all(map(math.isfinite, (loss, norm)))
+            ):
                 raise FloatingPointError(
                     f"the loss is {loss} and the gradient norm {norm} at step {step}: start again in a new run_dir, "
                     "with a lower optim.lr or in fp32"
@@ -206,13 +238,30 @@ class Recorder:
         works_s = [window.work_s if rank == world.rank else 0.0 for rank in range(world.size)]
         counts = [window.count, window.tokens, self.own_tokens]
         sums = world.sum([*local, *counts, *works_s, *self.monitor.read().values()])
-        loss_sum, wait_s, passes_s, span_s, window.count, window.tokens, self.all_tokens, *others = sums
-        window.tokens = round(window.tokens)  # the shares of a pipeline's ranks may add up to slightly less
+        (
+            loss_sum,
+            wait_s,
+            passes_s,
+            span_s,
+            window.count,
+            window.tokens,
+            self.all_tokens,
+            *others,
+        ) = sums
+        window.tokens = round(
+            window.tokens
+        )  # the shares of a pipeline's ranks may add up to slightly less
         if self.steps_done > window.steps:
             self.passes_s, self.spans_s = self.passes_s + passes_s, self.spans_s + span_s
         sample = HardwareSample.from_values(others[world.size :])
-        fields = {"loss": loss_sum / (window.count or 1.0), "data_wait_s": wait_s, **bubble_share(passes_s, span_s)}
-        fields |= sample.fields(peak_flops_per_s=self.cfg.instance.peak_flops_per_s(self.backend.precision))
+        fields = {
+            "loss": loss_sum / (window.count or 1.0),
+            "data_wait_s": wait_s,
+            **bubble_share(passes_s, span_s),
+        }
+        fields |= sample.fields(
+            peak_flops_per_s=self.cfg.instance.peak_flops_per_s(self.backend.precision)
+        )
         return fields, others[: world.size], sample.num_alarms
 
     def _write_train(self, fields: dict[str, float], num_alarms: float) -> None:
@@ -226,7 +275,9 @@ class Recorder:
             "train_s": self.train_s,
             "tokens": round(self.all_tokens),
             "examples": self.progress.examples,
-            "epoch": self.progress.examples / self.plan.global_batch_size / self.plan.steps_per_epoch,
+            "epoch": self.progress.examples
+            / self.plan.global_batch_size
+            / self.plan.steps_per_epoch,
             **self.stragglers.fields,
         }
         if (goodput := self.goodput()) is not None:
@@ -268,7 +319,9 @@ class Recorder:
         self.write("fault", {"step": self.progress.step, "reason": reason, **values})
 
     def alarm(self, text: str) -> None:
-        self.fault(text)  # `fault` comes first, because it also writes and logs the lines of earlier steps.
+        self.fault(
+            text
+        )  # `fault` comes first, because it also writes and logs the lines of earlier steps.
         logger.warning(f"step {self.progress.step}: {text}")
 
     def go_back(self, progress: Progress) -> None:
@@ -287,7 +340,10 @@ class Recorder:
         All ranks must call this. A finished run that is started again writes no second summary.
         """
         has_measured = self.steps_done > 0 or not self.is_first_evaluation
-        return has_measured or self.world.sum([self.journal is not None and self.journal.owes_summary])[0] > 0
+        return (
+            has_measured
+            or self.world.sum([self.journal is not None and self.journal.owes_summary])[0] > 0
+        )
 
     def summary(self, reason: str, facts: dict[str, Any]) -> None:
         """Write the last line of this attempt. Unknown values are null."""
@@ -333,11 +389,15 @@ class Recorder:
             return journal.cost_before_usd + price * self.world.num_machines * attempt_s / 3600
         return None
 
-    def write(self, kind: str, values: dict[str, Any], then: Callable[[], None] = lambda: None) -> None:
+    def write(
+        self, kind: str, values: dict[str, Any], then: Callable[[], None] = lambda: None
+    ) -> None:
         """Write a line on rank 0, and call `then` on every rank. Rank 0 may do both later: see Journal.write."""
         if self.journal is not None and self.on_line is None:
             cost_usd = self.cost_usd()
-            self.journal.write(kind, values if cost_usd is None else {**values, "cost_usd": cost_usd}, then)
+            self.journal.write(
+                kind, values if cost_usd is None else {**values, "cost_usd": cost_usd}, then
+            )
             return
         if self.on_line is not None:
             self.on_line(self, kind, values)

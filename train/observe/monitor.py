@@ -26,16 +26,22 @@ import pynvml
 
 from train.observe import monitor_neuron
 from train.observe.monitor_neuron import Reading, Totals
-from train.system.atomic_io import warn_once
+from train.storage.atomic_io import warn_once
 
 logger = logging.getLogger("train")
 
 DEVICE = ("device_utilisation", "device_flops_per_s", "device_memory_bytes")
 NAMES = (*DEVICE, "cpu_utilisation", "host_memory_bytes", "device_errors")
-OVER_TIME = ("device_utilisation", "device_flops_per_s", "cpu_utilisation")  # averaged; of others, the latest is used
+OVER_TIME = (
+    "device_utilisation",
+    "device_flops_per_s",
+    "cpu_utilisation",
+)  # averaged; of others, the latest is used
 CLOSE_S = 8.0  # seconds to wait for the thread to end; sources stop sooner
 
-Source = Callable[[threading.Event], Iterator[Reading]]  # yields a reading about once a second until the event is set
+Source = Callable[
+    [threading.Event], Iterator[Reading]
+]  # yields a reading about once a second until the event is set
 
 
 @dataclass(frozen=True)
@@ -47,11 +53,15 @@ class HardwareSample:
 
     def values(self) -> list[float]:
         """Return the sample as a list of fixed length, to be summed over the ranks."""
-        return [number for name in NAMES for number in self.totals.get(name, (0.0, 0.0))] + [self.num_alarms]
+        return [number for name in NAMES for number in self.totals.get(name, (0.0, 0.0))] + [
+            self.num_alarms
+        ]
 
     @classmethod
     def from_values(cls, values: Sequence[float]) -> HardwareSample:
-        pairs = {name: (values[2 * index], values[2 * index + 1]) for index, name in enumerate(NAMES)}
+        pairs = {
+            name: (values[2 * index], values[2 * index + 1]) for index, name in enumerate(NAMES)
+        }
         return cls({name: pair for name, pair in pairs.items() if pair[1]}, values[-1])
 
     def fields(self, *, peak_flops_per_s: float | None) -> dict[str, float]:
@@ -60,7 +70,11 @@ class HardwareSample:
         `hardware_mfu` is the FLOP/s that the devices report, as a share of their peak. `mfu` counts only the FLOPs that
         the model needs.
         """
-        known = {name: total / num for name, (total, num) in self.totals.items() if name != "device_errors"}
+        known = {
+            name: total / num
+            for name, (total, num) in self.totals.items()
+            if name != "device_errors"
+        }
         flops = known.pop("device_flops_per_s", None)
         if flops is not None and peak_flops_per_s is not None:
             known["hardware_mfu"] = flops / peak_flops_per_s
@@ -79,10 +93,16 @@ class Monitor:
     def __init__(self, source: Source | None = None, *, period_s: float = 1.0) -> None:
         self.source, self.period_s = source, period_s
         self.stop, self.lock = threading.Event(), threading.Lock()
-        self.series: dict[str, list[tuple[float, float]]] = defaultdict(list)  # OVER_TIME values since the last sample
+        self.series: dict[str, list[tuple[float, float]]] = defaultdict(
+            list
+        )  # OVER_TIME values since the last sample
         self.latest: Totals = {}
-        self.num_errors: float | None = None  # errors since the last sample; None if no source counts them
-        self.waiting: Counter[str] = Counter()  # alarms since the last call to `alarms`, and their counts
+        self.num_errors: float | None = (
+            None  # errors since the last sample; None if no source counts them
+        )
+        self.waiting: Counter[str] = (
+            Counter()
+        )  # alarms since the last call to `alarms`, and their counts
         self.thread = threading.Thread(target=self.watch, name="monitor", daemon=True)
 
     def __enter__(self) -> Monitor:
@@ -102,7 +122,9 @@ class Monitor:
                 self.add(reading)
                 self.add(host_reading())
         except Exception as error:  # a failed reading must never fail a run
-            logger.warning(f"monitor: {type(error).__name__}: {error}; devices are no longer read; training continues")
+            logger.warning(
+                f"monitor: {type(error).__name__}: {error}; devices are no longer read; training continues"
+            )
         with self.lock:
             self.latest = {name: pair for name, pair in self.latest.items() if name not in DEVICE}
             self.num_errors = self.num_errors or None
@@ -112,7 +134,10 @@ class Monitor:
     def add(self, reading: Reading) -> None:
         with self.lock:
             for name, (total, num) in reading.totals.items():
-                pair = (float(total), float(num))  # fails for a huge integer, which ends the source, not the run
+                pair = (
+                    float(total),
+                    float(num),
+                )  # fails for a huge integer, which ends the source, not the run
                 if name in OVER_TIME:
                     self.series[name].append(pair)
                 else:
@@ -138,15 +163,25 @@ class Monitor:
         """Return the alarms since the last call, one line each."""
         with self.lock:
             alarms, self.waiting = self.waiting, Counter()
-        return [f"{platform.node()}: {what}" + (f": {count}" if count else "") for what, count in alarms.items()]
+        return [
+            f"{platform.node()}: {what}" + (f": {count}" if count else "")
+            for what, count in alarms.items()
+        ]
 
 
 def open_monitor(
-    kind: str, *, num_devices: int, is_first_on_machine: bool, run_tag: str | None = None, period_s: float = 1.0
+    kind: str,
+    *,
+    num_devices: int,
+    is_first_on_machine: bool,
+    run_tag: str | None = None,
+    period_s: float = 1.0,
 ) -> Monitor:
     """Return a machine's monitor on its first rank, an idle one on its other ranks. `run_tag` is NEURON_PROCESS_TAG."""
     sources: dict[str, Source] = {
-        "neuron": partial(monitor_neuron.readings, num_devices=num_devices, run_tag=run_tag, period_s=period_s),
+        "neuron": partial(
+            monitor_neuron.readings, num_devices=num_devices, run_tag=run_tag, period_s=period_s
+        ),
         "nvidia": partial(nvidia_readings, num_devices=num_devices, period_s=period_s),
         "cpu": lambda _stop: iter(()),
     }
@@ -158,11 +193,16 @@ def open_monitor(
 
 def host_reading() -> Reading:
     memory = psutil.virtual_memory()
-    used = {"cpu_utilisation": psutil.cpu_percent() / 100, "host_memory_bytes": float(memory.total - memory.available)}
+    used = {
+        "cpu_utilisation": psutil.cpu_percent() / 100,
+        "host_memory_bytes": float(memory.total - memory.available),
+    }
     return Reading({name: (value, 1.0) for name, value in used.items()})
 
 
-def nvidia_readings(stop: threading.Event, *, num_devices: int, period_s: float) -> Iterator[Reading]:
+def nvidia_readings(
+    stop: threading.Event, *, num_devices: int, period_s: float
+) -> Iterator[Reading]:
     """Yield NVML's readings of the first `num_devices` GPUs that CUDA lists. NVML does not count FLOPs."""
     pynvml.nvmlInit()
     errors_before: dict[int, int] = {}  # uncorrected memory errors by GPU index
@@ -173,10 +213,15 @@ def nvidia_readings(stop: threading.Event, *, num_devices: int, period_s: float)
         try:
             return call(*arguments)
         except pynvml.NVMLError as error:
-            warn_once(call.__name__, f"NVML: {call.__name__}: {error}; the report will lack this value")
+            warn_once(
+                call.__name__, f"NVML: {call.__name__}: {error}; the report will lack this value"
+            )
             return None
 
-    heat = pynvml.nvmlClocksThrottleReasonHwThermalSlowdown | pynvml.nvmlClocksThrottleReasonSwThermalSlowdown
+    heat = (
+        pynvml.nvmlClocksThrottleReasonHwThermalSlowdown
+        | pynvml.nvmlClocksThrottleReasonSwThermalSlowdown
+    )
     uncorrected = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
     try:
         gpus = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in cuda_uuids()[:num_devices]]
@@ -187,11 +232,20 @@ def nvidia_readings(stop: threading.Event, *, num_devices: int, period_s: float)
                     shares.append(rates.gpu / 100)
                 if (memory := ask(pynvml.nvmlDeviceGetMemoryInfo, gpu)) is not None:
                     held.append(float(memory.used))
-                if (count := ask(pynvml.nvmlDeviceGetTotalEccErrors, gpu, *uncorrected)) is not None:
-                    reading.add({f"GPU {index}: uncorrected memory errors": count - errors_before.get(index, count)})
+                if (
+                    count := ask(pynvml.nvmlDeviceGetTotalEccErrors, gpu, *uncorrected)
+                ) is not None:
+                    reading.add(
+                        {
+                            f"GPU {index}: uncorrected memory errors": count
+                            - errors_before.get(index, count)
+                        }
+                    )
                     errors_before[index] = count
                 reasons = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu) or 0
-                if reasons & heat and index not in hot:  # reported once per GPU, since throttling comes and goes
+                if (
+                    reasons & heat and index not in hot
+                ):  # reported once per GPU, since throttling comes and goes
                     hot.add(index)
                     reading.warnings += (f"GPU {index}: thermal throttling",)
             for name, values in (("device_utilisation", shares), ("device_memory_bytes", held)):
@@ -206,4 +260,7 @@ def cuda_uuids() -> list[str]:
     """Return the UUIDs of the GPUs that CUDA lists, in CUDA's order and NVML's format."""
     import torch  # imported late: most kinds of monitor do not need it
 
-    return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(torch.cuda.device_count())]
+    return [
+        f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+        for index in range(torch.cuda.device_count())
+    ]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from train.system.atomic_io import warn_once
+from train.storage.atomic_io import warn_once
 
 TOOL, FOLDER = "neuron-monitor", "/opt/aws/neuron/bin"
 RUNTIME_GROUPS = ("neuroncore_counters", "memory_used", "execution_stats")
@@ -28,14 +28,20 @@ ECC_COUNTERS = ("mem_ecc_uncorrected", "sram_ecc_uncorrected")
 STOP_S = 3.0  # seconds between SIGTERM and SIGKILL for the tool
 # Two error types are not read: `generic`, which grows by tens of thousands per second in recordings of healthy
 # executions, and `transient`, which counts corrected errors.
-TYPED_ERRORS = {"hardware": "hardware errors", "runtime": "Neuron runtime errors", "model": "model errors"}
+TYPED_ERRORS = {
+    "hardware": "hardware errors",
+    "runtime": "Neuron runtime errors",
+    "model": "model errors",
+}
 FAILED = {
     "timed_out": "executions timed out",
     "incorrect_input": "executions rejected because of their input",
     "failed_to_queue": "executions that could not be queued",
 }
 
-Totals = dict[str, tuple[float, float]]  # by name: a sum, and the number of devices or machines summed
+Totals = dict[
+    str, tuple[float, float]
+]  # by name: a sum, and the number of devices or machines summed
 
 
 @dataclass
@@ -43,7 +49,9 @@ class Reading:
     """One reading of the devices of a machine, from any source. Unknown values are left out."""
 
     totals: Totals = field(default_factory=dict)
-    errors: Counter[str] | None = None  # new errors by device and kind; None if this source does not count them
+    errors: Counter[str] | None = (
+        None  # new errors by device and kind; None if this source does not count them
+    )
     warnings: tuple[str, ...] = ()  # alarms that are not errors
 
     def add(self, errors: dict[str, int]) -> None:
@@ -54,7 +62,9 @@ class Reading:
 # ---- the child -----------------------------------------------------------------------------------------------------
 
 
-def readings(stop: threading.Event, *, num_devices: int, run_tag: str | None, period_s: float) -> Iterator[Reading]:
+def readings(
+    stop: threading.Event, *, num_devices: int, run_tag: str | None, period_s: float
+) -> Iterator[Reading]:
     """Start neuron-monitor and yield its readings until `stop` is set.
 
     `num_devices` is the number of this machine's Neuron devices that the run uses, and `run_tag` is NEURON_PROCESS_TAG
@@ -67,18 +77,25 @@ def readings(stop: threading.Event, *, num_devices: int, run_tag: str | None, pe
     tool = shutil.which(TOOL, path=os.pathsep.join([os.environ.get("PATH", os.defpath), FOLDER]))
     if tool is None:
         raise FileNotFoundError(f"{TOOL} is neither on PATH nor in {FOLDER}")
-    with tempfile.TemporaryDirectory(prefix="neuron-monitor-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="neuron-monitor-", ignore_cleanup_errors=True
+    ) as folder:
         config, messages = Path(folder) / "config.json", Path(folder) / "stderr.txt"
         metrics = [{"type": name} for name in RUNTIME_GROUPS]
         wanted = {
             "period": f"{period_s:g}s",
-            "neuron_runtimes": [{"tag_filter": ".*", "metrics": metrics}],  # all processes: `ours` selects the run's
+            "neuron_runtimes": [
+                {"tag_filter": ".*", "metrics": metrics}
+            ],  # all processes: `ours` selects the run's
             "system_metrics": [{"type": "neuron_hw_counters"}],
         }
         config.write_text(json.dumps(wanted))
         with messages.open("wb") as stderr:
             child = subprocess.Popen(
-                [tool, "-c", str(config)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr
+                [tool, "-c", str(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
             )
         atexit.register(child.terminate)
         with child:
@@ -92,7 +109,9 @@ def readings(stop: threading.Event, *, num_devices: int, run_tag: str | None, pe
                     if reading is not None:
                         yield reading
                 last = messages.read_text(errors="replace").strip().splitlines()[-1:]
-                why = ", ".join([f"exit code {child.wait(STOP_S)}", *(line[:200] for line in last)])
+                why = ", ".join(
+                    [f"exit code {child.wait(STOP_S)}", *(line[:200] for line in last)]
+                )
                 raise ChildProcessError(f"{TOOL} ended ({why})")
             finally:
                 atexit.unregister(child.terminate)
@@ -121,34 +140,61 @@ class LineParser:
             counters = self.group(report.get("system_data") or {}, "neuron_hw_counters")
             if counters is not None:
                 reading.add(self.new_ecc(counters))
-            self.group(report, "neuron_hardware_info")  # only to warn: without a driver, this group has an error
+            self.group(
+                report, "neuron_hardware_info"
+            )  # only to warn: without a driver, this group has an error
             self.read_processes(reading, self.ours(report.get("neuron_runtime_data") or []))
-        except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError) as error:
+        except (
+            ValueError,
+            TypeError,
+            AttributeError,
+            KeyError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             if line.strip():
-                warn_once("line", f"{TOOL} wrote a line that is not a report; such lines are skipped: {error!r:.200}")
+                warn_once(
+                    "line",
+                    f"{TOOL} wrote a line that is not a report; such lines are skipped: {error!r:.200}",
+                )
             return None
         return reading
 
     def ours(self, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the processes with the run's tag; if there are none, those whose tag is missing or is their pid."""
-        tagged = [entry for entry in entries if self.run_tag and entry.get("neuron_runtime_tag") == self.run_tag]
+        tagged = [
+            entry
+            for entry in entries
+            if self.run_tag and entry.get("neuron_runtime_tag") == self.run_tag
+        ]
         if tagged:
             return tagged
-        untagged = [entry for entry in entries if entry.get("neuron_runtime_tag") in (None, "", str(entry.get("pid")))]
+        untagged = [
+            entry
+            for entry in entries
+            if entry.get("neuron_runtime_tag") in (None, "", str(entry.get("pid")))
+        ]
         if untagged and self.run_tag:
-            warn_once("tag", f"no Neuron process has the tag {self.run_tag}: those without a tag are read instead")
+            warn_once(
+                "tag",
+                f"no Neuron process has the tag {self.run_tag}: those without a tag are read instead",
+            )
         return untagged
 
     def read_processes(self, reading: Reading, entries: list[dict[str, Any]]) -> None:
         """Add the processes to the reading. Utilisation and memory are unknown unless all processes report them."""
-        busy: dict[str, float] = defaultdict(float)  # percent by core; several processes may list the same core
+        busy: dict[str, float] = defaultdict(
+            float
+        )  # percent by core; several processes may list the same core
         flops: list[Any] = []
         memory: list[Any] = []
         num_counted = 0
         for entry in entries:
             if entry.get("error"):
                 warn_once("process", f"{TOOL} on process {entry.get('pid')}: {entry['error']}")
-            counters, used, stats = (self.group(entry.get("report") or {}, name) or {} for name in RUNTIME_GROUPS)
+            counters, used, stats = (
+                self.group(entry.get("report") or {}, name) or {} for name in RUNTIME_GROUPS
+            )
             listed = counters.get("neuroncores_in_use")
             num_counted += listed is not None
             # The key `v3d` describes the physical cores; all other keys are core numbers.
@@ -158,13 +204,22 @@ class LineParser:
                 # The guide names the key `flops`, one recording has `effective_flops`, others have neither.
                 flops.append(values.get("flops", values.get("effective_flops")))
             memory.append((used.get("neuron_runtime_used_bytes") or {}).get("neuron_device"))
-            active = [core for core, values in cores.items() if values.get("neuroncore_utilization")] or list(cores)
-            name = f"NeuronCore {', '.join(active)}" if active else f"Neuron process {entry.get('pid')}"
+            active = [
+                core for core, values in cores.items() if values.get("neuroncore_utilization")
+            ] or list(cores)
+            name = (
+                f"NeuronCore {', '.join(active)}"
+                if active
+                else f"Neuron process {entry.get('pid')}"
+            )
             if stats:
                 reading.add({f"{name}: {what}": count for what, count in errors_of(stats).items()})
         if entries and num_counted == len(entries):
             shares = [min(1.0, percent / 100) for percent in busy.values()]
-            reading.totals["device_utilisation"] = (sum(shares), max(self.num_devices, sum(map(bool, shares))))
+            reading.totals["device_utilisation"] = (
+                sum(shares),
+                max(self.num_devices, sum(map(bool, shares))),
+            )
             known = [value for value in flops if value is not None]
             if known:
                 reading.totals["device_flops_per_s"] = (sum(known), self.num_devices)
@@ -199,10 +254,15 @@ def errors_of(stats: dict[str, Any]) -> dict[str, int]:
     # The tool counts failures by outcome and by type. Where both may count the same failure, the larger count is used.
     outcomes, types = stats.get("execution_summary") or {}, stats.get("error_summary") or {}
     typed = {what: types.get(name) or 0 for name, what in TYPED_ERRORS.items()}
-    numeric = (outcomes.get("completed_with_num_err"), types.get("numerical"), types.get("numeric"))
+    numeric = (
+        outcomes.get("completed_with_num_err"),
+        types.get("numerical"),
+        types.get("numeric"),
+    )
     return {
         "executions completed with numerical errors (NaN)": max(count or 0 for count in numeric),
         **typed,
         **{what: outcomes.get(name) or 0 for name, what in FAILED.items()},
-        "executions completed with other errors": (outcomes.get("completed_with_err") or 0) - sum(typed.values()),
+        "executions completed with other errors": (outcomes.get("completed_with_err") or 0)
+        - sum(typed.values()),
     }

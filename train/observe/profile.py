@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from train.config import TrainConfig
-from train.system.run_folder import RunFolder, side_channel
+from train.run_folder.run_folder import RunFolder, side_channel
 
 if TYPE_CHECKING:
     from train.parallel.backends import Backend
@@ -58,7 +58,10 @@ class Profiler:
         if self.steps < FIRST + STEPS:
             last = FIRST + STEPS
             logger.warning(
-                "profile=true traces steps %d to %d of an attempt; this attempt had %d", FIRST + 1, last, self.steps
+                "profile=true traces steps %d to %d of an attempt; this attempt had %d",
+                FIRST + 1,
+                last,
+                self.steps,
             )
 
     def write(self, scratch: Path) -> None:
@@ -68,11 +71,16 @@ class Profiler:
         has_device = any(row.self_device_time_total > 0 for row in rows)
         sort_by = "self_device_time_total" if has_device else "self_cpu_time_total"
         table = rows.table(sort_by=sort_by, row_limit=MOST_ROWS, max_name_column_width=60).strip()
-        title = f"{backend.name} on {backend.device_name}, {backend.precision}: {STEPS} traced steps"
+        title = (
+            f"{backend.name} on {backend.device_name}, {backend.precision}: {STEPS} traced steps"
+        )
         for file in (scratch / "device").rglob("*"):
             if file.is_file():
                 folder.write(f"profile/{file.relative_to(scratch)}", file.read_bytes())
         self.tracing.export_chrome_trace(str(scratch / "trace.json"))
         folder.write("profile/trace.json.gz", gzip.compress((scratch / "trace.json").read_bytes()))
         folder.write("profile/table.txt", f"{title}\n\n{table}\n{backend.profile_text()}".encode())
-        logger.info("profile: %s/profile/table.txt; open trace.json.gz next to it in ui.perfetto.dev", self.cfg.run_dir)
+        logger.info(
+            "profile: %s/profile/table.txt; open trace.json.gz next to it in ui.perfetto.dev",
+            self.cfg.run_dir,
+        )

@@ -18,23 +18,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from train.config import Failure, InputError, S3Config, TrainConfig, Unreachable, check
+from train.machine import machine
+from train.machine.launched import launched
 from train.observe import card
 from train.observe.lines import read_lines
-from train.system import machine
-from train.system.folders import LocalFolder, is_s3, local_path, make_folder
-from train.system.foreign import is_inside
-from train.system.launched import launched
-from train.system.run_folder import RunFolder
-from train.system.schema import is_path
+from train.run_folder.run_folder import RunFolder
+from train.storage.folders import LocalFolder, is_s3, local_path, make_folder
+from train.storage.foreign import is_inside
+from train.storage.schema import is_path
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 
 logger = logging.getLogger("train")
-ASK_S, SEND_S = 10.0, 600.0  # seconds to wait for the Hub's response to a query, and to a part of an upload
-NUMBERS_OF = ("train", "eval", "checkpoint", "summary")  # kinds of metrics lines whose numbers are pushed
-CARD_FILES = ("config.yaml", "environment.json", "metrics.jsonl", "data.json", "evaluation.json")  # read for the card
+ASK_S, SEND_S = (
+    10.0,
+    600.0,
+)  # seconds to wait for the Hub's response to a query, and to a part of an upload
+NUMBERS_OF = (
+    "train",
+    "eval",
+    "checkpoint",
+    "summary",
+)  # kinds of metrics lines whose numbers are pushed
+CARD_FILES = (
+    "config.yaml",
+    "environment.json",
+    "metrics.jsonl",
+    "data.json",
+    "evaluation.json",
+)  # read for the card
 
 
 # ---- before and after a run ----------------------------------------------------------------------------------------
@@ -82,10 +96,16 @@ def gathered(run: Path, name: str) -> dict[str, Path | bytes]:
         f"{run} has no exported model: the run has not ended, or had export=false; see python -m train.checkpoints",
     )
     files: dict[str, Path | bytes] = {
-        path.relative_to(export).as_posix(): path for path in sorted(export.rglob("*")) if is_to_push(path, run)
+        path.relative_to(export).as_posix(): path
+        for path in sorted(export.rglob("*"))
+        if is_to_push(path, run)
     }
-    for path in sorted(path for path in run.glob("tensorboard/events.out.tfevents.*") if is_to_push(path, run)):
-        parts = path.name.split(".")  # events.out.tfevents.<time>.<host>.<pid>.<number>; the host is left out
+    for path in sorted(
+        path for path in run.glob("tensorboard/events.out.tfevents.*") if is_to_push(path, run)
+    ):
+        parts = path.name.split(
+            "."
+        )  # events.out.tfevents.<time>.<host>.<pid>.<number>; the host is left out
         files[f"runs/{name}/{'.'.join([*parts[:4], *parts[4:][-2:]])}"] = path
     if is_to_push(run / "evaluation.json", run):
         files["evaluation.json"] = run / "evaluation.json"
@@ -96,7 +116,9 @@ def gathered(run: Path, name: str) -> dict[str, Path | bytes]:
     )
     files["metrics.jsonl"] = "".join(json.dumps(line) + "\n" for line in numbers).encode()
     readme = export / card.NAME
-    files[card.NAME] = readme.read_bytes() if is_to_push(readme, run) else card.card(run, name).encode()
+    files[card.NAME] = (
+        readme.read_bytes() if is_to_push(readme, run) else card.card(run, name).encode()
+    )
     return files
 
 
@@ -112,13 +134,21 @@ def is_to_push(path: Path, run: Path) -> bool:
 @contextmanager
 def run_here(folder: RunFolder, cache_dir: str | None) -> Iterator[Path]:
     """Yield the run folder on this machine; for a run in S3, a copy of the files to push."""
-    check("environment.json" in folder.folder.names_here(), f"{folder.location} is not a run folder; name a run_dir")
+    check(
+        "environment.json" in folder.folder.names_here(),
+        f"{folder.location} is not a run folder; name a run_dir",
+    )
     if not folder.is_remote:
         yield folder.path
         return
     cache = make_folder(local_path(cache_dir) if cache_dir else machine.cache_root())
-    with tempfile.TemporaryDirectory(prefix="hub-", dir=cache, ignore_cleanup_errors=True) as scratch:
-        for name in (*folder.folder.names("export/"), *(folder.folder.names_here() & set(CARD_FILES))):
+    with tempfile.TemporaryDirectory(
+        prefix="hub-", dir=cache, ignore_cleanup_errors=True
+    ) as scratch:
+        for name in (
+            *folder.folder.names("export/"),
+            *(folder.folder.names_here() & set(CARD_FILES)),
+        ):
             path = Path(scratch) / name
             path.parent.mkdir(parents=True, exist_ok=True)
             folder.folder.download(name, path)
@@ -160,9 +190,15 @@ def open_hub(to: str, *, private: bool) -> HfApi:
         who = api.whoami()
         names = [who.get("name"), *(each.get("name") for each in who.get("orgs") or ())]
         user = to.partition("/")[0]
-        check(user in names, f"the Hub's token of {names[0]} cannot push to {to}: {names[0]} is not a member of {user}")
+        check(
+            user in names,
+            f"the Hub's token of {names[0]} cannot push to {to}: {names[0]} is not a member of {user}",
+        )
         role = ((who.get("auth") or {}).get("accessToken") or {}).get("role")
-        check(role != "read", f"the Hub's token is read-only and cannot push to {to}; create one with write access")
+        check(
+            role != "read",
+            f"the Hub's token is read-only and cannot push to {to}; create one with write access",
+        )
         try:
             is_private = bool(api.model_info(to).private)
         except RepositoryNotFoundError:
@@ -190,7 +226,9 @@ def send(files: dict[str, Path | bytes], to: str, *, private: bool) -> str:
             CommitOperationAdd(name, str(content) if isinstance(content, Path) else content)
             for name, content in files.items()
         ]
-        api.create_commit(to, operations, commit_message="Model, card and curves of a training run")
+        api.create_commit(
+            to, operations, commit_message="Model, card and curves of a training run"
+        )
         return str(url)
 
 
@@ -210,13 +248,26 @@ def asking(what: str, silence_s: float) -> Iterator[None]:
         yield
     except (InputError, Failure):
         raise
-    except (HTTPError, OSError, ValueError, RuntimeError) as error:  # an upload may raise any of these
-        cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ is not None else error
+    except (
+        HTTPError,
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # an upload may raise any of these
+        cause = (
+            error.__cause__
+            if isinstance(error, RuntimeError) and error.__cause__ is not None
+            else error
+        )
         status = getattr(getattr(cause, "response", None), "status_code", None)
         text, token = f"{type(cause).__name__}: {cause}", get_token() or "\0"
-        text = " ".join(text.replace(token, "(token)").replace(repr(token)[1:-1], "(token)").split())
+        text = " ".join(
+            text.replace(token, "(token)").replace(repr(token)[1:-1], "(token)").split()
+        )
         if status == 401:
-            raise InputError(f"{what}: the Hub rejects the token; run hf auth login, or fix HF_TOKEN") from None
+            raise InputError(
+                f"{what}: the Hub rejects the token; run hf auth login, or fix HF_TOKEN"
+            ) from None
         if status == 403:
             raise InputError(f"{what}: the Hub's token has no permission ({text})") from None
         kind = InputError if isinstance(cause, OfflineModeIsEnabled) else Unreachable

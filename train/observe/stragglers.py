@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 FACTOR = 1.5  # a rank is slow if its work time exceeds this multiple of the other ranks' median
 WINDOWS = 5  # a rank is reported after this many slow lines in a row; twice that at the start
-WARM_UP = 1  # number of train lines to ignore at first: their steps compile, open files and fill caches
+WARM_UP = (
+    1  # number of train lines to ignore at first: their steps compile, open files and fill caches
+)
 MEMORY = 100  # number of past ratios kept for each rank
 USUAL = 0.9  # quantile of a rank's past ratios that a slow line must exceed
 
@@ -18,7 +20,9 @@ class Pace:
     """One rank's work times, each divided by the other ranks' median so that they are comparable between lines."""
 
     past: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))
-    streak: list[float] = field(default_factory=list)  # newest ratios, all slow, which are not yet in `past`
+    streak: list[float] = field(
+        default_factory=list
+    )  # newest ratios, all slow, which are not yet in `past`
 
     def see(self, ratio: float) -> int:
         """Add a line's ratio. If it makes the rank a straggler, return the number of slow lines in a row, else 0.
@@ -70,7 +74,9 @@ class Stragglers:
             ranks = [rank for rank, own in enumerate(self.stages) if own == stage]
             ordered, middle = sorted(works_s[rank] for rank in ranks), (len(ranks) - 1) // 2
             for rank in ranks:
-                higher = middle + (works_s[rank] <= ordered[middle])  # index of the other ranks' median
+                higher = middle + (
+                    works_s[rank] <= ordered[middle]
+                )  # index of the other ranks' median
                 if higher == len(ordered) or ordered[higher] <= 0:
                     return {}
                 ratios[rank] = works_s[rank] / ordered[higher]

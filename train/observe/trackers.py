@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config import TelemetryConfig, TrainConfig, check, flat, plural
-from train.system.run_folder import RunFolder
+from train.run_folder.run_folder import RunFolder
 
 logger = logging.getLogger("train")
 MOST_LINES = 1000  # maximum number of lines waiting to be sent
@@ -31,9 +31,26 @@ END_WAIT_S = 15.0  # seconds to wait at the end, for all trackers together
 END_TRIES, RETRY_S = 3, 0.5  # tries to send after the last line, and the seconds between them
 unended: list[Tracker] = []  # trackers whose libraries may keep the process from exiting
 TAG = "baretrain.run_id"
-NO_CURVES = ("kind", "attempt", "time_unix_s", "step", "steps", "examples", "epoch", "train_s", "tokens")
-IN_EVERY_LINE = {"train": "train/step_s", "eval": "eval/eval_s"}  # a value that every line of this kind has
-MOST_PARAMS, MOST_CHARS, MOST_KEY = 100, 500, 250  # MLflow's limits: parameters per call, characters per value and name
+NO_CURVES = (
+    "kind",
+    "attempt",
+    "time_unix_s",
+    "step",
+    "steps",
+    "examples",
+    "epoch",
+    "train_s",
+    "tokens",
+)
+IN_EVERY_LINE = {
+    "train": "train/step_s",
+    "eval": "eval/eval_s",
+}  # a value that every line of this kind has
+MOST_PARAMS, MOST_CHARS, MOST_KEY = (
+    100,
+    500,
+    250,
+)  # MLflow's limits: parameters per call, characters per value and name
 PACKAGES = {"mlflow": "mlflow-skinny", "wandb": "wandb"}
 ENVIRONMENT = {  # defaults that limit the wait for a server that does not answer, and keep the libraries silent
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
@@ -77,22 +94,42 @@ class MLflow:
         known = client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else client.create_experiment(name)
         found = client.search_runs([experiment], f"tags.`{TAG}` = '{run.id}'", max_results=1)
-        mine = found[0] if found else client.create_run(experiment, tags={TAG: run.id}, run_name=run.name)
+        mine = (
+            found[0]
+            if found
+            else client.create_run(experiment, tags={TAG: run.id}, run_name=run.name)
+        )
         self.id = mine.info.run_id
         client.update_run(self.id, status="RUNNING")
-        settings = {mlflow_key(key): str(value)[:MOST_CHARS] for key, value in run.settings.items()}
-        params = [Param(key, value) for key, value in settings.items() if key not in mine.data.params]
+        settings = {
+            mlflow_key(key): str(value)[:MOST_CHARS] for key, value in run.settings.items()
+        }
+        params = [
+            Param(key, value) for key, value in settings.items() if key not in mine.data.params
+        ]
         for start in range(0, len(params), MOST_PARAMS):
             client.log_batch(self.id, params=params[start : start + MOST_PARAMS], synchronous=True)
-        histories = {kind: client.get_metric_history(self.id, key) for kind, key in IN_EVERY_LINE.items() if found}
-        self.sent = {kind: max((each.step for each in known), default=-1) for kind, known in histories.items()}
+        histories = {
+            kind: client.get_metric_history(self.id, key)
+            for kind, key in IN_EVERY_LINE.items()
+            if found
+        }
+        self.sent = {
+            kind: max((each.step for each in known), default=-1)
+            for kind, known in histories.items()
+        }
 
     def send(self, line: Line) -> None:
         from mlflow.entities import Metric
 
-        if line.step > self.sent.get(line.kind, -1):  # earlier steps were sent by an earlier attempt
+        if line.step > self.sent.get(
+            line.kind, -1
+        ):  # earlier steps were sent by an earlier attempt
             time_ms = round(1000 * line.time_unix_s)
-            metrics = [Metric(mlflow_key(key), value, time_ms, line.step) for key, value in line.figures.items()]
+            metrics = [
+                Metric(mlflow_key(key), value, time_ms, line.step)
+                for key, value in line.figures.items()
+            ]
             self.client.log_batch(self.id, metrics=metrics, synchronous=True)
 
     def end(self, status: str) -> None:
@@ -103,7 +140,9 @@ class MLflow:
 def mlflow_key(name: str) -> str:
     """Return a name as MLflow accepts it: the names of validation sets are the user's."""
     key = re.sub(r"[^\w.\- /]", "_", name)[:MOST_KEY]
-    is_path = posixpath.normpath(key) == key and not key.startswith((".", "/"))  # MLflow may use it as a file's name
+    is_path = posixpath.normpath(key) == key and not key.startswith(
+        (".", "/")
+    )  # MLflow may use it as a file's name
     return key if is_path else "_" + key.replace("/", "_")[1:]
 
 
@@ -113,9 +152,15 @@ class WandB:
     def __init__(self, run: Run) -> None:
         import wandb
 
-        if (os.environ.get("WANDB_MODE") or "online") == "online" and not wandb.login(prompt=False):
-            raise RuntimeError("no API key for Weights & Biases: set WANDB_API_KEY, or run wandb login")
-        settings = wandb.Settings(silent=True, console="off", init_timeout=30, finish_timeout=0.8 * END_WAIT_S)
+        if (os.environ.get("WANDB_MODE") or "online") == "online" and not wandb.login(
+            prompt=False
+        ):
+            raise RuntimeError(
+                "no API key for Weights & Biases: set WANDB_API_KEY, or run wandb login"
+            )
+        settings = wandb.Settings(
+            silent=True, console="off", init_timeout=30, finish_timeout=0.8 * END_WAIT_S
+        )
         self.run = wandb.init(
             id=run.id,
             resume="allow",
@@ -175,7 +220,9 @@ class Tracker:
                 if self._try_to_send():
                     break
         missing = self.num_added - self.num_sent  # more than in `unsent` if lines were dropped
-        parts = [plural(missing, "line")] * (missing > 0) + ["the final status"] * bool(self.unsent)
+        parts = [plural(missing, "line")] * (missing > 0) + ["the final status"] * bool(
+            self.unsent
+        )
         if parts:
             logger.info("tracker %s: not sent: %s", self.name, " and ".join(parts))
 
@@ -221,7 +268,9 @@ def check_trackers(cfg: TelemetryConfig) -> None:
 def open_trackers(cfg: TrainConfig, folder: RunFolder) -> list[Tracker]:
     """Return the trackers of a run, for rank 0. Nothing is imported or sent before the first line."""
     if cfg.telemetry.trackers:
-        os.environ.update({key: value for key, value in ENVIRONMENT.items() if key not in os.environ})
+        os.environ.update(
+            {key: value for key, value in ENVIRONMENT.items() if key not in os.environ}
+        )
     run = Run(folder.run_id, Path(folder.location).name, folder.path, flat(cfg))
     return [Tracker(name, partial(CLIENTS[name], run)) for name in cfg.telemetry.trackers]
 
@@ -229,8 +278,14 @@ def open_trackers(cfg: TrainConfig, folder: RunFolder) -> list[Tracker]:
 def track(trackers: Sequence[Tracker], line: dict[str, Any]) -> None:
     """Queue a line of metrics.jsonl for all trackers. Numbers that are not finite are left out."""
     kind = line["kind"]
-    numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key not in NO_CURVES}
-    figures = {f"{kind}/{key}": float(value) for key, value in numbers.items() if math.isfinite(value)}
+    numbers = {
+        key: value
+        for key, value in line.items()
+        if isinstance(value, int | float) and key not in NO_CURVES
+    }
+    figures = {
+        f"{kind}/{key}": float(value) for key, value in numbers.items() if math.isfinite(value)
+    }
     for tracker in trackers:
         tracker.add(Line(kind, line["step"], line["time_unix_s"], figures))
 

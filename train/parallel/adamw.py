@@ -11,10 +11,14 @@ if TYPE_CHECKING:
     import torch
 
 
-def build(cfg: OptimConfig, groups: list[Group], options: dict[str, bool]) -> torch.optim.Optimizer:
+def build(
+    cfg: OptimConfig, groups: list[Group], options: dict[str, bool]
+) -> torch.optim.Optimizer:
     import torch
 
-    optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.betas[0], cfg.betas[1]), eps=cfg.eps, **options)
+    optimizer = torch.optim.AdamW(
+        groups, lr=cfg.lr, betas=(cfg.betas[0], cfg.betas[1]), eps=cfg.eps, **options
+    )
     # With backend.cuda_graphs, the first steps run before a graph is recorded. torch would warn about them.
     optimizer._warned_capturable_if_run_uncaptured = True
     add_moments(optimizer, "exp_avg", "exp_avg_sq")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from train.config import InputError
 from train.parallel.ranks import World
-from train.system import caches
+from train.storage import caches
 
 if TYPE_CHECKING:
     from train.models.network import Network
@@ -77,9 +77,17 @@ def way_of(model: Network, work: Workload, *, one_graph: bool) -> str:
     """
     is_shared = not model.separate_layers()
     is_small = work.tokens * model.network.config.hidden_size**2 < LEAST_LAYER_WORK
-    return "model" if model.encoder is not None and (is_shared or (is_small and one_graph)) else "layers"
+    return (
+        "model"
+        if model.encoder is not None and (is_shared or (is_small and one_graph))
+        else "layers"
+    )
 
 
 def seconds_of(way: str, model: Network) -> float:
     """Return an estimate of the seconds that compiling for one batch length takes."""
-    return LAYER_COMPILE_S if way == "layers" else MODEL_LAYER_COMPILE_S * model.network.config.num_hidden_layers
+    return (
+        LAYER_COMPILE_S
+        if way == "layers"
+        else MODEL_LAYER_COMPILE_S * model.network.config.num_hidden_layers
+    )

@@ -56,9 +56,15 @@ class Backend(ABC):
     adamw: dict[str, bool]  # the options that choose torch's AdamW implementation for the device
     monitor_kind: str  # the source of utilisation figures: neuron | nvidia | cpu
     compiler: TorchCompiler | None = None  # of torch.compile; None if nothing is compiled
-    collects: bool = False  # set by train.precompile: each graph runs once, and its results are meaningless
-    continues_dropout: bool = True  # whether dropout is known to repeat exactly after a random state is restored
-    lacking: frozenset[str] = frozenset()  # operators that ran on the host because the device lacks them
+    collects: bool = (
+        False  # set by train.precompile: each graph runs once, and its results are meaningless
+    )
+    continues_dropout: bool = (
+        True  # whether dropout is known to repeat exactly after a random state is restored
+    )
+    lacking: frozenset[str] = (
+        frozenset()
+    )  # operators that ran on the host because the device lacks them
     captures: bool = False  # whether steps of parallel=data run as CUDA graphs
     compiles: str = "none"  # the parts that torch.compile compiles: none | layers | model
     pin_memory: bool  # whether batches are in page-locked memory, so that copies to the device overlap with computing
@@ -68,8 +74,12 @@ class Backend(ABC):
     def __init__(self) -> None:
         """Set the attributes that all backends share. Subclasses must call this first."""
         self.world = World()  # communication between ranks, through host memory
-        self.work = Work()  # seconds of this rank's work, on the host's clock unless the backend replaces the timer
-        self.span = Work()  # seconds from the first to the last pass of a step, including waits for other ranks
+        self.work = (
+            Work()
+        )  # seconds of this rank's work, on the host's clock unless the backend replaces the timer
+        self.span = (
+            Work()
+        )  # seconds from the first to the last pass of a step, including waits for other ranks
         self.compilers = Compilers()
         # The scaler multiplies losses before backward passes. It does nothing unless the precision is fp16.
         self.scaler = torch.amp.GradScaler("cpu", enabled=False)
@@ -128,7 +138,9 @@ class Backend(ABC):
         """Undo the loss scale (fp16) in the gradients, and convert bf16 gradients to fp32."""
 
     @abstractmethod
-    def optimizer_step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor) -> None:
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor
+    ) -> None:
         """Take a step, or skip it on all ranks if `norm` [] is NaN or infinite. Clear the gradients in both cases."""
 
     def mark_step(self) -> None:
@@ -207,7 +219,9 @@ def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def all_reduce_flat(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> list[Tensor]:
+def all_reduce_flat(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None
+) -> list[Tensor]:
     """Return the sums of tensors over the ranks of a group, computed by a single all-reduce."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(flat, group=group)

@@ -12,9 +12,9 @@ from dataclasses import replace
 import torch
 
 from train.config import BackendConfig, InstanceConfig, TrainConfig, check
+from train.machine import machine
 from train.parallel.auto_compile import Workload
 from train.parallel.backend import Backend
-from train.system import machine
 
 logger = logging.getLogger("train")
 
@@ -27,7 +27,10 @@ def name_of(cfg: BackendConfig, instance: InstanceConfig) -> str:
     has_neuron = device == "neuron" or (device == "auto" and bool(machine.neuron_devices()))
     package = machine.installed_versions("torch-neuronx").get("torch-neuronx", "")
     kind = machine.instance_type()
-    is_native = machine.is_native(kind, instance.name) and machine.release(package) != (2, 9)  # release 2.9 is for XLA
+    is_native = machine.is_native(kind, instance.name) and machine.release(package) != (
+        2,
+        9,
+    )  # release 2.9 is for XLA
     return ("neuron" if is_native else "xla") if has_neuron else "ddp"
 
 
@@ -45,10 +48,18 @@ def check_attention(cfg: TrainConfig) -> None:
         return
     key = f"model.attention={attention}"
     check(is_cuda(backend, cfg.instance), f"{key} needs a CUDA device; leave it out")
-    if attention == "flash_attention_2":  # if the package is missing, transformers downloads code from the Hub
-        check(bool(machine.installed_versions("flash-attn")), f"{key} needs its package: pip install flash-attn")
+    if (
+        attention == "flash_attention_2"
+    ):  # if the package is missing, transformers downloads code from the Hub
+        check(
+            bool(machine.installed_versions("flash-attn")),
+            f"{key} needs its package: pip install flash-attn",
+        )
         is_narrow = backend.precision in ("auto", "bf16", "fp16")
-        check(is_narrow, f"{key} needs backend.precision=bf16 or fp16; here it is {backend.precision}")
+        check(
+            is_narrow,
+            f"{key} needs backend.precision=bf16 or fp16; here it is {backend.precision}",
+        )
 
 
 def compiles_each_length(cfg: BackendConfig, instance: InstanceConfig) -> bool:
@@ -86,15 +97,23 @@ def open_backend(
         )
         if instance.name == "local":
             is_known = kind in machine.instance_names()
-            setting = f"instance={kind}" if is_known else f"instance.name={kind} and its figures (docs/trainium.md)"
-            logger.warning("this is a %s: set %s to check the ranks and report MFU and cost", kind, setting)
+            setting = (
+                f"instance={kind}"
+                if is_known
+                else f"instance.name={kind} and its figures (docs/trainium.md)"
+            )
+            logger.warning(
+                "this is a %s: set %s to check the ranks and report MFU and cost", kind, setting
+            )
     name = name_of(cfg, instance)
     # A run imports only the backend that it uses.
     if name == "xla":
         from train.parallel import xla_environment
 
         xla_environment.ready(cfg, collects=collects)
-        from train.parallel.xla import XLA  # after `ready`: torch_xla reads the environment when it is imported
+        from train.parallel.xla import (
+            XLA,
+        )  # after `ready`: torch_xla reads the environment when it is imported
 
         return XLA(cfg, collects=collects)
     if name == "neuron":

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from train.config import BackendConfig, check
 from train.parallel.graphs import brief
-from train.system import imported
+from train.storage import imported
 
 logger = logging.getLogger("train")
 Inputs = dict[str, Tensor]
@@ -28,14 +28,30 @@ MOST_GRAPHS = 64  # at most this many are kept; batches with other shapes run wi
 WAITS = "called a synchronizing CUDA operation"  # from the text of PyTorch's warning
 
 
-def captures_steps(cfg: BackendConfig, device: torch.device, precision: str, num_ranks: int) -> bool:
+def captures_steps(
+    cfg: BackendConfig, device: torch.device, precision: str, num_ranks: int
+) -> bool:
     """Return whether steps of parallel=data run as CUDA graphs. Raises InputError if they must but cannot."""
     wanted = cfg.cuda_graphs is True
-    check(device.type == "cuda" or not wanted, "backend.cuda_graphs=true needs a CUDA device; leave it out on a CPU")
-    check(num_ranks == 1 or not wanted, f"backend.cuda_graphs=true needs one rank, not {num_ranks}; leave it out")
+    check(
+        device.type == "cuda" or not wanted,
+        "backend.cuda_graphs=true needs a CUDA device; leave it out on a CPU",
+    )
+    check(
+        num_ranks == 1 or not wanted,
+        f"backend.cuda_graphs=true needs one rank, not {num_ranks}; leave it out",
+    )
     is_scaled = precision == "fp16"
-    check(not (is_scaled and wanted), "backend.cuda_graphs=true does not support backend.precision=fp16; leave it out")
-    is_possible = device.type == "cuda" and num_ranks == 1 and not is_scaled and not cfg.activation_checkpointing
+    check(
+        not (is_scaled and wanted),
+        "backend.cuda_graphs=true does not support backend.precision=fp16; leave it out",
+    )
+    is_possible = (
+        device.type == "cuda"
+        and num_ranks == 1
+        and not is_scaled
+        and not cfg.activation_checkpointing
+    )
     # A graph repeats the Python numbers with which it was recorded. Imported user code may change its numbers in each
     # step, so graphs are opt-in for runs with such code.
     return is_possible and (wanted or (cfg.cuda_graphs is None and not imported.IMPORTED))
@@ -56,7 +72,11 @@ class Graphs:
         key = (function.__name__, shapes)
         if key not in self.recorded:
             self.calls[key] += 1
-            if not self.is_on or self.calls[key] < FIRST_CALLS or len(self.recorded) >= MOST_GRAPHS:
+            if (
+                not self.is_on
+                or self.calls[key] < FIRST_CALLS
+                or len(self.recorded) >= MOST_GRAPHS
+            ):
                 return function(inputs)
             if self.calls[key] == FIRST_CALLS:
                 return self.try_out(function, inputs)
@@ -64,11 +84,18 @@ class Graphs:
             try:
                 self.recorded[key] = held, self.record(function, held)
             except Exception as error:  # any operation may fail; recording runs no kernel, so the step can still run
-                cause = brief(error.__context__ or error)  # ending the failed recording raises a second error
+                cause = brief(
+                    error.__context__ or error
+                )  # ending the failed recording raises a second error
                 self.turn_off(f"one of their operations cannot be recorded ({cause})")
             if len(self.recorded) == MOST_GRAPHS:
-                logger.info("backend.cuda_graphs: steps with other shapes than these %d run without", MOST_GRAPHS)
-            if not self.is_on:  # the error, and the memory of the failed recording, are freed by now
+                logger.info(
+                    "backend.cuda_graphs: steps with other shapes than these %d run without",
+                    MOST_GRAPHS,
+                )
+            if (
+                not self.is_on
+            ):  # the error, and the memory of the failed recording, are freed by now
                 return function(inputs)
         held, replay = self.recorded[key]
         for name, value in inputs.items():
@@ -122,6 +149,8 @@ class Graphs:
                 ):
                     function(inputs)
             except Exception:
-                generator.graphsafe_set_state(before)  # the generator still belongs to the failed recording
+                generator.graphsafe_set_state(
+                    before
+                )  # the generator still belongs to the failed recording
                 raise
         return graph.replay

@@ -49,10 +49,14 @@ class TorchCompiler:
         self.graphs_per_length = 0  # set by `compile` and `compile_loss`
         self.compiled, self.compile_s = 0, 0.0
         self.began_s: float | None = None
-        self.budget = GraphBudget(lambda: self.compiled, is_fatal=False, hint="TORCH_LOGS=recompiles prints why")
+        self.budget = GraphBudget(
+            lambda: self.compiled, is_fatal=False, hint="TORCH_LOGS=recompiles prints why"
+        )
         callback_handler.register_start_callback(self.begin)
         callback_handler.register_end_callback(self.end)
-        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = MOST_GRAPHS
+        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = (
+            MOST_GRAPHS
+        )
         # With optimize_ddp, torch would split graphs at DDP's buckets, which would make more graphs than expected.
         torch._dynamo.config.optimize_ddp = False
 
@@ -101,12 +105,19 @@ class TorchCompiler:
         self.is_trial, cause = False, ""
         try:
             micro_batch()
-        except Exception as error:  # any part of the compiler may fail; the warning names the cause
-            cause = brief(getattr(error, "inner_exception", error))  # torch wraps the compiler's exception
+        except (
+            Exception
+        ) as error:  # any part of the compiler may fail; the warning names the cause
+            cause = brief(
+                getattr(error, "inner_exception", error)
+            )  # torch wraps the compiler's exception
         cause = world.broadcast(next(filter(None, world.gather(cause)), ""))
         if cause:
             self.is_on = False
-            logger.warning("backend.compile=auto: nothing is compiled, because the first graph failed: %s", cause)
+            logger.warning(
+                "backend.compile=auto: nothing is compiled, because the first graph failed: %s",
+                cause,
+            )
 
     def build(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Compile one graph. torch calls this once for each graph."""

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
-def build(cfg: ParallelConfig, optim: OptimConfig, backend: Backend, *args: Any, **options: Any) -> DataParallel:
+def build(
+    cfg: ParallelConfig, optim: OptimConfig, backend: Backend, *args: Any, **options: Any
+) -> DataParallel:
     if backend.captures:
         return Captured(optim, backend, *args, **options)
     return DataParallel(optim, backend, *args, **options)
@@ -51,7 +53,9 @@ class DataParallel(Engine):
         self.max_grad_norm = optim.max_grad_norm
         backend.setup_model(model, accumulation=accumulation, lengths=lengths)
         self.sync = self.build_sync(accumulation)
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.parameters = [
+            parameter for parameter in model.parameters() if parameter.requires_grad
+        ]
         self.optimizer = self.build_optimizer(optim, roles(optim, model))
         self.loss_sum = torch.zeros(1).to(backend.device)
 
@@ -85,7 +89,9 @@ class DataParallel(Engine):
         return divide_and_clip(self.parameters, divisor, self.max_grad_norm)
 
     def evaluate(self, statistics: Statistics, inputs: dict[str, Tensor]) -> Tensor:
-        with self.backend.autocast():  # one context per batch: casts cached from another batch would change XLA's graph
+        with (
+            self.backend.autocast()
+        ):  # one context per batch: casts cached from another batch would change XLA's graph
             return statistics(self.model, inputs)
 
 
@@ -150,7 +156,9 @@ class Captured(DataParallel):
 
 
 @torch.no_grad()
-def divide_and_clip(parameters: Sequence[nn.Parameter], divisor: Tensor, max_norm: float | None) -> Tensor:
+def divide_and_clip(
+    parameters: Sequence[nn.Parameter], divisor: Tensor, max_norm: float | None
+) -> Tensor:
     """Divide the gradients by `divisor` [1] and clip their norm to `max_norm`, in one pass over the gradients.
 
     A divisor of 0, from a step without labels, counts as 1. Returns the norm [] after division and before clipping.
@@ -161,7 +169,9 @@ def divide_and_clip(parameters: Sequence[nn.Parameter], divisor: Tensor, max_nor
 
 
 @torch.no_grad()
-def scale(gradients: list[Tensor], norm: Tensor, divisor: Tensor, max_norm: float | None) -> Tensor:
+def scale(
+    gradients: list[Tensor], norm: Tensor, divisor: Tensor, max_norm: float | None
+) -> Tensor:
     """Divide and clip gradients as `divide_and_clip` does, given their norm [] before the division.
 
     If weights are split over ranks, the norm must be that of all ranks. It may be float64.

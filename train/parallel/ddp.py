@@ -22,16 +22,23 @@ from torch.utils.hooks import RemovableHandle
 
 from train.config import BackendConfig, check
 from train.config.backend import DEFAULT_TIMEOUT_S
+from train.machine import machine, rank_setup
+from train.machine.console import without_stdout
 from train.parallel import auto_compile, guards, nonfinite
 from train.parallel.auto_compile import Workload
 from train.parallel.backend import RANK_STRIDE, Backend, State, Work
 from train.parallel.captured import captures_steps
 from train.parallel.grad_sync import GradSync
 from train.parallel.graphs import Compilers, Graphs
-from train.parallel.precision import AUTOCAST, check_precision, norms_of, pick_precision, set_deterministic
+from train.parallel.precision import (
+    AUTOCAST,
+    check_precision,
+    norms_of,
+    pick_precision,
+    set_deterministic,
+)
 from train.parallel.rendezvous import join
-from train.system import caches, machine, rank_setup
-from train.system.console import without_stdout
+from train.storage import caches
 
 if TYPE_CHECKING:
     from train.data.batches.loader import Batch
@@ -50,7 +57,9 @@ class DDP(Backend):
     compiled_norms: Sequence[RemovableHandle] = ()  # hooks on norms, removed if compilation fails
     skips_on_device = False  # whether the device decides to skip a step, so that the host does not wait for the norm
     deterministic = False  # whether kernels always add in the same order
-    one_graph = False  # whether backend.compile=auto may compile small layers together as one graph
+    one_graph = (
+        False  # whether backend.compile=auto may compile small layers together as one graph
+    )
 
     def __init__(self, cfg: BackendConfig, *, work: Workload | None = None) -> None:
         super().__init__()
@@ -66,7 +75,10 @@ class DDP(Backend):
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         self.compresses = cfg.grad_compression == "bf16"
         self.monitor_kind = "nvidia" if is_cuda else "cpu"
-        self.recomputes, self.deterministic = cfg.activation_checkpointing, is_cuda and cfg.deterministic
+        self.recomputes, self.deterministic = (
+            cfg.activation_checkpointing,
+            is_cuda and cfg.deterministic,
+        )
         self.workload = work or Workload()
         self.captures = captures_steps(cfg, self.device, self.precision, world.size)
         self.one_graph = world.num_machines == 1 and not self.captures
@@ -83,7 +95,9 @@ class DDP(Backend):
                 set_deterministic(True)
             torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
         if world.is_distributed:
-            self.join_ranks("cpu:gloo,cuda:nccl" if is_cuda else "gloo", cfg.timeout_s or DEFAULT_TIMEOUT_S)
+            self.join_ranks(
+                "cpu:gloo,cuda:nccl" if is_cuda else "gloo", cfg.timeout_s or DEFAULT_TIMEOUT_S
+            )
         elif self.compiler is not None:
             self.compilers = Compilers(self.compiler.is_busy)
         if chooses and not auto_compile.all_can(fault, world):
@@ -117,12 +131,18 @@ class DDP(Backend):
         tied = guards.tied_names(model)
         self.place(model)
         guards.tie(model, tied)
-        self.skips = nonfinite.Skips(self.device if self.skips_on_device else torch.device("cpu"), self.to_host)
+        self.skips = nonfinite.Skips(
+            self.device if self.skips_on_device else torch.device("cpu"), self.to_host
+        )
         if self.norms is not None:
             hooks = model.narrow_norms(self.norms)
             self.compiled_norms = hooks if self.chooses_norms else ()
         if self.compiler is not None:
-            widens = self.device.type == "cuda" and self.precision in AUTOCAST and self.norms is not torch.bfloat16
+            widens = (
+                self.device.type == "cuda"
+                and self.precision in AUTOCAST
+                and self.norms is not torch.bfloat16
+            )
             if self.device.type == "cuda":
                 model.join_projections()
             self.compiler.compile(model, one_graph=self.one_graph, widens=widens)
@@ -158,7 +178,9 @@ class DDP(Backend):
     def grad_sync(self, model: nn.Module, *, accumulation: int) -> GradSync:
         if not self.world.is_distributed:
             return GradSync(model, self.device)
-        return DDPSync(model, self.device, self.world.size, accumulation, compresses=self.compresses)
+        return DDPSync(
+            model, self.device, self.world.size, accumulation, compresses=self.compresses
+        )
 
     def all_reduce(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
@@ -169,18 +191,31 @@ class DDP(Backend):
 
     def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
         with without_stdout():  # gloo prints how many ranks have connected
-            group: dist.ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout_s))
+            group: dist.ProcessGroup = dist.new_group(
+                ranks, timeout=timedelta(seconds=self.timeout_s)
+            )
         return group
 
     def to_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         for batch in batches if self.compiler is None else self.compiler.budget.watched(batches):
-            inputs = {name: value.to(self.device, non_blocking=True) for name, value in batch["inputs"].items()}
-            if self.drops_masks and "attention_mask" in inputs and inputs["attention_mask"].numel() == batch["tokens"]:
-                del inputs["attention_mask"]  # it hides nothing, and CUDA's fastest attention accepts no mask
+            inputs = {
+                name: value.to(self.device, non_blocking=True)
+                for name, value in batch["inputs"].items()
+            }
+            if (
+                self.drops_masks
+                and "attention_mask" in inputs
+                and inputs["attention_mask"].numel() == batch["tokens"]
+            ):
+                del inputs[
+                    "attention_mask"
+                ]  # it hides nothing, and CUDA's fastest attention accepts no mask
             yield {**batch, "inputs": inputs}
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, AUTOCAST.get(self.precision), enabled=self.precision in AUTOCAST)
+        return torch.autocast(
+            self.device.type, AUTOCAST.get(self.precision), enabled=self.precision in AUTOCAST
+        )
 
     def ready(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         guards.check_owned(optimizer, parameters)
@@ -188,11 +223,15 @@ class DDP(Backend):
     def unscale(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         self.scaler.unscale_(optimizer)
 
-    def optimizer_step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor) -> None:
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor
+    ) -> None:
         self.update(optimizer, norm)
         self.end_step()
 
-    def update(self, optimizer: torch.optim.Optimizer, norm: Tensor, *, keeps_gradients: bool = False) -> None:
+    def update(
+        self, optimizer: torch.optim.Optimizer, norm: Tensor, *, keeps_gradients: bool = False
+    ) -> None:
         """Take a step or skip it. Then free the gradients, or with `keeps_gradients` set them to zero in place."""
         nonfinite.step_if_finite(optimizer, norm, on_device=self.skips_on_device)
         self.skips.see(norm, overflowed=self._rescale())
@@ -236,13 +275,17 @@ class DDP(Backend):
     def rng_state(self) -> State:
         state = {"cpu": torch.get_rng_state()}
         if self.device.type != "cpu":
-            state[self.device.type] = torch.get_device_module(self.device).get_rng_state(self.device)
+            state[self.device.type] = torch.get_device_module(self.device).get_rng_state(
+                self.device
+            )
         return state
 
     def set_rng_state(self, state: State) -> None:
         torch.set_rng_state(state["cpu"])
         if self.device.type != "cpu" and self.device.type in state:
-            torch.get_device_module(self.device).set_rng_state(state[self.device.type], self.device)
+            torch.get_device_module(self.device).set_rng_state(
+                state[self.device.type], self.device
+            )
 
 
 class DDPSync(GradSync):
@@ -251,7 +294,13 @@ class DDPSync(GradSync):
     adds_counts = True
 
     def __init__(
-        self, model: nn.Module, device: torch.device, world_size: int, accumulation: int, *, compresses: bool
+        self,
+        model: nn.Module,
+        device: torch.device,
+        world_size: int,
+        accumulation: int,
+        *,
+        compresses: bool,
     ) -> None:
         super().__init__(model, device)
         self.world_size = world_size
@@ -259,9 +308,12 @@ class DDPSync(GradSync):
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,  # gradients are views of the buckets that are sent: no copy, less memory
-            static_graph=accumulation == 1,  # graphs are static in all tasks, but torch forbids this with no_sync
+            static_graph=accumulation
+            == 1,  # graphs are static in all tasks, but torch forbids this with no_sync
         )
-        self.replica.broadcast_buffers = False  # buffers are constant; the argument is deprecated since PyTorch 2.13
+        self.replica.broadcast_buffers = (
+            False  # buffers are constant; the argument is deprecated since PyTorch 2.13
+        )
         self.module = self.replica
         if compresses:
             self.replica.register_comm_hook(None, bf16_compress_hook)
@@ -270,7 +322,9 @@ class DDPSync(GradSync):
         return nullcontext() if is_last else self.replica.no_sync()
 
     def reduce(self) -> Tensor:
-        return super().reduce() / self.world_size  # DDP averages gradients over the ranks, so the count is averaged too
+        return (
+            super().reduce() / self.world_size
+        )  # DDP averages gradients over the ranks, so the count is averaged too
 
 
 class CudaWork(Work):
@@ -299,7 +353,8 @@ class CudaWork(Work):
 
 def pick_device(name: str, local_rank: int, local_world_size: int) -> torch.device:
     check(
-        name != "neuron", "backend=ddp runs on CPUs and GPUs; set backend=xla on trn1, backend=neuron on trn2 and trn3"
+        name != "neuron",
+        "backend=ddp runs on CPUs and GPUs; set backend=xla on trn1, backend=neuron on trn2 and trn3",
     )
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -307,7 +362,9 @@ def pick_device(name: str, local_rank: int, local_world_size: int) -> torch.devi
     if name == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    check(count > 0, "backend.device=cuda, but PyTorch sees no CUDA device; use backend.device=cpu")
+    check(
+        count > 0, "backend.device=cuda, but PyTorch sees no CUDA device; use backend.device=cpu"
+    )
     check(
         local_world_size <= count,
         f"{local_world_size} ranks on this machine, but PyTorch sees {count} CUDA devices; "

@@ -36,12 +36,16 @@ class Engine:
     """
 
     parameters: list[nn.Parameter]  # parameters that this rank trains
-    sync: GradSync  # reduces gradients over the ranks; train/parallel/grad_sync.py lists the classes
+    sync: (
+        GradSync  # reduces gradients over the ranks; train/parallel/grad_sync.py lists the classes
+    )
     data_rank: int  # ranks with the same data_rank read the same rows
     data_size: int  # number of different data_ranks
     loss_sum: Tensor  # [1], on the device: sum of losses since the last `take_loss`; a resumed run restores it
 
-    def __init__(self, backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
         """Store the model, which must include the task's head, and its optimizer."""
         self.backend, self.model, self.optimizer = backend, model, optimizer
 
@@ -146,5 +150,7 @@ def build_engine(
 ) -> Engine:
     """Return the engine for these settings. See `Backend.setup_model` for `accumulation` and `lengths`."""
     module: Any = import_module(ENGINES[cfg.name])  # a run imports only the engine that it uses
-    engine: Engine = module.build(cfg, optim, backend, model, loss, accumulation=accumulation, lengths=lengths)
+    engine: Engine = module.build(
+        cfg, optim, backend, model, loss, accumulation=accumulation, lengths=lengths
+    )
     return engine

@@ -30,27 +30,40 @@ if TYPE_CHECKING:
 EMPTY = torch.empty(0)
 
 
-def build(cfg: ParallelConfig, optim: OptimConfig, backend: Backend, *args: Any, **options: Any) -> DataParallel:
+def build(
+    cfg: ParallelConfig, optim: OptimConfig, backend: Backend, *args: Any, **options: Any
+) -> DataParallel:
     assert isinstance(cfg, FSDPConfig)
     check_shards("parallel=fsdp", backend=backend.name, precision=backend.precision)
     if backend.world.size == 1:
-        return data.build(cfg, optim, backend, *args, **options)  # a single rank holds the whole model
+        return data.build(
+            cfg, optim, backend, *args, **options
+        )  # a single rank holds the whole model
     return FSDP(optim, backend, *args, cfg=cfg, **options)
 
 
 class FSDP(DataParallel):
     """The engine in which every rank holds some rows of each weight, gradient and moment."""
 
-    def __init__(self, optim: Any, backend: Backend, model: Any, *args: Any, cfg: FSDPConfig, **options: Any) -> None:
+    def __init__(
+        self, optim: Any, backend: Backend, model: Any, *args: Any, cfg: FSDPConfig, **options: Any
+    ) -> None:
         self.cfg, self.mesh = cfg, backend.mesh()
         # Weights are compared now, because no two ranks hold the same rows after sharding.
         guards.check_same(backend, model, guards.smallest(model.parameters()))
         # `half` is the dtype in which weights are gathered and used; None leaves it unchanged.
         half = torch.bfloat16 if backend.precision == "bf16" else None
-        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(
+            param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
         # The model is sharded before it moves to the device, which therefore needs space for only one whole layer.
         for layer in model.separate_layers():
-            fully_shard(layer, mesh=self.mesh, reshard_after_forward=cfg.reshard_after_forward, mp_policy=policy)
+            fully_shard(
+                layer,
+                mesh=self.mesh,
+                reshard_after_forward=cfg.reshard_after_forward,
+                mp_policy=policy,
+            )
         fully_shard(model, mesh=self.mesh, reshard_after_forward=False, mp_policy=policy)
         super().__init__(optim, backend, model, *args, **options)
 
@@ -59,7 +72,11 @@ class FSDP(DataParallel):
 
     @torch.no_grad()
     def clip(self, divisor: Tensor) -> Tensor:
-        gradients = [weight.grad.to_local() for weight in self.parameters if isinstance(weight.grad, DTensor)]
+        gradients = [
+            weight.grad.to_local()
+            for weight in self.parameters
+            if isinstance(weight.grad, DTensor)
+        ]
         square = nn.utils.get_total_norm(gradients).square().reshape(1)
         self.backend.all_reduce([square])
         return scale(gradients, square.sqrt().reshape(()), divisor, self.max_grad_norm)
@@ -81,16 +98,22 @@ class FSDP(DataParallel):
         ranks = set[int]()
         for num_rows in {len(weight) for weight in self.model.parameters()}:
             rows, share = rows_of(rank, num_rows, self.data_size), share_of(num_rows, num_ranks)
-            ranks.update(range(rows.start // share, -(-rows.stop // share)) if rows.start < rows.stop else ())
+            ranks.update(
+                range(rows.start // share, -(-rows.stop // share))
+                if rows.start < rows.stop
+                else ()
+            )
         return ranks
 
     def load(self, model: Tensors, optimizer: State) -> None:
         own = self.model.state_dict()
         weights = {
-            name: self._part(model, name) if isinstance(own.get(name), DTensor) else model[name] for name in model
+            name: self._part(model, name) if isinstance(own.get(name), DTensor) else model[name]
+            for name in model
         }
         moments = {
-            index: {name: self._part(state, name) for name in state} for index, state in optimizer["state"].items()
+            index: {name: self._part(state, name) for name in state}
+            for index, state in optimizer["state"].items()
         }
         super().load(Tensors({"own": weights}), {**optimizer, "state": moments})
 
@@ -104,17 +127,27 @@ class FSDP(DataParallel):
         for part in parts.values():
             if id(part) not in copies:
                 whole = part.full_tensor() if isinstance(part, DTensor) else part
-                copies[id(part)] = self.backend.to_host([whole])[0] if self.data_rank == 0 else EMPTY
-        return {name: copies[id(part)] for name, part in parts.items()} if self.data_rank == 0 else {}
+                copies[id(part)] = (
+                    self.backend.to_host([whole])[0] if self.data_rank == 0 else EMPTY
+                )
+        return (
+            {name: copies[id(part)] for name, part in parts.items()} if self.data_rank == 0 else {}
+        )
 
     def _pieces(self, parts: Mapping[str, Tensor]) -> State:
         """Return this rank's rows of each tensor; tied names share them. Only rank 0 returns unsharded tensors."""
         pieces: dict[str, Any] = {}
-        rows = {id(part): part.to_local().detach() for part in parts.values() if isinstance(part, DTensor)}
+        rows = {
+            id(part): part.to_local().detach()
+            for part in parts.values()
+            if isinstance(part, DTensor)
+        }
         for name, part in parts.items():
             if isinstance(part, DTensor):
                 if len(rows[id(part)]):
-                    pieces[name] = piece(rows[id(part)], self._own_rows(len(part)).start, len(part))
+                    pieces[name] = piece(
+                        rows[id(part)], self._own_rows(len(part)).start, len(part)
+                    )
             elif self.data_rank == 0:
                 pieces[name] = part
         return pieces

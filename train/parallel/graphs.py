@@ -52,7 +52,11 @@ class GraphBudget:
         """Yield the batches and record their shapes, which explain an extra graph."""
         seen: list[dict[str, tuple[int, ...]]] = []
         for batch in batches:
-            shapes = {} if "failure" in batch else {name: tuple(each.shape) for name, each in batch["inputs"].items()}
+            shapes = (
+                {}
+                if "failure" in batch
+                else {name: tuple(each.shape) for name, each in batch["inputs"].items()}
+            )
             if shapes and shapes not in seen:
                 seen.append(shapes)
                 self.shapes = seen
@@ -67,7 +71,11 @@ class GraphBudget:
         cause = f"no input changed its shape: {self.hint}"
         if len(self.shapes) > 1:
             first, last = self.shapes[0], self.shapes[-1]
-            changed = [f"{k} {list(first.get(k, ()))} -> {list(v)}" for k, v in last.items() if first.get(k) != v]
+            changed = [
+                f"{k} {list(first.get(k, ()))} -> {list(v)}"
+                for k, v in last.items()
+                if first.get(k) != v
+            ]
             cause = "inputs changed their shape: " + ", ".join(changed)
         message = f"graph {used} was compiled, but only {self.limit} are expected; {cause}"
         if self.is_fatal:
@@ -82,9 +90,13 @@ class Compilers:
     that compiles. The flag is in the store through which the ranks joined.
     """
 
-    def __init__(self, is_compiling: Callable[[], bool] = lambda: False, store: dist.Store | None = None) -> None:
+    def __init__(
+        self, is_compiling: Callable[[], bool] = lambda: False, store: dist.Store | None = None
+    ) -> None:
         self.is_compiling, self.store = is_compiling, store
-        self.signs: int | None = None  # the store's count of messages from compiling ranks, as last read
+        self.signs: int | None = (
+            None  # the store's count of messages from compiling ranks, as last read
+        )
         self.others_compile = False
         self.asking: Thread | None = None
 
@@ -96,7 +108,10 @@ class Compilers:
         compiles = self.is_compiling()
         if self.store is None or (self.asking is not None and self.asking.is_alive()):
             return compiles
-        others_compile, self.asking = self.others_compile, Thread(target=self.ask, args=[int(compiles)], daemon=True)
+        others_compile, self.asking = (
+            self.others_compile,
+            Thread(target=self.ask, args=[int(compiles)], daemon=True),
+        )
         self.asking.start()
         return compiles or others_compile
 

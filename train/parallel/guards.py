@@ -44,7 +44,9 @@ def check_tied(model: nn.Module, tied: Tied) -> None:
     still_tied = tied_names(model)
     for group in tied:
         if not any(set(group) <= set(other) for other in still_tied):
-            raise RuntimeError(f"{' and '.join(group)} no longer share a weight after the move to the device")
+            raise RuntimeError(
+                f"{' and '.join(group)} no longer share a weight after the move to the device"
+            )
 
 
 def check_owned(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
@@ -85,7 +87,9 @@ def check_distinct_seeds(seeds: Sequence[int]) -> None:
     """Raise RuntimeError if two ranks would draw the same dropout masks."""
     # An XLA device has the same initial seed in every process, https://github.com/pytorch/xla/issues/2092.
     if len(set(seeds)) != len(seeds):
-        raise RuntimeError(f"ranks share random states {sorted(seeds)[:8]}: their dropout would be the same")
+        raise RuntimeError(
+            f"ranks share random states {sorted(seeds)[:8]}: their dropout would be the same"
+        )
 
 
 def smallest(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -97,7 +101,9 @@ def check_same(backend: Backend, model: nn.Module, weights: list[nn.Parameter]) 
     """Raise RuntimeError on rank 0 unless each of these weights is equal on all ranks that hold it."""
     names = {weight: name for name, weight in model.named_parameters()}
     copies = zip(weights, backend.to_host(weights), strict=True)
-    sums = backend.world.gather({names[weight]: float(copy.double().sum()) for weight, copy in copies})
+    sums = backend.world.gather(
+        {names[weight]: float(copy.double().sum()) for weight, copy in copies}
+    )
     for name in {name for own in sums for name in own}:
         first, *ranks = (rank for rank, own in enumerate(sums) if name in own)
         others = [rank for rank in ranks if sums[rank][name] != sums[first][name]]
@@ -129,7 +135,11 @@ def watch_masks(model: nn.Module) -> None:
 
 
 def reject_other_masks(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-    mask = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments.get("attention_mask")
+    mask = (
+        inspect.signature(module.forward)
+        .bind_partial(*args, **kwargs)
+        .arguments.get("attention_mask")
+    )
     if mask is not None and not (mask.ndim == 4 and mask.is_floating_point()):
         raise InputError(
             f"{type(module).__name__} was given an attention mask {list(mask.shape)} of {mask.dtype}; on XLA it must "

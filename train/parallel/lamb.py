@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     import torch
 
 
-def build(cfg: OptimConfig, groups: list[Group], options: dict[str, bool]) -> torch.optim.Optimizer:
+def build(
+    cfg: OptimConfig, groups: list[Group], options: dict[str, bool]
+) -> torch.optim.Optimizer:
     """Return LAMB, without a trust ratio for biases and normalisation weights."""
     import torch
 

@@ -37,7 +37,9 @@ class Lamb(torch.optim.Optimizer):
             if not params:
                 continue
             grads = [parameter.grad for parameter in params]
-            means, squares = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
+            means, squares = (
+                [self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq")
+            )
             beta1, beta2 = group["betas"]
             if skips is None:
                 torch._foreach_lerp_(means, grads, 1 - beta1)
@@ -45,7 +47,9 @@ class Lamb(torch.optim.Optimizer):
             else:
                 for grad in grads:
                     grad.masked_fill_(skips, 0.0)  # multiplying by 0 would not remove NaN
-                torch._foreach_lerp_(means, grads, [torch.where(skips, 0.0, 1 - beta1)] * len(means))
+                torch._foreach_lerp_(
+                    means, grads, [torch.where(skips, 0.0, 1 - beta1)] * len(means)
+                )
                 torch._foreach_mul_(squares, torch.where(skips, 1.0, beta2))
             torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
             updates = torch._foreach_sqrt(squares)
@@ -56,7 +60,10 @@ class Lamb(torch.optim.Optimizer):
             if skips is not None:
                 torch._foreach_mul_(updates, (~skips).float())
             if group["trust_ratio"]:
-                weight_norms, update_norms = torch._foreach_norm(params), torch._foreach_norm(updates)
+                weight_norms, update_norms = (
+                    torch._foreach_norm(params),
+                    torch._foreach_norm(updates),
+                )
                 ratios = [
                     torch.where((w > 0) & (u > 0), w / u, torch.ones_like(w))
                     for w, u in zip(weight_norms, update_norms, strict=True)

@@ -21,12 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from train.config import BackendConfig, NeuronConfig, check
 from train.config.backend import NEURON_TIMEOUT_S
+from train.machine import machine, rank_setup
+from train.machine.versions import read_versions
 from train.parallel import guards
 from train.parallel.backend import Backend, Work
 from train.parallel.ddp import DDP
-from train.system import machine, rank_setup
-from train.system.caches import place_graphs
-from train.system.versions import read_versions
+from train.storage.caches import place_graphs
 
 DEVICE = "neuron"  # without an index: a process sees a single core
 COLLECTIVES = "cpu:gloo,neuron:neuron"
@@ -39,7 +39,9 @@ class Neuron(DDP):
     # With a pre-release on trn2, a step took 126 ms with AdamW's foreach implementation and 1,324 ms with its loop over
     # weight tensors, which also failed for a model with 814 of them (hokindeng/object-permanence, pwm/).
     adamw = {"foreach": True}
-    skips_on_device = False  # AdamW counts steps on the host, so the host must know which are skipped
+    skips_on_device = (
+        False  # AdamW counts steps on the host, so the host must know which are skipped
+    )
     pin_memory = False
     drops_masks = False  # batches without a mask would need another graph
     device_name = "NeuronCore"
@@ -49,10 +51,16 @@ class Neuron(DDP):
 
     def __init__(self, cfg: BackendConfig) -> None:
         Backend.__init__(self)
-        cfg = cfg if isinstance(cfg, NeuronConfig) else NeuronConfig(**{**asdict(cfg), "name": "neuron"})  # validates
+        cfg = (
+            cfg
+            if isinstance(cfg, NeuronConfig)
+            else NeuronConfig(**{**asdict(cfg), "name": "neuron"})
+        )  # validates
         check_machine(cfg)
         timeout_s, nodes = cfg.timeout_s or NEURON_TIMEOUT_S, self.world.num_machines
-        os.environ.update(machine.runtime_environment(os.environ, nodes=nodes, timeout_s=timeout_s))
+        os.environ.update(
+            machine.runtime_environment(os.environ, nodes=nodes, timeout_s=timeout_s)
+        )
         os.environ.update(place_graphs(os.environ, is_native=True))
         # This registers the device and its collectives. torch also does so, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0.
         self.package = importlib.import_module("torch_neuronx")
@@ -78,9 +86,13 @@ class Neuron(DDP):
 
     def ready(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         super().ready(optimizer, parameters)
-        getattr(self.package, "clear_op_tracking", self.fallback_ops)()  # ignore operators before the first step
+        getattr(
+            self.package, "clear_op_tracking", self.fallback_ops
+        )()  # ignore operators before the first step
 
-    def optimizer_step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor) -> None:
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor
+    ) -> None:
         super().optimizer_step(optimizer, parameters, norm)
         wait_for(self.device)  # asynchronous updates of many weights have failed
 
@@ -99,7 +111,10 @@ class Neuron(DDP):
     def mesh(self) -> DeviceMesh:
         # First test the collectives that FSDP uses. The test values start at 1, because unwritten memory is 0.
         number, size = self.world.rank + 1, self.world.size
-        numbers, whole = torch.arange(1.0, size + 1).to(self.device), torch.zeros(size).to(self.device)
+        numbers, whole = (
+            torch.arange(1.0, size + 1).to(self.device),
+            torch.zeros(size).to(self.device),
+        )
         own, part = torch.tensor([float(number)]).to(self.device), torch.zeros(1).to(self.device)
         dist.all_gather_into_tensor(whole, own)
         guards.check_collective("all-gather", whole, range(1, size + 1))
@@ -112,7 +127,10 @@ class Neuron(DDP):
         group = super().subgroup(ranks)
         if self.world.rank in ranks and len(ranks) > 1:
             place, numbers = ranks.index(self.world.rank), range(1, len(ranks) + 1)
-            own, taken = torch.tensor([float(numbers[place])]).to(self.device), torch.zeros(1).to(self.device)
+            own, taken = (
+                torch.tensor([float(numbers[place])]).to(self.device),
+                torch.zeros(1).to(self.device),
+            )
             sends = dist.P2POp(dist.isend, own, ranks[(place + 1) % len(ranks)], group)
             takes = dist.P2POp(dist.irecv, taken, ranks[place - 1], group)
             for work in dist.batch_isend_irecv([sends, takes]):
@@ -125,8 +143,13 @@ class Neuron(DDP):
     def tracer(self, folder: Path) -> torch.profiler.profile:
         # Only the runtime is traced. A trace of instructions would take about 5 GB of device memory.
         profiling = importlib.import_module("torch_neuronx.profiling")
-        config = profiling.NeuronConfig(modes=[profiling.ProfileMode.RUNTIME], profile_output_dir=str(folder))
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.PrivateUse1]
+        config = profiling.NeuronConfig(
+            modes=[profiling.ProfileMode.RUNTIME], profile_output_dir=str(folder)
+        )
+        activities = [
+            torch.profiler.ProfilerActivity.CPU,
+            torch.profiler.ProfilerActivity.PrivateUse1,
+        ]
         return torch.profiler.profile(activities=activities, experimental_config=config)
 
 
@@ -152,6 +175,15 @@ def wait_for(device: torch.device) -> None:
 def check_machine(cfg: BackendConfig) -> None:
     """Raise InputError if native PyTorch on Neuron cannot run on this machine."""
     faults = read_versions().native.faults(machine.installed_versions("torch", "torch-neuronx"))
-    check(not faults, f"backend=neuron needs native PyTorch: {'; '.join(faults)}; for PyTorch/XLA set backend=xla")
-    check(bool(machine.neuron_devices()), "no Trainium here: there is no /dev/neuron0; see python -m train.doctor")
-    check(cfg.device in ("auto", "neuron"), f"backend=neuron runs on Neuron devices, not backend.device={cfg.device}")
+    check(
+        not faults,
+        f"backend=neuron needs native PyTorch: {'; '.join(faults)}; for PyTorch/XLA set backend=xla",
+    )
+    check(
+        bool(machine.neuron_devices()),
+        "no Trainium here: there is no /dev/neuron0; see python -m train.doctor",
+    )
+    check(
+        cfg.device in ("auto", "neuron"),
+        f"backend=neuron runs on Neuron devices, not backend.device={cfg.device}",
+    )

@@ -21,10 +21,14 @@ def is_finite(norm: Tensor) -> Tensor:
 class Skips:
     """Counts of skipped steps. They are on the device if it decides which steps to skip, so that no step waits."""
 
-    def __init__(self, device: torch.device, to_host: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
+    def __init__(
+        self, device: torch.device, to_host: Callable[[Sequence[Tensor]], list[Tensor]]
+    ) -> None:
         self.to_host = to_host
         self.total = torch.zeros(1, dtype=torch.int32).to(device)
-        self.streak = torch.zeros(1, dtype=torch.int32).to(device)  # number of consecutive skipped steps up to now
+        self.streak = torch.zeros(1, dtype=torch.int32).to(
+            device
+        )  # number of consecutive skipped steps up to now
 
     @torch.no_grad()
     def see(self, norm: Tensor, *, overflowed: Tensor | None = None) -> None:

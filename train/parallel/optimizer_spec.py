@@ -33,12 +33,17 @@ class Roles(TypedDict):
     """The places of parameters in the model, from which their learning rates are computed."""
 
     head: list[nn.Parameter]
-    distances: dict[nn.Parameter, int]  # distances to the head in layers; 0 for parameters not listed
+    distances: dict[
+        nn.Parameter, int
+    ]  # distances to the head in layers; 0 for parameters not listed
 
 
 def roles(cfg: OptimConfig, model: Any) -> Roles:
     """Return the roles of a model's parameters. Raises InputError if cfg.layer_decay does not suit the model."""
-    return {"head": model.head_parameters(), "distances": {} if cfg.layer_decay is None else model.distances()}
+    return {
+        "head": model.head_parameters(),
+        "distances": {} if cfg.layer_decay is None else model.distances(),
+    }
 
 
 def parameter_groups(
@@ -61,10 +66,14 @@ def parameter_groups(
     groups = []
     for is_head, lr_factor in ((False, 1.0), (True, (cfg.head_lr or cfg.lr) / cfg.lr)):
         for decays, weight_decay in ((True, cfg.weight_decay), (False, 0.0)):
-            chosen = [p for p in parameters if (id(p) in heads) == is_head and (p.ndim >= 2) == decays]
+            chosen = [
+                p for p in parameters if (id(p) in heads) == is_head and (p.ndim >= 2) == decays
+            ]
             for distance, same in groupby(chosen, lambda weight: (distances or {}).get(weight, 0)):
                 factor = lr_factor * (cfg.layer_decay or 1.0) ** distance
-                groups.append({"params": list(same), "lr_factor": factor, "weight_decay": weight_decay})
+                groups.append(
+                    {"params": list(same), "lr_factor": factor, "weight_decay": weight_decay}
+                )
     return groups
 
 
@@ -97,7 +106,9 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         own = optimizer.state[parameter]
         for name, value in saved["state"].get(index, {}).items():
             if value.ndim == 0:
-                own[name].fill_(value.item())  # in place: on XLA all parameters share one step count at first
+                own[name].fill_(
+                    value.item()
+                )  # in place: on XLA all parameters share one step count at first
             elif own[name].device.type == "cpu":
                 own[name].copy_(value)  # copied, since the loaded value may be memory-mapped
             else:

@@ -30,7 +30,9 @@ SCHEDULES: dict[str, Callable[[float, OptimConfig], float]] = {
     "cosine": lambda left, cfg: 0.5 - 0.5 * math.cos(math.pi * left),
     "polynomial": lambda left, cfg: left**cfg.power,
     "constant": lambda left, cfg: 1.0,
-    WSD: lambda left, cfg: 1 - math.sqrt(1 - left),  # the best decay in https://arxiv.org/abs/2405.18392
+    WSD: lambda left, cfg: (
+        1 - math.sqrt(1 - left)
+    ),  # the best decay in https://arxiv.org/abs/2405.18392
 }
 
 
@@ -84,13 +86,19 @@ def learning_rate(step: int, *, cfg: OptimConfig, plan: Plan) -> float:
     return cfg.lr * (cfg.final_lr_fraction + (1 - cfg.final_lr_fraction) * share)
 
 
-def check_continues(step: int, lr: float | None, *, cfg: OptimConfig, plan: Plan, force: bool) -> None:
+def check_continues(
+    step: int, lr: float | None, *, cfg: OptimConfig, plan: Plan, force: bool
+) -> None:
     """Raise InputError if a wsd run's length contradicts the rate of its last step; with `force`, only warn.
 
     `step` steps are done, the last one at the rate `lr`. Before its decay begins, a run may change to
     any length whose decay begins after `step`.
     """
-    if cfg.schedule != WSD or lr is None or (now := learning_rate(step - 1, cfg=cfg, plan=plan)) == lr:
+    if (
+        cfg.schedule != WSD
+        or lr is None
+        or (now := learning_rate(step - 1, cfg=cfg, plan=plan)) == lr
+    ):
         return
     begin, remedy = cfg.decay_begin(plan.total_steps), "choose a larger length"
     if lr < cfg.lr and step > plan.warmup_steps:  # the decay has begun

@@ -28,18 +28,30 @@ LAYOUT = ("name", "stages", "schedule")  # the settings that determine which sta
 class Part(nn.Module):
     """Some consecutive layers of a model. The first part also has the embeddings, the last the head and the loss."""
 
-    def __init__(self, backend: Backend, chain: Chain, layers: range, model: nn.Module, loss: LossFunction) -> None:
+    def __init__(
+        self, backend: Backend, chain: Chain, layers: range, model: nn.Module, loss: LossFunction
+    ) -> None:
         super().__init__()
-        self.backend, self.chain, self.layers, self.model, self.loss = backend, chain, layers, model, loss
+        self.backend, self.chain, self.layers, self.model, self.loss = (
+            backend,
+            chain,
+            layers,
+            model,
+            loss,
+        )
 
     def forward(self, received: Tensor | None = None, **inputs: Tensor) -> Tensor:
         """Return the loss sum [1] of a micro batch if this is the last part, otherwise hidden states [B, S, H]."""
         output = self.run(self.loss, received, inputs)
-        if not output.requires_grad and torch.is_grad_enabled():  # the whole part is frozen, but a gradient will arrive
+        if (
+            not output.requires_grad and torch.is_grad_enabled()
+        ):  # the whole part is frozen, but a gradient will arrive
             output.requires_grad_()
         return torch.stack([output]) if output.ndim == 0 else output
 
-    def run(self, function: Statistics, received: Tensor | None, inputs: dict[str, Tensor]) -> Tensor:
+    def run(
+        self, function: Statistics, received: Tensor | None, inputs: dict[str, Tensor]
+    ) -> Tensor:
         """Return the result of `function` if this is the last part, otherwise hidden states [B, S, H] in float32."""
         with self.backend.autocast():
             output = self.chain.run(self.layers, received, lambda: function(self.model, inputs))
@@ -50,13 +62,18 @@ def hold(backend: Backend, model: nn.Module, names: set[str], *, lengths: int) -
     """Move only the parameters `names` of a model to the device. The others move to "meta" and need no memory."""
     kept = {parameter for name, parameter in model.named_parameters() if name in names}
     absent = {
-        name: parameter for name, parameter in model.named_parameters(remove_duplicate=False) if parameter not in kept
+        name: parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter not in kept
     }
-    no_numbers = nn.Parameter(torch.empty(0))  # moved instead of absent weights; those on "meta" cannot be moved
+    no_numbers = nn.Parameter(
+        torch.empty(0)
+    )  # moved instead of absent weights; those on "meta" cannot be moved
     replace(model, dict.fromkeys(absent, no_numbers))
     backend.setup_model(model, lengths=lengths)
     metas = {
-        parameter: nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad) for parameter in absent.values()
+        parameter: nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        for parameter in absent.values()
     }
     replace(model, {name: metas[parameter] for name, parameter in absent.items()})
 
@@ -75,7 +92,11 @@ class PipelineState(Engine):
         no parameter to train.
         """
         self.holders = holders
-        trained = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        trained = {
+            parameter: name
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
         groups = parameter_groups(optim, trained, **of)
         order = [trained[parameter] for group in groups for parameter in group["params"]]
         self.numbers = {name: number for number, name in enumerate(order)}
@@ -90,7 +111,11 @@ class PipelineState(Engine):
     def own(self) -> dict[str, nn.Parameter]:
         """Return the parameters that this stage trains, by name, in the same order on all ranks."""
         named = self.model.named_parameters()
-        return {name: weight for name, weight in named if name in self.numbers and self.stage in self.holders[name]}
+        return {
+            name: weight
+            for name, weight in named
+            if name in self.numbers and self.stage in self.holders[name]
+        }
 
     def state(self) -> dict[str, State]:
         if self.data_rank != 0:
@@ -99,10 +124,22 @@ class PipelineState(Engine):
         first = {weight: self.holders[name][0] for name, weight in self.model.named_parameters()}
         # keep_vars returns the parameters themselves, so tied names get the same object.
         state = self.model.state_dict(keep_vars=True)
-        weights = {name: value for name, value in state.items() if first.get(value, 0) == self.stage}
-        own = {self.numbers[name]: weight for name, weight in self.own().items() if first[weight] == self.stage}
-        moments: State = {"state": {number: self.optimizer.state[own[number]] for number in sorted(own)}}
-        groups = {"param_groups": [{"params": list(range(len(self.numbers)))}]} if self.stage == 0 else {}
+        weights = {
+            name: value for name, value in state.items() if first.get(value, 0) == self.stage
+        }
+        own = {
+            self.numbers[name]: weight
+            for name, weight in self.own().items()
+            if first[weight] == self.stage
+        }
+        moments: State = {
+            "state": {number: self.optimizer.state[own[number]] for number in sorted(own)}
+        }
+        groups = (
+            {"param_groups": [{"params": list(range(len(self.numbers)))}]}
+            if self.stage == 0
+            else {}
+        )
         return {"model": weights, "optimizer": {**moments, **groups}}
 
     def sources(self, rank: int, num_ranks: int, settings: Mapping[str, Any]) -> set[int] | None:
@@ -111,7 +148,11 @@ class PipelineState(Engine):
         return {stages[0] for stages in self.holders.values() if rank % self.cfg.stages in stages}
 
     def load(self, model: Tensors, optimizer: State) -> None:
-        own = {name: model[name] for name, value in self.model.state_dict().items() if value.device.type != "meta"}
+        own = {
+            name: model[name]
+            for name, value in self.model.state_dict().items()
+            if value.device.type != "meta"
+        }
         self.model.load_state_dict(own, strict=False)
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         held = [weight for group in self.optimizer.param_groups for weight in group["params"]]
@@ -126,7 +167,9 @@ class PipelineState(Engine):
         for name, weight in self.model.named_parameters():
             source = self.holders[name][0]  # the stage's rank in the first pipeline
             if source and world.rank in (0, source):
-                tensor = torch.empty(weight.shape, dtype=weight.dtype) if world.rank == 0 else weight
+                tensor = (
+                    torch.empty(weight.shape, dtype=weight.dtype) if world.rank == 0 else weight
+                )
                 world.recv_from([tensor], source)
                 full[weight] = nn.Parameter(tensor, weight.requires_grad)  # on the host
         if world.rank == 0:
@@ -135,6 +178,10 @@ class PipelineState(Engine):
 
     def check_replicas(self) -> None:
         # A few weights of each stage, and a few that several stages hold, are compared on all ranks that hold them.
-        held = {name: weight for name, weight in self.model.named_parameters() if not weight.is_meta}
+        held = {
+            name: weight for name, weight in self.model.named_parameters() if not weight.is_meta
+        }
         shared = [weight for name, weight in held.items() if len(self.holders[name]) > 1]
-        guards.check_same(self.backend, self.model, guards.smallest(held.values()) + guards.smallest(shared))
+        guards.check_same(
+            self.backend, self.model, guards.smallest(held.values()) + guards.smallest(shared)
+        )

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from train.system.schema import BadContent, record, shown
+from train.storage.schema import BadContent, record, shown
 
 
 class Piece(TypedDict):
@@ -50,7 +50,11 @@ class Tensors(Mapping[Any, Tensor]):
     def shape(self, name: Any) -> torch.Size:
         """Return the shape of the whole tensor."""
         _, value = self.found[name][0]
-        return value.shape if isinstance(value, Tensor) else torch.Size([value["num_rows"], *value["rows"].shape[1:]])
+        return (
+            value.shape
+            if isinstance(value, Tensor)
+            else torch.Size([value["num_rows"], *value["rows"].shape[1:]])
+        )
 
     def rows(self, name: Any, wanted: slice) -> Tensor:
         """Return rows of a tensor, reading only the files that have them. Raises BadContent if a row is in no file."""
@@ -64,7 +68,9 @@ class Tensors(Mapping[Any, Tensor]):
             own = value["rows"][max(0, start - first) : max(0, stop - first)]
             rows += [own] if len(own) else []
         if sum(map(len, rows)) != max(0, stop - start):
-            raise BadContent(f"rows {start} to {stop} of {shown(name)} are not in the files that should have them")
+            raise BadContent(
+                f"rows {start} to {stop} of {shown(name)} are not in the files that should have them"
+            )
         return rows[0] if len(rows) == 1 else torch.cat(rows or [values[0]["rows"][:0]])
 
     def __iter__(self) -> Iterator[Any]:
@@ -93,9 +99,13 @@ def check_covered(name: str, values: list[tuple[str, Any]], *, are_all: bool) ->
     kind, end = kind_of(first), 0
     for file, value in values:
         if kind_of(value) != kind:
-            raise BadContent(f"{file}: {name} differs in shape or dtype from that in {values[0][0]}")
+            raise BadContent(
+                f"{file}: {name} differs in shape or dtype from that in {values[0][0]}"
+            )
         if value["first_row"] < end or (are_all and value["first_row"] > end):
-            raise BadContent(f"{file}: {name} has rows from {value['first_row']}, but the previous rows end at {end}")
+            raise BadContent(
+                f"{file}: {name} has rows from {value['first_row']}, but the previous rows end at {end}"
+            )
         end = value["first_row"] + len(value["rows"])
     if end > first["num_rows"] or (are_all and end < first["num_rows"]):
         raise BadContent(f"{file}: {name} ends at row {end} of {first['num_rows']}")

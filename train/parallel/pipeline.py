@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 
 from train.config import OptimConfig, ParallelConfig, PipelineConfig, check
 from train.config.parallel import check_shards
@@ -88,7 +93,12 @@ class Pipeline(PipelineState):
         }
         of = roles(optim, model)
         self.number(optim, of, holders)
-        hold(backend, model, {name for name, stages in holders.items() if self.stage in stages}, lengths=lengths)
+        hold(
+            backend,
+            model,
+            {name for name, stages in holders.items() if self.stage in stages},
+            lengths=lengths,
+        )
         self.chain.divide()
         own = self.own()
         self.parameters = list(own.values())
@@ -107,7 +117,10 @@ class Pipeline(PipelineState):
     def _groups(self, own: dict[str, Any]) -> tuple[Any, list[Any]]:
         """Return the process group of this rank's pipeline, and the `sums` for `PipelineSync`."""
         stages, replicas = self.cfg.stages, range(self.data_size)
-        pipelines = [self.backend.subgroup([stages * replica + s for s in range(stages)]) for replica in replicas]
+        pipelines = [
+            self.backend.subgroup([stages * replica + s for s in range(stages)])
+            for replica in replicas
+        ]
         sums = []
         for held_by in sorted({self.holders[name] for name in self.numbers}):
             ranks = [stages * replica + stage for replica in replicas for stage in held_by]
@@ -127,12 +140,16 @@ class Pipeline(PipelineState):
         inputs = batch["inputs"]
         tokens = inputs["input_ids"]
         if tokens.shape not in self.schedules:
-            self.schedules[tokens.shape] = self._schedule(len(tokens) // self.cfg.micro_batches, tokens.shape[1])
+            self.schedules[tokens.shape] = self._schedule(
+                len(tokens) // self.cfg.micro_batches, tokens.shape[1]
+            )
         try:
             with self.backend.span.timed():
                 self.schedules[tokens.shape].step(target=tokens, losses=losses, **inputs)
         except RuntimeError as error:
-            raise error.__cause__ or error from None  # the library wraps exceptions of a forward pass
+            raise (
+                error.__cause__ or error
+            ) from None  # the library wraps exceptions of a forward pass
         if losses:
             self.loss_sum += torch.cat(losses).detach().sum()
 
@@ -143,7 +160,9 @@ class Pipeline(PipelineState):
         """
         num_parts, device = self.cfg.num_parts, self.backend.device
         shape = (rows, seq_len, self.chain.network.config.hidden_size)
-        hidden = torch.empty(shape, device="meta", requires_grad=True)  # otherwise newer PyTorch sends no gradient
+        hidden = torch.empty(
+            shape, device="meta", requires_grad=True
+        )  # otherwise newer PyTorch sends no gradient
         stages = [
             Stage(
                 part,
@@ -200,7 +219,9 @@ class PipelineSync(GradSync):
     count_type = torch.float64  # like the norm in `clip`
     adds_counts = True
 
-    def __init__(self, model: nn.Module, device: torch.device, sums: list[Any], *, counts: bool) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, sums: list[Any], *, counts: bool
+    ) -> None:
         """Store `sums`, tuples (group, weights, whether several stages hold them). `counts`: if True, count labels."""
         super().__init__(model, device)
         self.sums, self.counts = sums, counts
@@ -214,7 +235,9 @@ class PipelineSync(GradSync):
         for group, weights, is_shared in self.sums:
             # A missing gradient is sent as zeros if other stages hold the weight, too. Otherwise it is left out.
             held = [weight for weight in weights if is_shared or weight.grad is not None]
-            gradients = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in held]
+            gradients = [
+                torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in held
+            ]
             totals = all_reduce_flat(gradients, group) if held else []
             for weight, total in zip(held, totals, strict=True):
                 weight.grad = total
@@ -223,7 +246,10 @@ class PipelineSync(GradSync):
 
 def cut(model: Any, cfg: PipelineConfig) -> tuple[Chain, list[range]]:
     """Return the chain of a model's layers, and the range of each part. Raises InputError if there are too few."""
-    check(isinstance(model, Network), f"parallel=pipeline splits transformers' encoders, not a {type(model).__name__}")
+    check(
+        isinstance(model, Network),
+        f"parallel=pipeline splits transformers' encoders, not a {type(model).__name__}",
+    )
     chain = Chain(model)
     cfg.check_layers(len(chain.layers))
     return chain, chain.cut(cfg.num_parts)

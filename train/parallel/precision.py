@@ -10,7 +10,9 @@ import torch
 from train.config import check
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-ONLY_FP32 = {"deberta"}  # under autocast; deberta-v2, the type of DeBERTa v3, runs in all precisions
+ONLY_FP32 = {
+    "deberta"
+}  # under autocast; deberta-v2, the type of DeBERTa v3, runs in all precisions
 NORMS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -62,7 +64,9 @@ def set_deterministic(wanted: bool) -> None:
     https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html
     """
     if wanted:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by the first matrix product
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # read by the first matrix product
         # torch would fill uninitialised memory, which only helps to find faults and costs time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(wanted)

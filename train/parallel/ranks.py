@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from train.config import Failure, InputError
-from train.system.launched import launched
-from train.system.runtime import pool_beside_training
+from train.machine.launched import launched
+from train.machine.runtime import pool_beside_training
 
 Result = TypeVar("Result")
 POLL_S = 0.05
@@ -32,13 +32,17 @@ def no_wait() -> None:
 class World:
     """The ranks of a run, as the launcher numbers them."""
 
-    group: dist.ProcessGroup | None = None  # None: the default group, which uses gloo for host tensors
+    group: dist.ProcessGroup | None = (
+        None  # None: the default group, which uses gloo for host tensors
+    )
 
     def __init__(self) -> None:
         launch = launched()
         self.rank, self.size = launch.rank, launch.world_size
         self.local_rank, self.local_size = launch.local_rank, launch.local_world_size
-        self.is_distributed = launch.is_distributed  # True under a launcher, even with a single rank
+        self.is_distributed = (
+            launch.is_distributed
+        )  # True under a launcher, even with a single rank
 
     @property
     def num_machines(self) -> int:
@@ -147,7 +151,9 @@ class World:
         """
         result, failure = attempt(action)
         answers = self.gather((result, failure and f"{type(failure).__name__}: {failure}"))
-        texts = (f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text is not None)
+        texts = (
+            f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text is not None
+        )
         text = self.broadcast(next(texts, None))
         if failure is not None or text is not None:
             raise failure or RuntimeError(text)
@@ -161,7 +167,9 @@ class World:
             raise failure or RuntimeError(f"rank 0: {text}")
         return cast(Result, result)
 
-    def run_on_rank0(self, action: Callable[[], Result], on_wait: Callable[[], None] = no_wait) -> Result:
+    def run_on_rank0(
+        self, action: Callable[[], Result], on_wait: Callable[[], None] = no_wait
+    ) -> Result:
         """Run an action in a thread of rank 0 and return its result on all ranks. Failures are raised as in `agree`.
 
         The action may take longer than the timeout of a collective, and must not use collectives. Meanwhile all ranks
@@ -169,11 +177,15 @@ class World:
         """
         return self.broadcast(cast(Result, self._some_do(action, self.rank == 0, on_wait)))
 
-    def run_on_local_rank0(self, action: Callable[[], Result], on_wait: Callable[[], None] = no_wait) -> Result | None:
+    def run_on_local_rank0(
+        self, action: Callable[[], Result], on_wait: Callable[[], None] = no_wait
+    ) -> Result | None:
         """Run an action on each machine's first rank and return its result there. Other ranks wait and return None."""
         return self._some_do(action, self.local_rank == 0, on_wait)
 
-    def _some_do(self, action: Callable[[], Result], is_mine: bool, on_wait: Callable[[], None]) -> Result | None:
+    def _some_do(
+        self, action: Callable[[], Result], is_mine: bool, on_wait: Callable[[], None]
+    ) -> Result | None:
         if not is_mine:
             self.wait_until(lambda: True, on_wait)
             return self.agree(lambda: None)
@@ -182,7 +194,9 @@ class World:
             self.wait_until(future.done, on_wait)
             return self.agree(future.result)
 
-    def wait_until(self, is_done: Callable[[], bool], on_wait: Callable[[], None] = no_wait) -> None:
+    def wait_until(
+        self, is_done: Callable[[], bool], on_wait: Callable[[], None] = no_wait
+    ) -> None:
         """Wait until `is_done` returns True on all ranks. Until then, call `on_wait` repeatedly."""
         while self.sum([not is_done()])[0]:
             on_wait()

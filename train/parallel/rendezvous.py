@@ -28,11 +28,13 @@ import torch.distributed as dist
 import train
 from train.config import Failure, InputError, check
 from train.config.backend import JOIN_TIMEOUT_S
-from train.system.console import without_stdout
-from train.system.launched import Launched, launched
+from train.machine.console import without_stdout
+from train.machine.launched import Launched, launched
 
 logger = logging.getLogger("train")
-set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # public since PyTorch 2.14
+set_timeout = (
+    getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+)  # public since PyTorch 2.14
 REPORT_EVERY_S = 10.0
 POLL_S, CONNECT_S = 0.1, 2.0
 MOST_NAMED = 8  # at most this many missing ranks are named in a message
@@ -40,16 +42,26 @@ ROUNDS = "rounds"  # key of the newest round's number
 ROSTER = "roster"
 REJECTION = "rejection"  # key of the reason for a rejection; never removed, because torchrun does not restart after it
 NUM_INFORMED = "num_informed"  # key of the count of ranks on machines that know of the rejection
-KEPT: list[dist.Store] = []  # rank 0's store; if freed, its server would end and forget which ranks are informed
+KEPT: list[
+    dist.Store
+] = []  # rank 0's store; if freed, its server would end and forget which ranks are informed
 Result = TypeVar("Result")
 
 
-def join(names: str, device: str, *, timeout_s: float, join_timeout_s: float = JOIN_TIMEOUT_S) -> dist.Store:
+def join(
+    names: str, device: str, *, timeout_s: float, join_timeout_s: float = JOIN_TIMEOUT_S
+) -> dist.Store:
     """Wait for the other ranks (see `wait_for_ranks`), then make the default process group with backends `names`."""
     launch, store = launched(), wait_for_ranks(device, join_timeout_s)
-    make = partial(dist.init_process_group, names, store=store, rank=launch.rank, world_size=launch.world_size)
+    make = partial(
+        dist.init_process_group, names, store=store, rank=launch.rank, world_size=launch.world_size
+    )
     # PyTorch can change the timeout of gloo and NCCL afterwards, but not that of Neuron's collectives.
-    connect(make, timeout_s=timeout_s, connect_timeout_s=timeout_s if "neuron" in names else join_timeout_s)
+    connect(
+        make,
+        timeout_s=timeout_s,
+        connect_timeout_s=timeout_s if "neuron" in names else join_timeout_s,
+    )
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
 
@@ -71,13 +83,19 @@ def wait_for_ranks(device: str, timeout_s: float) -> dist.Store:
     `device` names the backend, device and precision. Raises Failure if a rank does not arrive in time, and InputError
     if a rank was rejected or if `device` differs between ranks.
     """
-    here = Rendezvous(launched(), timeout_s, f"{device}, torch {torch.__version__}, baretrain {train.__version__}")
+    here = Rendezvous(
+        launched(),
+        timeout_s,
+        f"{device}, torch {torch.__version__}, baretrain {train.__version__}",
+    )
     try:
         return here.poll(here.arrive)
     except Absent as absent:
         raise Failure(f"{absent} did not reach {here.where} within {timeout_s:g} s") from None
     except dist.DistError as error:
-        raise Failure(f"the ranks cannot join at {here.where} (MASTER_ADDR, MASTER_PORT): {error}") from error
+        raise Failure(
+            f"the ranks cannot join at {here.where} (MASTER_ADDR, MASTER_PORT): {error}"
+        ) from error
 
 
 def announce(reason: str, timeout_s: float) -> None:
@@ -117,7 +135,9 @@ class Rendezvous:
                 if waited_s >= next_report_s:
                     next_report_s += REPORT_EVERY_S
                     is_first = self.launch.rank == 0
-                    if is_first or (self.launch.local_rank == 0 and str(absent).startswith("rank 0 ")):
+                    if is_first or (
+                        self.launch.local_rank == 0 and str(absent).startswith("rank 0 ")
+                    ):
                         text = f"waiting for {absent} at {self.where}, {waited_s:.0f} s of {self.timeout_s:g} s"
                         # The terminal shows the errors of every rank, but only rank 0's warnings.
                         logger.log(logging.WARNING if is_first else logging.ERROR, text)
@@ -134,11 +154,16 @@ class Rendezvous:
             raise Absent(f"rank 0 of {size}")
         ours = dist.PrefixStore(f"round_{newest}", store)
         if newest != self.round:
-            ours.set(f"rank_{self.launch.rank}", "\n".join((self.process_id, socket.gethostname(), self.device)))
+            ours.set(
+                f"rank_{self.launch.rank}",
+                "\n".join((self.process_id, socket.gethostname(), self.device)),
+            )
             self.round = newest
         if is_first:
             self.write_roster(ours)
-        if not ours.check([ROSTER]):  # only rank 0 looks for all ranks: 512 ranks doing so would overload the store
+        if not ours.check(
+            [ROSTER]
+        ):  # only rank 0 looks for all ranks: 512 ranks doing so would overload the store
             raise Absent("another rank")
         if self.process_id not in ours.get(ROSTER).decode().split():
             raise Absent(f"rank 0 of {size}")
@@ -150,7 +175,9 @@ class Rendezvous:
         absent = [key.removeprefix("rank_") for key in keys if not ours.check([key])]
         if absent:
             more = f" and {len(absent) - MOST_NAMED} more" if len(absent) > MOST_NAMED else ""
-            raise Absent(f"rank {', '.join(absent[:MOST_NAMED])}{more} of {self.launch.world_size}")
+            raise Absent(
+                f"rank {', '.join(absent[:MOST_NAMED])}{more} of {self.launch.world_size}"
+            )
         roster = []
         for rank, key in enumerate(keys):
             process_id, _, rest = ours.get(key).decode().partition("\n")
@@ -170,7 +197,9 @@ class Rendezvous:
         try:
             self.store = store = self.store or self.open_store()
         except Absent:
-            if launch.uses_agent_store:  # torchrun started the store before any rank, so the store has ended
+            if (
+                launch.uses_agent_store
+            ):  # torchrun started the store before any rank, so the store has ended
                 return
             raise
         store.compare_set(REJECTION, "", reason)
@@ -186,9 +215,13 @@ class Rendezvous:
         keeps_store = launch.rank == 0 and not launch.uses_agent_store
         if not keeps_store:  # fail fast: torch would retry until the timeout
             try:
-                socket.create_connection((launch.master_addr, launch.master_port), CONNECT_S).close()
+                socket.create_connection(
+                    (launch.master_addr, launch.master_port), CONNECT_S
+                ).close()
             except OSError as error:
-                raise Absent(f"rank 0 of {launch.world_size} ({error.strerror or error})") from None
+                raise Absent(
+                    f"rank 0 of {launch.world_size} ({error.strerror or error})"
+                ) from None
         store: dist.Store = dist.TCPStore(
             launch.master_addr,
             launch.master_port,

@@ -33,12 +33,19 @@ from torch_xla.utils.checkpoint import checkpoint
 
 from train.config import BackendConfig, XLAConfig, check
 from train.config.backend import DEFAULT_TIMEOUT_S, JOIN_TIMEOUT_S, NEURON_TIMEOUT_S
+from train.machine import machine
 from train.parallel import guards, nonfinite, rendezvous
-from train.parallel.backend import RANK_STRIDE, Backend, State, all_reduce_flat, round_to_bf16, widen
+from train.parallel.backend import (
+    RANK_STRIDE,
+    Backend,
+    State,
+    all_reduce_flat,
+    round_to_bf16,
+    widen,
+)
 from train.parallel.grad_sync import GradSync
 from train.parallel.graphs import Compilers, GraphBudget, Graphs
 from train.parallel.precision import check_precision
-from train.system import machine
 
 if TYPE_CHECKING:
     from train.data.batches.loader import Batch
@@ -65,7 +72,9 @@ class XLA(Backend):
 
     def __init__(self, cfg: BackendConfig, *, collects: bool = False) -> None:
         super().__init__()
-        self.cfg = cfg if isinstance(cfg, XLAConfig) else XLAConfig(**{**asdict(cfg), "name": "xla"})
+        self.cfg = (
+            cfg if isinstance(cfg, XLAConfig) else XLAConfig(**{**asdict(cfg), "name": "xla"})
+        )
         self.is_neuron = xr.device_type() == "NEURON"
         self.collects = collects  # if True, NeuronCores return only zeros
         automatic = "bf16" if self.is_neuron else "fp32"
@@ -84,22 +93,32 @@ class XLA(Backend):
         self.executed_before = 0
         self.untimed = 0  # number of graphs from the runtime's cache, which have no compile time
         self.first_step_of: list[nn.Parameter] = []
-        self.budget = GraphBudget(lambda: metric("CompileTime")[0], is_fatal=not self.is_neuron, hint=HINT)
+        self.budget = GraphBudget(
+            lambda: metric("CompileTime")[0], is_fatal=not self.is_neuron, hint=HINT
+        )
 
     def _join(self) -> None:
         """Join the other ranks. Call this first, because the device runtime caches the first rank count it sees."""
-        timeout_s = self.cfg.timeout_s or (NEURON_TIMEOUT_S if self.is_neuron else DEFAULT_TIMEOUT_S)
+        timeout_s = self.cfg.timeout_s or (
+            NEURON_TIMEOUT_S if self.is_neuron else DEFAULT_TIMEOUT_S
+        )
         device = f"{self.name} on {xr.device_type()}, {self.precision}"
-        if self.reduces_on_host:  # on CPUs each XLA process is a world of one rank, so gloo joins them
+        if (
+            self.reduces_on_host
+        ):  # on CPUs each XLA process is a world of one rank, so gloo joins them
             store = rendezvous.join("gloo", device, timeout_s=timeout_s)
             self.compilers = Compilers(self.is_compiling, store)
         elif self.world.is_distributed:
             # PyTorch/XLA would name its store after this machine's restart count, which can differ between machines.
             store = xla_rendezvous._store = rendezvous.wait_for_ranks(device, JOIN_TIMEOUT_S)
             self.compilers = Compilers(self.is_compiling, store)
-            dist.init_process_group("xla", init_method="xla://", timeout=timedelta(seconds=JOIN_TIMEOUT_S))
+            dist.init_process_group(
+                "xla", init_method="xla://", timeout=timedelta(seconds=JOIN_TIMEOUT_S)
+            )
             self.world.group = rendezvous.connect(
-                partial(dist.new_group, backend="gloo"), timeout_s=timeout_s, connect_timeout_s=JOIN_TIMEOUT_S
+                partial(dist.new_group, backend="gloo"),
+                timeout_s=timeout_s,
+                connect_timeout_s=JOIN_TIMEOUT_S,
             )
 
     def is_compiling(self) -> bool:
@@ -109,7 +128,10 @@ class XLA(Backend):
     def check_world(self) -> None:
         """Check that the expected device was opened, and that the reduction of gradients reaches all ranks."""
         opened, wanted = xm.xla_device_hw(self.device), "NEURON" if self.is_neuron else "CPU"
-        check(opened == wanted, f"PJRT_DEVICE={wanted}, but PyTorch/XLA opened {opened}: see python -m train.doctor")
+        check(
+            opened == wanted,
+            f"PJRT_DEVICE={wanted}, but PyTorch/XLA opened {opened}: see python -m train.doctor",
+        )
         if not self.world.is_distributed:
             return
         ones = torch.ones(1).to(self.device)
@@ -122,7 +144,9 @@ class XLA(Backend):
             ones=self.world.size if self.collects else total,
         )
         if not self.reduces_on_host and self.world.rank != xr.global_ordinal():
-            raise RuntimeError(f"torchrun's rank {self.world.rank} is rank {xr.global_ordinal()} of the device runtime")
+            raise RuntimeError(
+                f"torchrun's rank {self.world.rank} is rank {xr.global_ordinal()} of the device runtime"
+            )
         self.compare_caches()
 
     def compare_caches(self) -> None:
@@ -131,9 +155,17 @@ class XLA(Backend):
             return
         location = machine.cache_location(os.environ)
         own = machine.cached_graphs(location) if self.world.local_rank == 0 else None
-        caches = [(host, has) for host, has in self.world.gather((socket.gethostname(), own)) if has is not None]
+        caches = [
+            (host, has)
+            for host, has in self.world.gather((socket.gethostname(), own))
+            if has is not None
+        ]
         known = set().union(*(has for _, has in caches))
-        lacking = ", ".join([f"{host} lacks {len(known - has)}" for host, has in caches if has != known][:MOST_NAMED])
+        lacking = ", ".join(
+            [f"{host} lacks {len(known - has)}" for host, has in caches if has != known][
+                :MOST_NAMED
+            ]
+        )
         if lacking:
             logger.warning(
                 f"of {len(known)} compiled graphs on this run's machines, {lacking}. All ranks wait while a "
@@ -154,7 +186,9 @@ class XLA(Backend):
 
     def setup_model(self, model: Any, *, accumulation: int = 1, lengths: int = 1) -> None:
         check_precision(model, self.precision)
-        training = 2 if self.reduces_on_host or accumulation > self.cfg.batches_per_execution else 1
+        training = (
+            2 if self.reduces_on_host or accumulation > self.cfg.batches_per_execution else 1
+        )
         self.budget.limit = (training + 1) * lengths  # training graphs, and one for evaluation
         self.model, self.tied = model, guards.tied_names(model)
         if self.precision == "bf16_stochastic":
@@ -174,7 +208,12 @@ class XLA(Backend):
         guards.check_owned(optimizer, parameters)
         guards.check_tied(self.model, self.tied)
         smallest = guards.smallest(parameters)
-        moments = [value for parameter in smallest for value in optimizer.state[parameter].values() if value.ndim]
+        moments = [
+            value
+            for parameter in smallest
+            for value in optimizer.state[parameter].values()
+            if value.ndim
+        ]
         self._clear(parameters)
         self.mark_step()
         # Only a new run must change weights in its first step. A resumed run's learning rate may be too small in bf16.
@@ -183,7 +222,9 @@ class XLA(Backend):
     def mark_step(self) -> None:
         before, seed = self.budget.used, xm.get_rng_state()
         torch_xla.sync()
-        xm.set_rng_state(seed)  # every sync advances the seed, but a resumed run starts from the saved one
+        xm.set_rng_state(
+            seed
+        )  # every sync advances the seed, but a resumed run starts from the saved one
         self.budget.forgive(self.budget.used - before)
 
     # ---- a step ----------------------------------------------------------------------------------------------------
@@ -197,11 +238,16 @@ class XLA(Backend):
         def source() -> Iterator[Batch]:
             try:
                 yield from self.budget.watched(batches)
-            except Exception as error:  # torch_xla's loader thread would treat it as the end of the data
+            except (
+                Exception
+            ) as error:  # torch_xla's loader thread would treat it as the end of the data
                 failures.append(error)
 
         loader = pl.ParallelLoader(
-            source(), [self.device], loader_prefetch_size=HOST_PREFETCH, device_prefetch_size=DEVICE_PREFETCH
+            source(),
+            [self.device],
+            loader_prefetch_size=HOST_PREFETCH,
+            device_prefetch_size=DEVICE_PREFETCH,
         )
         try:
             iterator, seed = loader.per_device_loader(self.device), xm.get_rng_state()
@@ -229,15 +275,21 @@ class XLA(Backend):
 
     def unscale(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         self.first_weights = self.to_host(self.first_step_of)
-        self.before_step = nonfinite.copies(nonfinite.changed_by(optimizer))  # before `widen` changes dtypes
+        self.before_step = nonfinite.copies(
+            nonfinite.changed_by(optimizer)
+        )  # before `widen` changes dtypes
         if self.precision == "bf16_stochastic":
             widen(parameters)
 
-    def optimizer_step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor) -> None:
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor
+    ) -> None:
         optimizer.step()
         if self.precision == "bf16_stochastic":
             round_to_bf16(parameters)
-        nonfinite.undo_unless(nonfinite.is_finite(norm), nonfinite.changed_by(optimizer), self.before_step)
+        nonfinite.undo_unless(
+            nonfinite.is_finite(norm), nonfinite.changed_by(optimizer), self.before_step
+        )
         self.skips.see(norm)
         self._clear(parameters)
         torch_xla.sync()  # run the whole step as one graph
@@ -265,7 +317,11 @@ class XLA(Backend):
         return copies
 
     def graphs(self) -> Graphs:
-        return Graphs(self.budget.used, metric("CompileTime")[1] / 1e9, metric("ExecuteTime")[0] - self.executed_before)
+        return Graphs(
+            self.budget.used,
+            metric("CompileTime")[1] / 1e9,
+            metric("ExecuteTime")[0] - self.executed_before,
+        )
 
     # ---- random numbers and files ----------------------------------------------------------------------------------
 
@@ -297,7 +353,11 @@ class XLASync(GradSync):
 
     def __init__(self, backend: XLA, model: nn.Module) -> None:
         super().__init__(model, backend.device)
-        self.backend, self.per_execution, self.micro = backend, backend.cfg.batches_per_execution, 0
+        self.backend, self.per_execution, self.micro = (
+            backend,
+            backend.cfg.batches_per_execution,
+            0,
+        )
 
     @contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
@@ -308,8 +368,12 @@ class XLASync(GradSync):
 
     def reduce(self) -> Tensor:
         if self.backend.world.size > 1:
-            gradients = [weight.grad for weight in self.module.parameters() if weight.grad is not None]
-            self.backend.all_reduce([self.count, *reversed(gradients)])  # the last layers' gradients are ready first
+            gradients = [
+                weight.grad for weight in self.module.parameters() if weight.grad is not None
+            ]
+            self.backend.all_reduce(
+                [self.count, *reversed(gradients)]
+            )  # the last layers' gradients are ready first
         return self.count
 
 

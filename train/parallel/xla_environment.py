@@ -8,10 +8,10 @@ import sys
 
 from train.config import BackendConfig, check
 from train.config.backend import NEURON_TIMEOUT_S
-from train.system import machine, rank_setup
-from train.system.caches import place_graphs
-from train.system.launched import launched
-from train.system.versions import read_versions
+from train.machine import machine, rank_setup
+from train.machine.launched import launched
+from train.machine.versions import read_versions
+from train.storage.caches import place_graphs
 
 logger = logging.getLogger("train")
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc")
@@ -28,7 +28,10 @@ def ready(cfg: BackendConfig, *, collects: bool) -> None:
     )
     kind = choose_device(cfg.device)
     missing = [name for name in ("torch-neuronx", "neuronx-cc") if name not in versions]
-    check(kind == "CPU" or not missing, f"{' and '.join(missing)} not installed: {read_versions().sdk.install}")
+    check(
+        kind == "CPU" or not missing,
+        f"{' and '.join(missing)} not installed: {read_versions().sdk.install}",
+    )
     check(
         kind == "CPU" or "torch_xla" not in sys.modules,
         "another library (accelerate?) imported torch_xla before its environment was set: pip uninstall accelerate",
@@ -48,9 +51,15 @@ def ready(cfg: BackendConfig, *, collects: bool) -> None:
         rank_setup.pin(rank_setup.neuron_address(os.environ, launch.local_rank))
         rounds = cfg.precision == "bf16_stochastic"
         timeout_s = cfg.timeout_s or NEURON_TIMEOUT_S
-        wanted = machine.neuron_environment(os.environ, nodes=nodes, stochastic_rounding=rounds, timeout_s=timeout_s)
+        wanted = machine.neuron_environment(
+            os.environ, nodes=nodes, stochastic_rounding=rounds, timeout_s=timeout_s
+        )
         os.environ.update(wanted)
-        logger.info("NEURON_CC_FLAGS=%s, cache %s", os.environ["NEURON_CC_FLAGS"], machine.cache_location(os.environ))
+        logger.info(
+            "NEURON_CC_FLAGS=%s, cache %s",
+            os.environ["NEURON_CC_FLAGS"],
+            machine.cache_location(os.environ),
+        )
 
 
 def choose_device(name: str) -> str:
@@ -60,8 +69,15 @@ def choose_device(name: str) -> str:
         not (devices and asked == "CPU" and name == "auto"),
         "PJRT_DEVICE=CPU on a machine with Trainium: unset it, or set backend.device=cpu to train on the CPU",
     )
-    kind = {"neuron": "NEURON", "cpu": "CPU", "cuda": "CUDA"}.get(name) or asked or ("NEURON" if devices else "CPU")
-    check(kind in ("NEURON", "CPU"), f"backend=xla runs on Trainium and CPUs, not on {kind}; set backend=ddp for GPUs")
+    kind = (
+        {"neuron": "NEURON", "cpu": "CPU", "cuda": "CUDA"}.get(name)
+        or asked
+        or ("NEURON" if devices else "CPU")
+    )
+    check(
+        kind in ("NEURON", "CPU"),
+        f"backend=xla runs on Trainium and CPUs, not on {kind}; set backend=ddp for GPUs",
+    )
     check(
         kind == "CPU" or bool(devices),
         "no Trainium here: there is no /dev/neuron0. On a trn1 instance, its driver is missing: see python -m "

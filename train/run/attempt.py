@@ -14,19 +14,19 @@ from train.checkpoints.manifest import NoneValid, OtherVersion, Untrusted
 from train.checkpoints.saver import SavesFail
 from train.config import Failure, InputError, NotPermitted, Plan, TrainConfig
 from train.data.batches.loader import LARGER
+from train.machine.launched import launched
+from train.machine.memory import count_oom_kills, find_oom_counter, own_peak_bytes
+from train.machine.processes import age_s, read_process
+from train.machine.torchrun import has_rejected
 from train.models.memory_estimate import advice
 from train.parallel.backend import peak_device_bytes
 from train.parallel.ranks import World
 from train.run.stopping import Notices, StoppedEarly, StopRequest
 from train.run.watchdog import Watchdog
-from train.system.folders import empty_folders_removed, make_folder
-from train.system.launched import launched
-from train.system.memory import count_oom_kills, find_oom_counter, own_peak_bytes
-from train.system.outcome import ENDS, OUT_OF_MEMORY, STOP_FILE, Outcome, may_continue
-from train.system.ownership import LeaseLost
-from train.system.processes import age_s, read_process
-from train.system.run_folder import RunFolder, set_up_logging, side_channel
-from train.system.torchrun import has_rejected
+from train.run_folder.outcome import ENDS, OUT_OF_MEMORY, STOP_FILE, Outcome, may_continue
+from train.run_folder.ownership import LeaseLost
+from train.run_folder.run_folder import RunFolder, set_up_logging, side_channel
+from train.storage.folders import empty_folders_removed, make_folder
 from train.tasks import Task
 
 logger = logging.getLogger("train")
@@ -34,7 +34,10 @@ KILLED_LOADER = "killed by signal: Killed"
 FULL_SHARED_MEMORY = "killed by signal: Bus error"  # a loader process wrote to a full /dev/shm
 OOM_COUNTER = find_oom_counter()
 OOM_KILLS_BEFORE = count_oom_kills(OOM_COUNTER)
-HOST_MEMORY_ERRORS = ("can't allocate memory", "Cannot allocate memory")  # from torch's CPU allocator, and for ENOMEM
+HOST_MEMORY_ERRORS = (
+    "can't allocate memory",
+    "Cannot allocate memory",
+)  # from torch's CPU allocator, and for ENOMEM
 KINDS: dict[type[BaseException], str] = {
     InputError: "refused",
     NoneValid: "no_valid_checkpoint",
@@ -74,13 +77,21 @@ class Attempt:
         # which the watchdogs of their machine need.
         process = read_process(os.getpid())
         here = os.getpid(), process.started if process else 0, self.watch.handle
-        everyone = world.all_gather_object((self.folder.previous, self.folder.ownership.owner or "", here))
+        everyone = world.all_gather_object(
+            (self.folder.previous, self.folder.ownership.owner or "", here)
+        )
         self.folder.previous, owner, _ = everyone[0]
         if launched().rank != 0:
             self.folder.ownership.follow(owner if self.saves else "")
         first = world.rank - world.local_rank
-        peers = {rank: everyone[rank][2] for rank in range(first, first + world.local_size) if rank != world.rank}
-        self.watch.joined(peers if launched().is_under_torchrun else {})  # otherwise, ranks may be in containers
+        peers = {
+            rank: everyone[rank][2]
+            for rank in range(first, first + world.local_size)
+            if rank != world.rank
+        }
+        self.watch.joined(
+            peers if launched().is_under_torchrun else {}
+        )  # otherwise, ranks may be in containers
 
     def sees_owner(self) -> bool:
         """Return whether this rank can read rank 0's lease, that is, whether they share the run folder."""
@@ -117,10 +128,14 @@ def begin(attempt: Attempt) -> Iterator[Attempt]:
                 stack.enter_context(folder.ownership)
         try:
             folder.open()
-            set_up_logging(folder.log_file, may_write=lambda: folder.is_remote or not folder.ownership.lost)
+            set_up_logging(
+                folder.log_file, may_write=lambda: folder.is_remote or not folder.ownership.lost
+            )
             stack.enter_context(attempt.watch)
             if launch.local_rank == 0:
-                stack.enter_context(Notices(cfg, attempt.stop, attempt.has_stop_file, attempt.began_s))
+                stack.enter_context(
+                    Notices(cfg, attempt.stop, attempt.has_stop_file, attempt.began_s)
+                )
             yield attempt
         except BaseException as error:
             kind = kind_of(error)
@@ -148,7 +163,9 @@ def record_end(attempt: Attempt, reason: str, step: int) -> None:
         asked, goes_on = attempt.asked or reason, ended == "stopped"
         if folder.is_remote:  # the outcome promises that the metrics are in S3
             folder.mirror()
-        outcome = Outcome(ended, attempt.kind or reason, asked, step, attempt.checkpoint, goes_on=goes_on)
+        outcome = Outcome(
+            ended, attempt.kind or reason, asked, step, attempt.checkpoint, goes_on=goes_on
+        )
         folder.outcome(outcome, is_of_all=True)
         with suppress(NotPermitted), side_channel(f"the file {STOP_FILE}"):
             if attempt.has_stop_file():
@@ -168,13 +185,18 @@ def record_failure(error: BaseException, attempt: Attempt) -> None:
     elif isinstance(error, StoppedEarly):
         outcome, reason = "stopped", f"{error} came before there was anything to save"
     elif isinstance(error, SystemExit):
-        outcome, reason = "stopped", f"exited immediately on a second signal ({attempt.stop.signal} came first)"
+        outcome, reason = (
+            "stopped",
+            f"exited immediately on a second signal ({attempt.stop.signal} came first)",
+        )
     else:
         name = "" if isinstance(error, OutOfMemory) else f"{type(error).__name__}: "
         outcome, reason = "failed", f"failed: {name}{error}"
     goes_on = may_continue(kind, attempt.folder.previous.get("kind", ""))
     attempt.folder.exit_file(reason, None)
-    attempt.folder.outcome(Outcome(outcome, kind, reason, None, attempt.checkpoint, goes_on=goes_on))
+    attempt.folder.outcome(
+        Outcome(outcome, kind, reason, None, attempt.checkpoint, goes_on=goes_on)
+    )
 
 
 class OutOfMemory(Failure):
@@ -189,12 +211,18 @@ def kind_of(error: BaseException) -> str:
     """Return a failure's identifier, by which launchers decide whether to start the run again."""
     if isinstance(error, OutOfMemory):
         return error.kind
-    kind = next((name for cls, name in KINDS.items() if isinstance(error, cls)), type(error).__name__)
-    if kind == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(error):  # torch's class, XLA's message
+    kind = next(
+        (name for cls, name in KINDS.items() if isinstance(error, cls)), type(error).__name__
+    )
+    if kind == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(
+        error
+    ):  # torch's class, XLA's message
         return "out_of_device_memory"
     if FULL_SHARED_MEMORY in str(error):
         return "out_of_shared_memory"
-    has_lost_loader = KILLED_LOADER in str(error) and count_oom_kills(OOM_COUNTER) > OOM_KILLS_BEFORE
+    has_lost_loader = (
+        KILLED_LOADER in str(error) and count_oom_kills(OOM_COUNTER) > OOM_KILLS_BEFORE
+    )
     if has_lost_loader or any(text in str(error) for text in HOST_MEMORY_ERRORS):
         return "out_of_host_memory"
     return kind

@@ -18,12 +18,12 @@ from train.checkpoints.manifest import Damaged, Manifest, NoneValid, Progress, c
 from train.checkpoints.retention import best
 from train.checkpoints.saver import MAX_LOSS_S, MAX_WAIT_S, AsyncSaver, Saved, SavesFail
 from train.config import Failure, InputError, NotPermitted, TrainConfig, flat, plural
+from train.machine.environment import versions
 from train.observe.metrics import Recorder, Window
 from train.parallel.optimizers import check_continues
 from train.run import goodput
-from train.system.environment import versions
-from train.system.run_folder import side_channel
-from train.system.schema import record
+from train.run_folder.run_folder import side_channel
+from train.storage.schema import record
 
 if TYPE_CHECKING:
     from train.parallel.backends import Backend
@@ -52,7 +52,9 @@ class CheckpointManager:
         self.cfg, self.world, self.on_wait = attempt.cfg, backend.world, attempt.watch.heartbeat
         self.store = open_store(attempt.folder.storage, attempt.folder.staging)
         self.last_rollback: int | None = None  # the step that the last rollback restored
-        self.lost: goodput.Lost | None = None  # the cost of the last attempt's fault, until it is reported
+        self.lost: goodput.Lost | None = (
+            None  # the cost of the last attempt's fault, until it is reported
+        )
 
     # ---- before the loop -----------------------------------------------------------------------------------------
 
@@ -71,14 +73,18 @@ class CheckpointManager:
         self.world.run_on_rank0(tidy, self.on_wait)
         self.loaded = self._load()
         if not self.loaded.ranks:
-            newest = self.world.run_on_rank0(lambda: goodput.newest_saved(self.attempt.folder.local))
+            newest = self.world.run_on_rank0(
+                lambda: goodput.newest_saved(self.attempt.folder.local)
+            )
             if newest is not None:
                 raise NoneValid(
                     f"metrics.jsonl says that step {newest} was saved, but there is no checkpoint in "
                     f"{self.store.location}: is a disk not mounted? Mount it, or choose another run_dir to start over"
                 )
         progress, force = self.loaded.progress, self.cfg.resume.force
-        check_continues(progress.step, progress.lr, cfg=self.cfg.optim, plan=self.attempt.plan, force=force)
+        check_continues(
+            progress.step, progress.lr, cfg=self.cfg.optim, plan=self.attempt.plan, force=force
+        )
         return progress
 
     def _load(self) -> Loaded:
@@ -99,18 +105,32 @@ class CheckpointManager:
         # The end of the block waits for a pending save, unless a second signal ends the run (SystemExit).
         self.recorder, attempt, ownership = recorder, self.attempt, self.attempt.folder.ownership
         world_size, name, fence = self.world.size, self.backend.name, ownership.number
-        draft = Manifest(0, fence, attempt.identity, flat(self.cfg), {}, world_size, name, None, versions())
-        self.saver = AsyncSaver(self.cfg.checkpoint, self.store, self.engine, self.backend, draft, attempt.folder)
-        if self.cfg.backend.timeout_s is not None:  # the other ranks wait in a collective while rank 0 waits for a save
+        draft = Manifest(
+            0, fence, attempt.identity, flat(self.cfg), {}, world_size, name, None, versions()
+        )
+        self.saver = AsyncSaver(
+            self.cfg.checkpoint, self.store, self.engine, self.backend, draft, attempt.folder
+        )
+        if (
+            self.cfg.backend.timeout_s is not None
+        ):  # the other ranks wait in a collective while rank 0 waits for a save
             self.saver.max_wait_s = min(MAX_WAIT_S, self.cfg.backend.timeout_s / 2)
-        self.saver.newest = attempt.checkpoint = self.loaded.progress.step if self.loaded.ranks else None
+        self.saver.newest = attempt.checkpoint = (
+            self.loaded.progress.step if self.loaded.ranks else None
+        )
         self._restore_window(self.loaded)
         for fault in self.loaded.faults:
             recorder.fault(fault)
         if self.world.rank == 0:
             assert recorder.journal is not None
-            number, step, owner = recorder.journal.attempt, recorder.progress.step, ownership.previous
-            self.lost = goodput.lost(attempt.folder.local, attempt.folder.previous, owner, attempt=number, step=step)
+            number, step, owner = (
+                recorder.journal.attempt,
+                recorder.progress.step,
+                ownership.previous,
+            )
+            self.lost = goodput.lost(
+                attempt.folder.local, attempt.folder.previous, owner, attempt=number, step=step
+            )
         if attempt.saves:
             self.saver.warm()
         waits = True
@@ -130,7 +150,9 @@ class CheckpointManager:
             ranks = [asdict(record(Sums, own, "ranks")) for own in loaded.ranks]
         rank = self.world.rank
         if len(ranks) != self.world.size:
-            sums = {key: sum(own[key] for own in ranks) for key in ("loss_sum", "wait_s", "work_s")}
+            sums = {
+                key: sum(own[key] for own in ranks) for key in ("loss_sum", "wait_s", "work_s")
+            }
             ranks = [sums, *(dict.fromkeys(sums, 0.0) for _ in range(self.world.size - 1))]
         own = ranks[rank]
         if not math.isfinite(sum(each["loss_sum"] for each in ranks)):  # a step was skipped
@@ -154,7 +176,9 @@ class CheckpointManager:
         self.attempt.folder.ownership.step = self.recorder.progress.step
         if self.lost is not None and self.recorder.steps_done:
             recover_s = self.attempt.folder.attempt_s()
-            if self.attempt.folder.run_s() is not None:  # the clocks were right; they may differ a little
+            if (
+                self.attempt.folder.run_s() is not None
+            ):  # the clocks were right; they may differ a little
                 recover_s = max(recover_s, time.time() - self.lost.last_sign_unix_s)
             text = f"{self.lost.reason}; {plural(self.lost.steps, 'step')} lost, {recover_s:.0f} s until the first step"
             logger.warning(text)
@@ -173,7 +197,9 @@ class CheckpointManager:
         # Saving the first step after a rollback preserves the count of rollbacks and the position in the data.
         progress, cfg = self.recorder.progress, self.cfg.checkpoint
         is_best = cfg.best and progress.best_step == progress.step
-        is_after_rollback = self.last_rollback is not None and progress.step == self.last_rollback + 1
+        is_after_rollback = (
+            self.last_rollback is not None and progress.step == self.last_rollback + 1
+        )
         return progress.step % cfg.every == 0 or is_best or is_after_rollback
 
     def save(self, metric: float | None, *, is_last: bool) -> None:
@@ -185,7 +211,13 @@ class CheckpointManager:
         progress, window = self.recorder.progress, self.recorder.window
         self.attempt.watch.phase("save", step=progress.step)
         count, tokens = self.world.sum([window.count, window.tokens])
-        progress.window = {**asdict(window), "count": count, "tokens": tokens, "wait_s": 0.0, "work_s": 0.0}
+        progress.window = {
+            **asdict(window),
+            "count": count,
+            "tokens": tokens,
+            "wait_s": 0.0,
+            "work_s": 0.0,
+        }
         loss_sum = float(self.backend.to_host([self.engine.loss_sum])[0])
         own = asdict(Sums(loss_sum, window.wait_s, window.work_s))
         must = is_last or (self.cfg.exports_best and progress.best_step == progress.step)
@@ -193,7 +225,14 @@ class CheckpointManager:
         if self.recorder.journal is not None:
             self.recorder.journal.write_waiting()  # a run that resumes from here does not write these lines again
         if self.attempt.saves:
-            self.saver.save(progress, own, metric=metric, must=must, patience_s=patience_s, on_wait=self.on_wait)
+            self.saver.save(
+                progress,
+                own,
+                metric=metric,
+                must=must,
+                patience_s=patience_s,
+                on_wait=self.on_wait,
+            )
 
     def roll_back(self) -> Progress:
         """Restore weights, optimizer and step of the newest checkpoint. The data continues at its current position.
@@ -207,14 +246,22 @@ class CheckpointManager:
         self.saver.wait(self.on_wait)
         self.report()
         if now.rollbacks >= MAX_ROLLBACKS:
-            raise FloatingPointError(f"{text}, after {now.rollbacks} rollbacks; try a lower optim.lr")
+            raise FloatingPointError(
+                f"{text}, after {now.rollbacks} rollbacks; try a lower optim.lr"
+            )
         self.world.run_on_rank0(self._quarantine_what_failed, self.on_wait)
         loaded = self._load()
         if not loaded.ranks:
-            raise FloatingPointError(f"{text}, and there is no checkpoint to go back to; try a lower optim.lr")
+            raise FloatingPointError(
+                f"{text}, and there is no checkpoint to go back to; try a lower optim.lr"
+            )
         progress = loaded.progress
         self.last_rollback = progress.step
-        progress.examples, progress.rollbacks, progress.skipped = now.examples, now.rollbacks + 1, now.skipped
+        progress.examples, progress.rollbacks, progress.skipped = (
+            now.examples,
+            now.rollbacks + 1,
+            now.skipped,
+        )
         self.backend.skips.reset_streak()
         self.backend.mark_step()
         self.recorder.go_back(progress)
@@ -245,7 +292,9 @@ class CheckpointManager:
         if self.world.sum([lost is not None])[0]:
             self.world.raise_failure(lost)
         failure = None
-        for saved in self._report_saves()[-1:]:  # failures of earlier saves were reported as alarms
+        for saved in self._report_saves()[
+            -1:
+        ]:  # failures of earlier saves were reported as alarms
             if saved.failure is not None and not saved.num_bytes:
                 failure = f"saving step {saved.step}: {saved.failure}; {self.saver.newest_text}"
         failure = self.world.broadcast(failure)
@@ -278,7 +327,11 @@ class CheckpointManager:
             except NotPermitted:
                 pass  # was reported when the attempt began
             except (InputError, Failure, OSError) as error:
-                logger.warning("could not remove the files of unfinished saves in %s: %s", self.store.location, error)
+                logger.warning(
+                    "could not remove the files of unfinished saves in %s: %s",
+                    self.store.location,
+                    error,
+                )
 
     def restore_exported(self) -> tuple[int, dict[str, Any]]:
         """Load the weights to be exported into rank 0's model. Return their step, and the settings chosen for them."""
@@ -288,7 +341,9 @@ class CheckpointManager:
         why = f"the best by {by}" if self.cfg.exports_best else f"the last; {key}={by}"
         logger.info("the export has the weights of step %d, %s", step, why)
         known = progress.chosen.get(str(step))
-        return step, known or chosen_at(step, self.store.look_at_all()[0] if self.cfg.exports_best else {})
+        return step, known or chosen_at(
+            step, self.store.look_at_all()[0] if self.cfg.exports_best else {}
+        )
 
     def _restore_best(self) -> int:
         """Load the weights of the best evaluation into rank 0's model after training, and return their step.
@@ -310,7 +365,10 @@ class CheckpointManager:
                 continue
             with fitting(path):
                 weights = read_weights(path, manifests[step])
-                for name, value in self.engine.model.state_dict().items():  # load_state_dict might run hooks
+                for (
+                    name,
+                    value,
+                ) in self.engine.model.state_dict().items():  # load_state_dict might run hooks
                     value.copy_(weights[name])
             self.store.release(path)
             return step

@@ -14,13 +14,17 @@ from typing import Any, NoReturn
 import train
 from train.config import Failure, InputError, S3Config, Unreachable
 from train.config.checks import LARGEST
-from train.system import imported
-from train.system.console import begin_program, printable, say, trace_of
-from train.system.torchrun import first_to, leave_rejection
+from train.machine.console import begin_program, printable, say, trace_of
+from train.machine.torchrun import first_to, leave_rejection
+from train.storage import imported
 
 DONE, FAILED, REJECTED, STOPPED = 0, 1, 2, 75  # 75: EX_TEMPFAIL of sysexits.h, "try again later"
 INTERRUPTED, UNREAD = 128 + signal.SIGINT, 128 + signal.SIGPIPE  # as shells report these signals
-EXITS = {DONE: "done", FAILED: "failed, or a service did not answer", REJECTED: "arguments or input rejected"}
+EXITS = {
+    DONE: "done",
+    FAILED: "failed, or a service did not answer",
+    REJECTED: "arguments or input rejected",
+}
 
 
 class Once(argparse.Action):
@@ -28,9 +32,13 @@ class Once(argparse.Action):
 
     is_given = False
 
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
         if option_string and self.is_given:
-            raise argparse.ArgumentError(self, f"it is given twice, the second time with {values}; give it once")
+            raise argparse.ArgumentError(
+                self, f"it is given twice, the second time with {values}; give it once"
+            )
         self.is_given = True
         setattr(namespace, self.dest, values)
 
@@ -40,7 +48,9 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *, details: Callable[[], str] | None = None, **options: Any) -> None:
         """Make a parser; `details` returns the text at the end of --help."""
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        super().__init__(
+            allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options
+        )
         self.details = details
         for kind in (int, float):
             self.register("type", kind, number_flag(kind))
@@ -60,7 +70,9 @@ def number_flag(kind: type[int] | type[float]) -> Callable[[str], float]:
     def read(text: str) -> float:
         value = kind(text)  # `kind` also accepts digits of other alphabets
         if not text.isascii() or not abs(value) < LARGEST:  # rejects NaN too
-            raise argparse.ArgumentTypeError(f"{text} must be a finite number below 2^63, with the digits 0 to 9")
+            raise argparse.ArgumentTypeError(
+                f"{text} must be a finite number below 2^63, with the digits 0 to 9"
+            )
         return value
 
     return read
@@ -77,11 +89,17 @@ def command_parser(
 ) -> Parser:
     """Make a parser. Each example is a command line that begins with torchrun, or only the command's arguments."""
     prog = f"python -m {name}"
-    shown = [example if example.startswith("torchrun") else f"{prog} {example}".rstrip() for example in examples]
+    shown = [
+        example if example.startswith("torchrun") else f"{prog} {example}".rstrip()
+        for example in examples
+    ]
 
     def details() -> str:
         codes = [f"  {code:<5}{meaning}" for code, meaning in exits.items()]
-        parts = [*([settings()] if settings is not None else []), "\n".join(["exit codes:", *codes])]
+        parts = [
+            *([settings()] if settings is not None else []),
+            "\n".join(["exit codes:", *codes]),
+        ]
         return "\n\n".join(parts)
 
     description = "\n  ".join([f"{purpose}\n\nexamples:", *shown])
@@ -95,7 +113,9 @@ def command_parser(
 class Import(argparse.Action):
     """The action of --import: it imports the file immediately, since later arguments may name what the file defines."""
 
-    def __call__(self, _parser: object, _namespace: object, value: Any, _flag: object = None) -> None:
+    def __call__(
+        self, _parser: object, _namespace: object, value: Any, _flag: object = None
+    ) -> None:
         from train.run.own import take  # imported late: few command lines have this flag
 
         take(value)
@@ -103,7 +123,9 @@ class Import(argparse.Action):
 
 def add_import_flag(parser: argparse.ArgumentParser) -> None:
     text = "file with your own tasks, optimizers or schedules (CONTRIBUTING.md); may be given several times"
-    parser.add_argument(imported.FLAG, dest=argparse.SUPPRESS, action=Import, metavar="FILE.py", help=text)
+    parser.add_argument(
+        imported.FLAG, dest=argparse.SUPPRESS, action=Import, metavar="FILE.py", help=text
+    )
 
 
 def add_s3_flags(parser: argparse.ArgumentParser, *, caches: bool = True) -> None:
@@ -111,11 +133,19 @@ def add_s3_flags(parser: argparse.ArgumentParser, *, caches: bool = True) -> Non
     parser.add_argument("--endpoint", metavar="URL", help="address of an S3-compatible server")
     parser.add_argument("--region", help="region of the bucket")
     parser.add_argument("--profile", help="profile in ~/.aws whose credentials are used")
-    parser.add_argument("--path-style", action="store_true", help="put the bucket in the path, not in the host name")
-    parser.add_argument("--sse", help="encryption that writes ask for: AES256, aws:kms, or the ARN of a KMS key")
+    parser.add_argument(
+        "--path-style",
+        action="store_true",
+        help="put the bucket in the path, not in the host name",
+    )
+    parser.add_argument(
+        "--sse", help="encryption that writes ask for: AES256, aws:kms, or the ARN of a KMS key"
+    )
     if caches:
         parser.add_argument(
-            "--cache-dir", metavar="FOLDER", help="folder for local copies of files in S3 (data.cache_dir)"
+            "--cache-dir",
+            metavar="FOLDER",
+            help="folder for local copies of files in S3 (data.cache_dir)",
         )
 
 
@@ -131,7 +161,9 @@ def s3_of(options: argparse.Namespace) -> S3Config:
 
 
 def run_flags(
-    parser: Parser, arguments: Sequence[str] | None, action: Callable[[argparse.Namespace, S3Config], int]
+    parser: Parser,
+    arguments: Sequence[str] | None,
+    action: Callable[[argparse.Namespace, S3Config], int],
 ) -> int:
     """Parse the flags, call `action` with them and the S3 settings, and return the exit code."""
 
@@ -162,27 +194,44 @@ def guarded(
     except InputError as error:
         line, code = f"error: {error}", REJECTED
     except Failure as error:
-        line, code = f"error: {error}{'; try again later' if isinstance(error, Unreachable) else ''}", FAILED
+        line, code = (
+            f"error: {error}{'; try again later' if isinstance(error, Unreachable) else ''}",
+            FAILED,
+        )
     except KeyboardInterrupt:
         line, code = interrupted
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and is_unread():  # for example, `| head` has read enough
-            code = code or UNREAD  # keep the command's error code, for example after `checkpoints verify | head`
+        if (
+            isinstance(error, BrokenPipeError) and is_unread()
+        ):  # for example, `| head` has read enough
+            code = (
+                code or UNREAD
+            )  # keep the command's error code, for example after `checkpoints verify | head`
         else:
             line, code = f"error: {explained(error)}", FAILED
         drop_unwritten()
     except Exception as error:
-        if str(error).lstrip().startswith("Invalid log settings"):  # torch raises this while it is imported
-            line, code = f"error: TORCH_LOGS={os.environ.get('TORCH_LOGS')} is not valid; unset it", REJECTED
+        if (
+            str(error).lstrip().startswith("Invalid log settings")
+        ):  # torch raises this while it is imported
+            line, code = (
+                f"error: TORCH_LOGS={os.environ.get('TORCH_LOGS')} is not valid; unset it",
+                REJECTED,
+            )
         else:
             sys.stderr.write(f"{trace_of(error)}\n")
             whose = imported.blamed(error) or "this is a bug, please report it"
             line = f"error: {type(error).__name__}: {error}; {whose}"
             code = FAILED
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of a library in Rust; it derives from no other exception
+        if (
+            type(error).__name__ != "PanicException"
+        ):  # of a library in Rust; it derives from no other exception
             raise
-        line, code = f"error: the tokenizer cannot read a text: {error}; choose another tokenizer", FAILED
+        line, code = (
+            f"error: the tokenizer cannot read a text: {error}; choose another tokenizer",
+            FAILED,
+        )
     if line:
         # Standard error may be closed, or on a full disk.
         with suppress(OSError, ValueError), first_to("report") as is_first:
@@ -211,5 +260,14 @@ def is_unread() -> bool:
 
 def explained(error: OSError) -> str:
     """Return the message of an operating system error, with its path."""
-    path, reason = error.filename2 or error.filename, error.strerror or str(error) or type(error).__name__
-    return reason if path is None else f"{os.fsdecode(path)}: {reason}" if isinstance(path, str | bytes) else reason
+    path, reason = (
+        error.filename2 or error.filename,
+        error.strerror or str(error) or type(error).__name__,
+    )
+    return (
+        reason
+        if path is None
+        else f"{os.fsdecode(path)}: {reason}"
+        if isinstance(path, str | bytes)
+        else reason
+    )

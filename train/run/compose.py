@@ -40,17 +40,32 @@ from train.config import (
     check_values,
     flatten,
 )
+from train.machine.torchrun import leave_rejection
 from train.parallel.optimizers import OPTIMIZERS, check_optimizer
-from train.run.command import DONE, EXITS, FAILED, REJECTED, STOPPED, Parser, command_parser, guarded
+from train.run.command import (
+    DONE,
+    EXITS,
+    FAILED,
+    REJECTED,
+    STOPPED,
+    Parser,
+    command_parser,
+    guarded,
+)
 from train.run.help import OWN_OPTIONS, groups, settings_help, show_yaml, words_as_text
 from train.run.names import opened, quoted
 from train.run.own import check_imports
 from train.run.precedence import check_numbers, over_recipe
 from train.run.spelling import close_to, hint_on, spelling
-from train.system.torchrun import leave_rejection
 from train.tasks import TASKS, spec_of
 
-__all__ = ["DONE", "FAILED", "REJECTED", "STOPPED", "quoted"]  # names that actions import from this module
+__all__ = [
+    "DONE",
+    "FAILED",
+    "REJECTED",
+    "STOPPED",
+    "quoted",
+]  # names that actions import from this module
 
 Schema = tuple[str, str, type]  # (group, option, dataclass)
 SCHEMAS: list[Schema] = [  # `schemas` adds those of tasks and optimizers
@@ -63,7 +78,10 @@ SCHEMAS: list[Schema] = [  # `schemas` adds those of tasks and optimizers
     ("corpus", "files", FilesCorpusConfig),
     ("corpus", "hf", HFCorpusConfig),
 ]
-CONFIGS: dict[type, str] = {TrainConfig: "train", PrepareConfig: "prepare"}  # files in conf/; `launch` adds one
+CONFIGS: dict[type, str] = {
+    TrainConfig: "train",
+    PrepareConfig: "prepare",
+}  # files in conf/; `launch` adds one
 
 Config = TypeVar("Config")
 
@@ -71,7 +89,11 @@ Config = TypeVar("Config")
 def schemas() -> list[Schema]:
     """Return the schemas of all options, including those of the user's own tasks and optimizers."""
     tasks: list[Schema] = [("task", kind, spec.settings) for kind, spec in TASKS.items()]
-    return [*tasks, *(("optim", name, spec.settings) for name, spec in OPTIMIZERS.items()), *SCHEMAS]
+    return [
+        *tasks,
+        *(("optim", name, spec.settings) for name, spec in OPTIMIZERS.items()),
+        *SCHEMAS,
+    ]
 
 
 @functools.cache
@@ -83,7 +105,9 @@ def register(configs: tuple[tuple[type, str], ...], options: tuple[Schema, ...])
     for schema, file in configs:
         store.store(name=f"{file}_schema", node=schema)
     for group, name, node in options:
-        store.store(group=group, name=name if (group, name) in OWN_OPTIONS else f"{name}_schema", node=node)
+        store.store(
+            group=group, name=name if (group, name) in OWN_OPTIONS else f"{name}_schema", node=node
+        )
 
 
 def add_schema(schema: type, name: str, options: Sequence[tuple[str, str, type]]) -> None:
@@ -101,7 +125,10 @@ def load_backend(overrides: Sequence[str]) -> tuple[BackendConfig, InstanceConfi
     """Return a run's backend and instance settings. Other settings may be missing from the overrides."""
     composed = compose_config(TrainConfig, overrides)
     check_values({key: OmegaConf.to_container(composed[key]) for key in ("backend", "instance")})
-    backend, instance = OmegaConf.to_object(composed.backend), OmegaConf.to_object(composed.instance)
+    backend, instance = (
+        OmegaConf.to_object(composed.backend),
+        OmegaConf.to_object(composed.instance),
+    )
     assert isinstance(backend, BackendConfig) and isinstance(instance, InstanceConfig)
     return backend, instance
 
@@ -109,14 +136,18 @@ def load_backend(overrides: Sequence[str]) -> tuple[BackendConfig, InstanceConfi
 def checked(composed: DictConfig, schema: type[Config], overrides: Sequence[str] = ()) -> Config:
     """Convert settings to dataclasses. Raises InputError if one is missing or impossible."""
     try:
-        plain = OmegaConf.to_container(composed)  # not resolved: config.yaml would store the value of ${oc.env:...}
+        plain = OmegaConf.to_container(
+            composed
+        )  # not resolved: config.yaml would store the value of ${oc.env:...}
         assert isinstance(plain, dict)
         check_values({str(key): value for key, value in plain.items()})
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(explain(error, schema, overrides)) from error
     assert isinstance(config, schema)
-    if isinstance(config, TrainConfig):  # the task and optimizer must exist, with settings of the right class
+    if isinstance(
+        config, TrainConfig
+    ):  # the task and optimizer must exist, with settings of the right class
         spec_of(config.task)
         check_optimizer(config.optim)
     return config
@@ -136,17 +167,26 @@ def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
         check_override(schema, override, overrides)
     listed = groups(CONFIGS[schema])
     # Hydra has no syntax for "no option of this group". If that is the group's default, group=null is dropped.
-    overrides = [each for each in overrides if not (each.endswith("=null") and each.removesuffix("=null") in listed)]
+    overrides = [
+        each
+        for each in overrides
+        if not (each.endswith("=null") and each.removesuffix("=null") in listed)
+    ]
     try:
         options = tuple(each for each in overrides if is_option(each, listed))
-        composed = copy.deepcopy(compose_options(CONFIGS[schema], options, tuple(CONFIGS.items()), tuple(schemas())))
+        composed = copy.deepcopy(
+            compose_options(CONFIGS[schema], options, tuple(CONFIGS.items()), tuple(schemas()))
+        )
         for value in map(parsed, (each for each in overrides if each not in options)):
             OmegaConf.update(composed, value.key_or_group, value.value(), merge=True)
         for key, value in preferred(schema, overrides).items():
             OmegaConf.update(composed, key, value)
         for key, value in users_own.items():
             where = "of the data chosen here" if key.startswith("data.") else "of this command"
-            check(OmegaConf.select(composed, key) is not None, f"{key} is not a setting {where}; --cfg job lists all")
+            check(
+                OmegaConf.select(composed, key) is not None,
+                f"{key} is not a setting {where}; --cfg job lists all",
+            )
             OmegaConf.update(composed, key, value, merge=True, force_add=True)
         check_numbers(composed, {each: parsed(each).value() for each in overrides})
     except (HydraException, OmegaConfBaseException) as error:
@@ -156,7 +196,10 @@ def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
 
 @functools.lru_cache(maxsize=32)
 def compose_options(
-    name: str, options: tuple[str, ...], configs: tuple[tuple[type, str], ...], known: tuple[Schema, ...]
+    name: str,
+    options: tuple[str, ...],
+    configs: tuple[tuple[type, str], ...],
+    known: tuple[Schema, ...],
 ) -> DictConfig:
     """Compose conf/`name`.yaml with options of its groups: most of the time, so a process does it once for each choice.
 
@@ -181,23 +224,36 @@ def is_option(override: str, listed: Container[str]) -> bool:
 
 def check_override(schema: type, override: str, overrides: Sequence[str]) -> None:
     """Raise InputError unless `override`, one of `overrides`, is key=value with a known key and option of a group."""
-    check(not override.startswith("+"), f"{override}: settings cannot be added; write it without +")
-    check(not override.startswith("~"), f"{override}: settings cannot be removed; give the value you want")
+    check(
+        not override.startswith("+"), f"{override}: settings cannot be added; write it without +"
+    )
+    check(
+        not override.startswith("~"),
+        f"{override}: settings cannot be removed; give the value you want",
+    )
     key, _, value = override.partition("=")
     is_accepted = partial(works, schema, overrides)
     try:
         read = parsed(override)
     except HydraException as error:
         check_printable(override)
-        raise InputError(f"{override} is not key=value; {hint_on(override, is_accepted)}") from error
-    check(key != "" and read.package is None, f"{override} is not key=value: {key!r} is not a name")
+        raise InputError(
+            f"{override} is not key=value; {hint_on(override, is_accepted)}"
+        ) from error
+    check(
+        key != "" and read.package is None, f"{override} is not key=value: {key!r} is not a name"
+    )
     if read.is_sweep_override():
-        several = f"{override} has several values, but sweeps are not supported: start one run for each"
+        several = (
+            f"{override} has several values, but sweeps are not supported: start one run for each"
+        )
         raise InputError(" or ".join(filter(None, [several, spelling(key, value, is_accepted)])))
     listed = groups(CONFIGS[schema])
     top = key.split(".")[0].split("/")[0]
     if top not in listed and all(top != item.name for item in fields(schema)):
-        raise InputError(f"{top if '.' in key else key} is not a setting; {close_to(top, known_keys(schema))}")
+        raise InputError(
+            f"{top if '.' in key else key} is not a setting; {close_to(top, known_keys(schema))}"
+        )
     default, options = listed.get(key, (None, []))
     chosen = read.value()
     if options and not isinstance(chosen, dict):
@@ -232,16 +288,28 @@ def preferred(schema: type, overrides: Sequence[str]) -> dict[str, Any]:
     return over_recipe(dict(flatten(given)), groups(CONFIGS[schema]))
 
 
-KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false", "string": "text"}
+KINDS = {
+    "Integer": "a whole number",
+    "Float": "a number",
+    "bool": "true or false",
+    "string": "text",
+}
 
 
 def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -> str:
     """Turn an error of Hydra or OmegaConf, which has several lines, into a one-line message for the user."""
-    while isinstance(cause := error.__cause__, HydraException) or getattr(cause, "full_key", None) is not None:
-        assert cause is not None  # under a debugger OmegaConf adds another cause, which names no setting
+    while (
+        isinstance(cause := error.__cause__, HydraException)
+        or getattr(cause, "full_key", None) is not None
+    ):
+        assert (
+            cause is not None
+        )  # under a debugger OmegaConf adds another cause, which names no setting
         error = cause
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    full_key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), "")
+    full_key = next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), ""
+    )
     first = lines[0] if lines else type(error).__name__
     if "missing mandatory value" in first.lower():
         return f"{full_key} is not set: give {full_key}=... on the command line"
@@ -250,20 +318,34 @@ def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -
         if name in {key.rpartition(".")[2] for key in keys}:
             group = full_key.rpartition(".")[0]
             where = f"of the {group} chosen here" if group else "at the top level but in a group"
-            options = ((f"{kind}={option}", fields(node)) for kind, option, node in schemas() if kind == group)
-            others = " or ".join(option for option, settings in options if name in {each.name for each in settings})
+            options = (
+                (f"{kind}={option}", fields(node))
+                for kind, option, node in schemas()
+                if kind == group
+            )
+            others = " or ".join(
+                option for option, settings in options if name in {each.name for each in settings}
+            )
             return f"{full_key} is not a setting {where}; {f'{others} has it' if others else '--cfg job lists all'}"
         return f"{full_key} is not a setting; {close_to(full_key, keys)}"
     seen = ([full_key] + [override for override in overrides if is_of(override, full_key)])[-1]
-    if match := re.search(r"(?:could not be converted to|Cannot convert .* to|is not a valid) (\w+)", first):
+    if match := re.search(
+        r"(?:could not be converted to|Cannot convert .* to|is not a valid) (\w+)", first
+    ):
         return f"{seen}: {full_key} must be {KINDS.get(match[1], match[1])}"
     if "is not Optional" in first or "Incompatible value 'None'" in first:
         return f"{seen}: {full_key} cannot be null; leave it out"
     if "is not a ListConfig" in first:
         return f"{seen}: {full_key} must be a list, such as {full_key}=[a,b]"
-    if "is not a subclass of" in first or "not a DictConfig" in first or "Cannot merge DictConfig with" in first:
+    if (
+        "is not a subclass of" in first
+        or "not a DictConfig" in first
+        or "Cannot merge DictConfig with" in first
+    ):
         return f"{seen}: {full_key} is a group of settings; give one of them, such as {full_key}.name=value"
-    noise = "full_key:|object_type=|reference_type=|Set the env|See https|Config search path|provider="
+    noise = (
+        "full_key:|object_type=|reference_type=|Set the env|See https|Config search path|provider="
+    )
     message = " ".join(line for line in lines if not re.match(noise, line))
     return f"{seen}: {message}" if full_key and full_key not in message else message
 
@@ -271,29 +353,54 @@ def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -
 def is_of(override: str, full_key: str) -> bool:
     """Return whether an override sets `full_key`, a part of it, or the section or list that contains it."""
     key = override.partition("=")[0]
-    return full_key == key or full_key.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{full_key}.")
+    return (
+        full_key == key
+        or full_key.startswith((f"{key}.", f"{key}["))
+        or key.startswith(f"{full_key}.")
+    )
 
 
 def known_keys(schema: type) -> list[str]:
     """Return the keys of all settings of the schema, including its groups' options, for "did you mean"."""
-    sections: list[tuple[str, Any]] = [(item.name, item.default_factory) for item in fields(schema)]
-    sections += [(group, kind) for group, _, kind in schemas() if group in {name for name, _ in sections}]
-    inner = [f"{name}.{item.name}" for name, kind in sections if is_dataclass(kind) for item in fields(kind)]
+    sections: list[tuple[str, Any]] = [
+        (item.name, item.default_factory) for item in fields(schema)
+    ]
+    sections += [
+        (group, kind) for group, _, kind in schemas() if group in {name for name, _ in sections}
+    ]
+    inner = [
+        f"{name}.{item.name}"
+        for name, kind in sections
+        if is_dataclass(kind)
+        for item in fields(kind)
+    ]
     return [*(item.name for item in fields(schema)), *inner]
 
 
 def settings_parser(
-    name: str, schema: type, purpose: str, *, examples: Sequence[str], keys: Sequence[str], model: str = ""
+    name: str,
+    schema: type,
+    purpose: str,
+    *,
+    examples: Sequence[str],
+    keys: Sequence[str],
+    model: str = "",
 ) -> Parser:
     """Make the parser of a command with settings. --help explains `keys`. `model`: help on the argument MODEL."""
     exits = {**EXITS, STOPPED: "stopped on request; the same command resumes it"}
     settings = partial(settings_help, schema, CONFIGS[schema], keys)
     imports = issubclass(schema, TrainConfig)
-    parser = command_parser(name, purpose, examples=examples, exits=exits, settings=settings, imports=imports)
+    parser = command_parser(
+        name, purpose, examples=examples, exits=exits, settings=settings, imports=imports
+    )
     if model:
         parser.add_argument("model", metavar="MODEL", help=model)
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, without dashes; see below")
-    parser.add_argument("--cfg", choices=("job",), help="print all settings, as they would be used, and stop")
+    parser.add_argument(
+        "settings", nargs="*", metavar="key=value", help="settings, without dashes; see below"
+    )
+    parser.add_argument(
+        "--cfg", choices=("job",), help="print all settings, as they would be used, and stop"
+    )
     return parser
 
 
@@ -317,17 +424,25 @@ def run(
         for flag in unknown:
             key = flag.lstrip("-")
             is_setting = "=" in flag or key in known_keys(schema)
-            hint = f"settings have no dashes: {key if '=' in key else f'{key}=...'}" if is_setting else "see --help"
+            hint = (
+                f"settings have no dashes: {key if '=' in key else f'{key}=...'}"
+                if is_setting
+                else "see --help"
+            )
             raise InputError(f"{flag} is not a flag; {hint}")
         keys = {override.partition("=")[0] for override in options.settings}
         check_typed(schema, options.settings)
         first = given(options) if callable(given) else given
-        overrides = [override for override in first if override.partition("=")[0] not in keys] + options.settings
+        overrides = [
+            override for override in first if override.partition("=")[0] not in keys
+        ] + options.settings
         if options.cfg is None:
             try:
                 cfg = load_config(schema, overrides)
             except InputError:
-                check_imports(overrides)  # the unknown name may be in a file that the run's first start imported
+                check_imports(
+                    overrides
+                )  # the unknown name may be in a file that the run's first start imported
                 raise
             return action(cfg)
         composed = compose_config(schema, overrides)
@@ -338,5 +453,7 @@ def run(
         return DONE
 
     return guarded(
-        act, after_rejection=after_rejection, interrupted=("interrupted; the same command resumes it", STOPPED)
+        act,
+        after_rejection=after_rejection,
+        interrupted=("interrupted; the same command resumes it", STOPPED),
     )

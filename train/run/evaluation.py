@@ -21,6 +21,7 @@ import torch
 
 from train.config import InputError, TrainConfig, Unreachable, check, make_plan, shortlist
 from train.data.batches.loader import Batch, Batches, batched
+from train.machine.launched import check_launch, launched
 from train.observe.metrics import Recorder
 from train.parallel.backends import Backend, compiles_each_length, open_backend
 from train.parallel.engines import Engine, build_engine
@@ -28,9 +29,8 @@ from train.parallel.ranks import AGREED
 from train.run.attempt import Attempt, begin
 from train.run.feed import check_same_data, draw, eval_order
 from train.run.stopping import StoppedEarly, StopRequest, Votes
-from train.system import samples
-from train.system.launched import check_launch, launched
-from train.system.run_folder import RunFolder, side_channel
+from train.run_folder import samples
+from train.run_folder.run_folder import RunFolder, side_channel
 from train.tasks import best_metric, build_task
 
 if TYPE_CHECKING:
@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("train")
 
 
-def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recorder) -> float | None:
+def evaluate(
+    attempt: Attempt, backend: Backend, engine: Engine, recorder: Recorder
+) -> float | None:
     """Evaluate and record the metrics. Return the score by best.metric (lower is better), or None if there is none.
 
     There is no score at step 0, if the backend only collects graphs, or if a rank is asked to stop during the
@@ -79,9 +81,20 @@ def try_evaluation(attempt: Attempt, backend: Backend, engine: Engine) -> None:
 
     It is a batch of the greatest length, often with empty places. Nothing random is drawn, and nothing is recorded.
     """
-    compiles = backend.compiler is not None or compiles_each_length(attempt.cfg.backend, attempt.cfg.instance)
-    if not compiles:  # a graph may take minutes, and the first micro batch tries whether compiling works
-        measure(attempt, backend, engine, Votes(backend.world, attempt.stop), is_first=True, is_trial=True)
+    compiles = backend.compiler is not None or compiles_each_length(
+        attempt.cfg.backend, attempt.cfg.instance
+    )
+    if (
+        not compiles
+    ):  # a graph may take minutes, and the first micro batch tries whether compiling works
+        measure(
+            attempt,
+            backend,
+            engine,
+            Votes(backend.world, attempt.stop),
+            is_first=True,
+            is_trial=True,
+        )
 
 
 def write_samples(attempt: Attempt, step: int) -> None:
@@ -116,7 +129,9 @@ def evaluate_alone(
         check_launch(cfg.instance, launched())
         task = build_task(cfg)
         task.only_evaluates()
-        plan = make_plan(cfg, world_size=launched().world_size, rows=launched().world_size, seq_len=task.seq_len)
+        plan = make_plan(
+            cfg, world_size=launched().world_size, rows=launched().world_size, seq_len=task.seq_len
+        )
     with begin(Attempt(cfg, plan, task, RunFolder(cfg.run_dir), {}, stop, saves=False)) as attempt:
         attempt.watch.phase("join", is_start=True)
         with stop.nothing_to_save():
@@ -146,7 +161,10 @@ def evaluate_model(
 
     def build() -> Network:
         steps = world.all_gather_object(step)
-        check(len(set(steps)) == 1, f"ranks read steps {shortlist(set(steps))}: the run is still training; try again")
+        check(
+            len(set(steps)) == 1,
+            f"ranks read steps {shortlist(set(steps))}: the run is still training; try again",
+        )
         model = task.build_model()
         load(model)
         return model
@@ -154,17 +172,29 @@ def evaluate_model(
     torch.manual_seed(cfg.seed)  # makes weights that the checkpoint lacks the same on every rank
     model = world.agree(build)
     lengths = 1 if task.buckets is None else len(task.buckets.lengths)
-    engine = build_engine(cfg.parallel, cfg.optim, backend, model, task.loss, accumulation=1, lengths=lengths)
+    engine = build_engine(
+        cfg.parallel, cfg.optim, backend, model, task.loss, accumulation=1, lengths=lengths
+    )
     began_s = time.perf_counter()
     measured = measure(attempt, backend, engine, Votes(world, attempt.stop), is_first=True)
     if measured is None:
         return None
-    device = {"backend": backend.name, "device": backend.device_name, "precision": backend.precision}
+    device = {
+        "backend": backend.name,
+        "device": backend.device_name,
+        "precision": backend.precision,
+    }
     return Evaluated(measured[0], task.eval_rows, time.perf_counter() - began_s, **device)
 
 
 def measure(
-    attempt: Attempt, backend: Backend, engine: Engine, votes: Votes, *, is_first: bool, is_trial: bool = False
+    attempt: Attempt,
+    backend: Backend,
+    engine: Engine,
+    votes: Votes,
+    *,
+    is_first: bool,
+    is_trial: bool = False,
 ) -> tuple[dict[str, float], dict[str, Any], np.ndarray] | None:
     """Return the metrics of the validation data and what the task chooses by them, on all ranks.
 
@@ -183,14 +213,18 @@ def measure(
         num_workers=0,
         prefetch=1,
         pin_memory=False,
-        multi_batch=None if task.buckets is None else 1,  # batches drawn together must have one shape
+        multi_batch=None
+        if task.buckets is None
+        else 1,  # batches drawn together must have one shape
     )
     statistics = []  # kept on the device until the end, so that the device never waits for the host
     num_done = 0
     engine.model.eval()
     try:
         for batch in agreed(iter(batched(backend.to_device(batches), 1)), votes):
-            attempt.watch.phase("evaluate", is_start=is_first)  # the first batch triggers compilation
+            attempt.watch.phase(
+                "evaluate", is_start=is_first
+            )  # the first batch triggers compilation
             with torch.no_grad():
                 own = engine.evaluate(task.eval_statistics, batch["inputs"])
             if own is not None:
@@ -206,7 +240,11 @@ def measure(
         return None
     by_data_rank = {data_rank: part for data_rank, part in gathered if part is not None}
     # The host merges the rows in the order of the data, so the metrics are the same on any number of ranks.
-    merged = order.merged([by_data_rank[data_rank] for data_rank in sorted(by_data_rank)]) if gathered else np.empty(0)
+    merged = (
+        order.merged([by_data_rank[data_rank] for data_rank in sorted(by_data_rank)])
+        if gathered
+        else np.empty(0)
+    )
 
     def judge() -> tuple[dict[str, float], dict[str, Any]]:
         metrics = task.eval_metrics(merged)

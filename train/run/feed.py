@@ -10,9 +10,15 @@ from train.checkpoints.manifest import Progress
 from train.config import InputError, Plan, TrainConfig, check
 from train.data.batches.buckets import BucketEvalOrder, BucketSampler
 from train.data.batches.loader import Batch, Batches, batched, check_shared_memory, failure_of
-from train.data.shards.order import WINDOW_SHARDS, EvalOrder, ShardSampler, lanes_of, window_of_lane
-from train.system.folders import is_s3
-from train.system.identity import differences
+from train.data.shards.order import (
+    WINDOW_SHARDS,
+    EvalOrder,
+    ShardSampler,
+    lanes_of,
+    window_of_lane,
+)
+from train.run_folder.identity import differences
+from train.storage.folders import is_s3
 from train.tasks import Task
 
 if TYPE_CHECKING:
@@ -49,23 +55,39 @@ class TrainData:
     """A rank's micro batches for each step, from the run's position in the data. The `prefetcher` fetches shards."""
 
     def __init__(
-        self, cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, engine: Engine, progress: Progress
+        self,
+        cfg: TrainConfig,
+        plan: Plan,
+        task: Task,
+        backend: Backend,
+        engine: Engine,
+        progress: Progress,
     ) -> None:
         world = backend.world
         order = train_order(cfg, plan, task, world, engine, progress)
-        self.prefetcher = world.agree(lambda: task.prefetcher(order, is_first_on_machine=world.local_rank == 0))
+        self.prefetcher = world.agree(
+            lambda: task.prefetcher(order, is_first_on_machine=world.local_rank == 0)
+        )
         held_back = HELD_BACK + plan.accumulation  # the loop draws one step ahead
         # Batches that are drawn together must not need a shard that is fetched only after some of them are consumed:
         # that would be a deadlock.
-        multi_batch = max(1, order.window_rows // (plan.micro_batch_size * engine.data_size) - held_back)
+        multi_batch = max(
+            1, order.window_rows // (plan.micro_batch_size * engine.data_size) - held_back
+        )
         loading: dict[str, int] = {
             "batch_size": plan.micro_batch_size,
             "num_workers": cfg.data.num_workers,
             "prefetch": MICRO_BATCHES_AHEAD,
-            "multi_batch": multi_batch if task.buckets is None else 1,  # batches drawn together must have one shape
+            "multi_batch": multi_batch
+            if task.buckets is None
+            else 1,  # batches drawn together must have one shape
         }
-        shortest = task.seq_len if task.buckets is None else 1  # with buckets, batch lengths are not known here
-        world.agree(lambda: check_shared_memory(num_ranks=world.local_size, seq_len=shortest, **loading))
+        shortest = (
+            task.seq_len if task.buckets is None else 1
+        )  # with buckets, batch lengths are not known here
+        world.agree(
+            lambda: check_shared_memory(num_ranks=world.local_size, seq_len=shortest, **loading)
+        )
         micro_batches = Batches(
             task.train_data(),
             order.micro_batches(plan.micro_batch_size),
@@ -93,7 +115,10 @@ def train_order(
     the machines' caches.
     """
     data_ranks = world.all_gather_object(engine.data_rank)
-    machines = [data_ranks[first : first + world.local_size] for first in range(0, world.size, world.local_size)]
+    machines = [
+        data_ranks[first : first + world.local_size]
+        for first in range(0, world.size, world.local_size)
+    ]
     here = machines[world.rank // world.local_size]
     place: dict[str, Any] = {
         "seed": cfg.seed,
@@ -106,10 +131,14 @@ def train_order(
     }
     if task.buckets is not None:
         return BucketSampler(task.buckets.train, is_mixed=task.buckets.is_mixed, **place)
-    if progress.lanes is None or plan.global_batch_size % progress.lanes:  # a forced resume may change the batch size
+    if (
+        progress.lanes is None or plan.global_batch_size % progress.lanes
+    ):  # a forced resume may change the batch size
         order = choose_windows(task, world, place)
     else:
-        order = ShardSampler(task.shard_rows, lanes=progress.lanes, window_shards=progress.window_shards, **place)
+        order = ShardSampler(
+            task.shard_rows, lanes=progress.lanes, window_shards=progress.window_shards, **place
+        )
     progress.lanes, progress.window_shards = order.lanes.number, order.window_shards
     if is_s3(str(cfg.data.path)) and world.rank == 0 and (more := order.fetched_more(machines)):
         logger.warning("%s", more)
@@ -140,10 +169,14 @@ def draw(steps: Iterator[list[Batch]]) -> tuple[list[Batch], Exception | None]:
     return batches, failure_of(batches)
 
 
-def eval_order(task: Task, engine: Engine, *, batch_size: int, collects: bool) -> EvalOrder | BucketEvalOrder:
+def eval_order(
+    task: Task, engine: Engine, *, batch_size: int, collects: bool
+) -> EvalOrder | BucketEvalOrder:
     """Return this rank's batches of an evaluation; if `collects`, only one per length and rank, to collect graphs."""
     rank, size = engine.data_rank, engine.data_size
     if task.buckets is None:
         return EvalOrder(task.eval_rows, batch_size, rank, size, 1 if collects else None)
     most = batch_size * size if collects else task.eval_rows
-    return BucketEvalOrder(task.buckets.evaluation, batch_size=batch_size, rank=rank, world_size=size, most=most)
+    return BucketEvalOrder(
+        task.buckets.evaluation, batch_size=batch_size, rank=rank, world_size=size, most=most
+    )

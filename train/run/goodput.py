@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from train.observe.lines import read_back, read_lines
-from train.system.folders import Folder
+from train.storage.folders import Folder
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,12 @@ class Lost:
 
 
 def lost(
-    run: Folder, outcome: dict[str, Any], last_lease: dict[str, Any] | None, *, attempt: int, step: int
+    run: Folder,
+    outcome: dict[str, Any],
+    last_lease: dict[str, Any] | None,
+    *,
+    attempt: int,
+    step: int,
 ) -> Lost | None:
     """Return the cost of the fault that ended the attempt before `attempt`. `attempt` starts at `step`.
 
@@ -31,7 +36,9 @@ def lost(
     """
     lines = (line for line in read_back(run) if line["attempt"] < attempt)
     newest = next(lines, None)
-    if newest is None or (outcome.get("outcome") in ("done", "stopped") and outcome.get("kind") != "left_at_once"):
+    if newest is None or (
+        outcome.get("outcome") in ("done", "stopped") and outcome.get("kind") != "left_at_once"
+    ):
         return None
     reached = 0
     for line in chain([newest], lines):
@@ -49,7 +56,13 @@ def lost(
 
 
 def facts(
-    run: Folder, *, wall_s: float | None, stall_s: float, save_s: float, step_s: float, max_loss_s: float
+    run: Folder,
+    *,
+    wall_s: float | None,
+    stall_s: float,
+    save_s: float,
+    step_s: float,
+    max_loss_s: float,
 ) -> dict[str, float | None]:
     """Return fields of the summary line: the cost of faults so far, and how often to save."""
     lines = read_lines(run, containing=b'"steps_lost"')
@@ -68,7 +81,9 @@ def facts(
     }
 
 
-def suggested_interval_s(stall_s: float, mttf_s: float | None, *, max_loss_s: float, save_s: float = 0.0) -> float:
+def suggested_interval_s(
+    stall_s: float, mttf_s: float | None, *, max_loss_s: float, save_s: float = 0.0
+) -> float:
     """Return the seconds between two saves: sqrt(2 * stall * mean time to failure).
 
     This is the first-order formula in J. T. Daly, "A higher order estimate of the optimum checkpoint interval", FGCS 22

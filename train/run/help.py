@@ -20,9 +20,11 @@ import yaml
 from omegaconf import MISSING
 
 from train.config.checks import LIMITS
-from train.system.console import say
+from train.machine.console import say
 
-OWN_OPTIONS: dict[tuple[str, str], type] = {}  # settings of each (group, option) that has no file in conf/
+OWN_OPTIONS: dict[
+    tuple[str, str], type
+] = {}  # settings of each (group, option) that has no file in conf/
 WIDTH = 110  # columns
 TYPES: dict[object, str] = {
     bool: "true or false",
@@ -43,11 +45,16 @@ def show_yaml(text: str) -> None:
 
 def settings_help(schema: type, name: str, keys: Sequence[str]) -> str:
     """Return help on the settings `keys` of a schema, and on the groups of conf/`name`.yaml."""
-    lines = ["most-used settings (key=value; --cfg job prints all, python -m train.settings explains all):"]
+    lines = [
+        "most-used settings (key=value; --cfg job prints all, python -m train.settings explains all):"
+    ]
     for key in keys:
         item, meaning = explained_field(schema, key)
         lines += hanging(f"{key}={shown_default(item)}", meaning, indent=34)
-    lines += ["", "groups, each with its default option and all options (group=option; see conf/):"]
+    lines += [
+        "",
+        "groups, each with its default option and all options (group=option; see conf/):",
+    ]
     for group, (default, options) in groups(name).items():
         lines += hanging(f"{group}={default or 'null'}", " | ".join(options), indent=34)
     return "\n".join(lines)
@@ -59,7 +66,9 @@ def hanging(head: str, text: str, *, indent: int) -> list[str]:
         above = textwrap.wrap(head, WIDTH, initial_indent="  ", subsequent_indent=" " * 6)
         return [*above, *hanging("", text, indent=indent)]
     first = f"  {head:{indent - 2}}" if len(head) < indent - 2 else f"  {head}  "
-    wrapped = textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=" " * indent, break_on_hyphens=False)
+    wrapped = textwrap.wrap(
+        text, WIDTH, initial_indent=first, subsequent_indent=" " * indent, break_on_hyphens=False
+    )
     return wrapped or [first.rstrip()]
 
 
@@ -113,7 +122,9 @@ def type_name(hint: Any) -> str:
 
 def allowed(item: Field) -> str:
     """Return the choices or the limits of a field; "" if it has none."""
-    limits = [LIMITS[name][1].format(limit) for name, limit in item.metadata.items() if name in LIMITS]
+    limits = [
+        LIMITS[name][1].format(limit) for name, limit in item.metadata.items() if name in LIMITS
+    ]
     return " | ".join(map(str, item.metadata.get("among", ()))) or ", ".join(limits)
 
 
@@ -129,7 +140,9 @@ def comments(kind: type) -> dict[str, str]:
         name = ""
         for line in inspect.getsource(base).splitlines() if is_dataclass(base) else ():
             if match := re.match(r"    (\w+): .*?(?:  # (.*))?$", line):
-                name = match[1] if match[2] else ""  # the next lines do not continue an inherited comment
+                name = (
+                    match[1] if match[2] else ""
+                )  # the next lines do not continue an inherited comment
                 texts[match[1]] = match[2] or texts.get(match[1], "")
             elif line.startswith("    # ") and texts.get(name):
                 texts[name] += line.removeprefix("    #")
@@ -151,7 +164,9 @@ def groups(name: str) -> dict[str, tuple[str | None, list[str]]]:
         if isinstance(entry, dict):
             ((group, default),) = entry.items()
             files = (file.name for file in (folder / group).iterdir())
-            options = sorted(file.removesuffix(".yaml") for file in files if file.endswith(".yaml"))
+            options = sorted(
+                file.removesuffix(".yaml") for file in files if file.endswith(".yaml")
+            )
             options += [name for own_group, name in OWN_OPTIONS if own_group == group]
             options_of[group] = (default, options)
     return options_of
@@ -166,11 +181,17 @@ def add_option(group: str, name: str, settings: type) -> None:
 def option_values(group: str, option: str) -> dict[str, Any]:
     """Return the settings in an option's file, or in its class if it has no file, without inherited settings."""
     if (own := OWN_OPTIONS.get((group, option))) is not None:
-        named = {item.name: item.default for item in fields(own) if item.name in inspect.get_annotations(own)}
+        named = {
+            item.name: item.default
+            for item in fields(own)
+            if item.name in inspect.get_annotations(own)
+        }
         return {name: value for name, value in named.items() if value is not NO_DEFAULT}
     text = (resources.files("conf") / group / f"{option}.yaml").read_text(encoding="utf-8")
     with words_as_text():
-        return {key: value for key, value in (yaml.safe_load(text) or {}).items() if key != "defaults"}
+        return {
+            key: value for key, value in (yaml.safe_load(text) or {}).items() if key != "defaults"
+        }
 
 
 @contextmanager
@@ -179,7 +200,10 @@ def words_as_text() -> Iterator[None]:
     known = yaml.SafeLoader.yaml_implicit_resolvers
     truths = re.compile("(true|True|TRUE|false|False|FALSE)$")
     yaml.SafeLoader.yaml_implicit_resolvers = {
-        first: [(tag, truths if tag == "tag:yaml.org,2002:bool" else pattern) for tag, pattern in resolvers]
+        first: [
+            (tag, truths if tag == "tag:yaml.org,2002:bool" else pattern)
+            for tag, pattern in resolvers
+        ]
         for first, resolvers in known.items()
     }
     try:
@@ -192,8 +216,13 @@ def option_help(group: str, option: str) -> str:
     """Return the first sentence of the comment in an option's file; for an instance without a comment, its devices."""
     text = (resources.files("conf") / group / f"{option}.yaml").read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if not line.startswith("# @package")]
-    words = " ".join(line.removeprefix("# ") for line in itertools.takewhile(lambda line: line.startswith("#"), lines))
+    words = " ".join(
+        line.removeprefix("# ")
+        for line in itertools.takewhile(lambda line: line.startswith("#"), lines)
+    )
     if not words and group == "instance":
         values = yaml.safe_load(text)
-        return f"{values['accelerator']}, {values['devices']} x {values['device_memory_gib']:g} GiB"
+        return (
+            f"{values['accelerator']}, {values['devices']} x {values['device_memory_gib']:g} GiB"
+        )
     return re.split(r"\. (?=[A-Z])|\.$", words, maxsplit=1)[0]

@@ -12,9 +12,9 @@ from train.config import InputError, check
 from train.parallel.optimizer_spec import OptimizerSpec
 from train.parallel.optimizers import OPTIMIZERS, SCHEDULES
 from train.run.help import add_option
-from train.system import imported
-from train.system.folders import LocalFolder, is_s3, local_path
-from train.system.identity import find_identity
+from train.run_folder.identity import find_identity
+from train.storage import imported
+from train.storage.folders import LocalFolder, is_s3, local_path
 from train.tasks import TASKS, TaskSpec
 
 # For each table name: the program's table, the type of its entries, and the key that chooses an entry.
@@ -29,7 +29,10 @@ def take(given: str) -> None:
     """Import a file and add its entries. Raises InputError if it has no table, or an entry is invalid or not new."""
     module = imported.load(given)
     own = {name: vars(module)[name] for name in TABLES if name in vars(module)}
-    check(bool(own), f"{imported.FLAG} {given}: it has no table; define one of {', '.join(TABLES)}, as {{name: entry}}")
+    check(
+        bool(own),
+        f"{imported.FLAG} {given}: it has no table; define one of {', '.join(TABLES)}, as {{name: entry}}",
+    )
     for table, entries in own.items():
         known, kind, key = TABLES[table]
         where = f"{imported.FLAG} {given}: {table}"
@@ -37,7 +40,10 @@ def take(given: str) -> None:
         for name, entry in entries.items():
             if known.get(name) is entry:  # this file was imported before
                 continue
-            check(isinstance(entry, kind), f"{where}: {name} must be a {kind.__name__}, not {entry!r}")
+            check(
+                isinstance(entry, kind),
+                f"{where}: {name} must be a {kind.__name__}, not {entry!r}",
+            )
             check(name not in known, f"{where}: {key}={name} exists already; choose another name")
             if not callable(entry):
                 check_name(entry, key, name, where)
@@ -49,12 +55,19 @@ def check_name(spec: Any, group: str, name: str, where: str) -> None:
     """Raise InputError unless the settings of a task or an optimizer have its name as `kind` or `name`."""
     field = "kind" if group == "task" else "name"
     named = getattr(spec.settings, field, None)
-    check(named == name, f"{where}: {spec.settings.__name__} must have {field}: str = {name!r}, not {named!r}")
+    check(
+        named == name,
+        f"{where}: {spec.settings.__name__} must have {field}: str = {name!r}, not {named!r}",
+    )
 
 
 def check_imports(overrides: Sequence[str]) -> None:
     """Raise InputError if the run in run_dir used --import files that are not imported now. S3 is not checked."""
-    run_dir = [each.removeprefix("run_dir=").strip("'\"") for each in overrides if each.startswith("run_dir=")]
+    run_dir = [
+        each.removeprefix("run_dir=").strip("'\"")
+        for each in overrides
+        if each.startswith("run_dir=")
+    ]
     if run_dir and not is_s3(run_dir[-1]):
         try:
             identity = find_identity(LocalFolder(local_path(run_dir[-1]))) or {}

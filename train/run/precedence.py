@@ -11,7 +11,15 @@ from train.config import check, flatten, leaves
 from train.run.help import option_values
 
 LENGTHS = ("max_steps", "max_examples", "max_epochs")
-SIZES = ("vocab_size", "max_positions", "embedding_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
+SIZES = (
+    "vocab_size",
+    "max_positions",
+    "embedding_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+)
 OF_NEW_MODEL = tuple(f"model.{name}" for name in (*SIZES, "initializer_range"))
 # For each setting that the user may type: other settings that choose the same thing, which a recipe may have set.
 REPLACED: dict[str, tuple[str, ...]] = {
@@ -37,8 +45,14 @@ def over_recipe(given: Mapping[str, Any], groups: Collection[str]) -> dict[str, 
     chosen: dict[str, Any] = {}
     for group in (key for key in typed if key in groups and key != "experiment"):
         chosen |= flatten(option_values(group, typed[group]), f"{group}.")
-    values = {key: value for key, value in chosen.items() if key not in given} if "experiment" in typed else {}
-    tables = {key.rpartition(".")[0] for key in typed}  # given as a whole: corpus.validation={path: user/set}
+    values = (
+        {key: value for key, value in chosen.items() if key not in given}
+        if "experiment" in typed
+        else {}
+    )
+    tables = {
+        key.rpartition(".")[0] for key in typed
+    }  # given as a whole: corpus.validation={path: user/set}
     for key, others in REPLACED.items():
         for other in others if key in typed or key in chosen else ():
             are_both = key in typed and other in {*typed, *tables} and other not in TOGETHER
@@ -57,6 +71,12 @@ def check_numbers(composed: DictConfig, given: Mapping[str, Any]) -> None:
         for name, value in leaves(values, override.partition("=")[0]):
             current = OmegaConf.select(composed, name)
             is_other = str(value)[-1:].isdigit() and str(value) not in ("0", "1")
-            check(not (is_other and isinstance(current, bool)), f"{override}: {name} must be true or false")
+            check(
+                not (is_other and isinstance(current, bool)),
+                f"{override}: {name} must be true or false",
+            )
             is_number = isinstance(current, int | float)
-            check(not is_number or str(value).isascii(), f"{override}: {name} must be a number with the digits 0 to 9")
+            check(
+                not is_number or str(value).isascii(),
+                f"{override}: {name} must be a number with the digits 0 to 9",
+            )

@@ -6,8 +6,8 @@ import socket
 from contextlib import suppress
 
 from train.config import InputError
-from train.system.launched import check_master, launched
-from train.system.torchrun import leave_rejection
+from train.machine.launched import check_master, launched
+from train.machine.torchrun import leave_rejection
 
 INFORM_S = 60.0  # seconds for which a rejected first machine waits for machines that join later
 
@@ -15,10 +15,14 @@ INFORM_S = 60.0  # seconds for which a rejected first machine waits for machines
 def inform_others(rejection: str) -> None:
     """Tell the other machines, and the program that started torchrun on this machine, about a rejection."""
     leave_rejection(rejection)
-    with suppress(InputError, KeyboardInterrupt):  # `launched` raises if the launcher's variables are wrong
+    with suppress(
+        InputError, KeyboardInterrupt
+    ):  # `launched` raises if the launcher's variables are wrong
         launch = launched()
         check_master(launch)  # without an address, no machine can be told
         if not launch.is_one_machine:
             from train.parallel import rendezvous  # imported late, since torch takes seconds
 
-            rendezvous.announce(f"rank {launch.rank} on {socket.gethostname()} was rejected: {rejection}", INFORM_S)
+            rendezvous.announce(
+                f"rank {launch.rank} on {socket.gethostname()} was rejected: {rejection}", INFORM_S
+            )

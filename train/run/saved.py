@@ -22,15 +22,22 @@ from train.config import (
 )
 from train.parallel.optimizers import OPTIMIZERS
 from train.run import compose as cli
-from train.system import imported
-from train.system.folders import Folder
-from train.system.identity import find_identity
-from train.system.schema import BadContent, read_yaml
+from train.run_folder.identity import find_identity
+from train.storage import imported
+from train.storage.folders import Folder
+from train.storage.schema import BadContent, read_yaml
 from train.tasks import TASKS
 
 # The settings of another run that apply to its model, besides those of its task. No other setting is taken over:
 # none of these names a file, a server or code.
-OF_RUN = ("seed", "seq_len", "global_batch_size", "micro_batch_size", "eval_batch_size", "eval_examples")
+OF_RUN = (
+    "seed",
+    "seq_len",
+    "global_batch_size",
+    "micro_batch_size",
+    "eval_batch_size",
+    "eval_examples",
+)
 HOW_ROWS_ARE_READ = (
     *("label_map", "label_separator", "delimiter", "quote", "escape", "header", "encoding"),
     "max_bad_rows",
@@ -82,14 +89,21 @@ def whole_config(folder: Folder) -> TrainConfig:
     try:
         plain = read_yaml(folder.read("config.yaml"))
         is_plain = "${" not in json.dumps(plain)
-        check(is_plain, f"{config_path} has a reference ${{...}}: references in a run's file are not resolved")
+        check(
+            is_plain,
+            f"{config_path} has a reference ${{...}}: references in a run's file are not resolved",
+        )
         saved = OmegaConf.create(plain)
         schema = OmegaConf.structured(TrainConfig)
         task = TASKS[saved.task.kind].settings
         schema.task, schema.data = task, task.learns_from
         schema.optim = OPTIMIZERS[saved.optim.name].settings
-        schema.parallel = {name: kind for group, name, kind in cli.SCHEMAS if group == "parallel"}[saved.parallel.name]
-        kinds = {kind.name: kind for kind in (XLAConfig, NeuronConfig)}  # other backends share BackendConfig
+        schema.parallel = {name: kind for group, name, kind in cli.SCHEMAS if group == "parallel"}[
+            saved.parallel.name
+        ]
+        kinds = {
+            kind.name: kind for kind in (XLAConfig, NeuronConfig)
+        }  # other backends share BackendConfig
         schema.backend = kinds.get(saved.backend.name, BackendConfig)
         config = OmegaConf.to_object(OmegaConf.merge(schema, saved))
     except FileNotFoundError as error:
@@ -97,7 +111,9 @@ def whole_config(folder: Folder) -> TrainConfig:
     except BadContent as error:
         raise InputError(f"{config_path} is damaged: {error}") from error
     except (OmegaConfBaseException, LookupError, AttributeError, TypeError, ValueError) as error:
-        imported.check_repeated(find_identity(folder) or {}, folder.location)  # files that may define the task
+        imported.check_repeated(
+            find_identity(folder) or {}, folder.location
+        )  # files that may define the task
         raise InputError(
             f"{config_path} is damaged or of another version: {cli.explain(error, TrainConfig)}"
         ) from error

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from train.run.names import ours, quoted
 
 NAME = re.compile(r"\w[\w./]*")  # the name of a setting
-TYPED = str.maketrans("\u2013\u2014\u2212\u201c\u201d\u201e", '---"""')  # dashes and quotes that editors write
+TYPED = str.maketrans(
+    "\u2013\u2014\u2212\u201c\u201d\u201e", '---"""'
+)  # dashes and quotes that editors write
 
 
 def hint_on(override: str, works: Callable[[str], bool]) -> str:
@@ -49,6 +51,9 @@ def close_to(name: str, keys: Sequence[str]) -> str:
     section, _, word = name.rpartition(".")
     if word not in keys and (key := ours(word.lower(), keys)):
         return f"did you mean {key}?"
-    last = {key.rpartition(".")[2]: key for key in sorted(keys, key=lambda key: key.rpartition(".")[0] == section)}
+    last = {
+        key.rpartition(".")[2]: key
+        for key in sorted(keys, key=lambda key: key.rpartition(".")[0] == section)
+    }
     close = difflib.get_close_matches(word, list(last), n=1)
     return f"did you mean {last[close[0]]}?" if close else "--cfg job lists all"

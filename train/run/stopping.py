@@ -11,7 +11,7 @@
 A second signal skips 2 to 4: `handle` raises SystemExit(128 + the signal's number), and `train.entry` exits immediately
 with that code. During a long C call, the main thread cannot run `handle`. The thread of `listen` then exits with that
 code after GRACE_S: on a second signal or, in `nothing_to_save` (a library opens a device or joins ranks), on the first.
-When torchrun itself dies, the kernel sends its ranks SIGTERM (train/system/torchrun.py). Torch is not imported here.
+When torchrun itself dies, the kernel sends its ranks SIGTERM (train/machine/torchrun.py). Torch is not imported here.
 
 EC2 publishes notices in its instance metadata, which answers 404 while there is no notice (EC2 user guide):
 
@@ -41,8 +41,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from train.config import InputError, TrainConfig, Unreachable, check
-from train.system.metadata import Metadata, metadata_endpoint
-from train.system.torchrun import STOP_SIGNALS
+from train.machine.metadata import Metadata, metadata_endpoint
+from train.machine.torchrun import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from train.parallel.ranks import World
@@ -50,7 +50,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("train")
 
 GRACE_S = 5.0  # seconds after a second signal in which the main thread may still exit
-REPEATED = (signal.SIGXCPU,)  # the kernel repeats it every second beyond the soft limit of CPU time (setrlimit(2))
+REPEATED = (
+    signal.SIGXCPU,
+)  # the kernel repeats it every second beyond the soft limit of CPU time (setrlimit(2))
 REPEAT_S = 2.0  # seconds in which a signal counts as the same request: torchrun repeats the terminal's Ctrl-C
 BLOCK_LEAD_S = 1800  # EC2 ends the instances of a capacity block this long before the block ends (EC2 user guide)
 BLOCK_MARGIN_S = 60  # seconds added to those of a save, for the steps until all ranks agree and for clock differences
@@ -72,13 +74,19 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.reason: str | None = None  # the reason to save and exit at the next step; None: no request
-        self.kind = ""  # an identifier of the reason, for programs; empty if the reason itself is one
+        self.reason: str | None = (
+            None  # the reason to save and exit at the next step; None: no request
+        )
+        self.kind = (
+            ""  # an identifier of the reason, for programs; empty if the reason itself is one
+        )
         self.save_s = 0.0  # how long the last save took
         self.signal: str | None = None  # the name of the first signal
         self.at_s = 0.0  # the time.monotonic() of the first signal
         self.has_nothing_to_save = False
-        self.lock = threading.RLock()  # not a Lock: a signal handler may run in the thread that holds it
+        self.lock = (
+            threading.RLock()
+        )  # not a Lock: a signal handler may run in the thread that holds it
 
     def __enter__(self) -> StopRequest:
         ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -115,7 +123,11 @@ class StopRequest:
                 now_s = time.monotonic()
                 if number[0] not in self.before:
                     continue
-                is_second = first_s is not None and now_s - first_s > REPEAT_S and number[0] not in REPEATED
+                is_second = (
+                    first_s is not None
+                    and now_s - first_s > REPEAT_S
+                    and number[0] not in REPEATED
+                )
                 if is_second or self.has_nothing_to_save:
                     time.sleep(GRACE_S)
                     if (is_second or self.has_nothing_to_save) and self.sender.fileno() >= 0:
@@ -151,24 +163,37 @@ class Notices:
     last time (`stop.save_s`). Raises InputError if a capacity block has no time left or an address is invalid.
     """
 
-    def __init__(self, cfg: TrainConfig, stop: StopRequest, has_stop_file: Callable[[], bool], began_s: float) -> None:
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        stop: StopRequest,
+        has_stop_file: Callable[[], bool],
+        began_s: float,
+    ) -> None:
         """Prepare the threads. `began_s` is the time.monotonic() at which the attempt began."""
         self.cfg, self.max_run_s = cfg.preempt, cfg.max_run_s
         self.stop, self.has_stop_file, self.began_s = stop, has_stop_file, began_s
         end = self.cfg.block_end
-        self.block_end = None if end is None else datetime.fromisoformat(end.replace("Z", "+00:00"))
+        self.block_end = (
+            None if end is None else datetime.fromisoformat(end.replace("Z", "+00:00"))
+        )
         check(
             self.block_end is None or now() < self.block_leave_at(self.block_end),
             f"preempt.block_end={end} leaves no time: EC2 ends a block's instances 30 minutes before "
             f"the block's end, and it is {as_text(now())}; give the end of a later block, or null",
         )
-        self.sources: dict[str, Callable[[], None]] = {"clock": self.look_at_clock, "stop file": self.look_for_file}
+        self.sources: dict[str, Callable[[], None]] = {
+            "clock": self.look_at_clock,
+            "stop file": self.look_for_file,
+        }
         if watches_metadata(os.environ):
             self.metadata = Metadata(metadata_endpoint(os.environ))
             self.sources[f"EC2 notices, {self.metadata.endpoint}"] = self.look_at_metadata
         self.closed = threading.Event()
         self.threads = [
-            threading.Thread(target=self.watch, args=(name, look), name=f"notices: {name}", daemon=True)
+            threading.Thread(
+                target=self.watch, args=(name, look), name=f"notices: {name}", daemon=True
+            )
             for name, look in self.sources.items()
         ]
 
@@ -188,7 +213,15 @@ class Notices:
             try:
                 look()
                 fails = False
-            except (OSError, HTTPException, ValueError, LookupError, TypeError, InputError, Unreachable) as error:
+            except (
+                OSError,
+                HTTPException,
+                ValueError,
+                LookupError,
+                TypeError,
+                InputError,
+                Unreachable,
+            ) as error:
                 if not fails:
                     logger.warning("%s: %s; trying again every %g s", name, error, POLL_S)
                 fails = True
@@ -196,7 +229,10 @@ class Notices:
                 return
 
     def look_at_clock(self) -> None:
-        if self.max_run_s is not None and time.monotonic() - self.began_s >= self.max_run_s - self.stop.save_s:
+        if (
+            self.max_run_s is not None
+            and time.monotonic() - self.began_s >= self.max_run_s - self.stop.save_s
+        ):
             self.stop.ask(f"max_run_s={self.max_run_s:g} has passed", kind="max_run_s")
         if self.block_end is not None and now() >= self.block_leave_at(self.block_end):
             ends = f"the capacity block ends at {as_text(self.block_end)}, and its instances 30 minutes earlier"
@@ -211,14 +247,21 @@ class Notices:
 
     def look_at_metadata(self) -> None:
         if notice := self.metadata.get("spot/instance-action"):
-            self.stop.ask(f"EC2 spot notice: {notice['action']} at {notice['time']}", kind="spot_notice")
+            self.stop.ask(
+                f"EC2 spot notice: {notice['action']} at {notice['time']}", kind="spot_notice"
+            )
         events = self.metadata.get("events/maintenance/scheduled")
         for event in events if isinstance(events, list) else ():
             if event["Code"] not in FOR_GOOD or event["State"] != "active":
                 continue
-            begins = parsedate_to_datetime(event["NotBefore"])  # a text such as "21 Jan 2019 09:00:43 GMT"
+            begins = parsedate_to_datetime(
+                event["NotBefore"]
+            )  # a text such as "21 Jan 2019 09:00:43 GMT"
             if now() >= begins - timedelta(seconds=EVENT_LEAD_S + self.stop.save_s):
-                self.stop.ask(f"EC2 scheduled event: {event['Code']} at {as_text(begins)}", kind="scheduled_event")
+                self.stop.ask(
+                    f"EC2 scheduled event: {event['Code']} at {as_text(begins)}",
+                    kind="scheduled_event",
+                )
 
 
 def watches_metadata(environ: Mapping[str, str]) -> bool:
@@ -275,5 +318,11 @@ class Votes:
 
     def reasons(self) -> list[tuple[int, str, str, str]]:
         """Return (rank, reason, kind of the reason, host) for each rank that was asked to stop."""
-        answers = enumerate(self.world.all_gather_object((self.stop.reason, self.stop.kind, platform.node())))
-        return [(rank, reason, kind, host) for rank, (reason, kind, host) in answers if reason is not None]
+        answers = enumerate(
+            self.world.all_gather_object((self.stop.reason, self.stop.kind, platform.node()))
+        )
+        return [
+            (rank, reason, kind, host)
+            for rank, (reason, kind, host) in answers
+            if reason is not None
+        ]

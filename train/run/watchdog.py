@@ -27,23 +27,30 @@ from pathlib import Path
 from typing import NamedTuple
 
 from train.config import WatchdogConfig
-from train.system.atomic_io import open_alike
-from train.system.folders import canonical_json
-from train.system.launched import launched
-from train.system.memory import count_oom_kills, find_oom_counter
-from train.system.outcome import Outcome, may_continue, write_outcome
-from train.system.processes import ENDED_STATES, read_process
-from train.system.run_folder import RunFolder
+from train.machine.launched import launched
+from train.machine.memory import count_oom_kills, find_oom_counter
+from train.machine.processes import ENDED_STATES, read_process
+from train.run_folder.outcome import Outcome, may_continue, write_outcome
+from train.run_folder.run_folder import RunFolder
+from train.storage.atomic_io import open_alike
+from train.storage.folders import canonical_json
 
 STDERR = 2
 PERIOD_S = 1.0  # seconds between two checks, or a tenth of the shorter limit if that is less
 MARGIN_PERIODS = 10  # periods from a rank's limit to the end of the C timer, so that the thread can report first
 OTHERS_PERIODS = 3  # periods for the other ranks to write their stacks: once this rank exits, torchrun kills them
 LEFT = 2**62  # the step of a rank whose watchdog was closed: no other rank waits for it
-OOM_LOOKS = 60  # kill counts to keep: the kernel counts a kill long before a large process has ended
-PEER_ENDS_S = 2.0  # seconds to wait, after a collective breaks, for the end of the process that broke it
+OOM_LOOKS = (
+    60  # kill counts to keep: the kernel counts a kill long before a large process has ended
+)
+PEER_ENDS_S = (
+    2.0  # seconds to wait, after a collective breaks, for the end of the process that broke it
+)
 LOST_PEER = ("RuntimeError", "DistBackendError")  # torch's errors when a collective breaks
-WAITING = ("torch.autograd", "torch.distributed")  # packages in which the main thread waits for other ranks
+WAITING = (
+    "torch.autograd",
+    "torch.distributed",
+)  # packages in which the main thread waits for other ranks
 
 logger = logging.getLogger("train")
 
@@ -56,7 +63,10 @@ class Heartbeat(ctypes.Structure):
         ("limit_s", ctypes.c_double),
         ("step", ctypes.c_int64),  # -1: the phase belongs to no step
         ("count", ctypes.c_int64),  # heartbeats in this step
-        ("may_wait", ctypes.c_bool),  # when last checked, the main thread was in a backward pass or collective
+        (
+            "may_wait",
+            ctypes.c_bool,
+        ),  # when last checked, the main thread was in a backward pass or collective
         ("phase", ctypes.c_char * 40),
     )
 
@@ -83,19 +93,29 @@ class Watchdog:
     Use it as a context manager, after `RunFolder.open`, which removes the exit records of the previous attempt.
     """
 
-    def __init__(self, cfg: WatchdogConfig, folder: RunFolder, *, oom_counter: Path | None = None) -> None:
+    def __init__(
+        self, cfg: WatchdogConfig, folder: RunFolder, *, oom_counter: Path | None = None
+    ) -> None:
         self.cfg, self.folder, self.rank = cfg, folder, launched().rank
         self.own = Heartbeat()  # in private memory until the watchdog opens
         self.handle = -1  # the file descriptor of the shared memory
         self.is_open = False
         self.period_s = min(PERIOD_S, cfg.step_s / 10, cfg.start_s / 10)
         self.is_start = True  # the phase has the time limit of a start
-        self.rearm_s = 0.0  # heartbeats before this time do not arm the C timer again, which takes 0.1 ms
+        self.rearm_s = (
+            0.0  # heartbeats before this time do not arm the C timer again, which takes 0.1 ms
+        )
         self.armed_s = 0.0  # the limit for which the C timer was armed
-        self.compiles: Callable[[], bool] = lambda: False  # returns whether this or another rank is compiling
-        self.is_compiling = False  # some rank is compiling, so this phase has the time limit of a start
+        self.compiles: Callable[[], bool] = lambda: (
+            False
+        )  # returns whether this or another rank is compiling
+        self.is_compiling = (
+            False  # some rank is compiling, so this phase has the time limit of a start
+        )
         self.peers: dict[int, Peer] = {}  # the other ranks of this machine
-        self.suspects: dict[int, float] = {}  # by rank: the time of a heartbeat that was late at the last check
+        self.suspects: dict[
+            int, float
+        ] = {}  # by rank: the time of a heartbeat that was late at the last check
         self.oom_counter = oom_counter or find_oom_counter()
         self.oom_kills = deque([count_oom_kills(self.oom_counter)], maxlen=OOM_LOOKS)
         self.closed = threading.Event()
@@ -154,7 +174,9 @@ class Watchdog:
     def arm(self) -> None:
         """Make the C timer end this process unless it is armed again in time."""
         self.rearm_s, self.armed_s = time.monotonic() + self.period_s, self.limit_s
-        faulthandler.dump_traceback_later(self.limit_s + MARGIN_PERIODS * self.period_s, exit=True, file=STDERR)
+        faulthandler.dump_traceback_later(
+            self.limit_s + MARGIN_PERIODS * self.period_s, exit=True, file=STDERR
+        )
 
     @property
     def limit_s(self) -> float:
@@ -177,7 +199,9 @@ class Watchdog:
     def allow_compiling(self) -> None:
         """Apply the time limit of a start while any rank compiles, and the limit of a step afterwards."""
         before = self.is_compiling
-        self.is_compiling = not self.is_start and self.own.age_s > self.cfg.step_s / 2 and self.compiles()
+        self.is_compiling = (
+            not self.is_start and self.own.age_s > self.cfg.step_s / 2 and self.compiles()
+        )
         if before and not self.is_compiling:
             self.own.at_s = time.monotonic()
         if (before or self.is_compiling) and self.is_open:
@@ -186,8 +210,15 @@ class Watchdog:
 
     def heartbeats(self) -> dict[int, Heartbeat]:
         """Return the current heartbeats of this machine's ranks."""
-        memories = {self.rank: self.own, **{rank: peer.memory for rank, peer in list(self.peers.items())}}
-        return {rank: Heartbeat.from_buffer_copy(each) for rank, each in memories.items() if each is not None}
+        memories = {
+            self.rank: self.own,
+            **{rank: peer.memory for rank, peer in list(self.peers.items())},
+        }
+        return {
+            rank: Heartbeat.from_buffer_copy(each)
+            for rank, each in memories.items()
+            if each is not None
+        }
 
     def find_stuck(self) -> int | None:
         """Return the stuck rank, or None if no rank is stuck.
@@ -201,7 +232,10 @@ class Watchdog:
         lowest = min(each.step for each in ranks.values())
         behind = {rank: each for rank, each in ranks.items() if each.step == lowest}
         is_late = all(each.age_s > each.limit_s for each in behind.values())
-        before, self.suspects = self.suspects, {rank: each.at_s for rank, each in behind.items()} if is_late else {}
+        before, self.suspects = (
+            self.suspects,
+            {rank: each.at_s for rank, each in behind.items()} if is_late else {},
+        )
         if not is_late or before != self.suspects:
             return None
 
@@ -223,11 +257,16 @@ class Watchdog:
         # The timer limits the time of this report, since the run folder's file system may hang as well.
         faulthandler.dump_traceback_later(MARGIN_PERIODS * self.period_s, exit=True, file=STDERR)
         ranks = self.heartbeats()
-        last, is_alike = ranks[stuck], len({(each.step, each.phase, each.count) for each in ranks.values()}) == 1
+        last, is_alike = (
+            ranks[stuck],
+            len({(each.step, each.phase, each.count) for each in ranks.values()}) == 1,
+        )
         limit = f"watchdog.{'step_s' if last.limit_s == self.cfg.step_s else 'start_s'}={last.limit_s:g}"
         reason = f"stuck: rank {stuck} has been in {last.where} for {last.age_s:.0f} s ({limit})"
         if is_alike and not launched().is_one_machine:
-            reason += "; all ranks of this machine are waiting, perhaps for a rank of another machine"
+            reason += (
+                "; all ranks of this machine are waiting, perhaps for a rank of another machine"
+            )
         for rank, peer in self.peers.items():
             if self.is_stopped(rank):
                 reason += f"; rank {rank} is stopped (SIGSTOP) and was killed"
@@ -241,12 +280,21 @@ class Watchdog:
         """Report ranks that ended without an exit record: the kernel, a driver or a person killed them."""
         for rank, peer in list(self.peers.items()):
             process = read_process(peer.pid)
-            if process is not None and process.started == peer.started and process.state not in ENDED_STATES:
+            if (
+                process is not None
+                and process.started == peer.started
+                and process.state not in ENDED_STATES
+            ):
                 continue
-            is_reported = self.peers.pop(rank, None) is None  # __exit__ calls this in the main thread, too
+            is_reported = (
+                self.peers.pop(rank, None) is None
+            )  # __exit__ calls this in the main thread, too
             if is_reported or (self.folder.log / f"exit_rank_{rank:04d}.json").is_file():
                 continue
-            kind, reason = "killed", f"killed: rank {rank} ended without an exit record around {self.own.where}"
+            kind, reason = (
+                "killed",
+                f"killed: rank {rank} ended without an exit record around {self.own.where}",
+            )
             if self.oom_kills[0] < count_oom_kills(self.oom_counter):
                 kind = "out_of_host_memory"
                 reason = f"out of host memory: the kernel killed rank {rank} around {self.own.where}; lower "
@@ -254,7 +302,13 @@ class Watchdog:
             self.report(kind, reason, {rank}, self.own)
 
     def report(
-        self, kind: str, reason: str, ranks: Collection[int], last: Heartbeat, *, writes_stacks: bool = False
+        self,
+        kind: str,
+        reason: str,
+        ranks: Collection[int],
+        last: Heartbeat,
+        *,
+        writes_stacks: bool = False,
     ) -> None:
         """Write the outcome with the step of `last`, exit records for `ranks` and, on request, this process's stacks.
 
@@ -264,8 +318,12 @@ class Watchdog:
         with self.folder.logging_failures():
             self.folder.ownership.check()
             if writes_stacks:
-                with open_alike(self.folder.log / f"stacks_rank_{self.rank:04d}.txt", "ab") as file:
-                    file.write(f"---- {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {reason}\n".encode())
+                with open_alike(
+                    self.folder.log / f"stacks_rank_{self.rank:04d}.txt", "ab"
+                ) as file:
+                    file.write(
+                        f"---- {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {reason}\n".encode()
+                    )
                     file.flush()
                     faulthandler.dump_traceback(file, all_threads=True)
             if self.folder.ownership.owner is not None:  # None before the ranks have joined
@@ -274,7 +332,9 @@ class Watchdog:
                 is_first = write_outcome(self.folder.folder, outcome, replaces=LOST_PEER)
             content = {"reason": reason, "step": step, "time_unix_s": round(time.time(), 1)}
             for rank in ranks:
-                self.folder.folder.create(f"log/exit_rank_{rank:04d}.json", canonical_json(content))
+                self.folder.folder.create(
+                    f"log/exit_rank_{rank:04d}.json", canonical_json(content)
+                )
         if is_first:
             logger.error("watchdog: %s", reason)
 

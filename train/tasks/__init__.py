@@ -16,7 +16,17 @@ from train.config import RecordsConfig, TaskConfig, TrainConfig, check, check_ch
 from train.tasks import classify, mlm, multilabel, ner, qa, regress
 from train.tasks.spec import LOSS, Metric, Task, TaskSpec
 
-__all__ = ["TASKS", "Metric", "Task", "TaskSpec", "best_metric", "build_task", "class_of", "scores_of", "spec_of"]
+__all__ = [
+    "TASKS",
+    "Metric",
+    "Task",
+    "TaskSpec",
+    "best_metric",
+    "build_task",
+    "class_of",
+    "scores_of",
+    "spec_of",
+]
 
 TASKS: dict[str, TaskSpec] = {
     "mlm": mlm.SPEC,
@@ -32,7 +42,10 @@ def spec_of(cfg: TaskConfig) -> TaskSpec:
     """Return a task's spec. Raises InputError if there is none, or if the settings belong to another task."""
     check_choice("task.kind", cfg.kind, tuple(TASKS))
     spec = TASKS[cfg.kind]
-    check(type(cfg) is spec.settings, f"task.kind={cfg.kind} does not match the settings of task; use task={cfg.kind}")
+    check(
+        type(cfg) is spec.settings,
+        f"task.kind={cfg.kind} does not match the settings of task; use task={cfg.kind}",
+    )
     return spec
 
 

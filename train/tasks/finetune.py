@@ -27,11 +27,17 @@ from train.data.records.tables import open_tables
 from train.data.records.token_rows import TokenRows
 from train.data.shards.order import spread
 from train.data.text.coverage import unknown_share, unused_capitals
-from train.models.heads import PaddedEncoder, build_with_head, check_labels, default_names, logits_of
+from train.machine.console import visible_json
+from train.models.heads import (
+    PaddedEncoder,
+    build_with_head,
+    check_labels,
+    default_names,
+    logits_of,
+)
 from train.parallel.backends import compiles_each_length
-from train.system.console import visible_json
-from train.system.folders import Folder, canonical_json
-from train.system.samples import Sample
+from train.run_folder.samples import Sample
+from train.storage.folders import Folder, canonical_json
 from train.tasks import spec_of
 from train.tasks.predictor import Predictor
 from train.tasks.spec import Task
@@ -43,14 +49,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 Entry = dict[str, Any]  # an input row by column, or a prediction
-Results = tuple[dict[str, bytes], dict[str, Any]]  # files for predictions/ and more entries for evaluation.json
+Results = tuple[
+    dict[str, bytes], dict[str, Any]
+]  # files for predictions/ and more entries for evaluation.json
 CANDIDATES = 4  # examples that the model answers per sample shown
 MOST_CHARS_READ = 20_000  # maximum number of characters in all these examples, to limit the time
 
 
 def json_lines(rows: Iterable[dict[str, Any]]) -> bytes:
     """Return rows as lines of JSON. Unprintable characters are escaped, since a terminal may show the lines."""
-    return "".join(visible_json(json.dumps(row, ensure_ascii=False)) + "\n" for row in rows).encode()
+    return "".join(
+        visible_json(json.dumps(row, ensure_ascii=False)) + "\n" for row in rows
+    ).encode()
 
 
 def mean_loss(statistics: np.ndarray) -> float:
@@ -61,7 +71,10 @@ def mean_loss(statistics: np.ndarray) -> float:
 def table_of(names: Sequence[str], scores: Sequence[np.ndarray]) -> dict[str, dict[str, float]]:
     """Return precision, recall, F1 and support by name, from the arrays of scikit-learn or seqeval."""
     rows = zip(names, *(kind.tolist() for kind in scores), strict=True)
-    return {name: dict(zip(("precision", "recall", "f1", "support"), values, strict=True)) for name, *values in rows}
+    return {
+        name: dict(zip(("precision", "recall", "f1", "support"), values, strict=True))
+        for name, *values in rows
+    }
 
 
 @dataclass(frozen=True)
@@ -99,7 +112,9 @@ class TextTask(Task):
 
     def build_model(self) -> PaddedEncoder:
         spec, model, names = spec_of(self.cfg), self.sizes.model, self.outputs
-        return build_with_head(spec.head, model, labels=names, problem_type=spec.problem_type, **self.sizes.fit)
+        return build_with_head(
+            spec.head, model, labels=names, problem_type=spec.problem_type, **self.sizes.fit
+        )
 
     def token_rows(self, features: Dataset, columns: Mapping[str, str]) -> TokenRows:
         """Return features as rows for batches. `columns` maps further batch inputs to feature columns."""
@@ -122,11 +137,15 @@ class TextTask(Task):
         """Return [B, n] float32: what metrics and predictions need from each row of a batch."""
 
     @abstractmethod
-    def evaluate(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> dict[str, float]:
+    def evaluate(
+        self, examples: Dataset, features: Dataset, statistics: np.ndarray
+    ) -> dict[str, float]:
         """Return the metrics in `metric_names` of a split's features."""
 
     @abstractmethod
-    def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
+    def results(
+        self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray
+    ) -> Results:
         """Return what an evaluation writes in addition to its metrics."""
 
     # ---- predictions: methods that each task defines ---------------------------------------------------------------
@@ -137,7 +156,9 @@ class TextTask(Task):
 
     def settings_of_outputs(self) -> dict[str, Any]:
         """Return the settings that name a trained model's outputs. `labels_of`, which reads them, must run first."""
-        return {} if self.labels == default_names(len(self.labels)) else {"data.labels": self.labels}
+        return (
+            {} if self.labels == default_names(len(self.labels)) else {"data.labels": self.labels}
+        )
 
     def use(self, data: RecordsConfig, options: Mapping[str, Any]) -> None:
         """Prepare for predictions: `data` says how to read rows, and `options` are the values of flags."""
@@ -148,7 +169,9 @@ class TextTask(Task):
         return dict(texts)
 
     @abstractmethod
-    def predictions(self, rows: list[Entry], features: Dataset, statistics: np.ndarray) -> Iterator[Entry]:
+    def predictions(
+        self, rows: list[Entry], features: Dataset, statistics: np.ndarray
+    ) -> Iterator[Entry]:
         """Yield the prediction for each row, which becomes a line of output."""
 
     @abstractmethod
@@ -175,11 +198,17 @@ class TextTask(Task):
         """Open the data of a run. Raises InputError if it cannot be used."""
         assert isinstance(cfg.data, RecordsConfig)
         self.run_cfg, self.data, self.tables = cfg, cfg.data, open_tables(cfg, self.featurizer)
-        self.sizes = replace(self.sizes, lengths=resolved_lengths(cfg, self.tables, self.sizes, shortest=self.shortest))
+        self.sizes = replace(
+            self.sizes,
+            lengths=resolved_lengths(cfg, self.tables, self.sizes, shortest=self.shortest),
+        )
         self.lengths = self.sizes.lengths
         self.seq_len = self.lengths[-1]
         self.labels = self.tables.facts["labels"]
-        self.remarks = [*remarks(self.sizes.tokenizer, self.tables.facts), *filter(None, [self.sizes.note()])]
+        self.remarks = [
+            *remarks(self.sizes.tokenizer, self.tables.facts),
+            *filter(None, [self.sizes.note()]),
+        ]
         if self.outputs:
             check_labels(self.sizes.model, self.sizes.config, self.outputs)
         self.splits: list[Split] = []
@@ -187,18 +216,26 @@ class TextTask(Task):
         for name in ("validation", *cfg.data.more_validation):
             features = self.tables.features(name)
             if cfg.eval_examples is not None and cfg.eval_examples < len(features):
-                features = features.select(drawn(features, cfg.eval_examples, cfg.seed, len(self.splits)))
-            self.splits.append(Split(name, "" if name == "validation" else f"{name}_", features, self.eval_rows))
+                features = features.select(
+                    drawn(features, cfg.eval_examples, cfg.seed, len(self.splits))
+                )
+            self.splits.append(
+                Split(name, "" if name == "validation" else f"{name}_", features, self.eval_rows)
+            )
             self.eval_rows += len(features)
         learnt = "validation" if cfg.data.train == NO_ROWS else "train"
         self.train_table = self.token_rows(self.tables.features(learnt), self.columns)
         every = concatenate_datasets([split.features for split in self.splits])
         self.eval_table = self.token_rows(every, {**self.columns, **self.eval_columns})
         if len(self.lengths) > 1:  # a single length needs no buckets
-            is_mixed = self.data.lengths == "auto" and not compiles_each_length(cfg.backend, cfg.instance)
+            is_mixed = self.data.lengths == "auto" and not compiles_each_length(
+                cfg.backend, cfg.instance
+            )
             of_rows = self.train_table.bucket_of, self.eval_table.bucket_of
             self.buckets = Buckets(self.lengths, *of_rows, is_mixed=is_mixed)
-        self.metrics = tuple(f"{split.prefix}{name}" for split in self.splits for name in self.metric_names)
+        self.metrics = tuple(
+            f"{split.prefix}{name}" for split in self.splits for name in self.metric_names
+        )
         self.train_rows, self.data_id = len(self.train_table), self.tables.id
         self.shard_rows = [self.train_rows]
         self.details = self._details({learnt: self.train_table.row_lengths})
@@ -208,18 +245,36 @@ class TextTask(Task):
 
     def _details(self, learnt: dict[str, np.ndarray]) -> dict[str, Any]:
         """Return facts about the data and its padding; `learnt` has the token counts of the training rows, by split."""
-        used = learnt | {split.name: split.of(self.eval_table.row_lengths) for split in self.splits}
+        used = learnt | {
+            split.name: split.of(self.eval_table.row_lengths) for split in self.splits
+        }
         splits = {}
         for name, lengths in used.items():
             share = padding_share(lengths, self.lengths)
-            splits[name] = {**self.tables.facts["splits"][name], "used_rows": len(lengths), "padding_share": share}
+            splits[name] = {
+                **self.tables.facts["splits"][name],
+                "used_rows": len(lengths),
+                "padding_share": share,
+            }
         sizes = {"lengths": list(self.lengths), "note": self.sizes.note()}
-        return {"kind": self.tables.facts["kind"], "labels": list(self.outputs), "splits": splits, **sizes}
+        return {
+            "kind": self.tables.facts["kind"],
+            "labels": list(self.outputs),
+            "splits": splits,
+            **sizes,
+        }
 
     def summary(self) -> str:
-        lengths = " or ".join(filter(None, [", ".join(map(str, self.lengths[:-1])), str(self.seq_len)]))
+        lengths = " or ".join(
+            filter(None, [", ".join(map(str, self.lengths[:-1])), str(self.seq_len)])
+        )
         line = f"batches of {lengths} tokens (data.lengths={self.data.lengths}); in training "
-        return "; ".join([f"{line}{self.facts['padding_share']:.1%} of the tokens are padding", *self.cut_rows()])
+        return "; ".join(
+            [
+                f"{line}{self.facts['padding_share']:.1%} of the tokens are padding",
+                *self.cut_rows(),
+            ]
+        )
 
     def cut_rows(self) -> Iterator[str]:
         """Yield a line for each split that has truncated rows."""
@@ -267,7 +322,9 @@ class TextTask(Task):
 
     def files_beside(self, model: PaddedEncoder) -> dict[str, bytes]:
         """Return the files of an export beside its weights and configuration, by name."""
-        state = TaskState.of(self.cfg, seq_len=self.sizes.seq_len, seed=self.run_cfg.seed, scale=model.scale)
+        state = TaskState.of(
+            self.cfg, seq_len=self.sizes.seq_len, seed=self.run_cfg.seed, scale=model.scale
+        )
         state = state.choosing(self.chosen)
         return files_beside(self.tables.folder / "tokenizer", inputs=model.inputs, state=state)
 
@@ -283,7 +340,9 @@ class TextTask(Task):
 
     def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
         # The model answers the examples as in `python -m train.predict`.
-        predictor = Predictor(str(export), self.data, run=(self.run_cfg, run), seq_len=self.run_cfg.seq_len)
+        predictor = Predictor(
+            str(export), self.data, run=(self.run_cfg, run), seq_len=self.run_cfg.seq_len
+        )
         examples, target = self.tables.examples("validation"), self.featurizer.kind.target
         rows = list(candidates(examples, most, target=target, labels=self.labels))
         if not rows:
@@ -296,9 +355,14 @@ class TextTask(Task):
 def shares(facts: Mapping[str, Any]) -> dict[str, float]:
     """Return padding and counts of a split, as shares of its examples or tokens."""
     notes = dict(facts["notes"])
-    tokens = {"unknown_tokens": notes.pop("text_tokens", 0), "tokens_cut": facts["tokens"] + notes.get("tokens_cut", 0)}
+    tokens = {
+        "unknown_tokens": notes.pop("text_tokens", 0),
+        "tokens_cut": facts["tokens"] + notes.get("tokens_cut", 0),
+    }
     of = {name: tokens.get(name, facts["examples"]) or 1 for name in notes}
-    return {"padding_share": facts["padding_share"]} | {f"{name}_share": n / of[name] for name, n in notes.items()}
+    return {"padding_share": facts["padding_share"]} | {
+        f"{name}_share": n / of[name] for name, n in notes.items()
+    }
 
 
 def remarks(tokenizer: PreTrainedTokenizerFast, facts: Facts) -> Iterator[str]:
@@ -306,8 +370,12 @@ def remarks(tokenizer: PreTrainedTokenizerFast, facts: Facts) -> Iterator[str]:
     if capitals := unused_capitals(tokenizer):
         yield f"warning: tokenizer {tokenizer.name_or_path} {capitals}"
     for split, entry in facts["splits"].items():
-        unknown, tokens = (entry["notes"].get(name, 0) for name in ("unknown_tokens", "text_tokens"))
-        yield unknown_share(unknown, tokens, f"{split}: tokenizer {tokenizer.name_or_path} reads the texts")
+        unknown, tokens = (
+            entry["notes"].get(name, 0) for name in ("unknown_tokens", "text_tokens")
+        )
+        yield unknown_share(
+            unknown, tokens, f"{split}: tokenizer {tokenizer.name_or_path} reads the texts"
+        )
 
 
 def examples_of(examples: Dataset, features: Dataset) -> Dataset:
@@ -320,7 +388,9 @@ def drawn(features: Dataset, most: int, seed: int, split: int) -> np.ndarray:
     # At least one example is drawn, even if it alone has more than `most` rows. `split` is the index of the split.
     owners = column(features, "row")
     examples, owner_of, counts = np.unique(owners, return_inverse=True, return_counts=True)
-    order = np.argsort(hash_uniform(seed, EVAL_STREAM, split, np.arange(len(examples))), kind="stable")
+    order = np.argsort(
+        hash_uniform(seed, EVAL_STREAM, split, np.arange(len(examples))), kind="stable"
+    )
     num_drawn = int(np.searchsorted(counts[order].cumsum(), most, side="right"))
     return np.flatnonzero(np.isin(owner_of, order[: max(1, num_drawn)]))
 
@@ -328,7 +398,9 @@ def drawn(features: Dataset, most: int, seed: int, split: int) -> np.ndarray:
 # ---- which validation examples become samples ----------------------------------------------------------------------
 
 
-def candidates(examples: Dataset, most: int, *, target: str, labels: Sequence[str]) -> Iterator[dict[str, Any]]:
+def candidates(
+    examples: Dataset, most: int, *, target: str, labels: Sequence[str]
+) -> Iterator[dict[str, Any]]:
     """Yield rows spread over the table, in the form that `read_texts` returns: at most MOST_CHARS_READ characters."""
     num_chars = 0
     for row in examples.select(spread(len(examples), CANDIDATES * most)):
@@ -337,7 +409,9 @@ def candidates(examples: Dataset, most: int, *, target: str, labels: Sequence[st
             num_chars += chars
             value = row[target]
             if labels:
-                value = [labels[each] for each in value] if isinstance(value, list) else labels[value]
+                value = (
+                    [labels[each] for each in value] if isinstance(value, list) else labels[value]
+                )
             yield {**row, target: value}
 
 
@@ -345,5 +419,8 @@ def mixed(answered: Sequence[Sample], most: int) -> list[Sample]:
     """Return at most `most` samples in order, half of them with wrong answers if there are enough of each kind."""
     is_right = np.array([sample.answers[0].score == 1 for sample in answered], bool)
     num_wrong = min((~is_right).sum(), max(most // 2, most - is_right.sum()))
-    chosen = [*np.flatnonzero(~is_right)[:num_wrong], *np.flatnonzero(is_right)[: most - num_wrong]]
+    chosen = [
+        *np.flatnonzero(~is_right)[:num_wrong],
+        *np.flatnonzero(is_right)[: most - num_wrong],
+    ]
     return [answered[number] for number in sorted(chosen)]

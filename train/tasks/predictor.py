@@ -24,10 +24,12 @@ from train.tasks.state import NAME, read_state
 from train.tasks.texts import Sizes, eager_step
 
 if TYPE_CHECKING:
-    from train.system.folders import Folder
+    from train.storage.folders import Folder
     from train.tasks.finetune import TextTask
 
-TOKENISED_TOGETHER = 500  # rows; until tokens are in an Arrow table, they use ten times as much memory
+TOKENISED_TOGETHER = (
+    500  # rows; until tokens are in an Arrow table, they use ten times as much memory
+)
 CPU = torch.device("cpu")
 
 
@@ -35,7 +37,12 @@ class Predictor:
     """A trained model with a head, and its task."""
 
     def __init__(
-        self, source: str, data: RecordsConfig, *, run: tuple[TrainConfig, Folder] | None, seq_len: int | None
+        self,
+        source: str,
+        data: RecordsConfig,
+        *,
+        run: tuple[TrainConfig, Folder] | None,
+        seq_len: int | None,
     ) -> None:
         """Read all but the weights. Raises InputError if no task suits the model.
 
@@ -46,17 +53,27 @@ class Predictor:
         task, state = None, read_state(source)
         if state is not None:
             task, seq_len = state.config, seq_len or state.seq_len
-        check(state is not None or run is None, f"{source} has no {NAME}: an earlier version wrote it; export it again")
+        check(
+            state is not None or run is None,
+            f"{source} has no {NAME}: an earlier version wrote it; export it again",
+        )
         sizes = Sizes.read(ModelConfig(pretrained=source, tokenizer=source), seq_len)
         names = ", ".join(sizes.config.architectures or ["none"])
-        only_number = "regression" if sizes.config.num_labels == 1 else None  # transformers assumes this for one output
-        task = task or default_task(source, names, getattr(sizes.config, "problem_type", None) or only_number)
+        only_number = (
+            "regression" if sizes.config.num_labels == 1 else None
+        )  # transformers assumes this for one output
+        task = task or default_task(
+            source, names, getattr(sizes.config, "problem_type", None) or only_number
+        )
         self.spec = spec = spec_of(task)
         check(spec.head in names, f"{source}: the task is {task.kind}, but the model is a {names}")
         self.task: TextTask = class_of(spec)(task, sizes)
         self.task.labels = self.task.featurizer.labels = self.task.labels_of(source, sizes.config)
         self.num_rows, self.has_target = 0, False
-        self.num_tokens, self.cut = 0, Counter[str]()  # tokens read; counts of truncated rows and cut tokens
+        self.num_tokens, self.cut = (
+            0,
+            Counter[str](),
+        )  # tokens read; counts of truncated rows and cut tokens
         self.known: list[tuple[Any, Any]] = []  # right and predicted answers
 
     def load(
@@ -74,15 +91,24 @@ class Predictor:
         self.model, self.device, self.autocast = model.to(device).eval(), device, autocast
         step = eager_step(seq_len)
         shorter = range(-(-min(task.shortest, seq_len) // step) * step, seq_len, step)
-        task.sizes = replace(task.sizes, lengths=(*(() if task.sizes.has_one_length else shorter), seq_len))
+        task.sizes = replace(
+            task.sizes, lengths=(*(() if task.sizes.has_one_length else shorter), seq_len)
+        )
 
     def predict(
-        self, rows: list[dict[str, Any]], *, batch_size: int, on_batch: Callable[[int], Any] = lambda _: None
+        self,
+        rows: list[dict[str, Any]],
+        *,
+        batch_size: int,
+        on_batch: Callable[[int], Any] = lambda _: None,
     ) -> list[dict[str, Any]]:
         """Return the model's answer to each row, in order. `on_batch` is called with each batch's sequence count."""
         features, tokens_cut = self.features(rows)
         statistics = self.statistics(features, batch_size, on_batch)
-        check(bool(np.isfinite(statistics).all()), f"{self.source} computes NaN: its weights are damaged")
+        check(
+            bool(np.isfinite(statistics).all()),
+            f"{self.source} computes NaN: its weights are damaged",
+        )
         answers = list(self.task.predictions(rows, features, statistics))
         pairs = (self.task.known(row, answer) for row, answer in zip(rows, answers, strict=True))
         self.known += [pair for pair in pairs if pair is not None]
@@ -105,7 +131,9 @@ class Predictor:
         return concatenate_datasets(parts), np.concatenate(tokens_cut)
 
     @torch.inference_mode()
-    def statistics(self, features: Dataset, batch_size: int, on_batch: Callable[[int], Any]) -> np.ndarray:
+    def statistics(
+        self, features: Dataset, batch_size: int, on_batch: Callable[[int], Any]
+    ) -> np.ndarray:
         """Return the task's statistics [rows, n] float32.
 
         The longest rows come first, so that batches have little padding, and too large a batch_size fails immediately.
@@ -129,7 +157,9 @@ class Predictor:
     def cut_rows(self) -> str:
         """Return a line on the rows that were truncated so far; "" if there are none."""
         seq_len = self.task.sizes.seq_len
-        return cut_words(rows=self.num_rows, tokens=self.num_tokens, notes=self.cut, seq_len=seq_len)
+        return cut_words(
+            rows=self.num_rows, tokens=self.num_tokens, notes=self.cut, seq_len=seq_len
+        )
 
     def metrics(self) -> str:
         """Return a line with the metrics of all rows so far that have a right answer; "" if there are none."""

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from train.data.shards.order import ShardSampler
     from train.data.shards.prefetch import Prefetcher
     from train.models.network import Network
-    from train.system.folders import Folder
-    from train.system.samples import Sample
+    from train.run_folder.samples import Sample
+    from train.storage.folders import Folder
 
 
 @dataclass(frozen=True)
@@ -49,43 +49,71 @@ LOSS = Metric("loss", higher_is_better=False, is_shown_beside=False)
 class TaskSpec:
     """A task's entry in `train.tasks.TASKS`, which can be read without torch."""
 
-    settings: type[TaskConfig]  # the class of its settings; `learns_from` says which data the task reads
-    module: str  # the module that imports torch and whose TASK is the task's class; or module:Class
+    settings: type[
+        TaskConfig
+    ]  # the class of its settings; `learns_from` says which data the task reads
+    module: (
+        str  # the module that imports torch and whose TASK is the task's class; or module:Class
+    )
     head: str  # transformers loads an export as AutoModelFor<head>
-    problem_type: str = "single_label_classification"  # transformers' name, for a SequenceClassification head
-    metrics: tuple[Metric, ...]  # of evaluations; a report's headline is the first one that the run has
+    problem_type: str = (
+        "single_label_classification"  # transformers' name, for a SequenceClassification head
+    )
+    metrics: tuple[
+        Metric, ...
+    ]  # of evaluations; a report's headline is the first one that the run has
 
     # The following fields are for model cards.
     pipeline: str  # transformers' pipeline that runs an export
     sentence: str  # what the model does; {labels} is the number of labels, {names} their names
     example: str  # the arguments of the pipeline, as Python code
     code: str = ""  # Python code that runs an export {model}, if transformers has no such pipeline
-    note: str = ""  # what a caller of the pipeline or the code must do to get the answers of train.predict
-    card_settings: tuple[tuple[str, str], ...] = ()  # names and keys of task settings that the card lists
+    note: str = (
+        ""  # what a caller of the pipeline or the code must do to get the answers of train.predict
+    )
+    card_settings: tuple[
+        tuple[str, str], ...
+    ] = ()  # names and keys of task settings that the card lists
 
     # The following fields are for `python -m train.predict`, whose rows have the same columns as the run's data.
     does: str = ""  # the words after the model's name in a message, such as "labels texts"
-    inputs: Mapping[str, str] = field(default_factory=dict)  # fields of ColumnsConfig that the model reads, and the
+    inputs: Mapping[str, str] = field(
+        default_factory=dict
+    )  # fields of ColumnsConfig that the model reads, and the
     # help texts of their flags; empty: train.predict does not support the task
-    optional: tuple[str, ...] = ()  # inputs that only some models read; a run's settings say whether its model does
-    options: Mapping[str, str] = field(default_factory=dict)  # further flags, with numbers as values, and help texts
+    optional: tuple[
+        str, ...
+    ] = ()  # inputs that only some models read; a run's settings say whether its model does
+    options: Mapping[str, str] = field(
+        default_factory=dict
+    )  # further flags, with numbers as values, and help texts
 
 
 class Task(ABC):
     """The task of a run: its batches, the loss as a sum, and the metrics of an evaluation."""
 
-    shard_rows: Sequence[int]  # training examples in each shard; data without shards counts as one shard
+    shard_rows: Sequence[
+        int
+    ]  # training examples in each shard; data without shards counts as one shard
     train_rows: int  # the sum of shard_rows
     eval_rows: int
     seq_len: int  # length of the longest batches, in tokens
-    lengths: Sequence[int] | None = None  # the lengths of batches in tokens, ascending; None: seq_len is the only one
-    buckets: Buckets | None = None  # assigns a length to each example, if there are several lengths
+    lengths: Sequence[int] | None = (
+        None  # the lengths of batches in tokens, ascending; None: seq_len is the only one
+    )
+    buckets: Buckets | None = (
+        None  # assigns a length to each example, if there are several lengths
+    )
     metrics: tuple[str, ...]  # the names of eval_metrics; "loss" is among them
     data_id: str  # identifies the training data; a checkpoint resumes only on the same data
     facts: dict[str, float]  # facts about the data, for metrics and report
     remarks: Sequence[str] = ()  # remarks on the data, for the log
-    chosen: Mapping[str, Any] = {}  # settings that the evaluation of the weights to be exported has chosen
-    details: dict[str, Any] = {}  # details of the data, for run_dir/data.json; empty: the file is not written
+    chosen: Mapping[
+        str, Any
+    ] = {}  # settings that the evaluation of the weights to be exported has chosen
+    details: dict[
+        str, Any
+    ] = {}  # details of the data, for run_dir/data.json; empty: the file is not written
 
     @classmethod
     def of_run(cls, cfg: TrainConfig) -> Task:
@@ -132,7 +160,9 @@ class Task(ABC):
     def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """Return the loss [] summed over the labels of a micro batch; the engine divides by the global count."""
 
-    def compile_loss(self, compiled: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
+    def compile_loss(
+        self, compiled: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
+    ) -> None:
         """Replace the function that maps logits to the loss by its `compiled` form, if the logits are large."""
         return
 

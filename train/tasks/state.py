@@ -15,11 +15,11 @@ from train.config import InputError, TaskConfig, check
 from train.data.text.tokenizer import ANY_FAST
 from train.models.heads import Scale
 from train.models.pretrained import BAD_FILES, unavailable
-from train.system.exported import TASK_STATE as NAME
-from train.system.folders import canonical_json
-from train.system.foreign import read_whole
-from train.system.hub_access import asking_hub, fetched
-from train.system.schema import read_object, record, shown
+from train.run_folder.exported import TASK_STATE as NAME
+from train.storage.folders import canonical_json
+from train.storage.foreign import read_whole
+from train.storage.hub_access import asking_hub, fetched
+from train.storage.schema import read_object, record, shown
 from train.tasks import TASKS
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -30,7 +30,9 @@ class TaskState:
     """The state with which a task predicts and evaluates as its run did. An export keeps it in the file NAME."""
 
     kind: str
-    settings: dict[str, Any]  # the task's settings; those that were chosen on the validation data are numbers
+    settings: dict[
+        str, Any
+    ]  # the task's settings; those that were chosen on the validation data are numbers
     seq_len: int  # tokens; longer texts were cut
     seed: int  # determines the masks of evaluations
     scale: Scale | None = None  # of the targets that the run learnt
@@ -45,8 +47,13 @@ class TaskState:
         """Parse the file NAME, which anybody may have written. Raises InputError if it is invalid."""
         try:
             state = record(TaskState, read_object(content))
-            check(state.kind in TASKS, f"there is no task {shown(state.kind)}; repeat --import if a file defines it")
-            return TaskState.of(state.config, seq_len=state.seq_len, seed=state.seed, scale=state.scale)
+            check(
+                state.kind in TASKS,
+                f"there is no task {shown(state.kind)}; repeat --import if a file defines it",
+            )
+            return TaskState.of(
+                state.config, seq_len=state.seq_len, seed=state.seed, scale=state.scale
+            )
         except InputError as error:
             raise InputError(f"{where} cannot be used: {error}") from None
 
@@ -87,7 +94,11 @@ def files_beside(tokenizer: Path, *, inputs: Sequence[str], state: TaskState) ->
     paths = [path for path in sorted(tokenizer.iterdir()) if not path.is_dir()]
     files = {path.name: read_whole(path, tokenizer.parent) for path in paths}
     values = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
-    values |= {"tokenizer_class": ANY_FAST, "model_input_names": list(inputs), "padding_side": "right"}
+    values |= {
+        "tokenizer_class": ANY_FAST,
+        "model_input_names": list(inputs),
+        "padding_side": "right",
+    }
     values |= {"model_max_length": state.seq_len}
     # In texts that a model labels, the name of a special token is plain text; to fill in a mask, it must be one.
     values |= {"split_special_tokens": TASKS[state.kind].head != "MaskedLM"}

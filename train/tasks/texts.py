@@ -55,19 +55,29 @@ class Sizes:
         sizes = Sizes(model, task_tokenizer(model), 0)
         limits = [limit for limit in (most_positions(sizes.config), most) if limit]
         if not (seq_len or limits):
-            raise InputError(f"{sizes.config.model_type} does not limit the sequence length: set seq_len")
+            raise InputError(
+                f"{sizes.config.model_type} does not limit the sequence length: set seq_len"
+            )
         return replace(sizes, seq_len=seq_len or min(limits))
 
     @property
     def config(self) -> PreTrainedConfig:
         """Return transformers' configuration of the encoder. Raises InputError if there is none."""
-        return model_config(self.model, vocab_size=len(self.tokenizer), pad_id=self.tokenizer.pad_token_id)
+        return model_config(
+            self.model, vocab_size=len(self.tokenizer), pad_id=self.tokenizer.pad_token_id
+        )
 
     @property
     def of_rows(self) -> dict[str, Any]:
         """The arguments of `TokenRows` on padding and segments."""
-        first_type = next(iter(self.tokenizer.backend_tokenizer.encode("").type_ids), 0)  # 2 in Funnel
-        return {"pad_id": self.tokenizer.pad_token_id, "lengths": self.lengths, "first_type": first_type}
+        first_type = next(
+            iter(self.tokenizer.backend_tokenizer.encode("").type_ids), 0
+        )  # 2 in Funnel
+        return {
+            "pad_id": self.tokenizer.pad_token_id,
+            "lengths": self.lengths,
+            "first_type": first_type,
+        }
 
     @property
     def has_one_length(self) -> bool:
@@ -89,24 +99,34 @@ class Sizes:
     @property
     def fit(self) -> dict[str, int]:
         """The size arguments of the functions in train.models.heads."""
-        return {"vocab_size": len(self.tokenizer), "pad_id": self.tokenizer.pad_token_id, "seq_len": self.seq_len}
+        return {
+            "vocab_size": len(self.tokenizer),
+            "pad_id": self.tokenizer.pad_token_id,
+            "seq_len": self.seq_len,
+        }
 
 
-def resolved_lengths(cfg: TrainConfig, tables: Tables, sizes: Sizes, *, shortest: int) -> tuple[int, ...]:
+def resolved_lengths(
+    cfg: TrainConfig, tables: Tables, sizes: Sizes, *, shortest: int
+) -> tuple[int, ...]:
     """Return the lengths in tokens, from `shortest` to that of `sizes`, to which a run pads its batches."""
     assert isinstance(cfg.data, RecordsConfig)
     seq_len = sizes.seq_len
     if sizes.has_one_length:
         return (seq_len,)
     is_compiled = compiles_each_length(cfg.backend, cfg.instance)
-    longest = max(int(tables.lengths(split).max(initial=shortest)) for split in tables.facts["splits"])
+    longest = max(
+        int(tables.lengths(split).max(initial=shortest)) for split in tables.facts["splits"]
+    )
     step = STEP if is_compiled else eager_step(longest, MOST_CHOICES)
     longest = min(-(-longest // step) * step, seq_len)
     if cfg.data.lengths != "auto":
         return lengths_up_to(cfg.seq_len or max([longest, *cfg.data.lengths]), cfg.data.lengths)
     most = MOST_GRAPHS if is_compiled else MOST_LENGTHS
     rows = tables.lengths(next(iter(tables.facts["splits"])))  # training rows, if there are any
-    return tuple(best_lengths(rows, longest, most, step=step, shortest=shortest, enough=MOST_PADDING))
+    return tuple(
+        best_lengths(rows, longest, most, step=step, shortest=shortest, enough=MOST_PADDING)
+    )
 
 
 def eager_step(longest: int, most: int = MOST_LENGTHS) -> int:

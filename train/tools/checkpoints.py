@@ -14,13 +14,21 @@ from train.checkpoints.manifest import Damaged, Manifest, chosen_at, step_name
 from train.checkpoints.retention import ALWAYS_VALID, best, retention
 from train.checkpoints.store import Store
 from train.config import InputError, S3Config, check, shortlist
-from train.run.command import DONE, FAILED, REJECTED, add_import_flag, add_s3_flags, command_parser, run_flags
+from train.machine import machine
+from train.machine.console import say
+from train.run.command import (
+    DONE,
+    FAILED,
+    REJECTED,
+    add_import_flag,
+    add_s3_flags,
+    command_parser,
+    run_flags,
+)
 from train.run.saved import read_config
-from train.system import machine
-from train.system.atomic_io import discard
-from train.system.console import say
-from train.system.folders import Folder, LocalFolder, local_path, make_folder, open_folder
-from train.system.ownership import LeaseLost, Ownership
+from train.run_folder.ownership import LeaseLost, Ownership
+from train.storage.atomic_io import discard
+from train.storage.folders import Folder, LocalFolder, local_path, make_folder, open_folder
 
 REJECTED_TEXT = "arguments rejected, or a job uses the run"
 COLUMNS = ("step", "size", "score", "ranks", "backend", "lease", "state")
@@ -33,7 +41,9 @@ def opened(folder: Folder, cache_dir: str | None) -> Iterator[Store]:
         yield open_store(folder, folder.path)
         return
     cache = make_folder(local_path(cache_dir) if cache_dir else machine.cache_root())
-    with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=cache, ignore_cleanup_errors=True) as scratch:
+    with tempfile.TemporaryDirectory(
+        prefix="checkpoints-", dir=cache, ignore_cleanup_errors=True
+    ) as scratch:
         yield open_store(folder, Path(scratch))
 
 
@@ -44,9 +54,13 @@ def fetch(store: Store, step: int, content: str | None = None) -> Path:
     """
     check_step(store, step)
     try:
-        return store.fetch(step, None if content is None else store.manifest(step).files_of(content))
+        return store.fetch(
+            step, None if content is None else store.manifest(step).files_of(content)
+        )
     except OSError as error:
-        raise InputError(f"{error.filename}: {error.strerror}; choose another disk with --cache-dir") from error
+        raise InputError(
+            f"{error.filename}: {error.strerror}; choose another disk with --cache-dir"
+        ) from error
     except Damaged as error:
         raise Damaged(f"step {step}: {error}") from error
 
@@ -54,7 +68,10 @@ def fetch(store: Store, step: int, content: str | None = None) -> Path:
 def check_step(store: Store, step: int) -> None:
     """Raise InputError if the store does not have the step."""
     steps = store.steps()
-    check(step in steps, f"there is no step {step} in {store.location}; there are: {shortlist(steps) or '-'}")
+    check(
+        step in steps,
+        f"there is no step {step} in {store.location}; there are: {shortlist(steps) or '-'}",
+    )
 
 
 # ---- list ----------------------------------------------------------------------------------------------------------
@@ -108,15 +125,24 @@ def verify(store: Store, step: int | None) -> int:
             valid.append(each)
     is_lost = not valid and bool(steps or store.quarantined())
     if step is None:
-        start = f"resumes from step {valid[-1]}" if valid else "begins from scratch: there is no checkpoint"
-        say(f"the next start {'fails: there are checkpoints, but none is valid' if is_lost else start}")
+        start = (
+            f"resumes from step {valid[-1]}"
+            if valid
+            else "begins from scratch: there is no checkpoint"
+        )
+        say(
+            f"the next start {'fails: there are checkpoints, but none is valid' if is_lost else start}"
+        )
     return FAILED if is_lost or len(valid) < len(steps) else DONE
 
 
 def prune(folder: Folder, store: Store, keep: int, *, removes: bool) -> int:
     """Print which steps would be removed or, if `removes`, become the owner of the run folder and remove them."""
     least = ALWAYS_VALID
-    check(keep >= least, f"--keep {keep} must be at least {least}: the last {least} valid checkpoints are always kept")
+    check(
+        keep >= least,
+        f"--keep {keep} must be at least {least}: the last {least} valid checkpoints are always kept",
+    )
     if not removes:
         show(retention(store, keep), store.leftovers(), "would be removed")
         say("nothing was removed: add --yes to remove them, once no job uses the run")
@@ -149,7 +175,10 @@ def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Conf
 
     target = local_path(options.folder)
     is_new = not target.exists() or (target.is_dir() and not any(target.iterdir()))
-    check(is_new, f"{target} is {'a file' if target.is_file() else 'not empty'}; choose another folder")
+    check(
+        is_new,
+        f"{target} is {'a file' if target.is_file() else 'not empty'}; choose another folder",
+    )
     cfg = read_config(folder)
     cfg.data.path, cfg.data.cache_dir, cfg.s3 = options.data or "", options.cache_dir, s3
     step, why = chosen(store, options.step)
@@ -159,7 +188,9 @@ def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Conf
         settings = chosen_at(step, store.look_at_all()[0])
         export_step(path, store.manifest(step), cfg, target, run=folder, chosen=settings)
     except BaseException:
-        for made in target.iterdir() if existed else [target]:  # the next export needs an empty folder
+        for made in (
+            target.iterdir() if existed else [target]
+        ):  # the next export needs an empty folder
             discard(made)
         raise
     store.release(path)
@@ -175,12 +206,18 @@ def chosen(store: Store, step: int | None) -> tuple[int, str]:
     whole, damaged = store.look_at_all()
     for damaged_step, error in damaged.items():
         say(f"skipped: step {damaged_step}: {error}", file=sys.stderr)
-    check(bool(whole), f"{store.location} has no valid checkpoint; the verify command says what is wrong")
+    check(
+        bool(whole),
+        f"{store.location} has no valid checkpoint; the verify command says what is wrong",
+    )
     best_step = best(whole)
     if best_step is None:
         return max(whole), "the newest (none was evaluated)"
     name, score = whole[best_step].settings.get("best.metric", "loss"), whole[best_step].metric
-    return best_step, f"the best (validation {name}{'' if score is None else f' {abs(score):.4f}'})"
+    return (
+        best_step,
+        f"the best (validation {name}{'' if score is None else f' {abs(score):.4f}'})",
+    )
 
 
 # ---- command line --------------------------------------------------------------------------------------------------
@@ -190,34 +227,63 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser(
         "train.checkpoints",
         "Inspect the checkpoints of a run, on disk or in S3.",
-        examples=("runs/mine", "s3://bucket/runs/mine verify", "runs/mine export FOLDER --step 1000"),
-        exits={DONE: "done", FAILED: "a checkpoint is damaged, or S3 did not answer", REJECTED: REJECTED_TEXT},
+        examples=(
+            "runs/mine",
+            "s3://bucket/runs/mine verify",
+            "runs/mine export FOLDER --step 1000",
+        ),
+        exits={
+            DONE: "done",
+            FAILED: "a checkpoint is damaged, or S3 did not answer",
+            REJECTED: REJECTED_TEXT,
+        },
         imports=True,
     )
-    parser.add_argument("run", metavar="RUN", help="run_dir of a run: a folder or s3://bucket/prefix")
+    parser.add_argument(
+        "run", metavar="RUN", help="run_dir of a run: a folder or s3://bucket/prefix"
+    )
     add_s3_flags(parser)
-    commands = parser.add_subparsers(dest="command", metavar="list | verify | prune | export", help="default: list")
+    commands = parser.add_subparsers(
+        dest="command", metavar="list | verify | prune | export", help="default: list"
+    )
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
+        command = commands.add_parser(
+            name, help=text, description=text, argument_default=argparse.SUPPRESS
+        )
         add_import_flag(command)
         add_s3_flags(command)
         return command
 
     add("list", "list the steps (the default); only manifests and file lengths are read")
-    add("verify", "compare files with checksums, and print where the next start resumes").add_argument(
-        "--step", type=int, default=None, help="verify only this step"
+    add(
+        "verify", "compare files with checksums, and print where the next start resumes"
+    ).add_argument("--step", type=int, default=None, help="verify only this step")
+    pruning = add(
+        "prune", f"remove old steps, but never the best or the last {ALWAYS_VALID} valid ones"
     )
-    pruning = add("prune", f"remove old steps, but never the best or the last {ALWAYS_VALID} valid ones")
-    pruning.add_argument("--keep", type=int, required=True, metavar="N", help="number of the newest steps to keep")
-    pruning.add_argument("--yes", action="store_true", default=False, help="remove the steps instead of listing them")
+    pruning.add_argument(
+        "--keep", type=int, required=True, metavar="N", help="number of the newest steps to keep"
+    )
+    pruning.add_argument(
+        "--yes",
+        action="store_true",
+        default=False,
+        help="remove the steps instead of listing them",
+    )
     exporting = add("export", "write a step as a Hugging Face folder, with the tokenizer")
     exporting.add_argument("folder", metavar="FOLDER", help="folder to write, new or empty")
     exporting.add_argument(
-        "--step", type=int, default=None, help="step to write (default: the best, or the newest if none was evaluated)"
+        "--step",
+        type=int,
+        default=None,
+        help="step to write (default: the best, or the newest if none was evaluated)",
     )
     exporting.add_argument(
-        "--data", default=None, metavar="LOCATION", help="location of the prepared data, if RUN has no model/ folder"
+        "--data",
+        default=None,
+        metavar="LOCATION",
+        help="location of the prepared data, if RUN has no model/ folder",
     )
     return run_flags(parser, arguments, look)
 
@@ -225,7 +291,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def look(options: argparse.Namespace, s3: S3Config) -> int:
     folder = open_folder(options.run, s3)
     is_run = bool(folder.names_here() & {"environment.json", "checkpoints"})
-    check(is_run, f"{options.run} is not a run folder: it has no environment.json; give the run_dir of a run")
+    check(
+        is_run,
+        f"{options.run} is not a run folder: it has no environment.json; give the run_dir of a run",
+    )
     try:
         with opened(folder, options.cache_dir) as store:
             if options.command == "verify":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from train.system.torchrun import die_with_torchrun
+from train.machine.torchrun import die_with_torchrun
 
 
 def main() -> int:

@@ -21,19 +21,19 @@ from omegaconf import OmegaConf
 
 from train.checkpoints.manifest import chosen_at
 from train.config import Failure, RecordsConfig, S3Config, TrainConfig, check, shortlist
+from train.machine import rank_setup
+from train.machine.console import say
+from train.machine.launched import launched
+from train.machine.runtime import search_rarely
+from train.machine.torchrun import die_with_torchrun, end_torchrun
 from train.run import compose as cli
 from train.run.command import printable
 from train.run.names import LABELS, TABLES
 from train.run.rejection import inform_others
 from train.run.saved import HOW_ROWS_ARE_READ, WHERE, read_data
-from train.system import rank_setup
-from train.system.console import say
-from train.system.exported import is_outdated, marked, saved_steps
-from train.system.folders import Folder
-from train.system.launched import launched
-from train.system.runtime import search_rarely
-from train.system.schema import read_object
-from train.system.torchrun import die_with_torchrun, end_torchrun
+from train.run_folder.exported import is_outdated, marked, saved_steps
+from train.storage.folders import Folder
+from train.storage.schema import read_object
 from train.tools.checkpoints import chosen, fetch, opened
 from train.tools.predict import check_output, find_run
 
@@ -43,13 +43,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("train")
 BATCH_SIZE = 32  # sequences per rank, if the model is not a run
-FIXED = ["run_dir=runs/evaluate", "max_steps=1", "micro_batch_size=1", "model=any"]  # required keys without effect
-NEW_DATA = {"data", "data.path", "data.validation"}  # keys that replace the run's rows with new ones
+FIXED = [
+    "run_dir=runs/evaluate",
+    "max_steps=1",
+    "micro_batch_size=1",
+    "model=any",
+]  # required keys without effect
+NEW_DATA = {
+    "data",
+    "data.path",
+    "data.validation",
+}  # keys that replace the run's rows with new ones
 # The run's settings for its validation rows, unless the user names new ones, and for rows that were held out.
 OWN_ROWS = ("validation", "more_validation", "max_validation_examples")
 HELD_OUT = ("train", "validation_fraction")
 
-USED: tuple[str, ...] = ("data.path", "data.validation", "data.format", "data.label_map", "data.max_bad_rows")
+USED: tuple[str, ...] = (
+    "data.path",
+    "data.validation",
+    "data.format",
+    "data.label_map",
+    "data.max_bad_rows",
+)
 USED += ("eval_batch_size", "eval_examples", "backend.device", "backend.precision", "s3.endpoint")
 
 
@@ -65,7 +80,9 @@ class Model:
     step: int | None  # training step of the weights; None if unknown
     is_chosen: bool  # True if --checkpoint gave the step
     settings: dict[str, Any]  # the settings that the evaluation of that step has chosen
-    holds_out: bool  # True if the rows were split off the training rows, which must then be read too
+    holds_out: (
+        bool  # True if the rows were split off the training rows, which must then be read too
+    )
 
 
 # ---- settings ------------------------------------------------------------------------------------------------------
@@ -75,16 +92,26 @@ def find(options: Namespace) -> Model:
     """Return the model that the flags name. Raises InputError if flags contradict each other."""
     output = None if options.output is None else check_output(options.output)
     composed = cli.compose_config(
-        TrainConfig, [each for each in options.settings if each.startswith(("s3.", "data.cache_dir="))]
+        TrainConfig,
+        [each for each in options.settings if each.startswith(("s3.", "data.cache_dir="))],
     )
-    s3, step, is_chosen = OmegaConf.to_object(composed.s3), options.checkpoint, options.checkpoint is not None
+    s3, step, is_chosen = (
+        OmegaConf.to_object(composed.s3),
+        options.checkpoint,
+        options.checkpoint is not None,
+    )
     assert isinstance(s3, S3Config)
     run = find_run(options.model, s3)
-    check(run is not None or not is_chosen, f"--checkpoint {step}: {options.model} is not the run_dir of a run")
+    check(
+        run is not None or not is_chosen,
+        f"--checkpoint {step}: {options.model} is not the run_dir of a run",
+    )
     is_of_rows = run is not None and isinstance(run[0].data, RecordsConfig)
     holds_out = run is not None and is_of_rows and read_data(run[1])["validation"] is None
     holds_out &= not NEW_DATA & {each.partition("=")[0] for each in options.settings}
-    model = Model(options.model, s3, composed.data.cache_dir, output, run, step, is_chosen, {}, holds_out)
+    model = Model(
+        options.model, s3, composed.data.cache_dir, output, run, step, is_chosen, {}, holds_out
+    )
     if run is not None and not is_chosen:
         model.step = None if is_outdated(run[1]) else marked(run[1], "weights")
     if run is not None and (is_chosen or (model.step is None and saved_steps(run[1]))):
@@ -99,14 +126,22 @@ def settings_of(model: Model, typed: Mapping[str, str]) -> list[str]:
 
     Raises InputError if a typed setting would change the model or train it.
     """
-    from train.data.shards.cache import cache_dir  # needs torch, so it is imported after the flags have been checked
+    from train.data.shards.cache import (
+        cache_dir,
+    )  # needs torch, so it is imported after the flags have been checked
     from train.models.source import located
     from train.tasks.state import read_state
 
     for key in typed:
         is_fixed = key == "experiment" or key.split(".")[0] == "model"
-        check(not is_fixed, f"{key}={typed[key]}: {model.location} is evaluated as it is; leave that setting out")
-        check(key != "data.train", f"{key}={typed[key]}: nothing is trained; name the rows with data.validation")
+        check(
+            not is_fixed,
+            f"{key}={typed[key]}: {model.location} is evaluated as it is; leave that setting out",
+        )
+        check(
+            key != "data.train",
+            f"{key}={typed[key]}: nothing is trained; name the rows with data.validation",
+        )
     cache = cache_dir(RecordsConfig(path="", cache_dir=model.cache_dir))
     source = located("MODEL", model.location, model.s3, cache, needs="config.json")
     given = dict(
@@ -122,13 +157,24 @@ def settings_of(model: Model, typed: Mapping[str, str]) -> list[str]:
         from train.tasks.predictor import Predictor
 
         trained = Predictor(source, RecordsConfig(path=""), run=model.run, seq_len=None)
-        outputs, is_new = trained.task.settings_of_outputs(), model.run is None or bool(NEW_DATA & typed.keys())
+        outputs, is_new = (
+            trained.task.settings_of_outputs(),
+            model.run is None or bool(NEW_DATA & typed.keys()),
+        )
         if state is not None and model.run is None:
             given["seq_len"] = state.seq_len
         given = {"task": trained.task.cfg.kind, **outputs, **given, **(outputs if is_new else {})}
     # Another option than the model's has other settings.
-    for group in {group for group in {"data", "task", "backend"} & typed.keys() if typed[group] != given.get(group)}:
-        given = {key: value for key, value in given.items() if not key.startswith(f"{group}.") or key == LABELS}
+    for group in {
+        group
+        for group in {"data", "task", "backend"} & typed.keys()
+        if typed[group] != given.get(group)
+    }:
+        given = {
+            key: value
+            for key, value in given.items()
+            if not key.startswith(f"{group}.") or key == LABELS
+        }
     given["model.pretrained"] = source
     return [*FIXED, *(f"{key}={as_text(key, value)}" for key, value in given.items())]
 
@@ -141,20 +187,34 @@ def settings_of_run(
         facts = read_object(run.read("environment.json"))
     except FileNotFoundError:
         facts = {}
-    plan, identity = (value if isinstance(value := facts.get(name), dict) else {} for name in ("plan", "identity"))
+    plan, identity = (
+        value if isinstance(value := facts.get(name), dict) else {}
+        for name in ("plan", "identity")
+    )
     yield from {"task": cfg.task.kind, "seed": cfg.seed, "backend": cfg.backend.name}.items()
-    yield from ((f"task.{name}", value) for name, value in asdict(cfg.task).items() if name != "kind")
+    yield from (
+        (f"task.{name}", value) for name, value in asdict(cfg.task).items() if name != "kind"
+    )
     yield from ((f"backend.{name}", getattr(cfg.backend, name)) for name in ("norms", "compile"))
     yield "backend.precision", facts.get("precision", cfg.backend.precision)
-    sizes = plan.get("eval_batch_size"), cfg.eval_batch_size, cfg.micro_batch_size, cfg.global_batch_size
+    sizes = (
+        plan.get("eval_batch_size"),
+        cfg.eval_batch_size,
+        cfg.micro_batch_size,
+        cfg.global_batch_size,
+    )
     yield "eval_batch_size", next(filter(None, sizes))
     is_new = bool(NEW_DATA & typed.keys())
     if not is_new:
         yield "eval_examples", cfg.eval_examples
     own = read_data(run)
-    names: list[str] = [] if {"data", "data.path"} & typed.keys() else [key for key in WHERE if key in own]
+    names: list[str] = (
+        [] if {"data", "data.path"} & typed.keys() else [key for key in WHERE if key in own]
+    )
     if names and launched().rank == 0:
-        where = f"{printable(run.location)}/config.yaml names data.path={printable(str(own['path']))}"
+        where = (
+            f"{printable(run.location)}/config.yaml names data.path={printable(str(own['path']))}"
+        )
         say(f"{where}, which is read; data.path=... reads other data", file=sys.stderr)
     if not isinstance(cfg.data, RecordsConfig):
         yield from {"data": "shards", "data.path": own["path"]}.items()
@@ -163,8 +223,14 @@ def settings_of_run(
     names += HELD_OUT if holds_out else []
     yield from ((f"data.{name}", own[name]) for name in names)
     yield from ((f"data.{name}", getattr(cfg.data, name)) for name in HOW_ROWS_ARE_READ)
-    yield from ((f"data.columns.{name}", value) for name, value in asdict(cfg.data.columns).items())
-    yield from {"data": "records", "data.format": format_of(cfg.data, typed), "seq_len": cfg.seq_len}.items()
+    yield from (
+        (f"data.columns.{name}", value) for name, value in asdict(cfg.data.columns).items()
+    )
+    yield from {
+        "data": "records",
+        "data.format": format_of(cfg.data, typed),
+        "seq_len": cfg.seq_len,
+    }.items()
     yield "data.lengths", identity.get("data.lengths", cfg.data.lengths)
 
 
@@ -173,7 +239,11 @@ def format_of(data: RecordsConfig, typed: Mapping[str, str]) -> str:
     from train.config.data import is_named
 
     names = [typed[key] for key in ("data.path", "data.validation") if key in typed]
-    return "auto" if any(is_named(name) and not name.endswith(".json") for name in names) else data.format
+    return (
+        "auto"
+        if any(is_named(name) and not name.endswith(".json") for name in names)
+        else data.format
+    )
 
 
 def settings_of_model(source: str, typed: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
@@ -216,7 +286,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         keys=USED,
         model="run_dir of a run (its validation data is read unless data.path names other data), a folder, or a Hub id",
     )
-    parser.add_argument("--checkpoint", type=int, metavar="STEP", help="step of a run (default: the exported or best)")
+    parser.add_argument(
+        "--checkpoint",
+        type=int,
+        metavar="STEP",
+        help="step of a run (default: the exported or best)",
+    )
     parser.add_argument("--output", metavar="FILE", help="file for a JSON object with the metrics")
     die_with_torchrun()
     found: list[Model] = []
@@ -228,7 +303,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def act(cfg: TrainConfig) -> int:
         return evaluate(cfg, found[0])
 
-    code = cli.run(TrainConfig, act, parser, arguments=arguments, given=given, after_rejection=inform_others)
+    code = cli.run(
+        TrainConfig, act, parser, arguments=arguments, given=given, after_rejection=inform_others
+    )
     if code != cli.DONE:
         end_torchrun()
     return code
@@ -251,7 +328,9 @@ def evaluate(cfg: TrainConfig, model: Model) -> int:
             StopRequest() as stop,
         ):
             cfg = replace(cfg, run_dir=folder, tensorboard=False)
-            result = evaluate_alone(cfg, stop, step=model.step, load=lambda network: load(network, model))
+            result = evaluate_alone(
+                cfg, stop, step=model.step, load=lambda network: load(network, model)
+            )
     except StoppedEarly as signal:
         raise Failure(f"stopped on {signal}: nothing was evaluated") from signal
     except AGREED:
@@ -288,14 +367,24 @@ def load(network: Network, model: Model) -> None:
 
 def report(cfg: TrainConfig, model: Model, result: Evaluated) -> None:
     from train.observe.journal import encoded, evaluation_words
-    from train.system.atomic_io import write_atomic
+    from train.storage.atomic_io import write_atomic
 
     ranks = f", {launched().world_size} ranks" if launched().world_size > 1 else ""
     where = f"{result.precision} on {result.device}{ranks}"
-    say(f"{model.location}: {result.rows:,} validation rows of data.path={cfg.data.path}, {where}", file=sys.stderr)
+    say(
+        f"{model.location}: {result.rows:,} validation rows of data.path={cfg.data.path}, {where}",
+        file=sys.stderr,
+    )
     step = "" if model.step is None else f"step {model.step} "
     say(f"{step}{evaluation_words(result.metrics, result.eval_s)}")
     if model.output is not None:
-        about = {"model": model.location, "step": model.step, "task": cfg.task.kind, "data": cfg.data.path}
+        about = {
+            "model": model.location,
+            "step": model.step,
+            "task": cfg.task.kind,
+            "data": cfg.data.path,
+        }
         figures = {**asdict(result), "metrics": json.loads(encoded(result.metrics))}
-        write_atomic(model.output, encoded({**about, **figures, "world_size": launched().world_size}))
+        write_atomic(
+            model.output, encoded({**about, **figures, "world_size": launched().world_size})
+        )

@@ -7,10 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from train.config import S3Config
+from train.machine.console import say
 from train.observe.push import check_name, gathered, run_here, send
-from train.run.command import DONE, EXITS, FAILED, REJECTED, add_s3_flags, command_parser, run_flags
-from train.system.console import say
-from train.system.run_folder import RunFolder
+from train.run.command import (
+    DONE,
+    EXITS,
+    FAILED,
+    REJECTED,
+    add_s3_flags,
+    command_parser,
+    run_flags,
+)
+from train.run_folder.run_folder import RunFolder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,15 +30,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "runs/tweets --to jane/tweets-bert",
             "s3://bucket/runs/tweets --to jane/tweets-bert --public",
         ),
-        exits={**EXITS, FAILED: "the Hub or S3 did not answer", REJECTED: "arguments or push rejected"},
+        exits={
+            **EXITS,
+            FAILED: "the Hub or S3 did not answer",
+            REJECTED: "arguments or push rejected",
+        },
         imports=True,
     )
-    parser.add_argument("run", metavar="RUN", help="run_dir of a run that has ended: a folder or s3://bucket/prefix")
-    parser.add_argument("--to", metavar="USER/NAME", required=True, help="repository on the Hub, created if missing")
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        help="run_dir of a run that has ended: a folder or s3://bucket/prefix",
+    )
+    parser.add_argument(
+        "--to",
+        metavar="USER/NAME",
+        required=True,
+        help="repository on the Hub, created if missing",
+    )
     seen = parser.add_mutually_exclusive_group()
-    seen.add_argument("--private", action="store_true", help="only its owners can see it (the default)")
+    seen.add_argument(
+        "--private", action="store_true", help="only its owners can see it (the default)"
+    )
     seen.add_argument("--public", action="store_true", help="everybody can see it")
-    parser.add_argument("--dry-run", action="store_true", help="list what would be pushed, and send nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="list what would be pushed, and send nothing"
+    )
     add_s3_flags(parser)
     return run_flags(parser, arguments, act)
 

@@ -31,14 +31,14 @@ from pathlib import Path
 
 from train.config import Plan, RecordsConfig, TrainConfig, check, make_plan, plural
 from train.data.records.table_facts import MOST_GRAPHS
+from train.machine import machine
+from train.machine.console import say
+from train.machine.launched import Launched, check_launch
+from train.machine.versions import read_versions
 from train.run import compose as cli
 from train.run.command import command_parser, guarded
-from train.system import machine
-from train.system.caches import place_graphs
-from train.system.console import say
-from train.system.imported import flags
-from train.system.launched import Launched, check_launch
-from train.system.versions import read_versions
+from train.storage.caches import place_graphs
+from train.storage.imported import flags
 
 TOOL = "neuron_parallel_compile"
 CLEAR_LOCKS = f"if no other process compiles into the cache, run {TOOL} --command clear-locks"
@@ -65,7 +65,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    work = Path(tempfile.gettempdir()) / f"precompile-{os.getpid()}-{time.time_ns()}"  # A dry run does not create it.
+    work = (
+        Path(tempfile.gettempdir()) / f"precompile-{os.getpid()}-{time.time_ns()}"
+    )  # A dry run does not create it.
     short_run = build_short_run(options, os.environ, work=work)
     describe(short_run)
     if options.dry_run:
@@ -90,28 +92,52 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             f"{EXAMPLE} --nnodes 2 --node-rank 0 --master-addr host0",
             "experiment=tweets_trainium data.path=tweets.csv run_dir=runs/tweets instance=trn1.2xlarge",
         ),
-        exits={cli.DONE: "all graphs compiled", cli.FAILED: "a graph failed", cli.REJECTED: "arguments rejected"},
+        exits={
+            cli.DONE: "all graphs compiled",
+            cli.FAILED: "a graph failed",
+            cli.REJECTED: "arguments rejected",
+        },
         imports=True,
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, see python -m train --help")
-    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks on this machine [instance.devices]")
-    parser.add_argument("--nnodes", type=int, metavar="N", help="machines of the run [SLURM_NNODES, else 1]")
-    parser.add_argument("--node-rank", type=int, metavar="R", help="index of this machine, from 0 [SLURM_NODEID]")
-    parser.add_argument("--master-addr", metavar="HOST", help="host name of machine 0 [the first in Slurm's list]")
-    parser.add_argument("--master-port", type=int, default=29500, metavar="PORT", help="port of machine 0 [29500]")
-    parser.add_argument("--dry-run", action="store_true", help="print the command and its variables, and stop")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings, see python -m train --help"
+    )
+    parser.add_argument(
+        "--nproc-per-node", type=int, metavar="N", help="ranks on this machine [instance.devices]"
+    )
+    parser.add_argument(
+        "--nnodes", type=int, metavar="N", help="machines of the run [SLURM_NNODES, else 1]"
+    )
+    parser.add_argument(
+        "--node-rank", type=int, metavar="R", help="index of this machine, from 0 [SLURM_NODEID]"
+    )
+    parser.add_argument(
+        "--master-addr", metavar="HOST", help="host name of machine 0 [the first in Slurm's list]"
+    )
+    parser.add_argument(
+        "--master-port", type=int, default=29500, metavar="PORT", help="port of machine 0 [29500]"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the command and its variables, and stop"
+    )
     return parser.parse_intermixed_args(arguments)
 
 
 # ---- the short run -------------------------------------------------------------------------------------------------
 
 
-def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, work: Path) -> ShortRun:
+def build_short_run(
+    options: argparse.Namespace, environ: Mapping[str, str], *, work: Path
+) -> ShortRun:
     """Return the short run. Raises InputError if it cannot work with these settings, machines or cache."""
-    check("LOCAL_RANK" not in environ, "precompile starts the ranks itself; run it without torchrun")
+    check(
+        "LOCAL_RANK" not in environ, "precompile starts the ranks itself; run it without torchrun"
+    )
     cli.check_typed(TrainConfig, options.overrides)
     cfg = cli.load_config(TrainConfig, options.overrides)
-    native = cfg.backend.name == "neuron" or (cfg.backend.name == "auto" and machine.is_native(cfg.instance.name))
+    native = cfg.backend.name == "neuron" or (
+        cfg.backend.name == "auto" and machine.is_native(cfg.instance.name)
+    )
     check(
         not native,
         "native PyTorch (trn2, trn3) compiles operators while it runs, so there are no graphs to compile before a run; "
@@ -122,12 +148,21 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
         f"backend.compile={cfg.backend.compile}: a run compiles these graphs itself when it starts; start the run",
     )
     num_nodes, machines = find_machines(options, environ)
-    ranks = options.nproc_per_node if options.nproc_per_node is not None else cfg.instance.devices or 0
-    check(ranks > 0, f"ranks of this machine: {ranks}; set --nproc-per-node, or for example instance=trn1.32xlarge")
+    ranks = (
+        options.nproc_per_node if options.nproc_per_node is not None else cfg.instance.devices or 0
+    )
+    check(
+        ranks > 0,
+        f"ranks of this machine: {ranks}; set --nproc-per-node, or for example instance=trn1.32xlarge",
+    )
     world = ranks * num_nodes
-    check_launch(cfg.instance, Launched(world_size=world, local_world_size=ranks, is_distributed=True))
+    check_launch(
+        cfg.instance, Launched(world_size=world, local_world_size=ranks, is_distributed=True)
+    )
     lengths = 1
-    if isinstance(cfg.data, RecordsConfig):  # The data is not opened here: assume the maximum number of lengths.
+    if isinstance(
+        cfg.data, RecordsConfig
+    ):  # The data is not opened here: assume the maximum number of lengths.
         lengths = MOST_GRAPHS if cfg.data.lengths == "auto" else len(cfg.data.lengths) + 1
     overrides = [*options.overrides, *short_run(work / "run", lengths=lengths)]
     cli.load_config(TrainConfig, overrides)
@@ -136,11 +171,20 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
     added = environment(environ)
     cache, fault = machine.cache_location(environ), machine.cache_fault(environ)
     check(fault is None, fault or "")
-    added["NEURON_COMPILE_CACHE_URL"] = cache  # Neuron's default folder may belong to another user.
+    added["NEURON_COMPILE_CACHE_URL"] = (
+        cache  # Neuron's default folder may belong to another user.
+    )
     # torchrun must run in the user's current folder, not in the tool's.
     torchrun = ["env", f"--chdir={Path.cwd()}", sys.executable, "-m", *machines]
     return ShortRun(
-        command=[*torchrun, f"--nproc-per-node={ranks}", "-m", "train.tools.collect_graphs", *flags(), *overrides],
+        command=[
+            *torchrun,
+            f"--nproc-per-node={ranks}",
+            "-m",
+            "train.tools.collect_graphs",
+            *flags(),
+            *overrides,
+        ],
         added=added,
         cache=cache,
         plan=plan,
@@ -157,27 +201,49 @@ def short_run(run_dir: Path, *, lengths: int = 1) -> list[str]:
     return [
         *(f'run_dir="{run_dir}"', f"log_every={LOG_EVERY}"),
         *("tensorboard=false", "telemetry.trackers=[]"),
-        *(f"max_steps={STEPS * lengths}", "max_examples=null", "max_epochs=null", "data.verify=false"),
+        *(
+            f"max_steps={STEPS * lengths}",
+            "max_examples=null",
+            "max_epochs=null",
+            "data.verify=false",
+        ),
         "optim.warmup_steps=null",  # A fixed number could exceed max_steps.
-        *("eval_every=null", "early_stop.patience=null"),  # The evaluation at the end is kept for its graph.
+        *(
+            "eval_every=null",
+            "early_stop.patience=null",
+        ),  # The evaluation at the end is kept for its graph.
         *("export=false", "best.export=false", "hub.push_to=null"),
     ]
 
 
-def find_machines(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[int, list[str]]:
+def find_machines(
+    options: argparse.Namespace, environ: Mapping[str, str]
+) -> tuple[int, list[str]]:
     """Return the number of machines (from options or Slurm, else 1), and this machine's torchrun module and flags."""
     count = options.nnodes if options.nnodes is not None else int(environ.get("SLURM_NNODES") or 1)
     check(count > 0, f"--nnodes={count} must be above 0")
     if count == 1:
         check(not options.node_rank, f"--node-rank={options.node_rank} needs --nnodes")
-        return 1, ["train.system.local_torchrun"]
-    rank = options.node_rank if options.node_rank is not None else int(environ.get("SLURM_NODEID") or -1)
+        return 1, ["train.machine.local_torchrun"]
+    rank = (
+        options.node_rank
+        if options.node_rank is not None
+        else int(environ.get("SLURM_NODEID") or -1)
+    )
     check(0 <= rank < count, f"{count} machines: give --node-rank on each, from 0 to {count - 1}")
     task = environ.get("SLURM_LOCALID", "0")
-    check(task == "0", f"this is Slurm task {task} of its machine; start only one: srun --ntasks-per-node=1")
+    check(
+        task == "0",
+        f"this is Slurm task {task} of its machine; start only one: srun --ntasks-per-node=1",
+    )
     master = options.master_addr or machine.first_slurm_host(environ)
     check(master is not None, f"{count} machines: give --master-addr, the host name of machine 0")
-    flags = ["torch.distributed.run", f"--nnodes={count}", f"--node-rank={rank}", f"--master-addr={master}"]
+    flags = [
+        "torch.distributed.run",
+        f"--nnodes={count}",
+        f"--node-rank={rank}",
+        f"--master-addr={master}",
+    ]
     return count, [*flags, f"--master-port={options.master_port}"]
 
 
@@ -186,11 +252,18 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 
     The backend sets the other variables of machine.neuron_environment, in the short run as in the real one.
     """
-    flags = machine.neuron_environment(environ, nodes=1, stochastic_rounding=False)["NEURON_CC_FLAGS"]
-    wanted = {"NEURON_PARALLEL_COMPILE_MAX_RETRIES": RETRIES, "NEURON_PARALLEL_COMPILE_DUMP_RESULTS": "1"}
+    flags = machine.neuron_environment(environ, nodes=1, stochastic_rounding=False)[
+        "NEURON_CC_FLAGS"
+    ]
+    wanted = {
+        "NEURON_PARALLEL_COMPILE_MAX_RETRIES": RETRIES,
+        "NEURON_PARALLEL_COMPILE_DUMP_RESULTS": "1",
+    }
     added = {name: value for name, value in wanted.items() if not environ.get(name)}
     path, here = environ.get("PATH", ""), str(Path(sys.executable).parent)
-    if here not in path.split(os.pathsep):  # The virtual environment is not active, so add the folder of its tools.
+    if here not in path.split(
+        os.pathsep
+    ):  # The virtual environment is not active, so add the folder of its tools.
         added["PATH"] = os.pathsep.join([path, here]) if path else here
     return {"NEURON_CC_FLAGS": flags, **added}
 
@@ -209,12 +282,16 @@ def describe(short_run: ShortRun) -> None:
 
 
 def precompile(short_run: ShortRun, environ: dict[str, str]) -> int:
-    if locked := machine.cached_graphs(short_run.cache, "*.lock"):  # The tool silently skips locked graphs.
+    if locked := machine.cached_graphs(
+        short_run.cache, "*.lock"
+    ):  # The tool silently skips locked graphs.
         say(f"{short_run.cache} holds {len(locked)} locks: {CLEAR_LOCKS}")
     say("compiling takes minutes per graph; ignore the losses and figures below")
     began_s = time.monotonic()
     short_run.work.mkdir()
-    status = subprocess.run([TOOL, *short_run.command], cwd=short_run.work, env=environ, check=False).returncode
+    status = subprocess.run(
+        [TOOL, *short_run.command], cwd=short_run.work, env=environ, check=False
+    ).returncode
     results = read_results(short_run.work)
     if results is None and status != 0:
         return fail(f"the short run failed (exit status {status}), see above", short_run)
@@ -227,9 +304,14 @@ def precompile(short_run: ShortRun, environ: dict[str, str]) -> int:
     if graphs:
         say(f"{plural(len(graphs), 'graph')} compiled {took}")
     elif machine.cached_graphs(short_run.cache) == set():
-        return fail("the short run succeeded, but no graph was collected; does this backend use Trainium?", short_run)
+        return fail(
+            "the short run succeeded, but no graph was collected; does this backend use Trainium?",
+            short_run,
+        )
     else:
-        say(f"no new graph ({took}): the cache has all graphs, unless another machine is compiling them now")
+        say(
+            f"no new graph ({took}): the cache has all graphs, unless another machine is compiling them now"
+        )
     return finish(advice(short_run), short_run)
 
 
@@ -240,7 +322,11 @@ def finish(message: str, short_run: ShortRun) -> int:
 
 
 def fail(message: str, short_run: ShortRun) -> int:
-    say(f"error: {message}", f"files of the tool and of the short run are in {short_run.work}", file=sys.stderr)
+    say(
+        f"error: {message}",
+        f"files of the tool and of the short run are in {short_run.work}",
+        file=sys.stderr,
+    )
     return cli.FAILED
 
 
@@ -250,16 +336,24 @@ def read_results(folder: Path) -> dict[str, bool] | None:
     for path in sorted(folder.glob(f"{TOOL}_results_*.json")):  # sorted by the time in their names
         try:
             report = json.loads(path.read_bytes())["compilation_report"]
-            compiled = (compiled or {}) | {str(graph): entry["status"] is True for graph, entry in report.items()}
+            compiled = (compiled or {}) | {
+                str(graph): entry["status"] is True for graph, entry in report.items()
+            }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            say(f"{path.name} does not have the format of {TOOL} in torch-neuronx 2.6 ({error!r}); it is ignored")
+            say(
+                f"{path.name} does not have the format of {TOOL} in torch-neuronx 2.6 ({error!r}); it is ignored"
+            )
     return compiled
 
 
 def find_failed(graphs: Mapping[str, bool]) -> list[str]:
     """Return the graphs that are compiled according to neither the results nor the cache."""
     # torch-neuronx 2.9 may report that a successful compilation failed (aws-neuron-sdk issue 1299).
-    return [graph for graph, ok in graphs.items() if not ok and not Path(graph).with_name("model.done").is_file()]
+    return [
+        graph
+        for graph, ok in graphs.items()
+        if not ok and not Path(graph).with_name("model.done").is_file()
+    ]
 
 
 def advice(short_run: ShortRun) -> str:

@@ -21,7 +21,16 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from train.config import CorpusConfig, InputError, PrepareConfig, Unreachable, check, flatten, shortlist, to_dict
+from train.config import (
+    CorpusConfig,
+    InputError,
+    PrepareConfig,
+    Unreachable,
+    check,
+    flatten,
+    shortlist,
+    to_dict,
+)
 from train.data.random_bits import text_uniform
 from train.data.shards.format import FORMAT, SPLITS, DataManifest, read_manifest
 from train.data.text.corpus import Corpus, open_corpus
@@ -49,10 +58,12 @@ from train.data.text.preparation import (
     remove_states,
 )
 from train.data.text.processes import PROCESS_BYTES, most_processes, prepare_in_processes
+from train.machine import progress
+from train.machine.console import say
+from train.machine.progress import Phase
 from train.run import compose as cli
-from train.system import progress
-from train.system.console import say
-from train.system.folders import (
+from train.run_folder.identity import differences
+from train.storage.folders import (
     Folder,
     canonical_json,
     empty_folders_removed,
@@ -61,9 +72,7 @@ from train.system.folders import (
     open_folder,
     sha256_json,
 )
-from train.system.identity import differences
-from train.system.progress import Phase
-from train.system.schema import BadContent, of_type, read_object
+from train.storage.schema import BadContent, of_type, read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -74,10 +83,30 @@ SPLIT_RULE = 3  # version of the rule that holds out text; a preparation must en
 FEW_SEQUENCES = 64  # number of validation sequences below which the loss is too noisy
 
 
-USED: tuple[str, ...] = ("output", "corpus.path", "corpus.column", "corpus.separator", "corpus.encoding", "seq_len")
+USED: tuple[str, ...] = (
+    "output",
+    "corpus.path",
+    "corpus.column",
+    "corpus.separator",
+    "corpus.encoding",
+    "seq_len",
+)
 USED += ("corpus.weights", "corpus.validation", "tokenizer.add_tokens")
-USED += ("tokenizer.vocab_size", "tokenizer.pretrained", "tokenizer.lowercase", "tokenizer.strip_accents")
-USED += ("validation_fraction", "seed", "rows_per_shard", "processes", "part", "merge", "s3.endpoint")
+USED += (
+    "tokenizer.vocab_size",
+    "tokenizer.pretrained",
+    "tokenizer.lowercase",
+    "tokenizer.strip_accents",
+)
+USED += (
+    "validation_fraction",
+    "seed",
+    "rows_per_shard",
+    "processes",
+    "part",
+    "merge",
+    "s3.endpoint",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -125,11 +154,15 @@ def run(cfg: PrepareConfig) -> int:
 
 def composition(cfg: CorpusConfig, manifest: DataManifest) -> Iterator[str]:
     """Yield lines on each corpus's share of the training tokens, and on documents also found in corpus.validation."""
-    tokens = [manifest.counts.get(f"{TOKENS_OF}{number}", 0) for number in range(1, len(cfg.sources) + 1)]
+    tokens = [
+        manifest.counts.get(f"{TOKENS_OF}{number}", 0) for number in range(1, len(cfg.sources) + 1)
+    ]
     if total := sum(tokens):
         weights = cfg.weights or [1] * len(tokens)
         each = zip(cfg.sources, tokens, weights, strict=True)
-        parts = [f"{number / total:.1%} {name} (weight {weight:g})" for name, number, weight in each]
+        parts = [
+            f"{number / total:.1%} {name} (weight {weight:g})" for name, number, weight in each
+        ]
         yield f"training tokens: {', '.join(parts)}"
     if OVERLAP in manifest.counts:
         yield f"{manifest.counts[OVERLAP]:,} training documents are also in corpus.validation and were left out"
@@ -147,10 +180,17 @@ def prepare(cfg: PrepareConfig) -> DataManifest | None:
         say(f"... {line}", file=sys.stderr)
     job = CorpusPart.parse(cfg.part) if cfg.part else WHOLE
     # The number of processes does not change the parts, so any number makes the same shards.
-    parts = [] if cfg.merge else job.divided(max(1, min(corpus.most_parts, MOST_PARTS) // job.count))
+    parts = (
+        [] if cfg.merge else job.divided(max(1, min(corpus.most_parts, MOST_PARTS) // job.count))
+    )
     num_parts = claimed(folder)["settings"]["parts"] if cfg.merge else parts[0].count
     settings = settings_of(cfg, num_parts)
-    source = {"settings": settings, "input": corpus.fingerprint(), "format": FORMAT, "split_rule": SPLIT_RULE}
+    source = {
+        "settings": settings,
+        "input": corpus.fingerprint(),
+        "format": FORMAT,
+        "split_rule": SPLIT_RULE,
+    }
     claim(folder, source)
     if folder.size("manifest.json") is not None:
         remove_states(folder)  # A merge may have been killed after it wrote the manifest.
@@ -162,14 +202,18 @@ def prepare(cfg: PrepareConfig) -> DataManifest | None:
             if job.count > 1:
                 return None
         progress.begin(Phase("writing the manifest"))
-        return merge(folder, num_parts=num_parts, identity=identity, seq_len=cfg.seq_len, config=settings)
+        return merge(
+            folder, num_parts=num_parts, identity=identity, seq_len=cfg.seq_len, config=settings
+        )
     except InputError as error:
         with suppress(InputError, Unreachable):  # The first error is the one to report.
             take_back(folder, job, everything=isinstance(error, UnusableText))
         raise
 
 
-def prepare_parts(cfg: PrepareConfig, folder: Folder, corpus: Corpus, parts: list[CorpusPart], identity: str) -> None:
+def prepare_parts(
+    cfg: PrepareConfig, folder: Folder, corpus: Corpus, parts: list[CorpusPart], identity: str
+) -> None:
     """Prepare parts with the folder's tokenizer, in this process or in new ones."""
     progress.begin(Phase("choosing the validation text"))
     held_out = choose_held_out(corpus, cfg.validation_fraction, cfg.seed)
@@ -192,7 +236,9 @@ def prepare_parts(cfg: PrepareConfig, folder: Folder, corpus: Corpus, parts: lis
 def shown(what: str, total_bytes: int | None) -> Iterator[Report]:
     """Show progress: a bar with MB/s and tokens/s on a terminal, log lines elsewhere."""
     progress.begin(Phase(what, total_bytes, "bytes", has_bar=True))
-    with tqdm(total=total_bytes, unit="B", unit_scale=True, desc=what, disable=None, mininterval=0.5) as bar:
+    with tqdm(
+        total=total_bytes, unit="B", unit_scale=True, desc=what, disable=None, mininterval=0.5
+    ) as bar:
         tokens, began = 0, time.perf_counter()
 
         def report(num_bytes: int, num_tokens: int) -> None:
@@ -201,7 +247,9 @@ def shown(what: str, total_bytes: int | None) -> Iterator[Report]:
             bar.update(num_bytes)
             progress.advance(num_bytes)
             if tokens:
-                bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):,.0f} tokens/s", refresh=False)
+                bar.set_postfix_str(
+                    f"{tokens / (time.perf_counter() - began):,.0f} tokens/s", refresh=False
+                )
 
         yield report
 
@@ -214,7 +262,10 @@ def settings_of(cfg: PrepareConfig, num_parts: int) -> dict[str, Any]:
     settings = to_dict(cfg)
     for name in ("output", "s3", "part", "processes", "merge"):
         del settings[name]
-    for name in ("path", "validation"):  # Instead, source.json has the text's fingerprint in `input`.
+    for name in (
+        "path",
+        "validation",
+    ):  # Instead, source.json has the text's fingerprint in `input`.
         settings["corpus"].pop(name, None)
     for section, name in (("corpus", "weights"), ("tokenizer", "add_tokens")):
         if not settings[section][name]:
@@ -230,12 +281,18 @@ def claim(folder: Folder, wanted: dict[str, Any]) -> None:
     names = folder.names()
     if "source.json" not in names:
         found = shortlist(names, 3)
-        check(not names, f"output={folder.location} has files ({found}) but no preparation; choose another folder")
+        check(
+            not names,
+            f"output={folder.location} has files ({found}) but no preparation; choose another folder",
+        )
         folder.create("source.json", canonical_json(wanted))
     there = claimed(folder)
     if "manifest.json" in names:  # A finished preparation may be read with any number of parts.
         there["settings"]["parts"] = wanted["settings"]["parts"]
-    changed = [each.removeprefix("settings.") for each in differences(dict(flatten(there)), dict(flatten(wanted)))]
+    changed = [
+        each.removeprefix("settings.")
+        for each in differences(dict(flatten(there)), dict(flatten(wanted)))
+    ]
     words = ("the corpus has changed" if each.startswith("input: ") else each for each in changed)
     check(
         not changed,
@@ -248,11 +305,19 @@ def claimed(folder: Folder) -> dict[str, Any]:
     """Return the content of a folder's source.json. Raises InputError if it is missing or damaged."""
     try:
         source = read_object(folder.read("source.json"))
-        of_type(int, of_type(dict[str, Any], source.get("settings"), "settings").get("parts"), "settings.parts")
+        of_type(
+            int,
+            of_type(dict[str, Any], source.get("settings"), "settings").get("parts"),
+            "settings.parts",
+        )
     except FileNotFoundError:
-        raise InputError(f"output={folder.location} holds no parts to merge; part=1/N ... part=N/N make them") from None
+        raise InputError(
+            f"output={folder.location} holds no parts to merge; part=1/N ... part=N/N make them"
+        ) from None
     except BadContent as error:
-        raise InputError(f"{folder.location}/source.json is damaged: {error}; choose another output") from error
+        raise InputError(
+            f"{folder.location}/source.json is damaged: {error}; choose another output"
+        ) from error
     return source
 
 
@@ -265,7 +330,12 @@ def take_back(folder: Folder, job: CorpusPart, *, everything: bool) -> None:
     begun = any(name.startswith(STATE_NAMES) for name in names)
     others = job.count > 1 and "tokenizer/tokenizer.json" in names
     if everything or not (begun or others):
-        for prefix in (STATE_NAMES, *(f"{split}-" for split in SPLITS), "tokenizer/", "source.json"):
+        for prefix in (
+            STATE_NAMES,
+            *(f"{split}-" for split in SPLITS),
+            "tokenizer/",
+            "source.json",
+        ):
             for name in names:
                 if name.startswith(prefix):
                     folder.remove(name)
@@ -274,9 +344,13 @@ def take_back(folder: Folder, job: CorpusPart, *, everything: bool) -> None:
 # ---- the tokenizer -------------------------------------------------------------------------------------------------
 
 
-def vocabulary_of(cfg: PrepareConfig, corpus: Corpus, folder: Folder, held_out: HeldOut) -> Vocabulary:
+def vocabulary_of(
+    cfg: PrepareConfig, corpus: Corpus, folder: Folder, held_out: HeldOut
+) -> Vocabulary:
     """Return the folder's tokenizer, and first make it if necessary. If several jobs make one, all use the first."""
-    from train.data.text import tokenizer as tokenizers  # imports transformers, which most processes do not need
+    from train.data.text import (
+        tokenizer as tokenizers,
+    )  # imports transformers, which most processes do not need
 
     if folder.size(tokenizers.PUBLISHED) is None:
         own, sample = cfg.tokenizer, Sample()
@@ -285,7 +359,9 @@ def vocabulary_of(cfg: PrepareConfig, corpus: Corpus, folder: Folder, held_out: 
             tokenizers.add_tokens(made, own.add_tokens)
             sample.take(document.text for document in islice(corpus.documents(), MOST_SAMPLES))
         else:
-            if corpus.seekable and corpus.total_bytes is not None:  # Compressed files are smaller than their text.
+            if (
+                corpus.seekable and corpus.total_bytes is not None
+            ):  # Compressed files are smaller than their text.
                 num_bytes = min(own.train_bytes, corpus.total_bytes)
                 say(f"... {tokenizers.check_trainer_memory(num_bytes)}", file=sys.stderr)
             made = tokenizers.train_tokenizer(
@@ -300,16 +376,25 @@ def vocabulary_of(cfg: PrepareConfig, corpus: Corpus, folder: Folder, held_out: 
     return tokenizers.published_vocabulary(folder)
 
 
-def check_coverage(cfg: PrepareConfig, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> None:
+def check_coverage(
+    cfg: PrepareConfig, tokenizer: PreTrainedTokenizerFast, texts: list[str]
+) -> None:
     """Warn if the tokenizer drops characters of the corpus. Raises InputError if it cannot read the corpus."""
     source = cfg.tokenizer.pretrained
     reads = f"{'the new tokenizer' if source is None else f'tokenizer.pretrained={source}'} reads the corpus"
-    unknown_share(*unknown_of(tokenizer, texts), reads)  # Checks a sample. The exact share is printed at the end.
+    unknown_share(
+        *unknown_of(tokenizer, texts), reads
+    )  # Checks a sample. The exact share is printed at the end.
     for loss, setting in losses_of(tokenizer.backend_tokenizer, texts):
         cure = (
-            f"tokenizer.{setting}=false keeps them" if source is None else "another tokenizer.pretrained may keep them"
+            f"tokenizer.{setting}=false keeps them"
+            if source is None
+            else "another tokenizer.pretrained may keep them"
         )
-        say(f"warning: the normalisation of {source or 'the tokenizer'} {loss}; {cure}", file=sys.stderr)
+        say(
+            f"warning: the normalisation of {source or 'the tokenizer'} {loss}; {cure}",
+            file=sys.stderr,
+        )
     if capitals := unused_capitals(tokenizer):
         say(f"warning: tokenizer.pretrained={source} {capitals}", file=sys.stderr)
 
@@ -324,18 +409,31 @@ def training_texts(cfg: PrepareConfig, corpus: Corpus, held_out: HeldOut) -> Ite
     share, parts = min(1.0, wanted / total) if total else 1.0, [WHOLE]
     if total and share < 1 and corpus.seekable:
         count = SAMPLED_PARTS * total // wanted
-        share, parts = 1.0, [CorpusPart(number * count // SAMPLED_PARTS, count) for number in range(SAMPLED_PARTS)]
+        share, parts = (
+            1.0,
+            [
+                CorpusPart(number * count // SAMPLED_PARTS, count)
+                for number in range(SAMPLED_PARTS)
+            ],
+        )
     num_documents, num_given = 0, 0
     with shown("reading text for the tokenizer", total) as report:
         for document in (document for part in parts for document in corpus.documents(part)):
             num_documents += 1
             report(document.source_bytes, 0)
             text = document.text[: round(len(document.text) * (1 - held_out.share_of(document)))]
-            if text and document.reading.learns(document.text) and text_uniform(document.text, cfg.seed)[1] < share:
+            if (
+                text
+                and document.reading.learns(document.text)
+                and text_uniform(document.text, cfg.seed)[1] < share
+            ):
                 num_given += 1
                 yield text
     check(num_documents > 0, f"the corpus ({cfg.corpus.kind}) holds no text")
     by_hash = f"validation_fraction={cfg.validation_fraction}"
     held = f"{by_hash if held_out.known is None else 'corpus.validation'} or a sample of tokenizer.train_bytes={wanted}"
     progress.begin(Phase("training the tokenizer"))
-    check(num_given > 0, f"{held} leaves none of {num_documents} documents for the tokenizer; give more documents")
+    check(
+        num_given > 0,
+        f"{held} leaves none of {num_documents} documents for the tokenizer; give more documents",
+    )

@@ -12,18 +12,28 @@ from typing import TYPE_CHECKING
 
 from train.config import RecordsConfig, TrainConfig, check, plural, shortlist
 from train.data.records.table_facts import cut_words, padding_share
+from train.machine.console import say
 from train.run import compose as cli
-from train.system.console import say
 from train.tasks import build_task
 
 if TYPE_CHECKING:
     from train.data.records.tables import Tables
 
-NO_RUN = ["run_dir=runs/records", "max_steps=1", "micro_batch_size=1"]  # settings required by a run, but not used here
+NO_RUN = [
+    "run_dir=runs/records",
+    "max_steps=1",
+    "micro_batch_size=1",
+]  # settings required by a run, but not used here
 SHOWN_CLASSES = 50
 
 
-USED: tuple[str, ...] = ("data.path", "data.format", "data.train", "data.validation", "data.validation_fraction")
+USED: tuple[str, ...] = (
+    "data.path",
+    "data.format",
+    "data.train",
+    "data.validation",
+    "data.validation_fraction",
+)
 USED += ("data.labels", "data.label_map", "data.max_bad_rows", "data.lengths", "data.delimiter")
 USED += ("seq_len", "model.pretrained", "model.init_from", "model.tokenizer")
 
@@ -50,7 +60,9 @@ def show(cfg: TrainConfig) -> int:
         "learns from labelled records",
     )
     say(f"... opening data.path={cfg.data.path}", file=sys.stderr)
-    from train.tasks.finetune import TextTask  # torch takes seconds to import, so check the settings first
+    from train.tasks.finetune import (
+        TextTask,
+    )  # torch takes seconds to import, so check the settings first
 
     task = build_task(cfg)
     assert isinstance(cfg.data, RecordsConfig) and isinstance(task, TextTask)
@@ -67,10 +79,14 @@ def description(tables: Tables, lengths: Sequence[int]) -> Iterator[str]:
         yield f"{split}: {facts['examples']:,} examples, {facts['rows']:,} rows of tokens"
         if facts["label_counts"]:
             total = sum(facts["label_counts"].values())
-            counts = [f"{label} {n:,} ({n / total:.1%})" for label, n in facts["label_counts"].items()]
+            counts = [
+                f"{label} {n:,} ({n / total:.1%})" for label, n in facts["label_counts"].items()
+            ]
             yield f"  classes   {shortlist(counts, SHOWN_CLASSES)}"
         yield f"  tokens    {', '.join(f'{name} {n:,}' for name, n in facts['length_quantiles'].items())}"
-        cut = cut_words(rows=facts["rows"], tokens=facts["tokens"], notes=facts["notes"], seq_len=seq_len)
+        cut = cut_words(
+            rows=facts["rows"], tokens=facts["tokens"], notes=facts["notes"], seq_len=seq_len
+        )
         yield f"  cut       {cut or 'no rows'}"
         for name, number in facts["notes"].items():
             if name not in ("truncated", "tokens_cut"):

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from train.config import S3Config, check
 from train.config.train import TOLERANCE
+from train.machine.console import say
 from train.observe.report import comparison
 from train.observe.report.page import render, table
 from train.observe.report.run import Run, read_run
 from train.run.command import DONE, add_s3_flags, command_parser, run_flags
-from train.system.console import say
-from train.system.folders import is_s3, local_path, open_folder
+from train.storage.folders import is_s3, local_path, open_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         examples=("runs/mine", "runs/demo runs/mine", "runs/mine --output reports/mine"),
         imports=True,
     )
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="run_dir of a run: a folder or s3://bucket/prefix")
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", help="run_dir of a run: a folder or s3://bucket/prefix"
+    )
     parser.add_argument(
         "--output",
         metavar="DIR",
@@ -51,11 +53,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_report(
-    locations: Sequence[str], s3: S3Config, *, output: str | None, tolerance: float, failed: Sequence[str] = ()
+    locations: Sequence[str],
+    s3: S3Config,
+    *,
+    output: str | None,
+    tolerance: float,
+    failed: Sequence[str] = (),
 ) -> Path:
     """Write the report on runs, print its table and its sentences, and return the path of the HTML file."""
     check_output(output)
-    places = [each.rstrip("/") if is_s3(each) else str(local_path(each).resolve()) for each in locations]
+    places = [
+        each.rstrip("/") if is_s3(each) else str(local_path(each).resolve()) for each in locations
+    ]
     runs = [read_run(open_folder(place, s3)) for place in dict.fromkeys(places)]
     folder = default_output(runs) if output is None else local_path(output)
     html = render(runs, folder.resolve(), tolerance=tolerance, failed=failed)
@@ -75,8 +84,12 @@ def check_output(output: str | None) -> None:
     """Raise InputError if a package that reports need is not installed, or if `output` is not a valid local path."""
     missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
     check(not missing, f"{' and '.join(missing)} not installed: pip install 'baretrain[report]'")
-    if "matplotlib" not in sys.modules:  # A notebook sets MPLBACKEND to a backend that only its kernel can import.
-        os.environ["MPLBACKEND"] = "agg"  # This backend writes figures to files without showing them.
+    if (
+        "matplotlib" not in sys.modules
+    ):  # A notebook sets MPLBACKEND to a backend that only its kernel can import.
+        os.environ["MPLBACKEND"] = (
+            "agg"  # This backend writes figures to files without showing them.
+        )
     if output is not None:
         local_path(output)
 

@@ -15,10 +15,10 @@ from inspect import get_annotations
 
 from train.config import PrepareConfig, TrainConfig
 from train.config.train import CompareConfig
+from train.machine.console import say
 from train.run.command import DONE, command_parser, guarded
 from train.run.compose import schemas
 from train.run.help import allowed, comment, groups, option_help, shown_default, type_name
-from train.system.console import say
 from train.tools.bench.config import BenchConfig
 
 INTRODUCTION = """# Settings
@@ -68,12 +68,17 @@ def commands() -> dict[str, type]:
     """
     above = import_module("launch.config").LaunchConfig, import_module("ami.config").AmiConfig
     schemas = (TrainConfig, PrepareConfig, CompareConfig, BenchConfig, *above)
-    return dict(zip(("train", "prepare", "compare", "bench", "launch", "ami"), schemas, strict=True))
+    return dict(
+        zip(("train", "prepare", "compare", "bench", "launch", "ami"), schemas, strict=True)
+    )
 
 
 def every_day() -> dict[str, set[str]]:
     """Return the keys that the help of each command explains. The keys of train.records count as keys of train."""
-    used = {command: [import_module(name).USED for name in names] for command, names in EXPLAINED.items()}
+    used = {
+        command: [import_module(name).USED for name in names]
+        for command, names in EXPLAINED.items()
+    }
     return {command: set().union(*lists) for command, lists in used.items()}
 
 
@@ -92,9 +97,14 @@ def sections() -> dict[tuple[str, type], list[str]]:
         for base in filter(is_dataclass, reversed(kind.__mro__)):
             found[prefix, base] = [*dict.fromkeys([*found.get((prefix, base), []), command])]
         hints = typing.get_type_hints(kind)
-        for name, inner in ((item.name, each) for item in fields(kind) for each in held(hints[item.name])):
+        for name, inner in (
+            (item.name, each) for item in fields(kind) for each in held(hints[item.name])
+        ):
             below = f"{prefix}{name}{'' if inner is hints[name] else '[]'}."
-            for schema in (inner, *(option for group, _, option in options() if f"{group}." == below)):
+            for schema in (
+                inner,
+                *(option for group, _, option in options() if f"{group}." == below),
+            ):
                 add(schema, below, command)
 
     for command, schema in commands().items():
@@ -104,15 +114,23 @@ def sections() -> dict[tuple[str, type], list[str]]:
 
 def held(hint: typing.Any) -> list[type]:
     """Return the dataclass of a field's value or, if the value is a list, of its items; [] if there is none."""
-    return [each for each in (hint, *typing.get_args(hint)) if isinstance(each, type) and is_dataclass(each)]
+    return [
+        each
+        for each in (hint, *typing.get_args(hint))
+        if isinstance(each, type) and is_dataclass(each)
+    ]
 
 
 def keys(prefix: str, kind: type) -> Iterator[list[str]]:
     """Yield a table row for each field that the class itself defines, except the one that names a group's option."""
     hints = typing.get_type_hints(kind)
-    inherited = {item.name for base in filter(is_dataclass, kind.__mro__[1:]) for item in fields(base)}
+    inherited = {
+        item.name for base in filter(is_dataclass, kind.__mro__[1:]) for item in fields(base)
+    }
     for item in fields(kind):
-        is_own = item.name in get_annotations(kind) and not (item.name in ("kind", "name") and item.name in inherited)
+        is_own = item.name in get_annotations(kind) and not (
+            item.name in ("kind", "name") and item.name in inherited
+        )
         if is_own and not is_dataclass(hints[item.name]):
             shown = [type_name(hints[item.name]), f"`{shown_default(item)}`", allowed(item)]
             yield [f"`{prefix}{item.name}`", *shown, comment(kind, item.name)]
@@ -129,7 +147,13 @@ def title(prefix: str, kind: type) -> str:
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a Markdown table, with a blank line before it."""
     cells = [[cell.replace("|", r"\|") for cell in row] for row in rows]
-    return ["", *(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in (head, ["---"] * len(head), *cells))]
+    return [
+        "",
+        *(
+            f"| {' | '.join(row)} |".replace("|  |", "| |")
+            for row in (head, ["---"] * len(head), *cells)
+        ),
+    ]
 
 
 def tables(*, is_every_day: bool) -> Iterator[str]:
@@ -137,31 +161,62 @@ def tables(*, is_every_day: bool) -> Iterator[str]:
     chosen = every_day()
     for (prefix, kind), users in sections().items():
         used = set().union(*(chosen.get(user, ()) for user in users))
-        if rows := [row for row in keys(prefix, kind) if (row[0].strip("`") in used) is is_every_day]:
+        if rows := [
+            row for row in keys(prefix, kind) if (row[0].strip("`") in used) is is_every_day
+        ]:
             about = (kind.__doc__ or "").split("\n\n")[0]
-            about = "" if about.startswith(f"{kind.__name__}(") else " ".join(about.replace("None", "null").split())
-            yield from ("", f"### {title(prefix, kind)}", "", f"{about} Used by {', '.join(users)}.".strip())
+            about = (
+                ""
+                if about.startswith(f"{kind.__name__}(")
+                else " ".join(about.replace("None", "null").split())
+            )
+            yield from (
+                "",
+                f"### {title(prefix, kind)}",
+                "",
+                f"{about} Used by {', '.join(users)}.".strip(),
+            )
             yield from table(("key", "type", "default", "values", "meaning"), rows)
 
 
 def page() -> str:
-    lines = [*INTRODUCTION.splitlines(), *tables(is_every_day=True), *OTHERS.splitlines(), *tables(is_every_day=False)]
+    lines = [
+        *INTRODUCTION.splitlines(),
+        *tables(is_every_day=True),
+        *OTHERS.splitlines(),
+        *tables(is_every_day=False),
+    ]
     lines += GROUPS.splitlines()
-    listed = [(group, name, default) for name in commands() for group, (default, _) in groups(name).items()]
+    listed = [
+        (group, name, default)
+        for name in commands()
+        for group, (default, _) in groups(name).items()
+    ]
     for group in dict.fromkeys(group for group, _, _ in listed):
         defaults = {name: default or "null" for each, name, default in listed if each == group}
         used = "; ".join(
             f"{', '.join(name for name in defaults if defaults[name] == value)} (default `{value}`)"
             for value in dict.fromkeys(defaults.values())
         )
-        rows = [[f"`{option}`", option_help(group, option)] for option in groups(next(iter(defaults)))[group][1]]
-        lines += ["", f"### `{group}=`", "", f"Used by {used}.", *table(("option", "what it is"), rows)]
+        rows = [
+            [f"`{option}`", option_help(group, option)]
+            for option in groups(next(iter(defaults)))[group][1]
+        ]
+        lines += [
+            "",
+            f"### `{group}=`",
+            "",
+            f"Used by {used}.",
+            *table(("option", "what it is"), rows),
+        ]
     return "\n".join(lines) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     purpose = "Print all settings of all commands (type, default, values and meaning), and the options of all groups."
-    parser = command_parser("train.settings", purpose, examples=("", "| less", "> docs/settings.md"))
+    parser = command_parser(
+        "train.settings", purpose, examples=("", "| less", "> docs/settings.md")
+    )
 
     def act() -> int:
         parser.parse_args(arguments)

@@ -15,10 +15,10 @@ from train.data.shards.format import SPLITS, TOKENIZER_FILE, DataManifest, Shard
 from train.data.shards.prepared import PreparedData
 from train.data.text.guessing import unigram_entropy
 from train.data.text.tokenizer import load_tokenizer
+from train.machine.console import say
+from train.machine.memory import usable_cpus
 from train.run.command import DONE, EXITS, FAILED, add_s3_flags, command_parser, run_flags
-from train.system.console import say
-from train.system.folders import open_folder, sha256_file
-from train.system.memory import usable_cpus
+from train.storage.folders import open_folder, sha256_file
 
 MASK_RATE, MAX_NGRAM = 0.15, 3  # ALBERT's values, as in conf/task/mlm.yaml
 MOST_AT_ONCE = 8  # maximum number of shards that `verify` reads at the same time
@@ -40,7 +40,9 @@ def find_damage(data: PreparedData) -> list[str]:
     shards = data.manifest.shards
     with (
         ThreadPoolExecutor(min(MOST_AT_ONCE, usable_cpus())) as pool,  # Hashing releases the GIL.
-        tqdm(total=sum(shard.bytes for shard in shards), unit="B", unit_scale=True, disable=None) as bar,
+        tqdm(
+            total=sum(shard.bytes for shard in shards), unit="B", unit_scale=True, disable=None
+        ) as bar,
     ):
 
         def examine(shard: Shard) -> str | None:
@@ -88,7 +90,9 @@ def describe(data: PreparedData, split: str, number: int) -> Iterator[str]:
     check(total > 0, f"{data.cfg.path} has no {split} sequences")
     counts = np.zeros(manifest.tokenizer.vocab_size, np.int64)
     firsts, same = [], 0
-    for start in tqdm(range(0, total, ROWS_AT_ONCE), unit_scale=ROWS_AT_ONCE, unit="sequences", disable=None):
+    for start in tqdm(
+        range(0, total, ROWS_AT_ONCE), unit_scale=ROWS_AT_ONCE, unit="sequences", disable=None
+    ):
         rows = rows_of.rows(np.arange(start, min(start + ROWS_AT_ONCE, total)))
         counts += np.bincount(rows.tokens.ravel(), minlength=len(counts))
         firsts.append(rows.pivot)
@@ -110,18 +114,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser(
         "train.shards",
         "Show prepared data, on disk or in S3: its files, checksums, sequences, or lengths and token frequencies.",
-        examples=("ls data/mine", "verify s3://bucket/mine", "head data/mine -n 5 --split validation"),
+        examples=(
+            "ls data/mine",
+            "verify s3://bucket/mine",
+            "head data/mine -n 5 --split validation",
+        ),
         exits={**EXITS, FAILED: "verify found damage, or S3 did not answer"},
     )
-    what = "list files; compare checksums; show sequences as text and as masked tokens; count tokens"
+    what = (
+        "list files; compare checksums; show sequences as text and as masked tokens; count tokens"
+    )
     parser.add_argument("command", choices=("ls", "verify", "head", "stats"), help=what)
     parser.add_argument(
         "location",
         metavar="LOCATION",
         help="the output of python -m train.prepare: a folder or s3://bucket/prefix",
     )
-    parser.add_argument("--split", choices=SPLITS, default="train", help="split for head and stats (default: train)")
-    parser.add_argument("-n", type=int, default=None, help="sequences for head (default: 3) or tokens for stats (20)")
+    parser.add_argument(
+        "--split",
+        choices=SPLITS,
+        default="train",
+        help="split for head and stats (default: train)",
+    )
+    parser.add_argument(
+        "-n",
+        type=int,
+        default=None,
+        help="sequences for head (default: 3) or tokens for stats (20)",
+    )
     add_s3_flags(parser)
     return run_flags(parser, arguments, look)
 
@@ -131,7 +151,9 @@ def look(options: argparse.Namespace, s3: S3Config) -> int:
     if options.command == "ls":
         say(*list_shards(options.location, read_manifest(open_folder(options.location, s3))))
         return DONE
-    data = PreparedData(ShardsConfig(path=options.location, cache_dir=options.cache_dir), s3, looks=False)
+    data = PreparedData(
+        ShardsConfig(path=options.location, cache_dir=options.cache_dir), s3, looks=False
+    )
     if options.command == "verify":
         faults = find_damage(data)
         say(*faults or [f"{options.location}: all {len(data.manifest.shards)} shards are valid"])

@@ -15,13 +15,14 @@ from typing import NamedTuple
 
 from train.config import InputError, TrainConfig, check, to_dict
 from train.config.train import CompareConfig, VariantsConfig
+from train.machine import processes
+from train.machine.console import say
 from train.run import compose as cli
 from train.run.command import DONE, STOPPED
-from train.system import imported, processes
-from train.system.console import say
-from train.system.folders import canonical_json, open_folder
-from train.system.outcome import read_outcome
-from train.system.schema import BadContent, FileName, read_yaml
+from train.run_folder.outcome import read_outcome
+from train.storage import imported
+from train.storage.folders import canonical_json, open_folder
+from train.storage.schema import BadContent, FileName, read_yaml
 from train.tasks import build_task
 
 
@@ -43,7 +44,10 @@ class Ending(NamedTuple):
 def make_variants(cfg: CompareConfig, given: Sequence[str]) -> list[Variant]:
     """Return the runs of a comparison, the baseline first. `given` are the overrides from which `cfg` was composed."""
     common = [override for override in given if not re.match(r"compare[.=]", override)]
-    made = {name: make_variant(cfg, common, FileName(name)) for name in {*cfg.compare.names, *cfg.compare.added}}
+    made = {
+        name: make_variant(cfg, common, FileName(name))
+        for name in {*cfg.compare.names, *cfg.compare.added}
+    }
     return [made[name] for name in cfg.compare.names]
 
 
@@ -54,7 +58,10 @@ def make_variant(cfg: CompareConfig, common: Sequence[str], name: str) -> Varian
     except ValueError as error:
         raise InputError(f"compare.variants: {cfg.compare.variants[name]}: {error}") from error
     is_plain = all("=" in each and not each.startswith("run_dir=") for each in own)
-    check(is_plain, f"compare.variants: {name}: {shlex.join(own)} must be key=value settings without run_dir")
+    check(
+        is_plain,
+        f"compare.variants: {name}: {shlex.join(own)} must be key=value settings without run_dir",
+    )
     own.append(f"run_dir={cli.quoted(location)}")
     keys = tuple(f"{override.partition('=')[0]}=" for override in own)
     overrides = [*(override for override in common if not override.startswith(keys)), *own]
@@ -92,7 +99,9 @@ class Runner:
 
     def __enter__(self) -> Runner:
         # A signal that this process ignores, such as SIGHUP under nohup, must remain ignored.
-        numbers = [each for each in processes.FORWARDED if signal.getsignal(each) != signal.SIG_IGN]
+        numbers = [
+            each for each in processes.FORWARDED if signal.getsignal(each) != signal.SIG_IGN
+        ]
         self.before = {number: signal.signal(number, self.handle) for number in numbers}
         return self
 
@@ -102,7 +111,9 @@ class Runner:
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         self.is_asked_to_stop = True
-        if self.process is not None:  # After Ctrl-C, the run gets two signals; it ignores the second.
+        if (
+            self.process is not None
+        ):  # After Ctrl-C, the run gets two signals; it ignores the second.
             self.process.send_signal(number)
 
     def run(self, variant: Variant) -> Ending:
@@ -113,7 +124,11 @@ class Runner:
             say(f"{variant.name}: {variant.location} is done")
             return Ending("done")
         ranks = self.compare.ranks
-        torchrun = ["-m", "train.system.local_torchrun", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+        torchrun = (
+            ["-m", "train.machine.local_torchrun", f"--nproc-per-node={ranks}"]
+            if ranks > 1
+            else []
+        )
         command = [sys.executable, *torchrun, "-m", "train", *imported.flags(), *variant.overrides]
         folder = open_folder(variant.location, variant.cfg.s3)
         before = read_outcome(folder)
@@ -138,7 +153,9 @@ def is_done(variant: Variant) -> bool:
     """Return whether the run is done with exactly these settings. If they differ, the run itself decides what to do."""
     folder = open_folder(variant.location, variant.cfg.s3)
     if read_outcome(folder).get("outcome") == "done":
-        with suppress(FileNotFoundError, BadContent, TypeError):  # TypeError: the file is not a mapping.
+        with suppress(
+            FileNotFoundError, BadContent, TypeError
+        ):  # TypeError: the file is not a mapping.
             settings = read_yaml(folder.read("config.yaml")), to_dict(variant.cfg)
             there, here = (canonical_json({**each, "run_dir": None}) for each in settings)
             return there == here

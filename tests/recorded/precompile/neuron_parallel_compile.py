@@ -19,7 +19,9 @@ with calls.open("a") as file:
     print(json.dumps({"run": command, "env": neuron, "cwd": str(Path.cwd())}), file=file)
 status = int((plan / "status").read_text()) if (plan / "status").is_file() else 0
 if (plan / "run").is_file():
-    status = subprocess.run(command, env={**os.environ, "NEURON_EXTRACT_GRAPHS_ONLY": "1"}).returncode
+    status = subprocess.run(
+        command, env={**os.environ, "NEURON_EXTRACT_GRAPHS_ONLY": "1"}
+    ).returncode
 if status:
     sys.exit(1)
 results = plan / f"{len(calls.read_text().splitlines()) - 1}.json"

@@ -18,7 +18,9 @@ import numpy as np
 from train.data.shards.order import PADDING, EvalOrder, ShardSampler
 
 BUCKET_SHIFT = 48  # an item is bucket * 2**48 + epoch * rows + row
-FIRST_ROUNDS = 2  # batches of each length at the start; they suffice to compile all graphs of that length
+FIRST_ROUNDS = (
+    2  # batches of each length at the start; they suffice to compile all graphs of that length
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,9 @@ class Buckets:
     lengths: tuple[int, ...]  # tokens, ascending
     train: np.ndarray  # [rows] uint8: the bucket of each example, an index into `lengths`
     evaluation: np.ndarray  # [rows] uint8
-    is_mixed: bool = False  # True: a batch of the greatest length comes first; False: batches of all lengths do
+    is_mixed: bool = (
+        False  # True: a batch of the greatest length comes first; False: batches of all lengths do
+    )
 
 
 def parts_of(items: np.ndarray) -> tuple[np.ndarray, int]:
@@ -43,7 +47,13 @@ class BucketEpochOrder:
     """The order of one epoch: batches of rows, with each row's bucket."""
 
     def __init__(
-        self, bucket_of: np.ndarray, *, seed: int, epoch: int, batch_size: int, is_mixed: bool = False
+        self,
+        bucket_of: np.ndarray,
+        *,
+        seed: int,
+        epoch: int,
+        batch_size: int,
+        is_mixed: bool = False,
     ) -> None:
         shuffled = np.random.default_rng([seed, epoch]).permutation(len(bucket_of))
         mine = bucket_of[shuffled]
@@ -86,7 +96,13 @@ class BucketEvalOrder:
     """An evaluation order, bucket by bucket, so that padded lengths do not depend on the number of ranks."""
 
     def __init__(
-        self, bucket_of: np.ndarray, *, batch_size: int, rank: int, world_size: int, most: int | None = None
+        self,
+        bucket_of: np.ndarray,
+        *,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        most: int | None = None,
     ) -> None:
         """Order the rows. `most`: how many rows of each bucket to read; None: all."""
         self.num_rows, self.batch_size = len(bucket_of), batch_size

@@ -26,17 +26,26 @@ from train.data.batches.masking import IGNORE_INDEX, Masker
 from train.data.random_bits import hash_uniform
 from train.data.shards.format import ROW_TENSORS, ShardSet
 from train.data.shards.order import PADDING
-from train.system.atomic_io import free_bytes, warn_once
-from train.system.torchrun import leave_signals_to_the_parent
+from train.machine.torchrun import leave_signals_to_the_parent
+from train.storage.atomic_io import free_bytes, warn_once
 
 Batch = dict[str, Any]
-MULTI_BATCH_ROWS, MULTI_BATCH = 1024, 32  # at most this many sequences and micro batches are drawn together
-ORDER = 4  # index of the random number that decides whether to swap; masking.py has the other indices
+MULTI_BATCH_ROWS, MULTI_BATCH = (
+    1024,
+    32,
+)  # at most this many sequences and micro batches are drawn together
+ORDER = (
+    4  # index of the random number that decides whether to swap; masking.py has the other indices
+)
 SHARED_MEMORY = Path("/dev/shm")  # where loader processes put batches for their rank
 MOST_TMPDIR = 75  # bytes: sockets in it are named pymp-xxxxxxxx/listener-xxxxxxxx, and may have 107 bytes (unix(7))
 LARGER = "enlarge it (docker run --shm-size=8g), or lower data.num_workers, to 0 if necessary"
-CHECKED_ROWS = 1000  # sequences checked at the start: at most 1 % of them may have nothing to predict
-EVAL_EPOCH = 2**40  # the epoch that seeds every evaluation's masks, so that they are equal; training never reaches it
+CHECKED_ROWS = (
+    1000  # sequences checked at the start: at most 1 % of them may have nothing to predict
+)
+EVAL_EPOCH = (
+    2**40
+)  # the epoch that seeds every evaluation's masks, so that they are equal; training never reaches it
 
 
 class Drawable(Protocol):
@@ -60,7 +69,12 @@ class Swapper:
     seed: int
 
     def __call__(
-        self, tokens: np.ndarray, pivot: np.ndarray, same_document: np.ndarray, epochs: np.ndarray, rows: np.ndarray
+        self,
+        tokens: np.ndarray,
+        pivot: np.ndarray,
+        same_document: np.ndarray,
+        epochs: np.ndarray,
+        rows: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Swap the segments in about half of `tokens` [B, S]: `[CLS] A [SEP] B [SEP]` becomes `[CLS] B [SEP] A [SEP]`.
 
@@ -69,7 +83,9 @@ class Swapper:
         """
         seq_len = tokens.shape[1]
         pivot = pivot.astype(np.int64)
-        has_order = same_document.astype(bool) & (pivot > 2) & (pivot < seq_len - 1)  # neither segment is empty
+        has_order = (
+            same_document.astype(bool) & (pivot > 2) & (pivot < seq_len - 1)
+        )  # neither segment is empty
         swaps = has_order & (hash_uniform(self.seed, epochs, rows, 0, ORDER) < 0.5)
         index, swapped_pivot = np.arange(seq_len), seq_len + 1 - pivot
         first = index[None] < swapped_pivot[:, None]  # True in [CLS] B [SEP]
@@ -95,10 +111,20 @@ class MaskedRows:
         sample: np.ndarray | None = None,
     ) -> None:
         """Mask rows of `shards`; a `swapper` first swaps segments. If there is a `sample` [n], items index its rows."""
-        self.shards, self.masker, self.is_training, self.swapper = shards, masker, is_training, swapper
+        self.shards, self.masker, self.is_training, self.swapper = (
+            shards,
+            masker,
+            is_training,
+            swapper,
+        )
         self.sample = sample
-        self.num_drawn, self.num_without = 0, 0  # how many sequences were checked, and how many have nothing to predict
-        self.last_item = 0  # drawn in place of PADDING: this machine may lack the shards of other rows
+        self.num_drawn, self.num_without = (
+            0,
+            0,
+        )  # how many sequences were checked, and how many have nothing to predict
+        self.last_item = (
+            0  # drawn in place of PADDING: this machine may lack the shards of other rows
+        )
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -118,9 +144,13 @@ class MaskedRows:
             tokens, pivot = self.shards.gather(rows.ravel(), ("tokens", "pivot"))
         else:
             tokens, pivot, same_document = self.shards.gather(rows.ravel(), ROW_TENSORS)
-            tokens, pivot, order = self.swapper(tokens, pivot, same_document, epochs.ravel(), rows.ravel())
+            tokens, pivot, order = self.swapper(
+                tokens, pivot, same_document, epochs.ravel(), rows.ravel()
+            )
         tokens = tokens.reshape(*items.shape, -1)
-        masked = [self.masker(*micro_batch) for micro_batch in zip(tokens, epochs, rows, strict=True)]
+        masked = [
+            self.masker(*micro_batch) for micro_batch in zip(tokens, epochs, rows, strict=True)
+        ]
         labels = np.stack([one.labels for one in masked])
         if self.num_drawn < CHECKED_ROWS:
             self.num_drawn += labels[..., 0].size
@@ -139,7 +169,9 @@ class MaskedRows:
             "labels": torch.from_numpy(labels),
         }
         if order is not None:
-            inputs["order"] = torch.from_numpy(np.where(is_padding, IGNORE_INDEX, order.reshape(items.shape)))
+            inputs["order"] = torch.from_numpy(
+                np.where(is_padding, IGNORE_INDEX, order.reshape(items.shape))
+            )
         tokens_each = (~is_padding).sum(1) * tokens.shape[-1]
         return {
             "inputs": inputs,
@@ -195,13 +227,18 @@ class Batches:
         multi_batch: int | None = None,  # the maximum drawn together; None: MULTI_BATCH
     ) -> None:
         if num_workers and (fault := worker_fault()):
-            warn_once("loader", f"data.num_workers={num_workers}: the rank reads its data itself, since {fault}")
+            warn_once(
+                "loader",
+                f"data.num_workers={num_workers}: the rank reads its data itself, since {fault}",
+            )
             num_workers = 0
         num_drawn = drawn_at_once(batch_size, multi_batch)
         self.groups, self.dataset = batched(order, num_drawn), MultiBatch(dataset)
         self.loader: DataLoader[Batch] | None = None
         if num_workers or pin_memory:
-            atexit.register(end_workers)  # runs before multiprocessing's exit function, which was registered earlier
+            atexit.register(
+                end_workers
+            )  # runs before multiprocessing's exit function, which was registered earlier
             self.loader = DataLoader(
                 self.dataset,
                 batch_sampler=self.groups,
@@ -209,17 +246,23 @@ class Batches:
                 num_workers=num_workers,
                 prefetch_factor=-(-prefetch // num_drawn) if num_workers else None,
                 pin_memory=pin_memory,
-                multiprocessing_context="fork" if num_workers else None,  # forked workers share the memory maps
+                multiprocessing_context="fork"
+                if num_workers
+                else None,  # forked workers share the memory maps
                 worker_init_fn=begin_worker,
                 generator=torch.Generator(),  # drawing from the default one would change dropout after a resume
             )
 
     def __iter__(self) -> Iterator[Batch]:
         # Without workers and page-locked memory, a DataLoader would only cost time.
-        source = map(self.dataset.__getitems__, self.groups) if self.loader is None else self.loader
+        source = (
+            map(self.dataset.__getitems__, self.groups) if self.loader is None else self.loader
+        )
         for drawn in source:
             parts = {name: tensor.unbind(0) for name, tensor in drawn["inputs"].items()}
-            for number, (count, tokens) in enumerate(zip(drawn["count"], drawn["tokens"], strict=True)):
+            for number, (count, tokens) in enumerate(
+                zip(drawn["count"], drawn["tokens"], strict=True)
+            ):
                 inputs = {name: tensors[number] for name, tensors in parts.items()}
                 yield {"inputs": inputs, "count": count, "tokens": tokens}
             if "failure" in drawn:
@@ -238,11 +281,21 @@ def worker_fault() -> str:
         return f"there is no {SHARED_MEMORY}"
     folder = tempfile.gettempdir()
     is_long = len(os.fsencode(folder)) > MOST_TMPDIR
-    return f"TMPDIR={folder} is longer than {MOST_TMPDIR} bytes, too long for sockets" if is_long else ""
+    return (
+        f"TMPDIR={folder} is longer than {MOST_TMPDIR} bytes, too long for sockets"
+        if is_long
+        else ""
+    )
 
 
 def check_shared_memory(
-    *, num_ranks: int, batch_size: int, seq_len: int, num_workers: int, prefetch: int, multi_batch: int | None
+    *,
+    num_ranks: int,
+    batch_size: int,
+    seq_len: int,
+    num_workers: int,
+    prefetch: int,
+    multi_batch: int | None,
 ) -> None:
     """Raise InputError if shared memory is too small for the batches that this machine's loader processes keep ready.
 
@@ -269,7 +322,9 @@ def begin_worker(worker: int) -> None:
 
 def send_failure(queue: Queue[Any], error: Exception, unsent: tuple[int, Any]) -> None:
     """Send, in place of a batch, the reason why a loader process could not send it. The rank then ends the run."""
-    is_full = getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error)
+    is_full = getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(
+        error
+    )
     cure = f"{SHARED_MEMORY} is full; {LARGER}" if is_full else str(error)
     failure = Failure(f"a loader process cannot send its batches: {cure}")
     queue.put((unsent[0], {"inputs": {}, "count": [], "tokens": [], "failure": failure}))

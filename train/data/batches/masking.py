@@ -20,7 +20,9 @@ from train.data.random_bits import hash_bits, hash_uniform
 from train.data.text.words import WordEdges
 
 IGNORE_INDEX = -100  # torch's cross entropy skips it
-LENGTHS, PRIORITY, KIND, REPLACEMENT = range(4)  # indices of a position's random numbers; loader.py uses 4
+LENGTHS, PRIORITY, KIND, REPLACEMENT = range(
+    4
+)  # indices of a position's random numbers; loader.py uses 4
 PLACE = 5
 
 
@@ -62,21 +64,38 @@ class Masker:
         candidate = ~self.special[tokens]
         unit = self._units(tokens, candidate)
         tile = self._tiles(hash_bits(LENGTHS, state=at_tokens))[line, unit]
-        order = first_in_order(hash_bits(PRIORITY, state=at_tokens)[line, tile], candidate, self.max_predictions + 1)
+        order = first_in_order(
+            hash_bits(PRIORITY, state=at_tokens)[line, tile], candidate, self.max_predictions + 1
+        )
 
-        budget = np.rint(candidate.sum(1) * self.mask_rate).astype(np.int64).clip(1, self.max_predictions)
+        budget = (
+            np.rint(candidate.sum(1) * self.mask_rate)
+            .astype(np.int64)
+            .clip(1, self.max_predictions)
+        )
         chosen = order[:, : self.max_predictions]
         used = (np.arange(chosen.shape[1]) < budget[:, None]) & candidate[line, chosen]
-        if self.words is not None:  # the budget may end inside a word: leave it out, unless nothing else is hidden
-            last, following = order[line, budget[:, None] - 1], order[line, budget[:, None].clip(max=seq_len - 1)]
-            is_cut = (unit[line, last] == unit[line, following]) & candidate[line, following] & (last != following)
+        if (
+            self.words is not None
+        ):  # the budget may end inside a word: leave it out, unless nothing else is hidden
+            last, following = (
+                order[line, budget[:, None] - 1],
+                order[line, budget[:, None].clip(max=seq_len - 1)],
+            )
+            is_cut = (
+                (unit[line, last] == unit[line, following])
+                & candidate[line, following]
+                & (last != following)
+            )
             first = order[:, :1]
             is_alone = is_cut & (unit[line, first] == unit[line, last])
             used &= ~is_cut | is_alone | (unit[line, chosen] != unit[line, last])
             # If a word is longer than the budget, a part of it is hidden, at a random place in the word.
             length = ((unit == unit[line, first]) & candidate).sum(1, keepdims=True)
             place = hash_uniform(PLACE, state=at_tokens[line, first])
-            chosen = chosen + np.where(is_alone, place * (length - budget[:, None] + 1), 0).astype(np.int64)
+            chosen = chosen + np.where(is_alone, place * (length - budget[:, None] + 1), 0).astype(
+                np.int64
+            )
         positions = np.sort(np.where(used, chosen, seq_len), axis=1)
         used = positions < seq_len
         positions = np.where(used, positions, 0)
@@ -84,7 +103,9 @@ class Masker:
 
         at_slots = at_tokens[line, positions]
         kind = hash_uniform(KIND, state=at_slots)
-        drawn = self.replacements[(hash_uniform(REPLACEMENT, state=at_slots) * len(self.replacements)).astype(int)]
+        drawn = self.replacements[
+            (hash_uniform(REPLACEMENT, state=at_slots) * len(self.replacements)).astype(int)
+        ]
         hidden = np.where(kind < 0.8, self.mask_id, np.where(kind < 0.9, drawn, labels))
         input_ids = tokens.copy()
         lines, slots = np.nonzero(used)
@@ -118,8 +139,12 @@ def first_in_order(priority: np.ndarray, candidate: np.ndarray, count: int) -> n
     Equal priorities keep the order of the positions. Positions that are not candidates come last.
     """
     seq_len = priority.shape[1]
-    bits = np.uint64((seq_len - 1).bit_length())  # the low bits become the position: sorting integers is fast
-    keys = np.where(candidate, priority, ~np.uint64(0)) >> bits << bits | np.arange(seq_len, dtype=np.uint64)
+    bits = np.uint64(
+        (seq_len - 1).bit_length()
+    )  # the low bits become the position: sorting integers is fast
+    keys = np.where(candidate, priority, ~np.uint64(0)) >> bits << bits | np.arange(
+        seq_len, dtype=np.uint64
+    )
     if count < seq_len:
         keys = np.partition(keys, count - 1, axis=1)[:, :count]
     keys.sort(axis=1)

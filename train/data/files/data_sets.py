@@ -14,15 +14,24 @@ from pathlib import Path
 from typing import Any
 
 from train.config import check
-from train.system.foreign import check_inside, check_regular, is_inside
+from train.storage.foreign import check_inside, check_regular, is_inside
 
 HUB_FILES = "hf://datasets/"
 SHOWN_CHARS = 200  # maximum length of a name in an error
 BUILDERS = ("arrow", "csv", "json", "parquet", "text")
 OWN_CACHE = "cache"  # reads what one of BUILDERS wrote to this user's cache when the Hub answered
-DESCRIPTIONS = ("README.md", "dataset_infos.json", ".huggingface.yaml")  # files that the library reads in any folder
+DESCRIPTIONS = (
+    "README.md",
+    "dataset_infos.json",
+    ".huggingface.yaml",
+)  # files that the library reads in any folder
 INNER = ("List", "LargeList")  # types of columns that contain another type
-PLAIN = (*INNER, "Value", "ClassLabel", "Json")  # names, since older versions lack some of these types
+PLAIN = (
+    *INNER,
+    "Value",
+    "ClassLabel",
+    "Json",
+)  # names, since older versions lack some of these types
 
 
 def open_builder(path: str, *, data_files: str | None = None, **options: Any) -> Any:
@@ -46,7 +55,9 @@ def open_builder(path: str, *, data_files: str | None = None, **options: Any) ->
             outside.append(pattern)
             raise FileNotFoundError(pattern)
         files: list[str] = find(pattern, base_path, *args, **kwargs)
-        outside.extend(file for file in files if not is_users and not is_within(path, base_path, file))
+        outside.extend(
+            file for file in files if not is_users and not is_within(path, base_path, file)
+        )
         found.update(files)
         return files
 
@@ -83,7 +94,9 @@ def check_builder(builder: Any, path: str) -> None:
     find_splits = builder._split_generators
 
     def splits_of_plain_columns(*args: Any, **kwargs: Any) -> Any:
-        splits = find_splits(*args, **kwargs)  # some builders know the types of the columns only now
+        splits = find_splits(
+            *args, **kwargs
+        )  # some builders know the types of the columns only now
         check_plain(builder, path)
         return splits
 
@@ -97,7 +110,10 @@ def check_plain(builder: Any, path: str) -> None:
             other = next((kind for kind in kinds_of(feature) if kind not in PLAIN), None)
             what = f"data set {path}: column {str(column)[:SHOWN_CHARS]!r} has the type {other}"
             hint = "save the columns that you need as Parquet, CSV or JSON lines"
-            check(other is None, f"{what}; only text, numbers, lists of them and class labels are read; {hint}")
+            check(
+                other is None,
+                f"{what}; only text, numbers, lists of them and class labels are read; {hint}",
+            )
 
 
 def kinds_of(feature: Any) -> Iterator[str]:

@@ -9,11 +9,20 @@ from contextlib import contextmanager
 from yaml import YAMLError
 
 from train.config import Failure, InputError, shortlist
-from train.system.schema import BadContent
+from train.storage.schema import BadContent
 
 SHOWN_COLUMNS = 20
 # datasets and pyarrow raise these if data is missing, bad or described wrongly, or claims more memory than there is.
-LIBRARY_ERRORS = (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, MemoryError, YAMLError)
+LIBRARY_ERRORS = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    MemoryError,
+    YAMLError,
+)
 # Characters that valid text never contains: halves of surrogate pairs, which can come from JSON escapes, and the
 # characters that "surrogateescape" substitutes for bytes that do not decode.
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -50,14 +59,18 @@ def naming(what: str, errors: tuple[type[Exception], ...], hint: str = "") -> It
     except (InputError, Failure):
         raise
     except errors as error:
-        lines = str(getattr(error, "strerror", None) or error).strip().splitlines() or [type(error).__name__]
+        lines = str(getattr(error, "strerror", None) or error).strip().splitlines() or [
+            type(error).__name__
+        ]
         raise InputError(f"{what}: {lines[0]}{hint}") from error
 
 
 def unreadable(text: str, encoding: str, settings: str = "data.encoding") -> BadRow | None:
     """Return a BadRow if a text has invalid characters, else None. The message suggests checking `settings`."""
     if "\0" in text:
-        return BadRow(f"a NUL character: a binary file, or text in another encoding; check {settings}")
+        return BadRow(
+            f"a NUL character: a binary file, or text in another encoding; check {settings}"
+        )
     bad = None if text.isascii() else SURROGATE.search(text)
     if bad is None:
         return None

@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
 from train.config import InputError
-from train.system.foreign import check_inside
+from train.storage.foreign import check_inside
 
 logger = logging.getLogger("train")
 HIDDEN = (".", "__pycache__")  # prefixes of the folders that are left out
@@ -29,10 +29,15 @@ def walk(folder: Path, skipped: tuple[str, ...] = (), *, may_lead_out: bool = Fa
     Raises InputError if a link leads out of the folder, unless `may_lead_out` is set.
     """
     inside = None if may_lead_out else folder
-    return each_once(sorted(top / name for top, names in folders(folder, skipped, inside) for name in names), inside)
+    return each_once(
+        sorted(top / name for top, names in folders(folder, skipped, inside) for name in names),
+        inside,
+    )
 
 
-def folders(root: Path, skipped: tuple[str, ...] = (), inside: Path | None = None) -> Iterator[tuple[Path, list[str]]]:
+def folders(
+    root: Path, skipped: tuple[str, ...] = (), inside: Path | None = None
+) -> Iterator[tuple[Path, list[str]]]:
     """Yield each folder of a tree once, with the names of the files in it. Hidden names are left out.
 
     Links to folders are followed last. A link is left out if its target was yielded before or contains the link.
@@ -56,7 +61,9 @@ def folders(root: Path, skipped: tuple[str, ...] = (), inside: Path | None = Non
                 names.clear()
                 continue
             seen.add((status.st_dev, status.st_ino))
-            names[:] = [name for name in names if not name.startswith(HIDDEN) and name not in skipped]
+            names[:] = [
+                name for name in names if not name.startswith(HIDDEN) and name not in skipped
+            ]
             links = [path / name for name in sorted(names) if (path / name).is_symlink()]
             check_links(links, inside)
             waiting += links
@@ -85,7 +92,10 @@ def each_once(paths: list[Path], inside: Path | None) -> list[Path]:
 
 @cache  # one warning per link: a corpus is listed more than once
 def report_left_out(link: Path) -> None:
-    logger.warning("%s is left out: it leads to files that are already read, or to a folder that contains it", link)
+    logger.warning(
+        "%s is left out: it leads to files that are already read, or to a folder that contains it",
+        link,
+    )
 
 
 def is_match(name: str, pattern: str) -> bool:

@@ -15,10 +15,14 @@ from train.data.files.errors import LIBRARY_ERRORS, BadRow, delimiter_hint, nami
 Values = dict[str, Any] | BadRow  # a row's values by column, or why it is bad
 
 BATCH_ROWS = 256  # Parquet rows decoded together
-BUFFER_BYTES = 2**20  # bytes of a Parquet file read at a time; without a buffer, pyarrow reads whole row groups
+BUFFER_BYTES = (
+    2**20
+)  # bytes of a Parquet file read at a time; without a buffer, pyarrow reads whole row groups
 
 
-def json_rows(lines: Iterable[str], encoding: str, settings: str = "data.encoding") -> Iterator[tuple[int, Values]]:
+def json_rows(
+    lines: Iterable[str], encoding: str, settings: str = "data.encoding"
+) -> Iterator[tuple[int, Values]]:
     """Yield the line number and the JSON object of each line that is not blank. `settings`: see `unreadable`."""
     for number, line in enumerate(lines, 1):
         if not line.isspace():
@@ -44,11 +48,19 @@ def holds_objects(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
-def csv_dialect(delimiter: str = ",", quote: str | None = '"', escape: str | None = None) -> dict[str, Any]:
+def csv_dialect(
+    delimiter: str = ",", quote: str | None = '"', escape: str | None = None
+) -> dict[str, Any]:
     """Return arguments for `csv.reader`. `quote` None: quotes are plain text; `escape` None: quotes are doubled."""
     # With "strict", a quote that is never closed is an error, and so is text after a closing quote.
     quoting = csv.QUOTE_NONE if quote is None else csv.QUOTE_MINIMAL
-    return {"delimiter": delimiter, "quotechar": quote, "escapechar": escape, "quoting": quoting, "strict": True}
+    return {
+        "delimiter": delimiter,
+        "quotechar": quote,
+        "escapechar": escape,
+        "quoting": quoting,
+        "strict": True,
+    }
 
 
 COMMAS = csv_dialect()
@@ -74,7 +86,11 @@ def csv_rows(
     names: list[str] | None = None
     if header:
         line, fields = next(records, (1, []))
-        broken = fields if isinstance(fields, BadRow) else unreadable("".join(fields), encoding, settings)
+        broken = (
+            fields
+            if isinstance(fields, BadRow)
+            else unreadable("".join(fields), encoding, settings)
+        )
         if broken is not None or isinstance(fields, BadRow):
             raise InputError(f"{name}:{line}: no header: {broken}")
         names = fields
@@ -95,7 +111,10 @@ def csv_rows(
                 if header and is_header(fields, columns):
                     same = f"{name}:{line}: a second header, whose columns are in another order: join by names"
                     check(folded(fields) == folded(columns), same)
-                    fits, wrong = False, "the header again, as if files had been joined; remove this line"
+                    fits, wrong = (
+                        False,
+                        "the header again, as if files had been joined; remove this line",
+                    )
                 yield line, dict(zip(columns, fields, strict=True)) if fits else BadRow(wrong)
 
     return names, rows()
@@ -125,11 +144,17 @@ def csv_records(
         except csv.Error as error:
             if str(error).startswith("field larger"):
                 limit = f"a field of more than {max_field_chars:,} characters"
-                check(reader.line_num == first_line, f"{name}:{first_line}: {limit}, or an unclosed quote; {QUOTES}")
+                check(
+                    reader.line_num == first_line,
+                    f"{name}:{first_line}: {limit}, or an unclosed quote; {QUOTES}",
+                )
                 yield first_line, BadRow(limit)
                 continue
             is_open = reader.line_num > first_line or str(error) == "unexpected end of data"
-            check(not is_open, f"{name}:{first_line}: not CSV: {error}: the field's quote is not closed; {QUOTES}")
+            check(
+                not is_open,
+                f"{name}:{first_line}: not CSV: {error}: the field's quote is not closed; {QUOTES}",
+            )
             yield first_line, BadRow(f"not CSV: {error}")
         else:
             if fields:
@@ -142,7 +167,9 @@ def open_parquet(path: Path, name: object = None) -> Iterator[Any]:
     import pyarrow.parquet  # imported here: importing is slow, and few runs need it
 
     with (
-        naming(f"{name or path} cannot be read as Parquet", (*LIBRARY_ERRORS, pyarrow.ArrowException)),
+        naming(
+            f"{name or path} cannot be read as Parquet", (*LIBRARY_ERRORS, pyarrow.ArrowException)
+        ),
         pyarrow.parquet.ParquetFile(path, buffer_size=BUFFER_BYTES) as file,
     ):
         yield file

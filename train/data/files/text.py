@@ -14,14 +14,25 @@ from typing import IO, Any
 
 from train.config import InputError, check
 from train.data.files.errors import naming
-from train.system.foreign import open_inside
+from train.storage.foreign import open_inside
 
-LONGEST_LINE_CHARS = 2**27  # a longer line is rejected: a gzip file of a megabyte can contain a line of a gigabyte
-MAX_LINE_CHARS = 2**20  # a longer line of plain text is read in stretches, so that memory and time are bounded
+LONGEST_LINE_CHARS = (
+    2**27
+)  # a longer line is rejected: a gzip file of a megabyte can contain a line of a gigabyte
+MAX_LINE_CHARS = (
+    2**20
+)  # a longer line of plain text is read in stretches, so that memory and time are bounded
 START_CHARS = 2**16  # first characters, which show the line end, and how JSON is laid out
 STRETCH_CHARS = 2**16  # maximum characters in a stretch
-STRETCH = re.compile(rf".{{1,{STRETCH_CHARS}}}(?!\S)|.{{1,{STRETCH_CHARS}}}", re.DOTALL)  # cut at a blank if possible
-SEEKABLE = ("utf-8", "ascii", "iso8859", "cp125")  # prefixes of encodings in which 0x0a is always a line end
+STRETCH = re.compile(
+    rf".{{1,{STRETCH_CHARS}}}(?!\S)|.{{1,{STRETCH_CHARS}}}", re.DOTALL
+)  # cut at a blank if possible
+SEEKABLE = (
+    "utf-8",
+    "ascii",
+    "iso8859",
+    "cp125",
+)  # prefixes of encodings in which 0x0a is always a line end
 
 
 @contextmanager
@@ -51,7 +62,9 @@ def open_text(
         open_inside(path) as raw,
         io.TextIOWrapper(
             window(raw, path, first, last),
-            encoding="utf-8-sig" if is_utf8 and first == 0 else encoding,  # utf-8-sig drops a byte order mark
+            encoding="utf-8-sig"
+            if is_utf8 and first == 0
+            else encoding,  # utf-8-sig drops a byte order mark
             errors=errors,
             newline=newline,
         ) as text,
@@ -140,7 +153,9 @@ def bounded_lines(text: IO[str], name: str) -> Iterator[str]:
 def bounded_text(text: IO[str], name: str, cure: str) -> str:
     """Return a whole text. Raises InputError, without reading all of it, if it exceeds LONGEST_LINE_CHARS."""
     content = text.read(LONGEST_LINE_CHARS + 1)
-    most = f"{LONGEST_LINE_CHARS:,} characters, which is the limit for a file read as a whole; {cure}"
+    most = (
+        f"{LONGEST_LINE_CHARS:,} characters, which is the limit for a file read as a whole; {cure}"
+    )
     check(len(content) <= LONGEST_LINE_CHARS, f"{name}: more than {most}")
     return content
 

@@ -20,17 +20,24 @@ PHRASE = re.compile(r"[BI]-(NP|VP|PP|ADVP|ADJP|SBAR|PRT|CONJP|INTJ|LST|UCP|NC|VC
 MAX_WORDS = 10_000  # words per sentence; more suggest a file without blank lines
 FEW_WORDS = 10  # a file with fewer words may contain only numbers and signs
 DIGITS = re.compile(r"\d+")
-IN_FILES = {"tokens": "0", "tags": "-1"}  # the columns to read if data.columns has the default names
+IN_FILES = {
+    "tokens": "0",
+    "tags": "-1",
+}  # the columns to read if data.columns has the default names
 DOCUMENT = "-DOCSTART-"  # marks the beginning of a document; not a word
 MIN_IDS = 3  # words in sentences of several words; fewer say nothing about a column
 COMMENT = ("# ", "#\t")
-MOST_WAITING = 1000  # lines that begin with #; more before the first word are comments, and are not kept
+MOST_WAITING = (
+    1000  # lines that begin with #; more before the first word are comments, and are not kept
+)
 TABS, BLANKS = re.compile(r" *\t *"), re.compile(r"[ \t]+")
 UNIVERSAL = 10  # the column count of CoNLL-U, in which lines numbered 1-2 or 1.1 are not words
 NO_WORD = re.compile(r"\d+[-.]\d+")
 
 
-def conll_rows(lines: Iterable[str], name: str, encoding: str, given: ColumnsConfig) -> Iterator[tuple[int, Values]]:
+def conll_rows(
+    lines: Iterable[str], name: str, encoding: str, given: ColumnsConfig
+) -> Iterator[tuple[int, Values]]:
     """Yield each sentence's first line number, with its `tokens` and, if there are several columns, its `tags`.
 
     Columns are separated by tabs or, in lines without tabs, by blanks. All words of a file must have the same number of
@@ -51,9 +58,17 @@ def conll_rows(lines: Iterable[str], name: str, encoding: str, given: ColumnsCon
         if bad is None and (fault := unreadable(line, encoding)) is not None:
             bad = number, fault
         elif bad is None and len(fields) != sentences.columns:
-            bad = number, BadRow(f"{len(fields)} columns where the first word has {sentences.columns}")
+            bad = (
+                number,
+                BadRow(f"{len(fields)} columns where the first word has {sentences.columns}"),
+            )
         elif bad is None and len(words) == MAX_WORDS:
-            bad = number, BadRow(f"a sentence of more than {MAX_WORDS:,} words; a blank line must end each sentence")
+            bad = (
+                number,
+                BadRow(
+                    f"a sentence of more than {MAX_WORDS:,} words; a blank line must end each sentence"
+                ),
+            )
         if bad is None:
             words.append(fields)
     sentences.end()
@@ -75,7 +90,11 @@ def word_lines(lines: Iterable[str]) -> Iterator[tuple[int, str, list[str]]]:
             yield number, line, []
             waiting.clear()
             is_inside = False
-        elif not is_inside and text.startswith(COMMENT) and (fields[0] != "#" or len(fields) != columns):
+        elif (
+            not is_inside
+            and text.startswith(COMMENT)
+            and (fields[0] != "#" or len(fields) != columns)
+        ):
             if fields[0] == "#" and not columns:
                 waiting.append((number, line, fields))
         elif not (len(fields) == UNIVERSAL and NO_WORD.fullmatch(fields[0])):
@@ -94,7 +113,9 @@ class Sentences:
         self.columns = self.word = self.tag = 0
         self.start: list[str] = []  # the columns of the first word
         self.num_words, self.num_long, self.has_letters = 0, 0, False
-        self.steady: set[int] = set()  # columns whose values differ in no sentence but for digits, as ids do
+        self.steady: set[int] = (
+            set()
+        )  # columns whose values differ in no sentence but for digits, as ids do
         self.like_tags: set[int] = set()  # other columns that contain only tags
         self.named: set[int] = set()  # those of `like_tags` in which a tag marks an entity
 
@@ -109,7 +130,10 @@ class Sentences:
             value = default if given == key else given
             ok = re.fullmatch(r"-?\d{1,4}", value, re.ASCII) and -columns <= int(value) < columns
             where = f"{self.name}:{number}: data.columns.{key}={value}"
-            check(bool(ok), f"{where} is not a column: columns are 0 to {columns - 1}, or -1, -2, ... from the end")
+            check(
+                bool(ok),
+                f"{where} is not a column: columns are 0 to {columns - 1}, or -1, -2, ... from the end",
+            )
             found[key] = int(value) % columns
         self.word, self.tag = found["tokens"], found["tags"]
         same = f"{self.name}:{number}: data.columns.tokens and data.columns.tags are both column {self.word}"
@@ -122,22 +146,38 @@ class Sentences:
         tokens = [fields[self.word] for fields in words]
         self.start = self.start or [words[0][column] for column in range(self.columns)]
         self.num_words += len(tokens)
-        self.has_letters = self.has_letters or any(letter.isalpha() for token in tokens for letter in token)
+        self.has_letters = self.has_letters or any(
+            letter.isalpha() for token in tokens for letter in token
+        )
         if len(tokens) > 1:
             self.num_long += len(tokens)
-            self.steady = {c for c in self.steady if len({DIGITS.sub("", fields[c]) for fields in words}) == 1}
-        self.like_tags = {c for c in self.like_tags if all(TAG.fullmatch(fields[c]) for fields in words)}
-        self.named |= {c for c in self.like_tags if not all(PHRASE.fullmatch(fields[c]) for fields in words)}
-        return {"tokens": tokens, **({"tags": [fields[self.tag] for fields in words]} if self.columns > 1 else {})}
+            self.steady = {
+                c for c in self.steady if len({DIGITS.sub("", fields[c]) for fields in words}) == 1
+            }
+        self.like_tags = {
+            c for c in self.like_tags if all(TAG.fullmatch(fields[c]) for fields in words)
+        }
+        self.named |= {
+            c for c in self.like_tags if not all(PHRASE.fullmatch(fields[c]) for fields in words)
+        }
+        return {
+            "tokens": tokens,
+            **({"tags": [fields[self.tag] for fields in words]} if self.columns > 1 else {}),
+        }
 
     def end(self) -> None:
         """Raise InputError if the words are numbers or ids. Log other columns that may contain the tags."""
-        with_letters = [column for column, text in enumerate(self.start) if any(map(str.isalpha, text))]
+        with_letters = [
+            column for column, text in enumerate(self.start) if any(map(str.isalpha, text))
+        ]
         others = [column for column in with_letters if column not in self.steady]
         hint = f"set data.columns.tokens, as in data.columns.tokens={(*others, 0)[0]} (columns are counted from 0)"
         are_ids = self.word in self.steady and self.num_long >= MIN_IDS
         what = f"{self.name}: column {self.word} has"
-        check(not are_ids or self.columns == 1, f"{what} the same value in all words of a sentence, or counts: {hint}")
+        check(
+            not are_ids or self.columns == 1,
+            f"{what} the same value in all words of a sentence, or counts: {hint}",
+        )
         few = self.has_letters or self.num_words < FEW_WORDS or self.columns == 1
         check(few, f"{what} no letters, so it has no words: {hint}")
         if self.given.tags == "tags" and (others := sorted(self.like_tags & self.named)):

@@ -15,7 +15,9 @@ logger = logging.getLogger("train")
 
 MAX_FIELD_CHARS = 2**20  # maximum; limits what an unclosed quote can swallow
 QUOTED = re.compile(r'"[^"]*"')
-FEW_LINES = 5  # a field with this many line ends may be several rows that a quotation mark swallowed
+FEW_LINES = (
+    5  # a field with this many line ends may be several rows that a quotation mark swallowed
+)
 
 
 @dataclass
@@ -40,9 +42,19 @@ def csv_lines(text: Iterator[str], name: str, cfg: RecordsConfig) -> Iterator[tu
         quote = None if delimiter == "\t" else '"'
     marks = [mark for mark in (delimiter, quote, cfg.escape) if mark is not None]
     usable = len(set(marks)) == len(marks) and not set(marks) & set("\r\n")
-    check(usable, f"data.delimiter, data.quote and data.escape are {marks}: they must differ, and cannot be line ends")
+    check(
+        usable,
+        f"data.delimiter, data.quote and data.escape are {marks}: they must differ, and cannot be line ends",
+    )
     dialect = csv_dialect(delimiter, quote, cfg.escape)
-    rows = csv_rows(text, name, cfg.encoding, header=cfg.header, max_field_chars=MAX_FIELD_CHARS, dialect=dialect)[1]
+    rows = csv_rows(
+        text,
+        name,
+        cfg.encoding,
+        header=cfg.header,
+        max_field_chars=MAX_FIELD_CHARS,
+        dialect=dialect,
+    )[1]
     return report_quotes(rows, name, delimiter, quote)
 
 
@@ -55,30 +67,48 @@ def report_quotes(
         yield number, values
         fields = [] if isinstance(values, BadRow) else list(values.values())
         if quote is None:
-            strange = any(map(is_quoted, fields)) or (bool(fields) and all(map(QUOTED.fullmatch, fields)))
+            strange = any(map(is_quoted, fields)) or (
+                bool(fields) and all(map(QUOTED.fullmatch, fields))
+            )
         else:
-            strange = any("\n" in field and holds_rows(field, delimiter, len(fields)) for field in fields)
+            strange = any(
+                "\n" in field and holds_rows(field, delimiter, len(fields)) for field in fields
+            )
         if strange:
             others += bool(first)
             first = first or f"{name}:{number}"
     if first and quote is None:
         logger.warning(
-            "%s and %d more rows: quotation marks around fields are kept; data.quote='\"' removes them", first, others
+            "%s and %d more rows: quotation marks around fields are kept; data.quote='\"' removes them",
+            first,
+            others,
         )
     elif first:
-        hint = "if a quotation mark there is plain text, it has swallowed rows: set data.quote=null"
+        hint = (
+            "if a quotation mark there is plain text, it has swallowed rows: set data.quote=null"
+        )
         logger.warning(
-            "%s and %d more rows: a field has lines that look like rows, or very many lines; %s", first, others, hint
+            "%s and %d more rows: a field has lines that look like rows, or very many lines; %s",
+            first,
+            others,
+            hint,
         )
 
 
 def is_quoted(field: str) -> bool:
     """Return whether a field looks quoted by a CSV writer: it contains quotation marks, and all inside are doubled."""
     inner = field[1:-1]
-    return len(field) > 1 and field[0] == field[-1] == '"' and '""' in inner and '"' not in inner.replace('""', "")
+    return (
+        len(field) > 1
+        and field[0] == field[-1] == '"'
+        and '""' in inner
+        and '"' not in inner.replace('""', "")
+    )
 
 
 def holds_rows(field: str, delimiter: str, num_columns: int) -> bool:
     """Return whether a field has many lines, or a line with the same number of delimiters as a row."""
     *lines, _ = field.split("\n")
-    return len(lines) >= FEW_LINES or any(line.count(delimiter) == num_columns - 1 > 0 for line in lines)
+    return len(lines) >= FEW_LINES or any(
+        line.count(delimiter) == num_columns - 1 > 0 for line in lines
+    )

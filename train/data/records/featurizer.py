@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from train.data.records.kinds import TOKENS
 from train.data.text.coverage import drops, num_dropped
-from train.system.imported import code_of
+from train.storage.imported import code_of
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -30,22 +30,37 @@ class Featurizer(ABC):
 
     kind: RowKind
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, **settings: Any) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, **settings: Any
+    ) -> None:
         """Store the tokenizer. `settings`: everything else that determines the token rows, as JSON values."""
         self.tokenizer = tokenizer
-        self.settings: dict[str, Any] = {"version": 1, "seq_len": seq_len, **settings, **code_of(type(self))}
+        self.settings: dict[str, Any] = {
+            "version": 1,
+            "seq_len": seq_len,
+            **settings,
+            **code_of(type(self)),
+        }
         names = ("cls", "sep", "pad", "mask")
         reserved = {getattr(tokenizer, f"{name}_token_id") for name in names} - {None}
         unknown = tokenizer.unk_token_id
         self.labels: Sequence[str] = ()  # label names by id; empty until they are known
-        self.stand_ins: dict[int, int] = {} if unknown is None else dict.fromkeys(reserved, unknown)
+        self.stand_ins: dict[int, int] = (
+            {} if unknown is None else dict.fromkeys(reserved, unknown)
+        )
         self._notes: dict[str, Counter[str]] = {}
-        self.dropping: Tokenizer | None = None  # the tokenizer without truncation, if it drops unknown characters
+        self.dropping: Tokenizer | None = (
+            None  # the tokenizer without truncation, if it drops unknown characters
+        )
         if drops(tokenizer.backend_tokenizer):
             self.dropping = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
             self.dropping.no_truncation()
-        self.missed = np.zeros(2, np.int64)  # before truncation: dropped characters; these and tokens together
-        self.tokens_cut = np.zeros(0, np.int64)  # [rows] tokens cut off at seq_len, in the latest batch
+        self.missed = np.zeros(
+            2, np.int64
+        )  # before truncation: dropped characters; these and tokens together
+        self.tokens_cut = np.zeros(
+            0, np.int64
+        )  # [rows] tokens cut off at seq_len, in the latest batch
 
     @property
     def types(self) -> dict[str, Any]:
@@ -53,36 +68,53 @@ class Featurizer(ABC):
         return TOKENS | self.kind.tokens
 
     @abstractmethod
-    def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
+    def features(
+        self, rows: dict[str, list], indices: list[int], *, split: str
+    ) -> dict[str, list]:
         """Return the columns of the token rows made from `rows` (any number per row). `indices`: the rows' indices."""
         # If the rows lack a column, such as the target in new rows, its values are 0.
 
     def encode(self, *texts: list[str] | None, **options: Any) -> BatchEncoding:
         for part in texts if self.dropping else ():
             assert self.dropping is not None
-            whole = [each if isinstance(each, str) else " ".join(each) for each in part or ()]  # a text or words
+            whole = [
+                each if isinstance(each, str) else " ".join(each) for each in part or ()
+            ]  # a text or words
             encodings = self.dropping.encode_batch(whole, add_special_tokens=False)
             missing = num_dropped(whole, encodings)
             self.missed += missing, missing + sum(map(len, encodings))
         return self.tokenizer(
-            *texts, max_length=self.settings["seq_len"], split_special_tokens=True, verbose=False, **options
+            *texts,
+            max_length=self.settings["seq_len"],
+            split_special_tokens=True,
+            verbose=False,
+            **options,
         )
 
-    def count_cut(self, split: str, encodings: Sequence[Encoding], *texts: list[str] | None) -> None:
+    def count_cut(
+        self, split: str, encodings: Sequence[Encoding], *texts: list[str] | None
+    ) -> None:
         """Count the truncated rows and the tokens they lost. `texts`: one list per segment; None: no such segment."""
         cut = [number for number, encoding in enumerate(encodings) if encoding.overflowing]
         self.tokens_cut = np.zeros(len(encodings), np.int64)
         if cut:
             parts = [[part[number] for number in cut] for part in texts if part is not None]
             whole = self.tokenizer(*parts, split_special_tokens=True, verbose=False).encodings
-            lost = [len(one.ids) - len(encodings[number].ids) for number, one in zip(cut, whole, strict=True)]
+            lost = [
+                len(one.ids) - len(encodings[number].ids)
+                for number, one in zip(cut, whole, strict=True)
+            ]
             self.tokens_cut[cut] = lost
         self.count(split, truncated=len(cut), tokens_cut=int(self.tokens_cut.sum()))
 
-    def columns(self, split: str, encodings: Sequence[Encoding], rows: Sequence[int]) -> dict[str, list]:
+    def columns(
+        self, split: str, encodings: Sequence[Encoding], rows: Sequence[int]
+    ) -> dict[str, list]:
         """Return the columns TOKENS for encodings of the rows at indices `rows`, and count unknown tokens."""
         unknown = sum(encoding.ids.count(self.tokenizer.unk_token_id) for encoding in encodings)
-        text_tokens = sum(len(encoding.ids) - sum(encoding.special_tokens_mask) for encoding in encodings)
+        text_tokens = sum(
+            len(encoding.ids) - sum(encoding.special_tokens_mask) for encoding in encodings
+        )
         if self.dropping is not None:
             unknown, text_tokens = self.missed.tolist()
             self.missed[:] = 0
@@ -96,7 +128,10 @@ class Featurizer(ABC):
 
     def ids(self, encoding: Encoding) -> list[int]:
         pairs = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
-        return [token if is_special else self.stand_ins.get(token, token) for token, is_special in pairs]
+        return [
+            token if is_special else self.stand_ins.get(token, token)
+            for token, is_special in pairs
+        ]
 
     def count(self, split: str, **numbers: int) -> None:
         self._notes.setdefault(split, Counter()).update(numbers)

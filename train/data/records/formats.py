@@ -12,11 +12,26 @@ from typing import Any
 import datasets
 import pyarrow
 
-from train.config import ColumnsConfig, InputError, RecordsConfig, S3Config, check, plural, shortlist
+from train.config import (
+    ColumnsConfig,
+    InputError,
+    RecordsConfig,
+    S3Config,
+    check,
+    plural,
+    shortlist,
+)
 from train.config.data import SUFFIXES
 from train.data.files.data_sets import PLAIN, kinds_of, open_builder
 from train.data.files.errors import LIBRARY_ERRORS, BadRow, naming
-from train.data.files.rows import BATCH_ROWS, Values, holds_objects, json_rows, json_value, open_parquet
+from train.data.files.rows import (
+    BATCH_ROWS,
+    Values,
+    holds_objects,
+    json_rows,
+    json_value,
+    open_parquet,
+)
 from train.data.files.text import bounded_lines, bounded_text, line_end_of, open_text, start_of
 from train.data.records.conll import conll_rows
 from train.data.records.delimited import Lines, csv_lines
@@ -32,9 +47,9 @@ from train.data.records.sources import (
     split_files,
     split_names,
 )
-from train.system.folders import is_s3, local_path, sha256_json
-from train.system.foreign import check_folder, open_inside, read_whole
-from train.system.schema import BadContent, FileName, of_type, read_object
+from train.storage.folders import is_s3, local_path, sha256_json
+from train.storage.foreign import check_folder, open_inside, read_whole
+from train.storage.schema import BadContent, FileName, of_type, read_object
 
 PARQUET_START = b"PAR1"
 SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
@@ -53,7 +68,9 @@ class Table:
     where: str  # the file or split, as errors name it
     rows: Callable[[], Iterator[LocatedRow]]
     columns: list[str] | None = None  # None: the columns of the first rows
-    class_names: dict[str, list[str]] = field(default_factory=dict)  # label names by column, whose numbers index them
+    class_names: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # label names by column, whose numbers index them
     keys: ColumnsConfig | None = None  # replaces data.columns if the format has fixed column names
     lines: Lines = field(default_factory=Lines)
 
@@ -62,7 +79,9 @@ class Table:
         return column if isinstance(column, tuple) else self.class_names.get(column)
 
 
-def open_splits(cfg: RecordsConfig, wanted: Collection[str], s3: S3Config, scratch: Path) -> dict[str, list[Table]]:
+def open_splits(
+    cfg: RecordsConfig, wanted: Collection[str], s3: S3Config, scratch: Path
+) -> dict[str, list[Table]]:
     """Open the tables of each split. Columnar formats read only the `wanted` columns.
 
     Files in S3 are copied to `scratch`. Raises InputError if a file is missing, or is in both the training and a
@@ -71,17 +90,28 @@ def open_splits(cfg: RecordsConfig, wanted: Collection[str], s3: S3Config, scrat
     source = layout(cfg, s3)
     if source == "files":
         files = split_files(cfg, s3)
-        return {split: [file_table(file, cfg, wanted, scratch) for file in paths] for split, paths in files.items()}
+        return {
+            split: [file_table(file, cfg, wanted, scratch) for file in paths]
+            for split, paths in files.items()
+        }
     names = split_names(cfg)
     if source == "saved":
         for file in saved_files(cfg, s3):
             local_copy(file, scratch)
-        folder = s3_copies(s3_folder(cfg.path, s3).location, scratch) if is_s3(cfg.path) else local_path(cfg.path)
+        folder = (
+            s3_copies(s3_folder(cfg.path, s3).location, scratch)
+            if is_s3(cfg.path)
+            else local_path(cfg.path)
+        )
         splits = saved_splits(folder, cfg.path, names)
     else:
         splits = {split: load_hub(cfg, name or split, scratch) for split, name in names.items()}
-    sources = {split: f"data set {cfg.path}, split {name or split}" for split, name in names.items()}
-    return {split: [dataset_table(splits[split], where, wanted)] for split, where in sources.items()}
+    sources = {
+        split: f"data set {cfg.path}, split {name or split}" for split, name in names.items()
+    }
+    return {
+        split: [dataset_table(splits[split], where, wanted)] for split, where in sources.items()
+    }
 
 
 def file_table(file: File, cfg: RecordsConfig, wanted: Collection[str], scratch: Path) -> Table:
@@ -91,7 +121,9 @@ def file_table(file: File, cfg: RecordsConfig, wanted: Collection[str], scratch:
     if form == "parquet":
         return parquet_table(path, name, wanted)
     if form == "squad":
-        return Table(name, lambda: squad_rows(path, name, cfg.encoding), keys=ColumnsConfig(id="id"))
+        return Table(
+            name, lambda: squad_rows(path, name, cfg.encoding), keys=ColumnsConfig(id="id")
+        )
     start = start_of(path, cfg.encoding)
     if form == "jsonl" and is_document(start):
         return Table(name, lambda: document_rows(path, name, cfg.encoding))
@@ -123,7 +155,10 @@ def format_of(path: Path, name: str, cfg: RecordsConfig) -> str:
         return cfg.format
     suffix = Path(path.name.lower().removesuffix(".gz")).suffix
     known = ", ".join(FILE_FORMATS)
-    check(suffix in SUFFIXES, f"{name}: the name does not say the format; set data.format to one of: {known}")
+    check(
+        suffix in SUFFIXES,
+        f"{name}: the name does not say the format; set data.format to one of: {known}",
+    )
     if suffix != ".json":
         return "csv" if suffix == ".tsv" else suffix[1:]
     start = start_of(path, cfg.encoding)
@@ -148,7 +183,9 @@ def squad_rows(path: Path, name: str, encoding: str) -> Iterator[tuple[str, Valu
 def read_document(path: Path, name: str, encoding: str) -> Any:
     """Return a JSON value that fills a file. Raises InputError if the file is too long, or is not JSON."""
     with open_text(path, encoding) as (text, _):
-        content = bounded_text(text, name, "split its list into several files in one folder, or write JSON lines")
+        content = bounded_text(
+            text, name, "split its list into several files in one folder, or write JSON lines"
+        )
         try:
             return json.loads(content)
         except json.JSONDecodeError as error:
@@ -162,13 +199,21 @@ def is_document(start: str) -> bool:
     lines = start.strip().splitlines() or [""]
     if lines[0].startswith("["):
         return len(lines) == 1 or isinstance(json_value(lines[0]), BadRow)
-    return len(lines) > 1 and lines[0].startswith("{") and lines[0].rstrip().endswith(("{", "[", ",", ":"))
+    return (
+        len(lines) > 1
+        and lines[0].startswith("{")
+        and lines[0].rstrip().endswith(("{", "[", ",", ":"))
+    )
 
 
 def document_rows(path: Path, name: str, encoding: str) -> Iterator[LocatedRow]:
     """Yield the rows of a file that is one JSON list of objects, or one object with such a list in it."""
     document = read_document(path, name, encoding)
-    lists = [document] if isinstance(document, list) else list(filter(holds_objects, document.values()))
+    lists = (
+        [document]
+        if isinstance(document, list)
+        else list(filter(holds_objects, document.values()))
+    )
     check(
         len(lists) == 1,
         f"{name}: one JSON object, with {plural(len(lists), 'list')} of rows; write one row per line, as jq -c does, "
@@ -176,10 +221,15 @@ def document_rows(path: Path, name: str, encoding: str) -> Iterator[LocatedRow]:
     )
     for number, row in enumerate(lists[0], 1):
         is_row = isinstance(row, dict)
-        yield f"{name}, row {number}", row if is_row else BadRow(f"a {type(row).__name__} where an object should be")
+        yield (
+            f"{name}, row {number}",
+            row if is_row else BadRow(f"a {type(row).__name__} where an object should be"),
+        )
 
 
-def questions(node: Any, levels: tuple[str, ...], where: str, above: dict[str, Any]) -> Iterator[tuple[str, Values]]:
+def questions(
+    node: Any, levels: tuple[str, ...], where: str, above: dict[str, Any]
+) -> Iterator[tuple[str, Values]]:
     """Yield the location and values of each innermost object in nested lists, with the "context" of an outer object."""
     if not isinstance(node, dict):
         yield where, BadRow(f"a {type(node).__name__} where an object should be")
@@ -191,7 +241,9 @@ def questions(node: Any, levels: tuple[str, ...], where: str, above: dict[str, A
     else:
         above = above | ({"context": node["context"]} if "context" in node else {})
         for number, child in enumerate(node[levels[0]]):
-            yield from questions(child, levels[1:], f"{where}.{levels[0]}[{number}]".lstrip("."), above)
+            yield from questions(
+                child, levels[1:], f"{where}.{levels[0]}[{number}]".lstrip("."), above
+            )
 
 
 def answers_of(value: Any, context: str) -> dict[str, list[Any]]:
@@ -201,21 +253,31 @@ def answers_of(value: Any, context: str) -> dict[str, list[Any]]:
     """
     if isinstance(value, str):
         read = "pandas.read_csv(FILE, converters={'answers': ast.literal_eval})"
-        raise BadRow(f"answers are text, as in CSV files; write JSON lines: {read}.to_json(NEW, 'records', lines=True)")
+        raise BadRow(
+            f"answers are text, as in CSV files; write JSON lines: {read}.to_json(NEW, 'records', lines=True)"
+        )
     if isinstance(value, list) and all(isinstance(item, dict) for item in value):
         value = {key: [item.get(key) for item in value] for key in ("text", "answer_start")}
-    texts, starts = (value.get("text"), value.get("answer_start")) if isinstance(value, dict) else (None, None)
+    texts, starts = (
+        (value.get("text"), value.get("answer_start")) if isinstance(value, dict) else (None, None)
+    )
     if not isinstance(texts, list) or not isinstance(starts, list) or len(texts) != len(starts):
-        raise BadRow("answers must be equally long lists text and answer_start, or a list of objects with these keys")
+        raise BadRow(
+            "answers must be equally long lists text and answer_start, or a list of objects with these keys"
+        )
     # Data sets without a list of no answers say so with an empty text, at -1 or 0.
     pairs = [pair for pair in zip(texts, starts, strict=True) if pair not in NO_ANSWERS]
     for text, start in pairs:
         if not isinstance(text, str) or not text or type(start) is not int:
-            raise BadRow(f"an answer must be a text and a number, not {text!r:.40} and {start!r:.40}")
+            raise BadRow(
+                f"an answer must be a text and a number, not {text!r:.40} and {start!r:.40}"
+            )
         there = context[max(start, 0) : max(start, 0) + len(text)]
         if start < 0 or there != text:
             at = f"character {start} of the context"
-            raise BadRow(f"answer {text[:SHOWN_CHARS]!r} is not at {at}, which has {there[:SHOWN_CHARS]!r} there")
+            raise BadRow(
+                f"answer {text[:SHOWN_CHARS]!r} is not at {at}, which has {there[:SHOWN_CHARS]!r} there"
+            )
     return {"text": [text for text, _ in pairs], "answer_start": [start for _, start in pairs]}
 
 
@@ -225,7 +287,9 @@ def parquet_table(path: Path, name: str, wanted: Collection[str]) -> Table:
         schema = file.schema_arrow
         names = present(wanted, schema.names)
         read = pyarrow.schema([field for field in schema if field.name in names], schema.metadata)
-        features = datasets.Features.from_arrow_schema(read)  # other columns may have types that `datasets` lacks
+        features = datasets.Features.from_arrow_schema(
+            read
+        )  # other columns may have types that `datasets` lacks
 
     def rows() -> Iterator[LocatedRow]:
         with open_parquet(path, name) as file:
@@ -247,18 +311,28 @@ def dataset_table(dataset: datasets.Dataset, where: str, wanted: Collection[str]
 
 def present(wanted: Collection[str], columns: list[str]) -> list[str]:
     """Return the columns of a table that are wanted; a wanted name with a dot means the column before the dot."""
-    return [name for name in columns if any(name == item or item.startswith(f"{name}.") for item in wanted)]
+    return [
+        name
+        for name in columns
+        if any(name == item or item.startswith(f"{name}.") for item in wanted)
+    ]
 
 
 def class_names(features: datasets.Features) -> dict[str, list[str]]:
-    inner = {name: getattr(item, "feature", item) for name, item in features.items()}  # a list: its items
-    return {name: item.names for name, item in inner.items() if isinstance(item, datasets.ClassLabel)}
+    inner = {
+        name: getattr(item, "feature", item) for name, item in features.items()
+    }  # a list: its items
+    return {
+        name: item.names for name, item in inner.items() if isinstance(item, datasets.ClassLabel)
+    }
 
 
 def numbered(batches: Any, where: str) -> Iterator[LocatedRow]:
     number = 0
     for batch in batches:
-        batch.validate(full=True)  # Arrow does not check offsets while it reads, and a wrong one ends the process
+        batch.validate(
+            full=True
+        )  # Arrow does not check offsets while it reads, and a wrong one ends the process
         for row in batch.to_pylist():
             number += 1
             yield f"{where}, row {number}", row
@@ -273,16 +347,24 @@ def s3_copies(location: str, scratch: Path) -> Path:
     return scratch / "s3" / sha256_json(location)[:16]
 
 
-def saved_splits(folder: Path, location: str, names: dict[str, str | None]) -> dict[str, datasets.Dataset]:
+def saved_splits(
+    folder: Path, location: str, names: dict[str, str | None]
+) -> dict[str, datasets.Dataset]:
     """Return the splits in `names`. A data set without splits stands for each. Raises InputError if one is missing."""
     saved = load_saved(folder, location)
     if isinstance(saved, datasets.Dataset):
         given = [name for name in names.values() if name is not None]
-        check(not given, f"data.path={location} is one data set without splits; leave out {', '.join(given)}")
+        check(
+            not given,
+            f"data.path={location} is one data set without splits; leave out {', '.join(given)}",
+        )
         return dict.fromkeys(names, saved)
     wanted = {split: name or split for split, name in names.items()}
     missing = sorted(set(wanted.values()) - set(saved))
-    check(not missing, f"data.path={location} has no split {shortlist(missing)}; there are {shortlist(saved)}")
+    check(
+        not missing,
+        f"data.path={location} has no split {shortlist(missing)}; there are {shortlist(saved)}",
+    )
     return {split: saved[name] for split, name in wanted.items()}
 
 
@@ -297,7 +379,9 @@ def load_saved(folder: Path, name: str | None = None) -> Any:
         if not index.exists():
             return load_split(folder, folder)
         splits = listed(index, folder, "splits", list[FileName])
-        return datasets.DatasetDict({split: load_split(folder / split, folder) for split in splits})
+        return datasets.DatasetDict(
+            {split: load_split(folder / split, folder) for split in splits}
+        )
 
 
 def load_split(folder: Path, root: Path) -> datasets.Dataset:
@@ -305,12 +389,16 @@ def load_split(folder: Path, root: Path) -> datasets.Dataset:
     files = listed(folder / STATE_FILE, root, "_data_files", list[dict[str, FileName]])
     check_folder(folder, root)
     missing = [name for file in files for name in file.values() if not (folder / name).exists()]
-    check(not missing, f"{folder / STATE_FILE} names {shortlist(missing, 1)}, which does not exist")
+    check(
+        not missing, f"{folder / STATE_FILE} names {shortlist(missing, 1)}, which does not exist"
+    )
     try:
         dataset = datasets.Dataset.load_from_disk(str(folder))
     except IndexError:
         raise BadContent("a split has no rows") from None
-    plain = [name for name, feature in dataset.features.items() if set(kinds_of(feature)) <= set(PLAIN)]
+    plain = [
+        name for name, feature in dataset.features.items() if set(kinds_of(feature)) <= set(PLAIN)
+    ]
     return dataset if len(plain) == len(dataset.features) else dataset.select_columns(plain)
 
 
@@ -328,7 +416,11 @@ def load_hub(cfg: RecordsConfig, split: str, scratch: Path) -> datasets.Dataset:
     there for a folder, such as a cloned repository.
     """
     path = local_path(cfg.path)
-    where = {"path": str(path), "cache_dir": str(scratch / "hub")} if path.is_dir() else {"path": cfg.path}
+    where = (
+        {"path": str(path), "cache_dir": str(scratch / "hub")}
+        if path.is_dir()
+        else {"path": cfg.path}
+    )
     with naming_hub(cfg):
         builder = open_builder(**where, name=cfg.name, revision=cfg.revision)
         builder.download_and_prepare()

@@ -29,15 +29,21 @@ class RowKind:
     """The kind of rows that a task learns from."""
 
     name: str  # the task's name
-    columns: dict[str, Any]  # keys of data.columns that the task reads, with their types in a table
-    read: Callable[[Row], dict[str, Any]]  # returns a row's texts by key; raises BadRow if they are unusable
+    columns: dict[
+        str, Any
+    ]  # keys of data.columns that the task reads, with their types in a table
+    read: Callable[
+        [Row], dict[str, Any]
+    ]  # returns a row's texts by key; raises BadRow if they are unusable
     target: str  # the key of the value to predict, which new rows may lack
     split_by: str  # the key of the text whose hash chooses a row's split
     tokens: dict[str, Any]  # columns of a token row in addition to TOKENS, with their types
     # A function that returns the target, given its value, the texts, and whether the row is for training. None: the
     # target is the name of a label, or a list of names if its type is a list.
     read_target: Callable[[Any, dict[str, Any], bool], Any] | None = None
-    check_each: Callable[[str], None] | None = None  # checks the label of each item of split_by; raises BadRow
+    check_each: Callable[[str], None] | None = (
+        None  # checks the label of each item of split_by; raises BadRow
+    )
     has_unique_ids: bool = False
     takes_columns: bool = False  # a key may name several columns
 
@@ -53,7 +59,9 @@ class RowKind:
         for key, names in several.items():
             many = f"data.columns.{key}=[{','.join(names)}] names several columns"
             check(self.takes_columns, f"{many}; task={self.name} reads one")
-        return {key: several.get(key, column) for key, column in named.items() if column is not None}
+        return {
+            key: several.get(key, column) for key, column in named.items() if column is not None
+        }
 
     def wanted(self, columns: ColumnsConfig) -> list[str]:
         """Return the names of all columns that are read."""
@@ -67,16 +75,25 @@ def names_in(columns: str | tuple[str, ...]) -> tuple[str, ...]:
 class Row:
     """The values of one row by the keys of data.columns. `columns`: the column or columns of each key."""
 
-    def __init__(self, values: dict[str, Any], columns: dict[str, str | tuple[str, ...]], encoding: str) -> None:
+    def __init__(
+        self, values: dict[str, Any], columns: dict[str, str | tuple[str, ...]], encoding: str
+    ) -> None:
         self.values, self.columns, self.encoding = values, columns, encoding
 
     def has(self, key: str) -> bool:
-        return all(name in self.values or name.split(".")[0] in self.values for name in names_in(self.columns[key]))
+        return all(
+            name in self.values or name.split(".")[0] in self.values
+            for name in names_in(self.columns[key])
+        )
 
     def value(self, key: str) -> Any:
         """Return the value of a key, or a list if it names several columns. Raises BadRow if there is none."""
         column = self.columns[key]
-        return [self.value_in(name) for name in column] if isinstance(column, tuple) else self.value_in(column)
+        return (
+            [self.value_in(name) for name in column]
+            if isinstance(column, tuple)
+            else self.value_in(column)
+        )
 
     def value_in(self, column: str) -> Any:
         if column in self.values:
@@ -98,7 +115,11 @@ class Row:
     def texts(self, key: str) -> list[str]:
         """Return a key's list of texts. Raises BadRow if the value is not a list of strings, or if one is blank."""
         values, column = self.value(key), self.columns[key]
-        if not isinstance(values, list) or not values or not all(isinstance(text, str) for text in values):
+        if (
+            not isinstance(values, list)
+            or not values
+            or not all(isinstance(text, str) for text in values)
+        ):
             raise BadRow(f"{column} holds {values!r:.40}, not a list of strings")
         blank = next((number for number, text in enumerate(values, 1) if not text.strip()), None)
         if blank:

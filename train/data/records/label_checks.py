@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 from train.config import check, shortlist
 
-MAX_NUMBERS = 50  # distinct numbers as labels; more are scores or ids, unless each has rows as a class has
+MAX_NUMBERS = (
+    50  # distinct numbers as labels; more are scores or ids, unless each has rows as a class has
+)
 ROWS_OF_A_CLASS = 10  # rows per number on average; numbers that count from 0 or 1 need only two
 MANY_LABELS = 20  # fewer labels are not compared with the number of rows
 TRUTHS, BITS = {"true", "false"}, {"0", "1"}
@@ -23,16 +25,21 @@ WHOLE = re.compile(r"-?\d+")
 PLAIN_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 # Thousands may be separated, the decimal point may be a comma, and a currency or per cent may stand beside the number.
 NUMBER = re.compile(
-    r"[+-]?[$€£¥]?\s?(\d{1,3}([,.'\u2019\s]\d{3})+|\d+)?([.,]\d*)?(e[+-]?\d+)?\s?[%‰$€£¥]?", re.IGNORECASE
+    r"[+-]?[$€£¥]?\s?(\d{1,3}([,.'\u2019\s]\d{3})+|\d+)?([.,]\d*)?(e[+-]?\d+)?\s?[%‰$€£¥]?",
+    re.IGNORECASE,
 )
-NO_NUMBER = re.compile(r"[+-]?(inf(inity)?|nan)", re.IGNORECASE)  # numbers if other labels are numbers; else labels
+NO_NUMBER = re.compile(
+    r"[+-]?(inf(inity)?|nan)", re.IGNORECASE
+)  # numbers if other labels are numbers; else labels
 MONTHS = "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec"
 DATE = re.compile(
     rf"\d{{4}}([-/.])\d\d?\1\d\d?([ T].*)?|\d\d?([-/.])\d\d?\3(\d\d){{1,2}}|\d\d?:\d\d(:\d\d.*)?"
     rf"|\d\d?[ -.]({MONTHS})[a-z]*[ -.]\d{{2,4}}|({MONTHS})[a-z]* \d\d?,? \d{{4}}",
     re.IGNORECASE,
 )
-PARTS = re.compile(r"""'[^'\\]*'|"[^"\\]*"|[^\s,'"][^,'"]*""")  # the items of a list that was written as text
+PARTS = re.compile(
+    r"""'[^'\\]*'|"[^"\\]*"|[^\s,'"][^,'"]*"""
+)  # the items of a list that was written as text
 SELECTORS = "\ufe0e\ufe0f"  # choose whether a sign is drawn as text or as emoji
 BRACKETS = ("[]", "{}", "()")
 
@@ -230,14 +237,22 @@ def is_most(names: list[str], column: LabelColumn) -> bool:
 
 def is_sparse(column: LabelColumn, rows: int = 2) -> bool:
     """Return whether many labels have fewer than so many rows on average."""
-    return len(column.counts) >= MANY_LABELS and sum(column.counts.values()) < rows * len(column.counts)
+    return len(column.counts) >= MANY_LABELS and sum(column.counts.values()) < rows * len(
+        column.counts
+    )
 
 
 def folded(name: str) -> str:
     """Return a label without the differences that people do not see or do not mean."""
     text = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
-    visible = "".join(letter for letter in text if unicodedata.category(letter) != "Cf" and letter not in SELECTORS)
-    return str(int(visible)) if WHOLE.fullmatch(visible) else unicodedata.normalize("NFKC", visible)
+    visible = "".join(
+        letter
+        for letter in text
+        if unicodedata.category(letter) != "Cf" and letter not in SELECTORS
+    )
+    return (
+        str(int(visible)) if WHOLE.fullmatch(visible) else unicodedata.normalize("NFKC", visible)
+    )
 
 
 def parts_of(name: str, mark: str) -> list[str]:
@@ -263,7 +278,9 @@ def is_list(name: str) -> bool:
     if name[:1] + name[-1:] not in BRACKETS:
         return False
     inner = name[1:-1].strip()
-    return inner[:1] in ("'", '"') or (name[0] != "(" and (not inner or "," in inner or inner[0] in "0123456789[{"))
+    return inner[:1] in ("'", '"') or (
+        name[0] != "(" and (not inner or "," in inner or inner[0] in "0123456789[{")
+    )
 
 
 def items_of(text: str) -> list[str] | None:
@@ -276,7 +293,9 @@ def items_of(text: str) -> list[str] | None:
         return None  # a name, such as (none)
     found = [part.strip() for part in PARTS.findall(inner)]
     rest = PARTS.sub("", inner)
-    if rest.strip(", \t\r\n") or any(mark in part for part in found for mark in "[]{}()" if part[0] not in "'\""):
+    if rest.strip(", \t\r\n") or any(
+        mark in part for part in found for mark in "[]{}()" if part[0] not in "'\""
+    ):
         return None
     if any(":" in part for part in found if text[0] == "{" and part[0] not in "'\""):
         return None

@@ -26,9 +26,9 @@ from train.data.records.label_checks import check_column
 from train.data.records.rows import Dropped, LabelNames, examples
 from train.data.records.sources import FILE_FORMATS, MAX_LISTED, layout
 from train.data.records.table_facts import column
-from train.system import progress
-from train.system.folders import scratch_folder
-from train.system.progress import Phase
+from train.machine import progress
+from train.machine.progress import Phase
+from train.storage.folders import scratch_folder
 
 BATCH_ROWS = 500  # rows gathered in memory before they are written
 
@@ -37,7 +37,9 @@ BATCH_ROWS = 500  # rows gathered in memory before they are written
 class Raw:
     """Tables with a string column `id` and the RowKind's columns that data.columns sets. Labels are ClassLabels."""
 
-    splits: dict[str, datasets.Dataset]  # "train", "validation", then the names of data.more_validation
+    splits: dict[
+        str, datasets.Dataset
+    ]  # "train", "validation", then the names of data.more_validation
     labels: list[str]  # names by id; [] if the task has no labels
     dropped: dict[str, Dropped]  # the unused rows of each split
     remarks: list[str]  # what seems strange about the labels
@@ -63,24 +65,37 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
         table = write_table(rows, cfg, kind, folder / f"{number}.arrow")
         dropped[split].check()
         if has_labels and not labels:
-            target = ", ".join(names_in(kind.columns_of(parts[0].keys or cfg.columns)[kind.target]))
+            target = ", ".join(
+                names_in(kind.columns_of(parts[0].keys or cfg.columns)[kind.target])
+            )
             remarks += check_column(names.column(target, kind))
             labels = names.in_order()
         ok = bool(labels) or not has_labels or not len(table)
-        check(ok, f"{split}: no row has a label, so there is nothing to learn; is data.columns.{kind.target} right?")
+        check(
+            ok,
+            f"{split}: no row has a label, so there is nothing to learn; is data.columns.{kind.target} right?",
+        )
         if split == "train" and names.unmapped and any(cfg.label_map.values()):
             some = shortlist(sorted(names.unmapped))
             remarks.append(f"data.label_map does not name {some}: these labels are left unchanged")
         if labels:
             label = datasets.ClassLabel(names=labels)
-            table = table.cast_column(kind.target, datasets.List(label) if kind.has_lists else label)
-        splits |= hold_out(table, cfg, kind, seed) if split == "train" and cfg.validation is None else {split: table}
+            table = table.cast_column(
+                kind.target, datasets.List(label) if kind.has_lists else label
+            )
+        splits |= (
+            hold_out(table, cfg, kind, seed)
+            if split == "train" and cfg.validation is None
+            else {split: table}
+        )
     dropped = {split: dropped.get(split, Dropped(split, 0)) for split in splits}
     counts = {split: len(table) for split, table in splits.items()}
     is_learnt = "train" in splits
     # Validation splits have the same numbers with and without a training split, so that the same rows are drawn.
     for number, (split, table) in enumerate(splits.items(), start=0 if is_learnt else 1):
-        check_size(cfg, split, counts, dropped[split], [table.where for table in tables.get(split, ())])
+        check_size(
+            cfg, split, counts, dropped[split], [table.where for table in tables.get(split, ())]
+        )
         most = cfg.max_train_examples if split == "train" else cfg.max_validation_examples
         if most is not None and most < len(table):
             splits[split] = table.select(draw_rows(len(table), most, seed, number))
@@ -95,10 +110,14 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
     return Raw(splits, labels, dropped, remarks)
 
 
-def write_table(rows: Iterable[dict[str, Any]], cfg: RecordsConfig, kind: RowKind, path: Path) -> datasets.Dataset:
+def write_table(
+    rows: Iterable[dict[str, Any]], cfg: RecordsConfig, kind: RowKind, path: Path
+) -> datasets.Dataset:
     """Write examples to an Arrow file and return it as a memory-mapped table."""
     used = kind.columns_of(cfg.columns)
-    features = datasets.Features({"id": STRING} | {key: type_ for key, type_ in kind.columns.items() if key in used})
+    features = datasets.Features(
+        {"id": STRING} | {key: type_ for key, type_ in kind.columns.items() if key in used}
+    )
     with (
         naming(f"{path} cannot be written", (OSError,)),
         ArrowWriter(path=str(path), features=features, writer_batch_size=BATCH_ROWS) as writer,
@@ -110,11 +129,15 @@ def write_table(rows: Iterable[dict[str, Any]], cfg: RecordsConfig, kind: RowKin
     return datasets.Dataset.from_file(str(path))
 
 
-def hold_out(table: datasets.Dataset, cfg: RecordsConfig, kind: RowKind, seed: int) -> dict[str, datasets.Dataset]:
+def hold_out(
+    table: datasets.Dataset, cfg: RecordsConfig, kind: RowKind, seed: int
+) -> dict[str, datasets.Dataset]:
     """Split a table into training rows and held-out rows. Rows with the same text are in the same split."""
     values = (value for batch in table.iter(BATCH_ROWS) for value in batch[kind.split_by])
     texts = (value if isinstance(value, str) else " ".join(value) for value in values)
-    is_held_out = np.array([text_uniform(text, seed)[0] < cfg.validation_fraction for text in texts], bool)
+    is_held_out = np.array(
+        [text_uniform(text, seed)[0] < cfg.validation_fraction for text in texts], bool
+    )
     return {
         "train": table.select(np.flatnonzero(~is_held_out)),
         "validation": table.select(np.flatnonzero(is_held_out)),
@@ -136,7 +159,9 @@ def given_labels(cfg: RecordsConfig, kind: RowKind, table: Table) -> list[str]:
     return list(cfg.labels)
 
 
-def check_size(cfg: RecordsConfig, split: str, rows: dict[str, int], dropped: Dropped, names: list[str]) -> None:
+def check_size(
+    cfg: RecordsConfig, split: str, rows: dict[str, int], dropped: Dropped, names: list[str]
+) -> None:
     """Raise InputError, with the reason, if a split has no rows. `names`: the files that it was read from."""
     total = rows.get("train", 0) + rows["validation"]
     if cfg.validation is None and total and split in ("train", "validation"):

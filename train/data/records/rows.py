@@ -19,8 +19,12 @@ from train.data.records.label_checks import BITS, PLAIN_NUMBER, TRUTHS, LabelCol
 logger = logging.getLogger("train")
 
 MAX_NAMED, MAX_SHOWN = 10, 2  # maximum bad rows recorded per split, and shown in an error
-MOST_LABELS = 20_000  # distinct labels in the data; more are texts or ids, and would fill the memory
-COLUMN_ROWS = 100  # number of first JSON lines whose keys are the columns; a single row may lack some
+MOST_LABELS = (
+    20_000  # distinct labels in the data; more are texts or ids, and would fill the memory
+)
+COLUMN_ROWS = (
+    100  # number of first JSON lines whose keys are the columns; a single row may lack some
+)
 
 
 @dataclass
@@ -43,12 +47,19 @@ class Dropped:
     def check(self) -> None:
         """Raise InputError if there are more bad rows than allowed."""
         what = f"{self.split}: {plural(self.bad_rows, 'bad row')}, more than data.max_bad_rows={self.limit} allows"
-        shown = "; ".join(self.bad_examples[:MAX_SHOWN]) + ("; ..." if self.bad_rows > MAX_SHOWN else "")
+        shown = "; ".join(self.bad_examples[:MAX_SHOWN]) + (
+            "; ..." if self.bad_rows > MAX_SHOWN else ""
+        )
         check(self.bad_rows <= self.limit, f"{what}: {shown}")
 
     def facts(self) -> dict[str, Any]:
         lines = {"read_lines": self.read_lines, "read_rows": self.read_rows}
-        return {"bad_rows": self.bad_rows, "bad_examples": self.bad_examples, "left_out": self.left_out, **lines}
+        return {
+            "bad_rows": self.bad_rows,
+            "bad_examples": self.bad_examples,
+            "left_out": self.left_out,
+            **lines,
+        }
 
 
 class LabelNames:
@@ -114,7 +125,9 @@ class LabelNames:
         otherwise alphabetically.
         """
         names = sorted(self.counts)
-        numbers = {name: [key for key, to in self.map.items() if to == name] or [name] for name in names}
+        numbers = {
+            name: [key for key, to in self.map.items() if to == name] or [name] for name in names
+        }
         if all(map(PLAIN_NUMBER.fullmatch, names)):
             return sorted(names, key=float)
         if all(PLAIN_NUMBER.fullmatch(key) for keys in numbers.values() for key in keys):
@@ -141,7 +154,12 @@ def examples(
     for table in tables:
         columns = kind.columns_of(table.keys or cfg.columns)
         rows = with_columns(
-            {key: columns[key] for key in columns if not is_new or key != kind.target or key in named}, table
+            {
+                key: columns[key]
+                for key in columns
+                if not is_new or key != kind.target or key in named
+            },
+            table,
         )
         names, first = table.names_of(columns[kind.target]), number + 1
         for where, values in rows:
@@ -155,7 +173,9 @@ def examples(
                     example |= target_of(row, example, kind, labels, names, is_new=is_new)
                 if kind.has_unique_ids and not is_new:
                     if example["id"] in ids:
-                        raise BadRow(f"an earlier row also has the id {example['id']:.40}; ids must differ")
+                        raise BadRow(
+                            f"an earlier row also has the id {example['id']:.40}; ids must differ"
+                        )
                     ids.add(example["id"])
             except BadRow as bad:
                 if dropped is None:
@@ -168,13 +188,22 @@ def examples(
                 yield example
         num_lines, num_rows = table.lines.count, number + 1 - first
         if num_lines and dropped is not None:
-            dropped.read_lines, dropped.read_rows = dropped.read_lines + num_lines, dropped.read_rows + num_rows
+            dropped.read_lines, dropped.read_rows = (
+                dropped.read_lines + num_lines,
+                dropped.read_rows + num_rows,
+            )
         elif num_lines not in (0, num_rows):
             logger.warning("%s: %d lines were read as %d rows", table.where, num_lines, num_rows)
 
 
 def target_of(
-    row: Row, example: dict[str, Any], kind: RowKind, labels: LabelNames, names: Sequence[str] | None, *, is_new: bool
+    row: Row,
+    example: dict[str, Any],
+    kind: RowKind,
+    labels: LabelNames,
+    names: Sequence[str] | None,
+    *,
+    is_new: bool,
 ) -> dict[str, Any]:
     """Return the target of a row, under its key; {} for a new row whose target is null."""
     value, column = row.value(kind.target), ", ".join(names_in(row.columns[kind.target]))
@@ -223,7 +252,9 @@ def columns_with(values: Sequence[Any], names: Sequence[str]) -> list[int]:
     return [number for number, text in enumerate(found) if text in ("1", "true")]
 
 
-def labels_of_row(value: Any, column: str, labels: LabelNames, names: Sequence[str] | None) -> list[str]:
+def labels_of_row(
+    value: Any, column: str, labels: LabelNames, names: Sequence[str] | None
+) -> list[str]:
     """Return the distinct labels of a row, without those that data.label_map maps to null."""
     if isinstance(value, str):
         value = split_labels(value, column, labels.separator)
@@ -242,18 +273,28 @@ def split_labels(text: str, column: str, separator: str | None) -> list[str]:
     if items is not None:
         return items
     if separator is None:
-        raise BadRow(f"{column} holds {text!r:.40}, not a list; data.label_separator splits a text into labels")
+        raise BadRow(
+            f"{column} holds {text!r:.40}, not a list; data.label_separator splits a text into labels"
+        )
     return [label for label in text.split(separator) if label.strip()]
 
 
 def is_multi_hot(values: Sequence[Any], known: Sequence[str]) -> bool:
     """Return whether a list has a 0 or a 1 for each of the known labels, none of which has such a name."""
     bits = TRUTHS | BITS
-    return len(values) == len(known) > 1 and not bits & {*known} and {*map(plain_label, values)} <= bits
+    return (
+        len(values) == len(known) > 1
+        and not bits & {*known}
+        and {*map(plain_label, values)} <= bits
+    )
 
 
 def labels_of_each(
-    values: Any, items: Sequence[str], kind: RowKind, labels: LabelNames, names: Sequence[str] | None
+    values: Any,
+    items: Sequence[str],
+    kind: RowKind,
+    labels: LabelNames,
+    names: Sequence[str] | None,
 ) -> list[str] | None:
     """Return the labels of all `items` of a row; None if data.label_map maps one of them to null."""
     assert kind.check_each is not None
@@ -263,7 +304,9 @@ def labels_of_each(
     for number, (item, value) in enumerate(zip(items, values, strict=True), 1):
         try:
             if isinstance(value, list | dict):
-                raise BadRow(f"{value!r:.40} instead of a tag: task={kind.name} learns one for each word")
+                raise BadRow(
+                    f"{value!r:.40} instead of a tag: task={kind.name} learns one for each word"
+                )
             if not plain(value).isprintable():
                 raise BadRow(f"the tag {value!r:.40} has control characters")
             label = labels.of(value, names)
@@ -276,7 +319,9 @@ def labels_of_each(
     return found
 
 
-def with_columns(needed: Mapping[str, str | tuple[str, ...]], table: Table) -> Iterator[LocatedRow]:
+def with_columns(
+    needed: Mapping[str, str | tuple[str, ...]], table: Table
+) -> Iterator[LocatedRow]:
     """Return the rows of a table. Raises InputError if it lacks a column. `needed`: the columns for each key."""
     rows = table.rows()
     if table.columns is not None:
@@ -286,11 +331,19 @@ def with_columns(needed: Mapping[str, str | tuple[str, ...]], table: Table) -> I
     good = [(where, values) for where, values in first if not isinstance(values, BadRow)]
     if good:
         where, row = good[0]
-        lists = [name for name, value in row.items() if name.isidentifier() and holds_objects(value)]
-        hint = f"; are the rows in {lists[0]}? Write one per line, as jq -c '.{lists[0]}[]' does" if lists else ""
+        lists = [
+            name for name, value in row.items() if name.isidentifier() and holds_objects(value)
+        ]
+        hint = (
+            f"; are the rows in {lists[0]}? Write one per line, as jq -c '.{lists[0]}[]' does"
+            if lists
+            else ""
+        )
         if "text" in row and "tokens" in needed and needed["tokens"] not in row:
             hint = "; if entities are spans of a text: data.columns.tokens=text data.columns.tags=SPANS"
-        check_columns(needed, list(dict.fromkeys(name for _, row in good for name in row)), where, hint)
+        check_columns(
+            needed, list(dict.fromkeys(name for _, row in good for name in row)), where, hint
+        )
     return chain(first, rows)
 
 
@@ -300,4 +353,7 @@ def check_columns(
     for key, column in ((key, name) for key, names in needed.items() for name in names_in(names)):
         is_there = column in columns or column.split(".")[0] in columns
         have = listed(columns, column)
-        check(is_there, f"{where}: no column {column} (data.columns.{key}); the columns are: {have}{hint}")
+        check(
+            is_there,
+            f"{where}: no column {column} (data.columns.{key}); the columns are: {have}{hint}",
+        )

@@ -18,15 +18,19 @@ from train.config.data import SUFFIXES, is_named
 from train.data.files.data_sets import open_builder
 from train.data.files.errors import LIBRARY_ERRORS, naming
 from train.data.files.find import check_links, is_match, matching, walk
-from train.system.folders import LocalFolder, at_once, is_s3, local_path, sha256_json
-from train.system.hub_access import asking_hub, is_at_hub, why_missing
-from train.system.schema import Head, RelativePath, checked
+from train.storage.folders import LocalFolder, at_once, is_s3, local_path, sha256_json
+from train.storage.hub_access import asking_hub, is_at_hub, why_missing
+from train.storage.schema import Head, RelativePath, checked
 
 if TYPE_CHECKING:
-    from train.system.s3 import S3Folder
+    from train.storage.s3 import S3Folder
 
 FILE_FORMATS = ("csv", "jsonl", "parquet", "squad", "conll")
-SAVED_MARKS = {"dataset_dict.json", "dataset_info.json", "state.json"}  # names of files that save_to_disk writes
+SAVED_MARKS = {
+    "dataset_dict.json",
+    "dataset_info.json",
+    "state.json",
+}  # names of files that save_to_disk writes
 NO_FILE = "neither a regular file nor a folder (a pipe can be read only once, and may not end): save it as a file"
 MAX_LISTED = 5  # maximum files named in an error
 NO_ROWS = ""  # the value of data.train in a run without training, which reads no training rows
@@ -50,7 +54,9 @@ def version(cfg: RecordsConfig, s3: S3Config) -> str:
     """
     source = layout(cfg, s3)
     if source == "files":
-        seen: Any = {split: list(at_once(stamp, files)) for split, files in split_files(cfg, s3).items()}
+        seen: Any = {
+            split: list(at_once(stamp, files)) for split, files in split_files(cfg, s3).items()
+        }
     elif source == "saved" or (not is_s3(cfg.path) and local_path(cfg.path).is_dir()):
         seen = list(at_once(stamp, saved_files(cfg, s3)))
     else:
@@ -61,7 +67,10 @@ def version(cfg: RecordsConfig, s3: S3Config) -> str:
 def settings_of(cfg: RecordsConfig) -> dict[str, Any]:
     """Return the settings that decide which rows are read, and from where."""
     where = cfg.path if is_s3(cfg.path) else str(local_path(cfg.path).absolute())
-    return {"path": where, **{key: value for key, value in asdict(cfg).items() if key not in NOT_READING}}
+    return {
+        "path": where,
+        **{key: value for key, value in asdict(cfg).items() if key not in NOT_READING},
+    }
 
 
 def layout(cfg: RecordsConfig, s3: S3Config) -> str:
@@ -144,12 +153,18 @@ def find(location: str, key: str, pattern: str | None, s3: S3Config) -> list[Fil
         root = root.parent
     with naming(f"data.path={location} cannot be read", (OSError,)):
         if pattern is None:
-            names = [path.relative_to(root).as_posix() for path in walk(root) if is_named(path.name)]
+            names = [
+                path.relative_to(root).as_posix() for path in walk(root) if is_named(path.name)
+            ]
             return [root / only_one(location, key, names)]
         pattern = str(local_path(pattern))
         exact = root / pattern  # a file's name may contain characters that are special in globs
         # What is in a folder that the user named may lead nowhere else; a path that the user typed may.
-        is_typed = local_path(location).is_file() or Path(pattern).is_absolute() or ".." in Path(pattern).parts
+        is_typed = (
+            local_path(location).is_file()
+            or Path(pattern).is_absolute()
+            or ".." in Path(pattern).parts
+        )
         if exact.is_file():
             check_links([exact], None if is_typed else root)
             return [exact]
@@ -160,7 +175,10 @@ def find(location: str, key: str, pattern: str | None, s3: S3Config) -> list[Fil
 
 def only_one(location: str, key: str, names: list[str]) -> str:
     """Return the only name. Raises InputError if there is none, or several: a guess could choose the test set."""
-    check(bool(names), f"data.path={location} contains no file that ends in {', '.join(SUFFIXES)} (or these and .gz)")
+    check(
+        bool(names),
+        f"data.path={location} contains no file that ends in {', '.join(SUFFIXES)} (or these and .gz)",
+    )
     many = f"data.path={location} contains {len(names)} files ({shortlist(names, MAX_LISTED)})"
     use = "training" if key == "data.train" else "evaluation"
     check(len(names) == 1, f"{many}; say which is for {use}: {key}=NAME, or a glob")
@@ -168,7 +186,7 @@ def only_one(location: str, key: str, names: list[str]) -> str:
 
 
 def s3_folder(location: str, s3: S3Config) -> S3Folder:
-    from train.system.s3 import S3Folder  # imported here because boto3 is slow to import
+    from train.storage.s3 import S3Folder  # imported here because boto3 is slow to import
 
     return S3Folder(location, s3)
 
@@ -178,11 +196,17 @@ def find_in_s3(location: str, key: str, pattern: str | None, s3: S3Config) -> li
         location, _, own = location.rpartition("/")
         pattern = pattern or own
     folder = s3_folder(location, s3)
-    if pattern is not None and not glob.has_magic(pattern):  # an exact name needs no permission to list
+    if pattern is not None and not glob.has_magic(
+        pattern
+    ):  # an exact name needs no permission to list
         names: list[str] = [checked(RelativePath, pattern, key)]
     elif pattern is not None:
         listed = folder.names()
-        names = [pattern] if pattern in listed else [name for name in listed if is_match(name, pattern)]
+        names = (
+            [pattern]
+            if pattern in listed
+            else [name for name in listed if is_match(name, pattern)]
+        )
         check(bool(names), f"{key}={pattern}: there is no such file in {folder.location}")
     else:
         names = [only_one(folder.location, key, list(filter(is_named, folder.names())))]
@@ -197,7 +221,10 @@ def saved_files(cfg: RecordsConfig, s3: S3Config) -> list[File]:
         check(bool(names), f"data.path={cfg.path} is empty")
         return [S3File(folder, folder.location, name) for name in names]
     root = local_path(cfg.path)
-    check(root.is_dir(), f"data.path={cfg.path} is not a folder; data.format=saved reads what save_to_disk wrote")
+    check(
+        root.is_dir(),
+        f"data.path={cfg.path} is not a folder; data.format=saved reads what save_to_disk wrote",
+    )
     return [path for path in sorted(root.rglob("*")) if path.is_file()]
 
 
@@ -206,7 +233,9 @@ def hub_version(cfg: RecordsConfig) -> str:
     with naming_hub(cfg):
         commit = open_builder(cfg.path, name=cfg.name, revision=cfg.revision).hash
     if not isinstance(commit, str):
-        raise InputError(f"data.path={cfg.path}: datasets reports no commit for it; set data.revision to a commit")
+        raise InputError(
+            f"data.path={cfg.path}: datasets reports no commit for it; set data.revision to a commit"
+        )
     return commit
 
 
@@ -214,9 +243,15 @@ def hub_version(cfg: RecordsConfig) -> str:
 def naming_hub(cfg: RecordsConfig) -> Iterator[None]:
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    hint = "" if local_path(cfg.path).is_dir() else "; without the Hub, use a file or folder: data.path=FOLDER"
+    hint = (
+        ""
+        if local_path(cfg.path).is_dir()
+        else "; without the Hub, use a file or folder: data.path=FOLDER"
+    )
     try:
         with asking_hub(cfg.path):
             yield
     except (*LIBRARY_ERRORS, DatasetsError) as error:
-        raise InputError(f"data.path={cfg.path} cannot be read: {why_missing(cfg.path, error)}{hint}") from error
+        raise InputError(
+            f"data.path={cfg.path} cannot be read: {why_missing(cfg.path, error)}{hint}"
+        ) from error

@@ -14,7 +14,9 @@ KEYS = (
     ("end", "end_offset"),
     ("label", "labels", "type", "entity_group"),  # Label Studio has a list of one
 )  # of spans that are objects
-Span = tuple[int, int, str]  # the first character, the one behind the last, and the type of the entity
+Span = tuple[
+    int, int, str
+]  # the first character, the one behind the last, and the type of the entity
 
 
 def words_of(text: str, spans: Any, column: str) -> tuple[list[str], list[str]]:
@@ -31,7 +33,9 @@ def words_of(text: str, spans: Any, column: str) -> tuple[list[str], list[str]]:
     found = sorted(span_of(span, text, column) for span in spans)
     for (_, last, _), (first, *_) in pairwise(found):
         if first < last:
-            raise BadRow(f"{column}: two spans overlap at character {first}; each word has one tag")
+            raise BadRow(
+                f"{column}: two spans overlap at character {first}; each word has one tag"
+            )
     cuts = sorted(place for span in found for place in span[:2])
     words, tags, begun = [], [], set[Span]()
     for match in WORD.finditer(text):
@@ -50,7 +54,11 @@ def span_of(span: Any, text: str, column: str) -> Span:
         span = [next((span[name] for name in names if name in span), None) for names in KEYS]
         if isinstance(span[2], list) and len(span[2]) == 1:
             span[2] = span[2][0]
-    ok = isinstance(span, list) and len(span) == 3 and [type(each) for each in span] == [int, int, str]
+    ok = (
+        isinstance(span, list)
+        and len(span) == 3
+        and [type(each) for each in span] == [int, int, str]
+    )
     if not ok or not 0 <= span[0] < span[1] <= len(text) or not span[2].strip():
         raise BadRow(
             f"{column} holds the span {span!r:.60}, not [first, last, type] in a text of {len(text)} characters"

@@ -12,7 +12,13 @@ from train.config import plural, shortlist
 if TYPE_CHECKING:
     from datasets import Dataset
 
-QUANTILES = {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "longest": 1.0}  # the share of rows up to each length
+QUANTILES = {
+    "median": 0.5,
+    "p90": 0.9,
+    "p95": 0.95,
+    "p99": 0.99,
+    "longest": 1.0,
+}  # the share of rows up to each length
 SHORTEST_EDGE = 4
 STEP = 16  # tokens; lengths are multiples of this, which suits matrix units
 LEAST_GAIN = 0.01  # share of computed tokens that one more length must save; each one makes batches less mixed
@@ -23,23 +29,34 @@ MOST_GRAPHS = 3  # maximum number of lengths from data.lengths=auto if each need
 def column(table: Dataset, name: str) -> np.ndarray:
     """Return a column of numbers, [rows]. If it has lists of numbers, they are concatenated."""
     values = table.select_columns(name).with_format("arrow")[:].column(name).combine_chunks()
-    numbers: np.ndarray = (values.flatten() if hasattr(values.type, "value_type") else values).to_numpy()
+    numbers: np.ndarray = (
+        values.flatten() if hasattr(values.type, "value_type") else values
+    ).to_numpy()
     return numbers
 
 
 def facts_of_split(
-    examples: Dataset, features: Dataset, *, target: str, labels: Sequence[str], seq_len: int, notes: dict[str, float]
+    examples: Dataset,
+    features: Dataset,
+    *,
+    target: str,
+    labels: Sequence[str],
+    seq_len: int,
+    notes: dict[str, float],
 ) -> dict[str, Any]:
     """Return a split's facts for tables.json and the report. `target`: the column of the labels in `examples`."""
     lengths = column(features, "length")
-    counts = np.bincount(column(examples, target), minlength=len(labels)).tolist() if labels else []
+    counts = (
+        np.bincount(column(examples, target), minlength=len(labels)).tolist() if labels else []
+    )
     return {
         "examples": len(examples),
         "rows": len(features),
         "tokens": int(lengths.sum()),
         "label_counts": dict(zip(labels, counts, strict=True)),
         "length_quantiles": {
-            name: int(np.quantile(lengths, share, method="higher")) for name, share in QUANTILES.items()
+            name: int(np.quantile(lengths, share, method="higher"))
+            for name, share in QUANTILES.items()
         },
         "length_histogram": length_histogram(lengths, seq_len),
         "padding_share": round(padding_share(lengths, [seq_len]), 6),
@@ -57,7 +74,11 @@ def shortages(splits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         if split != "train" and (rows := facts["examples"]) < FEW_EXAMPLES:
             what = f"{split} has only {plural(rows, 'example')}"
             yield f"{what}: one answer moves a score by {1 / rows:.0%}; hold out at least {FEW_EXAMPLES}"
-        absent = [name for name, count in facts["label_counts"].items() if not count and counts.get(name, 1)]
+        absent = [
+            name
+            for name, count in facts["label_counts"].items()
+            if not count and counts.get(name, 1)
+        ]
         if split != "train" and absent:
             yield f"{split} has no row with the label {shortlist(absent)}: its scores do not measure it"
 
@@ -88,7 +109,13 @@ def padding_share(lengths_of_rows: np.ndarray, lengths: Sequence[int]) -> float:
 
 
 def best_lengths(
-    lengths_of_rows: np.ndarray, longest: int, most: int, *, step: int = STEP, shortest: int = 1, enough: float = 0.0
+    lengths_of_rows: np.ndarray,
+    longest: int,
+    most: int,
+    *,
+    step: int = STEP,
+    shortest: int = 1,
+    enough: float = 0.0,
 ) -> list[int]:
     """Return the fewest ascending lengths with a padding share of at most `enough`, or else the best `most` lengths.
 
@@ -96,10 +123,18 @@ def best_lengths(
     `most` if one more would save less than LEAST_GAIN.
     """
     choices = np.array([*range(-(-shortest // step) * step, longest, step), longest])
-    rows_up_to = np.cumsum(np.bincount(lengths_of_rows.clip(0, longest), minlength=longest + 1))[choices]
-    padded = choices * rows_up_to  # computed tokens of the rows up to each choice, if it is the last length
-    is_behind = np.tri(len(choices), k=-1, dtype=bool)  # [before, last]: True if `before` is longer than `last`
-    ways: list[np.ndarray] = []  # for each added length, the index of the best length before each choice
+    rows_up_to = np.cumsum(np.bincount(lengths_of_rows.clip(0, longest), minlength=longest + 1))[
+        choices
+    ]
+    padded = (
+        choices * rows_up_to
+    )  # computed tokens of the rows up to each choice, if it is the last length
+    is_behind = np.tri(
+        len(choices), k=-1, dtype=bool
+    )  # [before, last]: True if `before` is longer than `last`
+    ways: list[
+        np.ndarray
+    ] = []  # for each added length, the index of the best length before each choice
     while len(ways) + 1 < most and padded[-1] * (1 - enough) > lengths_of_rows.sum():
         totals = padded[:, None] + choices * (rows_up_to - rows_up_to[:, None])
         totals[is_behind] = np.iinfo(np.int64).max
@@ -112,4 +147,8 @@ def best_lengths(
         used.append(int(before[used[-1]]))
     best = sorted(set(used))
     has_rows = np.diff(rows_up_to[best], prepend=0) > 0
-    return [int(choices[each]) for each, ok in zip(best, has_rows, strict=True) if ok or each == best[-1]]
+    return [
+        int(choices[each])
+        for each, ok in zip(best, has_rows, strict=True)
+        if ok or each == best[-1]
+    ]

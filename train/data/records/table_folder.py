@@ -10,10 +10,19 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from train.config import InputError
-from train.system.atomic_io import write_atomic
-from train.system.checksums import check_entries, sealed, unsealed
-from train.system.folders import sha256_file
-from train.system.schema import BadContent, FileEntry, FileName, RelativePath, Sha256, checked, read_object, record
+from train.storage.atomic_io import write_atomic
+from train.storage.checksums import check_entries, sealed, unsealed
+from train.storage.folders import sha256_file
+from train.storage.schema import (
+    BadContent,
+    FileEntry,
+    FileName,
+    RelativePath,
+    Sha256,
+    checked,
+    read_object,
+    record,
+)
 
 NAME = "tables.json"
 FORMAT = 3
@@ -59,11 +68,18 @@ def seal(folder: Path, facts: dict[str, Any]) -> None:
     """Write tables.json: `facts` and the checksums of all files in the folder."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     files = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        path.relative_to(folder).as_posix(): {
+            "bytes": path.stat().st_size,
+            "sha256": sha256_file(path),
+        }
         for path in paths
     }
-    body = json.loads(json.dumps({**facts, "files": files}))  # plain JSON types, equal to what is read back
-    write_atomic(folder / NAME, (json.dumps(sealed(body), indent=1, ensure_ascii=False) + "\n").encode())
+    body = json.loads(
+        json.dumps({**facts, "files": files})
+    )  # plain JSON types, equal to what is read back
+    write_atomic(
+        folder / NAME, (json.dumps(sealed(body), indent=1, ensure_ascii=False) + "\n").encode()
+    )
 
 
 def parse_facts(content: bytes) -> Facts:

@@ -35,12 +35,12 @@ from train.data.records.sources import settings_of, version
 from train.data.records.table_facts import column, facts_of_split, shortages
 from train.data.records.table_folder import FORMAT, NAME, Facts, parse_facts, seal, whole_facts
 from train.data.shards.cache import cache_dir
-from train.system import progress
-from train.system.atomic_io import discard, made_once
-from train.system.folders import canonical_json, disk_errors, make_folder, sha256_json
-from train.system.launched import launched
-from train.system.processes import is_gone, owner_name
-from train.system.progress import Phase
+from train.machine import progress
+from train.machine.launched import launched
+from train.machine.processes import is_gone, owner_name
+from train.machine.progress import Phase
+from train.storage.atomic_io import discard, made_once
+from train.storage.folders import canonical_json, disk_errors, make_folder, sha256_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -50,7 +50,9 @@ logger = logging.getLogger("train")
 RESERVED = ("tokenizer", "scratch")  # folder names that a split cannot have
 ROWS_AT_ONCE = 1000  # rows tokenised together, and rows per chunk of an Arrow file
 LAUNCH = ".launch-"  # prefix of the files in which a rank leaves a result for the other ranks of its machine
-SHARD = "128MB"  # maximum size of each file of a table: an upload to S3 reads a whole file into memory
+SHARD = (
+    "128MB"  # maximum size of each file of a table: an upload to S3 reads a whole file into memory
+)
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,19 @@ def open_tables(cfg: TrainConfig, featurizer: Featurizer) -> Tables:
     assert isinstance(cfg.data, RecordsConfig)
     data, root = cfg.data, cache_dir(cfg.data) / "records"
     for name in data.more_validation:
-        ok = re.fullmatch(r"\w{1,64}", name) and name not in RESERVED and not name.endswith("_examples")
-        check(bool(ok), f"data.more_validation: {name} cannot be the name of a split; choose a plain word")
+        ok = (
+            re.fullmatch(r"\w{1,64}", name)
+            and name not in RESERVED
+            and not name.endswith("_examples")
+        )
+        check(
+            bool(ok),
+            f"data.more_validation: {name} cannot be the name of a split; choose a plain word",
+        )
     tokenizer_id = tokenizer_sha256(featurizer.tokenizer)
-    key = sha256_json([asdict(data), cfg.seed, featurizer.kind.name, featurizer.settings, tokenizer_id])[:16]
+    key = sha256_json(
+        [asdict(data), cfg.seed, featurizer.kind.name, featurizer.settings, tokenizer_id]
+    )[:16]
     request = TableRequest(cfg, data, featurizer, tokenizer_id, root)
     folder = Path(once_per_machine(root, key, lambda: provide(request)))
     facts = parse_facts((folder / NAME).read_bytes())
@@ -141,7 +152,9 @@ def provide(request: TableRequest) -> str:
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
     """Return the checksum of tokenizer.json without truncation and padding settings, which tokenizer calls change."""
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
-    return sha256_json({name: part for name, part in parts.items() if name not in ("truncation", "padding")})
+    return sha256_json(
+        {name: part for name, part in parts.items() if name not in ("truncation", "padding")}
+    )
 
 
 def find_or_make(request: TableRequest) -> Path:
@@ -151,7 +164,9 @@ def find_or_make(request: TableRequest) -> Path:
     """
     data, kind, settings = request.data, request.featurizer.kind.name, request.featurizer.settings
     now = version(data, request.cfg.s3)
-    made_by = sha256_json([FORMAT, settings_of(data), request.cfg.seed, kind, settings, request.tokenizer_id])
+    made_by = sha256_json(
+        [FORMAT, settings_of(data), request.cfg.seed, kind, settings, request.tokenizer_id]
+    )
     folder = request.root / f"{made_by[:12]}-{now[:12]}"
 
     def is_whole(there: Path) -> bool:
@@ -168,20 +183,34 @@ def find_or_make(request: TableRequest) -> Path:
 
 def make(request: TableRequest, folder: Path, now: str) -> None:
     """Read the raw data, whose version is `now`, and write the tables of all splits and the tokenizer to `folder`."""
-    data, s3, scratch, featurizer = request.data, request.cfg.s3, folder / "scratch", request.featurizer
+    data, s3, scratch, featurizer = (
+        request.data,
+        request.cfg.s3,
+        folder / "scratch",
+        request.featurizer,
+    )
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     scratch.mkdir()
     raw = read_raw(data, featurizer.kind, s3, seed=request.cfg.seed, folder=scratch)
-    check(version(data, s3) == now, f"data.path={data.path} changed while it was being read; start again")
+    check(
+        version(data, s3) == now,
+        f"data.path={data.path} changed while it was being read; start again",
+    )
     featurizer.labels = raw.labels
     splits, tokens = {}, {}
     for split, examples in raw.splits.items():
         tokens[split] = make_features(featurizer, split, examples, scratch)
         tokens[split].save_to_disk(str(folder / split), max_shard_size=SHARD)
         examples.save_to_disk(str(folder / f"{split}_examples"), max_shard_size=SHARD)
-        target, seq_len, notes = featurizer.kind.target, featurizer.settings["seq_len"], featurizer.notes(split)
-        facts = facts_of_split(examples, tokens[split], target=target, labels=raw.labels, seq_len=seq_len, notes=notes)
+        target, seq_len, notes = (
+            featurizer.kind.target,
+            featurizer.settings["seq_len"],
+            featurizer.notes(split),
+        )
+        facts = facts_of_split(
+            examples, tokens[split], target=target, labels=raw.labels, seq_len=seq_len, notes=notes
+        )
         splits[split] = {**facts, **raw.dropped[split].facts()}
     fast = featurizer.tokenizer.backend_tokenizer
     fast.no_truncation()  # undo the settings of the last call
@@ -215,7 +244,9 @@ def content_id(tables: Mapping[str, datasets.Dataset], labels: list[str]) -> str
     return digest.hexdigest()
 
 
-def make_features(featurizer: Featurizer, split: str, examples: datasets.Dataset, scratch: Path) -> datasets.Dataset:
+def make_features(
+    featurizer: Featurizer, split: str, examples: datasets.Dataset, scratch: Path
+) -> datasets.Dataset:
     """Make the token rows of a split, ROWS_AT_ONCE rows at a time. One process suffices: the tokenizer uses threads."""
     names = examples.column_names
     progress.begin(Phase(f"tokenising {split}", len(examples), has_bar=True))

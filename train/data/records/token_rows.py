@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from pyarrow import ChunkedArray, DataType
 
-FLOATS = {"halffloat": np.float16, "float": np.float32, "double": np.float64}  # numpy's dtypes by Arrow's names
+FLOATS = {
+    "halffloat": np.float16,
+    "float": np.float32,
+    "double": np.float64,
+}  # numpy's dtypes by Arrow's names
 NUMBERS = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", *FLOATS}
 LABELS = "labels"  # the input with the class of each row or of each token; not every table has it
 
@@ -32,7 +36,9 @@ class Lists:
     def __init__(self, column: ChunkedArray) -> None:
         self.offsets = [chunk.offsets.to_numpy() for chunk in column.chunks]
         self.values = [chunk.values.to_numpy() for chunk in column.chunks]
-        self.firsts = np.cumsum([0, *map(len, column.chunks)])  # the first row of each chunk, then the row count
+        self.firsts = np.cumsum(
+            [0, *map(len, column.chunks)]
+        )  # the first row of each chunk, then the row count
 
     def __len__(self) -> int:
         return int(self.firsts[-1])
@@ -57,7 +63,10 @@ def input_dtype(column: ChunkedArray, name: str) -> np.dtype:
     """Return int64 for integers and booleans, else the column's float dtype. Raises InputError if it is not numeric."""
     parts = [chunk.values if hasattr(chunk, "values") else chunk for chunk in column.chunks]
     kinds = {str(part.type) for part in parts}
-    check(kinds <= NUMBERS, f"column {name} has type {', '.join(sorted(kinds))}: model inputs must be numbers")
+    check(
+        kinds <= NUMBERS,
+        f"column {name} has type {', '.join(sorted(kinds))}: model inputs must be numbers",
+    )
     check(not any(part.null_count for part in (column, *parts)), f"column {name} has empty values")
     is_float = any(kind in FLOATS for kind in kinds)
     return np.dtype(FLOATS[kinds.pop()] if is_float else np.int64)
@@ -67,7 +76,9 @@ def values_of(column: ChunkedArray) -> np.ndarray:
     """Return a column of numbers as [rows], or a column of lists of a fixed size C as [rows, C]."""
     if not hasattr(column.type, "list_size"):
         return column.to_numpy()
-    return np.concatenate([chunk.flatten().to_numpy() for chunk in column.chunks]).reshape(-1, column.type.list_size)
+    return np.concatenate([chunk.flatten().to_numpy() for chunk in column.chunks]).reshape(
+        -1, column.type.list_size
+    )
 
 
 class TokenRows:
@@ -89,21 +100,38 @@ class TokenRows:
         the weight of each class's rows; None: 1. `first_type`: the segment of a row's first token. Raises InputError
         if a column is missing or not numeric, or a row is longer than the last of `lengths`.
         """
-        missing = sorted({"input_ids", "second_at", "length", *columns.values()} - set(table.column_names))
-        check(not missing, f"the data has no column {', '.join(missing)}; there are {shortlist(table.column_names)}")
+        missing = sorted(
+            {"input_ids", "second_at", "length", *columns.values()} - set(table.column_names)
+        )
+        check(
+            not missing,
+            f"the data has no column {', '.join(missing)}; there are {shortlist(table.column_names)}",
+        )
         self.pad_id, self.lengths, self.weights = pad_id, tuple(lengths), weights
         self.first_type = first_type
-        arrow = table.with_format("arrow")[:]  # mapped from disk; copied only if the table is a selection
+        arrow = table.with_format("arrow")[
+            :
+        ]  # mapped from disk; copied only if the table is a selection
         self.tokens = Lists(arrow.column("input_ids"))
         self.row_lengths = arrow.column("length").to_numpy()  # copied: a few bytes per row
         self.second_at = arrow.column("second_at").to_numpy()
         named = {name: arrow.column(column) for name, column in columns.items()}
         self.dtypes = {name: input_dtype(column, columns[name]) for name, column in named.items()}
-        self.fill = {name: np.nan if dtype.kind == "f" else IGNORE_INDEX for name, dtype in self.dtypes.items()}
-        self.lists = {name: Lists(column) for name, column in named.items() if is_list(column.type)}
-        self.values = {name: values_of(column) for name, column in named.items() if name not in self.lists}
+        self.fill = {
+            name: np.nan if dtype.kind == "f" else IGNORE_INDEX
+            for name, dtype in self.dtypes.items()
+        }
+        self.lists = {
+            name: Lists(column) for name, column in named.items() if is_list(column.type)
+        }
+        self.values = {
+            name: values_of(column) for name, column in named.items() if name not in self.lists
+        }
         longest = int(self.row_lengths.max(initial=0))
-        check(longest <= self.lengths[-1], f"the data has a row of {longest} tokens, longer than {self.lengths[-1]}")
+        check(
+            longest <= self.lengths[-1],
+            f"the data has a row of {longest} tokens, longer than {self.lengths[-1]}",
+        )
         self.shortest_row = int(self.row_lengths.argmin()) if len(self) else 0
         self.bucket_of = np.searchsorted(self.lengths, self.row_lengths).astype(np.uint8)  # [rows]
 
@@ -149,7 +177,9 @@ class TokenRows:
         inputs = {
             "input_ids": input_ids,
             "attention_mask": is_token.astype(np.int64),
-            "token_type_ids": (is_token & (positions >= self.second_at[rows][:, None])).astype(np.int64),
+            "token_type_ids": (is_token & (positions >= self.second_at[rows][:, None])).astype(
+                np.int64
+            ),
         }
         inputs["token_type_ids"][:, 0] = self.first_type
         for name, values in self.values.items():
@@ -163,7 +193,10 @@ class TokenRows:
         shape = items.shape
         counts = self._counts(is_padding, inputs.get(LABELS)).reshape(shape).sum(1)
         tokens_each = np.where(is_padding, 0, lengths).reshape(shape).sum(1)
-        tensors = {name: torch.from_numpy(value.reshape(*shape, *value.shape[1:])) for name, value in inputs.items()}
+        tensors = {
+            name: torch.from_numpy(value.reshape(*shape, *value.shape[1:]))
+            for name, value in inputs.items()
+        }
         return {"inputs": tensors, "count": counts.tolist(), "tokens": tokens_each.tolist()}
 
     def _counts(self, is_padding: np.ndarray, labels: np.ndarray | None) -> np.ndarray:
@@ -173,4 +206,6 @@ class TokenRows:
         has_label = ~np.isnan(labels) if labels.dtype.kind == "f" else labels != IGNORE_INDEX
         if self.weights is None:
             return has_label.reshape(len(labels), -1).sum(1).astype(np.float64)
-        return np.where(has_label, np.asarray(self.weights, np.float64)[np.where(has_label, labels, 0)], 0.0)
+        return np.where(
+            has_label, np.asarray(self.weights, np.float64)[np.where(has_label, labels, 0)], 0.0
+        )

@@ -30,11 +30,11 @@ from train.config import DataConfig, InputError, ShardsConfig, Unreachable, chec
 from train.data.files.errors import naming
 from train.data.shards.format import DataManifest, Shard
 from train.data.shards.order import ShardSampler
-from train.system import machine
-from train.system.atomic_io import free_bytes, write_atomic
-from train.system.folders import canonical_json, local_path, make_folder, read_json
-from train.system.launched import launched
-from train.system.processes import is_gone, owner_name
+from train.machine import machine
+from train.machine.launched import launched
+from train.machine.processes import is_gone, owner_name
+from train.storage.atomic_io import free_bytes, write_atomic
+from train.storage.folders import canonical_json, local_path, make_folder, read_json
 
 logger = logging.getLogger("train")
 
@@ -69,13 +69,17 @@ def launch_name() -> str:
     """Return a name that is the same for all ranks of this launch on this machine, and different for other launches."""
     if launched().world_size == 1:
         return uuid.uuid4().hex
-    return f"{platform.node()}-{os.environ.get('MASTER_ADDR')}-{os.environ.get('MASTER_PORT')}".replace("/", "-")
+    return f"{platform.node()}-{os.environ.get('MASTER_ADDR')}-{os.environ.get('MASTER_PORT')}".replace(
+        "/", "-"
+    )
 
 
 def held_out(manifest: DataManifest, order: ShardSampler) -> list[Shard]:
     """Return the validation shards that this machine reads."""
     shards = manifest.splits["validation"]
-    return shards if order.eval_shards is None else [shards[number] for number in order.eval_shards]
+    return (
+        shards if order.eval_shards is None else [shards[number] for number in order.eval_shards]
+    )
 
 
 class ShardCache:
@@ -85,9 +89,15 @@ class ShardCache:
         self.cfg, self.manifest = cfg, manifest
         self.folder = make_folder(cache_dir(cfg) / manifest.id[:16])
         self.run = self.folder / "runs" / launch_name()
-        self.compared, self.faults, self.status = self.run / "compared", self.run / "faults", self.run / "status.json"
+        self.compared, self.faults, self.status = (
+            self.run / "compared",
+            self.run / "faults",
+            self.run / "status.json",
+        )
         self.told_s = -math.inf
-        self.owner = ""  # the prefetcher's process; remembered, because the run's files may be removed
+        self.owner = (
+            ""  # the prefetcher's process; remembered, because the run's files may be removed
+        )
         self.gave_up: Unreachable | None = None  # why this process no longer waits for shards
         sizes = [shard.bytes for shard in manifest.shards]
         self.total_bytes, self.largest_bytes = sum(sizes), max(sizes)
@@ -119,13 +129,17 @@ class ShardCache:
         limit_bytes = self.limit_bytes()
         if self.part_bytes(order) <= limit_bytes:
             return order.window_shards
-        of_lane = (limit_bytes - self.eval_bytes(order)) // (self.largest_bytes * len(order.lanes_here))
+        of_lane = (limit_bytes - self.eval_bytes(order)) // (
+            self.largest_bytes * len(order.lanes_here)
+        )
         return max(0, min(order.window_shards, (of_lane - cut_shards(order)) // WINDOWS_HELD))
 
     def part_bytes(self, order: ShardSampler) -> int:
         """Return the bytes of all training and validation shards that this machine reads."""
         train = self.manifest.splits["train"]
-        return self.eval_bytes(order) + sum(train[number].bytes for number in order.lanes.shards_of(order.lanes_here))
+        return self.eval_bytes(order) + sum(
+            train[number].bytes for number in order.lanes.shards_of(order.lanes_here)
+        )
 
     def eval_bytes(self, order: ShardSampler) -> int:
         return sum(shard.bytes for shard in held_out(self.manifest, order))
@@ -133,12 +147,18 @@ class ShardCache:
     def check_fits(self, order: ShardSampler | Sequence[Shard]) -> None:
         """Raise InputError if the cache is too small for the windows of `order`, or for all of these shards."""
         limit_bytes = self.limit_bytes()
-        part_bytes = self.part_bytes(order) if isinstance(order, ShardSampler) else sum(shard.bytes for shard in order)
+        part_bytes = (
+            self.part_bytes(order)
+            if isinstance(order, ShardSampler)
+            else sum(shard.bytes for shard in order)
+        )
         if part_bytes <= limit_bytes:
             return
         may_take = f"the cache may use {limit_bytes / 1e9:.3g} GB"
         if not isinstance(order, ShardSampler):
-            raise InputError(f"{may_take}, but the data is {part_bytes / 1e9:.3g} GB; choose another cache folder")
+            raise InputError(
+                f"{may_take}, but the data is {part_bytes / 1e9:.3g} GB; choose another cache folder"
+            )
         check(
             order.window_rows >= order.global_batch_size,
             f"a batch has {order.global_batch_size} sequences, more than a window of {order.window_shards} shards per "
@@ -159,7 +179,9 @@ class ShardCache:
 
         `alone`: exclude other runs instead of sharing the lock. Raises InputError if another run's lock conflicts.
         """
-        file = (self.folder / "lock").open("a+")  # NFS locks a file only if it is open for reading too
+        file = (self.folder / "lock").open(
+            "a+"
+        )  # NFS locks a file only if it is open for reading too
         until_s = time.monotonic() + TAKE_OVER_S
         while True:
             if locked(file, fcntl.LOCK_EX):
@@ -171,7 +193,9 @@ class ShardCache:
             if time.monotonic() > until_s:
                 file.close()
                 why = "uses {}, and not all of the data fits" if alone else "needs {} for itself"
-                raise InputError(f"another run {why.format(self.folder)}; set another data.cache_dir for one of them")
+                raise InputError(
+                    f"another run {why.format(self.folder)}; set another data.cache_dir for one of them"
+                )
             time.sleep(POLL_S)
         shutil.rmtree(self.run, ignore_errors=True)
         self.compared.mkdir(parents=True)
@@ -179,7 +203,9 @@ class ShardCache:
         return file
 
     def write_status(self, *, is_filling: bool) -> None:
-        self.tell(self.status, PrefetchStatus(owner=owner_name(os.getpid()), is_filling=is_filling))
+        self.tell(
+            self.status, PrefetchStatus(owner=owner_name(os.getpid()), is_filling=is_filling)
+        )
 
     def set_fault(self, shard: Shard, reason: str, *, is_final: bool) -> None:
         """Tell readers why a shard cannot be fetched."""
@@ -215,7 +241,9 @@ class ShardCache:
         missing = list(shards)
         silent_since_s, heard_before = time.monotonic(), 0
         while True:
-            status, heard = self.told()  # read before looking for shards: some may arrive meanwhile
+            status, heard = (
+                self.told()
+            )  # read before looking for shards: some may arrive meanwhile
             while missing and self.is_ready(missing[-1]):
                 missing.pop()
             if not missing:
@@ -234,9 +262,13 @@ class ShardCache:
             if heard != heard_before or (status and not status["is_filling"]):
                 silent_since_s, heard_before = time.monotonic(), heard
             elif time.monotonic() - silent_since_s > self.cfg.deadline_s:
-                reason = self.reason([shard.file for shard in missing], faulty, has_begun=status is not None)
+                reason = self.reason(
+                    [shard.file for shard in missing], faulty, has_begun=status is not None
+                )
                 what = f"{missing[-1].file} does not arrive; {reason}"
-                self.gave_up = Unreachable(f"{what}; given up after {self.cfg.deadline_s:g} s (data.deadline_s)")
+                self.gave_up = Unreachable(
+                    f"{what}; given up after {self.cfg.deadline_s:g} s (data.deadline_s)"
+                )
             time.sleep(POLL_S)
 
     def told(self) -> tuple[PrefetchStatus | None, int]:
@@ -253,7 +285,11 @@ class ShardCache:
             fault: Fault | None = read_json(self.faults / file) if file in faulty else None
             if fault is not None:
                 return fault["reason"]
-        return "no byte arrived, and there was no error" if has_begun else "the process that fetches has not started"
+        return (
+            "no byte arrived, and there was no error"
+            if has_begun
+            else "the process that fetches has not started"
+        )
 
 
 def cut_shards(order: ShardSampler) -> int:
@@ -263,7 +299,9 @@ def cut_shards(order: ShardSampler) -> int:
 
 def locked(file: IO[str], operation: int) -> bool:
     """Lock a file without waiting. Returns False if another run's lock conflicts. Raises InputError if locks fail."""
-    with naming(f"{file.name} cannot be locked", (OSError,), "; set data.cache_dir to a local disk"):
+    with naming(
+        f"{file.name} cannot be locked", (OSError,), "; set data.cache_dir to a local disk"
+    ):
         try:
             fcntl.flock(file, operation | fcntl.LOCK_NB)
         except BlockingIOError:

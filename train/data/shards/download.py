@@ -19,33 +19,54 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from s3torchconnector import S3ClientConfig, S3Exception, S3MapDataset
-from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception_type,
+    stop_after_delay,
+    wait_random_exponential,
+)
 
 from train.config import InputError, Unreachable
 from train.data.shards.cache import ShardCache
 from train.data.shards.format import Shard
-from train.system import aws_errors, s3_route
-from train.system.atomic_io import discard
-from train.system.aws_errors import TABLE, code_of, is_temporary, one_line, problem_and_cure
-from train.system.checksums import fault_of, fault_of_file
-from train.system.folders import Folder
-from train.system.s3 import DEFAULT_REGION, BotoCoreError, ClientError, S3Folder, open_client
-from train.system.s3_session import credentials, open_session
+from train.storage import aws_errors, s3_route
+from train.storage.atomic_io import discard
+from train.storage.aws_errors import TABLE, code_of, is_temporary, one_line, problem_and_cure
+from train.storage.checksums import fault_of, fault_of_file
+from train.storage.folders import Folder
+from train.storage.s3 import DEFAULT_REGION, BotoCoreError, ClientError, S3Folder, open_client
+from train.storage.s3_session import credentials, open_session
 
 logger = logging.getLogger("train")
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # upper limits of the random pauses between attempts; the limit doubles
-MIN_PART_BYTES, MAX_PART_BYTES = 5 * 2**20, 512 * 2**20  # the connector's limits for parts; it keeps one in memory
+FIRST_PAUSE_S, LONGEST_PAUSE_S = (
+    1.0,
+    10.0,
+)  # upper limits of the random pauses between attempts; the limit doubles
+MIN_PART_BYTES, MAX_PART_BYTES = (
+    5 * 2**20,
+    512 * 2**20,
+)  # the connector's limits for parts; it keeps one in memory
 CONNECTOR_ATTEMPTS = 3
 MAX_DOUBTS = 3  # Doubtful errors after which a shard is no longer tried
-FIRST_BYTES, REQUEST_S = 8 * 2**20, 5.0  # the size of the first request, and the time that later ones should take
-FINAL = {"bucket does not exist": "NoSuchBucket"}  # phrases in the connector's errors, and AWS's codes for them
+FIRST_BYTES, REQUEST_S = (
+    8 * 2**20,
+    5.0,
+)  # the size of the first request, and the time that later ones should take
+FINAL = {
+    "bucket does not exist": "NoSuchBucket"
+}  # phrases in the connector's errors, and AWS's codes for them
 PASSING = {  # phrases of faults that may pass: a new role takes a while to work everywhere, a copy may be in progress
     "No signing credentials": "NoCredentialsError",
     "TIME_TOO_SKEWED": "RequestTimeTooSkewed",
     "TOKEN_EXPIRED": "ExpiredToken",
     "key does not exist": "it is not in the bucket",
 }
-RETRIED = (*aws_errors.CREDENTIALS, *aws_errors.NOT_ALLOWED, "RequestTimeTooSkewed")  # errors that may pass
+RETRIED = (
+    *aws_errors.CREDENTIALS,
+    *aws_errors.NOT_ALLOWED,
+    "RequestTimeTooSkewed",
+)  # errors that may pass
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
@@ -72,7 +93,9 @@ class Client:
             frozen = credentials(self.session)
         except InputError as error:  # a file of ~/.aws or a token may be being replaced
             raise Unreachable(f"cannot get credentials: {error}") from error
-        self.credentials = (None,) * 3 if frozen is None else (frozen.access_key, frozen.secret_key, frozen.token)
+        self.credentials = (
+            (None,) * 3 if frozen is None else (frozen.access_key, frozen.secret_key, frozen.token)
+        )
         self.request_bytes = FIRST_BYTES
         self.numbers = {file: number for number, file in enumerate(files)}
         self.streams = S3MapDataset.from_objects(
@@ -82,7 +105,9 @@ class Client:
             # A stream is one request. The connector's usual readers copy all of it again, or ask for the length first.
             reader_constructor=lambda bucket, key, get_object_info, get_stream: get_stream,
             s3client_config=S3ClientConfig(
-                part_size=min(max(largest_bytes, MIN_PART_BYTES), MAX_PART_BYTES),  # one request per shard
+                part_size=min(
+                    max(largest_bytes, MIN_PART_BYTES), MAX_PART_BYTES
+                ),  # one request per shard
                 force_path_style=folder.s3.path_style,
                 max_attempts=CONNECTOR_ATTEMPTS,
             ),
@@ -109,10 +134,14 @@ class Client:
                     on_bytes()
                 if start < stop:  # the object ends here
                     break
-                self.request_bytes = max(FIRST_BYTES, int(REQUEST_S * (stop - first) / (time.monotonic() - began_s)))
+                self.request_bytes = max(
+                    FIRST_BYTES, int(REQUEST_S * (stop - first) / (time.monotonic() - began_s))
+                )
             return pieces
         except S3Exception as error:  # one class for all errors: only the text distinguishes them
-            if pieces and "<Code>InvalidRange</Code>" in str(error):  # the object ended with the previous request
+            if pieces and "<Code>InvalidRange</Code>" in str(
+                error
+            ):  # the object ended with the previous request
                 return pieces
             raise self.explain(error, file) from error
 
@@ -121,7 +150,11 @@ class Client:
         text = one_line(error)
         for phrase, meaning in (FINAL | PASSING).items():
             if phrase in text:
-                known = "; ".join(problem_and_cure(meaning, service="S3")) if meaning in TABLE else meaning
+                known = (
+                    "; ".join(problem_and_cure(meaning, service="S3"))
+                    if meaning in TABLE
+                    else meaning
+                )
                 return (Doubtful if phrase in FINAL else Unreachable)(f"{known} ({text})")
         status, code, said = answer_in(text)
         if "Forbidden" in text:  # the connector's text is the same for all codes of status 403
@@ -134,7 +167,9 @@ class Client:
     def answer_to_boto3(self, file: str) -> tuple[int, str, str]:
         """Return the status, code and text of S3's answer to boto3. The code is "" if boto3 gets the object."""
         try:
-            client = open_client(self.session, self.folder.s3)  # the folder's connections belong to another process
+            client = open_client(
+                self.session, self.folder.s3
+            )  # the folder's connections belong to another process
             client.get_object(**self.folder.address(file), Range="bytes=0-0")["Body"].close()
         except ClientError as error:
             status = int(error.response["ResponseMetadata"]["HTTPStatusCode"])
@@ -150,7 +185,11 @@ def answer_in(text: str) -> tuple[int, str, str]:
     """Return the status, code and text of the S3 answer quoted in a connector error; 0 or "" for what it lacks."""
     status, code, said = (
         re.search(pattern, text)
-        for pattern in (r"response_status: (\d+)", "<Code>(.*?)</Code>", "<Message>(.*?)</Message>")
+        for pattern in (
+            r"response_status: (\d+)",
+            "<Code>(.*?)</Code>",
+            "<Message>(.*?)</Message>",
+        )
     )
     return int(status[1]) if status else 0, code[1] if code else "", said[1] if said else ""
 
@@ -169,7 +208,12 @@ def put(variables: Mapping[str, str | None]) -> None:
 
 def put_back() -> None:
     """Undo `put`, so that programs started by this process have the user's environment."""
-    put({name: os.environ.get(name) for name in (*CREDENTIALS, *s3_route.PROXIES, s3_route.AUTHORITIES)})
+    put(
+        {
+            name: os.environ.get(name)
+            for name in (*CREDENTIALS, *s3_route.PROXIES, s3_route.AUTHORITIES)
+        }
+    )
 
 
 class Downloader:
@@ -216,7 +260,11 @@ class Downloader:
         def after_failure(state: RetryCallState) -> None:
             error = state.outcome.exception() if state.outcome else None
             reason = f"{url}: {error} ({state.attempt_number} attempts)"
-            logger.warning("%s; next attempt in %.1f s", reason, state.next_action.sleep if state.next_action else 0.0)
+            logger.warning(
+                "%s; next attempt in %.1f s",
+                reason,
+                state.next_action.sleep if state.next_action else 0.0,
+            )
             on_failure(reason)
             if error is not None and not isinstance(error, Silent):
                 answers.append(error)
@@ -248,8 +296,12 @@ class Downloader:
 
         def read() -> None:
             try:
-                clients.append(self.current_client())  # in this thread, because looking for credentials may hang
-                content.set_result(clients[0].read(shard.file, most_bytes=shard.bytes, on_bytes=hear))
+                clients.append(
+                    self.current_client()
+                )  # in this thread, because looking for credentials may hang
+                content.set_result(
+                    clients[0].read(shard.file, most_bytes=shard.bytes, on_bytes=hear)
+                )
             except BaseException as error:  # raised again in the waiting thread
                 content.set_exception(error)
 
@@ -274,7 +326,9 @@ class Downloader:
             digest.update(piece)
         fault = fault_of(shard.entry, sum(map(len, content)), digest.hexdigest)
         if fault is not None:
-            raise Doubtful(f"it {fault}; it was damaged or replaced: put the original back or prepare again")
+            raise Doubtful(
+                f"it {fault}; it was damaged or replaced: put the original back or prepare again"
+            )
         part = self.cache.run / shard.file
         try:
             with part.open("wb") as file:

@@ -23,11 +23,19 @@ from safetensors.numpy import save
 
 from train.config import InputError, check
 from train.data.files.errors import naming
-from train.system.checksums import check_entries, sealed, unsealed
-from train.system.folders import Folder, LocalFolder, canonical_json, sha256_bytes, sha256_file
-from train.system.memory import total_memory_bytes
-from train.system.processes import LIBC
-from train.system.schema import BadContent, FileEntry, FileName, Sha256, read_object, record, shown
+from train.machine.memory import total_memory_bytes
+from train.machine.processes import LIBC
+from train.storage.checksums import check_entries, sealed, unsealed
+from train.storage.folders import Folder, LocalFolder, canonical_json, sha256_bytes, sha256_file
+from train.storage.schema import (
+    BadContent,
+    FileEntry,
+    FileName,
+    Sha256,
+    read_object,
+    record,
+    shown,
+)
 
 FORMAT = 1  # increase this when older readers cannot read new files
 SPLITS = ("train", "validation")
@@ -52,7 +60,9 @@ class Rows:
 
     @staticmethod
     def concatenate(parts: list[Rows]) -> Rows:
-        return Rows(**{name: np.concatenate([vars(part)[name] for part in parts]) for name in ROW_TENSORS})
+        return Rows(
+            **{name: np.concatenate([vars(part)[name] for part in parts]) for name in ROW_TENSORS}
+        )
 
     def __getitem__(self, rows: slice) -> Rows:
         return Rows(**{name: tensor[rows] for name, tensor in vars(self).items()})
@@ -160,7 +170,9 @@ def fault_of_manifest(manifest: DataManifest) -> str | None:
     ids = [info.cls_id, info.sep_id, info.mask_id, info.pad_id, *info.special_ids]
     if not max(ids) < info.vocab_size <= np.iinfo(manifest.dtype).max + 1:
         return f"a vocabulary of {info.vocab_size} tokens does not fit ids up to {max(ids)} and dtype {manifest.dtype}"
-    row_bytes = manifest.seq_len * np.dtype(manifest.dtype).itemsize + 3  # 3: pivot and same_document
+    row_bytes = (
+        manifest.seq_len * np.dtype(manifest.dtype).itemsize + 3
+    )  # 3: pivot and same_document
     for shard in manifest.shards:
         if not shard.file.endswith(".safetensors"):
             return f"{shard.file} is not the name of a shard, NAME.safetensors"
@@ -175,7 +187,12 @@ def write_shard(folder: Folder, name: str, rows: Rows) -> Shard:
     """Write one shard atomically."""
     content = save({name: np.ascontiguousarray(tensor) for name, tensor in vars(rows).items()})
     folder.write(name, content)
-    return Shard(file=FileName(name), rows=len(rows), bytes=len(content), sha256=Sha256(sha256_bytes(content)))
+    return Shard(
+        file=FileName(name),
+        rows=len(rows),
+        bytes=len(content),
+        sha256=Sha256(sha256_bytes(content)),
+    )
 
 
 def write_manifest(folder: Folder, **fields: Any) -> DataManifest:
@@ -188,7 +205,9 @@ def write_manifest(folder: Folder, **fields: Any) -> DataManifest:
 
 def check_files(folder: Path, manifest: DataManifest, *, checksums: bool) -> None:
     """Raise InputError if a shard's length (with `checksums` also its sha256) or the tokenizer's sha256 is wrong."""
-    check_entries(folder, {shard.file: shard.entry for shard in manifest.shards}, checksums=checksums)
+    check_entries(
+        folder, {shard.file: shard.entry for shard in manifest.shards}, checksums=checksums
+    )
     tokenizer = folder / TOKENIZER_FILE
     check(tokenizer.is_file(), f"{tokenizer} is missing; prepare the data again")
     check(
@@ -205,16 +224,24 @@ class ShardSet:
     """
 
     def __init__(
-        self, folder: Path, manifest: DataManifest, split: str, wait: Callable[[Sequence[Shard]], None] | None = None
+        self,
+        folder: Path,
+        manifest: DataManifest,
+        split: str,
+        wait: Callable[[Sequence[Shard]], None] | None = None,
     ) -> None:
         self.folder, self.shards, self.wait = folder, manifest.splits[split], wait
         self.first_rows = np.cumsum([0, *(shard.rows for shard in self.shards)])
-        self.maps: dict[int, dict[str, np.ndarray]] = {}  # at most MAPPED_SHARDS, most recently used last
+        self.maps: dict[
+            int, dict[str, np.ndarray]
+        ] = {}  # at most MAPPED_SHARDS, most recently used last
         # Reading ahead helps only if a row's neighbours are still in memory when their turn comes.
         self.reads_ahead = sum(shard.bytes for shard in self.shards) <= total_memory_bytes()
         self.seq_len, self.dtype = manifest.seq_len, np.dtype(manifest.dtype)
         self.vocab_size = manifest.tokenizer.vocab_size
-        self.layout: dict[str, tuple[tuple[int, ...], np.dtype]] = {  # shape and dtype of a row in each tensor
+        self.layout: dict[
+            str, tuple[tuple[int, ...], np.dtype]
+        ] = {  # shape and dtype of a row in each tensor
             "tokens": ((self.seq_len,), self.dtype),
             "pivot": ((), np.dtype(np.uint16)),
             "same_document": ((), np.dtype(np.uint8)),
@@ -235,18 +262,31 @@ class ShardSet:
         order = np.argsort(numbers)
         ascending = numbers[order]
         if len(numbers) and not 0 <= ascending[0] <= ascending[-1] < len(self):
-            raise IndexError(f"sequences {ascending[0]} to {ascending[-1]}, but there are {len(self)}")
-        needed, firsts = np.unique(np.searchsorted(self.first_rows, ascending, "right") - 1, return_index=True)
-        gathered = [np.empty((len(numbers), *self.layout[name][0]), self.layout[name][1]) for name in names]
+            raise IndexError(
+                f"sequences {ascending[0]} to {ascending[-1]}, but there are {len(self)}"
+            )
+        needed, firsts = np.unique(
+            np.searchsorted(self.first_rows, ascending, "right") - 1, return_index=True
+        )
+        gathered = [
+            np.empty((len(numbers), *self.layout[name][0]), self.layout[name][1]) for name in names
+        ]
         self.open(needed.tolist())
-        for shard, first, last in zip(needed.tolist(), firsts, [*firsts[1:], len(numbers)], strict=True):
+        for shard, first, last in zip(
+            needed.tolist(), firsts, [*firsts[1:], len(numbers)], strict=True
+        ):
             local, tensors = ascending[first:last] - self.first_rows[shard], self.tensors(shard)
             for name, values in zip(names, gathered, strict=True):
                 # The mode "clip" writes directly to the output; the default mode gathers into a copy first.
                 tensors[name].take(local, 0, values[first:last], "clip")
-                if name == "tokens" and (largest := int(values[first:last].max())) >= self.vocab_size:
+                if (
+                    name == "tokens"
+                    and (largest := int(values[first:last].max())) >= self.vocab_size
+                ):
                     has = f"{self.folder / self.shards[shard].file} has token id {largest}"
-                    raise InputError(f"{has}, but its vocabulary has {self.vocab_size} tokens; prepare again")
+                    raise InputError(
+                        f"{has}, but its vocabulary has {self.vocab_size} tokens; prepare again"
+                    )
         position = np.empty_like(order)
         position[order] = np.arange(len(order))
         return [values.take(position, 0) for values in gathered]
@@ -258,10 +298,15 @@ class ShardSet:
             self.maps[number] = self.maps.pop(number)
         if self.wait is None or not new:
             return
-        while self.maps and not (self.folder / self.shards[oldest := next(iter(self.maps))].file).exists():
+        while (
+            self.maps
+            and not (self.folder / self.shards[oldest := next(iter(self.maps))].file).exists()
+        ):
             if oldest in numbers:
                 break
-            del self.maps[oldest]  # a deleted file takes space while it is mapped; the oldest are deleted first
+            del self.maps[
+                oldest
+            ]  # a deleted file takes space while it is mapped; the oldest are deleted first
         self.wait([self.shards[number] for number in new])
 
     def tensors(self, number: int) -> dict[str, np.ndarray]:
@@ -269,9 +314,17 @@ class ShardSet:
         if number not in self.maps:
             path, rows = self.folder / self.shards[number].file, self.shards[number].rows
             tensors = map_tensors(path, reads_ahead=self.reads_ahead)
-            wanted = {name: ((rows, *shape), dtype) for name, (shape, dtype) in self.layout.items()}
-            ok = wanted.items() <= {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}.items()
-            check(ok, f"{path} does not have the {rows} sequences listed in the manifest; prepare again")
+            wanted = {
+                name: ((rows, *shape), dtype) for name, (shape, dtype) in self.layout.items()
+            }
+            ok = (
+                wanted.items()
+                <= {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}.items()
+            )
+            check(
+                ok,
+                f"{path} does not have the {rows} sequences listed in the manifest; prepare again",
+            )
             self.maps[number] = tensors
             if len(self.maps) > MAPPED_SHARDS:
                 del self.maps[next(iter(self.maps))]
@@ -289,11 +342,15 @@ def map_tensors(path: Path, *, reads_ahead: bool = True) -> dict[str, np.ndarray
     with path.open("rb", buffering=0) as file:
         head, file_bytes = file.read(8 + MAX_HEADER_BYTES), os.fstat(file.fileno()).st_size
     tensors = {}
-    with naming(f"{path} is not a shard", (ValueError,), "; prepare the data again"):  # shape and bytes may not match
+    with naming(
+        f"{path} is not a shard", (ValueError,), "; prepare the data again"
+    ):  # shape and bytes may not match
         layout, first = read_header(head)
         data = torch.from_file(str(path), size=file_bytes, dtype=torch.uint8).numpy()
         if not reads_ahead:
-            LIBC.madvise(ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(data.nbytes), mmap.MADV_RANDOM)
+            LIBC.madvise(
+                ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(data.nbytes), mmap.MADV_RANDOM
+            )
         for name, stored in layout.items():
             begin, end = stored["data_offsets"]
             values = data[first + begin : first + end].view(STORED_TYPES[stored["dtype"]])
@@ -319,4 +376,6 @@ def read_header(head: bytes) -> tuple[dict[str, Stored], int]:
         raise BadContent(f"the length of its header is {header_bytes} bytes")
     header = read_object(head[8 : 8 + header_bytes])
     tensors = {name: record(Stored, header[name], name) for name in ROW_TENSORS if name in header}
-    return {name: each for name, each in tensors.items() if each["dtype"] in STORED_TYPES}, 8 + header_bytes
+    return {
+        name: each for name, each in tensors.items() if each["dtype"] in STORED_TYPES
+    }, 8 + header_bytes

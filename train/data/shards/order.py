@@ -28,14 +28,22 @@ PADDING = -1  # an item that fills up the last evaluation batch and is not count
 ROWS_AT_ONCE = 4096  # rows whose places in the order are computed together
 MAX_LANES = 64  # a machine's first batch may need a shard of each lane: 4 GB if shards have 64 MiB, the default
 WINDOW_SHARDS = 256  # shards shuffled together over all lanes; a resume may first have to fetch all of them (16 GiB)
-MOST_FETCHED = 1.1  # a warning appears if all machines together fetch more than this multiple of the data
+MOST_FETCHED = (
+    1.1  # a warning appears if all machines together fetch more than this multiple of the data
+)
 ROUNDS = 12  # rounds of the permutation; with 8, the order of 12 sequences still differs measurably from a random one
-LANE_STREAM, SHARD_STREAM, ROW_STREAM = 2**21, 2**21 + 1, 2**21 + 2  # coordinates after the seed (random_bits.py)
+LANE_STREAM, SHARD_STREAM, ROW_STREAM = (
+    2**21,
+    2**21 + 1,
+    2**21 + 2,
+)  # coordinates after the seed (random_bits.py)
 
 
 def lanes_of(global_batch_size: int, most: int) -> int:
     """Return the largest divisor of the global batch that is at most MAX_LANES and `most`, the number of shards."""
-    return next(lanes for lanes in range(min(MAX_LANES, most), 0, -1) if global_batch_size % lanes == 0)
+    return next(
+        lanes for lanes in range(min(MAX_LANES, most), 0, -1) if global_batch_size % lanes == 0
+    )
 
 
 def window_of_lane(window_shards: int, lanes: int) -> int:
@@ -61,7 +69,9 @@ def permuted(positions: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.nda
             line, column = moved[left] // wide, moved[left] % wide
             for number in range(ROUNDS):
                 fixed, modulus = (line, wide) if number % 2 == 0 else (column, tall)
-                offset = ((hash_bits(fixed, state=bits + np.uint64(number)) >> half) * modulus) >> half
+                offset = (
+                    (hash_bits(fixed, state=bits + np.uint64(number)) >> half) * modulus
+                ) >> half
                 if number % 2 == 0:
                     column = column + offset
                     column = np.where(column >= wide, column - wide, column)
@@ -91,7 +101,9 @@ class Lanes:
         counts = np.asarray(shard_rows, np.int64)
         shards = np.argsort(hash_bits(seed, LANE_STREAM, np.arange(len(counts))), kind="stable")
         self.num_rows, ends = int(counts.sum()), np.cumsum(counts[shards])
-        self.starts = np.arange(number + 1) * self.num_rows // number  # each lane's first row, then the number of rows
+        self.starts = (
+            np.arange(number + 1) * self.num_rows // number
+        )  # each lane's first row, then the number of rows
         cuts = np.unique(np.concatenate([[0], ends, self.starts]))
         self.piece_rows = np.diff(cuts)
         place = np.searchsorted(ends, cuts[:-1], side="right")
@@ -109,13 +121,22 @@ class EpochOrder:
     """The order of one epoch. It stores a few numbers per shard, however many sequences the shard has."""
 
     def __init__(self, lanes: Lanes, *, batch_size: int, window_shards: int, epoch: int) -> None:
-        self.lanes, self.each = lanes, batch_size // lanes.number  # `each`: rows of each lane in a batch
+        self.lanes, self.each = (
+            lanes,
+            batch_size // lanes.number,
+        )  # `each`: rows of each lane in a batch
         bits = hash_bits(lanes.seed, SHARD_STREAM, epoch, np.arange(len(lanes.piece_rows)))
         self.pieces = np.lexsort((bits, lanes.piece_lanes))
         rows, lane = lanes.piece_rows[self.pieces], lanes.piece_lanes[self.pieces]
-        self.piece_ends = np.cumsum(rows)  # ends and starts are "places": indices into the rows of all lanes
+        self.piece_ends = np.cumsum(
+            rows
+        )  # ends and starts are "places": indices into the rows of all lanes
         self.piece_starts = self.piece_ends - rows
-        sizes = [size for num in np.bincount(lane).tolist() for size in window_sizes(num, window_shards, epoch)]
+        sizes = [
+            size
+            for num in np.bincount(lane).tolist()
+            for size in window_sizes(num, window_shards, epoch)
+        ]
         self.piece_windows = np.repeat(np.arange(len(sizes)), sizes)
         first_pieces = np.cumsum([0, *sizes])
         self.window_starts = self.piece_starts[first_pieces[:-1]]
@@ -126,18 +147,28 @@ class EpochOrder:
     def rows(self, first_step: int, last_step: int, slots: np.ndarray) -> np.ndarray:
         """Return [steps, slots] int64: the sequences in these slots of the batches [first_step, last_step)."""
         lane, number = np.divmod(slots, self.each)
-        places = self.lanes.starts[lane] + number + np.arange(first_step, last_step)[:, None] * self.each
+        places = (
+            self.lanes.starts[lane]
+            + number
+            + np.arange(first_step, last_step)[:, None] * self.each
+        )
         window = np.searchsorted(self.window_starts, places.ravel(), side="right") - 1
         starts = self.window_starts[window]
         sizes = (self.window_ends[window] - starts).astype(np.uint64)
-        moved = permuted((places.ravel() - starts).astype(np.uint64), sizes, self.window_keys[window])
+        moved = permuted(
+            (places.ravel() - starts).astype(np.uint64), sizes, self.window_keys[window]
+        )
         shuffled = moved.astype(np.int64) + starts
         piece = np.searchsorted(self.piece_ends, shuffled, side="right")
-        return (self.lanes.piece_firsts[self.pieces[piece]] + shuffled - self.piece_starts[piece]).reshape(places.shape)
+        return (
+            self.lanes.piece_firsts[self.pieces[piece]] + shuffled - self.piece_starts[piece]
+        ).reshape(places.shape)
 
     def shards_from(self, step: int, lanes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the shards of the windows that `step` reads in these lanes, and of later windows (in order of use)."""
-        begins = self.window_starts - self.lanes.starts[self.window_lanes]  # rows before the window in its lane
+        begins = (
+            self.window_starts - self.lanes.starts[self.window_lanes]
+        )  # rows before the window in its lane
         is_left = np.isin(self.window_lanes, lanes) & (
             self.window_ends - self.lanes.starts[self.window_lanes] > step * self.each
         )
@@ -145,7 +176,9 @@ class EpochOrder:
         begins, is_later = begins[self.piece_windows], (is_left & ~is_now)[self.piece_windows]
         shards = self.lanes.piece_shards[self.pieces]
         later = np.flatnonzero(is_later)
-        return shards[is_now[self.piece_windows]], shards[later[np.argsort(begins[later], kind="stable")]]
+        return shards[is_now[self.piece_windows]], shards[
+            later[np.argsort(begins[later], kind="stable")]
+        ]
 
 
 class ShardSampler:
@@ -174,11 +207,17 @@ class ShardSampler:
         `window_shards`: how many shards of each lane are shuffled together; None: WINDOW_SHARDS over all lanes.
         `eval_shards`: the validation shards that the machine reads; None: all.
         """
-        self.shard_rows, self.seed, self.global_batch_size = list(shard_rows), seed, global_batch_size
+        self.shard_rows, self.seed, self.global_batch_size = (
+            list(shard_rows),
+            seed,
+            global_batch_size,
+        )
         self.rows, self.world_size = sum(shard_rows), world_size
         self.steps = self.rows // global_batch_size  # steps per epoch
         self.consumed_rows, self.eval_shards = consumed_rows, eval_shards
-        self.lanes = Lanes(self.shard_rows, lanes or lanes_of(global_batch_size, len(self.shard_rows)), seed=seed)
+        self.lanes = Lanes(
+            self.shard_rows, lanes or lanes_of(global_batch_size, len(self.shard_rows)), seed=seed
+        )
         self.window_shards = window_shards or window_of_lane(WINDOW_SHARDS, self.lanes.number)
         self.slots = self.slots_of(rank)
         self.lanes_here = self.lanes_of([rank] if machine_ranks is None else machine_ranks)
@@ -203,7 +242,10 @@ class ShardSampler:
         why = f"their parts of a batch of {batch:,} do not match its {lanes} lanes of shards"
         cure = f"use a number of machines that divides {lanes}"
         if shards < 2 * MAX_LANES:
-            why, cure = f"{shards} shards are few for {lanes} lanes", "prepare more and smaller ones (rows_per_shard)"
+            why, cure = (
+                f"{shards} shards are few for {lanes} lanes",
+                "prepare more and smaller ones (rows_per_shard)",
+            )
         elif batch % MAX_LANES:
             cure = f"make global_batch_size a multiple of {MAX_LANES}"
         return f"{len(machines)} machines fetch {times:.2f} times the training data in all, because {why}; {cure}"
@@ -229,7 +271,10 @@ class ShardSampler:
         while True:
             order = self.epoch_order(epoch)
             for first in range(start, self.steps, together):
-                rows = order.rows(first, min(first + together, self.steps), self.slots) + epoch * self.rows
+                rows = (
+                    order.rows(first, min(first + together, self.steps), self.slots)
+                    + epoch * self.rows
+                )
                 for mine in rows:  # one step each
                     for low in range(0, len(mine), size):
                         yield mine[low : low + size]
@@ -254,18 +299,26 @@ def eval_part(rows: int, rank: int, world_size: int) -> range:
 
 
 def eval_shards(
-    shard_rows: Sequence[int], sample: np.ndarray, ranks: Sequence[int], world_size: int, num_shown: int
+    shard_rows: Sequence[int],
+    sample: np.ndarray,
+    ranks: Sequence[int],
+    world_size: int,
+    num_shown: int,
 ) -> list[int]:
     """Return the validation shards that these ranks read, ascending.
 
     `sample` [n]: the rows that are evaluated, ascending. `num_shown`: how many of them, evenly spaced, rank 0 reads for
     the report.
     """
-    own = [eval_part(len(sample), rank, world_size) or range(1) for rank in ranks]  # row 0: see MaskedRows.last_item
+    own = [
+        eval_part(len(sample), rank, world_size) or range(1) for rank in ranks
+    ]  # row 0: see MaskedRows.last_item
     parts = [sample[part.start : part.stop] for part in own]
     if 0 in ranks:
         parts.append(sample[spread(len(sample), num_shown)])
-    return np.unique(np.searchsorted(np.cumsum(shard_rows), np.concatenate(parts), side="right")).tolist()
+    return np.unique(
+        np.searchsorted(np.cumsum(shard_rows), np.concatenate(parts), side="right")
+    ).tolist()
 
 
 def spread(num_rows: int, most: int) -> np.ndarray:
@@ -288,7 +341,9 @@ class EvalOrder:
     most_batches: int | None = None  # batches per rank; None: all
 
     def __len__(self) -> int:
-        return min(-(-self.rows // (self.batch_size * self.world_size)), self.most_batches or self.rows)
+        return min(
+            -(-self.rows // (self.batch_size * self.world_size)), self.most_batches or self.rows
+        )
 
     def __iter__(self) -> Iterator[list[int]]:
         padded = np.full(len(self) * self.batch_size, PADDING)
@@ -302,4 +357,6 @@ class EvalOrder:
         `shares`: each rank's results in the order of its batches, [len(self) * batch_size, ...].
         """
         parts = (eval_part(self.rows, rank, self.world_size) for rank in range(self.world_size))
-        return np.concatenate([share[: len(part)] for share, part in zip(shares, parts, strict=True)])
+        return np.concatenate(
+            [share[: len(part)] for share, part in zip(shares, parts, strict=True)]
+        )

@@ -32,10 +32,10 @@ from train.config import InputError
 from train.data.shards.cache import ShardCache, held_out
 from train.data.shards.format import DataManifest, Shard
 from train.data.shards.order import ShardSampler
-from train.system.atomic_io import discard
-from train.system.folders import Folder
-from train.system.processes import PR_SET_PDEATHSIG
-from train.system.torchrun import leave_signals_to_the_parent
+from train.machine.processes import PR_SET_PDEATHSIG
+from train.machine.torchrun import leave_signals_to_the_parent
+from train.storage.atomic_io import discard
+from train.storage.folders import Folder
 
 logger = logging.getLogger("train")
 DOWNLOADS = 4  # concurrent downloads: a few saturate a network card; each needs memory for two shards, about 128 MiB
@@ -52,22 +52,33 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
     """
 
     def __init__(self, source: Folder, cache: ShardCache, sampler: ShardSampler) -> None:
-        from train.data.shards.download import Downloader  # imported here: the connector loads slowly
+        from train.data.shards.download import (
+            Downloader,
+        )  # imported here: the connector loads slowly
 
         cache.check_fits(sampler)
         self.cache, self.sampler = cache, sampler
         self.limit_bytes = cache.limit_bytes()
         self.fits = cache.part_bytes(sampler) <= self.limit_bytes
         if not self.fits:  # the previous window's files are deleted, but take space until readers open the next window
-            self.limit_bytes -= sampler.window_shards * len(sampler.lanes_here) * cache.largest_bytes
+            self.limit_bytes -= (
+                sampler.window_shards * len(sampler.lanes_here) * cache.largest_bytes
+            )
         held = cache.hold(alone=not self.fits)
         self.downloader = Downloader(source, cache)
-        self.changed = Condition()  # guards the next three lines' attributes, which several threads use
+        self.changed = (
+            Condition()
+        )  # guards the next three lines' attributes, which several threads use
         self.wanted, self.queue = dict[str, Shard](), deque[Shard]()
         self.active = set[str]()
-        self.settled, self.failed = set[str](), set[str]()  # shards that are ready or have failed; those that failed
+        self.settled, self.failed = (
+            set[str](),
+            set[str](),
+        )  # shards that are ready or have failed; those that failed
         first = [cache.manifest.splits["train"][number] for number in sampler.upcoming_shards()[0]]
-        self.first: dict[str, Shard] = {shard.file: shard for shard in first}  # empty once all are ready
+        self.first: dict[str, Shard] = {
+            shard.file: shard for shard in first
+        }  # empty once all are ready
         context = multiprocessing.get_context("fork")  # a spawned process would import torch first
         receiver, self.consumed_rows = context.Pipe(duplex=False)
         self.process = context.Process(target=self.run, args=(receiver,), daemon=True)
@@ -83,7 +94,9 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
 
     def consumed(self, rows: int) -> None:
         """Tell the process how many sequences all ranks have consumed since the run began."""
-        with suppress(BrokenPipeError):  # the process has ended; readers raise an error when they need a shard
+        with suppress(
+            BrokenPipeError
+        ):  # the process has ended; readers raise an error when they need a shard
             self.consumed_rows.send(rows)
 
     # ---- in the process --------------------------------------------------------------------------------------------
@@ -113,7 +126,9 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
             is_filling = len(self.settled) < len(self.wanted)
             if is_filling != was_filling:
                 self.cache.write_status(is_filling=is_filling)
-            if (was_filling and not is_filling) or (is_filling and time.monotonic() - reported_s > REPORT_EVERY_S):
+            if (was_filling and not is_filling) or (
+                is_filling and time.monotonic() - reported_s > REPORT_EVERY_S
+            ):
                 reported_s = time.monotonic()
                 self.report()
             was_filling = is_filling
@@ -128,7 +143,9 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
         chosen = wanted_shards(self.cache.manifest, self.sampler, self.limit_bytes)
         wanted: dict[str, Shard] = {shard.file: shard for shard in chosen}
         with self.changed:
-            unwanted = (self.wanted.keys() or {shard.file for shard in self.cache.manifest.shards}) - wanted.keys()
+            unwanted = (
+                self.wanted.keys() or {shard.file for shard in self.cache.manifest.shards}
+            ) - wanted.keys()
             self.wanted = wanted
             self.settled &= wanted.keys()
             self.failed &= wanted.keys()
@@ -159,7 +176,9 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
     def obtain(self, shard: Shard) -> bool:
         """Put a shard into the cache for this run's readers. If that fails, write the reason and return False."""
         try:
-            self.downloader.download(shard, on_failure=partial(self.cache.set_fault, shard, is_final=False))
+            self.downloader.download(
+                shard, on_failure=partial(self.cache.set_fault, shard, is_final=False)
+            )
             (self.cache.compared / shard.file).touch()
             discard(self.cache.faults / shard.file)
             self.cache.heard()
@@ -173,7 +192,10 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
         """Log how much data this machine reads, and how much of it is needed before the first step."""
         manifest, self.began_s = self.cache.manifest, time.monotonic()
         part = self.sampler.lanes.shards_of(self.sampler.lanes_here)
-        mine = [*(manifest.splits["train"][number] for number in part), *held_out(manifest, self.sampler)]
+        mine = [
+            *(manifest.splits["train"][number] for number in part),
+            *held_out(manifest, self.sampler),
+        ]
         logger.info(
             "shards: this machine reads %d of %d (%s of %s), %d of them (%s) before the first step",
             *(len(mine), len(manifest.shards), size_of(mine), size_of(manifest.shards)),
@@ -183,15 +205,29 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
     def report_first(self) -> None:
         """Log, once, how long it took until the first step's shards were fetched, or compared if they were cached."""
         if self.first and self.first.keys() <= self.settled - self.failed:
-            took_s, total = time.monotonic() - self.began_s, sum(shard.bytes for shard in self.first.values())
+            took_s, total = (
+                time.monotonic() - self.began_s,
+                sum(shard.bytes for shard in self.first.values()),
+            )
             speed = f"{tqdm.format_sizeof(total / took_s, 'B')}/s"
-            logger.info("shards: %d for the first step were ready after %.1f s (%s)", len(self.first), took_s, speed)
+            logger.info(
+                "shards: %d for the first step were ready after %.1f s (%s)",
+                len(self.first),
+                took_s,
+                speed,
+            )
             self.first = {}
 
     def report(self) -> None:
         wanted, there = self.wanted, self.settled - self.failed
         ready = [shard for file, shard in wanted.items() if file in there]
-        counts = (len(ready), len(wanted), self.cache.folder, size_of(ready), size_of(wanted.values()))
+        counts = (
+            len(ready),
+            len(wanted),
+            self.cache.folder,
+            size_of(ready),
+            size_of(wanted.values()),
+        )
         logger.info("shards: %d of %d in %s, %s of %s", *counts)
 
 
@@ -207,7 +243,10 @@ def wanted_shards(manifest: DataManifest, sampler: ShardSampler, limit_bytes: in
     distinct, first = np.unique(numbers, return_index=True)
     numbers = distinct[np.argsort(first)]
     size_bytes = np.cumsum([shards[number].bytes for number in numbers])
-    return [shards[number] for number in numbers[: np.searchsorted(size_bytes, limit_bytes, side="right")]]
+    return [
+        shards[number]
+        for number in numbers[: np.searchsorted(size_bytes, limit_bytes, side="right")]
+    ]
 
 
 def keep_memory() -> None:

@@ -7,13 +7,20 @@ from pathlib import Path
 
 from train.config import InputError, S3Config, ShardsConfig
 from train.data.shards.cache import ShardCache
-from train.data.shards.format import TOKENIZER_FILE, DataManifest, Shard, ShardSet, check_files, read_manifest
+from train.data.shards.format import (
+    TOKENIZER_FILE,
+    DataManifest,
+    Shard,
+    ShardSet,
+    check_files,
+    read_manifest,
+)
 from train.data.shards.order import ShardSampler
 from train.data.shards.prefetch import Prefetcher
-from train.system.atomic_io import write_atomic
-from train.system.checksums import fault_of, fault_of_file, first_fault, read_verified
-from train.system.folders import Folder, is_s3, local_path, open_folder, sha256_bytes, sha256_file
-from train.system.foreign import check_folder
+from train.storage.atomic_io import write_atomic
+from train.storage.checksums import fault_of, fault_of_file, first_fault, read_verified
+from train.storage.folders import Folder, is_s3, local_path, open_folder, sha256_bytes, sha256_file
+from train.storage.foreign import check_folder
 
 TOKENIZER = (TOKENIZER_FILE, "tokenizer/tokenizer_config.json")
 
@@ -45,7 +52,9 @@ class PreparedData:
         For shards in S3 this compares only lengths; checksums are verified on arrival. `shards`: None for all.
         """
         shards = self.manifest.shards if shards is None else shards
-        if fault := first_fault(lambda shard: self.fault(shard, checksum=self.cache is None), shards):
+        if fault := first_fault(
+            lambda shard: self.fault(shard, checksum=self.cache is None), shards
+        ):
             raise InputError(fault)
 
     def fault(self, shard: Shard, *, checksum: bool = True) -> str | None:
@@ -65,7 +74,10 @@ class PreparedData:
         """Return a split that needs no prefetcher: a shard is fetched into the cache when it is first read."""
         if self.cache is None:
             return self.split(name)
-        from train.data.shards.download import Downloader, put_back  # imported here: the connector loads slowly
+        from train.data.shards.download import (
+            Downloader,
+            put_back,
+        )  # imported here: the connector loads slowly
 
         self.cache.check_fits(self.manifest.splits[name])
         self.held = self.cache.hold(alone=False)
@@ -109,8 +121,14 @@ def bring_tokenizer(source: Folder, folder: Path, manifest: DataManifest) -> Non
     """Copy the tokenizer's files to this node. Raises InputError if another tokenizer made the shards."""
     (folder / "tokenizer").mkdir(exist_ok=True)
     for name in TOKENIZER:
-        path, is_known = folder / name, name == TOKENIZER_FILE  # the other file has no known checksum: always copy it
+        path, is_known = (
+            folder / name,
+            name == TOKENIZER_FILE,
+        )  # the other file has no known checksum: always copy it
         if not (is_known and path.is_file() and sha256_file(path) == manifest.tokenizer.sha256):
-            sha256, fault = manifest.tokenizer.sha256 if is_known else None, "is not the tokenizer that made the shards"
+            sha256, fault = (
+                manifest.tokenizer.sha256 if is_known else None,
+                "is not the tokenizer that made the shards",
+            )
             advice = "put the original back or prepare the data again"
             write_atomic(path, read_verified(source, name, sha256, fault=fault, advice=advice))

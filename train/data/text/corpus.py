@@ -19,7 +19,14 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, Protocol
 
-from train.config import CorpusConfig, FilesCorpusConfig, HFCorpusConfig, HFDataset, InputError, check
+from train.config import (
+    CorpusConfig,
+    FilesCorpusConfig,
+    HFCorpusConfig,
+    HFDataset,
+    InputError,
+    check,
+)
 from train.data.files.data_sets import open_builder
 from train.data.files.errors import LIBRARY_ERRORS, naming
 from train.data.files.find import matching, walk
@@ -36,13 +43,21 @@ from train.data.text.documents import (
     readings,
     text_of,
 )
-from train.system.folders import sha256_json
-from train.system.hub_access import asking_hub, hub_or_path, why_missing
-from train.system.schema import BadContent, record
+from train.storage.folders import sha256_json
+from train.storage.hub_access import asking_hub, hub_or_path, why_missing
+from train.storage.schema import BadContent, record
 
 MIN_PYDOC_CHARS = 100
 BLOCK_DOCUMENTS = 256
-SKIPPED_STDLIB = ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "turtledemo")
+SKIPPED_STDLIB = (
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "lib2to3",
+    "turtledemo",
+)
 
 
 class Corpus(Protocol):
@@ -76,7 +91,10 @@ def open_corpus(cfg: CorpusConfig) -> Corpus:
     kind = cfg.kind
     check(kind in SOURCES, f"corpus.kind={kind} is not known; choose one of: {', '.join(SOURCES)}")
     settings, source = SOURCES[kind]
-    check(isinstance(cfg, settings), f"corpus.kind={kind} does not fit the other corpus settings; use corpus={kind}")
+    check(
+        isinstance(cfg, settings),
+        f"corpus.kind={kind} does not fit the other corpus settings; use corpus={kind}",
+    )
     return source(cfg)
 
 
@@ -91,12 +109,19 @@ class PyDocs:
         check(cfg.weights is None and cfg.validation is None, only)
         self.root = Path(sysconfig.get_path("stdlib"))
         found = walk(self.root, SKIPPED_STDLIB, may_lead_out=True)  # a distribution's own links
-        self.modules = [path for path in found if path.suffix == ".py" and path.is_file()]  # links may lead nowhere
-        check(bool(self.modules), f"corpus.kind=pydocs finds no sources in {self.root}; choose another corpus")
+        self.modules = [
+            path for path in found if path.suffix == ".py" and path.is_file()
+        ]  # links may lead nowhere
+        check(
+            bool(self.modules),
+            f"corpus.kind=pydocs finds no sources in {self.root}; choose another corpus",
+        )
 
     def fingerprint(self) -> str:
         # Some distributions leave out modules, so the version alone does not identify the text.
-        files = [[path.relative_to(self.root).as_posix(), path.stat().st_size] for path in self.modules]
+        files = [
+            [path.relative_to(self.root).as_posix(), path.stat().st_size] for path in self.modules
+        ]
         return sha256_json([platform.python_version(), files])
 
     @property
@@ -124,7 +149,11 @@ class PyDocs:
             new = [text for text in dict.fromkeys(docstrings(tree)) if text not in seen]
             seen.update(new)
             texts.append("\n\n".join(new))
-        return [Document(text, len(text.encode())) for text in map(clean, texts) if len(text) >= MIN_PYDOC_CHARS]
+        return [
+            Document(text, len(text.encode()))
+            for text in map(clean, texts)
+            if len(text) >= MIN_PYDOC_CHARS
+        ]
 
 
 def docstrings(node: ast.AST) -> Iterator[str]:
@@ -134,7 +163,9 @@ def docstrings(node: ast.AST) -> Iterator[str]:
         if text:
             yield text
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, (ast.stmt, ast.ExceptHandler, ast.match_case)):  # expressions define nothing
+        if isinstance(
+            child, (ast.stmt, ast.ExceptHandler, ast.match_case)
+        ):  # expressions define nothing
             yield from docstrings(child)
 
 
@@ -158,10 +189,15 @@ class HFCorpus:
             self.readings.append(Reading(len(cfg.datasets), is_validation=True))
         for dataset in self.datasets:
             rows = dataset.rows_per_document
-            check(rows > 0, f"corpus.datasets: rows_per_document={rows} of {dataset.path} must be above 0")
+            check(
+                rows > 0,
+                f"corpus.datasets: rows_per_document={rows} of {dataset.path} must be above 0",
+            )
 
     def fingerprint(self) -> str:
-        return sha256_json([[asdict(dataset), listing(local_files(dataset))] for dataset in self.datasets])
+        return sha256_json(
+            [[asdict(dataset), listing(local_files(dataset))] for dataset in self.datasets]
+        )
 
     @property
     def most_parts(self) -> int:
@@ -172,7 +208,11 @@ class HFCorpus:
         """The files of all readings: the reading, the data set's settings, the opened data set, the file's index."""
         opened = [(dataset, stream(dataset)) for dataset in self.datasets]
         sets = ((each, *opened[each.corpus]) for each in self.readings)
-        return [(each, dataset, rows, file) for each, dataset, rows in sets for file in range(rows.num_shards)]
+        return [
+            (each, dataset, rows, file)
+            for each, dataset, rows in sets
+            for file in range(rows.num_shards)
+        ]
 
     def remarks(self) -> Iterable[str]:
         why = "datasets reads one format of a folder, the most frequent; corpus.datasets: data_files=GLOB names others"
@@ -189,12 +229,18 @@ class HFCorpus:
         mine, turn = divide(len(self.files), part)
         yield from self.read_all(self.files[mine], turn)
 
-    def read_all(self, files: list[tuple[Reading, HFDataset, Any, int]], turn: CorpusPart) -> Iterator[Document]:
+    def read_all(
+        self, files: list[tuple[Reading, HFDataset, Any, int]], turn: CorpusPart
+    ) -> Iterator[Document]:
         for reading, dataset, rows, file in files:
             texts = texts_of(dataset, rows.shard(rows.num_shards, file), file)
             number = 0
             while block := list(islice(texts, dataset.rows_per_document)):
-                text = clean("\n".join(block)) if number // BLOCK_DOCUMENTS % turn.count == turn.index else ""
+                text = (
+                    clean("\n".join(block))
+                    if number // BLOCK_DOCUMENTS % turn.count == turn.index
+                    else ""
+                )
                 number += 1
                 if text and reading.has(text):
                     yield Document(text, len(text.encode()), reading)
@@ -225,7 +271,9 @@ def stream(dataset: HFDataset) -> Any:
 def builder_of(dataset: HFDataset) -> Any:
     """Return the builder of a data set, which has found its files. Raises InputError if it cannot be opened."""
     with opening(dataset):
-        return open_builder(hub_or_path(dataset.path), name=dataset.name, data_files=data_files(dataset))
+        return open_builder(
+            hub_or_path(dataset.path), name=dataset.name, data_files=data_files(dataset)
+        )
 
 
 @contextmanager
@@ -237,7 +285,9 @@ def opening(dataset: HFDataset) -> Iterator[None]:
             yield
     except LIBRARY_ERRORS as error:
         hint = "; a local folder works too" if isinstance(error, OSError) else ""
-        raise InputError(f"data set {path} cannot be opened: {why_missing(source, error)}{hint}") from error
+        raise InputError(
+            f"data set {path} cannot be opened: {why_missing(source, error)}{hint}"
+        ) from error
 
 
 def texts_of(dataset: HFDataset, rows: Iterable[dict[str, Any]], file: int) -> Iterator[str]:

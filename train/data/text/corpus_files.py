@@ -37,15 +37,24 @@ from train.data.text.documents import (
     readings,
     text_of,
 )
-from train.system.folders import sha256_json
+from train.storage.folders import sha256_json
 
 PART_BYTES = 16 * 2**20  # text that one process prepares at a time, a few seconds of work
-MAX_DOCUMENT_CHARS = 2**24  # text without separators is cut at the first line end after this, to limit memory
+MAX_DOCUMENT_CHARS = (
+    2**24
+)  # text without separators is cut at the first line end after this, to limit memory
 # Prefixes of the Arrow types of text columns.
-STRING_TYPES = ("string", "large_string", "dictionary<values=string", "dictionary<values=large_string")
+STRING_TYPES = (
+    "string",
+    "large_string",
+    "dictionary<values=string",
+    "dictionary<values=large_string",
+)
 BLANK = r"^\s*$"  # the default separator, which str.isspace tests faster
 ENCODING = "corpus.encoding"
-DECODING = f"{ENCODING} or corpus.errors=replace"  # the settings to change if a byte does not decode
+DECODING = (
+    f"{ENCODING} or corpus.errors=replace"  # the settings to change if a byte does not decode
+)
 
 
 class FilesCorpus(ABC):
@@ -64,7 +73,11 @@ class FilesCorpus(ABC):
         self.cfg = cfg
         check_encoding(cfg.encoding, ENCODING)
         found = [find_files(path, self.suffixes) for path in cfg.sources]
-        self.pieces = [(each, path) for each in readings(cfg.weights, cfg.sources) for path in found[each.corpus]]
+        self.pieces = [
+            (each, path)
+            for each in readings(cfg.weights, cfg.sources)
+            for path in found[each.corpus]
+        ]
         for path in [] if cfg.validation is None else paths_of(cfg.validation):
             found.append(find_files(path, self.suffixes, "corpus.validation"))
             self.pieces += [(OF_VALIDATION, file) for file in found[-1]]
@@ -95,10 +108,15 @@ class FilesCorpus(ABC):
     def fingerprint(self) -> str:
         count = len(self.cfg.sources)
         corpora, validation = self.listings[:count], self.listings[count:]
-        return sha256_json([corpora, validation] if validation else corpora if count > 1 else corpora[0])
+        return sha256_json(
+            [corpora, validation] if validation else corpora if count > 1 else corpora[0]
+        )
 
     def remarks(self) -> Iterable[str]:
-        given = [*self.cfg.sources, *([] if self.cfg.validation is None else paths_of(self.cfg.validation))]
+        given = [
+            *self.cfg.sources,
+            *([] if self.cfg.validation is None else paths_of(self.cfg.validation)),
+        ]
         why = f"corpus={self.cfg.kind} reads {', '.join(self.suffixes)}"
         return [files_line(*pair, why) for pair in zip(given, self.found, strict=True)]
 
@@ -106,7 +124,11 @@ class FilesCorpus(ABC):
         return self.read_all(self.spans(part))
 
     def validation(self) -> Iterator[Document] | None:
-        whole = [(each, path, 0, self.sizes[path] + 1) for each, path in self.pieces if each.is_validation]
+        whole = [
+            (each, path, 0, self.sizes[path] + 1)
+            for each, path in self.pieces
+            if each.is_validation
+        ]
         return self.read_all(whole) if whole else None
 
     def read_all(self, spans: Iterable[tuple[Reading, Path, int, int]]) -> Iterator[Document]:
@@ -145,7 +167,15 @@ class FilesCorpus(ABC):
     ) -> Iterator[tuple[IO[str], Callable[[], int]]]:
         """Open the lines that begin in bytes [first, last) of a text file, with a counter of the bytes read."""
         errors = "surrogateescape" if self.cfg.errors == "strict" else self.cfg.errors
-        with open_text(path, self.cfg.encoding, key=ENCODING, errors=errors, newline=None, first=first, last=last) as (
+        with open_text(
+            path,
+            self.cfg.encoding,
+            key=ENCODING,
+            errors=errors,
+            newline=None,
+            first=first,
+            last=last,
+        ) as (
             text,
             raw,
         ):
@@ -162,7 +192,9 @@ def line_name(path: Path, first: int, number: int) -> str:
     return f"{path}, line {number} after byte {first}" if first else f"{path}:{number}"
 
 
-def beginning_in(texts: Iterable[tuple[str, int]], first: int, last: int) -> Iterator[tuple[str, int]]:
+def beginning_in(
+    texts: Iterable[tuple[str, int]], first: int, last: int
+) -> Iterator[tuple[str, int]]:
     """Yield the texts of a file that begin in bytes [first, last). Each begins where the previous one ended."""
     begin = 0
     for text, position in texts:
@@ -198,10 +230,14 @@ class TextFiles(FilesCorpus):
                     part, size = [], 0
                 part.append(line)
                 size += len(line)
-                is_cut = not line.endswith("\n")  # a very long line: each stretch of it ends a document
+                is_cut = not line.endswith(
+                    "\n"
+                )  # a very long line: each stretch of it ends a document
             yield "".join(part), position()
 
-    def whole_documents(self, lines: Iterator[str], path: Path, first: int, last: int) -> Iterator[str]:
+    def whole_documents(
+        self, lines: Iterator[str], path: Path, first: int, last: int
+    ) -> Iterator[str]:
         """Yield the lines, except those of a document that began earlier, and complete the last document."""
         begin = lines if first == 0 else dropwhile(lambda line: not self.begins(line), lines)
         is_empty = True
@@ -210,7 +246,9 @@ class TextFiles(FilesCorpus):
             yield line
         if not is_empty and last < self.sizes[path]:
             with self.opened(path, last) as (text, _):
-                yield from takewhile(lambda line: not self.begins(line), self.checked(text, path, last))
+                yield from takewhile(
+                    lambda line: not self.begins(line), self.checked(text, path, last)
+                )
 
     def checked(self, text: IO[str], path: Path, first: int) -> Iterator[str]:
         """Yield lines, very long ones in stretches. Raises InputError on NUL and undecodable bytes."""
@@ -241,7 +279,10 @@ class JsonLines(FilesCorpus):
                 value = text_of(row, self.cfg.column, where)
                 # A JSON escape can be half of a surrogate pair, which cannot be encoded and which tokenizers reject.
                 if not value.isascii() and SURROGATE.search(value):
-                    check(self.cfg.errors == "replace", f"{where}: half of a surrogate pair; set corpus.errors=replace")
+                    check(
+                        self.cfg.errors == "replace",
+                        f"{where}: half of a surrogate pair; set corpus.errors=replace",
+                    )
                     value = SURROGATE.sub("\ufffd", value)
                 yield value, position()
 
@@ -255,7 +296,9 @@ class Csv(FilesCorpus):
     def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
         with self.opened(path) as (text, position):
             encoding, lines = self.cfg.encoding, bounded_lines(text, str(path))
-            columns, rows = csv_rows(lines, str(path), encoding, DECODING, max_field_chars=LONGEST_LINE_CHARS)
+            columns, rows = csv_rows(
+                lines, str(path), encoding, DECODING, max_field_chars=LONGEST_LINE_CHARS
+            )
             check_column(self.cfg.column, columns or [], f"{path}:1")
             for line, row in rows:
                 if isinstance(row, BadRow):
@@ -270,7 +313,9 @@ class Parquet(FilesCorpus):
 
     def __init__(self, cfg: FilesCorpusConfig) -> None:
         super().__init__(cfg)
-        self.largest_groups: dict[Path, int] = {}  # bytes of the column in a file's largest row group
+        self.largest_groups: dict[
+            Path, int
+        ] = {}  # bytes of the column in a file's largest row group
         self.sizes = {path: self.column_bytes(path) for path in self.sizes}
 
     def can_seek(self, path: Path) -> bool:
@@ -283,11 +328,18 @@ class Parquet(FilesCorpus):
             check_column(column, file.schema_arrow.names, str(path))
             kind = str(file.schema_arrow.field(column).type)
             check(
-                kind.startswith(STRING_TYPES), f"{path}: column {column} is {kind}; set corpus.column to a text column"
+                kind.startswith(STRING_TYPES),
+                f"{path}: column {column} is {kind}; set corpus.column to a text column",
             )
-            groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
-            columns = [group.column(index) for group in groups for index in range(group.num_columns)]
-            sizes = [item.total_uncompressed_size for item in columns if item.path_in_schema == column]
+            groups = [
+                file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)
+            ]
+            columns = [
+                group.column(index) for group in groups for index in range(group.num_columns)
+            ]
+            sizes = [
+                item.total_uncompressed_size for item in columns if item.path_in_schema == column
+            ]
         self.largest_groups[path] = max(sizes, default=0)
         return sum(sizes)
 
@@ -298,13 +350,20 @@ class Parquet(FilesCorpus):
         # Rows are treated as equally long: row i of n begins at byte size * i // n.
         with open_parquet(path) as file:
             size, num_rows = max(1, self.sizes[path]), file.metadata.num_rows
-            first_row, last_row = (min(num_rows, -(-byte * num_rows // size)) for byte in (first, last))
+            first_row, last_row = (
+                min(num_rows, -(-byte * num_rows // size)) for byte in (first, last)
+            )
             row = 0  # the first row of the group
             for group in range(file.num_row_groups):
                 end = row + file.metadata.row_group(group).num_rows
                 if row < last_row and end > first_row:
-                    batches = file.iter_batches(BATCH_ROWS, row_groups=[group], columns=[self.cfg.column])
-                    texts = enumerate(chain.from_iterable(batch.column(0).to_pylist() for batch in batches), row + 1)
+                    batches = file.iter_batches(
+                        BATCH_ROWS, row_groups=[group], columns=[self.cfg.column]
+                    )
+                    texts = enumerate(
+                        chain.from_iterable(batch.column(0).to_pylist() for batch in batches),
+                        row + 1,
+                    )
                     for done, text in islice(texts, max(0, first_row - row), last_row - row):
                         yield text or "", self.sizes[path] * done // num_rows
                 row = end

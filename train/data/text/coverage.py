@@ -15,10 +15,17 @@ from train.config import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-MOST_UNKNOWN, TOO_MANY_UNKNOWN = 0.01, 0.3  # shares of unknown tokens above which to warn and to reject
+MOST_UNKNOWN, TOO_MANY_UNKNOWN = (
+    0.01,
+    0.3,
+)  # shares of unknown tokens above which to warn and to reject
 MOST_CHANGED = 0.01  # maximum share of characters that normalisation may change without a warning
-MOST_INNER_CAPITALS = 0.1  # maximum share of words with inner capitals; program code has fewer, formulas more
-MOST_CAPITAL_PIECES = 0.01  # maximum share of pieces with capitals, as in special tokens, in a lower-case vocabulary
+MOST_INNER_CAPITALS = (
+    0.1  # maximum share of words with inner capitals; program code has fewer, formulas more
+)
+MOST_CAPITAL_PIECES = (
+    0.01  # maximum share of pieces with capitals, as in special tokens, in a lower-case vocabulary
+)
 MOST_SAMPLES, SAMPLED_CHARS = 4096, 256
 SHOWN_CHARS = 40  # maximum characters of an example in a message
 CURE = (
@@ -90,7 +97,9 @@ def has_inner_capitals(word: str) -> bool:
     return any(not (part.isupper() or part[1:].islower() or not part[1:]) for part in parts)
 
 
-def unknown_share(unknown: float, tokens: float, reads: str, most: float = TOO_MANY_UNKNOWN) -> str:
+def unknown_share(
+    unknown: float, tokens: float, reads: str, most: float = TOO_MANY_UNKNOWN
+) -> str:
     """Return a sentence about the share of unknown tokens; it is a warning if the share is above MOST_UNKNOWN.
 
     Raises UnusableText if the share is above `most`. `reads`: how the sentence begins, such as "tokenizer x reads y".
@@ -135,7 +144,11 @@ def unused_capitals(tokenizer: PreTrainedTokenizerFast) -> str:
     if fast.normalizer is None or fast.normalizer.normalize_str("A").strip(" ▁") != "a":
         return ""
     special = set(tokenizer.all_special_tokens)
-    pieces = [piece for piece in fast.get_vocab() if piece not in special and not re.fullmatch(r"[\[<].*[\]>]", piece)]
+    pieces = [
+        piece
+        for piece in fast.get_vocab()
+        if piece not in special and not re.fullmatch(r"[\[<].*[\]>]", piece)
+    ]
     capitals = sorted((piece for piece in pieces if piece != piece.lower()), key=len, reverse=True)
     if len(capitals) <= MOST_CAPITAL_PIECES * len(pieces):
         return ""

@@ -15,9 +15,11 @@ from train.config import InputError, check, plural, shortlist
 from train.data.files.errors import listed, naming
 from train.data.files.find import matching, walk
 from train.data.random_bits import text_uniform
-from train.system.folders import local_path
+from train.storage.folders import local_path
 
-WEIGHT_SEED = -1  # differs from all seeds in settings: weights and validation must use different hashes
+WEIGHT_SEED = (
+    -1
+)  # differs from all seeds in settings: weights and validation must use different hashes
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,15 @@ ONCE, OF_VALIDATION = Reading(), Reading(is_validation=True)
 def readings(weights: list[float] | None, sources: list[str]) -> list[Reading]:
     """Return the readings of each corpus according to corpus.weights. Raises InputError unless each has a weight."""
     given = weights or [1.0] * len(sources)
-    has = f"corpus.weights={weights} has {len(given)} numbers, but {len(sources)} corpora are given"
+    has = (
+        f"corpus.weights={weights} has {len(given)} numbers, but {len(sources)} corpora are given"
+    )
     check(len(given) == len(sources), f"{has}: {shortlist(sources)}; set one number for each")
-    return [Reading(number, copy, each) for number, each in enumerate(given) for copy in range(ceil(each))]
+    return [
+        Reading(number, copy, each)
+        for number, each in enumerate(given)
+        for copy in range(ceil(each))
+    ]
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,9 @@ class CorpusPart:
 
     def divided(self, count: int) -> list[CorpusPart]:
         """Divide this part into `count` smaller ones."""
-        return [CorpusPart(self.index * count + index, self.count * count) for index in range(count)]
+        return [
+            CorpusPart(self.index * count + index, self.count * count) for index in range(count)
+        ]
 
 
 WHOLE = CorpusPart()
@@ -91,14 +101,18 @@ def clean(text: str) -> str:
 
 def check_column(column: str, columns: Iterable[str], where: str) -> None:
     if column not in columns:
-        raise InputError(f"{where}: no column={column}; the columns are: {listed(columns, column)}")
+        raise InputError(
+            f"{where}: no column={column}; the columns are: {listed(columns, column)}"
+        )
 
 
 def text_of(row: dict[str, Any], column: str, where: str) -> str:
     check_column(column, row, where)
     value = row[column]
     if not isinstance(value, str):
-        raise InputError(f"{where}: column {column} holds {str(value)[:40]} ({type(value).__name__}), not a string")
+        raise InputError(
+            f"{where}: column {column} holds {str(value)[:40]} ({type(value).__name__}), not a string"
+        )
     return value
 
 
@@ -111,7 +125,11 @@ def find_files(location: str, suffixes: tuple[str, ...], key: str = "corpus.path
     hint = ""
     with naming(f"{key}={location} cannot be read", (OSError,)):
         if path.is_dir():
-            paths = [item for item in walk(path) if item.name.lower().removesuffix(".gz").endswith(suffixes)]
+            paths = [
+                item
+                for item in walk(path)
+                if item.name.lower().removesuffix(".gz").endswith(suffixes)
+            ]
             hint = f" that ends in {', '.join(suffixes)} or one of these and .gz"
         elif path.is_file():
             paths = [path]
@@ -124,7 +142,11 @@ def find_files(location: str, suffixes: tuple[str, ...], key: str = "corpus.path
 def files_line(location: str, paths: Iterable[Path], why: str) -> str:
     """Return a line on how many files are read at a location, and how many of a folder's are left out, by ending."""
     read, folder = set(map(Path.resolve, paths)), local_path(location)
-    others = [path for path in walk(folder, may_lead_out=True) if path.resolve() not in read] if folder.is_dir() else []
+    others = (
+        [path for path in walk(folder, may_lead_out=True) if path.resolve() not in read]
+        if folder.is_dir()
+        else []
+    )
     line = f"{location}: {plural(len(read), 'file')} to read"
     if not others:
         return line
@@ -140,5 +162,7 @@ def listing(paths: list[Path]) -> list[tuple[str, int, int]]:
     for path in paths:
         check(path.is_file(), f"{path} is not a regular file, or is a broken link; remove it")
         check(os.access(path, os.R_OK), f"{path} cannot be read: permission denied")
-        rows.append((path.relative_to(root).as_posix(), path.stat().st_size, path.stat().st_mtime_ns))
+        rows.append(
+            (path.relative_to(root).as_posix(), path.stat().st_size, path.stat().st_mtime_ns)
+        )
     return rows

@@ -19,7 +19,9 @@ from train.data.text.documents import Document
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-CHUNK_CHARS = 2 * 2**20  # characters passed to the tokenizer at a time, which spreads them over its threads
+CHUNK_CHARS = (
+    2 * 2**20
+)  # characters passed to the tokenizer at a time, which spreads them over its threads
 CHUNKS_AHEAD = 2  # chunks tokenised while earlier ones are packed
 
 
@@ -49,9 +51,16 @@ def id_dtype(vocab_size: int) -> np.dtype:
 def take_ends(tokenizer: PreTrainedTokenizerFast) -> None:
     """Use bos_token and eos_token as cls_token and sep_token if it has only these, and puts them around a text."""
     ids = tokenizer.backend_tokenizer.encode("a").ids or [None]
-    for name, other, found in (("cls_token", "bos_token", ids[0]), ("sep_token", "eos_token", ids[-1])):
+    for name, other, found in (
+        ("cls_token", "bos_token", ids[0]),
+        ("sep_token", "eos_token", ids[-1]),
+    ):
         token = getattr(tokenizer, other)
-        if getattr(tokenizer, name) is None and token is not None and tokenizer.convert_tokens_to_ids(token) == found:
+        if (
+            getattr(tokenizer, name) is None
+            and token is not None
+            and tokenizer.convert_tokens_to_ids(token) == found
+        ):
             setattr(tokenizer, name, token)
 
 
@@ -84,11 +93,15 @@ def chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield chunk
 
 
-def encode(documents: list[Document], tokenizer: Tokenizer, is_text: np.ndarray, *, is_dropping: bool) -> Encoded:
+def encode(
+    documents: list[Document], tokenizer: Tokenizer, is_text: np.ndarray, *, is_dropping: bool
+) -> Encoded:
     """Encode documents. `is_text` [vocab] bool: the pieces to keep; `is_dropping`: the result of `coverage.drops`."""
     texts, missing = [document.text for document in documents], 0
     if is_dropping:
-        encodings = tokenizer.encode_batch(texts, add_special_tokens=False)  # slower, but has offsets
+        encodings = tokenizer.encode_batch(
+            texts, add_special_tokens=False
+        )  # slower, but has offsets
         missing = num_dropped(texts, encodings)
     else:
         encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -107,7 +120,9 @@ def encoded(documents: Iterable[Document], vocabulary: Vocabulary) -> Iterator[E
     """Yield encoded documents in order, a chunk at a time, while a thread encodes the next chunks."""
     tokenizer, info, source = vocabulary.open(), vocabulary.info, chunks(documents)
     is_text = np.ones(info.vocab_size, bool)
-    is_text[[info.cls_id, info.sep_id, info.mask_id, info.pad_id]] = False  # only packing inserts these
+    is_text[[info.cls_id, info.sep_id, info.mask_id, info.pad_id]] = (
+        False  # only packing inserts these
+    )
     act = partial(encode, tokenizer=tokenizer, is_text=is_text, is_dropping=drops(tokenizer))
     with ThreadPoolExecutor(1) as pool:
         pending = [pool.submit(act, chunk) for chunk in islice(source, CHUNKS_AHEAD)]

@@ -6,9 +6,11 @@ import numpy as np
 from safetensors.numpy import load
 
 from train.data.shards.format import Shard, TokenizerInfo
-from train.system.folders import Folder
+from train.storage.folders import Folder
 
-MOST_TOKENS = 2**22  # tokens read from each split's first shard, which takes seconds for a corpus of any size
+MOST_TOKENS = (
+    2**22
+)  # tokens read from each split's first shard, which takes seconds for a corpus of any size
 
 
 def unigram_entropy(counts: np.ndarray, info: TokenizerInfo) -> float:
@@ -18,13 +20,17 @@ def unigram_entropy(counts: np.ndarray, info: TokenizerInfo) -> float:
     return round(float(-(share * np.log(share)).sum()), 6)
 
 
-def neighbour_accuracy(folder: Folder, splits: dict[str, list[Shard]], info: TokenizerInfo) -> float:
+def neighbour_accuracy(
+    folder: Folder, splits: dict[str, list[Shard]], info: TokenizerInfo
+) -> float:
     """Return the share of validation tokens that a table of neighbours predicts correctly.
 
     The table predicts the token that is most frequent in training data between the same two tokens, else after the same
     token, else anywhere. It sees both neighbours, even where a model would see a mask.
     """
-    train, validation = (first_tokens(folder, splits[split][0]) for split in ("train", "validation"))
+    train, validation = (
+        first_tokens(folder, splits[split][0]) for split in ("train", "validation")
+    )
     left, token, right = (part.ravel() for part in (train[:, :-2], train[:, 1:-1], train[:, 2:]))
     asked = [part.ravel() for part in (validation[:, :-2], validation[:, 1:-1], validation[:, 2:])]
     kept = ~np.isin(asked[1], info.special_ids)
@@ -48,7 +54,9 @@ def first_tokens(folder: Folder, shard: Shard) -> np.ndarray:
     return tokens[: max(1, MOST_TOKENS // tokens.shape[1])].astype(np.int64)
 
 
-def most_frequent(keys: np.ndarray, tokens: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+def most_frequent(
+    keys: np.ndarray, tokens: np.ndarray, vocab_size: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the distinct `keys` [n], ascending, and the most frequent token of each; in a tie, the lowest token."""
     pairs, counts = np.unique(keys * vocab_size + tokens, return_counts=True)
     order = np.lexsort((-pairs, counts, pairs // vocab_size))

@@ -30,7 +30,9 @@ class Packer:
     seed: int
     dtype: np.dtype
     next_row: int = 0  # index of the next sequence, which seeds the choice of where A ends
-    stream: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # tokens not yet in a sequence
+    stream: np.ndarray = field(
+        default_factory=lambda: np.empty(0, np.int32)
+    )  # tokens not yet in a sequence
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> Rows:
         """Append documents, and return the sequences that are now full.
@@ -69,19 +71,27 @@ class Packer:
         at_end = (cuts > 0) & (cuts < length)
         return first, np.where(at_end, cuts, -1), at_end, position
 
-    def _assemble(self, stream: np.ndarray, starts: np.ndarray, cuts: np.ndarray, at_end: np.ndarray) -> Rows:
+    def _assemble(
+        self, stream: np.ndarray, starts: np.ndarray, cuts: np.ndarray, at_end: np.ndarray
+    ) -> Rows:
         num_rows, length = len(starts), self.seq_len - 3
         offset = np.arange(length + 1)  # of text tokens and the middle [SEP], from the start of A
         if num_rows:
             text = stream[np.minimum(starts[:, None] + offset, len(stream) - 1)]
             rows = self.next_row + np.arange(num_rows)
-            drawn = 1 + (hash_uniform(self.seed, rows[:, None], 0)[:, 0] * (length - 1)).astype(np.int64)
+            drawn = 1 + (hash_uniform(self.seed, rows[:, None], 0)[:, 0] * (length - 1)).astype(
+                np.int64
+            )
             is_start = self.word_start[text] & (offset >= drawn[:, None]) & (offset < length)
             drawn = np.where(is_start.any(1), is_start.argmax(1), drawn)
             cuts = np.where(at_end, cuts, drawn)
         # In a sequence without a document end, the middle [SEP] is inserted, so the tokens after it move by one.
         moved = (offset > cuts[:, None]) & ~at_end[:, None]
-        body = stream[starts[:, None] + offset - moved] if num_rows else np.empty((0, length + 1), np.int32)
+        body = (
+            stream[starts[:, None] + offset - moved]
+            if num_rows
+            else np.empty((0, length + 1), np.int32)
+        )
         body[np.arange(num_rows), cuts] = self.sep_id
         tokens = np.empty((num_rows, self.seq_len), self.dtype)
         tokens[:, 0], tokens[:, 1:-1], tokens[:, -1] = self.cls_id, body, self.sep_id

@@ -32,18 +32,24 @@ from train.data.text.documents import CorpusPart, Document
 from train.data.text.encoding import Encoded, Vocabulary, encoded, starts_of
 from train.data.text.guessing import neighbour_accuracy, unigram_entropy
 from train.data.text.packing import Packer
-from train.system.folders import Folder, at_once, sha256_bytes
-from train.system.schema import read_object, record
+from train.storage.folders import Folder, at_once, sha256_bytes
+from train.storage.schema import read_object, record
 
 SHARD_BYTES = 64 * 2**20  # the size of a shard unless rows_per_shard is set
-ROWS_APART = 2**40  # distance between the first sequence indices of two parts, so that their random cuts differ
+ROWS_APART = (
+    2**40
+)  # distance between the first sequence indices of two parts, so that their random cuts differ
 STATE_NAMES = "part-"  # prefix of the files with the parts' states
-MOST_WEIGHED_CHARS = 64 * 2**20  # a larger corpus is not read twice to measure it: random choice is precise enough
+MOST_WEIGHED_CHARS = (
+    64 * 2**20
+)  # a larger corpus is not read twice to measure it: random choice is precise enough
 LONG_CHARS = 2**16  # a longer document is divided between the splits
 TOKENS_OF = "train_tokens_"  # prefix of a count's name, before the number of the corpus (from 1)
 OVERLAP = "documents_in_validation_too"  # a count: training documents left out because they are in corpus.validation
 
-Report = Callable[[int, int], None]  # called with the bytes of text and the tokens processed since the previous call
+Report = Callable[
+    [int, int], None
+]  # called with the bytes of text and the tokens processed since the previous call
 
 
 @dataclass(frozen=True)
@@ -77,9 +83,13 @@ def choose_held_out(corpus: Corpus, fraction: float, seed: int) -> HeldOut:
     than all held-out text. Repeated readings are not measured. With corpus.validation, nothing else is held out.
     """
     if (texts := corpus.validation()) is not None:
-        return HeldOut(seed, known=frozenset(text_uniform(document.text, seed)[0] for document in texts))
+        return HeldOut(
+            seed, known=frozenset(text_uniform(document.text, seed)[0] for document in texts)
+        )
     not_weighed = HeldOut(seed, fraction, LONG_CHARS, fraction)
-    if (corpus.total_bytes or 0) > 4 * MOST_WEIGHED_CHARS:  # no encoding has characters of more than 4 bytes
+    if (
+        corpus.total_bytes or 0
+    ) > 4 * MOST_WEIGHED_CHARS:  # no encoding has characters of more than 4 bytes
         return not_weighed
     found: list[tuple[float, int]] = []
     total = 0
@@ -100,7 +110,10 @@ def choose_held_out(corpus: Corpus, fraction: float, seed: int) -> HeldOut:
 def corpora_counts(cfg: CorpusConfig) -> list[str]:
     """Return the names of additional counts: the tokens of each of several corpora, and OVERLAP if it applies."""
     numbers = range(1, len(cfg.sources) + 1) if len(cfg.sources) > 1 else ()
-    return [*(f"{TOKENS_OF}{number}" for number in numbers), *([] if cfg.validation is None else [OVERLAP])]
+    return [
+        *(f"{TOKENS_OF}{number}" for number in numbers),
+        *([] if cfg.validation is None else [OVERLAP]),
+    ]
 
 
 def label(part: CorpusPart) -> str:
@@ -113,7 +126,11 @@ def state_name(part: CorpusPart) -> str:
 
 def shard_name(split: str, part: CorpusPart, index: int) -> str:
     """Return train-00000.safetensors, or train-03of64-00000.safetensors if there are several parts."""
-    return f"{split}-{label(part)}-{index:05d}.safetensors" if part.count > 1 else f"{split}-{index:05d}.safetensors"
+    return (
+        f"{split}-{label(part)}-{index:05d}.safetensors"
+        if part.count > 1
+        else f"{split}-{index:05d}.safetensors"
+    )
 
 
 def rows_of_shard(seq_len: int, dtype: np.dtype) -> int:
@@ -131,7 +148,9 @@ class PartState:
     shards: dict[str, list[Shard]]
     done: dict[str, int]  # documents, source_bytes, tokens, unknown_tokens
     next_row: dict[str, int]
-    arrays: dict[str, Any]  # np.ndarray: token_counts, and each split's tokens and sequences that are not in a shard
+    arrays: dict[
+        str, Any
+    ]  # np.ndarray: token_counts, and each split's tokens and sequences that are not in a shard
 
     def to_bytes(self) -> bytes:
         facts = asdict(replace(self, arrays={}))
@@ -153,10 +172,16 @@ def read_state(folder: Folder, part: CorpusPart, identity: str) -> PartState | N
     except FileNotFoundError:
         return None
     hint = "; remove it and prepare the part again"
-    with naming(f"{folder.location}/{name} is damaged", (SafetensorError, ValueError, KeyError, TypeError), hint):
+    with naming(
+        f"{folder.location}/{name} is damaged",
+        (SafetensorError, ValueError, KeyError, TypeError),
+        hint,
+    ):
         state = PartState.from_bytes(content)
     if state.identity != identity:
-        raise InputError(f"{folder.location}/{name} is from a preparation with other settings; choose another output")
+        raise InputError(
+            f"{folder.location}/{name} is from a preparation with other settings; choose another output"
+        )
     return state
 
 
@@ -170,7 +195,9 @@ class Recipe:
     identity: str  # sha256 of everything that determines the result
 
 
-def prepare_part(recipe: Recipe, folder: Folder, corpus: Corpus, part: CorpusPart, report: Report) -> None:
+def prepare_part(
+    recipe: Recipe, folder: Folder, corpus: Corpus, part: CorpusPart, report: Report
+) -> None:
     """Write a part's shards and its state. An unfinished part is continued; a finished one is left unchanged."""
     work = Preparation(recipe, folder, part)
     finished = work.resume()
@@ -194,13 +221,29 @@ class Preparation:
         self.rows_per_shard = recipe.cfg.rows_per_shard or rows_of_shard(seq_len, dtype)
         starts, first = starts_of(self.vocabulary.open()), part.index * ROWS_APART
         self.packers = {
-            split: Packer(seq_len, info.cls_id, info.sep_id, starts, self.held_out.seed + number, dtype, first)
+            split: Packer(
+                seq_len,
+                info.cls_id,
+                info.sep_id,
+                starts,
+                self.held_out.seed + number,
+                dtype,
+                first,
+            )
             for number, split in enumerate(SPLITS)
         }
         nothing = np.empty(0, np.int32), np.empty(0, np.int64)
-        self.pending: dict[str, list[Rows]] = {split: [packer.add(*nothing)] for split, packer in self.packers.items()}
+        self.pending: dict[str, list[Rows]] = {
+            split: [packer.add(*nothing)] for split, packer in self.packers.items()
+        }
         self.shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}
-        self.done = {"documents": 0, "source_bytes": 0, "tokens": 0, "unknown_tokens": 0, "validation_pairs": 0}
+        self.done = {
+            "documents": 0,
+            "source_bytes": 0,
+            "tokens": 0,
+            "unknown_tokens": 0,
+            "validation_pairs": 0,
+        }
         self.done |= dict.fromkeys(corpora_counts(recipe.cfg.corpus), 0)
         self.token_counts = np.zeros(info.vocab_size, np.int64)  # [vocab], in the training split
 
@@ -209,11 +252,19 @@ class Preparation:
         shares = np.array([self.held_out.share_of(document) for document in chunk.documents])
         validates = np.array([self.held_out.validates(document) for document in chunk.documents])
         learns = np.array([document.reading.learns(document.text) for document in chunk.documents])
-        held_out = np.round(shares * chunk.lengths).astype(np.int64)  # tokens at the end of each document
+        held_out = np.round(shares * chunk.lengths).astype(
+            np.int64
+        )  # tokens at the end of each document
         learnt = np.where(learns, chunk.lengths - held_out, 0)
-        of_token = np.arange(len(chunk.tokens)) >= np.repeat(np.cumsum(chunk.lengths) - held_out, chunk.lengths)
-        is_learnt = np.repeat(learns, chunk.lengths)  # [tokens]: True if a token that is not held out is learnt
-        is_shown = np.repeat(validates, chunk.lengths)  # [tokens]: True if a held-out token goes into validation
+        of_token = np.arange(len(chunk.tokens)) >= np.repeat(
+            np.cumsum(chunk.lengths) - held_out, chunk.lengths
+        )
+        is_learnt = np.repeat(
+            learns, chunk.lengths
+        )  # [tokens]: True if a token that is not held out is learnt
+        is_shown = np.repeat(
+            validates, chunk.lengths
+        )  # [tokens]: True if a held-out token goes into validation
         for split, (tokens, lengths) in {
             "train": (chunk.tokens[~of_token & is_learnt], learnt),
             "validation": (chunk.tokens[of_token & is_shown], held_out[validates]),
@@ -270,14 +321,22 @@ class Preparation:
         state = read_state(self.folder, self.part, self.identity)
         if state is None:
             return False
-        self.token_counts, self.done, self.shards = state.arrays["token_counts"].copy(), state.done, state.shards
+        self.token_counts, self.done, self.shards = (
+            state.arrays["token_counts"].copy(),
+            state.done,
+            state.shards,
+        )
         for split, packer in self.packers.items():
             packer.stream, packer.next_row = state.arrays[f"{split}.stream"], state.next_row[split]
-            self.pending[split] = [Rows(*(state.arrays[f"{split}.{name}"] for name in ROW_TENSORS))]
+            self.pending[split] = [
+                Rows(*(state.arrays[f"{split}.{name}"] for name in ROW_TENSORS))
+            ]
         return state.finished
 
 
-def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config: dict[str, Any]) -> DataManifest:
+def merge(
+    folder: Folder, *, num_parts: int, identity: str, seq_len: int, config: dict[str, Any]
+) -> DataManifest:
     """Write the manifest of a preparation whose parts are all finished, and remove the files with their states.
 
     Raises InputError if parts or shards are missing or from another tokenizer; the message names them. Raises
@@ -285,18 +344,35 @@ def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config
     """
     parts = [CorpusPart(index, num_parts) for index in range(num_parts)]
     states = [read_state(folder, part, identity) for part in parts]
-    missing = [part for part, state in zip(parts, states, strict=True) if state is None or not state.finished]
+    missing = [
+        part
+        for part, state in zip(parts, states, strict=True)
+        if state is None or not state.finished
+    ]
     if missing:
         what = shortlist(f"part {part}" for part in missing)
-        raise InputError(f"{folder.location}: not finished: {what}; part={missing[0]} continues the first")
+        raise InputError(
+            f"{folder.location}: not finished: {what}; part={missing[0]} continues the first"
+        )
     ready = [state for state in states if state is not None]
     info = ready[0].tokenizer
     sha256 = sha256_bytes(folder.read("tokenizer/tokenizer.json"))
-    other = [f"part {part}" for part, state in zip(parts, ready, strict=True) if state.tokenizer.sha256 != sha256]
-    check(not other, f"{folder.location}: another tokenizer made {shortlist(other)}; prepare all again")
-    splits = {split: [shard for state in ready for shard in state.shards[split]] for split in SPLITS}
+    other = [
+        f"part {part}"
+        for part, state in zip(parts, ready, strict=True)
+        if state.tokenizer.sha256 != sha256
+    ]
+    check(
+        not other,
+        f"{folder.location}: another tokenizer made {shortlist(other)}; prepare all again",
+    )
+    splits = {
+        split: [shard for state in ready for shard in state.shards[split]] for split in SPLITS
+    }
     names = set(folder.names())
-    lost = [shard.file for shards in splits.values() for shard in shards if shard.file not in names]
+    lost = [
+        shard.file for shards in splits.values() for shard in shards if shard.file not in names
+    ]
     hint = f"remove the {STATE_NAMES}... file of the same number and prepare the part again"
     check(not lost, f"{folder.location}: missing: {shortlist(lost)}; {hint}")
     done = {name: sum(state.done[name] for state in ready) for name in ready[0].done}
@@ -304,9 +380,13 @@ def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config
     for split in SPLITS:
         if not splits[split]:
             tokens = sum(len(state.arrays[f"{split}.stream"]) for state in ready)
-            more = "add text to corpus.validation" if OVERLAP in done else "raise validation_fraction"
+            more = (
+                "add text to corpus.validation" if OVERLAP in done else "raise validation_fraction"
+            )
             hint = f"{more} or lower seq_len" if split == "validation" else "add text"
-            raise UnusableText(f"the {split} split has {tokens} tokens, less than one sequence of {seq_len}; {hint}")
+            raise UnusableText(
+                f"the {split} split has {tokens} tokens, less than one sequence of {seq_len}; {hint}"
+            )
     token_counts = np.sum([state.arrays["token_counts"] for state in ready], 0)
     manifest = write_manifest(
         folder,

@@ -16,12 +16,16 @@ from train.config.prepare import MAX_PREPARING_PROCESSES
 from train.data.text.corpus import open_corpus
 from train.data.text.documents import CorpusPart
 from train.data.text.preparation import Recipe, Report, prepare_part
-from train.system.folders import open_folder
-from train.system.memory import available_bytes, usable_cpus
+from train.machine.memory import available_bytes, usable_cpus
+from train.storage.folders import open_folder
 
 STOP_S = 10.0  # seconds that a process may take to end after SIGTERM
-TOKENIZER_THREADS = "RAYON_NUM_THREADS"  # limits the threads of `tokenizers`, which otherwise uses all cores
-PROCESS_BYTES = 600 * 2**20  # measured maximum per process: 64 MiB shards, and copies of the one being written
+TOKENIZER_THREADS = (
+    "RAYON_NUM_THREADS"  # limits the threads of `tokenizers`, which otherwise uses all cores
+)
+PROCESS_BYTES = (
+    600 * 2**20
+)  # measured maximum per process: 64 MiB shards, and copies of the one being written
 
 
 def most_processes() -> int:
@@ -29,7 +33,9 @@ def most_processes() -> int:
     return max(1, min(usable_cpus(), MAX_PREPARING_PROCESSES, available_bytes() // PROCESS_BYTES))
 
 
-def prepare_in_processes(recipe: Recipe, parts: list[CorpusPart], report: Report, num_processes: int) -> None:
+def prepare_in_processes(
+    recipe: Recipe, parts: list[CorpusPart], report: Report, num_processes: int
+) -> None:
     """Prepare the parts in processes, one part at a time in each. If one fails, raise its error and stop the others."""
     context = multiprocessing.get_context("spawn")  # threads of this process do not survive a fork
     threads = max(1, usable_cpus() // num_processes)
@@ -58,9 +64,15 @@ def prepare_in_processes(recipe: Recipe, parts: list[CorpusPart], report: Report
                     del running[receiver]
                     process.join()
                     if code := process.exitcode or 0:
-                        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}, see above"
+                        how = (
+                            f"killed by {signal.Signals(-code).name}"
+                            if code < 0
+                            else f"exit code {code}, see above"
+                        )
                         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-                        raise Failure(f"part {part}: {how}{hint}; the same command resumes it") from None
+                        raise Failure(
+                            f"part {part}: {how}{hint}; the same command resumes it"
+                        ) from None
                     continue
                 if isinstance(message, Exception):
                     raise message
@@ -76,10 +88,17 @@ def prepare_in_processes(recipe: Recipe, parts: list[CorpusPart], report: Report
 def work(recipe: Recipe, pipe: Connection, threads: int) -> None:
     """Prepare parts in this process until there are no more, or until its parent ends, which breaks the pipe."""
     os.environ.setdefault(TOKENIZER_THREADS, str(threads))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals all processes: the first stops the others
-    logging.getLogger("train").setLevel(logging.ERROR)  # the first process has logged the same warnings
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C signals all processes: the first stops the others
+    logging.getLogger("train").setLevel(
+        logging.ERROR
+    )  # the first process has logged the same warnings
     try:
-        folder, corpus = open_folder(recipe.cfg.output, recipe.cfg.s3), open_corpus(recipe.cfg.corpus)
+        folder, corpus = (
+            open_folder(recipe.cfg.output, recipe.cfg.s3),
+            open_corpus(recipe.cfg.corpus),
+        )
         while (part := pipe.recv()) is not None:
             prepare_part(recipe, folder, corpus, part, lambda *counts: pipe.send(counts))
             pipe.send(None)

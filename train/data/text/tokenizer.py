@@ -26,18 +26,20 @@ from transformers.utils import logging as their_logging
 from train.config import MIN_VOCAB_SIZE, InputError, check
 from train.data.shards.format import TokenizerInfo
 from train.data.text.encoding import Vocabulary, take_ends
-from train.system.folders import Folder, scratch_folder, sha256_bytes
-from train.system.foreign import check_folder
-from train.system.hub_access import asking_hub, fetched, hub_or_path, is_at_hub, why_missing
-from train.system.memory import available_bytes
-from train.system.model_folder import models_below, read_model_json, read_tokenizer_json
-from train.system.schema import Sha256, shown
+from train.machine.memory import available_bytes
+from train.storage.folders import Folder, scratch_folder, sha256_bytes
+from train.storage.foreign import check_folder
+from train.storage.hub_access import asking_hub, fetched, hub_or_path, is_at_hub, why_missing
+from train.storage.model_folder import models_below, read_model_json, read_tokenizer_json
+from train.storage.schema import Sha256, shown
 
 logger = logging.getLogger("train")
 
 # ALBERT's special pieces, with ALBERT's ids: https://github.com/google-research/albert README, "SentencePiece"
 PAD, UNK, CLS, SEP, MASK = "<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"
-TRAINER_THREADS = 16  # the count changes the result: sentencepiece adds up its statistics thread by thread
+TRAINER_THREADS = (
+    16  # the count changes the result: sentencepiece adds up its statistics thread by thread
+)
 PUBLISHED = "tokenizer/tokenizer.json"
 FILES = [
     "config.json",
@@ -70,7 +72,9 @@ for piece in ("a", "1", " ", "a1", "a ", "\\n", "a.", "-"):
 TRIAL_S = 120  # a usual one takes a second; a regular expression may need time that grows exponentially with the text
 MOST_IDS = 2  # maximum ratio of ids to pieces; it is above 1 because some vocabularies skip ids
 TRAINER_BYTES = 20  # bytes of memory per byte of text that sentencepiece reads; 19 measured (benchmarks/notes.md)
-MAX_LINE_BYTES = 4000  # sentencepiece drops longer lines (its limit is 4192), so they are cut at a space
+MAX_LINE_BYTES = (
+    4000  # sentencepiece drops longer lines (its limit is 4192), so they are cut at a space
+)
 
 
 def normalizer(*, lowercase: bool, strip_accents: bool) -> normalizers.Normalizer:
@@ -84,11 +88,18 @@ def normalizer(*, lowercase: bool, strip_accents: bool) -> normalizers.Normalize
         quotes = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
         steps = [*quotes, normalizers.NFKD(), normalizers.StripAccents()]
     case = [normalizers.Lowercase()] if lowercase else []
-    return normalizers.Sequence([*steps, *case, normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()])
+    return normalizers.Sequence(
+        [*steps, *case, normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
+    )
 
 
 def train_tokenizer(
-    texts: Iterable[str], *, vocab_size: int, train_bytes: int, lowercase: bool, strip_accents: bool = False
+    texts: Iterable[str],
+    *,
+    vocab_size: int,
+    train_bytes: int,
+    lowercase: bool,
+    strip_accents: bool = False,
 ) -> PreTrainedTokenizerFast:
     """Train a unigram tokenizer on the first `train_bytes` of the texts. Raises InputError if that fails."""
     rule = normalizer(lowercase=lowercase, strip_accents=strip_accents)
@@ -124,7 +135,9 @@ def train_tokenizer(
             raise failures[0] from None
         raise InputError(unfit(vocab_size, str(error))) from error
     pieces = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    vocabulary = [(pieces.id_to_piece(i), pieces.get_score(i)) for i in range(pieces.get_piece_size())]
+    vocabulary = [
+        (pieces.id_to_piece(i), pieces.get_score(i)) for i in range(pieces.get_piece_size())
+    ]
     tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=1))
     tokenizer.normalizer = rule
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -135,7 +148,12 @@ def train_tokenizer(
         special_tokens=[(CLS, 2), (SEP, 3)],
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, unk_token=UNK, cls_token=CLS, sep_token=SEP, mask_token=MASK
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        unk_token=UNK,
+        cls_token=CLS,
+        sep_token=SEP,
+        mask_token=MASK,
     )
 
 
@@ -152,26 +170,36 @@ def unfit(vocab_size: int, error: str) -> str:
     """Return the reason why sentencepiece made no vocabulary of this size, and a size that the text allows."""
     given = f"tokenizer.vocab_size={vocab_size}"
     if most := re.search(r"too high .*<= (\d+)", error):
-        smaller = f"set tokenizer.vocab_size={most[1]} or less, or " if int(most[1]) >= MIN_VOCAB_SIZE else ""
+        smaller = (
+            f"set tokenizer.vocab_size={most[1]} or less, or "
+            if int(most[1]) >= MIN_VOCAB_SIZE
+            else ""
+        )
         return f"{given} is more than this text can fill: {smaller}add text"
     if fewest := re.search(r"required_chars\. \d+ vs (\d+)", error):
         return f"{given} is too small for this text's characters: set tokenizer.vocab_size={fewest[1]} or more"
     return f"{given}: no tokenizer can be made from this text ({error.rsplit('] ', 1)[-1].strip() or 'it is empty'})"
 
 
-def short_lines(texts: Iterable[str], rule: normalizers.Normalizer, train_bytes: int) -> Iterator[str]:
+def short_lines(
+    texts: Iterable[str], rule: normalizers.Normalizer, train_bytes: int
+) -> Iterator[str]:
     """Yield normalised lines of at most MAX_LINE_BYTES, until their total size reaches `train_bytes`."""
     given, free_bytes = 0, available_bytes()
     for text in texts:
         for raw in text.splitlines():
             line, start = rule.normalize_str(raw), 0
             while start < len(line):
-                head = line[start : start + MAX_LINE_BYTES + 1]  # enough to see whether the rest fits
+                head = line[
+                    start : start + MAX_LINE_BYTES + 1
+                ]  # enough to see whether the rest fits
                 if len(head.encode()) > MAX_LINE_BYTES:
                     head = head[: MAX_LINE_BYTES // 4]
                     head = head.rpartition(" ")[0] or head
                 given += len(head.encode())
-                if TRAINER_BYTES * given > free_bytes:  # a text's size may be unknown until it has been read
+                if (
+                    TRAINER_BYTES * given > free_bytes
+                ):  # a text's size may be unknown until it has been read
                     check_trainer_memory(given)
                 yield head
                 start += len(head)
@@ -205,7 +233,9 @@ def load_tokenizer(
     except InputError:
         raise
     except BaseException as error:  # `tokenizers` raises a plain Exception for a bad file
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # raised by Rust code
+        if (
+            not isinstance(error, Exception) and type(error).__name__ != "PanicException"
+        ):  # raised by Rust code
             raise
         # A name may be that of a model or run, of which the tokenizer is only read first.
         what = source if is_at_hub(source) else f"tokenizer {source} cannot be loaded"
@@ -226,10 +256,18 @@ def load_tokenizer(
     take_ends(tokenizer)
     for name in needs:
         needed = f"tokenizer {source} has no {name}, which the model needs"
-        check(getattr(tokenizer, name) is not None, f"{needed}; name one of its tokens in its tokenizer_config.json")
+        check(
+            getattr(tokenizer, name) is not None,
+            f"{needed}; name one of its tokens in its tokenizer_config.json",
+        )
     for given in (("",), ("", "")):
-        added = max(tokenizer.backend_tokenizer.encode(*given).ids, default=0)  # tokens that its post-processor adds
-        check(added <= last, f"tokenizer {source} adds a token with id {added}, but its pieces' ids end at {last}")
+        added = max(
+            tokenizer.backend_tokenizer.encode(*given).ids, default=0
+        )  # tokens that its post-processor adds
+        check(
+            added <= last,
+            f"tokenizer {source} adds a token with id {added}, but its pieces' ids end at {last}",
+        )
     return tokenizer
 
 
@@ -237,16 +275,24 @@ def add_tokens(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> Non
     """Add tokens with the ids after the last one. Raises InputError if one is already known, or not recognised."""
     known, first = tokenizer.get_vocab(), len(tokenizer)
     ok = not tokens or max(known.values()) < first
-    check(ok, f"tokenizer.add_tokens: the tokenizer does not use all ids below {first}, so it cannot grow")
+    check(
+        ok,
+        f"tokenizer.add_tokens: the tokenizer does not use all ids below {first}, so it cannot grow",
+    )
     for token in tokens:
         given = f"tokenizer.add_tokens: {shown(token)}"
         check(token not in known, f"{given} is already a piece of the tokenizer; leave it out")
         tokenizer.add_tokens(token)
         known[token] = first
-    for number, token in enumerate(tokens, first):  # two tokens that differ only in case may collide
+    for number, token in enumerate(
+        tokens, first
+    ):  # two tokens that differ only in case may collide
         read = tokenizer.backend_tokenizer.encode(token, add_special_tokens=False).ids
         given = f"tokenizer.add_tokens: {shown(token)}"
-        check(read == [number], f"{given} cannot be added: the tokenizer reads it as {read}, not as [{number}]")
+        check(
+            read == [number],
+            f"{given} cannot be added: the tokenizer reads it as {read}, not as [{number}]",
+        )
 
 
 def tokenizer_config(source: str, folder: Path) -> PreTrainedConfig:
@@ -258,11 +304,16 @@ def tokenizer_config(source: str, folder: Path) -> PreTrainedConfig:
     config = AutoConfig.for_model(values["model_type"]) if values else PreTrainedConfig()
     config.tokenizer_class = values.get("tokenizer_class")
     for name in map(str, filter(None, (settings.get("tokenizer_class"), config.tokenizer_class))):
-        variants = (name, name.removesuffix("Fast"), f"{name}Fast")  # transformers tries all of these names
+        variants = (
+            name,
+            name.removesuffix("Fast"),
+            f"{name}Fast",
+        )  # transformers tries all of these names
         for variant in variants if name != ANY_FAST else ():
             found: Any = tokenizer_class_from_name(variant)
             check(
-                found is None or (isinstance(found, type) and issubclass(found, PreTrainedTokenizerFast)),
+                found is None
+                or (isinstance(found, type) and issubclass(found, PreTrainedTokenizerFast)),
                 f"tokenizer {source} is not a fast one ({name}): only a fast one knows which characters a token "
                 "is from; choose one (tokenizer.json)",
             )
@@ -273,13 +324,21 @@ def try_tokenizer(folder: Path) -> None:
     """Try a folder's tokenizer.json in a new process, which a bad file may crash. Raises InputError if that fails."""
     command = [sys.executable, "-I", "-c", TRIAL, str(folder / "tokenizer.json"), *sys.path]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=TRIAL_S)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False, timeout=TRIAL_S
+        )
     except subprocess.TimeoutExpired:
         slow = f"its tokenizer.json takes more than {TRIAL_S} s to read a trial text"
-        raise InputError(f"tokenizer {folder} cannot be used: {slow}; choose another tokenizer") from None
+        raise InputError(
+            f"tokenizer {folder} cannot be used: {slow}; choose another tokenizer"
+        ) from None
     if done.returncode != 0:
-        why = (done.stderr.strip().splitlines() or [f"it ended a process with code {done.returncode}"])[-1]
-        raise InputError(f"tokenizer {folder} cannot be loaded: its tokenizer.json is damaged ({why})")
+        why = (
+            done.stderr.strip().splitlines() or [f"it ended a process with code {done.returncode}"]
+        )[-1]
+        raise InputError(
+            f"tokenizer {folder} cannot be loaded: its tokenizer.json is damaged ({why})"
+        )
 
 
 def open_tokenizer(folder: Path) -> Tokenizer:
@@ -305,7 +364,11 @@ def publish_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Folder) -> Non
     # tokenizer.json is written last: if it exists, all files do.
     with scratch_folder() as temporary:
         tokenizer.save_pretrained(str(temporary))
-        files = {path.relative_to(temporary).as_posix(): path for path in temporary.rglob("*") if path.is_file()}
+        files = {
+            path.relative_to(temporary).as_posix(): path
+            for path in temporary.rglob("*")
+            if path.is_file()
+        }
         for name in sorted(files, key=lambda name: (name == "tokenizer.json", name)):
             folder.create(f"tokenizer/{name}", files[name].read_bytes())
 
@@ -345,5 +408,7 @@ def check_same_vocabulary(
         return {}
     known = theirs.get_vocab()
     new = {ours[token]: token for token in added if token not in known}
-    check(known == {piece: number for piece, number in ours.items() if number not in new}, rejection)
+    check(
+        known == {piece: number for piece, number in ours.items() if number not in new}, rejection
+    )
     return new

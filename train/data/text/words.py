@@ -25,15 +25,22 @@ def word_edges(folder: Path) -> WordEdges:
 
     If a byte-level tokenizer splits 't into ' and t, the word ids count one word, and the edges two.
     """
-    from train.data.text.tokenizer import open_tokenizer  # imported here because it imports transformers
+    from train.data.text.tokenizer import (
+        open_tokenizer,
+    )  # imported here because it imports transformers
 
     tokenizer = open_tokenizer(folder)
-    begins, pieces = starts_of(tokenizer), [tokenizer.id_to_token(i) or "" for i in range(tokenizer.get_vocab_size())]
+    begins, pieces = (
+        starts_of(tokenizer),
+        [tokenizer.id_to_token(i) or "" for i in range(tokenizer.get_vocab_size())],
+    )
     model, splitter = json.loads(tokenizer.to_str())["model"], tokenizer.pre_tokenizer
     if model["type"] == "WordLevel":
         return WordEdges(np.ones_like(begins), np.zeros_like(begins))
     if suffix := model.get("end_of_word_suffix"):
-        return WordEdges(np.zeros_like(begins), np.array([piece.endswith(suffix) for piece in pieces]))
+        return WordEdges(
+            np.zeros_like(begins), np.array([piece.endswith(suffix) for piece in pieces])
+        )
     if model["type"] == "WordPiece" or splitter is None:
         return WordEdges(begins, np.zeros_like(begins))
     bytes_of, is_bytes = decoders.ByteLevel(), any(piece.startswith("Ġ") for piece in pieces)

@@ -22,7 +22,9 @@ TONES = {"done": "good", "failed": "bad", "refused": "bad"}
 class Card:
     value: str
     notes: list[str] = field(default_factory=list)
-    rank: float | None = None  # higher is better; compared if the runs did the same work and their titles are equal
+    rank: float | None = (
+        None  # higher is better; compared if the runs did the same work and their titles are equal
+    )
     tone: str = ""  # good | bad
     key: str = ""  # key of the summary value whose ratio to the first run's is shown
     title: str = ""  # replaces the card's name if it is more specific
@@ -46,7 +48,11 @@ def outcome(run: Run) -> Card:
     end, reason, tone = "no end recorded", "it is still running, or was killed", ""
     if run.outcome:
         end, reason = (shown(run.outcome[key]) for key in ("outcome", "reason"))
-        reason = "stopped early: no later evaluation was better" if run.outcome["kind"] == "early_stop" else reason
+        reason = (
+            "stopped early: no later evaluation was better"
+            if run.outcome["kind"] == "early_stop"
+            else reason
+        )
         reason, tone = reason if reason != end else "", TONES.get(end, "")
     lost = divergence(run)
     if lost or run.outcome.get("kind") == "not_finite":
@@ -66,7 +72,9 @@ def model(run: Run) -> Card | None:
         return None
     name, _, shape = known["model"].partition(", ")
     lr = number(run.config, "optim.lr")
-    parameters, batch, seq_len = (known[key] for key in ("parameters", "global_batch_size", "seq_len"))
+    parameters, batch, seq_len = (
+        known[key] for key in ("parameters", "global_batch_size", "seq_len")
+    )
     tokens = f" of {seq_len:,.0f} tokens" if seq_len else ""
     notes = [
         shape,
@@ -92,10 +100,20 @@ def quality(run: Run) -> Card:
     if best is not None and best[0] != value:
         which = "exported" if "exported" in scores[name] else "last"
         notes.append(f"best {figure(best[0])} at step {best[1]:,}, {which} at step {step:,}")
-    not_its_own = tuple(f"{split.name}_" for split in records.evaluated if split.name != "validation")
-    others = [each for each in scores if (metric := run.metric(each)).sign and metric.is_shown_beside]
-    others = [each for each in others if each != name and not each.startswith((*not_its_own, "best_"))][:MOST_OTHERS]
-    notes.append(", ".join(f"{run.metric(each).title} {figure(settled(scores[each])[0])}" for each in others))
+    not_its_own = tuple(
+        f"{split.name}_" for split in records.evaluated if split.name != "validation"
+    )
+    others = [
+        each for each in scores if (metric := run.metric(each)).sign and metric.is_shown_beside
+    ]
+    others = [
+        each for each in others if each != name and not each.startswith((*not_its_own, "best_"))
+    ][:MOST_OTHERS]
+    notes.append(
+        ", ".join(
+            f"{run.metric(each).title} {figure(settled(scores[each])[0])}" for each in others
+        )
+    )
     notes.append(against_majority(records) if "accuracy" in (name, *others) else "")
     if "masked_accuracy" in scores and (table := summary["neighbour_accuracy"]) is not None:
         notes.append(f"a lookup table of neighbouring tokens predicts {table:.0%} of the tokens")
@@ -116,9 +134,15 @@ def against_entropy(loss: float, entropy: float | None) -> str:
 
 def against_majority(records: Records) -> str:
     """Describe the accuracy of always predicting the most frequent label of the validation data."""
-    counts = next((split.label_counts for split in records.splits if split.name == "validation"), {})
+    counts = next(
+        (split.label_counts for split in records.splits if split.name == "validation"), {}
+    )
     total = sum(counts.values())
-    return f"accuracy of guessing the most frequent label: {figure(max(counts.values()) / total)}" if total else ""
+    return (
+        f"accuracy of guessing the most frequent label: {figure(max(counts.values()) / total)}"
+        if total
+        else ""
+    )
 
 
 def loss(run: Run) -> Card | None:
@@ -127,7 +151,11 @@ def loss(run: Run) -> Card | None:
         return None
     value, validated = run.summary["train_loss"], run.summary["scores"].get("loss")
     first = next((each for each in lines if number(each, "loss") is not None), lines[-1])
-    earlier = f"{figure(number(first, 'loss'))} at step {first['step']:,}" if first is not lines[-1] else ""
+    earlier = (
+        f"{figure(number(first, 'loss'))} at step {first['step']:,}"
+        if first is not lines[-1]
+        else ""
+    )
     if value is None:
         return Card("no number", ["the last line has no finite loss", earlier], tone="bad")
     notes = [earlier, f"validation {figure(validated['last'][0])}" if validated else ""]
@@ -154,18 +182,29 @@ def time_taken(run: Run) -> Card | None:
 
 
 def cost(run: Run) -> Card | None:
-    usd, is_partial, instance = (run.summary[key] for key in ("cost_usd", "cost_partial", "instance"))
+    usd, is_partial, instance = (
+        run.summary[key] for key in ("cost_usd", "cost_partial", "instance")
+    )
     if usd is None:
         return None
-    value, notes = f"{'at least ' if is_partial else ''}${usd:,.2f}", [shown(instance) if instance else ""]
+    value, notes = (
+        f"{'at least ' if is_partial else ''}${usd:,.2f}",
+        [shown(instance) if instance else ""],
+    )
     return Card(value, notes, None if is_partial else -usd, key="cost_usd")
 
 
 def faults(run: Run) -> Card | None:
     """Return a card on goodput and faults; None if nothing went wrong."""
     summary = run.summary
-    alarms, skipped, rollbacks = (summary[key] or 0 for key in ("alarms", "skipped_steps", "rollbacks"))
-    survived, attempts, goodput = summary["faults_survived"], summary["attempts"], summary["goodput"]
+    alarms, skipped, rollbacks = (
+        summary[key] or 0 for key in ("alarms", "skipped_steps", "rollbacks")
+    )
+    survived, attempts, goodput = (
+        summary["faults_survived"],
+        summary["attempts"],
+        summary["goodput"],
+    )
     if attempts == 1 and not (alarms or skipped or rollbacks):
         return None
     lost = f"{summary['steps_lost']:,} steps lost, {summary['recover_s']:,.1f} s to recover"
@@ -207,7 +246,9 @@ def side_by_side(runs: Sequence[Run], of_runs: Sequence[dict[str, Card]]) -> dic
     for name in CARDS:
         cells = [each.get(name) for each in of_runs]
         keys = [card.key if card else "" for card in cells]
-        ratios = [times(run, runs[0], key) if key else "" for run, key in zip(runs, keys, strict=True)]
+        ratios = [
+            times(run, runs[0], key) if key else "" for run, key in zip(runs, keys, strict=True)
+        ]
         if any(cells):
             best = best_of(cells) if is_ranked else [False] * len(cells)
             rows[name] = [Cell(*each) for each in zip(cells, ratios, best, strict=True)]

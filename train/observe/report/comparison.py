@@ -12,7 +12,12 @@ from train.observe.report.run import Run, divergence, settled
 from train.observe.report.texts import as_text, count, percent, printable, shortened
 
 SAME_EXAMPLES = 0.01  # a smaller relative difference is ignored: an epoch need not be a multiple of the batch size
-WORK = ("task.", "model.", "optim.", "seed")  # prefixes of the settings that determine what is learnt
+WORK = (
+    "task.",
+    "model.",
+    "optim.",
+    "seed",
+)  # prefixes of the settings that determine what is learnt
 MACHINE = ("device", "instance", "world_size")
 MOST_TIMES = 1e6  # a ratio above this, or below its inverse, is an error
 
@@ -33,12 +38,16 @@ def times(run: Run, baseline: Run, key: str) -> str:
 def quality(run: Run, baseline: Run, tolerance: float) -> str:
     """Describe whether the validation scores by which runs are judged are equal: best.metric, or else the loss."""
     there, here = baseline.summary["scores"], run.summary["scores"]
-    wanted = [name for name in (baseline.config.get("best.metric"), "loss") if isinstance(name, str)]
+    wanted = [
+        name for name in (baseline.config.get("best.metric"), "loss") if isinstance(name, str)
+    ]
     name = next((name for name in wanted if name in there and name in here), None)
     if name is None:
         return "quality unknown (no score in common)"
     value, base = settled(here[name])[0], settled(there[name])[0]
-    both = " against ".join("no number" if each is None else f"{each:.4g}" for each in (value, base))
+    both = " against ".join(
+        "no number" if each is None else f"{each:.4g}" for each in (value, base)
+    )
     metric = run.metric(name)
     both = f"{metric.title} {both}"
     if value is None or base is None:
@@ -49,7 +58,13 @@ def quality(run: Run, baseline: Run, tolerance: float) -> str:
     if apart <= tolerance:
         how_far = f"{percent(apart)} apart" if apart else "the same"
         return f"equal quality ({metric.title} {how_far}, tolerance {percent(tolerance)})"
-    which = "different" if not metric.sign else "better" if metric.sign * (value - base) > 0 else "worse"
+    which = (
+        "different"
+        if not metric.sign
+        else "better"
+        if metric.sign * (value - base) > 0
+        else "worse"
+    )
     return f"unequal quality ({both}, {percent(apart)} {which}, tolerance {percent(tolerance)})"
 
 
@@ -59,8 +74,12 @@ def quality(run: Run, baseline: Run, tolerance: float) -> str:
 def work_differences(run: Run, baseline: Run) -> list[str]:
     """List how the run's work differs from the baseline's. Larger batches of the same sequences are no difference."""
     both = (baseline, run)
-    settings = [{key: value for key, value in each.config.items() if key.startswith(WORK)} for each in both]
-    result = differing(*(known | validated_on(each) for known, each in zip(settings, both, strict=True)))
+    settings = [
+        {key: value for key, value in each.config.items() if key.startswith(WORK)} for each in both
+    ]
+    result = differing(
+        *(known | validated_on(each) for known, each in zip(settings, both, strict=True))
+    )
     there, here = (each.summary["examples"] for each in both)
     if there is not None and here is not None and abs(here - there) > SAME_EXAMPLES * there:
         result.append(f"sequences consumed: {count(there)} there, {count(here)} here")
@@ -80,7 +99,10 @@ def differing(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
     texts = []
     for key in there | here:
         if there.get(key) != here.get(key):
-            values = ["unknown" if each.get(key) is None else shortened(as_text(each[key])) for each in (there, here)]
+            values = [
+                "unknown" if each.get(key) is None else shortened(as_text(each[key]))
+                for each in (there, here)
+            ]
             texts.append(printable("{}: {} there, {} here".format(key, *values)))
     return texts
 
@@ -97,7 +119,9 @@ def over_seeds(runs: Sequence[Run]) -> list[list[str]]:
     for run in runs:
         same = {key: value for key, value in run.config.items() if key not in ("run_dir", "seed")}
         groups.setdefault(json.dumps(same, sort_keys=True, default=str), []).append(run)
-    if not any(len({str(run.config.get("seed")) for run in group}) > 1 for group in groups.values()):
+    if not any(
+        len({str(run.config.get("seed")) for run in group}) > 1 for group in groups.values()
+    ):
         return []
     rows = [["over seeds", "validation", "mean", "spread", "runs"]]
     for group in groups.values():
@@ -125,7 +149,11 @@ def is_same_work(runs: Sequence[Run]) -> bool:
 def sentence(run: Run, baseline: Run, tolerance: float) -> str:
     """Compare throughput and time with the baseline's in words, and say whether quality and work are the same."""
     speed = ratio(run, baseline, "tokens_per_s")
-    does = f"{speed:.2f} times the tokens/s" if speed is not None else "an unknown multiple of the tokens/s"
+    does = (
+        f"{speed:.2f} times the tokens/s"
+        if speed is not None
+        else "an unknown multiple of the tokens/s"
+    )
     parts = [f"{run.label} reaches {does} of {baseline.label}{time_text(run, baseline)}"]
     here, there = (each.summary["global_batch_size"] for each in (run, baseline))
     if here != there:
@@ -147,7 +175,11 @@ def time_text(run: Run, baseline: Run) -> str:
     if whole is None:
         return ""
     compiles = any(each.summary["compile_s"] for each in (run, baseline))
-    aside = f" ({without:.2f} without compiling{repaid_text(run, baseline)})" if compiles and without else ""
+    aside = (
+        f" ({without:.2f} without compiling{repaid_text(run, baseline)})"
+        if compiles and without
+        else ""
+    )
     return f" in {whole:.2f} times the billable time{aside}"
 
 
@@ -155,11 +187,21 @@ def repaid_text(run: Run, baseline: Run) -> str:
     """Say after how many steps faster steps make up for longer compiling; "" if they never do, or it is unknown."""
     ours, theirs = run.summary, baseline.summary
     known = [each[key] for each in (ours, theirs) for key in ("train_s", "steps", "compile_s")]
-    if None in known or not all((ours["steps"], theirs["steps"])) or ours["examples"] != theirs["examples"]:
+    if (
+        None in known
+        or not all((ours["steps"], theirs["steps"]))
+        or ours["examples"] != theirs["examples"]
+    ):
         return ""
-    saved_s = theirs["train_s"] / theirs["steps"] - ours["train_s"] / ours["steps"]  # seconds per step
+    saved_s = (
+        theirs["train_s"] / theirs["steps"] - ours["train_s"] / ours["steps"]
+    )  # seconds per step
     spent_s = ours["compile_s"] - theirs["compile_s"]
-    return f", which pays off after {spent_s / saved_s:,.0f} steps" if saved_s > 0 and spent_s > 0 else ""
+    return (
+        f", which pays off after {spent_s / saved_s:,.0f} steps"
+        if saved_s > 0 and spent_s > 0
+        else ""
+    )
 
 
 def warnings(runs: Sequence[Run]) -> Iterator[str]:

@@ -11,8 +11,8 @@ from typing import Any
 from train.config import InputError
 from train.config.checks import LARGEST_FLOAT
 from train.observe.report.texts import count, score, share
-from train.system.folders import Folder
-from train.system.schema import BadContent, of_type, read_json, record
+from train.storage.folders import Folder
+from train.storage.schema import BadContent, of_type, read_json, record
 
 FIRST = ("train", "validation")  # these splits come first, then the others by name
 SCORES = ("precision", "recall", "f1", "support")  # columns of the table of labels
@@ -46,7 +46,9 @@ class SplitFacts:
     def __post_init__(self) -> None:
         grows = all(first < second for first, second in pairwise([0, *self.up_to]))
         if not grows or len(self.up_to) != len(self.counts) or min(self.counts, default=0) < 0:
-            raise BadContent("the length histogram does not have a count for each of its growing lengths")
+            raise BadContent(
+                "the length histogram does not have a count for each of its growing lengths"
+            )
 
     @property
     def up_to(self) -> list[float]:
@@ -65,14 +67,22 @@ class Evaluated:
     name: str
     metrics: Numbers = field(default_factory=dict)  # includes related numbers, such as a threshold
     labels: list[str] = field(default_factory=list)
-    per_class: dict[str, Numbers] = field(default_factory=dict)  # precision, recall, f1 and support by label
-    confusion: list[list[float]] = field(default_factory=list)  # numbers of examples [true, predicted]
-    pairs: dict[str, list[list[float]]] = field(default_factory=dict)  # (truth, prediction) of some rows, by target
+    per_class: dict[str, Numbers] = field(
+        default_factory=dict
+    )  # precision, recall, f1 and support by label
+    confusion: list[list[float]] = field(
+        default_factory=list
+    )  # numbers of examples [true, predicted]
+    pairs: dict[str, list[list[float]]] = field(
+        default_factory=dict
+    )  # (truth, prediction) of some rows, by target
 
     def __post_init__(self) -> None:
         sides = {len(self.labels), len(self.confusion), *map(len, self.confusion)}
         if self.confusion and len(sides) != 1:
-            raise BadContent(f"the confusion matrix does not have {len(self.labels)} rows and columns, one per label")
+            raise BadContent(
+                f"the confusion matrix does not have {len(self.labels)} rows and columns, one per label"
+            )
         if any(value < 0 for row in self.confusion for value in row):
             raise BadContent("the confusion matrix has a negative number of examples")
         if any(len(pair) != 2 for pairs in self.pairs.values() for pair in pairs):
@@ -82,7 +92,9 @@ class Evaluated:
 @dataclass(frozen=True)
 class Records:
     labels: list[str] = field(default_factory=list)
-    lengths: list[float] = field(default_factory=list)  # lengths to which batches are padded, in tokens
+    lengths: list[float] = field(
+        default_factory=list
+    )  # lengths to which batches are padded, in tokens
     splits: list[SplitFacts] = field(default_factory=list)
     note: str = ""  # a sentence about an architecture that reads padding
     step: int | None = None  # step of the evaluation
@@ -111,7 +123,9 @@ def read_mapping(
 def read_records(folder: Folder) -> Records | None:
     """Read data.json and evaluation.json; None if the folder has neither. Raises InputError if one is damaged."""
     data = read_mapping(folder, "data.json", parse, partial(fields_of, DATA, "splits", SplitFacts))
-    evaluation = read_mapping(folder, "evaluation.json", parse, partial(fields_of, EVALUATION, "evaluated", Evaluated))
+    evaluation = read_mapping(
+        folder, "evaluation.json", parse, partial(fields_of, EVALUATION, "evaluated", Evaluated)
+    )
     return Records(**data | evaluation) if data or evaluation else None
 
 
@@ -138,14 +152,22 @@ def fields_of(
     hints: dict[str, Any], name: str, kind: type[SplitFacts | Evaluated], content: dict[str, Any]
 ) -> dict[str, Any]:
     """Return fields of Records: those in `hints`, and in `name` the splits as `kind`. Unknown keys are ignored."""
-    result = {key: of_type(hint, content[key], key) for key, hint in hints.items() if key in content}
-    splits: dict[str, dict[str, Any]] = of_type(dict[str, dict[str, Any]], content.get("splits", {}), "splits")
+    result = {
+        key: of_type(hint, content[key], key) for key, hint in hints.items() if key in content
+    }
+    splits: dict[str, dict[str, Any]] = of_type(
+        dict[str, dict[str, Any]], content.get("splits", {}), "splits"
+    )
     result[name], known = [], {item.name for item in fields(kind)}
-    for split in sorted(splits, key=lambda each: (FIRST.index(each) if each in FIRST else len(FIRST), each)):
+    for split in sorted(
+        splits, key=lambda each: (FIRST.index(each) if each in FIRST else len(FIRST), each)
+    ):
         values = {key: value for key, value in splits[split].items() if key in known}
         if kind is Evaluated:
             metrics = of_type(dict[str, Any], values.get("metrics", {}), f"splits.{split}.metrics")
-            others = {key: value for key, value in splits[split].items() if type(value) in (int, float)}
+            others = {
+                key: value for key, value in splits[split].items() if type(value) in (int, float)
+            }
             values["metrics"] = metrics | others
         result[name].append(record(kind, values | {"name": split}, f"splits.{split}"))
     return result
@@ -164,8 +186,15 @@ def splits_table(records: Records) -> Table:
     splits = records.splits
     rows = [[label, *(count(getattr(split, key)) for split in splits)] for label, key in ROWS]
     for note in {note: None for split in splits for note in split.notes}:
-        rows.append([note.replace("_", " ").capitalize(), *(count(split.notes.get(note)) for split in splits)])
-    rows.append(["Padding (share of all tokens)", *(share(split.padding_share) for split in splits)])
+        rows.append(
+            [
+                note.replace("_", " ").capitalize(),
+                *(count(split.notes.get(note)) for split in splits),
+            ]
+        )
+    rows.append(
+        ["Padding (share of all tokens)", *(share(split.padding_share) for split in splits)]
+    )
     return with_header("", (split.name for split in splits), rows)
 
 
@@ -176,7 +205,9 @@ def labels_table(records: Records) -> Table:
     rows = []
     for label in dict.fromkeys([*records.labels, *counted]):
         shares = ((counts.get(label, 0), sum(counts.values()) or 1) for counts in columns.values())
-        rows.append([label, *(f"{count(value)} ({share(value / total)})" for value, total in shares)])
+        rows.append(
+            [label, *(f"{count(value)} ({share(value / total)})" for value, total in shares)]
+        )
     return with_header("Label", columns, rows)
 
 
@@ -184,7 +215,10 @@ def metrics_table(records: Records) -> Table:
     """Return a table of an evaluation with a row per metric and a column per split."""
     columns = {split.name: split.metrics for split in records.evaluated}
     names = {name: None for metrics in columns.values() for name in metrics}
-    rows = [[name.replace("_", " "), *(score(each.get(name)) for each in columns.values())] for name in names]
+    rows = [
+        [name.replace("_", " "), *(score(each.get(name)) for each in columns.values())]
+        for name in names
+    ]
     return with_header("", columns, rows)
 
 
@@ -194,5 +228,11 @@ def classes_table(evaluated: Evaluated) -> Table:
     rows = []
     for label in dict.fromkeys([*known, *evaluated.per_class]):
         scores = evaluated.per_class[label]
-        rows.append([label, *(score(scores.get(name)) for name in SCORES[:-1]), count(scores.get("support"))])
+        rows.append(
+            [
+                label,
+                *(score(scores.get(name)) for name in SCORES[:-1]),
+                count(scores.get("support")),
+            ]
+        )
     return with_header("Label", ("Precision", "Recall", "F1", "Support"), rows)

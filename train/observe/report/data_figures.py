@@ -13,7 +13,10 @@ from train.observe.report.texts import file_name, printable, shortened
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MAX_LABELS, MAX_NUMBERED = 40, 12  # a heat map with more labels than this shows no names, or no numbers
+MAX_LABELS, MAX_NUMBERED = (
+    40,
+    12,
+)  # a heat map with more labels than this shows no names, or no numbers
 MAX_SCATTERED = 8  # maximum number of scatter plots per split, one for each target
 
 
@@ -28,22 +31,35 @@ def data_figures(records: Records) -> Iterator[tuple[str, str, bytes]]:
                 yield name, f"Confusion: {evaluated.name}", png_of(heat_map(evaluated))
             filled = [(target, pairs) for target, pairs in evaluated.pairs.items() if pairs]
             for number, (target, pairs) in enumerate(filled[:MAX_SCATTERED], 1):
-                name, title = file_name(f"scatter_{number}", evaluated.name), f"{target}: {evaluated.name}"
+                name, title = (
+                    file_name(f"scatter_{number}", evaluated.name),
+                    f"{target}: {evaluated.name}",
+                )
                 yield name, title, png_of(scatter(title, pairs))
 
 
 def length_steps(records: Records) -> Figure:
     """Draw a histogram of the row lengths in each split, and the lengths to which batches are padded."""
-    figure, axes = axes_of("Lengths", xlabel="tokens, including special tokens", ylabel="share of the split's rows")
+    figure, axes = axes_of(
+        "Lengths", xlabel="tokens, including special tokens", ylabel="share of the split's rows"
+    )
     for index, split in enumerate(split for split in records.splits if sum(split.counts)):
         shares = [value / sum(split.counts) for value in split.counts]
         padding = "" if split.padding_share is None else f", {split.padding_share:.1%} padding"
-        axes.stairs(shares, [0, *split.up_to], lw=1.6, label=f" {shortened(split.name)}{padding}", **look(index))
+        axes.stairs(
+            shares,
+            [0, *split.up_to],
+            lw=1.6,
+            label=f" {shortened(split.name)}{padding}",
+            **look(index),
+        )
     for length in records.lengths:
         axes.axvline(length, **MARK)
     axes.plot([], [], **MARK, label=" padded to")
     ticks = [0, *max((split.up_to for split in records.splits), key=len)]
-    axes.set_xscale("symlog", base=2, linthresh=ticks[1], linscale=0.5)  # longer rows have wider bins
+    axes.set_xscale(
+        "symlog", base=2, linthresh=ticks[1], linscale=0.5
+    )  # longer rows have wider bins
     axes.set_xticks(ticks[:: math.ceil(len(ticks) / 12)], minor=False)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xticks([], minor=True)
@@ -58,7 +74,9 @@ def heat_map(evaluated: Evaluated) -> Figure:
     """Draw the confusion matrix, coloured by the share of the true label's examples, with numbers if they fit."""
     rows = evaluated.confusion
     shares = [[value / (sum(row) or 1) for value in row] for row in rows]
-    inch = 0.5 if len(rows) <= MAX_NUMBERED else 0.17 if len(rows) <= MAX_LABELS else 0.0  # height of a row of text
+    inch = (
+        0.5 if len(rows) <= MAX_NUMBERED else 0.17 if len(rows) <= MAX_LABELS else 0.0
+    )  # height of a row of text
     size = max(WIDTH, 2 + inch * len(rows))
     title = f"Confusion: {printable(evaluated.name)}"
     figure, axes = axes_of(title, width=size, height=size - 0.5, xlabel="predicted", ylabel="true")

@@ -20,7 +20,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe-Ito: safe for colour-blind eyes
+COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+)  # Okabe-Ito: safe for colour-blind eyes
 DASHES = ("-", "--", ":", "-.")  # runs 7 to 12 are dashed, and so on
 MAX_POINTS = 200  # per curve: in a figure 600 px wide, more points only add noise and file size
 MARK: Any = {"linestyle": (0, (6, 3)), "lw": 1.2, "color": "#555555"}  # style of reference lines
@@ -65,13 +72,21 @@ X_LABELS = {
     "examples": "sequences consumed",
     "since_start_s": "seconds since the first start",
 }
-LOSS = Panel("training_loss", "Training and validation loss", "loss (nats)", "loss", from_zero=False)
+LOSS = Panel(
+    "training_loss", "Training and validation loss", "loss (nats)", "loss", from_zero=False
+)
 THROUGHPUT = Panel("tokens_per_second", "Throughput", "tokens per second", "tokens_per_s")
 PANELS = (  # shown below the panels on quality
     Panel("learning_rate", "Learning rate", "learning rate", "lr"),
     Panel("mfu", "Model FLOP/s utilisation (MFU)", "share of peak FLOP/s", "mfu", percent=True),
     Panel("padding_share", "Padding", "share of all tokens", "padding_share", percent=True),
-    Panel("data_wait_share", "Waiting for data", "share of the steps' time", "data_wait_share", percent=True),
+    Panel(
+        "data_wait_share",
+        "Waiting for data",
+        "share of the steps' time",
+        "data_wait_share",
+        percent=True,
+    ),
     Panel("goodput", "Goodput", "share of the elapsed time", "goodput", percent=True),
     Panel("gradient_norm", "Gradient norm", "global L2 norm", "grad_norm", spikes=True),
 )
@@ -82,8 +97,19 @@ def panels(runs: list[Run]) -> Iterator[Panel]:
     yield from (LOSS, THROUGHPUT)
     for name in {name: None for run in runs for name in run.summary["scores"] if name != "loss"}:
         metric, file = runs[0].metric(name), file_name("validation", name)
-        limits: dict[str, Any] = {"spikes": metric.sign < 0, "at_most": (1.0, 100.0) if metric.sign > 0 else ()}
-        yield Panel(file, f"Validation {metric.title}", metric.title, name, kind="eval", from_zero=False, **limits)
+        limits: dict[str, Any] = {
+            "spikes": metric.sign < 0,
+            "at_most": (1.0, 100.0) if metric.sign > 0 else (),
+        }
+        yield Panel(
+            file,
+            f"Validation {metric.title}",
+            metric.title,
+            name,
+            kind="eval",
+            from_zero=False,
+            **limits,
+        )
     yield from PANELS
 
 
@@ -99,29 +125,53 @@ def x_axis(runs: list[Run]) -> str:
     """Return the key of the x axis: sequences if the batch sizes differ and all runs count sequences, else steps."""
     batches = {run.summary["global_batch_size"] for run in runs}
     lines = [line for run in runs for kind in ("train", "eval") for line in run.drawn(kind)]
-    return "examples" if len(batches) > 1 and all(number(line, "examples") is not None for line in lines) else "step"
+    return (
+        "examples"
+        if len(batches) > 1 and all(number(line, "examples") is not None for line in lines)
+        else "step"
+    )
 
 
 def last_x(runs: list[Run], x: str) -> float:
     """Return the right end of the x axis, which all curves share; its left end is 0."""
     lines = [line for run in runs for kind in ("train", "eval") for line in run.drawn(kind)]
-    return max((value for line in lines if (value := number(line, x)) is not None), default=0.0) or 1.0
+    return (
+        max((value for line in lines if (value := number(line, x)) is not None), default=0.0)
+        or 1.0
+    )
 
 
 def look(number: int) -> dict[str, Any]:
     """Return the colour and the dash pattern of a run by its index, the same in every figure."""
-    return {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number // len(COLOURS) % len(DASHES)]}
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "linestyle": DASHES[number // len(COLOURS) % len(DASHES)],
+    }
 
 
 def curve(
-    axes: Axes, xs: list[float], ys: list[float], lows: list[float], highs: list[float], *, band: bool, **style: Any
+    axes: Axes,
+    xs: list[float],
+    ys: list[float],
+    lows: list[float],
+    highs: list[float],
+    *,
+    band: bool,
+    **style: Any,
 ) -> None:
     """Draw a line of at most MAX_POINTS means, and a band from the lowest to the highest value, which shows spikes."""
     size = math.ceil(len(xs) / MAX_POINTS) or 1
     groups = [slice(start, start + size) for start in range(0, len(xs), size)]
     middle = [fmean(xs[group]) for group in groups]
     marker = "o" if len(xs) <= 40 else ""
-    axes.plot(middle, [fmean(ys[group]) for group in groups], marker=marker, ms=3, clip_on=not xs, **style)
+    axes.plot(
+        middle,
+        [fmean(ys[group]) for group in groups],
+        marker=marker,
+        ms=3,
+        clip_on=not xs,
+        **style,
+    )
     if band and size > 1:
         bounds = [min(lows[group]) for group in groups], [max(highs[group]) for group in groups]
         axes.fill_between(middle, *bounds, color=style["color"], alpha=0.2, linewidth=0)
@@ -132,13 +182,18 @@ def add_validation(axes: Axes, runs: list[Run], x: str) -> None:
     has_points = False
     for index, run in enumerate(runs):
         xs, ys = points(run.evaluations, LOSS.key, x)[:2]
-        axes.plot(xs, ys, "o", ms=5, color=look(index)["color"], mec="#222222", mew=0.8, clip_on=not xs)
+        axes.plot(
+            xs, ys, "o", ms=5, color=look(index)["color"], mec="#222222", mew=0.8, clip_on=not xs
+        )
         has_points |= bool(xs)
     if has_points:
         axes.plot([], [], "o", ms=5, color="#bbbbbb", mec="#222222", mew=0.8, label=" validation")
     # A loss that includes sentence-order prediction is not comparable with the entropy of tokens.
     of_tokens = [all("sop_loss" not in line for line in run.evaluations) for run in runs]
-    entropies = [run.summary["unigram_entropy"] if of else None for run, of in zip(runs, of_tokens, strict=True)]
+    entropies = [
+        run.summary["unigram_entropy"] if of else None
+        for run, of in zip(runs, of_tokens, strict=True)
+    ]
     add_marks(axes, entropies, "unigram entropy")
 
 
@@ -178,11 +233,15 @@ def style() -> Iterator[None]:
     from matplotlib import rc_context
 
     with rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # Matplotlib draws a box; the HTML shows the name
+        warnings.filterwarnings(
+            "ignore", message="Glyph .* missing"
+        )  # Matplotlib draws a box; the HTML shows the name
         yield
 
 
-def axes_of(title: str, *, width: float = WIDTH, height: float = 3.0, **more: str) -> tuple[Figure, Axes]:
+def axes_of(
+    title: str, *, width: float = WIDTH, height: float = 3.0, **more: str
+) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
@@ -208,16 +267,29 @@ def draw(panel: Panel, runs: list[Run], x: str) -> bytes | None:
     if panel.name == LOSS.name:
         add_validation(axes, runs, x)
     if len(runs) == 1 and lost[0] is not None:
-        axes.axvspan(number(lost[0], x) or 0.0, end, color=MARK["color"], alpha=0.2, lw=0, label=" no finite loss")
+        axes.axvspan(
+            number(lost[0], x) or 0.0,
+            end,
+            color=MARK["color"],
+            alpha=0.2,
+            lw=0,
+            label=" no finite loss",
+        )
     if panel.key == "masked_accuracy":
-        add_marks(axes, [run.summary["neighbour_accuracy"] for run in runs], "table of neighbouring tokens")
+        add_marks(
+            axes,
+            [run.summary["neighbour_accuracy"] for run in runs],
+            "table of neighbouring tokens",
+        )
     finish(axes, panel, values, end)
     handles, named = axes.get_legend_handles_labels()
     if len(handles) > 1:
         widths = [len(name) + 7 for name in named]  # widths in characters; about 60 fit in a row
         columns = len(widths) if sum(widths) <= 60 else max(1, 60 // max(widths))
         figure.legend(loc="outside lower center", ncols=columns)
-        figure.set_figheight(3.0 + 0.19 * math.ceil(len(handles) / columns))  # a long legend must not squeeze the axes
+        figure.set_figheight(
+            3.0 + 0.19 * math.ceil(len(handles) / columns)
+        )  # a long legend must not squeeze the axes
     return png_of(figure)
 
 
@@ -242,7 +314,13 @@ class Bars(NamedTuple):
 
 BARS = (
     Bars("throughput_by_run", "Throughput", "tokens_per_s", "{:,.0f}", "tokens/s"),
-    Bars("time_by_run", "Billable time", "wall_s", "{:,.0f} s", "seconds from the first start to the last line"),
+    Bars(
+        "time_by_run",
+        "Billable time",
+        "wall_s",
+        "{:,.0f} s",
+        "seconds from the first start to the last line",
+    ),
     Bars("cost_by_run", "Cost", "cost_usd", "${:,.2f}", "US dollars"),
     Bars("compiling_by_run", "Compiling", "compile_s", "{:,.1f} s", "seconds"),
 )
@@ -260,7 +338,10 @@ def draw_bars(bars: Bars, runs: list[Run]) -> bytes:
     values = [run.summary[bars.key] for run in runs]
     texts = ["unknown" if value is None else bars.form.format(value) for value in values]
     ratios = [times(run, runs[0], bars.key) for run in runs]
-    texts = [f" {text}  ({ratio})" if ratio else f" {text}" for text, ratio in zip(texts, ratios, strict=True)]
+    texts = [
+        f" {text}  ({ratio})" if ratio else f" {text}"
+        for text, ratio in zip(texts, ratios, strict=True)
+    ]
     colours = [look(index)["color"] for index in range(len(runs))]
     figure, axes = axes_of(bars.title, height=max(3.0, 1.6 + 0.3 * len(runs)), xlabel=bars.unit)
     drawn = axes.barh(range(len(runs)), [value or 0.0 for value in values], 0.6, color=colours)
@@ -280,7 +361,9 @@ def curves(runs: list[Run]) -> list[tuple[str, str, bytes]]:
     with style():
         drawn = [(panel.name, panel.title, draw(panel, runs, x)) for panel in panels(runs)]
         if len(runs) > 1:
-            over_time = replace(LOSS, name="training_loss_over_time", title="Training loss over time")
+            over_time = replace(
+                LOSS, name="training_loss_over_time", title="Training loss over time"
+            )
             drawn.append((over_time.name, over_time.title, draw(over_time, runs, "since_start_s")))
             drawn += [(bars.name, bars.title, draw_bars(bars, runs)) for bars in bars_of(runs)]
     return [(name, title, png) for name, title, png in drawn if png is not None]

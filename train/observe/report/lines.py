@@ -20,7 +20,11 @@ MAX_LINES = 1000  # lines to keep per kind, five per point of a curve; at twice 
 def number(line: Line, key: str) -> float | None:
     """Return the value of a key if it is a finite number, else None."""
     value = line.get(key)
-    known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST_FLOAT
+    known = (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) < LARGEST_FLOAT
+    )
     return value if known else None
 
 
@@ -49,11 +53,20 @@ class Group(dict[str, Any]):
     """The mean of several train lines, and the lowest and the highest value of each key."""
 
     def __init__(self, lines: list[Line]) -> None:
-        columns = {key: numbers(lines, key) for key in dict.fromkeys(key for line in lines for key in line)}
+        columns = {
+            key: numbers(lines, key)
+            for key in dict.fromkeys(key for line in lines for key in line)
+        }
         super().__init__({key: fmean(values) for key, values in columns.items() if values})
         self["step"] = round(self["step"])
-        self.lows = {key: min(low(line, key) for line in lines if number(line, key) is not None) for key in self}
-        self.highs = {key: max(high(line, key) for line in lines if number(line, key) is not None) for key in self}
+        self.lows = {
+            key: min(low(line, key) for line in lines if number(line, key) is not None)
+            for key in self
+        }
+        self.highs = {
+            key: max(high(line, key) for line in lines if number(line, key) is not None)
+            for key in self
+        }
 
 
 def low(line: Line, key: str) -> float:
@@ -79,7 +92,9 @@ class Points(NamedTuple):
 
 
 def points(lines: list[Line], key: str, x: str) -> Points:
-    known = [line for line in lines if number(line, x) is not None and number(line, key) is not None]
+    known = [
+        line for line in lines if number(line, x) is not None and number(line, key) is not None
+    ]
     extremes = [[of(line, key) for line in known] for of in (low, high)]
     return Points([line[x] for line in known], [line[key] for line in known], *extremes)
 
@@ -101,7 +116,9 @@ class Curve:
             self.groups.append(joined(self.group))
             self.group = []
         if len(self.groups) == 2 * MAX_LINES:
-            self.groups = [joined(self.groups[index : index + 2]) for index in range(0, len(self.groups), 2)]
+            self.groups = [
+                joined(self.groups[index : index + 2]) for index in range(0, len(self.groups), 2)
+            ]
             self.size *= 2
 
     @property
@@ -120,11 +137,17 @@ class Attempt:
     """Facts about an attempt, from all its lines, including superseded ones."""
 
     last: Line  # its newest line
-    step: int = 0  # its last step, from its newest train, eval or summary line, or a later checkpoint line
+    step: int = (
+        0  # its last step, from its newest train, eval or summary line, or a later checkpoint line
+    )
     is_step_known: bool = False
     has_steps: bool = False  # whether it has a train line or a summary
-    newest: Line = field(default_factory=dict)  # the newest known cost_usd and goodput, from any line
-    trained: Line = field(default_factory=dict)  # from train lines: newest known values, summed compile_s, mean mfu
+    newest: Line = field(
+        default_factory=dict
+    )  # the newest known cost_usd and goodput, from any line
+    trained: Line = field(
+        default_factory=dict
+    )  # from train lines: newest known values, summed compile_s, mean mfu
     flops_s: float = 0.0  # the sum of MFU x seconds in steps
     known_s: float = 0.0  # seconds in steps for which the MFU is known
 
@@ -145,7 +168,10 @@ class Attempt:
                 self.trained["compile_s"] = self.trained.get("compile_s", 0.0) + compile_s
             mfu, in_steps_s = number(line, "mfu"), seconds_in_steps(line)
             if mfu is not None and in_steps_s:
-                self.flops_s, self.known_s = self.flops_s + mfu * in_steps_s, self.known_s + in_steps_s
+                self.flops_s, self.known_s = (
+                    self.flops_s + mfu * in_steps_s,
+                    self.known_s + in_steps_s,
+                )
                 self.trained["mfu"] = self.flops_s / self.known_s
 
     def figure(self, key: str) -> float | None:
@@ -193,14 +219,18 @@ class Faults:
 class Reading:
     """The lines of a run, which must be added newest first."""
 
-    told: Callable[[list[Line]], set[int | None]]  # returns the steps whose evaluations must be kept
+    told: Callable[
+        [list[Line]], set[int | None]
+    ]  # returns the steps whose evaluations must be kept
     by_number: dict[int, Attempt] = field(default_factory=dict)
     curve: Curve = field(default_factory=Curve)
     evaluations: list[Line] = field(default_factory=list)
     summaries: list[Line] = field(default_factory=list)
     saves: Saves = field(default_factory=Saves)
     faults: Faults = field(default_factory=Faults)
-    reached: dict[str, int] = field(default_factory=dict)  # lowest step so far, by kind: train or eval
+    reached: dict[str, int] = field(
+        default_factory=dict
+    )  # lowest step so far, by kind: train or eval
 
     def add(self, line: Line) -> None:
         kind, step = line["kind"], line["step"]
@@ -221,7 +251,9 @@ class Reading:
             if len(self.evaluations) == 2 * MAX_LINES:
                 told = self.told(self.evaluations[::-1])
                 self.evaluations = [
-                    each for index, each in enumerate(self.evaluations) if index % 2 == 0 or each["step"] in told
+                    each
+                    for index, each in enumerate(self.evaluations)
+                    if index % 2 == 0 or each["step"] in told
                 ]
         elif kind == "summary":
             self.summaries.insert(0, line)

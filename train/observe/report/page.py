@@ -12,14 +12,21 @@ from train.config import InputError, check
 from train.config.train import TOLERANCE
 from train.observe.report import comparison
 from train.observe.report.cards import cards, side_by_side
-from train.observe.report.data import Records, Table, classes_table, labels_table, metrics_table, splits_table
+from train.observe.report.data import (
+    Records,
+    Table,
+    classes_table,
+    labels_table,
+    metrics_table,
+    splits_table,
+)
 from train.observe.report.data_figures import data_figures
 from train.observe.report.figures import DPI, MAX_POINTS, WIDTH, curves, look, x_axis
 from train.observe.report.run import Run, tell_apart
 from train.observe.report.texts import as_text, at_step, duration, percent, printable
-from train.system import samples
-from train.system.folders import LocalFolder
-from train.system.schema import BadContent
+from train.run_folder import samples
+from train.storage.folders import LocalFolder
+from train.storage.schema import BadContent
 
 TITLES = ("Training report: ", "Comparison of ")  # how the titles in report.html.j2 begin
 
@@ -88,7 +95,14 @@ ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("Last attempt ended", "reason", as_text),
     ("Versions", "versions", printable),
 )
-WITH_RATIO = ("tokens_per_s", "sequences_per_s", "train_s", "wall_s", "wall_without_compile_s", "cost_usd")
+WITH_RATIO = (
+    "tokens_per_s",
+    "sequences_per_s",
+    "train_s",
+    "wall_s",
+    "wall_without_compile_s",
+    "cost_usd",
+)
 
 
 def facts(run: Run, baseline: Run) -> dict[str, str]:
@@ -104,7 +118,9 @@ def facts(run: Run, baseline: Run) -> dict[str, str]:
         if key == "train_loss":
             for name, score in summary["scores"].items():
                 for which, (value, step) in score.items():
-                    result[printable(f"Validation {name}, {which}".replace("_", " "))] = at_step(value, step)
+                    result[printable(f"Validation {name}, {which}".replace("_", " "))] = at_step(
+                        value, step
+                    )
     return result
 
 
@@ -113,13 +129,20 @@ def table(runs: Sequence[Run]) -> Table:
     columns = [facts(run, runs[0]) for run in runs]
     labels = {label: None for column in sorted(columns, key=len, reverse=True) for label in column}
     rows = [[label, *(column.get(label, "unknown") for column in columns)] for label in labels]
-    return [row for row in rows if row[0] in ("MFU", "Cost", "Final training loss") or set(row[1:]) != {"unknown"}]
+    return [
+        row
+        for row in rows
+        if row[0] in ("MFU", "Cost", "Final training loss") or set(row[1:]) != {"unknown"}
+    ]
 
 
 def config_differences(runs: Sequence[Run]) -> Table:
     """Return rows of a key and a value per run for the keys that differ. run_dir, which always differs, is left out."""
     keys = sorted({key for run in runs for key in run.config} - {"run_dir"})
-    rows = [[key, *(as_text(run.config[key]) if key in run.config else "-" for run in runs)] for key in keys]
+    rows = [
+        [key, *(as_text(run.config[key]) if key in run.config else "-" for run in runs)]
+        for key in keys
+    ]
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
@@ -130,7 +153,9 @@ def why_unknown(run: Run, figure: str) -> str:
     if not run.summaries:
         return "the run has not written a summary yet: it is still running, or it was killed"
     peak = "instance.device_tflops_" + ("fp32" if run.summary["precision"] == "fp32" else "bf16")
-    what, key = {"mfu": ("peak FLOP/s", peak), "cost_usd": ("price", "instance.usd_per_hour")}[figure]
+    what, key = {"mfu": ("peak FLOP/s", peak), "cost_usd": ("price", "instance.usd_per_hour")}[
+        figure
+    ]
     return f"no {what} is known for the instance {as_text(run.config.get('instance.name', '(no name)'))} ({key})"
 
 
@@ -143,10 +168,17 @@ def describe(run: Run, index: int) -> dict[str, Any]:
         "stroke": look(index),
         "summary": run.summary,
         "cards": cards(run),
-        "why": {key: why_unknown(run, key) for key in ("mfu", "cost_usd") if run.summary[key] is None},
+        "why": {
+            key: why_unknown(run, key) for key in ("mfu", "cost_usd") if run.summary[key] is None
+        },
         "folded": {
-            "Faults and alarms": [(f"step {line['step']:,}", as_text(line.get("reason"))) for line in run.faults.lines],
-            "Bad rows, left out": [(split.name, text) for split in splits for text in split.bad_examples],
+            "Faults and alarms": [
+                (f"step {line['step']:,}", as_text(line.get("reason")))
+                for line in run.faults.lines
+            ],
+            "Bad rows, left out": [
+                (split.name, text) for split in splits for text in split.bad_examples
+            ],
             "Configuration": [(key, as_text(value)) for key, value in run.config.items()],
             "Environment": [(key, as_text(value)) for key, value in run.environment.items()],
         },
@@ -161,7 +193,9 @@ def sections(records: Records) -> list[tuple[str, list[tuple[str, Table]]]]:
         ("Data", [("", splits_table(records)), ("", labels_table(records))]),
         (evaluation, [("", metrics_table(records)), *by_label]),
     )
-    known = [(title, [(caption, rows) for caption, rows in tables if rows]) for title, tables in titled]
+    known = [
+        (title, [(caption, rows) for caption, rows in tables if rows]) for title, tables in titled
+    ]
     return [(title, tables) for title, tables in known if tables]
 
 
@@ -175,7 +209,9 @@ def samples_of(run: Run) -> samples.Samples | None:
 
 def shown_figures(figures: Sequence[tuple[str, str, bytes]]) -> list[tuple[str, str, int]]:
     """Return (title, PNG in base64, minimum width in pixels) per figure. At this width, 1/72 inch is a pixel."""
-    widths = [int.from_bytes(png[16:20], "big") * 72 // DPI for _, _, png in figures]  # read from the header of a PNG
+    widths = [
+        int.from_bytes(png[16:20], "big") * 72 // DPI for _, _, png in figures
+    ]  # read from the header of a PNG
     encoded = [(title, base64.b64encode(png).decode()) for _, title, png in figures]
     return [(*each, width) for each, width in zip(encoded, widths, strict=True)]
 
@@ -195,7 +231,9 @@ def fill_template(values: dict[str, Any]) -> str:
     return environment.get_template("report.html.j2").render(values)
 
 
-def render(runs: list[Run], output: Path, *, tolerance: float = TOLERANCE, failed: Sequence[str] = ()) -> Path:
+def render(
+    runs: list[Run], output: Path, *, tolerance: float = TOLERANCE, failed: Sequence[str] = ()
+) -> Path:
     """Write report.html and its PNGs to the folder `output`; return the path of the HTML.
 
     `failed` has a line for each run that could not be read. The page begins with the most important facts. Below
@@ -227,7 +265,9 @@ def render(runs: list[Run], output: Path, *, tolerance: float = TOLERANCE, faile
             "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         }
     )
-    files = {f"{name}.png": png for name, _, png in [*figures, *pictures]} | {"report.html": html.encode()}
+    files = {f"{name}.png": png for name, _, png in [*figures, *pictures]} | {
+        "report.html": html.encode()
+    }
     folder = LocalFolder(output)
     there = folder.read("report.html") if folder.size("report.html") is not None else b""
     is_ours = any(f"<title>{title}".encode() in there for title in TITLES)

@@ -32,10 +32,10 @@ from train.observe.report.lines import (
     total,
 )
 from train.observe.report.texts import printable
-from train.system.exported import marked
-from train.system.folders import Folder, LocalFolder
-from train.system.outcome import WRITTEN_UNIX_S, read_outcome
-from train.system.schema import read_json, read_yaml
+from train.run_folder.exported import marked
+from train.run_folder.outcome import WRITTEN_UNIX_S, read_outcome
+from train.storage.folders import Folder, LocalFolder
+from train.storage.schema import read_json, read_yaml
 from train.tasks import Metric, scores_of
 
 Summary = dict[str, Any]  # see `summarise`
@@ -50,14 +50,20 @@ class Run:
     config: dict[str, Any]  # settings by dotted key, such as "optim.lr"
     environment: dict[str, Any]  # environment.json, by dotted key
     attempts: list[Attempt] = field(default_factory=list)  # from all lines, for times and costs
-    train: list[Line] = field(default_factory=list)  # train lines for the curves, without superseded ones
+    train: list[Line] = field(
+        default_factory=list
+    )  # train lines for the curves, without superseded ones
     evaluations: list[Line] = field(default_factory=list)  # eval lines, without superseded ones
     summaries: list[Line] = field(default_factory=list)
     saves: Saves = field(default_factory=Saves)
     faults: Faults = field(default_factory=Faults)
     records: Records | None = None  # None if there is neither data.json nor evaluation.json
-    outcome: dict[str, Any] = field(default_factory=dict)  # how the last attempt ended; {}: running or killed
-    exported_step: int | None = None  # step of the exported weights; None if there is no export or it has no step
+    outcome: dict[str, Any] = field(
+        default_factory=dict
+    )  # how the last attempt ended; {}: running or killed
+    exported_step: int | None = (
+        None  # step of the exported weights; None if there is no export or it has no step
+    )
     label: str = ""  # the run's name in a report
 
     def add(self, lines: Iterable[Line]) -> None:
@@ -65,14 +71,21 @@ class Run:
         start_s = number(self.environment, "first_started_unix_s")
 
         def told(known: list[Line]) -> set[int | None]:
-            return {self.exported_step, *(step for each in scores(self, known).values() for _, step in each.values())}
+            return {
+                self.exported_step,
+                *(step for each in scores(self, known).values() for _, step in each.values()),
+            }
 
         reading = Reading(told)
         for line in lines:
             if start_s is not None and start_s > WRITTEN_UNIX_S:
                 line["since_start_s"] = line["time_unix_s"] - start_s
             reading.add(line)
-        self.attempts, self.train, self.evaluations = reading.attempts(), reading.curve.lines, reading.evaluations[::-1]
+        self.attempts, self.train, self.evaluations = (
+            reading.attempts(),
+            reading.curve.lines,
+            reading.evaluations[::-1],
+        )
         self.summaries, self.saves, self.faults = reading.summaries, reading.saves, reading.faults
 
     @cached_property
@@ -88,7 +101,10 @@ class Run:
         prefix = "data.more_validation."
         splits = [key.removeprefix(prefix) for key in self.config if key.startswith(prefix)]
         wanted = str(self.config.get("best.metric"))
-        return {wanted: Metric(wanted, None), **scores_of(str(self.config.get("task.kind")), splits)}
+        return {
+            wanted: Metric(wanted, None),
+            **scores_of(str(self.config.get("task.kind")), splits),
+        }
 
     def metric(self, name: str) -> Metric:
         """Return the task's declaration of a metric, with a printable name."""
@@ -97,7 +113,9 @@ class Run:
     @property
     def exported(self) -> Line | None:
         """The evaluation of the exported weights; None if there was none."""
-        return next((line for line in self.evaluations if line["step"] == self.exported_step), None)
+        return next(
+            (line for line in self.evaluations if line["step"] == self.exported_step), None
+        )
 
     @property
     def name(self) -> str:
@@ -108,16 +126,26 @@ def read_run(folder: Folder | Path) -> Run:
     """Read a run folder. Raises InputError if it is not one or if a file in it is damaged."""
     folder = LocalFolder(folder) if isinstance(folder, Path) else folder
     if isinstance(folder, LocalFolder):
-        check(folder.path.is_dir(), f"{folder.location} is not a folder; name the run_dir of a training run")
+        check(
+            folder.path.is_dir(),
+            f"{folder.location} is not a folder; name the run_dir of a training run",
+        )
     where, damage = f"{folder.location}/{NAME}", list[str]()
     lines = read_back(folder, damage=damage)
     newest = next(lines, None)
     if newest is None:
-        check(folder.size(NAME) is not None, f"{folder.location} is not a run folder: it has no {NAME}")
-        raise InputError(f"{where}: {', '.join(damage) or 'no lines yet, so there is nothing to report'}")
+        check(
+            folder.size(NAME) is not None,
+            f"{folder.location} is not a run folder: it has no {NAME}",
+        )
+        raise InputError(
+            f"{where}: {', '.join(damage) or 'no lines yet, so there is nothing to report'}"
+        )
     config = dict(flatten(read_mapping(folder, "config.yaml", read_yaml)))
     environment = dict(flatten(read_mapping(folder, "environment.json", read_json)))
-    run = Run(folder, config, environment, records=read_records(folder), outcome=read_outcome(folder))
+    run = Run(
+        folder, config, environment, records=read_records(folder), outcome=read_outcome(folder)
+    )
     run.exported_step = marked(folder, "weights")
     run.add(chain([newest], lines))
     if damage:
@@ -146,15 +174,31 @@ def last(lines: list[Line], key: str) -> float | None:
 def mean(pairs: list[tuple[float | None, float | None]]) -> float | None:
     """Return the mean of the values, weighted by their seconds. For MFUs, this is total FLOPs over peak FLOPs."""
     known = [(value, seconds) for value, seconds in pairs if value is not None and seconds]
-    return sum(value * seconds for value, seconds in known) / sum(seconds for _, seconds in known) if known else None
+    return (
+        sum(value * seconds for value, seconds in known) / sum(seconds for _, seconds in known)
+        if known
+        else None
+    )
 
 
 # ---- summary -------------------------------------------------------------------------------------------------------
 
 MODEL_SIZES = (("{} layers", "model.num_layers"), ("hidden size {}", "model.hidden_size"))
-OF_ENVIRONMENT = ("parameters", "world_size", "seq_len", "unigram_entropy", "neighbour_accuracy")  # numbers
+OF_ENVIRONMENT = (
+    "parameters",
+    "world_size",
+    "seq_len",
+    "unigram_entropy",
+    "neighbour_accuracy",
+)  # numbers
 OF_PLAN = ("global_batch_size", "micro_batch_size", "accumulation")
-OF_SUMMARY = ("bubble_share", "bubble_share_ideal", "mttf_s", "suggested_interval_s", "suggested_every")
+OF_SUMMARY = (
+    "bubble_share",
+    "bubble_share_ideal",
+    "mttf_s",
+    "suggested_interval_s",
+    "suggested_every",
+)
 
 
 def scores(run: Run, evaluations: list[Line]) -> dict[str, dict[str, tuple[Any, int]]]:
@@ -165,9 +209,15 @@ def scores(run: Run, evaluations: list[Line]) -> dict[str, dict[str, tuple[Any, 
     """
     result: dict[str, dict[str, tuple[Any, int]]] = {}
     for name in {key: None for line in evaluations for key in line if key in run.declared}:
-        reached = [(value, line["step"]) for line in evaluations if (value := number(line, name)) is not None]
+        reached = [
+            (value, line["step"])
+            for line in evaluations
+            if (value := number(line, name)) is not None
+        ]
         sign = run.metric(name).sign
-        best = {"best": max(reached, key=lambda point: sign * point[0])} if sign and reached else {}
+        best = (
+            {"best": max(reached, key=lambda point: sign * point[0])} if sign and reached else {}
+        )
         if reached:
             end = next(line for line in reversed(evaluations) if name in line)
             result[name] = {**best, "last": (number(end, name), end["step"])}
@@ -184,20 +234,29 @@ def settled(points: Mapping[str, tuple[Any, int]]) -> tuple[Any, int]:
 
 def summarise(run: Run) -> Summary:
     """Return the values of the summary table; None means unknown. Times, tokens and peaks cover all attempts."""
-    return {**setting(run), **speed(run), **reliability(run), "scores": scores(run, run.evaluations)}
+    return {
+        **setting(run),
+        **speed(run),
+        **reliability(run),
+        "scores": scores(run, run.evaluations),
+    }
 
 
 def setting(run: Run) -> Summary:
     """Return what was trained, on which data and machines. Instead of auto, return the value that was used."""
     config, environment = run.config, run.environment
-    from_elsewhere = config.get("model.pretrained") or config.get("model.init_from")  # then the architecture is unknown
+    from_elsewhere = config.get("model.pretrained") or config.get(
+        "model.init_from"
+    )  # then the architecture is unknown
     model = from_elsewhere or config.get("model.architecture")
     shape = [form.format(config[key]) for form, key in MODEL_SIZES if config.get(key)]
     device = environment.get("device")
     if isinstance(device, str):
         device = device.removesuffix(" through XLA")  # the device is the same with and without XLA
     versions = {"baretrain": environment.get("baretrain"), "commit": environment.get("commit")}
-    versions |= {key[9:]: value for key, value in environment.items() if key.startswith("versions.")}
+    versions |= {
+        key[9:]: value for key, value in environment.items() if key.startswith("versions.")
+    }
     return {
         "task": config.get("task.kind"),
         "model": ", ".join([str(model), *shape]) if model else None,
@@ -208,7 +267,8 @@ def setting(run: Run) -> Summary:
         **{key: environment.get(key) for key in ("backend", "compile", "precision")},
         **{key: number(environment, key) for key in OF_ENVIRONMENT},
         **{key: number(environment, f"plan.{key}") for key in OF_PLAN},
-        "versions": ", ".join(f"{name} {value}" for name, value in versions.items() if value) or None,
+        "versions": ", ".join(f"{name} {value}" for name, value in versions.items() if value)
+        or None,
     }
 
 
@@ -216,15 +276,20 @@ def speed(run: Run) -> Summary:
     """Return the run's progress, speed, memory and cost."""
     environment, newest = run.environment, run.train[-1:]
     train_s, tokens, compile_s, graphs = (
-        total([attempt.figure(key) for attempt in run.attempts]) for key in ("train_s", "tokens", "compile_s", "graphs")
+        total([attempt.figure(key) for attempt in run.attempts])
+        for key in ("train_s", "tokens", "compile_s", "graphs")
     )
     steps, wall_s, examples = run.attempts[-1].step, billable_s(run), last(run.train, "examples")
     batch = number(environment, "plan.global_batch_size")
     if batch and examples is not None:  # a stopped run may lack a line for its last steps
         examples += batch * max(0, steps - run.train[-1]["step"])
-    once = examples if len(run.attempts) == 1 else None  # `examples` leaves out redone steps, `train_s` does not
+    once = (
+        examples if len(run.attempts) == 1 else None
+    )  # `examples` leaves out redone steps, `train_s` does not
     without_summary = sum(attempt.last["kind"] != "summary" for attempt in run.attempts)
-    is_cpu = str(environment.get("device")).startswith("cpu")  # with or without XLA: device memory is host memory
+    is_cpu = str(environment.get("device")).startswith(
+        "cpu"
+    )  # with or without XLA: device memory is host memory
     peaks = number_list(newest_summary(run), "peak_bytes_of_ranks")
     return {
         "steps": steps,
@@ -235,17 +300,24 @@ def speed(run: Run) -> Summary:
         "tokens_per_s": tokens / train_s if tokens and train_s else None,
         "sequences_per_s": once / train_s if once and train_s else None,
         "wall_s": wall_s,
-        "wall_without_compile_s": None if wall_s is None else max(0.0, wall_s - (compile_s or 0.0)),
+        "wall_without_compile_s": None
+        if wall_s is None
+        else max(0.0, wall_s - (compile_s or 0.0)),
         "compile_s": compile_s,
         "graphs": graphs,
-        "mfu": mean([(attempt.figure("mfu"), attempt.figure("train_s")) for attempt in run.attempts]),
+        "mfu": mean(
+            [(attempt.figure("mfu"), attempt.figure("train_s")) for attempt in run.attempts]
+        ),
         "peak_device_bytes": max(numbers(run.summaries, "peak_device_bytes"), default=None),
         "monitored_device_bytes": None if is_cpu else highest(run.train, "device_memory_bytes"),
         "peak_host_bytes": max(numbers(run.summaries, "peak_host_bytes"), default=None),
         "least_rank_bytes": min(peaks, default=None),
         "most_rank_bytes": max(peaks, default=None),
-        "cost_usd": last([attempt.newest for attempt in run.attempts], "cost_usd"),  # the sum over all attempts so far
-        "cost_partial": without_summary > 0 or any(number(each.last, "cost_usd") is None for each in run.attempts),
+        "cost_usd": last(
+            [attempt.newest for attempt in run.attempts], "cost_usd"
+        ),  # the sum over all attempts so far
+        "cost_partial": without_summary > 0
+        or any(number(each.last, "cost_usd") is None for each in run.attempts),
         "train_loss": number(newest[0], "loss") if newest else None,  # None: it was not finite
         "attempts": len(run.attempts),
         "attempts_without_summary": without_summary,

@@ -6,12 +6,14 @@ import json
 import re
 
 from train.config.checks import LARGEST
-from train.system.folders import sha256_bytes
+from train.storage.folders import sha256_bytes
 
 
 def printable(text: object) -> str:
     """Replace unprintable characters with U+FFFD: control and direction characters, and lone surrogates."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(text))
+    return "".join(
+        char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(text)
+    )
 
 
 def shortened(text: str, length: int = 40) -> str:
@@ -21,7 +23,9 @@ def shortened(text: str, length: int = 40) -> str:
 
 
 def as_text(value: object) -> str:
-    return printable(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False))
+    return printable(
+        value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    )
 
 
 def file_name(prefix: str, name: str) -> str:
@@ -49,7 +53,9 @@ def score(value: float | None) -> str:
 
 
 def figure(value: float | None) -> str:
-    return "no number" if value is None else f"{value:,.3f}" if abs(value) < 10 else f"{value:,.2f}"
+    return (
+        "no number" if value is None else f"{value:,.3f}" if abs(value) < 10 else f"{value:,.2f}"
+    )
 
 
 def at_step(value: float | None, step: int) -> str:

@@ -17,13 +17,20 @@ class ClassifyConfig(TaskConfig):
     kind: str = "classify"
     class_weights: Any = None  # The loss weights of the labels, in their order, such as [1,5,0.5]; balanced computes
     # rows / (labels * rows of the label) from the training data, and None weights all labels equally.
-    label_smoothing: float = setting(0.0, least=0, below=1)  # The share of the target that is spread over all labels.
+    label_smoothing: float = setting(
+        0.0, least=0, below=1
+    )  # The share of the target that is spread over all labels.
 
     def __post_init__(self) -> None:
         super().__post_init__()
         given = [] if self.class_weights in (None, "balanced") else self.class_weights
-        ok = isinstance(given, list) and all(type(each) in (int, float) and 0 < each < inf for each in given)
-        check(ok, f"task.class_weights={self.class_weights} must be balanced, or numbers above 0, such as [1,5,0.5]")
+        ok = isinstance(given, list) and all(
+            type(each) in (int, float) and 0 < each < inf for each in given
+        )
+        check(
+            ok,
+            f"task.class_weights={self.class_weights} must be balanced, or numbers above 0, such as [1,5,0.5]",
+        )
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
         return HeadSize(labels=labels or 2)  # each further label costs 6 x hidden size FLOPs

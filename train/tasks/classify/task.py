@@ -19,9 +19,17 @@ from train.data.records.kinds import STRING, Row, RowKind
 from train.data.records.table_facts import column
 from train.data.records.token_rows import TokenRows
 from train.models.heads import names_of_head
-from train.system.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
+from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
 from train.tasks.classify import ClassifyConfig
-from train.tasks.finetune import Entry, Results, TextTask, examples_of, json_lines, mean_loss, table_of
+from train.tasks.finetune import (
+    Entry,
+    Results,
+    TextTask,
+    examples_of,
+    json_lines,
+    mean_loss,
+    table_of,
+)
 from train.tasks.texts import Sizes
 
 if TYPE_CHECKING:
@@ -30,7 +38,9 @@ if TYPE_CHECKING:
 
 
 def read_texts(row: Row) -> dict[str, str]:
-    texts: dict[str, str] = {key: row.text(key) for key in ("text", "text_pair") if key in row.columns}
+    texts: dict[str, str] = {
+        key: row.text(key) for key in ("text", "text_pair") if key in row.columns
+    }
     if not any(text.strip() for text in texts.values()):
         raise BadRow(f"an empty {row.columns['text']}")
     return texts
@@ -52,18 +62,29 @@ class ClassifyFeaturizer(Featurizer):
 
     kind = CLASSIFY_ROWS
 
-    def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
+    def features(
+        self, rows: dict[str, list], indices: list[int], *, split: str
+    ) -> dict[str, list]:
         texts = rows["text"], rows.get("text_pair")
         encoded = self.encode(*texts, truncation="longest_first").encodings
         self.count_cut(split, encoded, *texts)
-        return {**self.columns(split, encoded, indices), "label": rows.get("label", [0] * len(indices))}
+        return {
+            **self.columns(split, encoded, indices),
+            "label": rows.get("label", [0] * len(indices)),
+        }
 
 
 class Classification(TextTask):
     """One of several labels for a text. A prediction has "id", "label" (if known), "prediction", "probabilities"."""
 
     columns = {"labels": "label"}
-    metric_names = ("loss", "accuracy", "f1_macro", "f1_weighted", "matthews_correlation")  # and f1 with two labels
+    metric_names = (
+        "loss",
+        "accuracy",
+        "f1_macro",
+        "f1_weighted",
+        "matthews_correlation",
+    )  # and f1 with two labels
 
     def __init__(self, cfg: ClassifyConfig, sizes: Sizes) -> None:
         super().__init__(cfg, sizes)
@@ -77,7 +98,9 @@ class Classification(TextTask):
     def begin(self, train_table: TokenRows) -> None:
         counts = np.bincount(train_table.values["labels"], minlength=len(self.labels))
         train_table.weights = class_weights(self.cfg, self.labels, counts)
-        self.weights = None if train_table.weights is None else torch.from_numpy(train_table.weights)
+        self.weights = (
+            None if train_table.weights is None else torch.from_numpy(train_table.weights)
+        )
         if len(self.labels) == 2:
             self.metrics += tuple(f"{split.prefix}f1" for split in self.splits)
 
@@ -97,16 +120,25 @@ class Classification(TextTask):
     def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         # [B, 1 + C]: the loss without weights and smoothing, and logits [B, C].
         logits = logits.float()
-        losses = F.cross_entropy(logits, inputs["labels"], ignore_index=IGNORE_INDEX, reduction="none")
+        losses = F.cross_entropy(
+            logits, inputs["labels"], ignore_index=IGNORE_INDEX, reduction="none"
+        )
         return torch.cat([losses[:, None], logits], 1)
 
-    def evaluate(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> dict[str, float]:
-        return {"loss": mean_loss(statistics), **self.score(column(features, "label"), statistics[:, 1:].argmax(1))}
+    def evaluate(
+        self, examples: Dataset, features: Dataset, statistics: np.ndarray
+    ) -> dict[str, float]:
+        return {
+            "loss": mean_loss(statistics),
+            **self.score(column(features, "label"), statistics[:, 1:].argmax(1)),
+        }
 
     def score(self, truth: ArrayLike, predicted: ArrayLike) -> dict[str, float]:
         return scores(truth, predicted, num_labels=len(self.labels))
 
-    def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
+    def results(
+        self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray
+    ) -> Results:
         labels = column(features, "label")
         named = zip(examples_of(examples, features)["id"], labels, strict=True)
         rows = [{"id": name, "label": self.labels[label]} for name, label in named]
@@ -124,9 +156,13 @@ class Classification(TextTask):
         )
         return labels
 
-    def predictions(self, rows: list[Entry], features: Dataset, statistics: np.ndarray) -> Iterator[Entry]:
+    def predictions(
+        self, rows: list[Entry], features: Dataset, statistics: np.ndarray
+    ) -> Iterator[Entry]:
         shares = probabilities(statistics[:, 1:]).tolist()
-        for row, answer, share in zip(rows, statistics[:, 1:].argmax(1).tolist(), shares, strict=True):
+        for row, answer, share in zip(
+            rows, statistics[:, 1:].argmax(1).tolist(), shares, strict=True
+        ):
             yield {
                 **{key: row[key] for key in ("id", "label") if key in row},
                 "prediction": self.labels[answer],
@@ -135,12 +171,20 @@ class Classification(TextTask):
 
     def known(self, row: Entry, prediction: Entry) -> tuple[int, int] | None:
         names = row.get("label"), prediction["prediction"]
-        return None if names[0] is None else (self.labels.index(names[0]), self.labels.index(names[1]))
+        return (
+            None
+            if names[0] is None
+            else (self.labels.index(names[0]), self.labels.index(names[1]))
+        )
 
     def sample(self, row: Entry, prediction: Entry) -> Sample:
-        shares = sorted(prediction["probabilities"].items(), key=lambda pair: -pair[1])[:MOST_GUESSES]
+        shares = sorted(prediction["probabilities"].items(), key=lambda pair: -pair[1])[
+            :MOST_GUESSES
+        ]
         guesses = [Guess(excerpt(label), min(1.0, share)) for label, share in shares]
-        answer = Answer(excerpt(row["label"]), guesses, float(prediction["prediction"] == row["label"]))
+        answer = Answer(
+            excerpt(row["label"]), guesses, float(prediction["prediction"] == row["label"])
+        )
         return Sample(excerpt(row["text"]), [answer], excerpt(row.get("text_pair") or ""))
 
 
@@ -152,7 +196,9 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
     return torch.from_numpy(logits).double().softmax(-1).numpy()
 
 
-def class_weights(cfg: ClassifyConfig, labels: Sequence[str], counts: np.ndarray) -> np.ndarray | None:
+def class_weights(
+    cfg: ClassifyConfig, labels: Sequence[str], counts: np.ndarray
+) -> np.ndarray | None:
     """Return the loss weights of labels, [C] float32; None if all are equal. `counts` [C]: training rows per label."""
     given = cfg.class_weights
     if given is None:
@@ -161,8 +207,13 @@ def class_weights(cfg: ClassifyConfig, labels: Sequence[str], counts: np.ndarray
         check_each("task.class_weights", given, labels)
         return np.array(given, np.float32)
     absent = [name for name, count in zip(labels, counts, strict=True) if not count]
-    check(not absent, f"task.class_weights=balanced: no training row has the label {shortlist(absent)}; give numbers")
-    return (counts.sum() / (len(labels) * counts)).astype(np.float32)  # as scikit-learn's "balanced"
+    check(
+        not absent,
+        f"task.class_weights=balanced: no training row has the label {shortlist(absent)}; give numbers",
+    )
+    return (counts.sum() / (len(labels) * counts)).astype(
+        np.float32
+    )  # as scikit-learn's "balanced"
 
 
 def check_each(key: str, values: Sequence[float], labels: Sequence[str]) -> None:

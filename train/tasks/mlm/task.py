@@ -33,8 +33,8 @@ from train.data.text.tokenizer import check_same_vocabulary, open_tokenizer
 from train.data.text.words import word_edges
 from train.models.encoder import MaskedLM, build_masked_lm, fitting_config
 from train.models.source import resolved
-from train.system.folders import Folder
-from train.system.samples import MOST_CHARS, MOST_GUESSES, Answer, Guess, Sample, excerpt
+from train.run_folder.samples import MOST_CHARS, MOST_GUESSES, Answer, Guess, Sample, excerpt
+from train.storage.folders import Folder
 from train.tasks.mlm import MLMConfig
 from train.tasks.spec import Task
 from train.tasks.state import TaskState, files_beside
@@ -61,7 +61,10 @@ class MaskedLMTask(Task):
         self.state = TaskState.of(cfg.task, seq_len=self.seq_len, seed=cfg.seed)
         self.head = cfg.task.head_size(self.seq_len)
         self.predictions = self.head.predictions
-        for name, slots in (("mask_rate", self.predictions), ("eval_mask_rate", self.head.eval_predictions)):
+        for name, slots in (
+            ("mask_rate", self.predictions),
+            ("eval_mask_rate", self.head.eval_predictions),
+        ):
             check(
                 slots <= self.seq_len - 3,
                 f"task.{name}={getattr(cfg.task, name)} leaves no tokens to read in sequences of {self.seq_len}",
@@ -83,20 +86,36 @@ class MaskedLMTask(Task):
         )
         self.eval_masker = self.masker
         if (rate := cfg.task.eval_mask_rate) is not None:
-            self.eval_masker = replace(self.masker, mask_rate=rate, max_predictions=self.head.eval_predictions)
+            self.eval_masker = replace(
+                self.masker, mask_rate=rate, max_predictions=self.head.eval_predictions
+            )
         self.swapper = Swapper(cfg.seed) if cfg.task.sop else None
         has_none = self.manifest.counts.get("validation_pairs") == 0
         check(not (cfg.task.sop and has_none), f"task.sop=true, but in {cfg.data.path} {NO_PAIRS}")
         self.shard_rows = [shard.rows for shard in self.manifest.splits["train"]]
-        self.train_rows, self.eval_rows = self.manifest.rows("train"), self.manifest.rows("validation")
-        unknown, tokens = (self.manifest.counts.get(name, 0) for name in ("unknown_tokens", "tokens"))
-        self.remarks = [unknown_share(unknown, tokens, f"data.path={cfg.data.path}: the tokenizer reads the text")]
+        self.train_rows, self.eval_rows = (
+            self.manifest.rows("train"),
+            self.manifest.rows("validation"),
+        )
+        unknown, tokens = (
+            self.manifest.counts.get(name, 0) for name in ("unknown_tokens", "tokens")
+        )
+        self.remarks = [
+            unknown_share(
+                unknown, tokens, f"data.path={cfg.data.path}: the tokenizer reads the text"
+            )
+        ]
         if self.new_rows:
-            names = shortlist(f"{number} {token!r}" for number, token in sorted(self.new_rows.items()))
+            names = shortlist(
+                f"{number} {token!r}" for number, token in sorted(self.new_rows.items())
+            )
             grown = f"the embeddings grow from {size:,} rows to {max(size, info.vocab_size):,}"
-            self.remarks.append(f"{grown}; new rows, which start as the mean of the others: {names}")
+            self.remarks.append(
+                f"{grown}; new rows, which start as the mean of the others: {names}"
+            )
         self.facts = {
-            name: self.manifest.counts.get(name, math.nan) for name in ("unigram_entropy", "neighbour_accuracy")
+            name: self.manifest.counts.get(name, math.nan)
+            for name in ("unigram_entropy", "neighbour_accuracy")
         }
         check(
             self.eval_rows > 0 and all(map(math.isfinite, self.facts.values())),
@@ -124,7 +143,9 @@ class MaskedLMTask(Task):
             f"tokenizer.pretrained={model.pretrained}",
             added=[token.content for token in ours.get_added_tokens_decoder().values()],
         )
-        frozen = [f"model.{key}" for key in ("freeze_embeddings", "freeze_layers") if getattr(model, key)]
+        frozen = [
+            f"model.{key}" for key in ("freeze_embeddings", "freeze_layers") if getattr(model, key)
+        ]
         says = f"{' and '.join(frozen)}: {len(new)} added tokens need new embeddings, but the embeddings are frozen"
         check(not (new and frozen), says)
         return new
@@ -150,27 +171,37 @@ class MaskedLMTask(Task):
         return self._model(self.model, new_rows=list(self.new_rows))
 
     def _model(self, cfg: ModelConfig, new_rows: Sequence[int] = ()) -> MaskedLM:
-        model = build_masked_lm(cfg, **self.fit, predicts_order=self.swapper is not None, new_rows=new_rows)
+        model = build_masked_lm(
+            cfg, **self.fit, predicts_order=self.swapper is not None, new_rows=new_rows
+        )
         model.head_share = self.predictions / self.seq_len
         return model
 
     def train_data(self) -> MaskedRows:
-        return MaskedRows(self.data.split("train"), self.masker, is_training=True, swapper=self.swapper)
+        return MaskedRows(
+            self.data.split("train"), self.masker, is_training=True, swapper=self.swapper
+        )
 
     def eval_data(self) -> MaskedRows:
         return self._eval_rows(self.swapper)
 
     def _eval_rows(self, swapper: Swapper | None) -> MaskedRows:
         shards, sample = self.open_split("validation"), self.eval_sample
-        return MaskedRows(shards, self.eval_masker, is_training=False, swapper=swapper, sample=sample)
+        return MaskedRows(
+            shards, self.eval_masker, is_training=False, swapper=swapper, sample=sample
+        )
 
-    def compile_loss(self, compiled: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
+    def compile_loss(
+        self, compiled: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
+    ) -> None:
         self.token_loss = compiled(loss_sum)
 
     def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         logits, labels, order = self._logits(model, inputs)
         loss = self.token_loss(logits, labels)
-        return loss if order is None else loss + self.predictions * loss_sum(order, inputs["order"])
+        return (
+            loss if order is None else loss + self.predictions * loss_sum(order, inputs["order"])
+        )
 
     def eval_statistics(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         # [B, 3]: loss, number of right predictions, number of predictions; with SOP [B, 6], also these for the order.
@@ -180,7 +211,9 @@ class MaskedLMTask(Task):
             statistics.append(scores(order, inputs["order"]))
         return torch.cat(statistics, -1)
 
-    def _logits(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _logits(
+        self, model: nn.Module, inputs: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return logits [B * P, V], labels [B * P], and logits [B, 2] of the order if it is predicted."""
         output = model(inputs["input_ids"], inputs["token_type_ids"], inputs["positions"])
         logits, order = (output, None) if self.swapper is None else output
@@ -189,7 +222,11 @@ class MaskedLMTask(Task):
     def eval_metrics(self, rows: np.ndarray) -> dict[str, float]:
         loss_sum, right, count, *of_order = rows.sum(0, dtype=np.float64).tolist()
         loss = loss_sum / count
-        metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "masked_accuracy": right / count}
+        metrics = {
+            "loss": loss,
+            "perplexity": math.exp(min(loss, 700.0)),
+            "masked_accuracy": right / count,
+        }
         if of_order:
             order_sum, order_right, order_count = of_order
             if order_count == 0:
@@ -224,13 +261,25 @@ class MaskedLMTask(Task):
         inputs = {name: tensor[0] for name, tensor in drawn.items()}
         positions, labels = inputs["positions"], inputs["labels"]
         last = positions.amax(1, keepdim=True)  # unused slots get the last position
-        inputs["input_ids"].scatter_(1, torch.where(labels == IGNORE_INDEX, last, positions), info.mask_id)
+        inputs["input_ids"].scatter_(
+            1, torch.where(labels == IGNORE_INDEX, last, positions), info.mask_id
+        )
         model = self._model(replace(self.model, pretrained=str(export), attention="auto")).eval()
         shares, guesses = (
-            self._logits(model, inputs)[0].float().softmax(-1).unflatten(0, labels.shape).topk(MOST_GUESSES)
+            self._logits(model, inputs)[0]
+            .float()
+            .softmax(-1)
+            .unflatten(0, labels.shape)
+            .topk(MOST_GUESSES)
         )
-        spelling = Spelling(self.folder / "tokenizer", mask_id=info.mask_id, special_ids=info.special_ids)
-        sequences = zip(inputs["input_ids"].numpy(), map(blanks_of, positions, labels, guesses, shares), strict=True)
+        spelling = Spelling(
+            self.folder / "tokenizer", mask_id=info.mask_id, special_ids=info.special_ids
+        )
+        sequences = zip(
+            inputs["input_ids"].numpy(),
+            map(blanks_of, positions, labels, guesses, shares),
+            strict=True,
+        )
         return [spelling.sample(tokens, blanks) for tokens, blanks in sequences if blanks]
 
 
@@ -263,7 +312,10 @@ class Blank:
 
 def blanks_of(positions: Tensor, labels: Tensor, guesses: Tensor, shares: Tensor) -> list[Blank]:
     """Return the blanks of a sequence from its positions and tokens [P], the guesses and their probabilities [P, n]."""
-    pairs = (list(zip(*pair, strict=True)) for pair in zip(guesses.tolist(), shares.tolist(), strict=True))
+    pairs = (
+        list(zip(*pair, strict=True))
+        for pair in zip(guesses.tolist(), shares.tolist(), strict=True)
+    )
     blanks = zip(positions.tolist(), labels.tolist(), pairs, strict=True)
     return [Blank(*blank) for blank in blanks if blank[1] != IGNORE_INDEX]
 
@@ -278,7 +330,9 @@ class Spelling:
 
     def piece(self, token: int) -> str:
         spelled = self.tokenizer.id_to_token(token) or f"token {token}"
-        spaces = len(spelled) - len(spelled.lstrip("▁Ġ"))  # shown, since without them it is another token
+        spaces = len(spelled) - len(
+            spelled.lstrip("▁Ġ")
+        )  # shown, since without them it is another token
         return excerpt(SPACE * spaces + self.tokenizer.decode([token]).strip() or spelled)
 
     def sample(self, tokens: np.ndarray, blanks: Sequence[Blank]) -> Sample:
@@ -298,7 +352,10 @@ class Spelling:
         mask = self.tokenizer.id_to_token(self.mask_id)
         begin, *others = self.tokenizer.decode(ids, skip_special_tokens=False).split(mask)
         spaces = [" " if self.starts[blank.token] else "" for blank in blanks]
-        parts = [f"{space}[{number}]{part}" for number, (space, part) in enumerate(zip(spaces, others, strict=True), 1)]
+        parts = [
+            f"{space}[{number}]{part}"
+            for number, (space, part) in enumerate(zip(spaces, others, strict=True), 1)
+        ]
         return " ".join((begin + "".join(parts)).split())
 
     def answer(self, blank: Blank) -> Answer:

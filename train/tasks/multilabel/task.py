@@ -17,9 +17,17 @@ from train.data.records.kinds import STRING, RowKind
 from train.data.records.table_facts import column
 from train.data.records.token_rows import TokenRows
 from train.models.heads import names_of_head
-from train.system.samples import Answer, Guess, Sample, excerpt
+from train.run_folder.samples import Answer, Guess, Sample, excerpt
 from train.tasks.classify.task import ClassifyFeaturizer, check_each, read_texts
-from train.tasks.finetune import Entry, Results, TextTask, examples_of, json_lines, mean_loss, table_of
+from train.tasks.finetune import (
+    Entry,
+    Results,
+    TextTask,
+    examples_of,
+    json_lines,
+    mean_loss,
+    table_of,
+)
 from train.tasks.multilabel import CHOSEN, MultiLabelConfig
 from train.tasks.texts import Sizes
 
@@ -48,7 +56,9 @@ class MultiLabelFeaturizer(ClassifyFeaturizer):
     def types(self) -> dict[str, Any]:
         return TOKENS | {"label": List(Value("float32"), length=len(self.labels))}
 
-    def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
+    def features(
+        self, rows: dict[str, list], indices: list[int], *, split: str
+    ) -> dict[str, list]:
         found = rows.get("label", [[]] * len(indices))
         has_label = np.zeros((len(indices), len(self.labels)), np.float32)
         for row, numbers in enumerate(found):
@@ -74,7 +84,9 @@ class MultiLabel(TextTask):
 
     def begin(self, train_table: TokenRows) -> None:
         self.limits()
-        weights = positive_weights(self.cfg.positive_weights, self.labels, train_table.values["labels"])
+        weights = positive_weights(
+            self.cfg.positive_weights, self.labels, train_table.values["labels"]
+        )
         self.weights = None if weights is None else torch.from_numpy(weights)
 
     def limits(self) -> list[float]:
@@ -96,8 +108,13 @@ class MultiLabel(TextTask):
         losses = losses_of(logits, inputs["labels"], None).mean(1, keepdim=True)
         return torch.cat([losses, logits.float()], 1)
 
-    def evaluate(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> dict[str, float]:
-        return {"loss": mean_loss(statistics), **self.score(self.truth(features), probabilities(statistics[:, 1:]))}
+    def evaluate(
+        self, examples: Dataset, features: Dataset, statistics: np.ndarray
+    ) -> dict[str, float]:
+        return {
+            "loss": mean_loss(statistics),
+            **self.score(self.truth(features), probabilities(statistics[:, 1:])),
+        }
 
     def truth(self, features: Dataset) -> np.ndarray:
         """Return a mask of the labels that the texts have, [rows, C]."""
@@ -109,24 +126,35 @@ class MultiLabel(TextTask):
 
         truth, shares = np.asarray(truth, bool), np.asarray(predicted, np.float64)
         answers = shares >= self.limits()
-        f1_of = {f"f1_{how}": f1_score(truth, answers, average=how, zero_division=0) for how in ("micro", "macro")}
+        f1_of = {
+            f"f1_{how}": f1_score(truth, answers, average=how, zero_division=0)
+            for how in ("micro", "macro")
+        }
         present = np.flatnonzero(truth.any(0))
-        precisions = [average_precision_score(truth[:, label], shares[:, label]) for label in present]
+        precisions = [
+            average_precision_score(truth[:, label], shares[:, label]) for label in present
+        ]
         return {
             **{name: float(value) for name, value in f1_of.items()},
             "average_precision": float(np.mean(precisions)) if precisions else 0.0,
             "subset_accuracy": float(accuracy_score(truth, answers)),
         }
 
-    def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
+    def results(
+        self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray
+    ) -> Results:
         # One line per text. For each label: its scores at the thresholds in use, and the threshold with the best F1.
         from sklearn.metrics import precision_recall_fscore_support
 
         truth, shares = self.truth(features), probabilities(statistics[:, 1:])
         names = examples_of(examples, features)["id"]
-        rows = [{"id": name, "label": self.named(has)} for name, has in zip(names, truth, strict=True)]
+        rows = [
+            {"id": name, "label": self.named(has)} for name, has in zip(names, truth, strict=True)
+        ]
         lines = json_lines(self.predictions(rows, features, statistics))
-        scores = precision_recall_fscore_support(truth, shares >= self.limits(), average=None, zero_division=0)
+        scores = precision_recall_fscore_support(
+            truth, shares >= self.limits(), average=None, zero_division=0
+        )
         table = table_of(self.labels, scores)
         for number in np.flatnonzero(truth.any(0)):
             table[self.labels[number]] |= best_threshold(truth[:, number], shares[:, number])
@@ -149,13 +177,18 @@ class MultiLabel(TextTask):
     def labels_of(self, source: str, config: PreTrainedConfig) -> list[str]:
         labels, problem = names_of_head(config), getattr(config, "problem_type", None)
         ok = problem == "multi_label_classification"
-        check(ok, f"{source} is not a multi-label model: problem_type is {problem}, not multi_label_classification")
+        check(
+            ok,
+            f"{source} is not a multi-label model: problem_type is {problem}, not multi_label_classification",
+        )
         return labels
 
     def named(self, has_label: Sequence[Any]) -> list[str]:
         return [label for label, has in zip(self.labels, has_label, strict=True) if has]
 
-    def predictions(self, rows: list[Entry], features: Dataset, statistics: np.ndarray) -> Iterator[Entry]:
+    def predictions(
+        self, rows: list[Entry], features: Dataset, statistics: np.ndarray
+    ) -> Iterator[Entry]:
         shares = probabilities(statistics[:, 1:])
         for row, share, answer in zip(rows, shares.tolist(), shares >= self.limits(), strict=True):
             yield {
@@ -172,7 +205,10 @@ class MultiLabel(TextTask):
     def sample(self, row: Entry, prediction: Entry) -> Sample:
         truth, answer = set(row["label"]), set(prediction["prediction"])
         score = len(truth & answer) / len(truth | answer) if truth | answer else 1.0
-        words = [excerpt(", ".join(labels) or "(no label)") for labels in (row["label"], prediction["prediction"])]
+        words = [
+            excerpt(", ".join(labels) or "(no label)")
+            for labels in (row["label"], prediction["prediction"])
+        ]
         answers = [Answer(words[0], [Guess(words[1], None)], score)]
         return Sample(excerpt(row["text"]), answers, excerpt(row.get("text_pair") or ""))
 
@@ -193,7 +229,9 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
     return torch.from_numpy(logits).double().sigmoid().numpy()
 
 
-def positive_weights(given: Any, labels: Sequence[str], has_label: np.ndarray) -> np.ndarray | None:
+def positive_weights(
+    given: Any, labels: Sequence[str], has_label: np.ndarray
+) -> np.ndarray | None:
     """Return pos_weight for the loss, one per label, [C] float32; None if all are 1. `has_label` is [rows, C]."""
     if given is None:
         return None
@@ -201,8 +239,13 @@ def positive_weights(given: Any, labels: Sequence[str], has_label: np.ndarray) -
         check_each("task.positive_weights", given, labels)
         return np.array(given, np.float32)
     counts = has_label.sum(0, dtype=np.float64)
-    absent = [name for name, count in zip(labels, counts, strict=True) if count in (0, len(has_label))]
-    check(not absent, f"task.positive_weights=balanced: all or no training rows have the label {shortlist(absent)}")
+    absent = [
+        name for name, count in zip(labels, counts, strict=True) if count in (0, len(has_label))
+    ]
+    check(
+        not absent,
+        f"task.positive_weights=balanced: all or no training rows have the label {shortlist(absent)}",
+    )
     return ((len(has_label) - counts) / counts).astype(np.float32)
 
 
@@ -214,11 +257,19 @@ def best_threshold(truth: np.ndarray, shares: np.ndarray) -> dict[str, float]:
     f1 = 2 * precision * recall / np.maximum(precision + recall, np.finfo(float).tiny)
     best = int(f1[:-1].argmax())
     middle = (limits[best] + (limits[best - 1] if best else 0)) / 2
-    return {"best_f1": float(f1[best]), "best_threshold": max(float(middle), np.finfo(np.float32).tiny.item())}
+    return {
+        "best_f1": float(f1[best]),
+        "best_threshold": max(float(middle), np.finfo(np.float32).tiny.item()),
+    }
 
 
 def chosen(truth: np.ndarray, shares: np.ndarray, *, each: bool) -> list[float]:
     """Return the thresholds [C] with the best F1 on truth and probabilities [rows, C]; all are equal unless `each`."""
-    columns = list(zip(truth.T, shares.T, strict=True)) if each else [(truth.ravel(), shares.ravel())]
-    limits = [best_threshold(*column)["best_threshold"] if column[0].any() else USUAL for column in columns]
+    columns = (
+        list(zip(truth.T, shares.T, strict=True)) if each else [(truth.ravel(), shares.ravel())]
+    )
+    limits = [
+        best_threshold(*column)["best_threshold"] if column[0].any() else USUAL
+        for column in columns
+    ]
     return limits if each else limits * truth.shape[1]

@@ -29,7 +29,7 @@ from train.data.records.spans import words_of
 from train.data.records.table_facts import column
 from train.data.records.token_rows import Lists
 from train.models.heads import names_of_head
-from train.system.samples import Answer, Guess, Sample, excerpt
+from train.run_folder.samples import Answer, Guess, Sample, excerpt
 from train.tasks.finetune import Entry, Results, TextTask, examples_of, json_lines, table_of
 from train.tasks.ner import NERConfig
 from train.tasks.texts import Sizes
@@ -89,11 +89,17 @@ class NERFeaturizer(Featurizer):
     Words are joined by spaces, because models were trained on running text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, scheme: str = "entities") -> None:
-        super().__init__(tokenizer, seq_len=seq_len, **({} if scheme == "entities" else {"scheme": scheme}))
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, scheme: str = "entities"
+    ) -> None:
+        super().__init__(
+            tokenizer, seq_len=seq_len, **({} if scheme == "entities" else {"scheme": scheme})
+        )
         self.kind = ner_rows(scheme)
 
-    def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
+    def features(
+        self, rows: dict[str, list], indices: list[int], *, split: str
+    ) -> dict[str, list]:
         sentences = rows["tokens"]
         tags = rows.get("tags", [[0] * len(words) for words in sentences])
         texts = [" ".join(words) for words in sentences]
@@ -123,7 +129,9 @@ def first_tokens(encoding: Encoding, words: Sequence[str]) -> tuple[np.ndarray, 
     tokens = np.searchsorted(offsets[:, 1], begins, side="right")
     begins_of_tokens = np.append(offsets[:, 0], np.iinfo(np.int64).max)[tokens]
     read = np.flatnonzero(begins_of_tokens < ends)
-    tokens, kept = np.unique(tokens[read], return_index=True)  # a token that spans two words belongs to the first
+    tokens, kept = np.unique(
+        tokens[read], return_index=True
+    )  # a token that spans two words belongs to the first
     return read[kept], tokens + first
 
 
@@ -141,30 +149,46 @@ class TokenClassification(TextTask):
 
     def __init__(self, cfg: NERConfig, sizes: Sizes) -> None:
         # This fails before anything is read, rather than in the first evaluation.
-        check(find_spec("seqeval") is not None, "task=ner needs seqeval: pip install 'baretrain[ner]'")
+        check(
+            find_spec("seqeval") is not None,
+            "task=ner needs seqeval: pip install 'baretrain[ner]'",
+        )
         super().__init__(cfg, sizes)
         self.use_scheme(cfg.scheme)
 
     def use_scheme(self, scheme: str) -> None:
         self.has_entities = scheme == "entities"
-        self.featurizer = NERFeaturizer(self.sizes.tokenizer, seq_len=self.sizes.seq_len, scheme=scheme)
+        self.featurizer = NERFeaturizer(
+            self.sizes.tokenizer, seq_len=self.sizes.seq_len, scheme=scheme
+        )
         self.metric_names = ("loss", *(NAMES if self.has_entities else ("accuracy",)))
-        self.csv_columns = ["id", "tokens", "prediction", *(["entities"] if self.has_entities else [])]
+        self.csv_columns = [
+            "id",
+            "tokens",
+            "prediction",
+            *(["entities"] if self.has_entities else []),
+        ]
 
     def loss_of(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         flat = logits.flatten(0, 1).float()
-        return F.cross_entropy(flat, inputs["labels"].flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        return F.cross_entropy(
+            flat, inputs["labels"].flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        )
 
     def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         # [B, 1 + 2 * M]: the loss, the tag of each token, and its probability.
         logits, labels = logits.float(), inputs["labels"]
-        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+        losses = F.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
+        )
         tags, shares = topk(logits)[1].squeeze(-1), logits.softmax(-1).amax(-1)
         padding = (0, self.sizes.lengths[-1] - labels.size(1))
         loss = losses.view(labels.shape).sum(1, keepdim=True)
         return torch.cat([loss, F.pad(tags, padding), F.pad(shares, padding)], 1)
 
-    def evaluate(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> dict[str, float]:
+    def evaluate(
+        self, examples: Dataset, features: Dataset, statistics: np.ndarray
+    ) -> dict[str, float]:
         _, truth, predicted = self.tags(examples, features, statistics)
         num_labels = max(1, int((column(features, "labels") != IGNORE_INDEX).sum()))
         loss = float(statistics[:, 0].sum(dtype=np.float64)) / num_labels
@@ -192,27 +216,42 @@ class TokenClassification(TextTask):
         tags_of_tokens, shares_of_tokens = np.split(rows[:, 1:], 2, axis=1)
         for row, sentence in enumerate(sentences):
             tags, shares = [unread] * len(sentence), [0.0] * len(sentence)
-            for word, token in zip(words[row], np.flatnonzero(targets[row] != IGNORE_INDEX), strict=True):
+            for word, token in zip(
+                words[row], np.flatnonzero(targets[row] != IGNORE_INDEX), strict=True
+            ):
                 tags[word] = self.labels[int(tags_of_tokens[row, token])]
                 shares[word] = float(shares_of_tokens[row, token])
             yield tags, shares
 
     def score(self, truth: Tags, predicted: Tags) -> dict[str, float]:
         # Precision, recall and F1 cover the entities of all types, and are 0 without entities. Accuracy covers words.
-        from seqeval.metrics.sequence_labeling import accuracy_score, precision_recall_fscore_support
+        from seqeval.metrics.sequence_labeling import (
+            accuracy_score,
+            precision_recall_fscore_support,
+        )
 
         if not self.has_entities:
             return {"accuracy": float(accuracy_score(truth, predicted))}
         truth, predicted = bioes(truth), bioes(predicted)
-        scores = precision_recall_fscore_support(truth, predicted, average="micro", zero_division=0)
+        scores = precision_recall_fscore_support(
+            truth, predicted, average="micro", zero_division=0
+        )
         values = (*scores[:3], accuracy_score(truth, predicted))
         return {name: float(value) for name, value in zip(NAMES, values, strict=True)}
 
-    def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
+    def results(
+        self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray
+    ) -> Results:
         examples, truth, predicted = self.tags(examples, features, statistics)
         values = zip(examples["id"], examples["tokens"], truth, predicted, strict=True)
-        lines = (dict(zip(("id", "tokens", "tags", "prediction"), each, strict=True)) for each in values)
-        table = tables(truth, predicted) if self.has_entities else table_of_tags(truth, predicted, self.labels)
+        lines = (
+            dict(zip(("id", "tokens", "tags", "prediction"), each, strict=True)) for each in values
+        )
+        table = (
+            tables(truth, predicted)
+            if self.has_entities
+            else table_of_tags(truth, predicted, self.labels)
+        )
         return {f"{split}.jsonl": json_lines(lines)}, table
 
     # ---- predictions -----------------------------------------------------------------------------------------------
@@ -222,13 +261,18 @@ class TokenClassification(TextTask):
         if not any(map(TAG.fullmatch, labels)):
             self.use_scheme("none")
         strange = [label for label in labels if self.has_entities and not TAG.fullmatch(label)]
-        check(not strange, f"{source} must predict tags such as O, B-PER and I-PER; it has {', '.join(strange[:3])}")
+        check(
+            not strange,
+            f"{source} must predict tags such as O, B-PER and I-PER; it has {', '.join(strange[:3])}",
+        )
         return labels
 
     def row_of(self, texts: dict[str, str]) -> dict[str, Any]:
         return {"tokens": texts["tokens"].split()}
 
-    def predictions(self, rows: list[Entry], features: Dataset, statistics: np.ndarray) -> Iterator[Entry]:
+    def predictions(
+        self, rows: list[Entry], features: Dataset, statistics: np.ndarray
+    ) -> Iterator[Entry]:
         answers = self.tagged(statistics, features, [row["tokens"] for row in rows])
         for row, (tags, shares) in zip(rows, answers, strict=True):
             answer = {"id": row["id"], "tokens": row["tokens"], "prediction": tags}
@@ -256,7 +300,10 @@ class TokenClassification(TextTask):
         truth, answer = named(words, row["tags"]), named(words, tags)
         surest = min([1.0, *(entity["probability"] for entity in prediction.get("entities", ()))])
         score = float(row["tags"] == tags)
-        return Sample(excerpt(" ".join(words)), [Answer(excerpt(truth), [Guess(excerpt(answer), surest)], score)])
+        return Sample(
+            excerpt(" ".join(words)),
+            [Answer(excerpt(truth), [Guess(excerpt(answer), surest)], score)],
+        )
 
 
 TASK = TokenClassification
@@ -288,7 +335,10 @@ def table_of_tags(truth: Tags, predicted: Tags, names: Sequence[str]) -> dict[st
 
 def bioes(sentences: Tags) -> Tags:
     """Return tags with BILOU's prefixes replaced, for seqeval."""
-    return [[BIOES.get(tag[0], tag[0]) + tag[1:] if tag[1:2] == "-" else tag for tag in tags] for tags in sentences]
+    return [
+        [BIOES.get(tag[0], tag[0]) + tag[1:] if tag[1:2] == "-" else tag for tag in tags]
+        for tags in sentences
+    ]
 
 
 def entities(tags: list[str]) -> list[tuple[str, int, int]]:
@@ -301,7 +351,9 @@ def entities(tags: list[str]) -> list[tuple[str, int, int]]:
 
 def named_entities(words: list[str], tags: list[str]) -> str:
     """Return the entities of a sentence as text; "" if it has none."""
-    return ", ".join(f"{' '.join(words[first : last + 1])} ({kind})" for kind, first, last in entities(tags))
+    return ", ".join(
+        f"{' '.join(words[first : last + 1])} ({kind})" for kind, first, last in entities(tags)
+    )
 
 
 def tagged_words(words: list[str], tags: list[str]) -> str:

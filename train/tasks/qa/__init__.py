@@ -13,17 +13,28 @@ class QAConfig(TaskConfig):
     """Question answering with a span of a context, as in SQuAD. Long contexts are read in overlapping windows."""
 
     kind: str = "qa"
-    stride: int = setting(128, above=0)  # The number of tokens that two neighbouring windows of a context share.
-    max_question_tokens: int = setting(64, above=0)  # The maximum number of tokens in a question; longer ones are cut,
+    stride: int = setting(
+        128, above=0
+    )  # The number of tokens that two neighbouring windows of a context share.
+    max_question_tokens: int = setting(
+        64, above=0
+    )  # The maximum number of tokens in a question; longer ones are cut,
     # and the log counts them.
-    max_answer_tokens: int = setting(30, above=0)  # The maximum number of tokens in an answer of the model.
+    max_answer_tokens: int = setting(
+        30, above=0
+    )  # The maximum number of tokens in an answer of the model.
     unanswerable: bool = False  # Allow questions without an answer, as in SQuAD v2.
-    null_threshold: float | None = None  # The margin by which "no answer" must outscore the best span to be chosen, in
+    null_threshold: float | None = (
+        None  # The margin by which "no answer" must outscore the best span to be chosen, in
+    )
     # SQuAD v2; None uses 0 in evaluations, and in train.predict the margin with the best F1 on the validation data.
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self.null_threshold is None or self.unanswerable, "task.null_threshold needs task.unanswerable=true")
+        check(
+            self.null_threshold is None or self.unanswerable,
+            "task.null_threshold needs task.unanswerable=true",
+        )
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
         return HeadSize(token_labels=2)
@@ -49,8 +60,14 @@ SPEC = TaskSpec(
     module="train.tasks.qa.task",
     head="QuestionAnswering",
     metrics=(
-        *(Metric(f"{group}f1", hub_name="f1") for group in ("", "has_answer_", "no_answer_", "best_")),
-        *(Metric(f"{group}exact_match", hub_name="exact_match") for group in ("", "has_answer_", "best_")),
+        *(
+            Metric(f"{group}f1", hub_name="f1")
+            for group in ("", "has_answer_", "no_answer_", "best_")
+        ),
+        *(
+            Metric(f"{group}exact_match", hub_name="exact_match")
+            for group in ("", "has_answer_", "best_")
+        ),
         LOSS,
     ),
     pipeline="question-answering",
@@ -58,8 +75,14 @@ SPEC = TaskSpec(
     example='question="Who wrote it?", context="It was written by somebody."',
     code=CODE,
     note=NOTE,
-    card_settings=(("Window stride (tokens)", "task.stride"), ("Threshold of no answer", "task.null_threshold")),
+    card_settings=(
+        ("Window stride (tokens)", "task.stride"),
+        ("Threshold of no answer", "task.null_threshold"),
+    ),
     does="answers questions",
-    inputs={"question": "question to answer from --context", "context": "text that contains the answer"},
+    inputs={
+        "question": "question to answer from --context",
+        "context": "text that contains the answer",
+    },
     options={"null_threshold": 'margin by which "no answer" must outscore the best span'},
 )

@@ -65,14 +65,18 @@ class WindowScores:
     end_scores: np.ndarray
     ends: np.ndarray
     context_first: int  # the first token of `offsets`
-    offsets: np.ndarray  # [tokens of the context, 2]: begin and end of each token, in characters of the context
+    offsets: (
+        np.ndarray
+    )  # [tokens of the context, 2]: begin and end of each token, in characters of the context
 
     @staticmethod
     def of(statistics: np.ndarray, context_first: int, offsets: np.ndarray) -> WindowScores:
         """Return a window from [1 + 4 * k]: null score, k start scores, their tokens, k end scores, their tokens."""
         start_scores, starts, end_scores, ends = statistics[1:].astype(np.float64).reshape(4, -1)
         starts, ends = starts.astype(np.int64), ends.astype(np.int64)
-        return WindowScores(float(statistics[0]), start_scores, starts, end_scores, ends, context_first, offsets)
+        return WindowScores(
+            float(statistics[0]), start_scores, starts, end_scores, ends, context_first, offsets
+        )
 
     def best(self, n_best: int, max_answer_tokens: int) -> list[tuple[float, int, int]]:
         """Return (score, begin, end) of the `n_best` spans with the highest scores; [begin, end) are characters."""
@@ -126,7 +130,9 @@ class Answers:
         ]
 
 
-def read(windows: Sequence[WindowScores], context: str, *, n_best: int, max_answer_tokens: int) -> Answers:
+def read(
+    windows: Sequence[WindowScores], context: str, *, n_best: int, max_answer_tokens: int
+) -> Answers:
     """Return the best spans of all windows of a context. A span in two windows counts once, with its higher score."""
     candidates = [span for window in windows for span in window.best(n_best, max_answer_tokens)]
     spans: dict[tuple[int, int], Span] = {}
@@ -143,7 +149,9 @@ def read(windows: Sequence[WindowScores], context: str, *, n_best: int, max_answ
 # ---- all questions -------------------------------------------------------------------------------------------------
 
 
-def best_threshold(null_odds: np.ndarray, scores: np.ndarray, has_answer: np.ndarray) -> tuple[float, float]:
+def best_threshold(
+    null_odds: np.ndarray, scores: np.ndarray, has_answer: np.ndarray
+) -> tuple[float, float]:
     """Return the best threshold of `null_odds`, above which no answer is given, and its mean score (0 to 100).
 
     Unlike `find_best_thresh` in evaluate-v2.0.py, this keeps questions with equal odds together, since no threshold can
@@ -160,14 +168,18 @@ def best_threshold(null_odds: np.ndarray, scores: np.ndarray, has_answer: np.nda
     return float(odds[best]), 100.0 * float((~has_answer).sum() + totals[best]) / len(scores)
 
 
-def evaluate(answers: Sequence[str], wanted: Sequence[Sequence[str]], *, v2: bool = False) -> dict[str, float]:
+def evaluate(
+    answers: Sequence[str], wanted: Sequence[Sequence[str]], *, v2: bool = False
+) -> dict[str, float]:
     """Return SQuAD's exact_match and f1 (0 to 100) of answers, by the rules of v1.1 or v2."""
     pairs = zip(answers, wanted, strict=True)
     exact, f1 = 100.0 * np.array([score(answer, right, v2=v2) for answer, right in pairs]).mean(0)
     return {"exact_match": float(exact), "f1": float(f1)}
 
 
-def evaluate_v2(predicted: Sequence[Answers], wanted: Sequence[Sequence[str]], threshold: float) -> dict[str, float]:
+def evaluate_v2(
+    predicted: Sequence[Answers], wanted: Sequence[Sequence[str]], threshold: float
+) -> dict[str, float]:
     """Return SQuAD v2's metrics (0 to 100) of the answers at `threshold`.
 
     exact_match and f1 are over all questions. has_answer_... are over the questions with an answer (0 if there are
@@ -179,9 +191,14 @@ def evaluate_v2(predicted: Sequence[Answers], wanted: Sequence[Sequence[str]], t
     odds = np.array([each.null_odds for each in predicted])
     pairs = zip(predicted, wanted, strict=True)
     exact, f1 = np.array([score(each.best, answers, v2=True) for each, answers in pairs]).T
-    best = {"exact_match": best_threshold(odds, exact, has_answer), "f1": best_threshold(odds, f1, has_answer)}
+    best = {
+        "exact_match": best_threshold(odds, exact, has_answer),
+        "f1": best_threshold(odds, f1, has_answer),
+    }
     is_null = odds > threshold
-    exact, f1 = (np.where(is_null, (~has_answer).astype(np.float64), values) for values in (exact, f1))
+    exact, f1 = (
+        np.where(is_null, (~has_answer).astype(np.float64), values) for values in (exact, f1)
+    )
     return {
         "exact_match": 100.0 * float(exact.mean()),
         "f1": 100.0 * float(f1.mean()),

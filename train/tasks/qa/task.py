@@ -19,15 +19,17 @@ from train.config import RecordsConfig
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.records.table_facts import column
 from train.data.records.token_rows import Lists
-from train.system.folders import canonical_json
-from train.system.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
+from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
+from train.storage.folders import canonical_json
 from train.tasks.finetune import Entry, Results, TextTask, json_lines, mean_loss
 from train.tasks.qa import QAConfig, spans
 from train.tasks.qa.windows import QAFeaturizer
 from train.tasks.texts import Sizes
 from train.tasks.topk import topk
 
-N_BEST = 20  # candidate answers per question, as in SQuAD's scripts; more would only increase transfers
+N_BEST = (
+    20  # candidate answers per question, as in SQuAD's scripts; more would only increase transfers
+)
 # ---- scores to answers ---------------------------------------------------------------------------------------------
 
 
@@ -35,7 +37,10 @@ def losses_of(logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
     """Return losses [B] for logits [B, S, 2]: the mean cross entropy of start and end, 0 for padding windows."""
     start, end = logits.float().unbind(-1)
     pairs = ((start, inputs["start"]), (end, inputs["end"]))
-    losses = [F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX, reduction="none") for logits, target in pairs]
+    losses = [
+        F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX, reduction="none")
+        for logits, target in pairs
+    ]
     return (losses[0] + losses[1]) / 2
 
 
@@ -48,7 +53,9 @@ class Answered:
     predicted: spans.Answers
 
 
-def answered(rows: np.ndarray, features: Dataset, examples: Dataset, task: QAConfig) -> Iterator[Answered]:
+def answered(
+    rows: np.ndarray, features: Dataset, examples: Dataset, task: QAConfig
+) -> Iterator[Answered]:
     """Yield each question of `features` in order, with its answers from statistics [windows, 2 + 4 * k]."""
     owners, context_first = column(features, "row"), column(features, "context_first").tolist()
     offsets = Lists(features.with_format("arrow")[:].column("offsets"))
@@ -60,8 +67,12 @@ def answered(rows: np.ndarray, features: Dataset, examples: Dataset, task: QACon
             spans.WindowScores.of(rows[row, 1:], context_first[row], pairs.reshape(-1, 2))
             for row, pairs in zip(range(first, stop), window_offsets, strict=True)
         ]
-        predicted = spans.read(windows, example["context"], n_best=N_BEST, max_answer_tokens=task.max_answer_tokens)
-        yield Answered(example["id"], list(example.get("answers", {"text": []})["text"]), predicted)
+        predicted = spans.read(
+            windows, example["context"], n_best=N_BEST, max_answer_tokens=task.max_answer_tokens
+        )
+        yield Answered(
+            example["id"], list(example.get("answers", {"text": []})["text"]), predicted
+        )
 
 
 # ---- the task ------------------------------------------------------------------------------------------------------
@@ -94,14 +105,18 @@ class QuestionAnswering(TextTask):
         # [B, 2 + 4 * k]: loss, [CLS] score, k best start scores, their tokens, k best end scores, their tokens.
         start, end = logits.float().unbind(-1)
         tokens = torch.arange(logits.size(1), device=logits.device)
-        is_context = (tokens >= inputs["context_first"][:, None]) & (tokens < inputs["context_end"][:, None])
+        is_context = (tokens >= inputs["context_first"][:, None]) & (
+            tokens < inputs["context_end"][:, None]
+        )
         null = start[:, 0] + end[:, 0]
         parts = [losses_of(logits, inputs)[:, None], null[:, None]]
         for scores in (start, end):
             parts += topk(scores.masked_fill(~is_context, spans.LOWEST), self.k)
         return torch.cat(parts, 1)
 
-    def evaluate(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> dict[str, float]:
+    def evaluate(
+        self, examples: Dataset, features: Dataset, statistics: np.ndarray
+    ) -> dict[str, float]:
         questions = list(answered(statistics, features, examples, self.cfg))
         predicted, wanted = [one.predicted for one in questions], [one.wanted for one in questions]
         if self.threshold is None:
@@ -110,7 +125,9 @@ class QuestionAnswering(TextTask):
             metrics = spans.evaluate_v2(predicted, wanted, self.threshold)
         return {"loss": mean_loss(statistics), **metrics}
 
-    def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
+    def results(
+        self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray
+    ) -> Results:
         # The answers in the format of the official scripts, and the n best answers to each question.
         questions = list(answered(statistics, features, examples, self.cfg))
         lines = (
@@ -119,15 +136,23 @@ class QuestionAnswering(TextTask):
             for one in questions
         )
         files = {
-            f"{split}.json": canonical_json({one.id: one.predicted.answer(self.threshold) for one in questions}),
+            f"{split}.json": canonical_json(
+                {one.id: one.predicted.answer(self.threshold) for one in questions}
+            ),
             f"{split}_nbest.jsonl": json_lines(lines),
         }
-        return files, {"questions": len(questions), "windows": len(statistics), "threshold": self.threshold}
+        return files, {
+            "questions": len(questions),
+            "windows": len(statistics),
+            "threshold": self.threshold,
+        }
 
     def choose(self, rows: np.ndarray, metrics: Mapping[str, float]) -> dict[str, Any]:
         if not self.cfg.unanswerable or self.cfg.null_threshold is not None:
             return {}
-        margin = metrics["best_f1_threshold"]  # infinite if a question has no span; no score exceeds LOWEST
+        margin = metrics[
+            "best_f1_threshold"
+        ]  # infinite if a question has no span; no score exceeds LOWEST
         return {"null_threshold": float(np.clip(margin, spans.LOWEST, -spans.LOWEST))}
 
     # ---- predictions -----------------------------------------------------------------------------------------------
@@ -139,10 +164,17 @@ class QuestionAnswering(TextTask):
         lengths = [] if data.lengths == "auto" else data.lengths
         self.shortest = min([N_BEST, *lengths])
 
-    def predictions(self, rows: list[Entry], features: Dataset, statistics: np.ndarray) -> Iterator[Entry]:
-        examples = Dataset.from_list([{"id": row["id"], "context": row["context"]} for row in rows])
+    def predictions(
+        self, rows: list[Entry], features: Dataset, statistics: np.ndarray
+    ) -> Iterator[Entry]:
+        examples = Dataset.from_list(
+            [{"id": row["id"], "context": row["context"]} for row in rows]
+        )
         for one in answered(statistics, features, examples, self.cfg):
-            answer, n_best = one.predicted.answer(self.threshold), one.predicted.n_best(v2=self.threshold is not None)
+            answer, n_best = (
+                one.predicted.answer(self.threshold),
+                one.predicted.n_best(v2=self.threshold is not None),
+            )
             score = one.predicted.spans[0].score if answer else one.predicted.null_score
             yield {"id": one.id, "answer": answer, "score": score, "n_best": n_best}
 
@@ -159,10 +191,21 @@ class QuestionAnswering(TextTask):
         wanted, given = row["answers"], prediction["answer"]
         first, *others = sorted(prediction["n_best"], key=lambda span: span["text"] != given)
         others = [span for span in others if span["text"] != given]
-        guesses = [Guess(excerpt(span["text"]), span["probability"]) for span in (first, *others)[:MOST_GUESSES]]
-        truth, at = (wanted["text"][0], wanted["answer_start"][0]) if wanted["text"] else ("", first["begin"])
+        guesses = [
+            Guess(excerpt(span["text"]), span["probability"])
+            for span in (first, *others)[:MOST_GUESSES]
+        ]
+        truth, at = (
+            (wanted["text"][0], wanted["answer_start"][0])
+            if wanted["text"]
+            else ("", first["begin"])
+        )
         score = spans.score(given, wanted["text"], v2=self.threshold is not None)[1]
-        return Sample(excerpt(row["question"]), [Answer(excerpt(truth), guesses, score)], excerpt(row["context"], at))
+        return Sample(
+            excerpt(row["question"]),
+            [Answer(excerpt(truth), guesses, score)],
+            excerpt(row["context"], at),
+        )
 
 
 TASK = QuestionAnswering

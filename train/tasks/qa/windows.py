@@ -62,17 +62,28 @@ def qa_rows(task: QAConfig) -> RowKind:
 class QAFeaturizer(Featurizer):
     """Windows of [CLS] question [SEP] context [SEP]."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, task: QAConfig) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, task: QAConfig
+    ) -> None:
         # Raises InputError if sequences do not begin with [CLS], or if windows are too short to overlap by task.stride.
         names = ("stride", "max_question_tokens", "unanswerable")
-        super().__init__(tokenizer, seq_len=seq_len, **{name: getattr(task, name) for name in names})
+        super().__init__(
+            tokenizer, seq_len=seq_len, **{name: getattr(task, name) for name in names}
+        )
         self.task, self.kind = task, qa_rows(task)
         cls, special = tokenizer.cls_token, tokenizer.num_special_tokens_to_add(pair=True)
         begins = tokenizer("a", "b")["input_ids"][0] == tokenizer.cls_token_id
-        fault = "" if begins else f"does not begin sequences with its {cls}, the answer to unanswerable questions"
+        fault = (
+            ""
+            if begins
+            else f"does not begin sequences with its {cls}, the answer to unanswerable questions"
+        )
         if "left" in (tokenizer.padding_side, tokenizer.truncation_side):
             fault = fault or "pads or cuts sequences on the left"
-        check(not fault, f"this tokenizer {fault}; choose a model like bert, albert, roberta, distilbert")
+        check(
+            not fault,
+            f"this tokenizer {fault}; choose a model like bert, albert, roberta, distilbert",
+        )
         left = seq_len - special - task.max_question_tokens
         check(
             task.stride < left,
@@ -81,7 +92,9 @@ class QAFeaturizer(Featurizer):
             "seq_len or lower one of the others",
         )
 
-    def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
+    def features(
+        self, rows: dict[str, list], indices: list[int], *, split: str
+    ) -> dict[str, list]:
         # The model learns the first answer. If the window does not contain it, start and end are [CLS].
         answers = rows.get("answers", [{"text": []}] * len(indices))
         encoded = self.encode(
@@ -94,13 +107,17 @@ class QAFeaturizer(Featurizer):
         )
         owners = encoded["overflow_to_sample_mapping"]
         windows = [
-            self.window(encoding, answers[owner]) for encoding, owner in zip(encoded.encodings, owners, strict=True)
+            self.window(encoding, answers[owner])
+            for encoding, owner in zip(encoded.encodings, owners, strict=True)
         ]
         in_reach = {owner for owner, window in zip(owners, windows, strict=True) if window["end"]}
         wanted = {number for number, answer in enumerate(answers) if answer["text"]}
         self.count(split, answers_in_no_window=len(wanted - in_reach))
         own = {name: [window[name] for window in windows] for name in self.kind.tokens}
-        return {**self.columns(split, encoded.encodings, [indices[owner] for owner in owners]), **own}
+        return {
+            **self.columns(split, encoded.encodings, [indices[owner] for owner in owners]),
+            **own,
+        }
 
     def window(self, encoding: Encoding, answer: dict[str, list]) -> dict[str, Any]:
         sequences = encoding.sequence_ids  # RoBERTa has no token_type_ids
@@ -125,9 +142,13 @@ class QAFeaturizer(Featurizer):
         encodings = self.pieces(stripped)
         is_long = [len(encoding.ids) > self.task.max_question_tokens for encoding in encodings]
         self.count(split, cut_questions=sum(is_long))
-        result = [self.cut(text) if long else text for text, long in zip(stripped, is_long, strict=True)]
+        result = [
+            self.cut(text) if long else text for text, long in zip(stripped, is_long, strict=True)
+        ]
         read = self.pieces(result) if any(is_long) else encodings
-        self.tokens_cut = np.array([len(a.ids) - len(b.ids) for a, b in zip(encodings, read, strict=True)])
+        self.tokens_cut = np.array(
+            [len(a.ids) - len(b.ids) for a, b in zip(encodings, read, strict=True)]
+        )
         return result
 
     def cut(self, question: str) -> str:
@@ -138,7 +159,9 @@ class QAFeaturizer(Featurizer):
         return question
 
     def pieces(self, texts: list[str]) -> list[Encoding]:
-        encoded = self.tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)
+        encoded = self.tokenizer(
+            texts, add_special_tokens=False, split_special_tokens=True, verbose=False
+        )
         encodings: list[Encoding] = encoded.encodings
         return encodings
 

@@ -26,7 +26,7 @@ from train.data.records.table_facts import column
 from train.data.records.token_rows import TokenRows
 from train.data.shards.order import spread
 from train.models.heads import PaddedEncoder, Scale, default_names, learn_scaled, names_of_head
-from train.system.samples import Answer, Guess, Sample, excerpt
+from train.run_folder.samples import Answer, Guess, Sample, excerpt
 from train.tasks.classify.task import ClassifyFeaturizer, read_texts
 from train.tasks.finetune import Entry, Results, TextTask, examples_of, json_lines, mean_loss
 from train.tasks.regress import RegressConfig
@@ -46,7 +46,11 @@ MOST_PAIRS = 500  # pairs of truth and prediction per target in evaluation.json
 
 def number_of(value: Any, name: str) -> float:
     """Return a target, which may be given as text. Raises BadRow if it is not a number that float32 can represent."""
-    ok = PLAIN_NUMBER.fullmatch(value.strip()) if isinstance(value, str) else isinstance(value, int | float | Decimal)
+    ok = (
+        PLAIN_NUMBER.fullmatch(value.strip())
+        if isinstance(value, str)
+        else isinstance(value, int | float | Decimal)
+    )
     if not ok or isinstance(value, bool):
         what = "not a number"
         if isinstance(value, list):
@@ -88,11 +92,15 @@ def regress_rows(names: Sequence[str]) -> RowKind:
 class RegressFeaturizer(ClassifyFeaturizer):
     """A featurizer that tokenizes texts like a classifier's; labels are numbers."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, targets: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, targets: Sequence[str]
+    ) -> None:
         super().__init__(tokenizer, seq_len=seq_len, targets=list(targets))
         self.kind = regress_rows(targets)
 
-    def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
+    def features(
+        self, rows: dict[str, list], indices: list[int], *, split: str
+    ) -> dict[str, list]:
         unknown = [[0.0] * len(self.settings["targets"])] * len(indices)
         return super().features({"label": unknown, **rows}, indices, split=split)
 
@@ -105,7 +113,9 @@ class Regression(TextTask):
 
     columns = {"labels": "label"}
     metric_names = ("loss", *NAMES)
-    scale: Scale | None = None  # the scale of the head's outputs; None: they are in the units of the data
+    scale: Scale | None = (
+        None  # the scale of the head's outputs; None: they are in the units of the data
+    )
 
     def __init__(self, cfg: RegressConfig, sizes: Sizes) -> None:
         super().__init__(cfg, sizes)
@@ -113,7 +123,9 @@ class Regression(TextTask):
 
     def use_targets(self, names: Sequence[str]) -> None:
         self.targets = list(names)
-        self.featurizer = RegressFeaturizer(self.sizes.tokenizer, seq_len=self.sizes.seq_len, targets=names)
+        self.featurizer = RegressFeaturizer(
+            self.sizes.tokenizer, seq_len=self.sizes.seq_len, targets=names
+        )
 
     @property
     def outputs(self) -> Sequence[str]:
@@ -131,7 +143,9 @@ class Regression(TextTask):
             not (cfg.data.labels or cfg.data.label_map),
             "data.labels and data.label_map name classes; task=regress learns numbers: leave them out",
         )
-        if cfg.data.train == NO_ROWS and self.sizes.config.num_labels == 1:  # the model's config names the target
+        if (
+            cfg.data.train == NO_ROWS and self.sizes.config.num_labels == 1
+        ):  # the model's config names the target
             names = names_of_head(self.sizes.config)
         self.use_targets(names if isinstance(names, list) else [names])
         super().open(cfg)
@@ -144,20 +158,32 @@ class Regression(TextTask):
             same = f"train: all {len(numbers):,} rows have the number {value:g} in {name}"
             check(apart > 0, f"{same}, so there is nothing to learn; is data.columns.label right?")
         if self.cfg.standardize:
-            self.standardize(Scale(mean.tolist(), deviation.tolist()), train_table, self.eval_table)
+            self.standardize(
+                Scale(mean.tolist(), deviation.tolist()), train_table, self.eval_table
+            )
 
     def standardize(self, scale: Scale, *tables: TokenRows) -> None:
         self.scale, mean, deviation = scale, np.array(scale.mean), np.array(scale.deviation)
         for table in tables:
-            table.values["labels"] = ((table.values["labels"] - mean) / deviation).astype(np.float32)
+            table.values["labels"] = ((table.values["labels"] - mean) / deviation).astype(
+                np.float32
+            )
 
     def only_evaluates(self) -> None:
         """Standardise the targets as the run did, because the loss is that of standardised targets."""
         super().only_evaluates()
         state = read_state(str(self.sizes.model.pretrained))
-        if state is not None and state.scale is not None and self.cfg.standardize and self.scale is None:
+        if (
+            state is not None
+            and state.scale is not None
+            and self.cfg.standardize
+            and self.scale is None
+        ):
             ok = len(state.scale.mean) == len(self.targets)
-            check(ok, f"{self.sizes.model.pretrained}: its scale is not that of the targets {shortlist(self.targets)}")
+            check(
+                ok,
+                f"{self.sizes.model.pretrained}: its scale is not that of the targets {shortlist(self.targets)}",
+            )
             self.standardize(state.scale, self.eval_table)
 
     def build_model(self) -> PaddedEncoder:
@@ -171,37 +197,53 @@ class Regression(TextTask):
     def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         # [B, 1 + C]: the loss, averaged over the targets, and the head's outputs [B, C].
         logits = logits.float()
-        return torch.cat([squared_errors(logits, inputs["labels"]).mean(1, keepdim=True), logits], 1)
+        return torch.cat(
+            [squared_errors(logits, inputs["labels"]).mean(1, keepdim=True), logits], 1
+        )
 
     def numbers(self, statistics: np.ndarray) -> np.ndarray:
         """Return the predictions [rows, C] float64, in the units of the data."""
         computed = statistics[:, 1:].astype(np.float64)
-        return computed if self.scale is None else computed * self.scale.deviation + self.scale.mean
+        return (
+            computed if self.scale is None else computed * self.scale.deviation + self.scale.mean
+        )
 
     def truth(self, examples: Dataset, features: Dataset) -> np.ndarray:
         """Return the targets [rows, C] float64 of the features' examples."""
         return column(examples_of(examples, features), "label").reshape(-1, len(self.targets))
 
-    def evaluate(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> dict[str, float]:
-        return {"loss": mean_loss(statistics), **self.score(self.truth(examples, features), self.numbers(statistics))}
+    def evaluate(
+        self, examples: Dataset, features: Dataset, statistics: np.ndarray
+    ) -> dict[str, float]:
+        return {
+            "loss": mean_loss(statistics),
+            **self.score(self.truth(examples, features), self.numbers(statistics)),
+        }
 
     def score(self, truth: Any, predicted: Any) -> dict[str, float]:
         # Each metric is the mean over the targets.
         each = scores(np.asarray(truth, np.float64), np.asarray(predicted, np.float64))
         return {name: float(values.mean()) for name, values in each.items()}
 
-    def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
+    def results(
+        self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray
+    ) -> Results:
         # A line per text, pairs of truth and prediction for some rows, and each target's metrics if there are several.
         truth, predicted = self.truth(examples, features), self.numbers(statistics)
         rows = zip(examples_of(examples, features)["id"], truth.tolist(), strict=True)
-        lines = self.predictions([{"id": name, "label": numbers} for name, numbers in rows], features, statistics)
+        lines = self.predictions(
+            [{"id": name, "label": numbers} for name, numbers in rows], features, statistics
+        )
         pairs = np.stack([truth, predicted], -1)[spread(len(truth), MOST_PAIRS)]
         pairs = pairs[np.isfinite(pairs).all((1, 2))]
-        tables: dict[str, Any] = {"pairs": {name: pairs[:, at].tolist() for at, name in enumerate(self.targets)}}
+        tables: dict[str, Any] = {
+            "pairs": {name: pairs[:, at].tolist() for at, name in enumerate(self.targets)}
+        }
         if len(self.targets) > 1:
             for name, values in scores(truth, predicted).items():
                 tables |= {
-                    f"{target}_{name}": value for target, value in zip(self.targets, values.tolist(), strict=True)
+                    f"{target}_{name}": value
+                    for target, value in zip(self.targets, values.tolist(), strict=True)
                 }
         return {f"{split}.jsonl": json_lines(lines)}, tables
 
@@ -209,19 +251,30 @@ class Regression(TextTask):
 
     def labels_of(self, source: str, config: PreTrainedConfig) -> list[str]:
         problem = getattr(config, "problem_type", None)
-        check(problem in (None, "regression"), f"{source} must compute numbers; it has problem_type {problem}")
+        check(
+            problem in (None, "regression"),
+            f"{source} must compute numbers; it has problem_type {problem}",
+        )
         self.use_targets(names_of_head(config))
         return []  # its outputs are not labels
 
     def settings_of_outputs(self) -> dict[str, Any]:
         has_names = self.targets != default_names(len(self.targets))
-        return {"data.columns.label": self.targets if len(self.targets) > 1 else self.targets[0]} if has_names else {}
+        return (
+            {"data.columns.label": self.targets if len(self.targets) > 1 else self.targets[0]}
+            if has_names
+            else {}
+        )
 
     def named(self, numbers: Sequence[float]) -> Any:
         """Return the number of a single target, or numbers by name if there are several targets."""
-        return dict(zip(self.targets, numbers, strict=True)) if len(self.targets) > 1 else numbers[0]
+        return (
+            dict(zip(self.targets, numbers, strict=True)) if len(self.targets) > 1 else numbers[0]
+        )
 
-    def predictions(self, rows: list[Entry], features: Dataset, statistics: np.ndarray) -> Iterator[Entry]:
+    def predictions(
+        self, rows: list[Entry], features: Dataset, statistics: np.ndarray
+    ) -> Iterator[Entry]:
         for row, numbers in zip(rows, self.numbers(statistics).tolist(), strict=True):
             known = {} if row.get("label") is None else {"label": self.named(row["label"])}
             yield {"id": row["id"], **known, "prediction": self.named(numbers)}
@@ -234,7 +287,11 @@ class Regression(TextTask):
 
     def sample(self, row: Entry, prediction: Entry) -> Sample:
         truth, answer = self.named(row["label"]), prediction["prediction"]
-        answers = [Answer(in_words(truth), [Guess(in_words(answer), None)], 1.0 if truth == answer else 0.5)]
+        answers = [
+            Answer(
+                in_words(truth), [Guess(in_words(answer), None)], 1.0 if truth == answer else 0.5
+            )
+        ]
         return Sample(excerpt(row["text"]), answers, excerpt(row.get("text_pair") or ""))
 
 
@@ -263,7 +320,13 @@ def scores(truth: np.ndarray, predicted: np.ndarray) -> dict[str, np.ndarray]:
     errors = predicted - truth
     mse = np.square(errors).mean(0)
     ranks = [rankdata(numbers, axis=0) for numbers in (truth, predicted)]
-    values = (mse, np.abs(errors).mean(0), np.sqrt(mse), correlations(truth, predicted), correlations(*ranks))
+    values = (
+        mse,
+        np.abs(errors).mean(0),
+        np.sqrt(mse),
+        correlations(truth, predicted),
+        correlations(*ranks),
+    )
     return dict(zip(NAMES, values, strict=True))
 
 

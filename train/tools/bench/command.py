@@ -7,15 +7,22 @@ import sys
 from collections.abc import Sequence
 
 from train.config import Failure, check
+from train.machine import rank_setup
+from train.machine.launched import launched
+from train.machine.runtime import search_rarely
+from train.machine.torchrun import die_with_torchrun, end_torchrun
 from train.run import compose as cli
-from train.system import rank_setup
-from train.system.folders import local_path
-from train.system.launched import launched
-from train.system.runtime import search_rarely
-from train.system.torchrun import die_with_torchrun, end_torchrun
+from train.storage.folders import local_path
 from train.tools.bench.config import BenchConfig
 
-USED: tuple[str, ...] = ("steps", "warmup", "output", "data.path", "global_batch_size", "micro_batch_size")
+USED: tuple[str, ...] = (
+    "steps",
+    "warmup",
+    "output",
+    "data.path",
+    "global_batch_size",
+    "micro_batch_size",
+)
 USED += ("backend.device", "backend.precision")
 
 
@@ -42,11 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def act(cfg: BenchConfig, settings: Sequence[str]) -> int:
-    if cfg.output is not None:  # Check the path now, so that a long measurement is not lost at its end.
+    if (
+        cfg.output is not None
+    ):  # Check the path now, so that a long measurement is not lost at its end.
         file = local_path(cfg.output)
         check(not file.is_dir(), f"output={cfg.output} is a folder; it must be the name of a file")
         folder = file.parent
-        check(os.access(folder, os.W_OK), f"output={cfg.output}: {folder} is not a writable folder")
+        check(
+            os.access(folder, os.W_OK), f"output={cfg.output}: {folder} is not a writable folder"
+        )
     try:
         rank_setup.prepare(launched(), forks=cfg.data.num_workers > 0)
         search_rarely()  # Garbage is collected rarely until `loop.run` has imported the task.

@@ -14,13 +14,17 @@ class BenchConfig(TrainConfig):
     """The settings of a measurement. `python -m train.bench --cfg job` prints them."""
 
     steps: int = setting(50, above=0)  # The number of optimizer steps that are timed.
-    warmup: int = setting(10, least=1)  # The minimum number of steps before the timed ones, for compiling graphs.
+    warmup: int = setting(
+        10, least=1
+    )  # The minimum number of steps before the timed ones, for compiling graphs.
     output: str | None = None  # The JSON file for all figures; None only prints the table.
 
     @property
     def window(self) -> int:
         """Number of steps in a window. The timed steps are divided into at most MOST_WINDOWS equal windows."""
-        return self.steps // max(each for each in range(1, MOST_WINDOWS + 1) if self.steps % each == 0)
+        return self.steps // max(
+            each for each in range(1, MOST_WINDOWS + 1) if self.steps % each == 0
+        )
 
     @property
     def untimed(self) -> int:

@@ -18,6 +18,11 @@ from train.config import Failure, HubConfig, InputError, TelemetryConfig, TrainC
 from train.config.attempt import BestConfig
 from train.config.train import EarlyStopConfig
 from train.entry import leave_at_once
+from train.machine import machine
+from train.machine.console import say
+from train.machine.environment import environment
+from train.machine.launched import launched
+from train.machine.memory import own_peak_bytes, total_memory_bytes
 from train.observe.metrics import Recorder
 from train.parallel.backend import peak_device_bytes
 from train.parallel.backends import Backend
@@ -25,19 +30,20 @@ from train.parallel.ranks import AGREED
 from train.run import compose as cli
 from train.run.attempt import OutOfMemory
 from train.run.stopping import StoppedEarly, StopRequest
-from train.system import machine
-from train.system.atomic_io import write_atomic
-from train.system.console import say
-from train.system.environment import environment
-from train.system.folders import local_path
-from train.system.launched import launched
-from train.system.memory import own_peak_bytes, total_memory_bytes
+from train.storage.atomic_io import write_atomic
+from train.storage.folders import local_path
 from train.tools.bench.config import BenchConfig
 from train.tools.bench.speeds import Peak, TimedSteps, cost, speeds, table
 
 logger = logging.getLogger("train")
 MEASURED = "measured"  # the reason why the run stops
-SIZES = (512, 1024, 2048, 4096, 8192)  # n of the n x n matrices that are multiplied to measure the peak
+SIZES = (
+    512,
+    1024,
+    2048,
+    4096,
+    8192,
+)  # n of the n x n matrices that are multiplied to measure the peak
 LONG_ENOUGH_S = 0.05  # If a product takes more seconds than this, larger matrices would not reach a higher speed.
 REPEATS = 8
 
@@ -47,7 +53,9 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
     launch = launched()
     try:
         with (
-            tempfile.TemporaryDirectory(prefix="baretrain-bench-", ignore_cleanup_errors=True) as folder,
+            tempfile.TemporaryDirectory(
+                prefix="baretrain-bench-", ignore_cleanup_errors=True
+            ) as folder,
             StopRequest() as stop,
         ):
             meter = Meter(cfg, stop)
@@ -81,11 +89,15 @@ def write(cfg: BenchConfig, content: dict[str, Any]) -> None:
 
 def short_run(cfg: BenchConfig, folder: str) -> TrainConfig:
     """Return the run's settings with a log line after each window, and without evaluations, saves and exports."""
-    enough = cfg.untimed + cfg.steps + 2  # The run is asked to stop in the last timed step, and stops one step later.
+    enough = (
+        cfg.untimed + cfg.steps + 2
+    )  # The run is asked to stop in the last timed step, and stops one step later.
     return replace(
         cfg,
         run_dir=folder,
-        max_steps=max(cfg.max_steps or 0, enough),  # The learning rate schedule depends on max_steps.
+        max_steps=max(
+            cfg.max_steps or 0, enough
+        ),  # The learning rate schedule depends on max_steps.
         max_examples=None,
         max_epochs=None,
         max_run_s=None,
@@ -122,23 +134,42 @@ class Meter:
             self.summarise(recorder)
 
     def keep(self, recorder: Recorder, values: dict[str, Any]) -> None:
-        window, now_s, end = recorder.window, time.perf_counter(), self.cfg.untimed + self.cfg.steps
+        window, now_s, end = (
+            recorder.window,
+            time.perf_counter(),
+            self.cfg.untimed + self.cfg.steps,
+        )
         if self.cfg.untimed < values["step"] <= end:
             wall_s = max(now_s - self.line_s - window.compile_s, 1e-9)
             wait_s, compile_s = values["data_wait_s"], window.compile_s
             self.windows.append(
-                TimedSteps(window.steps, wall_s, window.tokens, window.slots, window.flops, wait_s, compile_s)
+                TimedSteps(
+                    window.steps,
+                    wall_s,
+                    window.tokens,
+                    window.slots,
+                    window.flops,
+                    wait_s,
+                    compile_s,
+                )
             )
         self.line_s = now_s
         if values["step"] >= end:
             self.stop.ask(MEASURED)
 
     def summarise(self, recorder: Recorder) -> None:
-        backend, world, plan, instance = recorder.backend, recorder.world, recorder.plan, recorder.cfg.instance
+        backend, world, plan, instance = (
+            recorder.backend,
+            recorder.world,
+            recorder.plan,
+            recorder.cfg.instance,
+        )
         graphs = backend.graphs()
         peaks = world.all_gather_object((own_peak_bytes(), peak_device_bytes()))
         of_devices = [device for _, device in peaks if device is not None]
-        result = speeds(self.windows, global_batch_size=plan.global_batch_size, peak=peak(recorder))
+        result = speeds(
+            self.windows, global_batch_size=plan.global_batch_size, peak=peak(recorder)
+        )
         sequences_per_s = result["sequences_per_s"]["median"]
         self.result = {
             "kind": "bench",
@@ -157,7 +188,11 @@ class Meter:
             "timed_steps": sum(each.steps for each in self.windows),
             "untimed_steps": self.cfg.untimed,
             "windows": len(self.windows),
-            "parameters": sum(weight.numel() for weight in recorder.engine.model.parameters() if weight.requires_grad),
+            "parameters": sum(
+                weight.numel()
+                for weight in recorder.engine.model.parameters()
+                if weight.requires_grad
+            ),
             "backend": backend.name,
             "device": backend.device_name,
             "precision": backend.precision,
@@ -181,9 +216,16 @@ def peak(recorder: Recorder) -> Peak:
     world.barrier()
     own, size = matmul_flops_per_s(backend)
     total = world.sum([own])[0]
-    device = plural(torch.get_num_threads(), "thread") if backend.device.type == "cpu" else backend.device_name
+    device = (
+        plural(torch.get_num_threads(), "thread")
+        if backend.device.type == "cpu"
+        else backend.device_name
+    )
     ranks = f", {world.size} ranks at the same time" if world.size > 1 else ""
-    return Peak(total, f"measured here: product of {size} x {size} matrices in {backend.precision} on {device}{ranks}")
+    return Peak(
+        total,
+        f"measured here: product of {size} x {size} matrices in {backend.precision} on {device}{ranks}",
+    )
 
 
 def matmul_flops_per_s(backend: Backend) -> tuple[float, int]:
@@ -191,12 +233,18 @@ def matmul_flops_per_s(backend: Backend) -> tuple[float, int]:
 
     The product uses the run's precision and number of threads, and this rank's device.
     """
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(backend.precision.partition("_")[0], torch.float32)
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
+        backend.precision.partition("_")[0], torch.float32
+    )
 
     def least_s(size: int) -> float:
         left, right = (torch.rand(size, size).to(backend.device, kind) for _ in range(2))
         # Reading the maximum of the product waits until the device has computed it.
-        return min(timeit.repeat(lambda: backend.to_host([(left @ right).amax()]), number=1, repeat=REPEATS))
+        return min(
+            timeit.repeat(
+                lambda: backend.to_host([(left @ right).amax()]), number=1, repeat=REPEATS
+            )
+        )
 
     best = (0.0, 0)
     for size in SIZES:

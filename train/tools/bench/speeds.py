@@ -46,7 +46,9 @@ def speeds(windows: Sequence[TimedSteps], *, global_batch_size: int, peak: Peak)
     return {
         "step_s": spread([each.wall_s / each.steps for each in windows]),
         "steps_per_s": spread([each.steps / each.wall_s for each in windows]),
-        "sequences_per_s": spread([each.steps * global_batch_size / each.wall_s for each in windows]),
+        "sequences_per_s": spread(
+            [each.steps * global_batch_size / each.wall_s for each in windows]
+        ),
         "tokens_per_s": spread([each.tokens / each.wall_s for each in windows]),
         "padding_share": 1 - tokens / slots,
         "mfu": flops_per_s / peak.flops_per_s if flops_per_s else None,
@@ -64,7 +66,11 @@ def cost(instance: InstanceConfig, *, machines: int, sequences_per_s: float) -> 
     """Return the on-demand price in dollars of the steps for a million sequences; None if unknown."""
     price = instance.usd_per_hour
     usd = None if price is None else price * machines * 1e6 / (3600 * sequences_per_s)
-    return {"usd_per_million_sequences": usd, "usd_per_hour": price, "price_date": instance.price_date}
+    return {
+        "usd_per_million_sequences": usd,
+        "usd_per_hour": price,
+        "price_date": instance.price_date,
+    }
 
 
 def table(result: dict[str, Any]) -> str:
@@ -81,7 +87,9 @@ def table(result: dict[str, Any]) -> str:
     if result["compile_s"]:
         compiling = f"{result['compile_s']:.1f} s, {result['graphs']} graphs"
     if late_s:
-        compiling += f"; {late_s:.1f} s of it in timed steps (left out of the speeds): raise warmup"
+        compiling += (
+            f"; {late_s:.1f} s of it in timed steps (left out of the speeds): raise warmup"
+        )
     memory = f"{result['peak_process_bytes'] / GIB:.2f} GiB of host memory in the largest rank"
     if result["peak_device_bytes"] is not None:
         memory = f"{result['peak_device_bytes'] / GIB:.2f} GiB of device memory, {memory}"
@@ -91,7 +99,8 @@ def table(result: dict[str, Any]) -> str:
         f"instance={result['instance']}",
         "batch": f"{result['global_batch_size']} sequences per step = {parts} (micro batch, accumulation, replicas)",
         "steps/s": spread_text("steps_per_s", ".4g"),
-        "tokens/s": spread_text("tokens_per_s", ",.0f") + (f", excluding {padding:.1%} padding" if padding else ""),
+        "tokens/s": spread_text("tokens_per_s", ",.0f")
+        + (f", excluding {padding:.1%} padding" if padding else ""),
         "MFU": mfu,
         "data wait": f"{result['data_wait_share']:.1%} of the time",
         "compiling": compiling,

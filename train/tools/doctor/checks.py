@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 
-from train.system.atomic_io import free_bytes
-from train.system.machine import installed_versions, instance_names, instance_type
-from train.system.memory import usable_cpus
+from train.machine.machine import installed_versions, instance_names, instance_type
+from train.machine.memory import usable_cpus
+from train.storage.atomic_io import free_bytes
 from train.tools.doctor import checks_devices, checks_host, checks_versions
 from train.tools.doctor.probe import Finding, Probe, ask_tool, ok, read_instance, warn
 
@@ -62,7 +62,9 @@ def examine(probe: Probe) -> dict[str, Finding]:
     return {name: check(probe) for name, check in CHECKS.items()}
 
 
-def here(*, instance: str | None = None, num_ranks: int | None = None, num_machines: int = 1) -> Probe:
+def here(
+    *, instance: str | None = None, num_ranks: int | None = None, num_machines: int = 1
+) -> Probe:
     """Probe this machine. If `instance` is None, use the type that the firmware names, if conf/instance has it."""
     name = instance or (instance_type() if instance_type() in instance_names() else None)
     memory = psutil.virtual_memory()
@@ -89,5 +91,8 @@ def here(*, instance: str | None = None, num_ranks: int | None = None, num_machi
 
 def read_limit(kind: int) -> tuple[float, float]:
     """Return the soft and the hard limit; infinity means no limit."""
-    soft, hard = (math.inf if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(kind))
+    soft, hard = (
+        math.inf if value == resource.RLIM_INFINITY else value
+        for value in resource.getrlimit(kind)
+    )
     return soft, hard

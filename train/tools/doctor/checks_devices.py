@@ -10,16 +10,28 @@ import csv
 import re
 
 from train.config import InputError, InstanceConfig, plural
-from train.system.launched import Launched, check_launch
-from train.system.machine import Chip, read_neuron_ls
+from train.machine.launched import Launched, check_launch
+from train.machine.machine import Chip, read_neuron_ls
 from train.tools.doctor.probe import Finding, Probe, ToolOutput, bad, ok, skip, warn
 
 CHIP_QUERY = ("neuron-ls", "-j")
-GPU_QUERY = ("nvidia-smi", "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader,nounits")
-HOLDER_QUERY = ("nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader,nounits")
+GPU_QUERY = (
+    "nvidia-smi",
+    "--query-gpu=index,name,memory.total,driver_version",
+    "--format=csv,noheader,nounits",
+)
+HOLDER_QUERY = (
+    "nvidia-smi",
+    "--query-compute-apps=pid,process_name,used_memory",
+    "--format=csv,noheader,nounits",
+)
 RELOAD = "sudo modprobe -r neuron && sudo modprobe neuron"
 OFI_NCCL = "/opt/amazon/ofi-nccl/lib/x86_64-linux-gnu:$LD_LIBRARY_PATH"
-WATCHERS = ("neuron-monitor", "neuron-top", "neuron-ls")  # programs that open the device files but hold no core
+WATCHERS = (
+    "neuron-monitor",
+    "neuron-top",
+    "neuron-ls",
+)  # programs that open the device files but hold no core
 
 
 def neuron_chips(probe: Probe) -> list[Chip]:
@@ -46,7 +58,10 @@ def devices(probe: Probe) -> Finding:
         return gpu_devices(probe, probe.ask(*GPU_QUERY))
     if probe.instance and probe.num_devices:
         text = f"{probe.instance.name} has {plural(probe.num_devices, 'device')}, but this machine has none"
-        return bad(text, cure="set --instance to this machine's type (without the flag, the firmware names it)")
+        return bad(
+            text,
+            cure="set --instance to this machine's type (without the flag, the firmware names it)",
+        )
     return ok(f"no accelerator; {probe.num_cpus} CPU cores")
 
 
@@ -60,15 +75,21 @@ def neuron_devices(probe: Probe, answer: ToolOutput) -> Finding:
         text = f"{num_files} Neuron chips; {answer.fault}: the cores and the processes that hold them are unknown"
         return warn(text, cure=cure)
     if answer.fault:
-        return bad(answer.fault, cure=f"{RELOAD}; if that does not help, stop and start the instance")
+        return bad(
+            answer.fault, cure=f"{RELOAD}; if that does not help, stop and start the instance"
+        )
     try:
         chips = read_neuron_ls(answer.out)
     except ValueError as error:
         cure = "sudo apt-get install --only-upgrade aws-neuronx-tools"
         return bad(f"the output of neuron-ls -j cannot be read ({error})", cure=cure)
     num_cores = sum(chip.num_cores for chip in chips)
-    cure = f"{RELOAD}; if that does not help, stop and start the instance (it moves to another host)"
-    return counted(probe, num_cores, f"{num_cores} NeuronCores on {len(chips)} chips", " cores", cure)
+    cure = (
+        f"{RELOAD}; if that does not help, stop and start the instance (it moves to another host)"
+    )
+    return counted(
+        probe, num_cores, f"{num_cores} NeuronCores on {len(chips)} chips", " cores", cure
+    )
 
 
 def gpu_devices(probe: Probe, answer: ToolOutput) -> Finding:
@@ -116,7 +137,9 @@ def neuron_holders(probe: Probe, chips: list[Chip]) -> Finding:
     commands: dict[int, str] = {}
     for chip in chips:
         for pid, command in chip.holders:
-            command = command or (probe.text(f"/proc/{pid}/cmdline") or "").replace("\0", " ").strip()
+            command = (
+                command or (probe.text(f"/proc/{pid}/cmdline") or "").replace("\0", " ").strip()
+            )
             if not any(watcher in command.split(" ")[0] for watcher in WATCHERS):
                 numbers.add(chip.number)
                 commands[pid] = command[:60] or "?"
@@ -132,7 +155,9 @@ def gpu_holders(answer: ToolOutput) -> Finding:
         return skip(answer.fault)
     if not rows:
         return ok("no process computes on a GPU")
-    text, cure = held_by({int(row[0]): ", ".join([row[1][:60], *map(gib, row[2:3])]) for row in rows})
+    text, cure = held_by(
+        {int(row[0]): ", ".join([row[1][:60], *map(gib, row[2:3])]) for row in rows}
+    )
     return warn(text, cure=cure)
 
 
@@ -156,7 +181,9 @@ def ranks(probe: Probe) -> Finding:
     if full and wanted > full:
         text = f"{wanted} ranks for {plural(full, 'device')}"
         return bad(text, cure=f"torchrun --standalone --nproc-per-node={full}")
-    world = Launched(world_size=wanted * probe.num_machines, local_world_size=wanted, is_distributed=True)
+    world = Launched(
+        world_size=wanted * probe.num_machines, local_world_size=wanted, is_distributed=True
+    )
     try:
         check_launch(probe.instance or InstanceConfig(), world)
     except InputError as error:
@@ -179,10 +206,15 @@ def efa(probe: Probe) -> Finding:
     if wanted and num_seen < wanted and probe.instance:
         text = f"{num_seen} of {probe.instance.name}'s {wanted} interfaces{alone}"
         cure = "launch again with InterfaceType=efa on every network card: interfaces cannot be added later; "
-        return fault(text, cure=cure + "if all were requested, run the EFA installer: sudo ./efa_installer.sh -y")
+        return fault(
+            text,
+            cure=cure + "if all were requested, run the EFA installer: sudo ./efa_installer.sh -y",
+        )
     seen, answer = plural(num_seen, "interface"), probe.ask("fi_info", "-p", "efa")
     # fi_info lists each device once per endpoint type ("rdmap16s27-rdm", "rdmap16s27-dgrm").
-    usable = len(set(re.findall(r"^\s*domain:\s*(\S+?)(?:-rdm|-dgrm)?$", answer.out, re.MULTILINE)))
+    usable = len(
+        set(re.findall(r"^\s*domain:\s*(\S+?)(?:-rdm|-dgrm)?$", answer.out, re.MULTILINE))
+    )
     if usable < num_seen:
         why = f" ({answer.fault})" if answer.fault else ""
         text = f"{seen}, of which libfabric sees {usable}{why}{alone}"
@@ -198,4 +230,8 @@ def has_nccl_plugin(probe: Probe) -> bool:
     """Return whether the dynamic linker, ld.so(8), would find a network plugin for NCCL such as aws-ofi-nccl."""
     folders = filter(None, probe.environ.get("LD_LIBRARY_PATH", "").split(":"))
     is_given = any(probe.files(f"{folder}/libnccl-net*.so") for folder in folders)
-    return is_given or re.search(r"^\s*libnccl-net\S*\.so", probe.ask("ldconfig", "-p").out, re.MULTILINE) is not None
+    return (
+        is_given
+        or re.search(r"^\s*libnccl-net\S*\.so", probe.ask("ldconfig", "-p").out, re.MULTILINE)
+        is not None
+    )

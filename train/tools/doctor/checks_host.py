@@ -7,19 +7,25 @@ import re
 from pathlib import Path
 
 from train.config import plural
-from train.system import machine
-from train.system.rank_setup import OPEN_FILES
+from train.machine import machine
+from train.machine.rank_setup import OPEN_FILES
 from train.tools.doctor.probe import Finding, Probe, bad, nearest, ok, skip, warn
 
 GIB = 2**30
 # A checkpoint of the largest ALBERT takes 2.7 GB (223 M parameters at 12 bytes each, including AdamW's state), so 4 GiB
 # hold only one. 20 GiB are enough for the kept checkpoints, a new one, and some compiled graphs.
-LEAST_DISK, WANTED_DISK = 4 * GIB, 20 * GIB  # bytes; below the first an error, below the second a warning
+LEAST_DISK, WANTED_DISK = (
+    4 * GIB,
+    20 * GIB,
+)  # bytes; below the first an error, below the second a warning
 LEAST_MEMORY = GIB
 RANK_MEMORY = GIB  # 0.65 GiB were measured in a process that had imported torch and transformers.
 COMPILER_MEMORY = 8 * GIB  # an estimate; neuronx-cc is killed (exit code -9) if memory is short
 OLD_LOCK_S = 3600.0  # The longest compilations take about 45 minutes.
-WANTED_CLOCK_S, LEAST_CLOCK_S = 1.0, 60.0  # seconds off; above the first a warning, above the second an error
+WANTED_CLOCK_S, LEAST_CLOCK_S = (
+    1.0,
+    60.0,
+)  # seconds off; above the first a warning, above the second an error
 LOOPBACK = ("127.", "::1")
 
 
@@ -47,7 +53,9 @@ def locked_memory(probe: Probe) -> Finding:
     if soft == math.inf:
         return ok("unlimited")
     text = f"{soft / 1024:,.0f} KiB, but EFA must lock more"
-    return bad(text, cure="add '* - memlock unlimited' to /etc/security/limits.conf and log in again")
+    return bad(
+        text, cure="add '* - memlock unlimited' to /etc/security/limits.conf and log in again"
+    )
 
 
 def fork_safety(probe: Probe) -> Finding:
@@ -76,10 +84,14 @@ def cache(probe: Probe) -> Finding:
             return bad(what, cure=cure or f"unset {name}")
     if "://" in location:
         return ok(location)
-    locks = [file for file in Path(location).expanduser().rglob("*.lock") if is_old(file, probe.now_s)]
+    locks = [
+        file for file in Path(location).expanduser().rglob("*.lock") if is_old(file, probe.now_s)
+    ]
     if locks:
         text = f"{len(locks)} locks in {location} are older than an hour, and compilations wait for them"
-        return warn(text, cure="if no compiler is running: neuron_parallel_compile --command clear-locks")
+        return warn(
+            text, cure="if no compiler is running: neuron_parallel_compile --command clear-locks"
+        )
     return ok(f"{location} ({machine.filesystem(location) or 'file system unknown'})")
 
 
@@ -93,7 +105,10 @@ def cache_of(probe: Probe) -> tuple[str, str]:
 def is_old(file: Path, now_s: float) -> bool:
     try:
         return now_s - file.stat().st_mtime > OLD_LOCK_S
-    except (FileNotFoundError, PermissionError):  # The file was removed meanwhile, or belongs to another user.
+    except (
+        FileNotFoundError,
+        PermissionError,
+    ):  # The file was removed meanwhile, or belongs to another user.
         return False
 
 
@@ -142,7 +157,10 @@ def clock(probe: Probe) -> Finding:
         offset = re.search(r"^System time\s*:\s*([\d.]+) seconds", answer.out, re.MULTILINE)
         leap = re.search(r"^Leap status\s*:\s*(.+?)\s*$", answer.out, re.MULTILINE)
         if offset is None or leap is None or leap[1] != "Normal":
-            return warn(f"chrony does not follow a time server ({leap[1] if leap else 'status unknown'})", cure=restart)
+            return warn(
+                f"chrony does not follow a time server ({leap[1] if leap else 'status unknown'})",
+                cure=restart,
+            )
         offset_s = float(offset[1])
         text = f"{offset_s:.6f} s off, corrected by chrony"
         if offset_s <= WANTED_CLOCK_S:
@@ -172,7 +190,9 @@ def malloc(probe: Probe) -> Finding:
         return skip("no Trainium")
     if value := probe.environ.get("MALLOC_ARENA_MAX"):
         return ok(value)
-    text = "MALLOC_ARENA_MAX is not set: host memory grows with every thread until ranks are killed"
+    text = (
+        "MALLOC_ARENA_MAX is not set: host memory grows with every thread until ranks are killed"
+    )
     return warn(text, cure="export MALLOC_ARENA_MAX=64")
 
 
@@ -181,8 +201,14 @@ def hostname(probe: Probe) -> Finding:
     if len(name) > 63:
         text = f"{len(name)} characters: Neuron's bootstrap accepts at most 63"
         return bad(text, cure="sudo hostnamectl set-hostname NAME")
-    hosts = [line.partition("#")[0].split() for line in (probe.text("/etc/hosts") or "").splitlines()]
-    loops = [address for address, *names in filter(None, hosts) if name in names and address.startswith(LOOPBACK)]
+    hosts = [
+        line.partition("#")[0].split() for line in (probe.text("/etc/hosts") or "").splitlines()
+    ]
+    loops = [
+        address
+        for address, *names in filter(None, hosts)
+        if name in names and address.startswith(LOOPBACK)
+    ]
     if loops and name != "localhost" and (probe.num_machines > 1 or probe.efa_devices):
         text = f"/etc/hosts maps {name} to {loops[0]}: other machines would connect to themselves"
         cure = f"in /etc/hosts, map {name} to the first address that `hostname -I` prints"

@@ -7,18 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from train.system.machine import package_faults
-from train.system.versions import Native, Sdk, read_versions, release
+from train.machine.machine import package_faults
+from train.machine.versions import Native, Sdk, read_versions, release
 from train.tools.doctor.probe import Finding, Probe, bad, numbers, ok, skip, warn
 
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "transformers")
-SYSTEM_PACKAGES = ("aws-neuronx-dkms", "aws-neuronx-runtime-lib", "aws-neuronx-collectives", "aws-neuronx-tools")
-NEEDED_GLIBC = (2, 35)  # torch-neuronx 2.9's wheel needs it; Ubuntu 22.04 and 24.04 have it, Amazon Linux 2023 does not
+SYSTEM_PACKAGES = (
+    "aws-neuronx-dkms",
+    "aws-neuronx-runtime-lib",
+    "aws-neuronx-collectives",
+    "aws-neuronx-tools",
+)
+NEEDED_GLIBC = (
+    2,
+    35,
+)  # torch-neuronx 2.9's wheel needs it; Ubuntu 22.04 and 24.04 have it, Amazon Linux 2023 does not
 
 
 def python(probe: Probe) -> Finding:
     """Check the versions of Python and glibc. Neuron's wheels need certain versions of both."""
-    text = ".".join(map(str, probe.python)) + (f", glibc {probe.glibc}" if probe.glibc else f", {probe.system}")
+    text = ".".join(map(str, probe.python)) + (
+        f", glibc {probe.glibc}" if probe.glibc else f", {probe.system}"
+    )
     if probe.python[:2] < (3, 11):
         return bad(f"{text}: too old", cure="python3.11 -m venv .venv (3.11 or newer)")
     if not probe.is_trainium:
@@ -30,11 +40,16 @@ def python(probe: Probe) -> Finding:
         return bad(text, cure=f"python{'.'.join(map(str, high))} -m venv .venv")
     if not probe.is_native and probe.glibc and numbers(probe.glibc, 2) < NEEDED_GLIBC:
         text = f"{text}: torch-neuronx 2.9 needs glibc 2.35, which Amazon Linux 2023 does not have"
-        return bad(text, cure="launch from an Ubuntu 24.04 image (Neuron's pytorch-2.9/ubuntu-24.04)")
+        return bad(
+            text, cure="launch from an Ubuntu 24.04 image (Neuron's pytorch-2.9/ubuntu-24.04)"
+        )
     wanted, here = f"Ubuntu {read_versions().native.ubuntu}", os_name(probe)
     if probe.is_native and "torch-neuronx" not in probe.versions and here not in ("", wanted):
         text = f"{text}, {here}: native PyTorch has wheels for {wanted} only"
-        return warn(text, cure=f"use an image of {wanted}, or Neuron's DLAMI for torch-neuronx; or build from source")
+        return warn(
+            text,
+            cure=f"use an image of {wanted}, or Neuron's DLAMI for torch-neuronx; or build from source",
+        )
     return ok(text)
 
 
@@ -47,7 +62,9 @@ def os_name(probe: Probe) -> str:
 
 def packages(probe: Probe) -> Finding:
     versions = probe.versions
-    text = ", ".join(f"{package} {versions[package]}" for package in PACKAGES if package in versions)
+    text = ", ".join(
+        f"{package} {versions[package]}" for package in PACKAGES if package in versions
+    )
     torch, neuronx = versions.get("torch", ""), versions.get("torch-neuronx", "")
     if not torch:
         return bad("torch is not installed", cure="pip install .")
@@ -55,9 +72,14 @@ def packages(probe: Probe) -> Finding:
     found = native.faults(versions) if native else package_faults(versions)
     faults = [fault.partition("; ") for fault in found]
     if faults:
-        return bad("; ".join(what for what, _, _ in faults), cure="; ".join(cure for _, _, cure in faults))
+        return bad(
+            "; ".join(what for what, _, _ in faults), cure="; ".join(cure for _, _, cure in faults)
+        )
     if probe.has_gpu and not probe.is_trainium and "+cpu" in torch:
-        return bad(f"torch {torch} is built without CUDA", cure="pip install --force-reinstall 'torch>=2.6'")
+        return bad(
+            f"torch {torch} is built without CUDA",
+            cure="pip install --force-reinstall 'torch>=2.6'",
+        )
     if native:
         compiler = versions.get("neuronx-cc", "").partition("+")[0]
         if compiler != native.neuronx_cc:
@@ -72,11 +94,16 @@ def packages(probe: Probe) -> Finding:
 def neuron_packages(text: str, versions: Mapping[str, str]) -> Finding:
     """Check that trn1's Python packages are all installed, in versions that one SDK ships together."""
     table = read_versions()
-    missing = [package for package in ("torch-neuronx", "neuronx-cc", "torch-xla") if package not in versions]
+    missing = [
+        package
+        for package in ("torch-neuronx", "neuronx-cc", "torch-xla")
+        if package not in versions
+    ]
     if missing:
         return bad(f"{', '.join(missing)} missing ({text})", cure=table.sdk.install)
     neuronx, compiler, library = (
-        versions.get(package, "").partition("+")[0] for package in ("torch-neuronx", "neuronx-cc", "libneuronxla")
+        versions.get(package, "").partition("+")[0]
+        for package in ("torch-neuronx", "neuronx-cc", "libneuronxla")
     )
     for sdk in table.sdks:
         is_same = (sdk.torch_neuronx, sdk.neuronx_cc) == (neuronx.split(".", 3)[-1], compiler)
@@ -95,21 +122,36 @@ def driver(probe: Probe) -> Finding:
     # A removed package has a name but no version. An unknown package makes the exit code 1, so the code is ignored.
     rows = (line.split() for line in answer.out.splitlines())
     installed = {row[0]: row[1] for row in rows if len(row) == 2}
-    missing = [p for p in ("aws-neuronx-runtime-lib", "aws-neuronx-collectives") if p not in installed]
+    missing = [
+        p for p in ("aws-neuronx-runtime-lib", "aws-neuronx-collectives") if p not in installed
+    ]
     if missing:
-        return bad(f"{', '.join(missing)} not installed", cure=f"sudo apt-get install {' '.join(missing)}")
-    loaded = probe.text("/sys/module/neuron/version") or probe.ask("modinfo", "-F", "version", "neuron").out.strip()
-    dkms, runtime = loaded or installed.get("aws-neuronx-dkms", ""), installed["aws-neuronx-runtime-lib"]
+        return bad(
+            f"{', '.join(missing)} not installed", cure=f"sudo apt-get install {' '.join(missing)}"
+        )
+    loaded = (
+        probe.text("/sys/module/neuron/version")
+        or probe.ask("modinfo", "-F", "version", "neuron").out.strip()
+    )
+    dkms, runtime = (
+        loaded or installed.get("aws-neuronx-dkms", ""),
+        installed["aws-neuronx-runtime-lib"],
+    )
     table, text = read_versions(), f"driver {dkms or 'unknown'}, runtime {runtime}"
     wanted = table.native if probe.is_native else table.sdk
     if not dkms:
-        return bad(f"{text}: no driver is installed", cure=f"sudo apt-get install aws-neuronx-dkms={wanted.dkms}*")
+        return bad(
+            f"{text}: no driver is installed",
+            cure=f"sudo apt-get install aws-neuronx-dkms={wanted.dkms}*",
+        )
     if numbers(dkms, 2) >= (2, 29) and numbers(runtime, 2) < (2, 33):
         cure = f"sudo apt-get install aws-neuronx-runtime-lib={wanted.runtime}* (or newer)"
         return bad(f"{text}: driver 2.29 and newer need runtime 2.33", cure=cure)
     both = numbers(dkms), numbers(runtime)
     known: list[Sdk | Native] = [table.native] if probe.is_native else [*table.sdks]
-    sdk = next((each for each in known if (numbers(each.dkms), numbers(each.runtime)) == both), None)
+    sdk = next(
+        (each for each in known if (numbers(each.dkms), numbers(each.runtime)) == both), None
+    )
     if sdk is None:
         cure = f"sudo apt-get install aws-neuronx-dkms={wanted.dkms}* aws-neuronx-runtime-lib={wanted.runtime}*"
         return warn(f"{text}: no known SDK ships these versions together", cure=cure)

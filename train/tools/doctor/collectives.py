@@ -21,11 +21,11 @@ from torch import Tensor
 
 from train.config import BackendConfig, Failure, InstanceConfig, plural, shortlist
 from train.config.backend import DEFAULT_TIMEOUT_S, JOIN_TIMEOUT_S
+from train.machine.console import printable, say
+from train.machine.torchrun import first_to
 from train.parallel.backends import Backend, open_backend
 from train.parallel.ranks import World
 from train.run.command import FAILED
-from train.system.console import printable, say
-from train.system.torchrun import first_to
 from train.tools.doctor.probe import Finding, State, bad, ok
 
 REPEATS = 5
@@ -56,7 +56,9 @@ class Measured:
     is_cpu: bool
     device: AllReduce
     hosts: AllReduce
-    links: dict[str, float]  # keys "a - b"; bytes/s in each direction, measured in both at the same time
+    links: dict[
+        str, float
+    ]  # keys "a - b"; bytes/s in each direction, measured in both at the same time
 
 
 def measure(cfg: BackendConfig, instance: InstanceConfig, *, mib: int | None = None) -> Measured:
@@ -143,12 +145,16 @@ def all_reduce(
 
     def median_s(tensors: list[Tensor]) -> float:
         """Return the median time in seconds over repeats and ranks."""
-        of_ranks = world.all_gather_object(timeit.repeat(lambda: add_up(tensors), number=1, repeat=REPEATS))
+        of_ranks = world.all_gather_object(
+            timeit.repeat(lambda: add_up(tensors), number=1, repeat=REPEATS)
+        )
         return statistics.median(took_s for durations in of_ranks for took_s in durations)
 
     latency_s, took_s = median_s([small]), median_s([large, small])
     wrong = [rank for rank, each in enumerate(world.all_gather_object(is_right)) if not each]
-    return AllReduce(latency_s, num_bytes, bus_bandwidth(num_bytes, took_s, num_ranks=world.size), wrong)
+    return AllReduce(
+        latency_s, num_bytes, bus_bandwidth(num_bytes, took_s, num_ranks=world.size), wrong
+    )
 
 
 def bus_bandwidth(num_bytes: int, took_s: float, *, num_ranks: int) -> float:
@@ -161,7 +167,9 @@ def measure_links(
 ) -> dict[str, float]:
     """Return the bytes/s of the link between each pair of the ranks `members`, by the names of the pair."""
     sent, received = torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 4)
-    mine: dict[str, float] = {}  # seconds of each of this rank's exchanges, by the names of the two ranks
+    mine: dict[
+        str, float
+    ] = {}  # seconds of each of this rank's exchanges, by the names of the two ranks
     for number, pairs in enumerate(rounds(members), start=1):
         with deadline(f"waiting for the other links before round {number}", timeout_s):
             world.barrier()
@@ -175,7 +183,9 @@ def measure_links(
     durations: dict[str, float] = {}
     with deadline("gathering the links", timeout_s):
         for of_rank in world.all_gather_object(mine):
-            durations |= {name: max(took_s, durations.get(name, 0)) for name, took_s in of_rank.items()}
+            durations |= {
+                name: max(took_s, durations.get(name, 0)) for name, took_s in of_rank.items()
+            }
     return {name: num_bytes / took_s for name, took_s in durations.items()}
 
 
@@ -185,7 +195,9 @@ def rounds(members: Sequence[int]) -> list[list[tuple[int, int]]]:
     In round r the pairs are the indices a < b with (a + b) % n == r, for n members.
     """
     number = len(members)
-    places = [[(first, (total - first) % number) for first in range(number)] for total in range(number)]
+    places = [
+        [(first, (total - first) % number) for first in range(number)] for total in range(number)
+    ]
     return [[(members[a], members[b]) for a, b in pairs if a < b] for pairs in places]
 
 
@@ -199,8 +211,12 @@ def compare(measured: Measured, instance: InstanceConfig) -> dict[str, Finding]:
     # Devices can use an unknown share of the bandwidth between machines, so a low speed there is only a warning.
     can_fail = measured.num_machines == 1
     findings = {
-        "ranks": ok(f"{len(measured.names)} on {plural(measured.num_machines, 'machine')}, {measured.where}"),
-        "devices": all_reduce_finding(measured.device, measured.names, wanted_device, figure, can_fail=can_fail),
+        "ranks": ok(
+            f"{len(measured.names)} on {plural(measured.num_machines, 'machine')}, {measured.where}"
+        ),
+        "devices": all_reduce_finding(
+            measured.device, measured.names, wanted_device, figure, can_fail=can_fail
+        ),
         "hosts": all_reduce_finding(measured.hosts, measured.names),
     }
     if measured.links:
@@ -208,7 +224,9 @@ def compare(measured: Measured, instance: InstanceConfig) -> dict[str, Finding]:
     return findings
 
 
-def wanted(instance: InstanceConfig, num_machines: int, *, is_cpu: bool) -> tuple[float | None, float | None]:
+def wanted(
+    instance: InstanceConfig, num_machines: int, *, is_cpu: bool
+) -> tuple[float | None, float | None]:
     """Return the bytes/s that the devices' all-reduce and a link between machines should reach; None if unknown."""
     network = instance.network_gbit_per_s and instance.network_gbit_per_s * 1e9 / 8
     flow = network and min(network, FLOW_GBIT_PER_S * 1e9 / 8)
@@ -221,11 +239,20 @@ def wanted(instance: InstanceConfig, num_machines: int, *, is_cpu: bool) -> tupl
 
 
 def figure_text(should_be: float | None, instance: str) -> str:
-    return f"; not compared: no figure for {instance}" if should_be is None else f"; should reach {shown(should_be)}"
+    return (
+        f"; not compared: no figure for {instance}"
+        if should_be is None
+        else f"; should reach {shown(should_be)}"
+    )
 
 
 def all_reduce_finding(
-    seen: AllReduce, names: list[str], should_be: float | None = None, figure: str = "", *, can_fail: bool = True
+    seen: AllReduce,
+    names: list[str],
+    should_be: float | None = None,
+    figure: str = "",
+    *,
+    can_fail: bool = True,
 ) -> Finding:
     size, latency_ms = f"{seen.num_bytes / MIB:g} MiB", seen.latency_s * 1e3
     text = f"{shown(seen.bus_bytes_per_s)} for {size}, {latency_ms:.2g} ms for 4 bytes{figure}"
@@ -254,7 +281,9 @@ def links_finding(links: Mapping[str, float], should_be: float | None, instance:
 
 def graded(text: str, share: float, cure: str, *, can_fail: bool = True) -> Finding:
     """Return the finding on a speed that is `share` of the expected one; at most a warning unless `can_fail`."""
-    state: State = "ok" if share >= WARN_BELOW else "bad" if can_fail and share < BAD_BELOW else "warn"
+    state: State = (
+        "ok" if share >= WARN_BELOW else "bad" if can_fail and share < BAD_BELOW else "warn"
+    )
     return Finding(state, text, "" if state == "ok" else cure)
 
 

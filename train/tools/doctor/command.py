@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from train.config import check
+from train.machine import rank_setup
+from train.machine.console import paint, say
+from train.machine.launched import check_launch, launched
+from train.machine.machine import instance_names
 from train.run.command import DONE, FAILED, REJECTED, command_parser, guarded
 from train.run.rejection import inform_others
-from train.system import rank_setup
-from train.system.console import paint, say
-from train.system.launched import check_launch, launched
-from train.system.machine import instance_names
 from train.tools.doctor import checks
 from train.tools.doctor.probe import Finding, is_red, screen
 
@@ -37,7 +37,9 @@ def examine(options: argparse.Namespace) -> int:
         return examine_collectives(options)
     check(options.mib is None, "--mib needs --collectives")
     probe = checks.here(
-        instance=options.instance, num_ranks=options.ranks_per_machine, num_machines=options.machines or 1
+        instance=options.instance,
+        num_ranks=options.ranks_per_machine,
+        num_machines=options.machines or 1,
     )
     return show(checks.examine(probe), as_json=options.json)
 
@@ -59,7 +61,9 @@ def examine_collectives(options: argparse.Namespace) -> int:
         f"--collectives measures between ranks, but there is only {launch.world_size}; start several: torchrun "
         f"--standalone --nproc-per-node={instance.devices or 2} -m train.doctor --collectives",
     )
-    rank_setup.prepare(launch, forks=True)  # as in a run whose loader forks, before torch is imported
+    rank_setup.prepare(
+        launch, forks=True
+    )  # as in a run whose loader forks, before torch is imported
     from train.tools.doctor import collectives
 
     measured = collectives.measure(cfg, instance, mib=options.mib)
@@ -71,10 +75,22 @@ def examine_collectives(options: argparse.Namespace) -> int:
 
 def show(findings: Mapping[str, Finding], *, as_json: bool, **more: Any) -> int:
     if as_json:
-        listed = [{"name": name, **dataclasses.asdict(finding)} for name, finding in findings.items()]
-        say(*json.dumps({"ok": not is_red(findings), "findings": listed, **more}, indent=1).splitlines())
+        listed = [
+            {"name": name, **dataclasses.asdict(finding)} for name, finding in findings.items()
+        ]
+        say(
+            *json.dumps(
+                {"ok": not is_red(findings), "findings": listed, **more}, indent=1
+            ).splitlines()
+        )
     else:
-        paint(*screen(findings, width=columns(), colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
+        paint(
+            *screen(
+                findings,
+                width=columns(),
+                colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR"),
+            )
+        )
     return FAILED if is_red(findings) else DONE
 
 
@@ -93,18 +109,38 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
             REJECTED: "arguments rejected",
         },
     )
-    parser.add_argument("--instance", choices=instance_names(), help="instance type (default: as the firmware says)")
-    parser.add_argument("--ranks-per-machine", type=positive, metavar="N", help="ranks to be started on this machine")
-    parser.add_argument("--machines", type=positive, metavar="N", help="number of machines of the run (default: 1)")
+    parser.add_argument(
+        "--instance",
+        choices=instance_names(),
+        help="instance type (default: as the firmware says)",
+    )
+    parser.add_argument(
+        "--ranks-per-machine",
+        type=positive,
+        metavar="N",
+        help="ranks to be started on this machine",
+    )
+    parser.add_argument(
+        "--machines", type=positive, metavar="N", help="number of machines of the run (default: 1)"
+    )
     parser.add_argument(
         "--collectives",
         action="store_true",
         help="under torchrun, with settings of the run (key=value): measure how fast the ranks exchange data",
     )
-    parser.add_argument("--mib", type=positive, metavar="N", help="MiB to exchange (default: 64; accelerators: 512)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument(
+        "--mib",
+        type=positive,
+        metavar="N",
+        help="MiB to exchange (default: 64; accelerators: 512)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of text"
+    )
     if "--collectives" in arguments:
-        parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, see python -m train --help")
+        parser.add_argument(
+            "settings", nargs="*", metavar="key=value", help="settings, see python -m train --help"
+        )
         return parser.parse_intermixed_args(arguments)
     return parser.parse_args(arguments)
 

@@ -17,14 +17,27 @@ from typing import Literal
 import yaml
 
 from train.config import InstanceConfig
-from train.system.console import visible
-from train.system.machine import is_native, nvidia_gpus
-from train.system.rank_setup import AMAZON, efa_devices
+from train.machine.console import visible
+from train.machine.machine import is_native, nvidia_gpus
+from train.machine.rank_setup import AMAZON, efa_devices
 
-TOOL_FOLDERS = ("/opt/aws/neuron/bin", "/opt/amazon/efa/bin", "/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin")
-TIMEOUT_S = 20.0  # A slow tool takes a few seconds, but one that queries a broken driver may never answer.
+TOOL_FOLDERS = (
+    "/opt/aws/neuron/bin",
+    "/opt/amazon/efa/bin",
+    "/usr/local/sbin",
+    "/usr/sbin",
+    "/sbin",
+    "/usr/bin",
+)
+TIMEOUT_S = (
+    20.0  # A slow tool takes a few seconds, but one that queries a broken driver may never answer.
+)
 PCI = "/sys/bus/pci/devices"
-NATIVE_PCI = ("0x7364", "0x7564", "0x7565")  # PCI ids of trn2 and trn3, from the driver's neuron_device.h
+NATIVE_PCI = (
+    "0x7364",
+    "0x7564",
+    "0x7565",
+)  # PCI ids of trn2 and trn3, from the driver's neuron_device.h
 TRAINIUM_PCI = ("0x7164", *NATIVE_PCI)
 
 
@@ -62,7 +75,10 @@ def ask_tool(*command: str, timeout_s: float = TIMEOUT_S) -> ToolOutput:
         process.kill()
         return ToolOutput(fault=f"{tool} gave no answer in {timeout_s:g} s")
     message = (error_text.strip() or out.strip() or "no message").splitlines()[0]
-    return ToolOutput(out, f"{tool} failed ({process.returncode}): {message[:160]}" if process.returncode else None)
+    return ToolOutput(
+        out,
+        f"{tool} failed ({process.returncode}): {message[:160]}" if process.returncode else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -79,7 +95,9 @@ class Probe:
     python: tuple[int, ...] = (3, 11, 0)
     glibc: str = ""  # such as "2.35"; "" if unknown
     num_cpus: int = 1
-    limits: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # soft and hard limit; inf if unlimited
+    limits: Mapping[str, tuple[float, float]] = field(
+        default_factory=dict
+    )  # soft and hard limit; inf if unlimited
     memory_bytes: tuple[int, int] = (0, 0)  # available and total
     free_bytes: Callable[[Path], float] = lambda path: 0  # free space on a path's disk
     cwd: Path = Path()
@@ -124,8 +142,15 @@ class Probe:
 
     def chips(self) -> set[str]:
         """Return the PCI ids of the Neuron chips."""
-        ids = [(file.read_text().strip(), file.with_name("vendor")) for file in self.files(f"{PCI}/*/device")]
-        return {number for number, vendor in ids if number in TRAINIUM_PCI and vendor.read_text().strip() == AMAZON}
+        ids = [
+            (file.read_text().strip(), file.with_name("vendor"))
+            for file in self.files(f"{PCI}/*/device")
+        ]
+        return {
+            number
+            for number, vendor in ids
+            if number in TRAINIUM_PCI and vendor.read_text().strip() == AMAZON
+        }
 
     @property
     def is_native(self) -> bool:
@@ -144,7 +169,9 @@ class Probe:
 
 
 def read_instance(name: str) -> InstanceConfig:
-    return InstanceConfig(**yaml.safe_load((resources.files("conf") / "instance" / f"{name}.yaml").read_text()))
+    return InstanceConfig(
+        **yaml.safe_load((resources.files("conf") / "instance" / f"{name}.yaml").read_text())
+    )
 
 
 def numbers(version: str, count: int = 3) -> tuple[int, ...]:
@@ -154,7 +181,9 @@ def numbers(version: str, count: int = 3) -> tuple[int, ...]:
 
 def nearest(path: Path) -> Path:
     """Return the path if it exists, otherwise the closest folder above it that does."""
-    while not os.access(path, os.F_OK) and path != path.parent:  # Path.exists raises if a folder is not readable.
+    while (
+        not os.access(path, os.F_OK) and path != path.parent
+    ):  # Path.exists raises if a folder is not readable.
         path = path.parent
     return path
 
@@ -162,7 +191,12 @@ def nearest(path: Path) -> Path:
 # ---- findings ------------------------------------------------------------------------------------------------------
 
 State = Literal["ok", "warn", "bad", "skip"]
-COLOURS: dict[State, int] = {"ok": 32, "warn": 33, "bad": 31, "skip": 2}  # ANSI: green, yellow, red, faint
+COLOURS: dict[State, int] = {
+    "ok": 32,
+    "warn": 33,
+    "bad": 31,
+    "skip": 2,
+}  # ANSI: green, yellow, red, faint
 MARKS: dict[State, str] = {"ok": "ok", "warn": "warn", "bad": "BAD", "skip": "-"}
 NAME_COLUMN, TEXT_COLUMN = 6, 22
 

@@ -1,0 +1,144 @@
+"""What leaves a program as text: lines that nobody else can forge, without secrets."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from running import ROOT
+from tqdm import tqdm
+
+from train.config import S3Config
+from train.machine.console import Console, strip_variables, visible
+from train.storage.s3_session import open_session
+from train.tasks.finetune import json_lines
+
+HOSTILE = [
+    *map(
+        chr,
+        [
+            *range(32),
+            127,
+            0x85,
+            0xA0,
+            0x61C,
+            0x200B,
+            0x200E,
+            0x200F,
+            0x2028,
+            0x2029,
+            0x202E,
+            0x2066,
+        ],
+    )
+]
+HOSTILE += ["\ufeff", "\ud800", "\U000e0041", "\U000f0000"]
+SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
+
+
+PROGRAM = """
+import logging, sys, warnings
+import train
+train.begin()
+from pathlib import Path
+from train.machine.console import say
+from train.run_folder.run_folder import set_up_logging
+set_up_logging(Path(sys.argv[1]))
+for foreign in eval(sys.argv[2]):
+    say(foreign, file=sys.stderr)
+    logging.getLogger("train").warning("%s", foreign)
+    logging.getLogger("a.library").error(foreign)
+    warnings.warn_explicit(foreign, UserWarning, "a.py", 1)
+    try:
+        raise ValueError(foreign)
+    except ValueError:
+        logging.getLogger("train").exception("failed")
+raise ValueError(foreign)
+"""
+
+
+def test_no_foreign_text_moves_or_begins_a_line(tmp_path):
+    texts = [f"a{char}2026-01-01 INFO done at step 100" for char in HOSTILE]
+    words = [sys.executable, "-c", PROGRAM, str(tmp_path / "log"), ascii(texts)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, errors="strict")
+    assert done.returncode == 1
+    for shown, times in ((done.stderr, 5), ((tmp_path / "log").read_text(), 2)):
+        assert all(line.isprintable() for line in shown.split("\n")), ascii(shown)
+        assert not any(line.startswith("2026-01-01") for line in shown.split("\n"))
+        for char in HOSTILE:
+            last = char == HOSTILE[-1] and times == 5  # the end of the program
+            sign = (
+                "a\n    2026"
+                if char == "\n"
+                else f"a{char.encode('unicode_escape', 'surrogatepass').decode()}2026"
+            )
+            assert shown.count(sign) >= (1 if char == "\n" else times + last), ascii(char)
+
+
+def test_what_is_ours_still_moves_the_cursor(monkeypatch):
+    stream = io.StringIO()
+    out = Console(stream, drops=False)
+    for _ in tqdm(range(2), desc="a\x1b[2Jb", file=out, mininterval=0, position=1):
+        pass
+    assert (
+        "\r" in stream.getvalue()
+        and "\x1b[A" in stream.getvalue()
+        and "\x1b[2J" not in stream.getvalue()
+    )
+    out.write("a\tb\nc\n")
+    assert stream.getvalue().endswith("a\tb\nc\n")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "HF_TOKEN", "WANDB_API_KEY", "X_PASSWORD"],
+)
+def test_no_form_of_a_secret_is_shown(name, monkeypatch):
+    monkeypatch.setenv(name, f"{SECRET}\n1")
+    strip_variables()
+    said = [
+        f"{SECRET}\n1",
+        repr(f"{SECRET}\n1".encode()),
+        "https://h/?t=wJalrXUtnFEMI%2FK7MDENG%2BbPxRfiCYEXAMPLEKEY%0A1",
+    ]
+    for text in said:
+        assert "wJalr" not in visible(text) and f"[{name}]" in visible(text)
+    monkeypatch.setenv(name, "short")
+    strip_variables()
+    assert visible("a short text") == "a short text"
+
+
+def test_a_notebook_asks_s3_without_line_ends_in_its_secrets(monkeypatch, capsys):
+    monkeypatch.setenv("AWS_SESSION_TOKEN", f"{SECRET}\r")
+    open_session(S3Config())
+    assert os.environ["AWS_SESSION_TOKEN"] == SECRET
+    assert "warning: AWS_SESSION_TOKEN: blanks or line ends" in capsys.readouterr().err
+
+
+def test_lines_of_predictions_move_no_cursor():
+    rows = [{f"label {char}": [f"a{char}b"]} for char in ["\u4e2d", *HOSTILE]]
+    *lines, end = json_lines(rows).decode().split("\n")
+    assert end == "" and all(map(str.isprintable, lines)) and "\u4e2d" in lines[0]
+    assert [json.loads(line) for line in lines] == rows
+
+
+@pytest.mark.parametrize("command", ["train", "train.report", "launch", "ami"])
+def test_a_file_of_variables_with_windows_lines_is_named_once_and_harmless(command):
+    names = "AWS_SESSION_TOKEN AWS_REGION AWS_PROFILE MLFLOW_TRACKING_TOKEN HF_ENDPOINT AWS_ENDPOINT_URL_S3".split()
+    env = {**os.environ, **dict.fromkeys(names, f" {SECRET}\r\n"), "OTHER": "a ", "CRLF": "b\r"}
+    code = "import os, train; train.begin(); train.begin(); print([os.environ[name] for name in sorted(os.environ)])"
+    words = (
+        [sys.executable, "-c", code.replace("train;", "train, train.machine;")]
+        if command == "train"
+        else []
+    )
+    words = words or [sys.executable, "-m", command, "--help"]
+    done = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, check=True)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"warning: {', '.join(sorted([*names, 'CRLF']))}: blanks or line ends")
+    assert SECRET not in line
+    if command == "train":
+        assert done.stdout.count(f"'[{names[0]}]'") + done.stdout.count("'[") >= len(names)
+        assert "'a '" in done.stdout and "'b'" in done.stdout

@@ -1,0 +1,302 @@
+"""The lines of a run: what is written is whole and read again, and curves that fail end only themselves."""
+
+import errno
+import importlib.abc
+import io
+import json
+import os
+import re
+import sys
+import threading
+
+import pytest
+from rejections import rejects
+from running import train_here
+
+from launch.run_progress import TAIL_BYTES, read_progress
+from train.checkpoints.saver import AsyncSaver
+from train.config import InputError, S3Config
+from train.observe.journal import Journal
+from train.observe.lines import read_back, read_lines
+from train.run import goodput
+from train.run_folder import appended as parts
+from train.run_folder import run_folder
+from train.run_folder.outcome import Outcome
+from train.run_folder.ownership import LeaseLost
+from train.run_folder.run_folder import RunFolder
+from train.storage import atomic_io
+from train.storage.folders import LocalFolder
+from train.storage.schema import BadContent
+
+LINE = {"kind": "train", "attempt": 1, "time_unix_s": 1.0, "step": 1}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(atomic_io, "said", set())
+    return RunFolder(str(tmp_path), S3Config())
+
+
+def open_journal(folder, *, tensorboard=False):
+    return Journal(folder, first_step=1, tensorboard=tensorboard)
+
+
+def test_an_attempt_goes_on_after_the_last_whole_line(folder):
+    first = open_journal(folder)
+    first.write("train", {"step": 1, "loss": float("nan"), "cost_usd": 1.5})
+    first.close()
+    with folder.metrics.open("ab") as file:
+        file.write(b'{"kind": "tra')
+    second = open_journal(folder)
+    second.write("train", {"step": 2})
+    second.close()
+    seen = [(line["attempt"], line["step"]) for line in read_lines(folder.local)]
+    assert seen == [(1, 1), (2, 2)] and second.cost_before_usd == 1.5
+    assert json.loads(folder.metrics.read_text().splitlines()[0])["loss"] is None
+
+
+@pytest.mark.parametrize(
+    "error", [errno.ENOSPC, errno.EACCES, errno.EIO, errno.ESTALE], ids=os.strerror
+)
+def test_lines_that_the_disk_does_not_take_are_written_later_and_no_checkpoint_is_committed_without_them(
+    folder, monkeypatch, caplog, error
+):
+    left = [1000]
+
+    class Failing(io.FileIO):
+        """A file that takes `left` bytes."""
+
+        def write(self, content):
+            if not left[0]:
+                raise OSError(error, os.strerror(error))
+            left[0] -= len(taken := bytes(content[: left[0]]))
+            return super().write(taken)
+
+    monkeypatch.setattr(parts, "open_alike", lambda path, mode, buffering: Failing(path, "a"))
+    journal = open_journal(folder)
+    for step in range(20):
+        journal.write("eval", {"step": step, "loss": 1.0})
+    assert (
+        folder.metrics.stat().st_size == 1000
+        and caplog.text.count("kept in memory until they can be") == 1
+    )
+    with pytest.raises(OSError, match=re.escape(os.strerror(error))):
+        folder.mirror()
+    left[0] = 10**6
+    if error == errno.EIO:
+        journal.write("train", {"step": 20})
+    journal.close()
+    assert [line["step"] for line in read_lines(folder.local)] == list(
+        range(20 + (error == errno.EIO))
+    )
+    folder.mirror()
+
+
+def test_steps_do_not_wait_for_their_lines_which_keep_their_order(folder):
+    """The owner is looked for once for the lines that waited; of a lost folder all are left out."""
+    may_look, looks, shown = threading.Event(), [], []
+
+    def look():
+        looks.append(len(shown))
+        may_look.wait(10)
+
+    folder.ownership.check = look
+    journal = open_journal(folder)
+    for step in range(10):
+        journal.write("train", {"step": step}, lambda step=step: shown.append(step))
+    assert folder.metrics.read_bytes() == b"" and not shown
+    may_look.set()
+    journal.write("eval", {"step": 10}, lambda: shown.append(10))
+    assert [line["step"] for line in read_lines(folder.local)] == shown == list(
+        range(11)
+    ) and 1 <= len(looks) <= 3
+
+    def lose():
+        raise LeaseLost("another job has it")
+
+    folder.ownership.check = lose
+    journal.write("train", {"step": 11})
+    journal.close()
+    assert not journal.waiting and len(list(read_lines(folder.local))) == 11
+
+
+def test_the_lines_of_the_steps_before_a_checkpoint_are_written_before_it(
+    tmp_path, prepared, monkeypatch
+):
+    """A run that is killed right after it does not write them again when it resumes."""
+    save, seen = AsyncSaver.save, []
+
+    def look(self, progress, *args, **kwargs):
+        seen.append([line["step"] for line in read_lines(self.folder.local)])
+        return save(self, progress, *args, **kwargs)
+
+    monkeypatch.setattr(AsyncSaver, "save", look)
+    monkeypatch.setattr(Journal, "_write_beside", lambda self: None)
+    train_here(tmp_path / "run", prepared, "max_steps=4", "checkpoint.every=2", "eval_every=null")
+    assert seen[0] == [1, 2] and set(seen[1]) >= {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(
+    "error", [TypeError("Descriptors\ncannot"), ImportError("notf"), AttributeError("version")]
+)
+def test_tensorboard_that_cannot_be_imported_is_warned_of_once(folder, monkeypatch, caplog, error):
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path, target=None):
+            if name.startswith(("torch.utils.tensorboard", "tensorboard")):
+                raise error
+
+    for name in [
+        name for name in sys.modules if name.startswith(("torch.utils.tensorboard", "tensorboard"))
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    journal = open_journal(folder, tensorboard=True)
+    journal.write("train", {"step": 1, "loss": 2.0}, lambda: [][0])  # the console may fail too
+    journal.write("train", {"step": 2, "loss": 3.0})
+    journal.close()
+    assert [line["loss"] for line in read_lines(folder.local)] == [2.0, 3.0]
+    assert (
+        caplog.text.count(
+            f"{type(error).__name__}: {str(error).splitlines()[0]}; the run continues"
+        )
+        == 1
+    )
+
+
+def test_curves_begin_again_when_the_disk_takes_them(folder, caplog):
+    folder.tensorboard.write_text("a file where the folder would be")
+    journal = open_journal(folder, tensorboard=True)
+    journal.write("eval", {"step": 1, "loss": 2.0})
+    journal.write("eval", {"step": 2, "loss": 2.0})
+    folder.tensorboard.unlink()
+    journal.write("eval", {"step": 3, "loss": 2.0})
+    journal.close()
+    assert (
+        len(list(folder.tensorboard.iterdir())) == 1
+        and caplog.text.count("TensorBoard's files") == 1
+    )
+    assert [line["loss"] for line in read_lines(folder.local)] == [2.0] * 3
+
+
+@pytest.mark.parametrize(
+    "bad", ["{", "[" * 99_999, "[1]", {"step": -1}, {"step": 2**63}, {"kind": 3}, {"attempt": "1"}]
+)
+def test_a_damaged_line_is_left_out_and_named(folder, bad):
+    rows = [
+        json.dumps(LINE),
+        bad if isinstance(bad, str) else json.dumps(LINE | bad),
+        json.dumps(LINE),
+    ]
+    for half in ("", '{"kind": "tr'):
+        folder.metrics.write_text("\n".join([*rows, half]))
+        damage = []
+        assert (
+            list(read_lines(folder.local))
+            == list(read_back(folder.local, damage=damage))
+            == [LINE, LINE]
+        )
+        assert len(damage) == 1 and damage[0].startswith("a line is not ")
+    folder.metrics.write_text("\n".join([rows[0], half]))
+    damage = []
+    assert list(read_back(folder.local, damage=damage)) == [LINE] and not damage
+    assert open_journal(folder).attempt == 2
+
+
+@pytest.mark.parametrize("read", [read_lines, read_back])
+def test_a_count_of_parts_whose_names_would_fill_the_memory_is_rejected(tmp_path, read):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"kind": "parts", "parts": {"00000001": 1000000000000}, "bytes": 5}\n'
+    )
+    with pytest.raises(
+        BadContent, match="line 1 is damaged: .*1000000000000 parts, more than 1000000"
+    ):
+        list(read(LocalFolder(tmp_path)))
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 9, 10, 11, 500])
+def test_lines_are_the_same_from_either_end(folder, monkeypatch, number):
+    """Blocks end within lines and at their ends."""
+    monkeypatch.setattr(parts, "BLOCK_BYTES", 10)
+    lines = [LINE | {"step": step, "text": "x" * (step % 37)} for step in range(number)]
+    folder.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert list(read_lines(folder.local)) == list(read_back(folder.local))[::-1] == lines
+    assert list(read_back(folder.local, containing=b'"step": 1,'))[::-1] == lines[1:2]
+
+
+class Counting(LocalFolder):
+    """Counts what is read of files."""
+
+    num_bytes = 0
+
+    def open(self, name):
+        file, count = super().open(name), self.count
+
+        class File(io.BufferedReader):
+            def read(self, size=-1):
+                content = super().read(size)
+                count(len(content))
+                return content
+
+        return File(file.detach())
+
+    def count(self, num_bytes):
+        self.num_bytes += num_bytes
+
+
+def test_a_start_and_launch_status_read_the_end_of_a_long_file(folder):
+    """What a resume after a kill needs, also where lines follow on its checkpoint: attempt, cost, steps lost, saves."""
+    row = json.dumps({**LINE, "cost_usd": 2.5, "text": "x" * 300})
+    step = json.dumps({**LINE, "step": 990})
+    save = json.dumps({**LINE, "kind": "checkpoint", "step": 990})
+    later = [json.dumps({**LINE, "step": at, "cost_usd": 3.5}) for at in (991, 995)]
+    folder.metrics.write_text("\n".join([*[row] * 30_000, step, save, *later, '{"kind": "tr']))
+    size = folder.metrics.stat().st_size
+    folder.local = Counting(folder.path)
+    journal = open_journal(folder)
+    assert (journal.attempt, journal.cost_before_usd) == (2, 3.5)
+    assert goodput.lost(folder.local, {}, None, attempt=2, step=990).steps == 5
+    assert goodput.newest_saved(folder.local) == 990
+    assert folder.local.num_bytes <= 8 * parts.BLOCK_BYTES < size / 10
+    assert size - folder.metrics.stat().st_size == len('{"kind": "tr')
+    status = Counting(folder.path)
+    assert (read_progress(status).step, read_progress(status).cost_usd) == (995, 3.5)
+    assert status.num_bytes <= 2 * (TAIL_BYTES + parts.BLOCK_BYTES + 100) < size
+
+
+def test_what_is_no_file_is_not_waited_for(folder):
+    os.mkfifo(folder.metrics)
+    assert list(read_back(folder.local)) == [] == list(read_lines(folder.local))
+
+
+def test_the_end_is_recorded_once_the_disk_is_back_and_a_lost_folder_is_left_alone(
+    folder, monkeypatch
+):
+    monkeypatch.setattr(run_folder, "END_PAUSE_S", 0.0)
+    folder.log.mkdir()
+    create, fault = LocalFolder.create, InputError("cannot write outcome.json: Permission denied")
+    answers = iter([fault, PermissionError(errno.EACCES, "Permission denied"), None])
+
+    def failing(self, name, content):
+        if (error := next(answers)) is not None:
+            raise error
+        return create(self, name, content)
+
+    monkeypatch.setattr(LocalFolder, "create", failing)
+    folder.lines.append(b"{}\n")
+    folder.outcome(Outcome("done", "done", "done", 3, 3, goes_on=False))
+    assert folder.last_outcome()["step"] == 3 and folder.metrics.read_bytes() == b"{}\n"
+
+    def lose():
+        raise LeaseLost("another job has it")
+
+    folder.ownership.check = lose
+    folder.lines.kept += b"late\n"
+    folder.outcome(Outcome("failed", "x", "x", 4, 4, goes_on=False))
+    assert folder.last_outcome()["step"] == 3 and folder.metrics.read_bytes() == b"{}\n"
+
+
+def test_a_line_without_an_end_is_not_read_as_a_whole(folder):
+    folder.metrics.touch()
+    os.truncate(folder.metrics, 2**40)  # it takes no space on the disk
+    rejects("a line of metrics.jsonl has more than", list, read_lines(folder.local))
+    rejects("a line has more than", list, read_back(folder.local))

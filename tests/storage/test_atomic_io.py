@@ -1,0 +1,205 @@
+"""Files and folders that are whole or absent, and the check of many of them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+import threading
+
+import pytest
+
+from train.config import NotPermitted
+from train.machine.processes import is_gone, owner_name
+from train.storage import atomic_io
+from train.storage.atomic_io import (
+    made_once,
+    new_folder,
+    open_whole,
+    remove_temporaries,
+    temporary_for,
+)
+from train.storage.checksums import first_fault
+from train.storage.folders import LocalFolder, files_below, make_folder
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def fill(folder, text="new"):
+    (folder / "file").write_text(text)
+
+
+def test_a_file_that_is_not_finished_leaves_the_old_one(tmp_path):
+    (tmp_path / "a").write_text("old")
+    with pytest.raises(ZeroDivisionError), open_whole(tmp_path / "a") as file:
+        file.write(b"new")
+        raise ZeroDivisionError
+    assert names(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "old"
+
+
+def test_a_folder_takes_a_name_that_is_free_or_replaces_what_is_there(tmp_path):
+    with new_folder(tmp_path / "a") as folder:
+        fill(folder, "old")
+        assert not (tmp_path / "a").exists()
+    with pytest.raises(FileExistsError), new_folder(tmp_path / "a") as folder:
+        fill(folder)
+    assert (tmp_path / "a" / "file").read_text() == "old"
+    with new_folder(tmp_path / "a", replaces=True) as folder:
+        fill(folder)
+    assert names(tmp_path) == ["a"] and (tmp_path / "a" / "file").read_text() == "new"
+
+
+def test_a_folder_that_somebody_removes_during_a_listing_is_left_out(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        fill(tmp_path / name)
+    fill(tmp_path)
+    listing = files_below(tmp_path)
+    assert next(listing).parent == tmp_path
+    shutil.rmtree(tmp_path / "a")
+    assert [path.parent.name for path in listing] == ["b"]
+    saving = temporary_for(tmp_path / "c")
+    saving.mkdir()
+    fill(saving)
+    assert LocalFolder(tmp_path).names() == ["b/file", "file"]
+    assert LocalFolder(tmp_path).size("file") == 3 and LocalFolder(tmp_path).size("a/file") is None
+    assert (
+        LocalFolder(tmp_path).names("b/") == ["b/file"]
+        and LocalFolder(tmp_path).names("nothing/") == []
+    )
+
+
+def test_only_temporaries_of_the_name_are_removed(tmp_path):
+    mine, other = temporary_for(tmp_path / "a"), temporary_for(tmp_path / "b")
+    mine.mkdir()
+    fill(mine)
+    for path in (other, tmp_path / ".a.tmp-mine", tmp_path / "a"):
+        path.touch()
+    remove_temporaries(tmp_path, "a")
+    assert names(tmp_path) == sorted([other.name, ".a.tmp-mine", "a"])
+
+
+@pytest.fixture
+def busy(monkeypatch):
+    """As NFS answers for a file that is open: nothing named "file" can be removed."""
+    unlink = os.unlink
+
+    def reject(path, *arguments, **options):
+        if str(path).endswith("file"):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+        unlink(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "unlink", reject)
+    monkeypatch.setattr(atomic_io, "said", set())
+
+
+def test_what_cannot_be_removed_is_left_with_one_warning(tmp_path, busy, caplog):
+    for text in ("old", "new", "newest"):
+        with new_folder(tmp_path / "a", replaces=True) as folder:
+            fill(folder, text)
+            (folder / "other").touch()
+    assert (tmp_path / "a" / "file").read_text() == "newest" and len(names(tmp_path)) == 3
+    assert remove_temporaries(tmp_path, "a") == []
+    assert [list(map(str, names(tmp_path / name))) for name in names(tmp_path)[:2]] == [
+        ["file"],
+        ["file"],
+    ]
+    fill(tmp_path)
+    with pytest.raises(NotPermitted, match="busy"):
+        LocalFolder(tmp_path).remove("file")
+    assert [("Device or resource busy" in each.message) for each in caplog.records] == [True]
+
+
+def test_what_is_missing_needs_no_removal(tmp_path, caplog, monkeypatch):
+    """Without torchrun, files that the ranks of a start share would be below /dev/null."""
+    monkeypatch.setattr(atomic_io, "said", set())
+    (tmp_path / "file").touch()
+    for missing in (tmp_path / "new", tmp_path / "file/new"):
+        atomic_io.discard(missing)
+        with contextlib.suppress(OSError):
+            atomic_io.create_atomic(missing / "made", b"")
+
+    def read_only(path, *_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(os, "unlink", read_only)
+    atomic_io.discard(tmp_path / "new")
+    assert caplog.text == ""
+
+
+def test_a_folder_whose_files_nobody_may_remove_can_be_written_to(tmp_path, monkeypatch):
+    def reject(path, *_, **__):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+
+    monkeypatch.setattr(os, "unlink", reject)
+    assert make_folder(tmp_path / "a") == tmp_path / "a" and len(names(tmp_path / "a")) == 1
+
+
+def test_a_folder_that_this_user_may_not_change_is_not_removed(tmp_path, monkeypatch):
+    """Root may change all, so that a rejection is played here."""
+    (tmp_path / "a").mkdir()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    atomic_io.remove_folder(tmp_path / "a")
+    assert names(tmp_path) == ["a"]
+
+
+def test_a_disk_without_hard_links_and_without_fsync_of_folders_will_do(
+    tmp_path, monkeypatch, caplog
+):
+    fsync = os.fsync
+
+    def fail_for_folders(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        fsync(handle)
+
+    def fail(*_):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(atomic_io, "said", set())
+    monkeypatch.setattr(os, "fsync", fail_for_folders)
+    monkeypatch.setattr(os, "link", fail)
+    folder = LocalFolder(tmp_path)
+    assert [folder.create("a", text) for text in (b"first", b"second")] == [True, False]
+    assert (names(tmp_path), folder.read("a"), len(caplog.records)) == (["a"], b"first", 1)
+
+
+def test_a_folder_is_made_once_and_what_a_killed_process_left_of_it_goes(tmp_path):
+    temporary_for(tmp_path / "a").mkdir()
+    made = [made_once(tmp_path / "a", fill), made_once(tmp_path / "a", pytest.fail)]
+    assert made == [tmp_path / "a"] * 2 and names(tmp_path) == ["a", "a.lock"]
+
+
+def test_a_process_is_gone_only_if_this_machine_knows_it():
+    here, *_ = mine = owner_name(os.getpid()).rsplit("-", 2)
+    assert not is_gone("-".join(mine))
+    assert is_gone(f"{here}-{os.getpid()}-1") and is_gone(
+        f"{here}-{2**40}-1"
+    )  # another process had the number
+    assert not is_gone(f"elsewhere-{os.getpid()}-1")
+
+
+def test_files_are_examined_at_once_and_the_first_fault_of_their_order_counts():
+    both = threading.Barrier(2, timeout=10)  # two at a time, or it breaks
+
+    def examine(item):
+        examined.append(item)
+        if item < 2:
+            both.wait()
+        return f"{item} is damaged" if item < 2 else None
+
+    examined = []
+    assert first_fault(examine, range(5000)) == "0 is damaged"
+    assert len(examined) < 5000, "those after the fault are left out"
+    assert first_fault(lambda item: None, range(10)) is None
+
+
+def test_a_folder_that_is_not_finished_leaves_nothing(tmp_path):
+    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "deep" / "a") as folder:
+        fill(folder)
+        raise ZeroDivisionError
+    assert names(tmp_path / "deep") == []

@@ -1,1 +1,0 @@
-"""Facts about the machine and this process, and access to files on disk and in S3. Does not import torch."""
