@@ -89,12 +89,13 @@ def killed_in(module, name, call):
         yield
 
 
+# which call
 KILLED_AT = {
     "publish_tokenizer": 1,
     "write_shard": 4,
     "write_manifest": 1,
     "remove_states": 1,
-}  # which call
+}
 
 
 @pytest.mark.parametrize("name", KILLED_AT)

@@ -1,4 +1,4 @@
-"""Looking into prepared data by `python -m train.shards`."""
+"""Looking into prepared data by `baretrain shards`."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The command `python -m train.prepare`, which turns text into token shards.
+"""The command `baretrain prepare`, which turns text into token shards.
 
 The same text, settings, seed and number of parts produce the same bytes. If the process is killed, each part resumes
 after its last complete shard. `manifest.json` is written last, so a folder that has one is complete. These are the

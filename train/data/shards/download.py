@@ -32,11 +32,12 @@ ATTEMPT_S = 60.0  # seconds without data after which an attempt ends
 REQUEST_BYTES = 8 * 2**20
 CONNECTOR_ATTEMPTS = 3
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+# variables that the connector reads
 USED = (
     *CREDENTIALS,
     *s3_route.PROXIES,
     s3_route.AUTHORITIES,
-)  # variables that the connector reads
+)
 
 Read = Callable[[str, int, int], Iterator[bytes]]  # reads the bytes [first, last) of a file
 

@@ -42,9 +42,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("train")
 DOWNLOADS = 4  # concurrent downloads: a few saturate a network card
-DEADLINE_S = (
-    300.0  # seconds of failed attempts after which readers are told that a shard does not come
-)
+# seconds of failed attempts after which readers are told that a shard does not come
+DEADLINE_S = 300.0
 FIRST_PAUSE_S = 1.0  # upper limit of the random pause after a failed attempt; it doubles
 LONGEST_PAUSE_S = 10.0
 REPORT_EVERY_S = 10.0

@@ -39,6 +39,7 @@ PAD, UNK, CLS, SEP, MASK = "<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"
 # The count changes the result: sentencepiece adds up its statistics thread by thread.
 TRAINER_THREADS = 16
 PUBLISHED = "tokenizer/tokenizer.json"
+# the files to fetch from the Hub
 FILES = [
     "config.json",
     "tokenizer*",
@@ -47,7 +48,7 @@ FILES = [
     "special_tokens_map.json",
     "added_tokens.json",
     "*.model",
-]  # the files to fetch from the Hub
+]
 PIECES = ("tokenizer.json", "vocab*", "*.model")
 ANY_FAST = "PreTrainedTokenizerFast"  # the class name that transformers 4 writes for any model's tokenizer.json
 # The trial loads a tokenizer.json, and encodes text of all scripts and repeated characters with it. If its tables are
