@@ -1,4 +1,4 @@
-"""The command `python -m ami neuron | cuda key=value ...`: it plans a machine image, and builds it with build=true.
+"""The command `baretrain ami neuron | cuda key=value ...`: it plans a machine image, and builds it with build=true.
 
 The subcommands list, verify, promote, prune and clean are in ami/commands.py.
 """
@@ -22,8 +22,8 @@ from train.run.command import guarded
 USED = ("base", "build", "regions", "subnet", "compile_cache", "wheel")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+def main(arguments: Sequence[str]) -> int:
+    arguments = list(arguments)
     if arguments and arguments[0] in commands.COMMANDS:
         return commands.main(arguments)
     cli.add_schema(AmiConfig, "ami", [])
@@ -69,10 +69,10 @@ def plan_and_build(cfg: AmiConfig) -> int:
         say(f"made {image} in {region}")
     regions = " ".join(f"--region {region}" for region in images)
     say(
-        f"to let launch use it: python -m ami promote {images[plan.variables['region']]} {regions} --yes"
+        f"to let launch use it: baretrain ami promote {images[plan.variables['region']]} {regions} --yes"
     )
     return cli.DONE
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -22,12 +22,13 @@ from train.storage.caches import private_folder
 from train.storage.folders import sha256_bytes
 from train.storage.schema import FileName, Sha256
 
+# ami is needed because train.machine.versions reads ami/versions.yaml
 PACKAGES = [
     "train",
     "conf",
     "launch",
     "ami",
-]  # ami is needed because train.machine.versions reads ami/versions.yaml
+]
 START = "start.py"  # the program that nodes run; it is in the bundle's root, where Python then looks first for modules
 IMPORTS = "imports"  # the bundle's folder for the files of `launch --import`
 START_CODE = b"""import os, runpy, sys
@@ -36,8 +37,8 @@ from pathlib import Path
 here = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, here)  # needed if PYTHONSAFEPATH is set
 if __name__ == "__main__":  # spawned processes import this file, too
-    module = sys.argv.pop(1)
-    if module == "train":
+    module = sys.argv.pop(1) if "." in sys.argv[1] else "train"  # a module of launch, or a command
+    if sys.argv[1] == "train":
         sys.argv += [f"--import={path}" for path in sorted(Path(here, "imports").glob("*.py"))]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
@@ -80,9 +81,8 @@ def pack() -> tuple[bytes, Code]:
 
 
 def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
-    entry = tarfile.TarInfo(
-        name
-    )  # owner and time are left out, so that equal code has equal bytes
+    # owner and time are left out, so that equal code has equal bytes
+    entry = tarfile.TarInfo(name)
     entry.size, entry.mode = len(content), 0o644
     archive.addfile(entry, io.BytesIO(content))
 

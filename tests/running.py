@@ -75,9 +75,8 @@ def prepare_config(output: Path, corpus: Path, *overrides: str) -> PrepareConfig
 
 def train_overrides(run_dir: Path, data: Path, *overrides: str) -> list[str]:
     """A run of a few seconds: a tiny ALBERT, six steps of eight sequences."""
-    is_other = any(
-        override.startswith("model=") for override in overrides
-    )  # a group is typed once
+    # a group is typed once
+    is_other = any(override.startswith("model=") for override in overrides)
     return [
         *TINY[is_other:],
         f"run_dir={run_dir}",
@@ -110,14 +109,16 @@ def run(
     module: str = "train",
     env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m train ...`, alone or on several ranks of this machine under torchrun, in forks (see there)."""
-    words = [module, *arguments] if ranks == 1 else launch(module, arguments, ranks=ranks)
+    """`baretrain train ...`, alone or on several ranks of this machine under torchrun, in forks (see there)."""
+    words = ["train", module, *arguments]
+    if ranks > 1:
+        words = launch("train", words[1:], ranks=ranks)
     return run_forked(words, {**os.environ, **(env or {})})
 
 
 def command(arguments: list[str], *, ranks: int = 1, module: str = "train") -> list[str]:
     if ranks == 1:
-        return [sys.executable, "-m", module, *arguments]
+        return [sys.executable, "-m", "train", module, *arguments]
     launcher = [
         sys.executable,
         "-m",
@@ -125,7 +126,7 @@ def command(arguments: list[str], *, ranks: int = 1, module: str = "train") -> l
         f"--nproc-per-node={ranks}",
         f"--master-port={free_port()}",
     ]
-    return [*launcher, "-m", module, *arguments]
+    return [*launcher, "-m", "train", module, *arguments]
 
 
 def train_here(

@@ -38,9 +38,8 @@ KINDS = (
     "give texts, or mappings from column names to values, in a list, a data frame or a data set"
 )
 FILES = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".conll", ".gz")
-LINES = (
-    1000  # at most this many of the last output lines are kept, to find the reason for a failure
-)
+# at most this many of the last output lines are kept, to find the reason for a failure
+LINES = 1000
 
 __all__ = ["Failure", "InputError", "Result", "evaluate", "predict", "prepare", "train"]
 
@@ -53,14 +52,13 @@ class Result:
     outcome: str  # "done" or "stopped"; the same call resumes a stopped run
     step: int
     metrics: list[dict[str, float]]  # one row per evaluation, for pandas.DataFrame(result.metrics)
-    scores: dict[
-        str, float
-    ]  # those of the exported weights or, without an export, of the last evaluation
+    # those of the exported weights or, without an export, of the last evaluation
+    scores: dict[str, float]
     export: str | None  # a folder for from_pretrained; None if nothing was exported
 
 
 def train(settings: Sequence[str], *, ranks: int = 1, imports: Sequence[str] = ()) -> Result:
-    """Train or resume a run as `python -m train` does with these settings, under torchrun if `ranks` is above 1.
+    """Train or resume a run as `baretrain train` does with these settings, under torchrun if `ranks` is above 1.
 
     A KeyboardInterrupt makes the run save and stop, and is then raised again. `imports` are files for --import.
     """
@@ -71,9 +69,8 @@ def train(settings: Sequence[str], *, ranks: int = 1, imports: Sequence[str] = (
     before = read_outcome(folder)
     code, said = call("train", arguments, ranks=ranks)
     now = read_outcome(folder)
-    ended = (
-        now if now != before else {}
-    )  # torchrun's exit code is the same for a stop and a failure
+    # torchrun's exit code is the same for a stop and a failure
+    ended = now if now != before else {}
     if code != DONE and ended.get("outcome") != "stopped":
         raise Failure(str(ended.get("reason") or said))
     evaluations = [
@@ -99,10 +96,10 @@ def final_scores(run: Run) -> dict[str, float]:
 
 
 def prepare(settings: Sequence[str]) -> str:
-    """Prepare a corpus as `python -m train.prepare` does. Returns the location of the shards, for data.path."""
+    """Prepare a corpus as `baretrain prepare` does. Returns the location of the shards, for data.path."""
     settings = values(settings)
-    done("train.prepare", settings)
-    return str(composed("train.prepare", settings)["output"])
+    done("prepare", settings)
+    return str(composed("prepare", settings)["output"])
 
 
 def predict(
@@ -112,7 +109,7 @@ def predict(
     options: Sequence[str] = (),
     imports: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Return a model's prediction for each row, as `python -m train.predict` makes it.
+    """Return a model's prediction for each row, as `baretrain predict` makes it.
 
     `model` is a run, a transformers folder or a Hub id. `rows` are texts, or mappings from column names to values: one,
     or a list, generator, array, data frame or data set of them. A Path names a file of rows. `options` are further
@@ -145,7 +142,7 @@ def predict(
             *flags(imports),
         ]
         try:
-            done("train.predict", arguments)
+            done("predict", arguments)
         except (InputError, Failure) as error:
             raise type(error)(
                 str(error).replace(f"{folder}/", "")
@@ -156,11 +153,11 @@ def predict(
 def evaluate(
     model: str, settings: Sequence[str] = (), *, ranks: int = 1, imports: Sequence[str] = ()
 ) -> dict[str, float]:
-    """Return the metrics of a run or another model on validation data, as `python -m train.evaluate` does."""
+    """Return the metrics of a run or another model on validation data, as `baretrain evaluate` does."""
     with TemporaryDirectory() as folder:
         output = Path(folder, "metrics.json")
         arguments = [*values([model, *listed(settings)]), f"--output={output}", *flags(imports)]
-        done("train.evaluate", arguments, ranks=ranks)
+        done("evaluate", arguments, ranks=ranks)
         metrics: dict[str, float] = json.loads(output.read_bytes())["metrics"]
         return metrics
 
@@ -254,24 +251,24 @@ def options_of(given: Iterable[str]) -> list[str]:
     return texts
 
 
-def composed(module: str, arguments: Sequence[str]) -> dict[str, Any]:
+def composed(command: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Return the complete settings that a command composes from these arguments."""
-    command = [sys.executable, "-m", module, *arguments, "--cfg=job"]
+    words = [sys.executable, "-m", "train", command, *arguments, "--cfg=job"]
     env = processes.with_this_code(os.environ)
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    ended = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
     judged(ended.returncode, ended.stderr)
     settings: dict[str, Any] = yaml.safe_load(ended.stdout)
     return settings
 
 
-def done(module: str, arguments: Sequence[str], *, ranks: int = 1) -> None:
+def done(command: str, arguments: Sequence[str], *, ranks: int = 1) -> None:
     """Run a command to its end. Raises Failure if it fails."""
-    code, said = call(module, arguments, ranks=ranks)
+    code, said = call(command, arguments, ranks=ranks)
     if code != DONE:
         raise Failure(said)
 
 
-def call(module: str, arguments: Sequence[str], *, ranks: int) -> tuple[int, str]:
+def call(command: str, arguments: Sequence[str], *, ranks: int) -> tuple[int, str]:
     """Run a command and print its output. Returns its exit code and its last error line."""
     with TemporaryDirectory() as logs:
         torchrun = [
@@ -280,16 +277,15 @@ def call(module: str, arguments: Sequence[str], *, ranks: int) -> tuple[int, str
             f"--nproc-per-node={ranks}",
             f"--log-dir={logs}",
         ]
-        command = [sys.executable, *(torchrun if ranks > 1 else []), "-m", module, *arguments]
+        words = [*(torchrun if ranks > 1 else []), "-m", "train", command, *arguments]
         env = {**processes.with_this_code(os.environ), "PYTHONUNBUFFERED": "1"}
-        process = processes.start(command, env=env, output=subprocess.PIPE)
+        process = processes.start([sys.executable, *words], env=env, output=subprocess.PIPE)
         said = deque[str](maxlen=LINES)
         try:
             show(process, said)
         except KeyboardInterrupt:
-            process.send_signal(
-                signal.SIGINT
-            )  # a notebook's interrupt signals only its kernel, not the command
+            # a notebook's interrupt signals only its kernel, not the command
+            process.send_signal(signal.SIGINT)
             show(process, said)
             raise
         finally:

@@ -15,14 +15,14 @@ from omegaconf import OmegaConf
 from running import ROOT
 
 from launch.schedulers import SETTINGS
-from train import baretrain
+from train.__main__ import COMMANDS
 from train.config import flatten
 from train.run import compose
 from train.run.help import groups
 from train.tools import settings
 
 PAGE = ROOT / "docs" / "settings.md"
-COMMAND = "python -m train.settings > docs/settings.md"
+COMMAND = "baretrain settings > docs/settings.md"
 KEY = re.compile(r"^\| `([^`]+)` \| ([^|]+) \| `(.*?)` \| (.*?) ?(?<!\\)\| (.*) \|$", re.MULTILINE)
 OPTION = re.compile(r"^\| `([^`]+)` \| ([^|]+) \|$", re.MULTILINE)
 # Of a value what it is, "The steps between saves", of a switch what true does, "Save ..."; behind a semicolon what null
@@ -69,7 +69,7 @@ def test_the_page_is_what_its_command_prints(tmp_path: Path) -> None:
         shutil.copy(ROOT / name, tmp_path / name)
     for package in ("train", "launch", "ami"):
         (tmp_path / package).symlink_to(ROOT / package)
-    words = [sys.executable, "-m", "train.settings"]
+    words = [sys.executable, "-m", "train", "settings"]
     printed = subprocess.run(
         words, cwd=tmp_path, capture_output=True, text=True, check=True
     ).stdout
@@ -156,4 +156,4 @@ def test_every_key_and_option_has_its_sentence() -> None:
 
 
 def test_the_command_of_the_page_is_one_of_baretrains_and_takes_no_arguments() -> None:
-    assert "settings" in baretrain.COMMANDS and settings.main(["all"]) == 2
+    assert "settings" in COMMANDS and settings.main(["all"]) == 2

@@ -72,10 +72,11 @@ def test_merged_parts_are_a_whole_preparation(parts, corpus, ready, shards):
     assert near == pytest.approx({name: whole.counts[name] for name in near}, abs=10)
     names = [shard.file for shard in manifest.splits["train"]]
     assert names[0] == "train-1of3-00000.safetensors" and names == sorted(names)
+    # a part loses its last partial sequence, as a whole preparation does
     for split in (
         "train",
         "validation",
-    ):  # a part loses its last partial sequence, as a whole preparation does
+    ):
         assert whole.rows(split) - 3 <= manifest.rows(split) <= whole.rows(split)
 
 
@@ -334,7 +335,7 @@ def test_processes_end_with_the_one_that_started_them(corpus, ready, tmp_path):
         ready,
         "processes=2",
     ]
-    parent = start_forked(["train.prepare", *overrides], os.environ)
+    parent = start_forked(["train", "prepare", *overrides], os.environ)
     try:
         # multiprocessing has one more, which tracks resources
         children = eventually(lambda: len(found := spawned(parent)) == 2 and found, 90)

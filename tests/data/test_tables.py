@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import platform
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -337,10 +336,11 @@ def three_ranks(monkeypatch):
 
 
 def test_if_the_rank_that_prepares_dies_the_next_one_prepares(tmp_path, three_ranks):
+    # ranks have one parent, as torchrun's
     codes, context = (
         [],
         multiprocessing.get_context("fork"),
-    )  # ranks have one parent, as torchrun's
+    )
     for prepare in (lambda: os._exit(9), lambda: "folder", lambda: os._exit(9)):
         rank = context.Process(target=once_per_machine, args=(tmp_path, "key", prepare))
         rank.start()
@@ -360,9 +360,8 @@ def test_one_rank_of_a_machine_prepares_the_others_wait_and_if_it_fails_another_
     def prepare():
         calls.append("called")
         check(len(calls) > 1, "3 bad rows")
-        another.set() if len(calls) > 2 else another.wait(
-            0.2
-        )  # time for another rank, which the lock keeps out
+        # time for another rank, which the lock keeps out
+        another.set() if len(calls) > 2 else another.wait(0.2)
         return "folder"
 
     def rank(_):
@@ -406,10 +405,8 @@ def command(raw, monkeypatch, capsys):
 
     def run(*overrides):
         given = ["task=classify", "data=records", f"data.path={raw}", *files, *overrides]
-        monkeypatch.setattr(
-            sys, "argv", ["records", *tuning(raw.parent / "run", raw.parent / "tokenizer", *given)]
-        )
-        return records.main(), capsys.readouterr().out
+        words = tuning(raw.parent / "run", raw.parent / "tokenizer", *given)
+        return records.main(words), capsys.readouterr().out
 
     return run
 

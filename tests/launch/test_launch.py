@@ -123,9 +123,8 @@ def test_a_rank_that_waits_says_for_whom_and_gives_up_in_time(
     be_alone(monkeypatch, rank)
     monkeypatch.setattr(rendezvous, "REPORT_EVERY_S", 0.0)
     with pytest.raises(Failure, match=f"^{absent} did not reach 127.0.0.1:.* within 3 s$"):
-        join(
-            "gloo", "ddp on cpu", timeout_s=HANG_S, join_timeout_s=3.0
-        )  # enough to open the store in
+        # enough to open the store in
+        join("gloo", "ddp on cpu", timeout_s=HANG_S, join_timeout_s=3.0)
     said = log.messages
     assert said and all(
         text.startswith(f"waiting for rank {'1' if rank == 0 else '0'}") for text in said
@@ -253,7 +252,7 @@ def test_one_signal_ends_the_preparation_of_data(monkeypatch, capsys, tmp_path, 
 
     monkeypatch.setattr(loop, "build_task", prepare)
     monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared)])
-    assert entry.run_command_line() == cli.STOPPED
+    assert entry.run_command_line(sys.argv[1:]) == cli.STOPPED
     said = (
         "stopped on SIGINT before there was anything to save; the same command starts it again\n"
     )
@@ -456,21 +455,18 @@ def test_what_ends_for_good_ends_torchrun_too(
     result = run_forked(words, os.environ)
     assert result.returncode == 1
     spoken = [line for line in result.stderr.splitlines() if line.startswith(said)]
-    assert len(spoken) == 1 or (spoken and script == LOST), (
-        result.stderr
-    )  # if it is lost, both may come to say so
+    # if it is lost, both may come to say so
+    assert len(spoken) == 1 or (spoken and script == LOST), result.stderr
     assert "not started again" not in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("module", "restarts"), [("train", 3), ("train.compare", 0), ("train.precompile", 0)]
-)
+@pytest.mark.parametrize(("module", "restarts"), [("train", 3), ("compare", 0), ("precompile", 0)])
 def test_a_rejection_under_torchrun_is_said_once_above_its_traceback(module, restarts):
     words = command(["stepz=1"], ranks=2, module=module)
     words.insert(words.index(TORCHRUN) + 1, f"--max-restarts={restarts}")
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     above, traceback, _ = done.stderr.partition("Traceback")
-    reason = "stepz is not" if module != "train.precompile" else "without torchrun"
+    reason = "stepz is not" if module != "precompile" else "without torchrun"
     assert (
         done.returncode == 1
         and traceback

@@ -160,9 +160,8 @@ def test_runs_that_differ_in_their_seeds_alone_are_one_row_with_mean_and_spread(
     first = [of(f"squad_{seed}", seed, squad, f1=f1) for seed, f1 in enumerate([80.0, 81.0, 85.0])]
     other = [of("alone", 7, squad, config={"eval_every": 5}), of("cola_1", 1, cola, f1=0.5)]
     lost = of("cola_2", 2, cola, f1=0.75, diverged=True)
-    assert (
-        comparison.over_seeds(compared(*first[:1], *other, first[0])[0]) == []
-    )  # no seed differs alone
+    # no seed differs alone
+    assert comparison.over_seeds(compared(*first[:1], *other, first[0])[0]) == []
     assert main(list(map(str, [*first, *other, lost]))) == DONE
     said, _, told = capsys.readouterr().out.partition("\n\n")
     wanted = [  # ((80 - 82)^2 + (81 - 82)^2 + (85 - 82)^2) / 2 = 7
@@ -410,7 +409,7 @@ def test_what_a_variant_lacks_is_found_before_the_first_one_starts(tmp_path, pre
 def test_ctrl_c_stops_the_variant_that_runs_and_starts_no_other(tmp_path, prepared):
     endless = ["max_steps=100000", "checkpoint.every=100000", "log_every=20"]
     words = training(tmp_path / "runs", prepared, VARIANTS, *endless)
-    words = ["train.compare", *words, "compare.run=[fp32,bf16]"]
+    words = ["train", "compare", *words, "compare.run=[fp32,bf16]"]
     process, first = (
         start_forked(words, os.environ, err=tmp_path / "said"),
         tmp_path / "runs" / "fp32",

@@ -1,4 +1,4 @@
-"""The command `python -m train.predict MODEL`, which prints a model's predictions for new rows.
+"""The command `baretrain predict MODEL`, which prints a model's predictions for new rows.
 
 MODEL is a run, a transformers folder or a Hub id, and must have a head for labels or answers. A run's export is used,
 or its best checkpoint if the export is missing or outdated; its config.yaml says how to read the columns. Each input
@@ -70,9 +70,10 @@ Row = dict[str, Any]
 
 def find(options: argparse.Namespace, s3: S3Config) -> Predictor:
     """Return the model that the flags name, without loading its weights. Raises InputError if it cannot predict."""
+    # needs torch, so it is imported after the flags have been checked
     from train.data.shards.cache import (
         cache_dir,
-    )  # needs torch, so it is imported after the flags have been checked
+    )
     from train.models.source import located
     from train.tasks.predictor import Predictor
 
@@ -241,10 +242,11 @@ def written_whole(path: Path | None) -> Iterator[BinaryIO]:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
+    # Reading rows raises InputErrors, which pass through.
     with (
         disk_errors("write", path),
         open_whole(path) as file,
-    ):  # Reading rows raises InputErrors, which pass through.
+    ):
         yield file
 
 
@@ -273,13 +275,12 @@ def csv_lines(lines: Iterable[Row], columns: Sequence[str]) -> bytes:
 # ---- command line --------------------------------------------------------------------------------------------------
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     def act() -> int:
-        first = Parser(prog="python -m train.predict", add_help=False)
+        first = Parser(prog="baretrain predict", add_help=False)
         add_import_flag(first)
-        first.parse_known_args(
-            arguments
-        )  # Import the user's tasks first, because they may add flags.
+        # Import the user's tasks first, because they may add flags.
+        first.parse_known_args(arguments)
         options = build_parser().parse_args(arguments)
         return predict(options, s3_of(options))
 
@@ -294,7 +295,7 @@ def build_parser() -> Parser:
         'RUN --question "Who?" --context "Ann."',
     )
     exits = {**EXITS, REJECTED: "arguments or input rejected, and no output file written"}
-    parser = command_parser("train.predict", purpose, examples=examples, exits=exits, imports=True)
+    parser = command_parser("predict", purpose, examples=examples, exits=exits, imports=True)
     parser.add_argument(
         "model", metavar="MODEL", help="run_dir of a run, a transformers folder, or a Hub id"
     )
@@ -345,7 +346,8 @@ def build_parser() -> Parser:
 def check_flags(options: argparse.Namespace) -> Path | None:
     """Return the path of the file to write, if any. Raises InputError if flags contradict each other or are invalid."""
     check(
-        launched().world_size == 1, "train.predict runs in one process: start it without torchrun"
+        launched().world_size == 1,
+        "baretrain predict runs in one process: start it without torchrun",
     )
     check(options.batch_size > 0, f"--batch-size {options.batch_size} must be above 0")
     check(
@@ -369,7 +371,7 @@ def check_flags(options: argparse.Namespace) -> Path | None:
     )
     check(
         options.device != "neuron",
-        "--device neuron: train.predict runs on the CPU and CUDA devices",
+        "--device neuron: baretrain predict runs on the CPU and CUDA devices",
     )
     if options.format is not None:
         check_choice("--format", options.format, ("csv", "jsonl", "parquet", "squad", "conll"))

@@ -1,4 +1,4 @@
-"""The command `python -m train.shards ls | verify | head | stats LOCATION`, which shows prepared data."""
+"""The command `baretrain shards ls | verify | head | stats LOCATION`, which shows prepared data."""
 
 from __future__ import annotations
 
@@ -110,9 +110,9 @@ def describe(data: PreparedData, split: str, number: int) -> Iterator[str]:
         yield f"{text[token]:12,}  {text[token] / text.sum():6.2%}  {tokenizer.convert_ids_to_tokens(int(token))}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = command_parser(
-        "train.shards",
+        "shards",
         "Show prepared data, on disk or in S3: its files, checksums, sequences, or lengths and token frequencies.",
         examples=(
             "ls data/mine",
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "location",
         metavar="LOCATION",
-        help="the output of python -m train.prepare: a folder or s3://bucket/prefix",
+        help="the output of baretrain prepare: a folder or s3://bucket/prefix",
     )
     parser.add_argument(
         "--split",

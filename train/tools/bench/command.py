@@ -1,16 +1,15 @@
-"""The command line of `python -m train.bench key=value ...`, which works with or without torchrun."""
+"""The command line of `baretrain bench key=value ...`, which works with or without torchrun."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 
 from train.config import Failure, check
 from train.machine import rank_setup
 from train.machine.launched import launched
 from train.machine.runtime import search_rarely
-from train.machine.torchrun import die_with_torchrun, end_torchrun
+from train.machine.torchrun import end_torchrun
 from train.run import compose as cli
 from train.storage.folders import local_path
 from train.tools.bench.config import BenchConfig
@@ -26,22 +25,21 @@ USED: tuple[str, ...] = (
 USED += ("backend.device", "backend.precision")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    given = list(arguments or sys.argv[1:])
+def main(arguments: Sequence[str]) -> int:
+    given = list(arguments)
     settings = [each for each in given if "=" in each and not each.startswith("-")]
     cli.add_schema(BenchConfig, "bench", [])
     parser = cli.settings_parser(
-        "train.bench",
+        "bench",
         BenchConfig,
         "Measure how fast a run would train on this machine. It trains for a few steps and saves nothing.",
         examples=(
             "experiment=demo output=bench.json",
-            "torchrun --standalone --nproc-per-node=8 -m train.bench experiment=albert_pretrain instance=p5.48xlarge",
+            "torchrun --standalone --nproc-per-node=8 -m train bench experiment=albert_pretrain instance=p5.48xlarge",
             "experiment=albert_pretrain global_batch_size=512 micro_batch_size=64 instance=p5.4xlarge",
         ),
         keys=USED,
     )
-    die_with_torchrun()
     code = cli.run(BenchConfig, lambda cfg: act(cfg, settings), parser, arguments=given)
     if code != cli.DONE:
         end_torchrun()
@@ -49,9 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def act(cfg: BenchConfig, settings: Sequence[str]) -> int:
-    if (
-        cfg.output is not None
-    ):  # Check the path now, so that a long measurement is not lost at its end.
+    # Check the path now, so that a long measurement is not lost at its end.
+    if cfg.output is not None:
         file = local_path(cfg.output)
         check(not file.is_dir(), f"output={cfg.output} is a folder; it must be the name of a file")
         folder = file.parent

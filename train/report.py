@@ -1,6 +1,0 @@
-"""The command `python -m train.report`, which `train.tools.report` implements."""
-
-from train.tools.report import main
-
-if __name__ == "__main__":
-    raise SystemExit(main())

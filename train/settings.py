@@ -1,6 +1,0 @@
-"""The command `python -m train.settings`, which `train.tools.settings` implements."""
-
-from train.tools.settings import main
-
-if __name__ == "__main__":
-    raise SystemExit(main())
