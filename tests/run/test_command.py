@@ -329,7 +329,12 @@ def test_an_interrupt_is_said_once_and_other_errors_keep_their_report(
 
 @pytest.mark.parametrize("command", ["train report", "launch", "ami"])
 def test_python_without_the_environment_is_one_line(command):
-    words = [sys.executable, "-S", "-m", *command.split()]  # -S: without the packages of the environment
+    words = [
+        sys.executable,
+        "-S",
+        "-m",
+        *command.split(),
+    ]  # -S: without the packages of the environment
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 1 and "has no module " in line
