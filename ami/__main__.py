@@ -53,7 +53,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    words = sys.argv[1:] if arguments is None else list(arguments)
+    words = list(arguments)
     first = words[0] if words else "nothing"
     if first in COMMANDS:
         return act(first, words[1:])

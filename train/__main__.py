@@ -1,4 +1,4 @@
-"""The program `baretrain COMMAND ...` or `python -m train COMMAND ...`; `baretrain train key=value ...` trains.
+"""The program `baretrain COMMAND ...` or `python -m train COMMAND ...`; `python -m train key=value ...` trains.
 
 `baretrain` works in any folder, even in one that contains a file `train.py`. Both work under torchrun.
 """
