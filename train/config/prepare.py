@@ -13,7 +13,7 @@ from train.config.data import S3Config
 
 MIN_VOCAB_SIZE = 16
 MOST_READINGS = 1000  # maximum for corpus.weights: a model memorises text that it sees more often
-# No machine has more processors, and each process loads a tokenizer.
+# maximum; no machine has more processors, and each process loads a tokenizer
 MAX_PREPARING_PROCESSES = 1024
 
 

@@ -84,9 +84,9 @@ def show_rows(data: PreparedData, split: str, number: int) -> Iterator[str]:
         yield " ".join(pieces)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = command_parser(
-        "train.shards",
+        "shards",
         "Show prepared data, on disk or in S3: its files, checksums or sequences.",
         examples=(
             "ls data/mine",
