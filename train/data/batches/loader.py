@@ -154,8 +154,10 @@ class MaskedRows:
             tokens, pivot = self.shards.gather(rows.ravel(), ("tokens", "pivot"))
             order = None
         else:
-            gathered = self.shards.gather(rows.ravel(), ROW_TENSORS)
-            tokens, pivot, order = self.swapper(*gathered, epochs.ravel(), rows.ravel())
+            tokens, pivot, same_document = self.shards.gather(rows.ravel(), ROW_TENSORS)
+            tokens, pivot, order = self.swapper(
+                tokens, pivot, same_document, epochs.ravel(), rows.ravel()
+            )
             order = order.reshape(rows.shape)
         return tokens.reshape(*rows.shape, -1), pivot.reshape(rows.shape), order
 

@@ -166,7 +166,7 @@ class Downloader:
                 force_path_style=self.source.s3.path_style, max_attempts=CONNECTOR_ATTEMPTS
             ),
         )
-        numbers = {file: number for number, file in enumerate(files)}
+        numbers: dict[str, int] = {file: number for number, file in enumerate(files)}
         return lambda file, first, last: streams[numbers[file]](first, last)
 
 

@@ -164,7 +164,7 @@ class Fetcher:
             self.end(error)
 
     def obtain(self, shard: Shard) -> None:
-        """Fetch a shard in as many attempts as it takes, unless it is no longer wanted."""
+        """Fetch a shard, and try again until it is there or no longer wanted."""
         path = self.cache.folder / shard.file
         failed_s: float | None = None  # when the first attempt failed
         longest_s = FIRST_PAUSE_S

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -315,9 +314,9 @@ def merge(
     other = [f"part {part}" for part, state in states.items() if state.tokenizer.sha256 != sha256]
     says = f"another tokenizer made {shortlist(other)}; prepare all again"
     check(not other, f"{folder.location}: {says}")
-    counts: dict[str, float] = Counter()
-    for state in states.values():
-        counts.update(state.done)
+    counts: dict[str, float] = {}
+    for name in next(iter(states.values())).done:
+        counts[name] = sum(state.done[name] for state in states.values())
     unknown_share(counts["unknown_tokens"], counts["tokens"], "the tokenizer reads the corpus")
     for split in SPLITS:
         if not splits[split]:
@@ -334,7 +333,7 @@ def merge(
         dtype=id_dtype(info.vocab_size).name,
         splits=splits,
         tokenizer=info,
-        counts=dict(counts),
+        counts=counts,
         config=config,
     )
     remove_states(folder)
