@@ -1,11 +1,9 @@
 """The same global batches, byte for byte, whatever the number of ranks and loader processes."""
 
 import hashlib
-import shutil
 import tempfile
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -184,30 +182,6 @@ def test_a_batch_that_does_not_fit_into_shared_memory_ends_the_run(shards, monke
     assert "/dev/shm is full; enlarge it" in str(failure_of([batch])) and isinstance(
         failure_of([batch]), Failure
     )
-
-
-def test_too_little_shared_memory_for_the_loader_processes_is_rejected(tmp_path, monkeypatch):
-    settings = {
-        "num_ranks": 2,
-        "batch_size": 32,
-        "seq_len": 512,
-        "num_workers": 1,
-        "prefetch": 4,
-        "multi_batch": 1,
-    }
-    monkeypatch.setattr(
-        shutil, "disk_usage", lambda _: SimpleNamespace(free=2_000_000, total=4_000_000)
-    )
-    rejects(
-        "/dev/shm has 2 MB free, .* keep 2.62 MB of batches",
-        loader.check_shared_memory,
-        **settings,
-    )
-    for fits in ({"num_ranks": 1}, {"num_workers": 0}, {"prefetch": 1}):
-        loader.check_shared_memory(**{**settings, **fits})
-    # not counted: FUSE
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0, total=0))
-    loader.check_shared_memory(**settings)
 
 
 @pytest.mark.parametrize("lacks", ["shared memory", "a short TMPDIR"])

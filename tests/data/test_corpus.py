@@ -18,7 +18,6 @@ from rejections import rejects
 from train.config import CorpusConfig, FilesCorpusConfig, HFCorpusConfig, HFDataset, InputError
 from train.data.files import find
 from train.data.files import text as text_files
-from train.data.text import corpus as corpus_module
 from train.data.text import corpus_files
 from train.data.text.corpus import Corpus, open_corpus
 from train.data.text.documents import CorpusPart
@@ -408,12 +407,6 @@ def test_parts_of_data_sets_share_the_files_and_hold_each_document_once(tmp_path
         assert sorted(in_parts(corpus, count)) == sorted(whole)
 
 
-def test_the_usual_separator_is_the_same_as_the_expression():
-    for character in map(chr, range(0x3100)):
-        for line in (character, f"{character}\n", f" {character}", f"{character}x\n"):
-            assert line.isspace() == (re.search(corpus_files.BLANK, line.rstrip("\n")) is not None)
-
-
 def test_a_gz_that_is_none_or_is_cut_or_damaged_is_named(tmp_path):
     path = tmp_path / "a.txt.gz"
     whole = gzip.compress(str(list(range(1000))).encode())
@@ -426,13 +419,6 @@ def test_a_gz_that_is_none_or_is_cut_or_damaged_is_named(tmp_path):
     ):
         path.write_bytes(content)
         assert error_of("text", path).startswith(f"{path} cannot be read: ")
-
-
-def test_every_kind_of_string_column_is_read(tmp_path):
-    for kind in (pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())):
-        table = pyarrow.table({"text": pyarrow.array(TEXTS).cast(kind)})
-        pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-        assert texts(files("parquet", tmp_path)) == TEXTS
 
 
 def test_bad_parquet_is_rejected_before_anything_is_read(tmp_path):
@@ -470,22 +456,6 @@ def test_data_sets_follow_each_other_and_rows_can_be_joined(tmp_path):
         len(text) for text in expected
     ]
     assert corpus.total_bytes is None
-
-
-def test_the_fingerprint_of_data_sets_changes_with_names_and_local_files(tmp_path):
-    path = write_rows(tmp_path / "a.jsonl", [{"text": "a"}])
-    sets = [
-        HFDataset(path="user/set"),
-        HFDataset(path="user/set", name="en"),
-        HFDataset(path="user/set", split="test"),
-        HFDataset(path="json", data_files=str(path)),
-        HFDataset(path=str(tmp_path)),
-    ]
-    before = [hub(item).fingerprint() for item in sets]
-    assert before == [hub(item).fingerprint() for item in sets]
-    write_rows(path, [{"text": "longer"}])
-    after = [hub(item).fingerprint() for item in sets]
-    assert len({*before, *after}) == 7 and before[:3] == after[:3]
 
 
 def test_a_data_set_that_cannot_be_loaded_is_named_before_any_is_read(tmp_path):
@@ -534,33 +504,3 @@ def test_the_python_documentation_is_topics_and_docstrings():
     # a docstring
     assert "Wrap a single paragraph of text, returning a list of wrapped lines." in joined
     assert in_parts(corpus, 7) == texts(corpus)
-
-
-def test_docstrings_of_all_a_module_defines_are_found_without_running_it(tmp_path, monkeypatch):
-    (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "b.py").write_text('"""' + "not this one " * 20 + '"""')
-    (tmp_path / "broken.py").write_text("def :")
-    (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere.py")
-    (tmp_path / "copy.py").write_text(
-        f'"""klass {"word " * 5}\n\nindented"""\ndef f():\n    """{"new " * 40}"""'
-    )
-    names = ["module", "klass", "method", "inner", "guarded", "method"]
-    source = '"""{} {pad}"""\nraise SystemExit\nclass A:\n    """{} {pad}\n\n        indented\n    """\n'
-    source += '    def f(self):\n        """{} {pad}"""\n        async def g():\n            """{} {pad}"""\n'
-    source += 'try:\n    x\nexcept E:\n    def h():\n        """{} {pad}"""\ndef again():\n    """{} {pad}"""\n'
-    (tmp_path / "a.py").write_text(source.format(*names, pad="word " * 5))
-    monkeypatch.setattr(corpus_module.sysconfig, "get_path", lambda _: str(tmp_path))
-    monkeypatch.setattr(corpus_module, "topics", {})
-    result = texts(open_corpus(CorpusConfig(kind="pydocs", name="test")))
-    # without the docstring that a.py has
-    assert len(result) == 2 and result[1] == ("new " * 40).strip()
-    assert [part.split()[0] for part in result[0].split("\n\n")] == [
-        *names[:2],
-        "indented",
-        *names[2:5],
-    ]
-
-
-def test_a_csv_field_may_be_longer_than_the_module_allows(tmp_path):
-    path = write_rows(tmp_path / "a.csv", [{"text": "x" * 200_000}])
-    assert texts(files("csv", path)) == ["x" * 200_000]

@@ -43,17 +43,6 @@ class AsItIs:
         return text
 
 
-class Counted(str):
-    """A string that counts the characters that are cut out of it."""
-
-    copied = 0
-
-    def __getitem__(self, key: Any) -> Counted:
-        part = Counted(super().__getitem__(key))
-        Counted.copied += len(part)
-        return part
-
-
 @cache
 def long_text(num_chars: int) -> str:
     rng = random.Random(0)
@@ -105,16 +94,6 @@ def test_lines_for_the_tokenizer_are_cut_where_they_always_were(alphabet: str) -
         line = "".join(rng.choices(alphabet, k=size)).strip()
         given = [part for text in line.splitlines() for part in lines_as_before(text)]
         assert list(short_lines([line], cast(Any, AsItIs()), 2**30)) == given
-
-
-def test_a_line_is_cut_for_the_tokenizer_in_time_that_grows_with_its_length() -> None:
-    class Counting(AsItIs):
-        def normalize_str(self, text: str) -> str:
-            return Counted(text)
-
-    Counted.copied, text = 0, long_text(2**20)
-    assert sum(map(len, short_lines([text], cast(Any, Counting()), 2**30))) > 0.9 * len(text)
-    assert Counted.copied < 20 * len(text)
 
 
 def test_stretches_are_the_text_and_cut_only_very_long_lines(prepared: Path) -> None:

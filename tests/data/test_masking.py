@@ -9,7 +9,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertTokenizerFast, PreTrainedTokenizerFast
 
 from train.data.batches.masking import IGNORE_INDEX, Masker
-from train.data.random_bits import hash_uniform
 from train.data.text.words import WordEdges, word_edges
 from train.tasks import build_task
 
@@ -205,19 +204,3 @@ def test_an_evaluation_hides_as_much_as_asked_whatever_training_hides(prepared, 
                 and (labels != IGNORE_INDEX).float().mean() > 0.7
             )
         assert task.predictions == round(SEQ_LEN * trained)
-
-
-def test_every_position_is_equally_likely(tokens):
-    result = draw(np.concatenate([tokens] * 8))
-    counts = np.bincount(result.positions[result.labels != IGNORE_INDEX], minlength=S)
-    maskable = np.delete(counts, [0, 20, S - 1])
-    assert maskable.std() / maskable.mean() < 0.07  # 590 draws each: 0.04 by chance
-
-
-def test_hashed_numbers_are_uniform_and_keyed_by_every_coordinate():
-    numbers = hash_uniform(np.arange(100)[:, None], np.arange(1000))
-    assert numbers.shape == (100, 1000)
-    assert numbers.mean() == pytest.approx(0.5, abs=0.003)
-    assert len(np.unique(numbers)) == numbers.size
-    assert abs(np.corrcoef(numbers[:, :-1].ravel(), numbers[:, 1:].ravel())[0, 1]) < 0.01
-    assert (hash_uniform(1, 2) != hash_uniform(2, 1)).all()

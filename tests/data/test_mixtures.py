@@ -6,13 +6,13 @@ import pytest
 from rejections import rejects
 from running import prepare_config, write_corpus
 from test_corpus import hub, in_parts, texts, write_rows
-from test_prepare import check_streams, content, killed_in
+from test_prepare import check_streams
 from tokenizers import Tokenizer
 
 from train.config import CorpusConfig, FilesCorpusConfig, HFDataset
 from train.data.random_bits import text_uniform
 from train.data.shards.format import read_manifest
-from train.data.text import corpus_files, preparation
+from train.data.text import preparation
 from train.data.text.corpus import open_corpus
 from train.tools import prepare
 
@@ -129,28 +129,6 @@ def test_validation_text_of_its_own_is_all_of_it_and_training_goes_without(
     )
     same = prepare_config(tmp_path / "same", paths[0], f"corpus.validation={paths[0]}")
     rejects("all of 240 documents are held out", prepare.prepare, same)
-
-
-def test_processes_jobs_and_a_kill_change_nothing(paths, prepared, tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_files, "PART_BYTES", 1)
-    monkeypatch.setattr(prepare, "MOST_PARTS", 4)
-    given = [WEIGHTS, f"corpus.validation={paths[2]}", "rows_per_shard=16"]
-    given.append(f"tokenizer.pretrained={prepared / 'tokenizer'}")
-    for number in (1, 2):
-        prepare.prepare(mixed(tmp_path / str(number), paths, *given, f"processes={number}"))
-    for part in ("2/2", "1/2"):
-        assert (
-            prepare.prepare(mixed(tmp_path / "jobs", paths, *given, f"part={part}", "processes=1"))
-            is None
-        )
-    prepare.prepare(mixed(tmp_path / "jobs", paths, *given, "merge=true"))
-    with killed_in(preparation, "write_shard", 9):
-        prepare.prepare(mixed(tmp_path / "killed", paths, *given, "processes=1"))
-    prepare.prepare(mixed(tmp_path / "killed", paths, *given, "processes=1"))
-    made = [content(tmp_path / name) for name in ("1", "2", "jobs", "killed")]
-    assert made[1:] == made[:-1] and len(made[0]) > 8
-    manifest = read_manifest(tmp_path / "1")
-    assert manifest.config["corpus"]["weights"] == [1, 2.5]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "hf"])

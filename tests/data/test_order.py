@@ -249,18 +249,6 @@ def test_what_machines_fetch_more_than_once_is_said(machines, batch, shards, sai
     assert (more is None) if said is None else re.search(said, more), more
 
 
-def test_what_comes_next_begins_with_what_is_being_read():
-    order = sampler((3, 1))
-    epoch = order.epoch_order(0)
-    order.consumed_rows = 3 * G
-    now, later = order.upcoming_shards()
-    assert {*now, *later} == set(range(len(SHARD_ROWS)))
-    rows = epoch.rows(3, 4, order.slots)
-    assert {*(np.searchsorted(np.cumsum(SHARD_ROWS), rows.ravel(), side="right")).tolist()} <= {
-        *now
-    }
-
-
 def test_a_step_has_one_length_that_holds_all_its_examples_and_few_are_padded_to_a_longer_one():
     """Only what does not fill a batch moves up: fewer than a batch of each length but the last."""
     moved, buckets = 0, []
@@ -335,13 +323,3 @@ def test_machines_share_the_validation_shards(machines, most):
     assert sorted({shard for part in parts for shard in part}) == used
     assert sum(map(len, parts)) <= len(used) + 2 * machines
     assert eval_shards(SHARD_ROWS, sample, [0], 2 * machines, num_shown=ROWS) == used
-
-
-def test_a_length_that_no_example_needs_is_no_batch_and_graphs_need_a_batch_of_each():
-    for buckets, split, wanted in (
-        (np.array([2, 2, 0], np.uint8), {"batch_size": 2, "rank": 0, "world_size": 1}, [0, 2]),
-        (BUCKETS, {"batch_size": 4, "rank": 1, "world_size": 2, "most": 8}, [0, 1, 2]),
-    ):
-        assert [
-            parts_of(np.array(batch))[1] for batch in BucketEvalOrder(buckets, **split)
-        ] == wanted

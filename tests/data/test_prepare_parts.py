@@ -12,17 +12,16 @@ import psutil
 import pytest
 from forks import start_forked
 from rejections import rejects
-from running import eventually, prepare_config, write_corpus
-from safetensors.numpy import load_file
+from running import eventually, prepare_config
 from services.fault_proxy import Fault
 from test_prepare import content
 from test_prepare import rejected as prepare_rejects
 
-from train.config import Failure, PrepareConfig
+from train.config import Failure
 from train.data.shards.format import check_files, read_manifest
 from train.data.text import corpus_files, processes, tokenizer
 from train.data.text.documents import CorpusPart
-from train.data.text.preparation import PartState, shard_name, state_name
+from train.data.text.preparation import PartState, state_name
 from train.storage.folders import open_folder
 from train.tools import prepare
 
@@ -141,52 +140,6 @@ def test_jobs_make_the_same_bytes_as_processes(corpus, tmp_path, four_parts):
     assert len(content(output)) > 8
 
 
-def test_a_large_corpus_has_a_process_for_each_processor(
-    corpus, ready, tmp_path, monkeypatch, four_parts
-):
-    asked = []
-    monkeypatch.setattr(
-        prepare, "prepare_in_processes", lambda *arguments: asked.append(arguments[3])
-    )
-    monkeypatch.setattr(prepare, "merge", lambda *_, **__: None)
-    for cpus, settings in ((3, []), (64, []), (2, []), (2, ["processes=3"])):
-        monkeypatch.setattr(processes, "usable_cpus", lambda cpus=cpus: cpus)
-        prepare.prepare(
-            prepare_config(tmp_path / f"{cpus}{len(settings)}", corpus, ready, *settings)
-        )
-    assert asked == [3, 4, 2, 3]
-    monkeypatch.setattr(processes, "available_bytes", lambda: 1500 * 2**20)
-    monkeypatch.setattr(processes, "usable_cpus", lambda: 64)
-    assert processes.most_processes() == 2
-
-
-def test_more_parts_than_documents_leave_some_empty(ready, tmp_path):
-    corpus = write_corpus(tmp_path / "text.txt", num_documents=6)
-    for number in range(1, 9):
-        prepare.prepare(
-            prepare_config(tmp_path / "out", corpus, SMALL, ready, "seq_len=8", f"part={number}/8")
-        )
-    manifest = merged(tmp_path / "out", corpus, ready, "seq_len=8")
-    assert manifest.counts["documents"] == 6
-    assert len({shard.file.split("-")[1] for shard in manifest.splits["train"]}) < 8
-
-
-def test_parts_draw_their_own_cuts(ready, tmp_path):
-    """One long document in each part makes the same sequences, cut in two at other positions."""
-    text = write_corpus(tmp_path / "once.txt").read_text().replace("\n\n", "\n")
-    (tmp_path / "text.txt").write_text(f"{text}{20 * chr(10)}{text}\n")
-    pivots = []
-    for index in (0, 1):
-        given = (ready, f"part={index + 1}/2", "validation_fraction=0.0001")
-        prepare.prepare(prepare_config(tmp_path / "out", tmp_path / "text.txt", *given))
-        pivots.append(
-            load_file(tmp_path / "out" / shard_name("train", CorpusPart(index, 2), 0))["pivot"]
-        )
-    first, second = pivots
-    assert len(first) == len(second) > 100
-    assert (first != second).mean() > 0.5
-
-
 def test_finished_parts_are_not_done_twice(parts, corpus, ready):
     before = {path: path.stat().st_mtime_ns for path in parts.rglob("*")}
     prepare.prepare(prepare_config(parts, corpus, SMALL, ready, "part=2/3"))
@@ -220,16 +173,6 @@ def test_the_tokenizer_that_is_published_first_is_everybodys(
     assert merged(output, corpus).tokenizer == read_manifest(prepared).tokenizer
 
 
-def test_a_tokenizer_is_seen_when_all_its_files_are_there(prepared, tmp_path, monkeypatch):
-    folder = open_folder(str(tmp_path / "out"), PrepareConfig(corpus=None).s3)
-    written = []
-    monkeypatch.setattr(
-        type(folder), "create", lambda _, name, content: written.append(name) or True
-    )
-    tokenizer.publish_tokenizer(tokenizer.load_tokenizer(str(prepared / "tokenizer")), folder)
-    assert len(written) > 1 and written[-1] == tokenizer.PUBLISHED
-
-
 def test_missing_parts_are_named(parts, corpus, ready, tmp_path):
     (parts / state_name(CorpusPart(1, 3))).unlink()
     message = rejected(parts, corpus, ready, "merge=true")
@@ -258,24 +201,6 @@ def test_a_damaged_state_and_one_of_another_preparation_are_named(parts, corpus,
     assert f"{path} is from a preparation with other settings" in rejected(
         parts, corpus, ready, "merge=true"
     )
-
-
-def test_other_settings_in_the_same_output_are_rejected(parts, corpus, ready):
-    before = {path: path.stat().st_mtime_ns for path in parts.rglob("*")}
-    assert "parts: 3 -> 4" in rejected(parts, corpus, ready, "part=1/4")
-    assert "seed: 0 -> 1" in rejected(parts, corpus, ready, "merge=true", "seed=1")
-    assert {path: path.stat().st_mtime_ns for path in parts.rglob("*")} == before
-
-
-def test_text_that_an_earlier_version_split_otherwise_is_rejected(parts, corpus, ready):
-    """Also if it is finished."""
-    now = (parts / "source.json").read_bytes()
-    for is_finished in (False, True):
-        if is_finished:
-            merged(parts, corpus, ready)
-        (parts / "source.json").write_text(json.dumps(json.loads(now) | {"split_rule": 1}))
-        assert "split_rule: 1 -> 4" in rejected(parts, corpus, ready, "merge=true")
-        (parts / "source.json").write_bytes(now)
 
 
 def test_the_error_of_one_process_is_one_line_and_stops_the_others(
@@ -375,25 +300,6 @@ def test_a_preparation_in_s3_is_that_on_disk_and_its_manifest_comes_last(
         "manifest.json",
         "part-1of1.safetensors",
     ]
-
-
-def test_an_upload_that_fails_ends_the_preparation_before_its_state_names_it(
-    bucket, corpus, ready, local
-):
-    output = bucket.location("out")
-    bucket.proxy.set(
-        Fault("status", match="PUT .*train-00002", code=403, error="AccessDenied", times=1)
-    )
-    assert "train-00002.safetensors: no permission to write" in rejected(
-        output, corpus, ready, *bucket.overrides()
-    )
-    assert "out/manifest.json" not in bucket.keys("out/")
-    if "out/part-1of1.safetensors" in bucket.keys("out/"):
-        state = PartState.from_bytes(bucket.get("out/part-1of1.safetensors"))
-        assert len(state.shards["train"]) <= 2
-    bucket.proxy.set()
-    prepare.prepare(prepare_config(output, corpus, SMALL, ready, *bucket.overrides()))
-    assert in_bucket(bucket, "out") == content(local)
 
 
 def test_a_bucket_that_may_not_be_written_to_is_rejected_before_any_work(

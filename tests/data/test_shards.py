@@ -139,16 +139,6 @@ def test_of_many_shards_a_process_maps_those_read_last(many, monkeypatch):
     assert 2 not in reader.maps and {1, 100} <= {*reader.maps}
 
 
-@pytest.mark.parametrize("memory_bytes", [10**9, 1])
-def test_of_data_beyond_memory_nothing_is_read_ahead(prepared, monkeypatch, memory_bytes):
-    monkeypatch.setattr(shard_format, "total_memory_bytes", lambda: memory_bytes)
-    reader = ShardSet(prepared, read_manifest(prepared), "train")
-    reader.rows(np.arange(4))
-    of_map = Path("/proc/self/smaps").read_text().split(str(prepared / reader.shards[0].file))[1]
-    flags = next(line for line in of_map.splitlines() if line.startswith("VmFlags"))
-    assert ("rr" in flags.split()) == (memory_bytes == 1)
-
-
 @pytest.mark.parametrize(
     "entry",
     [

@@ -16,8 +16,7 @@ import pytest
 from forks import TORCHRUN, launch, start_forked
 from rejections import rejects
 from run_results import losses
-from running import eventually, lines, run, train_here, train_overrides
-from saved_steps import cut_back
+from running import eventually, lines, run, train_here
 from services.fault_proxy import Fault
 from services.relay import relaying
 from streaming import overrides, upload, windowed
@@ -92,30 +91,6 @@ def test_a_killed_run_leaves_no_process_and_its_command_goes_on_at_once_on_other
     assert len(bucket.proxy.requests(f"^GET /{bucket.name}/.*safetensors")) == len(
         read_manifest(shards).shards
     )
-
-
-def test_lanes_are_the_same_run_on_1_2_3_and_4_ranks_from_disk_and_from_s3(
-    bucket, shards, tmp_path
-):
-    """Also where the number of ranks and the place of the data change between the steps."""
-    train_here(tmp_path / "whole", shards, "global_batch_size=12", "max_epochs=9")
-    manifest = (tmp_path / "whole/checkpoints/step_00000003/manifest.json").read_bytes()
-    assert json.loads(manifest)["progress"]["lanes"] == 12
-    location = upload(bucket, shards)
-
-    def goes_on(name, ranks, source, before=None):
-        run_dir = (
-            tmp_path / name if before is None else cut_back(tmp_path / before, tmp_path / name)
-        )
-        from_s3 = overrides(bucket, run_dir, location, "global_batch_size=12")
-        from_disk = train_overrides(run_dir, shards, "global_batch_size=12", "max_epochs=9")
-        done = run(from_s3 if source == "s3" else from_disk, ranks=ranks)
-        assert done.returncode == 0, done.stderr
-        assert losses(run_dir)[-3:] == pytest.approx(losses(tmp_path / "whole")[3:], rel=2e-5)
-
-    goes_on("four", 4, "s3")
-    goes_on("three", 3, "disk", before="four")
-    goes_on("two", 2, "s3", before="whole")
 
 
 def test_two_machines_fetch_their_parts_and_evaluate_as_one(bucket, shards, tmp_path):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from train.checkpoints.manifest import Progress
 from train.config import InputError, Plan, TrainConfig, check
 from train.data.batches.buckets import BucketEvalOrder, BucketSampler
-from train.data.batches.loader import Batch, Batches, batched, check_shared_memory, failure_of
+from train.data.batches.loader import Batch, Batches, batched, failure_of
 from train.data.shards.order import (
     WINDOW_SHARDS,
     EvalOrder,
@@ -82,11 +82,6 @@ class TrainData:
             if task.buckets is None
             else 1,  # batches drawn together must have one shape
         }
-        # with buckets, batch lengths are not known here
-        shortest = task.seq_len if task.buckets is None else 1
-        world.agree(
-            lambda: check_shared_memory(num_ranks=world.local_size, seq_len=shortest, **loading)
-        )
         micro_batches = Batches(
             task.train_data(),
             order.micro_batches(plan.micro_batch_size),

@@ -27,7 +27,7 @@ from train.data.random_bits import hash_uniform
 from train.data.shards.format import ROW_TENSORS, ShardSet
 from train.data.shards.order import PADDING
 from train.machine.torchrun import leave_signals_to_the_parent
-from train.storage.atomic_io import free_bytes, warn_once
+from train.storage.atomic_io import warn_once
 
 Batch = dict[str, Any]
 MULTI_BATCH_ROWS = 1024  # at most this many sequences,
@@ -272,33 +272,6 @@ def worker_fault() -> str:
     if len(os.fsencode(folder)) > MOST_TMPDIR:
         return f"TMPDIR={folder} is longer than {MOST_TMPDIR} bytes, too long for sockets"
     return ""
-
-
-def check_shared_memory(
-    *,
-    num_ranks: int,
-    batch_size: int,
-    seq_len: int,
-    num_workers: int,
-    prefetch: int,
-    multi_batch: int | None,
-) -> None:
-    """Raise InputError if shared memory is too small for the batches that this machine's loader processes keep ready.
-
-    Otherwise the run would fail later, when a batch does not fit. A token's id and segment take 16 bytes. The batches
-    that ranks are reading are included.
-    """
-    if not num_workers or worker_fault():
-        return
-    num_drawn = drawn_at_once(batch_size, multi_batch)
-    groups = num_workers * -(-prefetch // num_drawn) + 1
-    needed_bytes = num_ranks * groups * num_drawn * batch_size * seq_len * 16
-    available_bytes = free_bytes(SHARED_MEMORY)
-    check(
-        needed_bytes <= available_bytes,
-        f"{SHARED_MEMORY} has {available_bytes / 1e6:,.3g} MB free, but the loader processes of this machine keep "
-        f"{needed_bytes / 1e6:,.3g} MB of batches there (data.num_workers={num_workers}): {LARGER}",
-    )
 
 
 def begin_worker(worker: int) -> None:

@@ -60,9 +60,8 @@ class Rows:
 
     @staticmethod
     def concatenate(parts: list[Rows]) -> Rows:
-        return Rows(
-            **{name: np.concatenate([vars(part)[name] for part in parts]) for name in ROW_TENSORS}
-        )
+        tensors = {name: [vars(part)[name] for part in parts] for name in ROW_TENSORS}
+        return Rows(**{name: np.concatenate(each) for name, each in tensors.items()})
 
     def __getitem__(self, rows: slice) -> Rows:
         return Rows(**{name: tensor[rows] for name, tensor in vars(self).items()})
@@ -204,15 +203,12 @@ def write_manifest(folder: Folder, **fields: Any) -> DataManifest:
 
 def check_files(folder: Path, manifest: DataManifest, *, checksums: bool) -> None:
     """Raise InputError if a shard's length (with `checksums` also its sha256) or the tokenizer's sha256 is wrong."""
-    check_entries(
-        folder, {shard.file: shard.entry for shard in manifest.shards}, checksums=checksums
-    )
+    entries = {shard.file: shard.entry for shard in manifest.shards}
+    check_entries(folder, entries, checksums=checksums)
     tokenizer = folder / TOKENIZER_FILE
     check(tokenizer.is_file(), f"{tokenizer} is missing; prepare the data again")
-    check(
-        sha256_file(tokenizer) == manifest.tokenizer.sha256,
-        f"{tokenizer} is not the tokenizer that made the shards; put the original back or prepare the data again",
-    )
+    says = "is not the tokenizer that made the shards; put the original back or prepare the data again"
+    check(sha256_file(tokenizer) == manifest.tokenizer.sha256, f"{tokenizer} {says}")
 
 
 class ShardSet:
@@ -231,16 +227,14 @@ class ShardSet:
     ) -> None:
         self.folder, self.shards, self.wait = folder, manifest.splits[split], wait
         self.first_rows = np.cumsum([0, *(shard.rows for shard in self.shards)])
-        self.maps: dict[
-            int, dict[str, np.ndarray]
-        ] = {}  # at most MAPPED_SHARDS, most recently used last
+        # The tensors of the mapped shards, at most MAPPED_SHARDS, most recently used last.
+        self.maps: dict[int, dict[str, np.ndarray]] = {}
         # Reading ahead helps only if a row's neighbours are still in memory when their turn comes.
         self.reads_ahead = sum(shard.bytes for shard in self.shards) <= total_memory_bytes()
         self.seq_len, self.dtype = manifest.seq_len, np.dtype(manifest.dtype)
         self.vocab_size = manifest.tokenizer.vocab_size
-        self.layout: dict[
-            str, tuple[tuple[int, ...], np.dtype]
-        ] = {  # shape and dtype of a row in each tensor
+        # The shape and dtype of a row in each tensor.
+        self.layout: dict[str, tuple[tuple[int, ...], np.dtype]] = {
             "tokens": ((self.seq_len,), self.dtype),
             "pivot": ((), np.dtype(np.uint16)),
             "same_document": ((), np.dtype(np.uint8)),
@@ -261,34 +255,32 @@ class ShardSet:
         order = np.argsort(numbers)
         ascending = numbers[order]
         if len(numbers) and not 0 <= ascending[0] <= ascending[-1] < len(self):
-            raise IndexError(
-                f"sequences {ascending[0]} to {ascending[-1]}, but there are {len(self)}"
-            )
-        needed, firsts = np.unique(
-            np.searchsorted(self.first_rows, ascending, "right") - 1, return_index=True
-        )
-        gathered = [
-            np.empty((len(numbers), *self.layout[name][0]), self.layout[name][1]) for name in names
-        ]
+            asked = f"sequences {ascending[0]} to {ascending[-1]}"
+            raise IndexError(f"{asked}, but there are {len(self)}")
+        shard_of = np.searchsorted(self.first_rows, ascending, "right") - 1
+        needed, firsts = np.unique(shard_of, return_index=True)
+        ends = [*firsts[1:], len(numbers)]
+        layouts = [self.layout[name] for name in names]
+        gathered = [np.empty((len(numbers), *shape), dtype) for shape, dtype in layouts]
         self.open(needed.tolist())
-        for shard, first, last in zip(
-            needed.tolist(), firsts, [*firsts[1:], len(numbers)], strict=True
-        ):
-            local, tensors = ascending[first:last] - self.first_rows[shard], self.tensors(shard)
+        for shard, first, end in zip(needed.tolist(), firsts, ends, strict=True):
+            local = ascending[first:end] - self.first_rows[shard]
+            tensors = self.tensors(shard)
             for name, values in zip(names, gathered, strict=True):
                 # The mode "clip" writes directly to the output; the default mode gathers into a copy first.
-                tensors[name].take(local, 0, values[first:last], "clip")
-                if (
-                    name == "tokens"
-                    and (largest := int(values[first:last].max())) >= self.vocab_size
-                ):
-                    has = f"{self.folder / self.shards[shard].file} has token id {largest}"
-                    raise InputError(
-                        f"{has}, but its vocabulary has {self.vocab_size} tokens; prepare again"
-                    )
+                tensors[name].take(local, 0, values[first:end], "clip")
+                if name == "tokens":
+                    self.check_tokens(shard, int(values[first:end].max()))
         position = np.empty_like(order)
         position[order] = np.arange(len(order))
         return [values.take(position, 0) for values in gathered]
+
+    def check_tokens(self, number: int, largest: int) -> None:
+        """Raise InputError if the largest token of a shard's rows is not in the vocabulary."""
+        if largest >= self.vocab_size:
+            has = f"{self.folder / self.shards[number].file} has token id {largest}"
+            size = f"its vocabulary has {self.vocab_size} tokens"
+            raise InputError(f"{has}, but {size}; prepare again")
 
     def open(self, numbers: list[int]) -> None:
         """Wait until the shards with these indices are on disk, and mark those already mapped as most recently used."""
@@ -297,36 +289,33 @@ class ShardSet:
             self.maps[number] = self.maps.pop(number)
         if self.wait is None or not new:
             return
-        while (
-            self.maps
-            and not (self.folder / self.shards[oldest := next(iter(self.maps))].file).exists()
-        ):
-            if oldest in numbers:
-                break
-            # a deleted file takes space while it is mapped; the oldest are deleted first
-            del self.maps[oldest]
+        self.release(numbers)
         self.wait([self.shards[number] for number in new])
+
+    def release(self, kept: list[int]) -> None:
+        """Unmap deleted shards that are not to be `kept`: a deleted file takes space while it is mapped."""
+        # The oldest are deleted first.
+        for number in list(self.maps):
+            if number in kept or (self.folder / self.shards[number].file).exists():
+                return
+            del self.maps[number]
 
     def tensors(self, number: int) -> dict[str, np.ndarray]:
         """Return the mapped tensors of a shard on disk. Raises InputError if it does not match the manifest."""
-        if number not in self.maps:
-            path, rows = self.folder / self.shards[number].file, self.shards[number].rows
-            tensors = map_tensors(path, reads_ahead=self.reads_ahead)
-            wanted = {
-                name: ((rows, *shape), dtype) for name, (shape, dtype) in self.layout.items()
-            }
-            ok = (
-                wanted.items()
-                <= {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}.items()
-            )
-            check(
-                ok,
-                f"{path} does not have the {rows} sequences listed in the manifest; prepare again",
-            )
-            self.maps[number] = tensors
-            if len(self.maps) > MAPPED_SHARDS:
-                del self.maps[next(iter(self.maps))]
-        return self.maps[number]
+        if number in self.maps:
+            return self.maps[number]
+        shard = self.shards[number]
+        path = self.folder / shard.file
+        tensors = map_tensors(path, reads_ahead=self.reads_ahead)
+        for name, (shape, dtype) in self.layout.items():
+            values = tensors.get(name)
+            is_right = values is not None and values.shape == (shard.rows, *shape)
+            says = f"{path} does not have the {shard.rows} sequences listed in the manifest"
+            check(is_right and values.dtype == dtype, f"{says}; prepare again")
+        self.maps[number] = tensors
+        if len(self.maps) > MAPPED_SHARDS:
+            del self.maps[next(iter(self.maps))]
+        return tensors
 
 
 def map_tensors(path: Path, *, reads_ahead: bool = True) -> dict[str, np.ndarray]:
@@ -338,16 +327,16 @@ def map_tensors(path: Path, *, reads_ahead: bool = True) -> dict[str, np.ndarray
     import torch  # torch's maps need no open file, unlike Python's mmap
 
     with path.open("rb", buffering=0) as file:
-        head, file_bytes = file.read(8 + MAX_HEADER_BYTES), os.fstat(file.fileno()).st_size
+        head = file.read(8 + MAX_HEADER_BYTES)
+        file_bytes = os.fstat(file.fileno()).st_size
     tensors = {}
-    # shape and bytes may not match
+    # Shape and bytes may not match.
     with naming(f"{path} is not a shard", (ValueError,), "; prepare the data again"):
         layout, first = read_header(head)
         data = torch.from_file(str(path), size=file_bytes, dtype=torch.uint8).numpy()
         if not reads_ahead:
-            LIBC.madvise(
-                ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(data.nbytes), mmap.MADV_RANDOM
-            )
+            address, length = ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(data.nbytes)
+            LIBC.madvise(address, length, mmap.MADV_RANDOM)
         for name, stored in layout.items():
             begin, end = stored["data_offsets"]
             values = data[first + begin : first + end].view(STORED_TYPES[stored["dtype"]])
@@ -372,7 +361,10 @@ def read_header(head: bytes) -> tuple[dict[str, Stored], int]:
     if not 0 < header_bytes <= len(head) - 8:
         raise BadContent(f"the length of its header is {header_bytes} bytes")
     header = read_object(head[8 : 8 + header_bytes])
-    tensors = {name: record(Stored, header[name], name) for name in ROW_TENSORS if name in header}
-    return {
-        name: each for name, each in tensors.items() if each["dtype"] in STORED_TYPES
-    }, 8 + header_bytes
+    tensors: dict[str, Stored] = {}
+    for name in ROW_TENSORS:
+        if name in header:
+            stored: Stored = record(Stored, header[name], name)
+            if stored["dtype"] in STORED_TYPES:
+                tensors[name] = stored
+    return tensors, 8 + header_bytes
