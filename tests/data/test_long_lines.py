@@ -10,28 +10,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from running import SYLLABLES, prepare_config, write_corpus
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from running import SYLLABLES
+from tokenizers import Tokenizer
 
 from train.config import FilesCorpusConfig, InputError, RecordsConfig
 from train.data.files import text as files_text
 from train.data.files.text import MAX_LINE_CHARS, STRETCH, STRETCH_CHARS, stretches
 from train.data.records.formats import file_table
-from train.data.text import preparation
 from train.data.text.corpus import open_corpus
 from train.data.text.tokenizer import MAX_LINE_BYTES, short_lines
-from train.tools import prepare
 
-# Checksums of the shards as they were before very long lines were cut.
-RECORDED = {
-    "train": "6823d4052a53f7c189237163a1191b3ccd7c2d27640048f8f7e58d14491263e8",
-    "validation": "299f7e81041b9fe8b433037586b94289b98586fa17f2cae144bcfc95664c954a",
-}
-PIECES = ["<unk>", "[CLS]", "[SEP]", "[MASK]", "<pad>"]
-SPECIAL = dict(
-    zip(("unk_token", "cls_token", "sep_token", "mask_token", "pad_token"), PIECES, strict=True)
-)
 SQUAD = """{{"data": [{{"paragraphs": [{{"context": "{}", "qas": ["""
 SQUAD += """{{"id": "1", "question": "a", "answers": []}}]}}]}}]}}"""
 
@@ -60,31 +48,6 @@ def lines_as_before(line: str) -> list[str]:
         result.append(head)
         line = line[len(head) :].lstrip()
     return result
-
-
-def test_ordinary_text_gives_the_same_shards_as_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # documents are held out by their hash alone
-    monkeypatch.setattr(preparation, "MOST_WEIGHED_CHARS", 0)
-    pieces = [*PIECES, *SYLLABLES, *(f"##{syllable}" for syllable in SYLLABLES), "."]
-    model = models.WordPiece(
-        {piece: number for number, piece in enumerate(pieces)}, unk_token="<unk>"
-    )
-    backend = Tokenizer(model)
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL).save_pretrained(
-        tmp_path / "tokenizer"
-    )
-    text = write_corpus(tmp_path / "text.txt").read_text()
-    line = " ".join(text.split()) * 20
-    assert 0.8 * MAX_LINE_CHARS < len(line) < MAX_LINE_CHARS
-    (tmp_path / "text.txt").write_text(f"{text}\n\n{line}\n\n{text[:500]}")
-    ready = f"tokenizer.pretrained={tmp_path / 'tokenizer'}"
-    given = (tmp_path / "text.txt", ready, "validation_fraction=0.2")
-    manifest = prepare.prepare(prepare_config(tmp_path / "out", *given))
-    assert manifest is not None
-    assert {split: shard.sha256 for split, (shard,) in manifest.splits.items()} == RECORDED
 
 
 @pytest.mark.parametrize("alphabet", ["ab ", "a", "é日😀 ", "ab\x1c  "])

@@ -113,34 +113,6 @@ def test_the_computed_permutation_is_one_for_every_size_and_another_for_another_
     assert len(np.unique(one)) == len(some) and one.max() < large and (one == other).sum() < 5
 
 
-def chi_squared(counts):
-    """Standard deviations by which equally likely counts differ from their mean."""
-    freedom = counts.size - 1
-    return (((counts - counts.mean()) ** 2 / counts.mean()).sum() - freedom) / np.sqrt(2 * freedom)
-
-
-@pytest.mark.parametrize(("size", "number"), [(5, 4000), (30, 4000), (100, 2000), (5000, 20)])
-def test_positions_neighbours_and_pairs_of_the_computed_permutation_are_as_those_of_a_random_one(
-    size, number
-):
-    keys = hash_bits(7, np.arange(number))
-    positions = np.tile(np.arange(size, dtype=np.uint64), number)
-    drawn = permuted(
-        positions, np.full(size * number, size, np.uint64), np.repeat(keys, size)
-    ).astype(int)
-    drawn = drawn.reshape(number, size)
-    steps_between = np.bincount((np.diff(drawn, axis=1) % size).ravel(), minlength=size)[1:]
-    cells = drawn * 5 // size  # of five, in each of the five parts of the order
-    places = np.broadcast_to(np.arange(size) * 5 // size, drawn.shape)
-    assert abs(chi_squared(steps_between)) < 5
-    assert chi_squared(np.bincount((places * 5 + cells).ravel(), minlength=25)) < 5
-    if size <= 30:
-        pairs = np.bincount(drawn[:, 0] * size + drawn[:, 1], minlength=size**2).reshape(
-            size, size
-        )
-        assert abs(chi_squared(pairs[~np.eye(size, dtype=bool)])) < 5
-
-
 @pytest.mark.parametrize("kind", LANES, ids=str)
 def test_a_batch_takes_turns_over_the_lanes_and_a_window_shuffles_the_sequences_of_its_shards(
     kind,

@@ -240,7 +240,8 @@ def shown(what: str, total_bytes: int | None) -> Iterator[Report]:
     bar = tqdm(
         total=total_bytes, unit="B", unit_scale=True, desc=what, disable=None, mininterval=0.5
     )
-    tokens, began = 0, time.perf_counter()
+    tokens = 0
+    began = time.perf_counter()
 
     def report(num_bytes: int, num_tokens: int) -> None:
         nonlocal tokens
@@ -328,7 +329,8 @@ def vocabulary_of(
     from train.data.text import tokenizer as tokenizers
 
     if folder.size(tokenizers.PUBLISHED) is None:
-        own, sample = cfg.tokenizer, Sample()
+        own = cfg.tokenizer
+        sample = Sample()
         if own.pretrained is not None:
             made = tokenizers.load_tokenizer(own.pretrained)
             tokenizers.add_tokens(made, own.add_tokens)
@@ -370,8 +372,10 @@ def training_texts(cfg: PrepareConfig, corpus: Corpus, held_out: HeldOut) -> Ite
     A larger corpus is read in SAMPLED_PARTS places or, if it is not seekable, as a random sample of documents. If its
     size is unknown, all documents are yielded, but the trainer reads only the first tokenizer.train_bytes.
     """
-    wanted, total = cfg.tokenizer.train_bytes, corpus.total_bytes
-    share, parts = 1.0, [WHOLE]
+    wanted = cfg.tokenizer.train_bytes
+    total = corpus.total_bytes
+    share = 1.0
+    parts = [WHOLE]
     if total is not None and total > wanted:
         if corpus.seekable:
             count = SAMPLED_PARTS * total // wanted
@@ -379,7 +383,8 @@ def training_texts(cfg: PrepareConfig, corpus: Corpus, held_out: HeldOut) -> Ite
             parts = [CorpusPart(index, count) for index in indices]
         else:
             share = wanted / total
-    num_documents, num_given = 0, 0
+    num_documents = 0
+    num_given = 0
     with shown("reading text for the tokenizer", total) as report:
         for part in parts:
             for document in corpus.documents(part):

@@ -123,21 +123,18 @@ class ShardCache:
     def check_windows(self, order: ShardSampler) -> None:
         """Raise InputError if the cache is too small for the windows of `order`."""
         limit_bytes = self.limit_bytes()
-        part_bytes = self.part_bytes(order)
-        if part_bytes <= limit_bytes:
+        if self.part_bytes(order) <= limit_bytes:
             return
+        windows = f"windows of {order.window_shards} shards per lane"
         check(
             order.window_rows >= order.global_batch_size,
-            f"a batch has {order.global_batch_size} sequences, more than a window of {order.window_shards} shards per "
-            f"lane ({order.window_rows} in {order.lanes.number} lanes); raise data.cache_gb",
+            f"a batch has {order.global_batch_size} sequences, more than {windows} ({order.window_rows}); raise "
+            "data.cache_gb",
         )
-        of_lane = (WINDOWS_HELD * order.window_shards + cut_shards(order)) * self.largest_bytes
-        needed = min(part_bytes, self.eval_bytes(order) + len(order.lanes_here) * of_lane)
         check(
-            needed <= limit_bytes,
-            f"the cache may use {limit_bytes / 1e9:.3g} GB, but windows of {order.window_shards} shards per lane need "
-            f"{needed / 1e9:.3g} GB in {len(order.lanes_here)} lanes; raise data.cache_gb or choose another "
-            "data.cache_dir",
+            self.window_shards(order) >= order.window_shards,
+            f"the cache may use {limit_bytes / 1e9:.3g} GB, too little for {windows} in {len(order.lanes_here)} lanes; "
+            "raise data.cache_gb or choose another data.cache_dir",
         )
 
     def check_space(self, shards: Sequence[Shard]) -> None:

@@ -32,11 +32,7 @@ WINDOW_SHARDS = 256  # shards shuffled together over all lanes; a resume may fir
 MOST_FETCHED = 1.1
 ROUNDS = 12  # rounds of the permutation; with 8, the order of 12 sequences still differs measurably from a random one
 # coordinates after the seed (random_bits.py)
-LANE_STREAM, SHARD_STREAM, ROW_STREAM = (
-    2**21,
-    2**21 + 1,
-    2**21 + 2,
-)
+LANE_STREAM, SHARD_STREAM, ROW_STREAM = range(2**21, 2**21 + 3)
 
 
 def lanes_of(global_batch_size: int, most: int) -> int:
@@ -69,9 +65,8 @@ def permuted(positions: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.nda
             line, column = moved[left] // wide, moved[left] % wide
             for number in range(ROUNDS):
                 fixed, modulus = (line, wide) if number % 2 == 0 else (column, tall)
-                offset = (
-                    (hash_bits(fixed, state=bits + np.uint64(number)) >> half) * modulus
-                ) >> half
+                drawn = hash_bits(fixed, state=bits + np.uint64(number)) >> half
+                offset = (drawn * modulus) >> half
                 if number % 2 == 0:
                     column = column + offset
                     column = np.where(column >= wide, column - wide, column)
@@ -120,22 +115,18 @@ class EpochOrder:
     """The order of one epoch. It stores a few numbers per shard, however many sequences the shard has."""
 
     def __init__(self, lanes: Lanes, *, batch_size: int, window_shards: int, epoch: int) -> None:
-        # `each`: rows of each lane in a batch
-        self.lanes, self.each = (
-            lanes,
-            batch_size // lanes.number,
-        )
+        self.lanes = lanes
+        self.each = batch_size // lanes.number  # rows of each lane in a batch
         bits = hash_bits(lanes.seed, SHARD_STREAM, epoch, np.arange(len(lanes.piece_rows)))
         self.pieces = np.lexsort((bits, lanes.piece_lanes))
-        rows, lane = lanes.piece_rows[self.pieces], lanes.piece_lanes[self.pieces]
-        # ends and starts are "places": indices into the rows of all lanes
+        rows = lanes.piece_rows[self.pieces]
+        lane = lanes.piece_lanes[self.pieces]
+        # Ends and starts are "places": indices into the rows of all lanes.
         self.piece_ends = np.cumsum(rows)
         self.piece_starts = self.piece_ends - rows
-        sizes = [
-            size
-            for num in np.bincount(lane).tolist()
-            for size in window_sizes(num, window_shards, epoch)
-        ]
+        sizes: list[int] = []
+        for num_pieces in np.bincount(lane).tolist():
+            sizes += window_sizes(num_pieces, window_shards, epoch)
         self.piece_windows = np.repeat(np.arange(len(sizes)), sizes)
         first_pieces = np.cumsum([0, *sizes])
         self.window_starts = self.piece_starts[first_pieces[:-1]]
@@ -146,37 +137,32 @@ class EpochOrder:
     def rows(self, first_step: int, last_step: int, slots: np.ndarray) -> np.ndarray:
         """Return [steps, slots] int64: the sequences in these slots of the batches [first_step, last_step)."""
         lane, number = np.divmod(slots, self.each)
-        places = (
-            self.lanes.starts[lane]
-            + number
-            + np.arange(first_step, last_step)[:, None] * self.each
-        )
-        window = np.searchsorted(self.window_starts, places.ravel(), side="right") - 1
+        steps = np.arange(first_step, last_step)[:, None]
+        places = self.lanes.starts[lane] + number + steps * self.each
+        place = places.ravel()
+        window = np.searchsorted(self.window_starts, place, side="right") - 1
         starts = self.window_starts[window]
         sizes = (self.window_ends[window] - starts).astype(np.uint64)
-        moved = permuted(
-            (places.ravel() - starts).astype(np.uint64), sizes, self.window_keys[window]
-        )
+        positions = (place - starts).astype(np.uint64)
+        moved = permuted(positions, sizes, self.window_keys[window])
         shuffled = moved.astype(np.int64) + starts
         piece = np.searchsorted(self.piece_ends, shuffled, side="right")
-        return (
-            self.lanes.piece_firsts[self.pieces[piece]] + shuffled - self.piece_starts[piece]
-        ).reshape(places.shape)
+        first_rows = self.lanes.piece_firsts[self.pieces[piece]]
+        return (first_rows + shuffled - self.piece_starts[piece]).reshape(places.shape)
 
     def shards_from(self, step: int, lanes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the shards of the windows that `step` reads in these lanes, and of later windows (in order of use)."""
-        # rows before the window in its lane
-        begins = self.window_starts - self.lanes.starts[self.window_lanes]
-        is_left = np.isin(self.window_lanes, lanes) & (
-            self.window_ends - self.lanes.starts[self.window_lanes] > step * self.each
-        )
+        # Places within the lane.
+        lane_starts = self.lanes.starts[self.window_lanes]
+        begins = self.window_starts - lane_starts
+        ends = self.window_ends - lane_starts
+        is_left = np.isin(self.window_lanes, lanes) & (ends > step * self.each)
         is_now = is_left & (begins < (step + 1) * self.each)
-        begins, is_later = begins[self.piece_windows], (is_left & ~is_now)[self.piece_windows]
+        is_later = is_left & ~is_now
         shards = self.lanes.piece_shards[self.pieces]
-        later = np.flatnonzero(is_later)
-        return shards[is_now[self.piece_windows]], shards[
-            later[np.argsort(begins[later], kind="stable")]
-        ]
+        later = np.flatnonzero(is_later[self.piece_windows])
+        in_order = np.argsort(begins[self.piece_windows][later], kind="stable")
+        return shards[is_now[self.piece_windows]], shards[later[in_order]]
 
 
 class ShardSampler:
@@ -205,17 +191,16 @@ class ShardSampler:
         `window_shards`: how many shards of each lane are shuffled together; None: WINDOW_SHARDS over all lanes.
         `eval_shards`: the validation shards that the machine reads; None: all.
         """
-        self.shard_rows, self.seed, self.global_batch_size = (
-            list(shard_rows),
-            seed,
-            global_batch_size,
-        )
-        self.rows, self.world_size = sum(shard_rows), world_size
+        self.shard_rows = list(shard_rows)
+        self.seed = seed
+        self.global_batch_size = global_batch_size
+        self.world_size = world_size
+        self.rows = sum(shard_rows)
         self.steps = self.rows // global_batch_size  # steps per epoch
-        self.consumed_rows, self.eval_shards = consumed_rows, eval_shards
-        self.lanes = Lanes(
-            self.shard_rows, lanes or lanes_of(global_batch_size, len(self.shard_rows)), seed=seed
-        )
+        self.consumed_rows = consumed_rows
+        self.eval_shards = eval_shards
+        num_lanes = lanes or lanes_of(global_batch_size, len(self.shard_rows))
+        self.lanes = Lanes(self.shard_rows, num_lanes, seed=seed)
         self.window_shards = window_shards or window_of_lane(WINDOW_SHARDS, self.lanes.number)
         self.slots = self.slots_of(rank)
         self.lanes_here = self.lanes_of([rank] if machine_ranks is None else machine_ranks)
@@ -269,14 +254,13 @@ class ShardSampler:
         while True:
             order = self.epoch_order(epoch)
             for first in range(start, self.steps, together):
-                rows = (
-                    order.rows(first, min(first + together, self.steps), self.slots)
-                    + epoch * self.rows
-                )
+                last = min(first + together, self.steps)
+                rows = order.rows(first, last, self.slots) + epoch * self.rows
                 for mine in rows:  # one step each
                     for low in range(0, len(mine), size):
                         yield mine[low : low + size]
-            epoch, start = epoch + 1, 0
+            epoch += 1
+            start = 0
 
     def upcoming_shards(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the shards that this machine reads now, and those for the rest of this epoch and the next."""
@@ -308,14 +292,13 @@ def eval_shards(
     `sample` [n]: the rows that are evaluated, ascending. `num_shown`: how many of them, evenly spaced, rank 0 reads for
     the report.
     """
-    # row 0: see MaskedRows.last_item
+    # A rank without a part reads row 0: see MaskedRows.last_item.
     own = [eval_part(len(sample), rank, world_size) or range(1) for rank in ranks]
     parts = [sample[part.start : part.stop] for part in own]
     if 0 in ranks:
         parts.append(sample[spread(len(sample), num_shown)])
-    return np.unique(
-        np.searchsorted(np.cumsum(shard_rows), np.concatenate(parts), side="right")
-    ).tolist()
+    shards = np.searchsorted(np.cumsum(shard_rows), np.concatenate(parts), side="right")
+    return np.unique(shards).tolist()
 
 
 def spread(num_rows: int, most: int) -> np.ndarray:

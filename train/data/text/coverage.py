@@ -36,7 +36,8 @@ class Sample:
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
-        self.seen, self.every = 0, 1
+        self.seen = 0
+        self.every = 1
 
     def watched(self, texts: Iterable[str]) -> Iterator[str]:
         """Yield the texts, and sample them."""
@@ -46,7 +47,8 @@ class Sample:
                     self.pieces.append(text[start : start + SAMPLED_CHARS])
                 self.seen += 1
                 if len(self.pieces) == MOST_SAMPLES:
-                    self.pieces, self.every = self.pieces[::2], self.every * 2
+                    self.pieces = self.pieces[::2]
+                    self.every *= 2
             yield text
 
     def take(self, texts: Iterable[str]) -> None:
@@ -59,7 +61,8 @@ def changed_by(tokenizer: Tokenizer, texts: Iterable[str]) -> str:
     """Return a phrase about characters that normalisation changes other than in case, as accents; "" if few are."""
     if tokenizer.normalizer is None:
         return ""
-    num_chars, num_changed = 0, 0
+    num_chars = 0
+    num_changed = 0
     examples: Counter[tuple[str, str]] = Counter()
     words = Counter(word for text in texts for word in text.split())
     for word, times in words.items():

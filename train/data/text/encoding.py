@@ -87,7 +87,8 @@ def chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
         size += len(document.text)
         if size >= CHUNK_CHARS:
             yield chunk
-            chunk, size = [], 0
+            chunk = []
+            size = 0
     if chunk:
         yield chunk
 
@@ -96,9 +97,10 @@ def encode(
     documents: list[Document], tokenizer: Tokenizer, is_text: np.ndarray, *, is_dropping: bool
 ) -> Encoded:
     """Encode documents. `is_text` [vocab] bool: the pieces to keep; `is_dropping`: the result of `coverage.drops`."""
-    texts, missing = [document.text for document in documents], 0
+    texts = [document.text for document in documents]
+    missing = 0
     if is_dropping:
-        # slower, but has offsets
+        # This is slower, but has offsets.
         encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
         missing = num_dropped(texts, encodings)
     else:
@@ -110,7 +112,8 @@ def encode(
     if not keep.all():
         before = np.concatenate([[0], np.cumsum(keep)])
         ends = np.cumsum(lengths)
-        tokens, lengths = tokens[keep], before[ends] - before[ends - lengths]
+        lengths = before[ends] - before[ends - lengths]
+        tokens = tokens[keep]
     return Encoded(documents, tokens, lengths, missing)
 
 

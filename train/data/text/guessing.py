@@ -27,15 +27,8 @@ def neighbour_accuracy(
     The table predicts the token that is most frequent in training data between the same two tokens, else after the same
     token, else anywhere. It sees both neighbours, even where a model would see a mask.
     """
-    train, validation = (
-        first_tokens(folder, splits[split][0]) for split in ("train", "validation")
-    )
-    left, token, right = (part.ravel() for part in (train[:, :-2], train[:, 1:-1], train[:, 2:]))
-    asked = [part.ravel() for part in (validation[:, :-2], validation[:, 1:-1], validation[:, 2:])]
-    kept = ~np.isin(asked[1], info.special_ids)
-    before, truth, after = (part[kept] for part in asked)
-    may_be = ~np.isin(token, info.special_ids)
-    left, token, right = left[may_be], token[may_be], right[may_be]
+    left, token, right = neighbours(first_tokens(folder, splits["train"][0]), info)
+    before, truth, after = neighbours(first_tokens(folder, splits["validation"][0]), info)
     if not len(truth) or not len(token):
         return 0.0
     size = info.vocab_size
@@ -45,6 +38,12 @@ def neighbour_accuracy(
         place = np.searchsorted(known, wanted).clip(max=len(known) - 1)
         guess = np.where(known[place] == wanted, best[place], guess)
     return round(float((guess == truth).mean()), 6)
+
+
+def neighbours(rows: np.ndarray, info: TokenizerInfo) -> list[np.ndarray]:
+    """Return, for each token of `rows` that is not special: the token before it, itself, and the token after it."""
+    kept = ~np.isin(rows[:, 1:-1], info.special_ids)
+    return [part[kept] for part in (rows[:, :-2], rows[:, 1:-1], rows[:, 2:])]
 
 
 def first_tokens(folder: Folder, shard: Shard) -> np.ndarray:

@@ -73,26 +73,26 @@ class Packer:
     def _assemble(
         self, stream: np.ndarray, starts: np.ndarray, cuts: np.ndarray, at_end: np.ndarray
     ) -> Rows:
-        num_rows, length = len(starts), self.seq_len - 3
-        offset = np.arange(length + 1)  # of text tokens and the middle [SEP], from the start of A
-        if num_rows:
-            text = stream[np.minimum(starts[:, None] + offset, len(stream) - 1)]
-            rows = self.next_row + np.arange(num_rows)
-            drawn = 1 + (hash_uniform(self.seed, rows[:, None], 0)[:, 0] * (length - 1)).astype(
-                np.int64
-            )
-            is_start = self.word_start[text] & (offset >= drawn[:, None]) & (offset < length)
-            drawn = np.where(is_start.any(1), is_start.argmax(1), drawn)
-            cuts = np.where(at_end, cuts, drawn)
+        num_rows = len(starts)
+        length = self.seq_len - 3
+        tokens = np.empty((num_rows, self.seq_len), self.dtype)
+        if num_rows == 0:
+            return Rows(tokens, np.empty(0, np.uint16), np.empty(0, np.uint8))
+        # Positions of text tokens and the middle [SEP], from the start of A.
+        offset = np.arange(length + 1)
+        text = stream[np.minimum(starts[:, None] + offset, len(stream) - 1)]
+        rows = self.next_row + np.arange(num_rows)
+        shares = hash_uniform(self.seed, rows[:, None], 0)[:, 0]
+        drawn = 1 + (shares * (length - 1)).astype(np.int64)
+        is_start = self.word_start[text] & (offset >= drawn[:, None]) & (offset < length)
+        drawn = np.where(is_start.any(1), is_start.argmax(1), drawn)
+        cuts = np.where(at_end, cuts, drawn)
         # In a sequence without a document end, the middle [SEP] is inserted, so the tokens after it move by one.
         moved = (offset > cuts[:, None]) & ~at_end[:, None]
-        body = (
-            stream[starts[:, None] + offset - moved]
-            if num_rows
-            else np.empty((0, length + 1), np.int32)
-        )
+        body = stream[starts[:, None] + offset - moved]
         body[np.arange(num_rows), cuts] = self.sep_id
-        tokens = np.empty((num_rows, self.seq_len), self.dtype)
-        tokens[:, 0], tokens[:, 1:-1], tokens[:, -1] = self.cls_id, body, self.sep_id
+        tokens[:, 0] = self.cls_id
+        tokens[:, 1:-1] = body
+        tokens[:, -1] = self.sep_id
         self.next_row += num_rows
         return Rows(tokens, (cuts + 2).astype(np.uint16), (~at_end).astype(np.uint8))

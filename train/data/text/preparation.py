@@ -255,7 +255,8 @@ class Preparation:
 
     def flush(self, *, finished: bool) -> None:
         """Write the pending sequences that fill whole shards (all of them if `finished`), then the state."""
-        size, arrays = self.rows_per_shard, {"token_counts": self.token_counts}
+        size = self.rows_per_shard
+        arrays = {"token_counts": self.token_counts}
         for split, parts in self.pending.items():
             rows = Rows.concatenate(parts)
             whole = len(rows) if finished else len(rows) // size * size

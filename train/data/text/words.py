@@ -31,10 +31,8 @@ def word_edges(folder: Path) -> WordEdges:
     )
 
     tokenizer = open_tokenizer(folder)
-    begins, pieces = (
-        starts_of(tokenizer),
-        [tokenizer.id_to_token(i) or "" for i in range(tokenizer.get_vocab_size())],
-    )
+    begins = starts_of(tokenizer)
+    pieces = [tokenizer.id_to_token(i) or "" for i in range(tokenizer.get_vocab_size())]
     model, splitter = json.loads(tokenizer.to_str())["model"], tokenizer.pre_tokenizer
     if model["type"] == "WordLevel":
         return WordEdges(np.ones_like(begins), np.zeros_like(begins))
