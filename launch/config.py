@@ -8,14 +8,8 @@ from typing import ClassVar
 
 from train.config import InstanceConfig, Section, check, setting
 
-OLD_GPUS = {
-    "p3": "V100s",
-    "p2": "K80s",
-    "g3": "M60s",
-}  # EC2 instance families that our images do not support
-INSTANCE_TYPE = (
-    r"[a-z][a-z0-9-]*\.[a-z0-9-]+"  # the form of an EC2 instance type, such as trn1.32xlarge
-)
+# The form of an EC2 instance type, such as trn1.32xlarge.
+INSTANCE_TYPE = r"[a-z][a-z0-9-]*\.[a-z0-9-]+"
 
 
 @dataclass(kw_only=True)
@@ -23,12 +17,8 @@ class ClusterConfig(Section, prefix="cluster."):
     """Settings of the scheduler that provides the machines. Other code tests the class variables, never `kind`."""
 
     is_here: ClassVar[bool] = False  # whether the job runs on this machine
-    signals_ranks: ClassVar[bool] = (
-        False  # whether a SIGTERM to ranks alone means that machines are taken away
-    )
-    finds_types: ClassVar[bool] = (
-        False  # whether the scheduler knows machine types that conf/instance does not list
-    )
+    # Whether a SIGTERM to ranks alone means that machines are taken away.
+    signals_ranks: ClassVar[bool] = False
     has_check: ClassVar[bool] = False  # whether check=true is supported
     shares_disks: ClassVar[bool] = True  # whether the machines see the folders of this one
 
@@ -60,9 +50,6 @@ class LaunchConfig(Section):
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     instance: InstanceConfig = field(default_factory=InstanceConfig)
     nodes: int = setting(1, least=1, most=4096)  # The number of machines.
-    spares: int = setting(
-        0, least=0
-    )  # The number of extra machines that can replace those that fail the preflight.
     processes_per_node: int | None = setting(
         None, above=0, most=1024
     )  # The number of ranks per machine; None
@@ -82,26 +69,13 @@ class LaunchConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         check(self.prepare or self.parts is None, "parts needs prepare=true")
-        is_local = self.cluster.is_here
         check(
-            not is_local or (self.nodes == 1 and self.spares == 0),
-            f"cluster=local uses only this machine, not {self.nodes + self.spares}; choose cluster=slurm or "
-            "cluster=ec2",
-        )
-        gpus = OLD_GPUS.get(self.instance.name[:2])
-        check(
-            is_local or gpus is None,
-            f"instance={self.instance.name} has {gpus}, which neither our image's open driver nor CUDA 13 (used by "
-            "current PyTorch builds) supports; ParallelCluster has rejected p3 since 3.9. Use g6.12xlarge, "
-            "g6e.12xlarge or p4d.24xlarge",
+            self.nodes == 1 or not self.cluster.is_here,
+            f"cluster=local uses only this machine, not {self.nodes}; choose cluster=slurm or cluster=ec2",
         )
         check(
             not self.check or self.cluster.has_check,
             "check=true is for cluster=ec2; plans for Slurm always ask it",
-        )
-        check(
-            self.spares == 0 or self.cluster.gate,
-            f"spares={self.spares} can only replace machines that fail the preflight: set cluster.gate=true",
         )
 
     @property
