@@ -81,7 +81,7 @@ class Scheduler(spec.Scheduler):
         if ended is not None:
             said = f"{ended.outcome}, {ended.reason}"
             code = CODES.get(ended.outcome, FAILED)
-        say(f"{record.run_dir}: {said}; python -m launch status {record.run_dir} shows more")
+        say(f"{record.run_dir}: {said}; baretrain launch status {record.run_dir} shows more")
         return code
 
     def state(self, record: Record, handle: Handle) -> State:
@@ -125,7 +125,7 @@ def supervisor(job: Job, record: Record) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     purpose = (
-        "Supervise a job on this machine. python -m launch cluster=local starts this program."
+        "Supervise a job on this machine. baretrain launch cluster=local starts this program."
     )
     parser = command_parser("launch.local", purpose, examples=("runs/mine",))
     parser.add_argument("run", help="run folder")

@@ -187,7 +187,7 @@ def show(record: Record, wanted: Wanted) -> None:
     printer = Printer(record, wanted)
     printer.show_new(record.history(), is_over=True)
     if not printer.logs:
-        no_logs = f"there are no logs yet; python -m launch status {record.run_dir} shows what the job is waiting for"
+        no_logs = f"there are no logs yet; baretrain launch status {record.run_dir} shows what the job is waiting for"
         say(no_logs, file=sys.stderr)
 
 

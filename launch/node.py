@@ -1,8 +1,8 @@
 """The program that a scheduler starts on each machine of a job: `python -m launch.node COMMAND RUN ...`.
 
 train         runs torchrun with the trainer, from the code of the job
-preflight     runs train.doctor and writes its answer into the record
-collectives   runs train.doctor --collectives under torchrun, over all machines
+preflight     runs baretrain doctor and writes its answer into the record
+collectives   runs baretrain doctor --collectives under torchrun, over all machines
 prepare       prepares one part of a corpus or, with --merge, writes the manifest of all parts
 """
 
@@ -29,7 +29,7 @@ from train.storage.atomic_io import make_alike, open_alike
 from train.storage.folders import canonical_json
 from train.storage.schema import FileName
 
-DOCTOR_S = 300.0  # time limit of train.doctor, which takes seconds
+DOCTOR_S = 300.0  # time limit of baretrain doctor, which takes seconds
 # Time limits of commands: one machine must not delay all others.
 LIMITS_S = {"preflight": DOCTOR_S + 60, "collectives": 1800.0}
 # Ports at which machines join, all below those that Linux assigns to clients.
@@ -42,7 +42,7 @@ PREFLIGHT = "gate/{}/{}.json"
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser(
         "launch.node",
-        "Run one machine's part of a job. Schedulers start this; people use python -m launch.",
+        "Run one machine's part of a job. Schedulers start this; people use baretrain launch.",
         examples=("train runs/mine --hosts n1,n2 --address 10.0.0.1 --port 29500 --attempt 1",),
     )
     parser.add_argument("command", choices=COMMANDS)
@@ -201,7 +201,7 @@ def preflight(node: Node) -> int:
         output.seek(0)
         answer = output.read()
     if exit_code == processes.TIMED_OUT or not answer:
-        # train.doctor may have hung on a driver or a file system.
+        # baretrain doctor may have hung on a driver or a file system.
         fault = f"train.doctor ended with exit code {exit_code}; its time limit is {DOCTOR_S:g} s"
         answer = canonical_json({"ok": False, "fault": fault})
     node.answer(answer)

@@ -1,4 +1,4 @@
-"""The preflight: train.doctor on each machine, then collectives over all of them. It names the machines that fail."""
+"""The preflight: baretrain doctor on each machine, then collectives over all of them. It names the machines that fail."""
 
 from __future__ import annotations
 

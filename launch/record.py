@@ -69,7 +69,7 @@ class Job:
     id: FileName  # name of the run folder, with a checksum of settings and code
     kind: str  # train | prepare
     run_dir: str  # the run folder, or a preparation's output folder
-    overrides: list[str]  # settings of train or train.prepare
+    overrides: list[str]  # settings of train or baretrain prepare
     config_sha256: Sha256  # checksum of the resolved settings
     python: str  # path of the interpreter on the nodes
     folder: str  # the working folder at submission, to which relative paths in the settings refer
@@ -296,7 +296,7 @@ class Record:
             content = self.folder.read(JOB)
         except FileNotFoundError:
             raise InputError(
-                f"{self.run_dir} was not launched: {self.location}/{JOB} is missing; python -m launch list shows the "
+                f"{self.run_dir} was not launched: {self.location}/{JOB} is missing; baretrain launch list shows the "
                 "launched runs"
             ) from None
         found = sha256_bytes(content)

@@ -33,9 +33,8 @@ class RunProgress:
     loss: float | None = None
     tokens_per_s: float | None = None
     mfu: float | None = None
-    goodput: float | None = (
-        None  # share of the time since the first start spent in steps that were not lost
-    )
+    # share of the time since the first start spent in steps that were not lost
+    goodput: float | None = None
     cost_usd: float | None = None  # cost of all attempts, up to the last line
     evaluated_step: int | None = None
     scores: dict[str, float] = field(default_factory=dict)

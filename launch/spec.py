@@ -22,9 +22,8 @@ class State:
     is_active: bool | None = None
     text: str = ""  # the state in the scheduler's terms, such as "PENDING (Resources)"
     nodes: list[str] = field(default_factory=list)
-    outcome: str = (
-        ""  # cancelled | failed; empty if the job is active or the scheduler reports neither
-    )
+    # cancelled | failed; empty if the job is active or the scheduler reports neither
+    outcome: str = ""
     scheduler: str = ""
     failure: str = ""  # why the scheduler did not answer; empty if it did
 

@@ -156,7 +156,7 @@ def of_job(status: Status) -> list[tuple[str, str]]:
         asked = f"{history.request.what}, {shown_moment(history.request.time_unix_s)}"
         rows.append(("asked for", asked))
     if status.state == "vanished":
-        rows.append(("resume", f"python -m launch resume {status.run_dir} continues it"))
+        rows.append(("resume", f"baretrain launch resume {status.run_dir} continues it"))
     return rows
 
 

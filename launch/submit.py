@@ -74,7 +74,7 @@ def claim(record: Record, job: Job, number: int) -> Submission:
     submission = record.claim(number, job.scheduler, job.nodes)
     if submission is None:
         raise InputError(
-            f"another launch of {record.run_dir} came first: see python -m launch status {record.run_dir}"
+            f"another launch of {record.run_dir} came first: see baretrain launch status {record.run_dir}"
         )
     return submission
 
@@ -114,7 +114,7 @@ def check_idle(record: Record) -> int:
     state = scheduler(last.scheduler).state(record, last.handle)
     check(
         not state.is_active,
-        f"{record.run_dir} has a job: {state.text}; watch it (python -m launch status {record.run_dir}) or stop it "
-        f"first (python -m launch stop {record.run_dir})",
+        f"{record.run_dir} has a job: {state.text}; watch it (baretrain launch status {record.run_dir}) or stop it "
+        f"first (baretrain launch stop {record.run_dir})",
     )
     return number

@@ -28,9 +28,8 @@ CODES = {"done": DONE, "stopped": STOPPED, "failed": FAILED, "refused": REJECTED
 # Kinds of stops (train/run/stopping.py). KILLED: torchrun got a signal or died. TAKEN_BACK: machines may be lost.
 KILLED = "SIGTERM"
 TAKEN_BACK = (KILLED, "spot_notice", "scheduled_event", "capacity_block")
-IDLE_ATTEMPTS = (
-    2  # number of attempts in a row without a new checkpoint after which a run is given up
-)
+# number of attempts in a row without a new checkpoint after which a run is given up
+IDLE_ATTEMPTS = 2
 RETRIES_S = 900.0  # how long to retry S3 or Slurm, whose outages may be long
 ASKS_S = 5.0  # pause between two tries
 PAUSE_S = 5.0  # pause between two attempts, during which a failed service may recover
@@ -106,7 +105,7 @@ def decide(
 
 
 def prepared(code: int, what: str) -> Decision:
-    """Return the decision after a preparation, or a part of one, from the exit code of train.prepare."""
+    """Return the decision after a preparation, or a part of one, from the exit code of baretrain prepare."""
     outcome = {DONE: "done", REJECTED: "refused"}.get(code, "failed")
     log = "; see its log" if code else ""
     return Decision(END, outcome, f"{what} ended with exit code {code}{log}")

@@ -1,4 +1,4 @@
-"""The commands `python -m launch clean | iam` for EC2. boto3 is imported only when a command needs it."""
+"""The commands `baretrain launch clean | iam` for EC2. boto3 is imported only when a command needs it."""
 
 from __future__ import annotations
 

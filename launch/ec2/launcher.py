@@ -29,10 +29,11 @@ from train.storage.aws_errors import BadCredentials, Rejected
 from train.storage.schema import read_object, read_yaml
 
 POLL_S = 20.0
+# first and longest pause between rounds over all subnets, and between tries of a call
 FIRST_S, MOST_S = (
     10.0,
     300.0,
-)  # first and longest pause between rounds over all subnets, and between tries of a call
+)
 LEAVE_S = 180.0  # time for machines to upload their logs and shut down, once the run has ended
 VISIBLE_S = 10.0  # time for EC2 to recognise a new group
 FAILED_START = "ec2/failed/{}.json"  # the reason why a machine could not start, see boot.sh
@@ -177,10 +178,11 @@ class Launcher:
                 self.answered(call, error=error.code)
                 raise
             except Unreachable as error:
+                # shown by the status command
                 call.error, call.sent_unix_s = (
                     str(error),
                     time.time(),
-                )  # shown by the status command
+                )
                 call.write(self.record)
                 raise
 
@@ -210,7 +212,7 @@ class Launcher:
                     cure = (
                         ""
                         if self.is_training
-                        else f"; python -m launch resume {self.record.run_dir} asks again"
+                        else f"; baretrain launch resume {self.record.run_dir} asks again"
                     )
                     waited = f"waited {shown_duration(waited_s)} (cluster.max_wait_s)"
                     raise kind(f"{error}; {waited}{cure}") from error
@@ -244,10 +246,11 @@ class Launcher:
     def placement_group(self, site: Site) -> str | None:
         """Return the name of the site's placement group, which is made if necessary; None if none is wanted."""
         name, is_made = placement_name(self.record, self.cluster, site, self.job.nodes)
+        # EC2 lists deleted groups for a while
         by = {
             "group-name": [str(name)],
             "state": ["pending", "available"],
-        }  # EC2 lists deleted groups for a while
+        }
         if is_made and not self.api.pages(
             site.region, "describe_placement_groups", "PlacementGroups", by=by
         ):
@@ -342,4 +345,4 @@ def allow_itself(api: Api, region: str, group: str) -> None:
 
 
 def undo(record: Record) -> str:
-    return f"python -m launch clean {record.run_dir} --yes removes everything"
+    return f"baretrain launch clean {record.run_dir} --yes removes everything"

@@ -49,19 +49,20 @@ from train.storage.schema import FileName
 REGISTERED, STEPS = "ec2/machines/{:04d}/", "ec2/steps/{:04d}/{:04d}.json"
 END = "end"
 MAX_RUN = "cluster.max_run_s has passed"
+# seconds between reads of the record, signs of life, uploads of logs
 POLL_S, SIGN_S, LOGS_S = (
     2.0,
     10.0,
     30.0,
-)  # seconds between reads of the record, signs of life, uploads of logs
-BOOT_S = (
-    900.0  # time for all machines to boot and register, and for the first machine to write a step
 )
+# time for all machines to boot and register, and for the first machine to write a step
+BOOT_S = 900.0
 END_S = 60.0  # time for a process to end: the trainer may be saving
+# in boot.sh's folder: a file made when S3 has answered, and this program's output
 ALIVE, LOG = (
     "alive",
     "machine.txt",
-)  # in boot.sh's folder: a file made when S3 has answered, and this program's output
+)
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def settle(record: Record, cluster: Ec2Config, decision: Decision) -> bool:
     """Record the decision after the last attempt; return whether to ask for all machines again."""
     if decision.next == REQUEUE and not cluster.again:
-        hint = f"{decision.reason}; python -m launch resume {record.run_dir} continues it"
+        hint = f"{decision.reason}; baretrain launch resume {record.run_dir} continues it"
         decision = Decision(END_JOB, decision.outcome, hint)
     history = retry(record.history)
     if decision.next != END_JOB or history.ended is None:

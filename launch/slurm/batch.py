@@ -51,7 +51,7 @@ SIGNALLED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)  # srun's exit codes af
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    purpose = "Run a job inside Slurm. python -m launch cluster=slurm submits it."
+    purpose = "Run a job inside Slurm. baretrain launch cluster=slurm submits it."
     parser = command_parser("launch.slurm.batch", purpose, examples=("runs/mine",))
     parser.add_argument("run", help="run folder")
     parser.add_argument(
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_job(options: argparse.Namespace, s3: S3Config) -> int:
     check(
         "SLURM_JOB_ID" in os.environ,
-        "this is not a Slurm job; submit one with python -m launch cluster=slurm",
+        "this is not a Slurm job; submit one with baretrain launch cluster=slurm",
     )
     record = Record(options.run, s3, options.job_sha256)
     with recording_failure(record):
@@ -84,9 +84,8 @@ class Batch:
         self.stop = StopFile(record)
         self.nodes = list(retry(self.slurm.hostnames, os.environ["SLURM_JOB_NODELIST"]))
         self.steps = 0  # number of srun steps so far, which determines each step's port
-        self.limit_s = (
-            math.inf
-        )  # time.monotonic() at the time limit; it is set once the limit is near
+        # time.monotonic() at the time limit; it is set once the limit is near
+        self.limit_s = math.inf
         self.is_ending = False  # whether Slurm is ending the job
         self.is_overdue = False  # whether the limit was reached before the run had stopped
 
