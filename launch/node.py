@@ -188,7 +188,7 @@ def preflight(node: Node) -> int:
     command = [
         job.python,
         node.start_py(),
-        "train.doctor",
+        "doctor",
         "--json",
         f"--ranks-per-machine={job.processes_per_node}",
         f"--machines={job.nodes}",
@@ -202,7 +202,9 @@ def preflight(node: Node) -> int:
         answer = output.read()
     if exit_code == processes.TIMED_OUT or not answer:
         # baretrain doctor may have hung on a driver or a file system.
-        fault = f"train.doctor ended with exit code {exit_code}; its time limit is {DOCTOR_S:g} s"
+        fault = (
+            f"baretrain doctor ended with exit code {exit_code}; its time limit is {DOCTOR_S:g} s"
+        )
         answer = canonical_json({"ok": False, "fault": fault})
     node.answer(answer)
     return DONE
@@ -214,7 +216,7 @@ def collectives(node: Node) -> int:
     for override in node.job.overrides:
         if override.partition("=")[0].split(".")[0] in ("backend", "instance"):
             settings.append(override)
-    command = node.torchrun("train.doctor", ["--collectives", *settings])
+    command = node.torchrun("doctor", ["--collectives", *settings])
     return node.run(command, f"{node.name}.collectives.txt")
 
 

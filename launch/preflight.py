@@ -39,7 +39,7 @@ def failure_of(record: Record, name: str) -> str:
     try:
         answer = read_object(record.folder.read(name))
     except FileNotFoundError:
-        return f"no answer in {record.location}: the machine cannot access that folder, or cannot start train.doctor"
+        return f"no answer in {record.location}: the machine cannot access that folder, or cannot start baretrain doctor"
     except BadContent as error:  # other programs may have written to the doctor's output
         return f"its answer cannot be read: {error}"
     if answer.get("ok") is True:
@@ -48,4 +48,4 @@ def failure_of(record: Record, name: str) -> str:
     for finding in answer.get("findings", []):
         if isinstance(finding, dict) and finding.get("state") == "bad":
             texts.append(f"{finding.get('name')}: {finding.get('text')} ({finding.get('cure')})")
-    return "; ".join(texts) or str(answer.get("fault") or "train.doctor reported no findings")
+    return "; ".join(texts) or str(answer.get("fault") or "baretrain doctor reported no findings")

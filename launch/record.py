@@ -41,7 +41,7 @@ from train.storage.folders import (
 from train.storage.schema import BadContent, FileName, Sha256, read_object, record
 
 FORMAT = 3
-MODULES = {"train": "train", "prepare": "train.prepare"}
+MODULES = {"train": "train", "prepare": "prepare"}
 SUFFIX = ".launch"
 JOB, PLAN, CONFIG = "job.json", "plan.json", "config.yaml"
 SUBMISSIONS, REQUESTS, ATTEMPTS = "submissions", "requests", "attempts"
