@@ -1,4 +1,4 @@
-"""The preflight: baretrain doctor on each machine, then collectives over all of them. It names the machines that fail."""
+"""The preflight: the doctor on each machine, then collectives over all of them. It names the machines that fail."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def failure_of(record: Record, name: str) -> str:
     try:
         answer = read_object(record.folder.read(name))
     except FileNotFoundError:
-        return f"no answer in {record.location}: the machine cannot access that folder, or cannot start baretrain doctor"
+        return f"no answer in {record.location}: the machine cannot access that folder or start baretrain doctor"
     except BadContent as error:  # other programs may have written to the doctor's output
         return f"its answer cannot be read: {error}"
     if answer.get("ok") is True:

@@ -18,7 +18,7 @@ Handle = Mapping[str, Any]  # a scheduler's identifier of a job, as plain JSON
 class State:
     """The current state of a job, as its scheduler reports it."""
 
-    # Whether the job is waiting or running, so no other may start; None: unknown.
+    # True if the job is waiting or running, so that no other may start; None if that is unknown.
     is_active: bool | None = None
     text: str = ""  # the state in the scheduler's terms, such as "PENDING (Resources)"
     nodes: list[str] = field(default_factory=list)

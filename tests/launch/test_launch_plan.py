@@ -254,7 +254,7 @@ def others(words: list[str]) -> list[str]:
         (
             ["experiment=demo"],
             [],
-            "experiment=demo is a setting of the run: write it after --, as in python",
+            "experiment=demo is a setting of the run: write it after --, as in baretrain",
         ),
         (
             ["instance=p5.48xlarge"],
@@ -414,13 +414,13 @@ def test_a_trainer_gets_its_settings_byte_for_byte(slurm_job, monkeypatch, tmp_p
         "\u2028ü\x1b[31m\x85",
     ]
     job = dataclasses.replace(slurm_job, run_dir=str(tmp_path / "run"), overrides=overrides)
-    job, record = with_module(job, "echo", ECHO)
-    command = node(monkeypatch, record, "n2").torchrun("echo", record.job().overrides)
+    job, record = with_module(job, "train", ECHO)
+    command = node(monkeypatch, record, "n2").torchrun("train", record.job().overrides)
     assert command[:3] == [job.python, "-m", "torch.distributed.run"]
     read = parse_args(command[3:])
     words = [sys.executable, read.training_script, *read.training_script_args]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, check=True)
-    assert json.loads(done.stdout) == overrides
+    assert json.loads(done.stdout) == ["train", *overrides]
     assert not list(tmp_path.rglob("leaked"))
 
 

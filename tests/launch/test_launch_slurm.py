@@ -169,12 +169,12 @@ def test_a_node_that_does_not_see_the_record_is_named(slurm, prepared, tmp_path)
     parent.mkdir()
     slurm.exec("n2", "mount", "-t", "tmpfs", "tmpfs", str(parent))
     try:
-        gate = "cluster.gate=true"
-        record = launch(parent / "run", prepared, "max_steps=20", settings=(gate,))
+        examined = "cluster.gate=true"
+        record = launch(parent / "run", prepared, "max_steps=20", settings=(examined,))
         ended = record.ended()
         assert ended.outcome == "failed" and not ended.is_training, record.logs()
         assert "1 of 2 machines failed the preflight; n2: no answer in" in ended.reason
-        others = (gate, 'cluster.sbatch_args=["--exclude=n2"]')
+        others = (examined, 'cluster.sbatch_args=["--exclude=n2"]')
         other = launch(parent / "other", prepared, "max_steps=20", settings=others)
         assert other.ended().outcome == "done", other.logs()
         assert other.attempts[0].nodes == ["n1", "n3"]
