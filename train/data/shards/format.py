@@ -308,10 +308,10 @@ class ShardSet:
         path = self.folder / shard.file
         tensors = map_tensors(path, reads_ahead=self.reads_ahead)
         for name, (shape, dtype) in self.layout.items():
-            values = tensors.get(name)
-            is_right = values is not None and values.shape == (shard.rows, *shape)
+            wanted = ((shard.rows, *shape), dtype)
+            found = (tensors[name].shape, tensors[name].dtype) if name in tensors else None
             says = f"{path} does not have the {shard.rows} sequences listed in the manifest"
-            check(is_right and values.dtype == dtype, f"{says}; prepare again")
+            check(found == wanted, f"{says}; prepare again")
         self.maps[number] = tensors
         if len(self.maps) > MAPPED_SHARDS:
             del self.maps[next(iter(self.maps))]
