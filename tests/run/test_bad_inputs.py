@@ -312,7 +312,7 @@ FLAGS = [
     ("shards", "verify TEXT", "TEXT"),
     ("shards", "head DATA -n 0", "-n 0"),
     ("shards", "head DATA --split test", "'test'"),
-    ("shards", "stats DATA --spl train", "--spl"),
+    ("shards", "head DATA --spl train", "--spl"),
     ("shards", "ls DATA --endpoint localhost", "s3.endpoint=localhost"),
     ("checkpoints", "", "required"),
     ("checkpoints", "nosuch", "nosuch is not a run folder"),
@@ -429,7 +429,7 @@ PREPARATIONS = [
     # ---- what is known only once the text is read
     ("corpus.path=BLANK", "holds no text"),
     (["output=new/deeper", "corpus.path=BROKEN", "corpus.encoding=utf-16"], "UTF-16"),
-    ("tokenizer.vocab_size=50000", "more than this text can fill"),
+    ("tokenizer.vocab_size=50000", "Vocabulary size too high"),
 ]
 
 TABLES = [

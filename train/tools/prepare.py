@@ -211,8 +211,8 @@ def prepare_parts(
 ) -> None:
     """Prepare parts with the folder's tokenizer, in this process or in new ones."""
     progress.begin(Phase("choosing the validation text"))
-    held_out = choose_held_out(corpus, cfg.validation_fraction, cfg.seed)
     try:
+        held_out = choose_held_out(corpus, cfg.validation_fraction, cfg.seed)
         vocabulary = vocabulary_of(cfg, corpus, folder, held_out)
     except InputError:
         with suppress(InputError, Unreachable):  # the first error is the one to report
