@@ -11,8 +11,8 @@ from rejections import rejects
 from train.config import ColumnsConfig, RecordsConfig, S3Config
 from train.data.records.label_checks import LabelColumn, check_column, items_of
 from train.data.records.raw import read_raw
-from train.tasks.classify.task import CLASSIFY_ROWS
-from train.tasks.multilabel.task import MULTILABEL_ROWS
+from train.tasks.classify import CLASSIFY_ROWS
+from train.tasks.multilabel import MULTILABEL_ROWS
 
 REGRESS, CLASSES = "task=regress.*data.labels", "list all classes in data.labels"
 REJECTED = {

@@ -27,7 +27,7 @@ from train.data.records.tables import LAUNCH, Tables, once_per_machine, open_tab
 from train.machine import progress
 from train.run import compose as cli
 from train.storage.folders import sha256_file
-from train.tasks.classify.task import CLASSIFY_ROWS, ClassifyFeaturizer
+from train.tasks.classify import CLASSIFY_ROWS, ClassifyFeaturizer
 from train.tools import records
 
 WORDS = "good bad day sun rain very so and the not".split()

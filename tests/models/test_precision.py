@@ -16,7 +16,7 @@ from train.models.network import is_norm
 from train.parallel.ddp import DDP, CudaWork
 from train.parallel.precision import check_precision
 from train.run import checkpoint_manager
-from train.tasks.mlm.task import loss_sum
+from train.tasks.mlm import loss_sum
 
 FP16 = BackendConfig(device=DEVICE, precision="fp16")
 NARROW = BackendConfig(device=DEVICE, precision="fp32", norms="bf16")

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from finetuning import task_of, tuning
 from rejections import rejects
 
+from train.config.tasks import ClassifyConfig
 from train.data.batches.buckets import BUCKET_SHIFT
 from train.data.records.table_facts import best_lengths, padding_share
 from train.data.shards.order import PADDING
 from train.storage.folders import LocalFolder
-from train.tasks.classify import ClassifyConfig
-from train.tasks.classify.task import ClassifyFeaturizer, class_weights, scores, tables
+from train.tasks.classify import ClassifyFeaturizer, class_weights, scores, tables
 from train.tasks.texts import lengths_up_to, resolved_lengths
 
 LABELS = ["bad", "fair", "good"]
@@ -178,8 +178,8 @@ def test_by_default_lengths_keep_padding_low_or_are_few_graphs(
     every = best_lengths(rows, task.lengths[-1], most, step=step, shortest=8)
     assert padding_share(rows, task.lengths) < max(0.1, padding_share(rows, every) + 0.02)
     assert padding_share(rows, [*shorter[1:], task.lengths[-1]]) > 0.1  # none is superfluous
-    lengths = ", ".join(map(str, shorter))
-    said = f"batches of {lengths} or {task.lengths[-1]} tokens (data.lengths=auto); in training "
+    lengths = ", ".join(map(str, task.lengths))
+    said = f"batches of {lengths} tokens (data.lengths=auto); in training "
     assert (
         task.summary()
         == f"{said}{padding_share(rows, task.lengths):.1%} of the tokens are padding"

@@ -13,13 +13,13 @@ from running import lines, run
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from train import api
+from train.config.tasks import MultiLabelConfig
 from train.observe.report.data import classes_table, read_records
 from train.observe.report.run import read_run
 from train.run.stopping import StopRequest
 from train.run_folder import exported, samples
 from train.storage.folders import LocalFolder
-from train.tasks.multilabel import MultiLabelConfig
-from train.tasks.multilabel.task import best_threshold, chosen, positive_weights
+from train.tasks.multilabel import best_threshold, chosen, positive_weights
 from train.tools import checkpoints, evaluate, predict
 
 NAMES = ["long", "rude", "warm"]
@@ -189,16 +189,14 @@ def test_predictions_are_those_of_the_export_with_its_thresholds(trained, rows, 
         shares = model(**tokens).logits[0].sigmoid().tolist()
     for limits in ([0.4, 0.4, 0.4], [0.0001, 0.9999, shares[2]]):
         keep(limits)
-        given = [str(trained / "export"), "--input", str(tmp_path / "new.jsonl"), *FP32]
+        given = [str(trained / "export"), f"data.path={tmp_path}/new.jsonl", *FP32]
         assert predict.main(given) == 0
-        said = capsys.readouterr()
-        answer = json.loads(said.out.splitlines()[5])
+        answer = json.loads(capsys.readouterr().out.splitlines()[5])
         assert [*answer["probabilities"].values()] == pytest.approx(shares, rel=1e-4) and answer[
             "label"
         ] == rows[5][1]
         sure = [share >= limit - 1e-6 for share, limit in zip(shares, limits, strict=True)]
         assert [name in answer["prediction"] for name in NAMES][:2] == sure[:2]
-        assert "f1_micro 0." in said.err and "64 rows with a known answer" in said.err
     keep([0.4, "x", 1])
     assert predict.main(given) == 2
     assert (
@@ -215,8 +213,7 @@ def test_predictions_are_those_of_the_export_with_its_thresholds(trained, rows, 
         predict.main(
             [
                 str(trained),
-                "--input",
-                str(tmp_path / "new.jsonl"),
+                f"data.path={tmp_path}/new.jsonl",
                 "--output",
                 f"{tmp_path}/a.csv",
                 *FP32,
@@ -247,7 +244,7 @@ def test_metrics_worked_out_by_hand(given, tmp_path):
         "average_precision": 1.0,
         "subset_accuracy": 1 / 3,
     }
-    assert task.score(truth, shares) == pytest.approx(wanted)
+    assert task.score(np.array(truth, bool), np.array(shares)) == pytest.approx(wanted)
     assert best_threshold(np.array([1, 1, 0]), np.array([0.9, 0.3, 0.2])) == {
         "best_f1": 1.0,
         "best_threshold": 0.25,
@@ -287,12 +284,9 @@ def test_thresholds_that_the_validation_data_chose_are_those_of_exports_and_pred
     (tmp_path / "new.jsonl").write_text(
         "".join(json.dumps({"text": "no", "label": [name]}) + "\n" for name in NAMES)
     )
-    for flags, used in (([], limits), (["--threshold", "0.001"], [0.001] * 3)):
+    for flags, used in (([], limits), (["task.threshold=0.001"], [0.001] * 3)):
         capsys.readouterr()
-        assert (
-            predict.main([str(run_dir), "--input", str(tmp_path / "new.jsonl"), *flags, *FP32])
-            == 0
-        )
+        assert predict.main([str(run_dir), f"data.path={tmp_path}/new.jsonl", *flags, *FP32]) == 0
         for line in map(json.loads, capsys.readouterr().out.splitlines()):
             pairs = zip(line["probabilities"].items(), used, strict=True)
             assert line["prediction"] == [name for (name, share), limit in pairs if share >= limit]

@@ -20,13 +20,13 @@ from train.data.batches.masking import IGNORE_INDEX
 from train.data.files.errors import BadRow
 from train.data.records.conll import conll_rows
 from train.data.records.spans import words_of
-from train.tasks.ner.task import NERFeaturizer, TokenClassification, first_tokens, tables
+from train.tasks.ner import NERFeaturizer, TokenClassification, first_tokens, scores, tables
 from train.tasks.texts import Sizes
 from train.tools import predict
 
 ENTITIES = ROOT / "tests" / "inputs" / "entities.conll"
 STEPS = 60
-score = partial(TokenClassification.score, SimpleNamespace(has_entities=True))
+score = partial(scores, has_entities=True)
 
 
 @pytest.fixture(scope="module")
@@ -189,12 +189,11 @@ def test_it_learns(trained, predictions):
 
 def test_new_words_are_tagged(trained, predictions, tmp_path, capsys):
     (tmp_path / "new.jsonl").write_text("".join(json.dumps(line) + "\n" for line in predictions))
-    files = ["--input", str(tmp_path / "new.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    files = [f"data.path={tmp_path}/new.jsonl", "--output", str(tmp_path / "out.jsonl")]
     assert predict.main([str(trained), *FP32, *files]) == 0
     found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [line["prediction"] for line in found] == [line["prediction"] for line in predictions]
-    f1 = max(line["f1"] for line in lines(trained, "eval"))
-    assert f"f1 {f1:.4f}" in capsys.readouterr().out
+    capsys.readouterr()
     assert predict.main([str(trained), *FP32, "--tokens", "Anna Meier lives in Bonn ."]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert len(answer["prediction"]) == 6

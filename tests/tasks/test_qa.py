@@ -15,12 +15,12 @@ from rejections import rejects
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
+from train.config.tasks import QAConfig
 from train.data.batches.buckets import BUCKET_SHIFT
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.shards.order import PADDING
 from train.storage.folders import LocalFolder
 from train.tasks.finetune import drawn
-from train.tasks.qa import QAConfig
 from train.tasks.qa.spans import LOWEST
 from train.tasks.qa.task import QuestionAnswering, losses_of
 from train.tasks.qa.windows import QAFeaturizer, answer_tokens

@@ -19,7 +19,7 @@ from train.observe.report.data_figures import data_figures
 from train.run.stopping import StopRequest
 from train.run_folder import samples
 from train.storage.folders import LocalFolder
-from train.tasks.regress.task import number_of, scores
+from train.tasks.regress import number_of, scores
 from train.tools import checkpoints, predict
 from train.tools.report import main as report
 
@@ -81,9 +81,7 @@ def numbers_of(run_dir):
 
 def asked(run_dir, source, tmp_path, suffix="jsonl"):
     output = tmp_path / f"out.{suffix}"
-    assert (
-        predict.main([str(run_dir), "--input", str(source), "--output", str(output), *FP32]) == 0
-    )
+    assert predict.main([str(run_dir), f"data.path={source}", "--output", str(output), *FP32]) == 0
     return output.read_text()
 
 

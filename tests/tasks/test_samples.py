@@ -3,10 +3,10 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
-import numpy as np
-import pytest
 import torch
+from datasets import Dataset
 from running import train_config, train_here
 from transformers import AutoModelForMaskedLM, PreTrainedTokenizerFast
 
@@ -14,11 +14,11 @@ from train.data.batches.masking import IGNORE_INDEX
 from train.data.shards.order import spread
 from train.observe.push import gathered
 from train.run_folder import samples
-from train.run_folder.samples import MOST_CHARS, Answer, Guess, Sample, Samples
+from train.run_folder.samples import MOST_CHARS, Samples
 from train.storage.folders import LocalFolder
 from train.tasks import build_task
-from train.tasks.finetune import MOST_CHARS_READ, candidates, mixed
-from train.tasks.mlm.task import Blank, Spelling
+from train.tasks.finetune import MOST_CHARS_READ, TextTask
+from train.tasks.mlm import Spelling
 
 
 def of(run: Path) -> Samples:
@@ -67,34 +67,15 @@ def test_a_masked_language_model_fills_blanks_as_its_export_does(prepared, tmp_p
         assert "[MASK]" not in sample.text and "[CLS]" not in sample.text
 
 
-def sample(name: str, score: float) -> Sample:
-    return Sample(name, [Answer("a", [Guess("b", 0.5)], score)])
-
-
-@pytest.mark.parametrize(
-    ("scores", "chosen"),
-    [
-        ([1, 1, 1, 1, 1, 0, 0.5], "0156"),
-        ([1, 1, 1, 1, 1, 1, 0], "0126"),
-        ([0, 0, 0, 0, 0, 0, 1], "0126"),
-        ([0, 0], "01"),
-        ([], ""),
-    ],
-)
-def test_half_of_the_samples_are_wrong_ones_if_there_are(scores, chosen):
-    judged = [sample(str(number), score) for number, score in enumerate(scores)]
-    assert "".join(each.text for each in mixed(judged, 4)) == chosen
-
-
-def test_candidates_are_of_all_the_table_and_of_bounded_length():
-    from datasets import Dataset
-
+def test_rows_are_of_all_the_table_and_of_bounded_length():
     words = "x" * (MOST_CHARS_READ // 10)
     table = Dataset.from_list(
         [{"text": words * 11 if row == 0 else words, "label": row % 2} for row in range(101)]
     )
-    rows = list(candidates(table, 25, target="label", labels=["no", "yes"]))
-    assert [row["label"] for row in rows] == [("no", "yes")[row % 2] for row in range(1, 11)]
+    task = SimpleNamespace(
+        tables=SimpleNamespace(examples=lambda split: table), named_row=lambda row: row["label"]
+    )
+    assert list(TextTask.sampled_rows(task, 25)) == [row % 2 for row in range(4, 40, 4)]
     assert spread(101, 3).tolist() == [0, 50, 100] and spread(2, 8).tolist() == [0, 1]
 
 
@@ -108,14 +89,15 @@ def test_a_long_text_is_cut_around_what_matters():
     assert samples.excerpt(text).startswith("a a") and len(samples.excerpt(text)) <= MOST_CHARS
 
 
-def test_a_long_sequence_is_cut_around_its_blanks(prepared):
-    spelling = Spelling(prepared / "tokenizer", mask_id=4, special_ids=[0, 2, 3, 4])
-    tokens = np.full(500, 50)
-    places = [200, 210, 230, 240, 250]
-    tokens[places] = 4
-    cut = spelling.sample(tokens, [Blank(place, 50, [(50, 0.5)]) for place in places])
-    assert len(cut.text) <= MOST_CHARS and 1 <= len(cut.answers) <= 4
-    assert f"[{len(cut.answers)}]" in cut.text and f"[{len(cut.answers) + 1}]" not in cut.text
+def test_a_long_sequence_is_cut_around_its_first_blanks(prepared):
+    spelling = Spelling(prepared / "tokenizer", 4, [0, 2, 3, 4])
+    tokens = [50] * 500
+    places = [200, 210, 230, 240, 499]
+    for place in places:
+        tokens[place] = 4
+    labels = [50, 50, 50, 50, IGNORE_INDEX]
+    cut = spelling.sample(tokens, places, labels, [[50]] * 5, [[0.5]] * 5)
+    assert len(cut.answers) == 2 and "[2]" in cut.text and "[3]" not in cut.text
 
 
 def test_a_piece_that_begins_with_a_space_is_told_from_the_same_letters_without_one(tmp_path):
@@ -128,7 +110,7 @@ def test_a_piece_that_begins_with_a_space_is_told_from_the_same_letters_without_
         )
         tokenizer.decoder = decoder
         tokenizer.save(str(tmp_path / "tokenizer.json"))
-        spelling = Spelling(tmp_path, mask_id=0, special_ids=[0])
+        spelling = Spelling(tmp_path, 0, [0])
         assert [spelling.piece(token) for token in range(1, 6)] == [
             "the",
             "␣the",

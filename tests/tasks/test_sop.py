@@ -12,13 +12,13 @@ from running import lines, prepare_config, run, train_config, train_here, train_
 from transformers import AlbertForPreTraining, AutoModelForMaskedLM
 
 from train.config import ModelConfig, TrainConfig
+from train.config.tasks import MLMConfig
 from train.data.batches.loader import MaskedRows, Swapper
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.shards.order import PADDING
 from train.models.encoder import build_masked_lm
 from train.run.compose import compose_config
 from train.tasks import build_task
-from train.tasks.mlm import MLMConfig
 from train.tools import prepare
 
 S, B = 16, 400

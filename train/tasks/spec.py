@@ -35,7 +35,7 @@ class Metric:
     @property
     def sign(self) -> int:
         """Return 1 if higher values are better, -1 if lower values are, 0 if this is unknown."""
-        return 0 if self.higher_is_better is None else 1 if self.higher_is_better else -1
+        return {True: 1, False: -1, None: 0}[self.higher_is_better]
 
     @property
     def title(self) -> str:
@@ -49,58 +49,40 @@ LOSS = Metric("loss", higher_is_better=False, is_shown_beside=False)
 class TaskSpec:
     """A task's entry in `train.tasks.TASKS`, which can be read without torch."""
 
-    settings: type[
-        TaskConfig
-    ]  # the class of its settings; `learns_from` says which data the task reads
-    module: (
-        str  # the module that imports torch and whose TASK is the task's class; or module:Class
-    )
+    # The class of its settings; `learns_from` says which data the task reads.
+    settings: type[TaskConfig]
+    module: str  # the task's class, as module:Class; it needs torch
     head: str  # transformers loads an export as AutoModelFor<head>
-    problem_type: str = (
-        "single_label_classification"  # transformers' name, for a SequenceClassification head
-    )
-    metrics: tuple[
-        Metric, ...
-    ]  # of evaluations; a report's headline is the first one that the run has
+    # transformers' name of the objective, for a SequenceClassification head
+    problem_type: str = "single_label_classification"
+    # of evaluations; a report's headline is the first one that the run has
+    metrics: tuple[Metric, ...]
 
     # The following fields are for model cards.
     pipeline: str  # transformers' pipeline that runs an export
     sentence: str  # what the model does; {labels} is the number of labels, {names} their names
     example: str  # the arguments of the pipeline, as Python code
     code: str = ""  # Python code that runs an export {model}, if transformers has no such pipeline
-    note: str = (
-        ""  # what a caller of the pipeline or the code must do to get the answers of train.predict
-    )
-    card_settings: tuple[
-        tuple[str, str], ...
-    ] = ()  # names and keys of task settings that the card lists
+    note: str = ""  # what a caller must do to get the answers of `baretrain predict`
+    # names and keys of task settings that the card lists
+    card_settings: tuple[tuple[str, str], ...] = ()
 
-    # The following fields are for `python -m train.predict`, whose rows have the same columns as the run's data.
-    does: str = ""  # the words after the model's name in a message, such as "labels texts"
-    inputs: Mapping[str, str] = field(
-        default_factory=dict
-    )  # fields of ColumnsConfig that the model reads, and the
-    # help texts of their flags; empty: train.predict does not support the task
-    optional: tuple[
-        str, ...
-    ] = ()  # inputs that only some models read; a run's settings say whether its model does
-    options: Mapping[str, str] = field(
-        default_factory=dict
-    )  # further flags, with numbers as values, and help texts
+    # The following fields are for `baretrain predict`, whose rows have the same columns as the run's data.
+    # Fields of ColumnsConfig that the model reads, with the help texts of their flags; {}: it cannot predict.
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    optional: tuple[str, ...] = ()  # inputs that only some models read
 
 
 class Task(ABC):
     """The task of a run: its batches, the loss as a sum, and the metrics of an evaluation."""
 
-    shard_rows: Sequence[
-        int
-    ]  # training examples in each shard; data without shards counts as one shard
+    # The training examples in each shard; data without shards counts as one shard.
+    shard_rows: Sequence[int]
     train_rows: int  # the sum of shard_rows
     eval_rows: int
     seq_len: int  # length of the longest batches, in tokens
-    lengths: Sequence[int] | None = (
-        None  # the lengths of batches in tokens, ascending; None: seq_len is the only one
-    )
+    # The lengths of batches in tokens, ascending; None: seq_len is the only one.
+    lengths: Sequence[int] | None = None
     buckets: Buckets | None = (
         None  # assigns a length to each example, if there are several lengths
     )
@@ -108,12 +90,10 @@ class Task(ABC):
     data_id: str  # identifies the training data; a checkpoint resumes only on the same data
     facts: dict[str, float]  # facts about the data, for metrics and report
     remarks: Sequence[str] = ()  # remarks on the data, for the log
-    chosen: Mapping[
-        str, Any
-    ] = {}  # settings that the evaluation of the weights to be exported has chosen
-    details: dict[
-        str, Any
-    ] = {}  # details of the data, for run_dir/data.json; empty: the file is not written
+    # The settings that the evaluation of the weights to be exported has chosen.
+    chosen: Mapping[str, Any] = {}
+    # Details of the data, for run_dir/data.json; empty: the file is not written.
+    details: dict[str, Any] = {}
 
     @classmethod
     def of_run(cls, cfg: TrainConfig) -> Task:
@@ -198,6 +178,6 @@ class Task(ABC):
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write the model and its tokenizer, for transformers' from_pretrained(folder)."""
 
-    def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
+    def samples(self, export: Path, most: int) -> list[Sample]:
         """Return up to `most` validation examples with the exported model's answers. Only rank 0 calls this."""
         return []
