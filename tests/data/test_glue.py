@@ -166,9 +166,8 @@ def test_a_run_on_cola_is_judged_by_matthews_correlation(tmp_path, tokenizer_fol
         f"data.path={path}",
         *best,
     )
-    (tmp_path / "new.tsv").write_text(
-        (path / "test.tsv").read_text().partition("\n")[2]
-    )  # without its header
+    # without its header
+    (tmp_path / "new.tsv").write_text((path / "test.tsv").read_text().partition("\n")[2])
     assert (
         predict.main([str(run), f"data.path={tmp_path}/new.tsv", "data.columns.text=1", *FP32])
         == 0

@@ -79,10 +79,13 @@ def table_of(names: Sequence[str], scores: Sequence[np.ndarray]) -> dict[str, di
 class Split:
     """A split of the validation data, or the part of it that is used."""
 
-    name: str  # the name of its tables
-    prefix: str  # the prefix of its metrics; "" for "validation"
+    # the name of its tables
+    name: str
+    # the prefix of its metrics; "" for "validation"
+    prefix: str
     features: Dataset
-    first: int  # index of the first row in the statistics of an evaluation
+    # index of the first row in the statistics of an evaluation
+    first: int
 
     def of(self, rows: np.ndarray) -> np.ndarray:
         return rows[self.first : self.first + len(self.features)]
@@ -91,12 +94,17 @@ class Split:
 class TextTask(Task):
     """The base class of tasks on rows of texts, for runs and for predictions."""
 
-    columns: Mapping[str, str]  # the feature column of each batch input
-    eval_columns: Mapping[str, str] = {}  # the same for inputs that only `statistics` needs
-    metric_names: tuple[str, ...]  # the metrics of one split
-    csv_columns: list[str]  # the columns of predictions in a CSV file
+    # the feature column of each batch input
+    columns: Mapping[str, str]
+    # the same for inputs that only `statistics` needs
+    eval_columns: Mapping[str, str] = {}
+    # the metrics of one split
+    metric_names: tuple[str, ...]
+    # the columns of predictions in a CSV file
+    csv_columns: list[str]
     featurizer: Featurizer
-    shortest: int = 8  # the shortest length of a batch, in tokens
+    # the shortest length of a batch, in tokens
+    shortest: int = 8
     lengths: tuple[int, ...]
 
     def __init__(self, cfg: Any, sizes: Sizes) -> None:

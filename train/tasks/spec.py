@@ -28,9 +28,12 @@ class Metric:
     """A metric of an evaluation, declared by the task that computes it."""
 
     name: str
-    higher_is_better: bool | None = True  # None: unknown, so no value is called the best
-    hub_name: str = ""  # the metric's id on the Hub; "": the same as `name`
-    is_shown_beside: bool = True  # a report's card may show it next to the headline metric
+    # None: unknown, so no value is called the best
+    higher_is_better: bool | None = True
+    # the metric's id on the Hub; "": the same as `name`
+    hub_name: str = ""
+    # a report's card may show it next to the headline metric
+    is_shown_beside: bool = True
 
     @property
     def sign(self) -> int:
@@ -51,26 +54,34 @@ class TaskSpec:
 
     # The class of its settings; `learns_from` says which data the task reads.
     settings: type[TaskConfig]
-    module: str  # the task's class, as module:Class; it needs torch
-    head: str  # transformers loads an export as AutoModelFor<head>
-    # transformers' name of the objective, for a SequenceClassification head
+    # the task's class, as module:Class; it needs torch
+    module: str
+    # transformers loads an export as AutoModelFor<head> transformers' name of the objective, for a
+    # SequenceClassification head
+    head: str
     problem_type: str = "single_label_classification"
     # of evaluations; a report's headline is the first one that the run has
     metrics: tuple[Metric, ...]
 
     # The following fields are for model cards.
-    pipeline: str  # transformers' pipeline that runs an export
-    sentence: str  # what the model does; {labels} is the number of labels, {names} their names
-    example: str  # the arguments of the pipeline, as Python code
-    code: str = ""  # Python code that runs an export {model}, if transformers has no such pipeline
-    note: str = ""  # what a caller must do to get the answers of `baretrain predict`
-    # names and keys of task settings that the card lists
+    # transformers' pipeline that runs an export
+    pipeline: str
+    # what the model does; {labels} is the number of labels, {names} their names
+    sentence: str
+    # the arguments of the pipeline, as Python code
+    example: str
+    # Python code that runs an export {model}, if transformers has no such pipeline
+    code: str = ""
+    # what a caller must do to get the answers of `baretrain predict` names and keys of task settings that the card
+    # lists
+    note: str = ""
     card_settings: tuple[tuple[str, str], ...] = ()
 
     # The following fields are for `baretrain predict`, whose rows have the same columns as the run's data.
     # Fields of ColumnsConfig that the model reads, with the help texts of their flags; {}: it cannot predict.
     inputs: Mapping[str, str] = field(default_factory=dict)
-    optional: tuple[str, ...] = ()  # inputs that only some models read
+    # inputs that only some models read
+    optional: tuple[str, ...] = ()
 
 
 class Task(ABC):
@@ -78,19 +89,23 @@ class Task(ABC):
 
     # The training examples in each shard; data without shards counts as one shard.
     shard_rows: Sequence[int]
-    train_rows: int  # the sum of shard_rows
+    # the sum of shard_rows
+    train_rows: int
     eval_rows: int
-    seq_len: int  # length of the longest batches, in tokens
-    # The lengths of batches in tokens, ascending; None: seq_len is the only one.
+    # length of the longest batches, in tokens The lengths of batches in tokens, ascending; None: seq_len is the only
+    # one.
+    seq_len: int
     lengths: Sequence[int] | None = None
-    buckets: Buckets | None = (
-        None  # assigns a length to each example, if there are several lengths
-    )
-    metrics: tuple[str, ...]  # the names of eval_metrics; "loss" is among them
-    data_id: str  # identifies the training data; a checkpoint resumes only on the same data
-    facts: dict[str, float]  # facts about the data, for metrics and report
-    remarks: Sequence[str] = ()  # remarks on the data, for the log
-    # The settings that the evaluation of the weights to be exported has chosen.
+    # assigns a length to each example, if there are several lengths
+    buckets: Buckets | None = None
+    # the names of eval_metrics; "loss" is among them
+    metrics: tuple[str, ...]
+    # identifies the training data; a checkpoint resumes only on the same data
+    data_id: str
+    # facts about the data, for metrics and report
+    facts: dict[str, float]
+    # remarks on the data, for the log The settings that the evaluation of the weights to be exported has chosen.
+    remarks: Sequence[str] = ()
     chosen: Mapping[str, Any] = {}
     # Details of the data, for run_dir/data.json; empty: the file is not written.
     details: dict[str, Any] = {}

@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         examples=(
             "runs/tweets data.path=new.csv",
             "runs/tweets --checkpoint 500 --output scores.json",
-            "torchrun --standalone --nproc-per-node=8 -m train.evaluate s3://bucket/runs/tweets data.path=new.csv",
+            "torchrun --standalone --nproc-per-node=8 -m train evaluate s3://bucket/runs/tweets data.path=new.csv",
             "org/model data.path=new.csv data.columns.label=sentiment",
         ),
         keys=USED,
