@@ -54,33 +54,33 @@ class TaskSpec:
 
     # The class of its settings; `learns_from` says which data the task reads.
     settings: type[TaskConfig]
-    # the task's class, as module:Class; it needs torch
+    # The task's class, as module:Class; it needs torch.
     module: str
-    # transformers loads an export as AutoModelFor<head> transformers' name of the objective, for a
-    # SequenceClassification head
+    # transformers loads an export as AutoModelFor<head>.
     head: str
+    # transformers' name of the objective, for a SequenceClassification head.
     problem_type: str = "single_label_classification"
-    # of evaluations; a report's headline is the first one that the run has
+    # The metrics of evaluations; a report's headline is the first one that the run has.
     metrics: tuple[Metric, ...]
 
     # The following fields are for model cards.
-    # transformers' pipeline that runs an export
+    # transformers' pipeline that runs an export.
     pipeline: str
-    # what the model does; {labels} is the number of labels, {names} their names
+    # A sentence on what the model does; {labels} is the number of labels, {names} their names.
     sentence: str
-    # the arguments of the pipeline, as Python code
+    # The arguments of the pipeline, as Python code.
     example: str
-    # Python code that runs an export {model}, if transformers has no such pipeline
+    # Python code that runs an export {model}, if transformers has no such pipeline.
     code: str = ""
-    # what a caller must do to get the answers of `baretrain predict` names and keys of task settings that the card
-    # lists
+    # What a caller must do to get the answers of `baretrain predict`.
     note: str = ""
+    # The names and keys of task settings that the card lists.
     card_settings: tuple[tuple[str, str], ...] = ()
 
     # The following fields are for `baretrain predict`, whose rows have the same columns as the run's data.
     # Fields of ColumnsConfig that the model reads, with the help texts of their flags; {}: it cannot predict.
     inputs: Mapping[str, str] = field(default_factory=dict)
-    # inputs that only some models read
+    # The inputs that only some models read.
     optional: tuple[str, ...] = ()
 
 
@@ -89,23 +89,18 @@ class Task(ABC):
 
     # The training examples in each shard; data without shards counts as one shard.
     shard_rows: Sequence[int]
-    # the sum of shard_rows
-    train_rows: int
+    train_rows: int  # the sum of shard_rows
     eval_rows: int
-    # length of the longest batches, in tokens The lengths of batches in tokens, ascending; None: seq_len is the only
-    # one.
-    seq_len: int
+    seq_len: int  # length of the longest batches, in tokens
+    # The lengths of batches in tokens, ascending; None: seq_len is the only one.
     lengths: Sequence[int] | None = None
-    # assigns a length to each example, if there are several lengths
+    # The lengths by example, if there are several.
     buckets: Buckets | None = None
-    # the names of eval_metrics; "loss" is among them
-    metrics: tuple[str, ...]
-    # identifies the training data; a checkpoint resumes only on the same data
-    data_id: str
-    # facts about the data, for metrics and report
-    facts: dict[str, float]
-    # remarks on the data, for the log The settings that the evaluation of the weights to be exported has chosen.
-    remarks: Sequence[str] = ()
+    metrics: tuple[str, ...]  # the names of eval_metrics; "loss" is among them
+    data_id: str  # identifies the training data; a checkpoint resumes only on the same data
+    facts: dict[str, float]  # facts about the data, for metrics and report
+    remarks: Sequence[str] = ()  # remarks on the data, for the log
+    # The settings that the evaluation of the weights to be exported has chosen.
     chosen: Mapping[str, Any] = {}
     # Details of the data, for run_dir/data.json; empty: the file is not written.
     details: dict[str, Any] = {}

@@ -154,9 +154,9 @@ def csv_lines(lines: Iterable[Row], columns: Sequence[str]) -> bytes:
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = cli.settings_parser(
-        "train.predict",
+        "predict",
         TrainConfig,
         "Label or rate texts, or answer questions, with a model from a run, a transformers folder or the Hub.",
         examples=(
