@@ -5,7 +5,6 @@ import shutil
 from functools import partial
 from types import SimpleNamespace
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -138,16 +137,6 @@ def test_the_loss_counts_words_and_statistics_keep_tags_and_probabilities():
     assert torch.allclose(rows[:, 8:13], logits.softmax(-1).amax(-1))
 
 
-def test_the_loss_of_a_batch_is_divided_by_its_words(overrides, tmp_path):
-    task = task_of(overrides(tmp_path / "run"))
-    # of the longer bucket
-    batch = task.train_data().draw(np.array([[0, 1, 2], [3, 4, 5]]) + 2**48)
-    assert batch["count"] == [
-        (row != IGNORE_INDEX).sum().item() for row in batch["inputs"]["labels"]
-    ]
-    assert batch["inputs"]["labels"].shape == batch["inputs"]["input_ids"].shape == (2, 3, 48)
-
-
 def test_entities_are_right_as_a_whole():
     truth = [["B-PER", "I-PER", "O", "B-LOC"], ["O"]]
     predicted = [["B-PER", "O", "O", "B-LOC"], ["B-ORG"]]
@@ -199,27 +188,6 @@ def test_new_words_are_tagged(trained, predictions, tmp_path, capsys):
     for entity in answer["entities"]:
         assert entity["text"] == " ".join(answer["tokens"][entity["first"] : entity["last"] + 1])
         assert 0 < entity["probability"] <= 1
-
-
-def test_numbered_tags_of_a_data_set_have_its_names(overrides, tmp_path):
-    names = ["O", "B-X", "I-X"]
-    features = datasets.Features(
-        {
-            "tokens": datasets.List(datasets.Value("string")),
-            "ner_tags": datasets.List(datasets.ClassLabel(names=names)),
-        }
-    )
-    words = list(
-        dict.fromkeys(line.split()[0] for line in ENTITIES.read_text().splitlines() if line)
-    )
-    rows = {
-        "tokens": [[words[n], words[-1]] for n in range(20)],
-        "ner_tags": [[n % 3, 0] for n in range(20)],
-    }
-    datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "set"))
-    given = [f"data.path={tmp_path / 'set'}", "data.columns.tags=ner_tags"]
-    task = task_of(overrides(tmp_path / "run", *given))
-    assert task.labels == names
 
 
 def sentence_of(*lines, end="\n\n"):
@@ -385,11 +353,6 @@ def test_a_token_beyond_the_vocabulary_of_the_model_is_rejected_before_the_first
     says = f"the data has the token id {far}, but the model has {far - 3} tokens; set model.vocab_size above it"
     rejects(says, task_of, given)
     assert task_of([*given, f"model.vocab_size={far + 1}"]).train_rows > 0
-
-
-def test_a_map_of_some_tags_leaves_the_others(overrides, tmp_path):
-    task = task_of(overrides(tmp_path / "run", "data.label_map={B-LOC: B-PLACE, I-LOC: I-PLACE}"))
-    assert task.labels == ["B-ORG", "B-PER", "B-PLACE", "I-ORG", "I-PER", "I-PLACE", "O"]
 
 
 def test_tags_without_prefixes_are_scored_by_the_word(words_folder, tmp_path, capsys):

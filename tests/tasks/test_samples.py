@@ -14,7 +14,7 @@ from train.data.batches.masking import IGNORE_INDEX
 from train.data.shards.order import spread
 from train.observe.push import gathered
 from train.run_folder import samples
-from train.run_folder.samples import MOST_CHARS, Samples
+from train.run_folder.samples import Samples
 from train.storage.folders import LocalFolder
 from train.tasks import build_task
 from train.tasks.finetune import MOST_CHARS_READ, TextTask
@@ -76,16 +76,6 @@ def test_rows_are_of_all_the_table_and_of_bounded_length():
     )
     assert list(TextTask.sampled_rows(task, 25)) == [row % 2 for row in range(4, 40, 4)]
     assert spread(101, 3).tolist() == [0, 50, 100] and spread(2, 8).tolist() == [0, 1]
-
-
-def test_a_long_text_is_cut_around_what_matters():
-    text = "a " * 500 + "here" + " b" * 500
-    cut = samples.excerpt(text, text.index("here"))
-    assert (
-        len(cut) <= MOST_CHARS and "here" in cut and cut.startswith("...") and cut.endswith("...")
-    )
-    assert samples.excerpt("one\n two") == "one two"
-    assert samples.excerpt(text).startswith("a a") and len(samples.excerpt(text)) <= MOST_CHARS
 
 
 def test_a_long_sequence_is_cut_around_its_first_blanks(prepared):
