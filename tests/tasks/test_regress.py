@@ -35,6 +35,8 @@ GIVEN = [
     "eval_every=1",
 ]
 GIVEN += ["max_steps=6", "optim.schedule=constant", "optim.lr=0.006", "watchdog.step_s=0"]
+
+
 @pytest.fixture(scope="module")
 def rated(tmp_path_factory):
     path = tmp_path_factory.mktemp("rated") / "rated.csv"

@@ -5,20 +5,15 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
 from datasets import Dataset
-from running import train_config, train_here
-from transformers import AutoModelForMaskedLM, PreTrainedTokenizerFast
+from running import train_here
 
-from train.data.batches.masking import IGNORE_INDEX
 from train.data.shards.order import spread
 from train.observe.push import gathered
 from train.run_folder import samples
 from train.run_folder.samples import Samples
 from train.storage.folders import LocalFolder
-from train.tasks import build_task
 from train.tasks.finetune import MOST_CHARS_READ, TextTask
-from train.tasks.mlm import Spelling
 
 
 def of(run: Path) -> Samples:
@@ -27,42 +22,16 @@ def of(run: Path) -> Samples:
     return written
 
 
-def test_a_masked_language_model_fills_blanks_as_its_export_does(prepared, tmp_path):
-    run, given = tmp_path / "run", ["samples=3", "task.sop=true", "max_steps=2"]
-    train_here(run, prepared, *given)
-    cfg = train_config(run, prepared, *given)
-    written, task = of(run), build_task(cfg)
+def test_a_masked_language_model_fills_a_blank_of_each_sequence(prepared, tmp_path):
+    run = tmp_path / "run"
+    train_here(run, prepared, "samples=3", "task.sop=true", "max_steps=2")
+    written = of(run)
     assert written.step == 2 and len(written.samples) == 3
-    model = AutoModelForMaskedLM.from_pretrained(run / "export").eval()
-    mask_id = PreTrainedTokenizerFast.from_pretrained(run / "export").mask_token_id
-    cfg.task.sop = False  # whose segments are swapped in an evaluation
-    drawn = {
-        name: tensor[0]
-        for name, tensor in build_task(cfg)
-        .eval_data()
-        .draw(spread(task.eval_rows, 3)[None])["inputs"]
-        .items()
-    }
-    for number, sample in enumerate(written.samples):
-        known = drawn["positions"][number][drawn["labels"][number] != IGNORE_INDEX]
-        ids = drawn["input_ids"][number].clone()
-        ids[known] = mask_id
-        with torch.no_grad():
-            output = model(
-                input_ids=ids[None], token_type_ids=drawn["token_type_ids"][number][None]
-            )
-        shares = output.logits[0, known].softmax(-1).topk(3).values
-        given = torch.tensor(
-            [[guess.probability for guess in answer.guesses] for answer in sample.answers]
-        )
-        # other kernels, other order
-        torch.testing.assert_close(given, shares[: len(given)], rtol=1e-4, atol=1e-6)
-        blanks = [f"[{number}]" for number in range(1, len(given) + 1)]
-        assert [
-            word
-            for word in sample.text.replace("[", " [").replace("]", "] ").split()
-            if word in blanks
-        ] == blanks
+    for sample in written.samples:
+        (answer,) = sample.answers
+        shares = [guess.probability for guess in answer.guesses]
+        assert len(shares) == 3 and shares == sorted(shares, reverse=True) and shares[-1] > 0
+        assert answer.truth and sample.text.count("[1]") == 1
         assert "[MASK]" not in sample.text and "[CLS]" not in sample.text
 
 
@@ -76,37 +45,6 @@ def test_rows_are_of_all_the_table_and_of_bounded_length():
     )
     assert list(TextTask.sampled_rows(task, 25)) == [row % 2 for row in range(4, 40, 4)]
     assert spread(101, 3).tolist() == [0, 50, 100] and spread(2, 8).tolist() == [0, 1]
-
-
-def test_a_long_sequence_is_cut_around_its_first_blanks(prepared):
-    spelling = Spelling(prepared / "tokenizer", 4, [0, 2, 3, 4])
-    tokens = [50] * 500
-    places = [200, 210, 230, 240, 499]
-    for place in places:
-        tokens[place] = 4
-    labels = [50, 50, 50, 50, IGNORE_INDEX]
-    cut = spelling.sample(tokens, places, labels, [[50]] * 5, [[0.5]] * 5)
-    assert len(cut.answers) == 2 and "[2]" in cut.text and "[3]" not in cut.text
-
-
-def test_a_piece_that_begins_with_a_space_is_told_from_the_same_letters_without_one(tmp_path):
-    from tokenizers import Tokenizer, decoders, models
-
-    for begin, decoder in (("\u0120", decoders.ByteLevel()), ("\u2581", decoders.Metaspace())):
-        pieces = ["[MASK]", "the", f"{begin}the", begin, f"{begin}{begin}of"]
-        tokenizer = Tokenizer(
-            models.WordLevel({piece: number for number, piece in enumerate(pieces)}, "[MASK]")
-        )
-        tokenizer.decoder = decoder
-        tokenizer.save(str(tmp_path / "tokenizer.json"))
-        spelling = Spelling(tmp_path, 0, [0])
-        assert [spelling.piece(token) for token in range(1, 6)] == [
-            "the",
-            "␣the",
-            "␣",
-            "␣␣of",
-            "token 5",
-        ]
 
 
 def test_samples_can_be_left_out_and_never_reach_the_hub(run_dir, prepared):

@@ -10,14 +10,11 @@ import torch
 import yaml
 from finetuning import FP32, asking, train_with, tuned, tuning, two_lengths
 from running import train_config
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from train.config import ModelConfig, to_dict
 from train.models.encoder import build_masked_lm
 from train.models.heads import build_with_head
-from train.models.network import Network
-from train.parallel import ddp
 from train.run import compose as cli
 from train.run_folder import samples
 from train.storage.folders import LocalFolder
@@ -286,21 +283,6 @@ def test_a_model_of_transformers_reads_by_its_own_settings_and_flags(
         assert line["probabilities"] == pytest.approx(wanted, abs=1e-5)
 
 
-def test_in_bf16_on_a_cpu_attention_is_that_of_an_evaluation(folder, tmp_path, monkeypatch):
-    made = []
-    real = Network.attend_by_products
-    monkeypatch.setattr(
-        Network, "attend_by_products", lambda *args: (made.append(args[1]), real(*args))
-    )
-    (tmp_path / "new.jsonl").write_text('{"text": "a word"}\n')
-    used, real_backend = [], ddp.DDP
-    monkeypatch.setattr(ddp, "DDP", lambda cfg: (used.append(cfg.precision), real_backend(cfg))[1])
-    for settings in ([], ["backend.precision=bf16"]):
-        words = [folder, f"data.path={tmp_path}/new.jsonl", "backend.device=cpu", *settings]
-        assert predict.main([*map(str, words)]) == 0
-    assert (used, made) == (["fp32", "bf16"], [torch.bfloat16])
-
-
 def test_pairs_are_read_together_and_labels_that_the_model_does_not_know_are_reported(
     folder, tmp_path, capsys
 ):
@@ -404,24 +386,3 @@ def test_a_pretraining_has_no_head_and_a_run_that_has_just_begun_no_model(
     shutil.copytree(tokenizer_folder, tmp_path / "export", dirs_exist_ok=True)
     line = rejected(capsys, tmp_path / "export", "--text", "x")
     assert "is a model of task=mlm, which has no head for predictions" in line
-
-
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
-        ("no_head", "its head was not trained"),
-        ("nan", "contains NaN or infinity"),
-    ],
-)
-def test_models_that_are_not_whole_or_of_another_kind(folder, change, line, tmp_path, capsys):
-    model = tmp_path / "model"
-    shutil.copytree(folder, model)
-    weights = load_file(folder / "model.safetensors")
-    if change == "no_head":
-        weights = {
-            name: value for name, value in weights.items() if not name.startswith("classifier")
-        }
-    if change == "nan":
-        weights["classifier.bias"] += float("nan")
-    save_file(weights, model / "model.safetensors", {"format": "pt"})
-    assert line in rejected(capsys, model, "--text", "x")

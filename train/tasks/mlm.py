@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.config import InputError, ModelConfig, ShardsConfig, TrainConfig, check, shortlist
+from train.config import InputError, ShardsConfig, TrainConfig, check, shortlist
 from train.config.tasks import MLMConfig
 from train.data.batches.loader import MaskedRows, Swapper
 from train.data.batches.masking import IGNORE_INDEX, Masker
@@ -31,7 +32,7 @@ from train.data.shards.prepared import PreparedData
 from train.data.text.coverage import unknown_share
 from train.data.text.tokenizer import check_same_vocabulary, open_tokenizer
 from train.data.text.words import word_edges
-from train.models.encoder import MaskedLM, build_masked_lm, fitting_config
+from train.models.encoder import MaskedLM, build_masked_lm, fitting_config, mask_filler
 from train.models.source import resolved
 from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
 from train.storage.folders import Folder
@@ -40,8 +41,7 @@ from train.tasks.state import TaskState, files_beside
 from train.tasks.topk import topk
 
 FACTS = ("unigram_entropy", "neighbour_accuracy")  # counts of the manifest, for metrics and report
-TOKENS_SHOWN, TOKENS_BEFORE = 40, 12  # tokens of a sample, and those before its first blank
-SPACE = "\N{OPEN BOX}"
+TOKENS_SHOWN = 16  # tokens of a sample on each side of its blank
 NO_PAIRS = "no validation sequence has two segments of the same document; set task.sop=false"
 
 
@@ -176,11 +176,11 @@ class MaskedLMTask(Task):
         return self.data.prefetcher(order, is_first_on_machine=is_first_on_machine)
 
     def build_model(self) -> MaskedLM:
-        return self._model(self.model, new_rows=list(self.new_rows))
-
-    def _model(self, cfg: ModelConfig, new_rows: Sequence[int] = ()) -> MaskedLM:
         model = build_masked_lm(
-            cfg, **self.fit, predicts_order=self.swapper is not None, new_rows=new_rows
+            self.model,
+            **self.fit,
+            predicts_order=self.swapper is not None,
+            new_rows=list(self.new_rows),
         )
         model.head_share = self.predictions / self.seq_len
         return model
@@ -262,27 +262,18 @@ class MaskedLMTask(Task):
         for name, content in self.files_beside(model).items():
             (folder / name).write_bytes(content)
 
-    @torch.inference_mode()
     def samples(self, export: Path, most: int) -> list[Sample]:
-        # In these validation sequences every token to predict is masked. The model runs on the host.
-        info = self.manifest.tokenizer
+        # In each of these validation sequences, the first token to predict is masked. The model runs on the host.
+        fill = mask_filler(export)
         drawn = self._eval_rows(None).draw(spread(self.eval_rows, most)[None])["inputs"]
-        inputs = {name: tensor[0] for name, tensor in drawn.items()}
-        positions, labels = inputs["positions"], inputs["labels"]
-        last = positions.amax(1, keepdim=True)  # unused slots get the last position
-        masked = torch.where(labels == IGNORE_INDEX, last, positions)
-        inputs["input_ids"].scatter_(1, masked, info.mask_id)
-        model = self._model(replace(self.model, pretrained=str(export), attention="auto")).eval()
-        logits = self._logits(model, inputs)[0].float().unflatten(0, labels.shape)
-        shares, guesses = logits.softmax(-1).topk(MOST_GUESSES)
-        spelling = Spelling(self.folder / "tokenizer", info.mask_id, info.special_ids)
+        ids, positions, labels = (drawn[name][0] for name in ("input_ids", "positions", "labels"))
         found = []
-        for tokens, *blanks in zip(
-            inputs["input_ids"], positions, labels, guesses, shares, strict=True
-        ):
-            sample = spelling.sample(tokens.tolist(), *(each.tolist() for each in blanks))
-            if sample.answers:
-                found.append(sample)
+        for tokens, places, hidden in zip(ids, positions, labels, strict=True):
+            is_used = hidden != IGNORE_INDEX
+            tokens[places[is_used]] = hidden[is_used]
+            if is_used.any():
+                at = int(places[is_used][0])
+                found.append(sample_of(fill, tokens.tolist(), at))
         return found
 
 
@@ -300,44 +291,13 @@ def scores(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([losses, right.float(), (labels != IGNORE_INDEX).float()], -1)
 
 
-# ---- samples: validation sequences with blanks, and what the model fills in ------------------------------------------
-
-
-class Spelling:
-    """A converter of tokens to readable text, with the tokenizer of a prepared data set."""
-
-    def __init__(self, folder: Path, mask_id: int, special_ids: Sequence[int]) -> None:
-        self.tokenizer = open_tokenizer(folder)
-        self.mask_id, self.hidden = mask_id, set(special_ids) - {mask_id}
-
-    def piece(self, token: int) -> str:
-        """Return a token as text. Leading spaces are shown, since without them it is another token."""
-        spelled = self.tokenizer.id_to_token(token) or f"token {token}"
-        spaces = len(spelled) - len(spelled.lstrip("▁Ġ"))
-        return excerpt(SPACE * spaces + self.tokenizer.decode([token]).strip() or spelled)
-
-    def sample(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        labels: Sequence[int],
-        guesses: Sequence[Sequence[int]],
-        shares: Sequence[Sequence[float]],
-    ) -> Sample:
-        """Return the part of a sequence [S] around its first blanks, with its masks numbered: [1], [2], ..."""
-        first = max(0, positions[0] - TOKENS_BEFORE)
-        end = first + TOKENS_SHOWN
-        answers = []
-        for number, (position, label) in enumerate(zip(positions, labels, strict=True)):
-            if position < end and label != IGNORE_INDEX:
-                pairs = zip(guesses[number], shares[number], strict=True)
-                shown = [Guess(self.piece(token), min(1.0, share)) for token, share in pairs]
-                answers.append(
-                    Answer(self.piece(label), shown, float(guesses[number][0] == label))
-                )
-        ids = [token for token in tokens[first:end] if token not in self.hidden]
-        mask = self.tokenizer.id_to_token(self.mask_id)
-        text, *others = self.tokenizer.decode(ids, skip_special_tokens=False).split(mask)
-        for number, part in enumerate(others, 1):
-            text += f" [{number}] {part}"
-        return Sample(" ".join(text.split()), answers)
+def sample_of(fill: Any, tokens: Sequence[int], at: int) -> Sample:
+    """Return the text around the token `at` of a sequence, with the answers of transformers' pipeline `fill`."""
+    read = fill.tokenizer
+    before = read.decode(tokens[max(0, at - TOKENS_SHOWN) : at], skip_special_tokens=True)
+    behind = read.decode(tokens[at + 1 : at + TOKENS_SHOWN], skip_special_tokens=True)
+    answers = fill(f"{before} {read.mask_token} {behind}", top_k=MOST_GUESSES)
+    guesses = [Guess(excerpt(each["token_str"]), each["score"]) for each in answers]
+    is_right = answers[0]["token"] == tokens[at]
+    answer = Answer(excerpt(read.decode([tokens[at]])), guesses, float(is_right))
+    return Sample(excerpt(f"{before} [1] {behind}", len(before)), [answer])
