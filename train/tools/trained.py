@@ -6,6 +6,7 @@ is missing or outdated; its config.yaml says how to read the columns.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -109,6 +110,11 @@ def settings_of(
     if TASKS[task].inputs:
         known |= outputs_of(trained, task)
     known |= {**values, "model.pretrained": trained.source}
+    # Others may have written the model's files, whose labels are among these settings.
+    check(
+        "${" not in json.dumps(known, default=str),
+        f"{trained.location} has a reference ${{...}} in its files: references are not resolved",
+    )
     # An option other than the model's has settings of its own.
     for group in groups.keys() & typed.keys():
         if typed[group] != groups[group]:
