@@ -72,7 +72,7 @@ class TaskSpec:
     example: str
     # Python code that runs an export {model}, if transformers has no such pipeline.
     code: str = ""
-    # What a caller must do to get the answers of `baretrain predict`.
+    # A sentence on what a caller must do to get the answers of `baretrain predict`.
     note: str = ""
     # The names and keys of task settings that the card lists.
     card_settings: tuple[tuple[str, str], ...] = ()

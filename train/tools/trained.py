@@ -164,7 +164,7 @@ def rows_of_run(trained: Trained, typed: Mapping[str, str]) -> Iterator[tuple[st
     for name, value in asdict(data.columns).items():
         yield f"data.columns.{name}", value
     names = [typed[key] for key in ("data.path", "data.validation") if key in typed]
-    # The name of a new file may show another format than that of the run's files.
+    # A new file may have another format, which its name shows.
     is_shown = any(is_named(name) and not name.endswith(".json") for name in names)
     yield "data.format", "auto" if is_shown else data.format
     yield "data.lengths", data.lengths
