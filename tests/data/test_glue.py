@@ -129,7 +129,8 @@ def test_both_forms_of_a_data_set_are_the_same_rows(tmp_path, name, form):
     kind, task = (CLASSIFY_ROWS, "classify") if labels else (regress_rows(["label"]), "regress")
     given = [
         f"task={task}",
-        f"data={name}" + "_tsv" * (form == "tsv"),
+        f"data={name}",
+        *(["data.format=csv"] if form == "tsv" else []),
         f"data.path={path}",
         "run_dir=x",
         "max_steps=1",
@@ -162,7 +163,8 @@ def test_a_run_on_cola_is_judged_by_matthews_correlation(tmp_path, tokenizer_fol
         tmp_path / "run",
         tokenizer_folder,
         "task=classify",
-        "data=cola_tsv",
+        "data=cola",
+        "data.format=csv",
         f"data.path={path}",
         *best,
     )

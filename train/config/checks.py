@@ -22,8 +22,6 @@ SHOWN_NAMES = 10  # maximum number of names in a message
 T = TypeVar("T")
 MARKS = (
     "delimiter",
-    "quote",
-    "escape",
     "separator",
 )  # settings whose names end in these may be a tab, or Hive's \x01
 

@@ -15,16 +15,8 @@ MOST_LENGTHS = 255  # maximum of data.lengths, to which the longest length is ad
 MAX_LOADER_PROCESSES = 128  # maximum per rank; a trn1.32xlarge has 128 vCPUs for its 32 ranks
 KMS_KEY = re.compile(r"arn:aws[\w-]*:kms:[\w-]+:\d{12}:(key|alias)/[\w/-]+", re.ASCII)
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".conll")  # .gz may follow
-FORMATS = (
-    "auto",
-    "csv",
-    "jsonl",
-    "parquet",
-    "squad",
-    "conll",
-    "hub",
-    "saved",
-)  # saved: by Dataset.save_to_disk
+FILE_FORMATS = ("csv", "jsonl", "parquet", "squad", "conll")
+FORMATS = ("auto", *FILE_FORMATS, "hub", "saved")  # saved: by Dataset.save_to_disk
 
 
 @dataclass(kw_only=True)
@@ -92,6 +84,10 @@ class RecordsConfig(DataConfig):
     # is the format of Dataset.save_to_disk.
     name: str | None = None  # The configuration of a Hub data set.
     revision: str | None = None  # The commit of a Hub data set, which pins its content.
+    forms: dict[str, Any] = field(
+        default_factory=dict
+    )  # The other forms of a known data set: the settings that
+    # replace these if data.format is given as the key, such as {csv: {train: train.tsv}}.
     train: str | None = (
         None  # The training data: a file or glob in path, or a split; None uses path itself, or the
     )
@@ -120,7 +116,7 @@ class RecordsConfig(DataConfig):
     labels: list[str] = field(
         default_factory=list
     )  # The labels in the order of their class numbers; [] uses the
-    # labels in the data, sorted by name, or in the order of the numbers that label_map maps to them.
+    # labels in the data: numbers in their order, then names in the order of label_map, then by the alphabet.
     label_map: dict[str, str | None] = field(
         default_factory=dict
     )  # The label for each value of the label column; None
@@ -134,14 +130,11 @@ class RecordsConfig(DataConfig):
     # picks the fewest lengths that keep padding below 10 %, but at most three if each needs a compiled graph (XLA,
     # Trainium, backend.compile). It picks multiples of 16, or of 8 without compilation.
     delimiter: str = ","  # The character between the fields of a CSV file.
-    quote: str | None = (
-        "auto"  # The quote character of CSV files; auto uses ", or none if the delimiter is a tab; None
-    )
-    # disables quoting.
-    escape: str | None = (
-        None  # The escape character of CSV files, such as \\; None reads a doubled quote character as
-    )
-    # one.
+    quotes: str = setting(
+        "auto", among=("auto", "doubled", "escaped", "none")
+    )  # How quotation marks in fields of CSV
+    # files are written: doubled, or escaped by a backslash; none: they are text, and no field is quoted. auto is
+    # doubled, or none if the delimiter is a tab.
     header: bool = True  # Read the column names from the first line of a CSV file; false names the columns 0, 1, ...
     encoding: str = "utf-8"  # The text encoding of the files, as Python names it.
     max_bad_rows: int = setting(
@@ -151,9 +144,10 @@ class RecordsConfig(DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.delimiter = (
-            "\t" if self.delimiter == r"\t" else self.delimiter
-        )  # a tab is hard to type in a shell
+        if self.delimiter == r"\t":  # a tab is hard to type in a shell
+            self.delimiter = "\t"
+        ok = len(self.delimiter) == 1 and self.delimiter not in '\r\n"\\'
+        check(ok, f"data.delimiter={self.delimiter} must be one character, and no quotation mark")
         given = [] if self.lengths == "auto" else self.lengths
         ok = isinstance(given, list) and all(type(length) is int for length in given)
         ok = ok and all(0 < a < b for a, b in zip([1, *given], given, strict=False))
@@ -166,10 +160,6 @@ class RecordsConfig(DataConfig):
             f"data.lengths has {len(given)} lengths, but at most {MOST_LENGTHS} are supported",
         )
         self.columns.label = column_names(self.columns.label)
-        for name in ("delimiter", "quote", "escape"):
-            value = getattr(self, name)
-            ok = value is None or len(value) == 1 or (name, value) == ("quote", "auto")
-            check(ok, f"data.{name}={value} must be one character")
         reserved = sorted({"train", "validation"} & set(self.more_validation))
         check(
             not reserved,
