@@ -16,9 +16,8 @@ Values = dict[str, Any] | BadRow  # a row's values by column, or why it is bad
 Records = Iterator[tuple[int, list[str] | BadRow]]  # first line number and fields of each record
 
 BATCH_ROWS = 256  # Parquet rows decoded together
-BUFFER_BYTES = (
-    2**20
-)  # read at a time of a Parquet file; by default, pyarrow reads whole row groups
+# read at a time of a Parquet file; by default, pyarrow reads whole row groups
+BUFFER_BYTES = 2**20
 QUOTES = "quote fields that contain commas, quotes or line ends, and double the quotes in them"
 
 

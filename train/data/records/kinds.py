@@ -32,9 +32,8 @@ class RowKind:
     """The kind of rows that a task learns from."""
 
     name: str  # the task's name
-    columns: dict[
-        str, Any
-    ]  # keys of data.columns that the task reads, with their types in a table
+    # keys of data.columns that the task reads, with their types in a table
+    columns: dict[str, Any]
     read: Callable[[Row], dict[str, Any]]  # returns a row's texts by key; raises BadRow
     target: str  # the key of the value to predict, which new rows may lack
     split_by: str  # the key of the text whose hash chooses a row's split
