@@ -33,9 +33,9 @@ USED = (
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = cli.settings_parser(
-        "train.records",
+        "records",
         TrainConfig,
         "Prepare labelled examples as train would with the same settings, and show classes, lengths and bad rows.",
         examples=(
