@@ -172,11 +172,15 @@ UNUSABLE = [
     ('text,label\n"b,1\n"c",0\n', {}, r"a\.csv:2: .*: the field's quote is not closed"),
     ("text,text\na,1\n", {}, r"a\.csv:1: two columns are named text"),
     (b"t\xe9xt,label\na,1\n", {}, r"a\.csv:1: no header: byte 0xe9 is not utf-8"),
-    ("text,label\n", {}, r"train: no row is left: there is none in .*/a\.csv$"),
-    ("", {"format": "csv"}, r"there is none in .*/a\.csv, read as data\.format=csv$"),
+    ("text,label\n", {}, r"train: no row is left: of .*/a\.csv, .* 0 rows are bad"),
+    ("", {"format": "csv"}, r"of .*/a\.csv, read as data\.format=csv, 0 rows"),
     ("text,label\na,1\nb,1\n", {"validation_fraction": 1e-9}, "validation: .* leaves none"),
     (csv_of([(text, "1") for text in TEXTS]), {}, "train: all .* rows have the label 1"),
-    (csv_of(ROWS), {"label_map": {"0": None, "1": None}}, "label_map maps 40 to null"),
+    (
+        csv_of(ROWS),
+        {"label_map": {"0": None, "1": None}},
+        "0 rows are bad and 40 are left out by data.label_map",
+    ),
     (csv_of(ROWS), {"validation": "a.*"}, r"a\.csv: both in train and in validation"),
     ("text;label\na;2,5\nb;3,0\n", {"delimiter": ";"}, "not all plain whole ones, such as 2,5"),
 ]

@@ -115,25 +115,18 @@ def test_rows_are_tokenised_once_in_batches_and_found_again(cfg):
     made = open_tables(cfg, words)
     assert words.calls == [("train", 1000), ("train", 200), ("validation", 5)]
     assert is_reused(cfg, made)
-    assert made.folder.parent == cache_of(cfg) and list(made.facts["splits"]) == [
-        "train",
-        "validation",
-    ]
+    assert made.folder.parent == cache_of(cfg)
+    assert list(made.facts["splits"]) == ["train", "validation"]
     assert hidden(cfg) == []
 
     features, examples = made.features("train"), made.examples("train")
-    assert (
-        features.features["input_ids"].feature.dtype == "int32"
-        and features.features["label"].dtype == "int64"
-    )
+    kinds = features.features
+    assert (kinds["input_ids"].feature.dtype, kinds["label"].dtype) == ("int32", "int64")
     assert len(features) == len(examples) == ROWS and features.cache_files  # mapped, not in memory
-    for row in (0, 999, 1199):
-        text = examples[features[row]["row"]]["text"]
-        assert (
-            features[row]["input_ids"]
-            == words.tokenizer(text, truncation=True, max_length=SEQ_LEN)["input_ids"]
-        )
-        assert features[row]["label"] == examples[row]["label"]
+    for row in map(features.__getitem__, (0, 999, 1199)):
+        example = examples[row["row"]]
+        encoded = words.tokenizer(example["text"], truncation=True, max_length=SEQ_LEN)
+        assert row["input_ids"] == encoded["input_ids"] and row["label"] == example["label"]
     assert examples.features["label"].names == ["n", "p"] and examples[3]["id"] == "3"
     kept = AutoTokenizer.from_pretrained(str(made.folder / "tokenizer"))
     assert kept.backend_tokenizer.truncation is None  # the next call would set it
@@ -142,29 +135,28 @@ def test_rows_are_tokenised_once_in_batches_and_found_again(cfg):
 
 def test_facts_say_what_the_rows_are(cfg, raw):
     tables = open_tables(cfg, Words())
-    facts = tables.facts
-    assert (facts["kind"], facts["labels"], facts["settings"]) == (
-        "classify",
-        ["n", "p"],
-        Words().settings,
-    )
-    train, lengths = facts["splits"]["train"], tables.lengths("train")
-    assert (train["rows"], train["examples"], train["label_counts"]) == (
-        ROWS,
-        ROWS,
-        {"n": 400, "p": 800},
-    )
+    facts, lengths = tables.facts, tables.lengths("train")
+    assert (facts["kind"], facts["labels"]) == ("classify", ["n", "p"])
+    assert facts["settings"] == Words().settings
+    train = facts["splits"]["train"]
+    texts = tables.examples("train")["text"]
     bad = [f"{raw}:{ROWS + 2}: 1 field where the header has 2"]
-    assert (train["bad_rows"], train["bad_examples"], train["left_out"]) == (1, bad, 2)
-    assert train["tokens"] == lengths.sum() == sum(map(len, tables.features("train")["input_ids"]))
+    wanted = {
+        "rows": ROWS,
+        "examples": ROWS,
+        "label_counts": {"n": 400, "p": 800},
+        "bad_rows": 1,
+        "bad_examples": bad,
+        "left_out": 2,
+        "tokens": sum(map(len, tables.features("train")["input_ids"])),
+        "padding_share": pytest.approx(1 - lengths.mean() / SEQ_LEN, abs=1e-6),
+    }
+    assert {name: train[name] for name in wanted} == wanted
     assert train["length_histogram"]["up_to"] == [4, 6, 8, 12, 16]
     assert train["length_histogram"]["counts"][-1] == (lengths > 12).sum()
-    longer = sum(len(text.split()) > SEQ_LEN - 2 for text in tables.examples("train")["text"])
-    assert (
-        train["length_quantiles"]["longest"] == SEQ_LEN and train["notes"]["truncated"] == longer
-    )
-    assert train["padding_share"] == pytest.approx(1 - lengths.mean() / SEQ_LEN, abs=1e-6)
-    assert facts["splits"]["validation"]["bad_rows"] == 0
+    assert train["length_quantiles"]["longest"] == SEQ_LEN
+    longer = sum(len(text.split()) > SEQ_LEN - 2 for text in texts)
+    assert train["notes"]["truncated"] == longer
 
 
 def test_a_label_of_no_training_row_and_a_small_validation_are_named_each_time(cfg, caplog):
@@ -360,16 +352,17 @@ def test_the_command_prepares_and_says_what_there_is(command, raw, tmp_path):
     code, said = command("seq_len=16", "data.lengths=[8]")
     folder = Path(said.split(": id ")[0])
     facts = json.loads((folder / "tables.json").read_bytes())
-    train = facts["splits"]["train"]
+    notes = facts["splits"]["train"]["notes"]
+    share = padding_share(Tables(folder, "", facts).lengths("train"), [8, 16])
     assert code == 0 and folder.parent == tmp_path / "cache" / "records"
     for words in (
         f": id {facts['id'][:12]}, classify, at most 16 tokens",
         "train: 1,200 examples, 1,200 rows of tokens",
         "n 400 (33.3%), p 800 (66.7%)",
-        f"cut       {train['notes']['truncated']:.0f} of 1,200 rows are cut at 16 tokens: ",
-        f"tokens: {train['notes']['tokens_cut']:,.0f} of ",
+        f"cut       {notes['truncated']:.0f} of 1,200 rows are cut at 16 tokens: ",
+        f"tokens: {notes['tokens_cut']:,.0f} of ",
         "1 bad row, 2 by data.label_map",
         "train.csv:1202: 1 field",
-        f"padding   {padding_share(Tables(folder, '', facts).lengths('train'), [8, 16]):.1%} of batches",
+        f"padding   {share:.1%} of batches",
     ):
         assert words in said

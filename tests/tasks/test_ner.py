@@ -433,7 +433,7 @@ GOOD = "Anna B-PER\nsings O\n\nBonn B-LOC\n\n"
         ),
         (GOOD + "To\0m O\n", r"a\.conll:6: a NUL character"),
         ("Anna\nsings\n", r"a\.conll:1: no column tags"),
-        ("", r"train: no row is left: there is none in .*a\.conll"),
+        ("", r"train: no row is left: of .*a\.conll"),
         (
             {"tokens": ["Tom"], "tags": [["O"]]},
             r"dev\.jsonl:1: word 1, 'Tom': \['O'\] instead of a tag: task=ner learns one",

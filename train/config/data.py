@@ -27,7 +27,7 @@ class DataConfig(Section, prefix="data."):
     path: str = MISSING
     # The number of data loader processes per rank; 0 loads data in the rank's process.
     num_workers: int = setting(1, least=0, most=MAX_LOADER_PROCESSES)
-    # Compare local data with its checksums before training, once per machine.
+    # Compare local shards with their checksums before training, once per machine.
     verify: bool = True
     # The folder for local copies; None uses the NVMe instance store if there is one, otherwise ~/.cache/baretrain.
     cache_dir: str | None = None
@@ -83,7 +83,7 @@ class RecordsConfig(DataConfig):
     revision: str | None = None
     # The other forms of a known data set: the settings that replace these if data.format is given as the key, such as
     # {csv: {train: train.tsv}}.
-    forms: dict[str, Any] = field(default_factory=dict)
+    forms: dict[str, dict[str, Any]] = field(default_factory=dict)
     # The training data: a file or glob in path, or a split; None uses path itself, or the split "train".
     train: str | None = None
     # The validation data: a file or glob in path, or a split; None holds out validation_fraction of the rows.
@@ -112,8 +112,8 @@ class RecordsConfig(DataConfig):
     lengths: Any = "auto"
     # The character between the fields of a CSV file.
     delimiter: str = ","
-    # How quotation marks in fields of CSV files are written: doubled, or escaped by a backslash; none: they are text,
-    # and no field is quoted. auto is doubled, or none if the delimiter is a tab.
+    # The form of quotation marks inside quoted fields of CSV files: doubled, or escaped by a backslash. With none, no
+    # field is quoted, and the marks are text. auto is doubled, or none if the delimiter is a tab.
     quotes: str = setting("auto", among=("auto", "doubled", "escaped", "none"))
     # Read the column names from the first line of a CSV file; false names the columns 0, 1, ...
     header: bool = True

@@ -85,10 +85,8 @@ def description(tables: Tables, lengths: Sequence[int]) -> Iterator[str]:
         for name, number in notes.items():
             if name not in ("truncated", "tokens_cut"):
                 yield f"  {name.replace('_', ' ')}: {number:,.10g}"
-        share, at_most = (
-            padding_share(tables.lengths(split), lengths),
-            " or ".join(map(str, lengths)),
-        )
+        share = padding_share(tables.lengths(split), lengths)
+        at_most = " or ".join(map(str, lengths))
         yield f"  padding   {share:.1%} of batches padded to {at_most} tokens"
         if facts["bad_rows"] or facts["left_out"]:
             bad = plural(facts["bad_rows"], "bad row")

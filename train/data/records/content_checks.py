@@ -50,7 +50,7 @@ SCORES = (
 
 @dataclass
 class TableFacts:
-    """What the rows of a split have shown so far."""
+    """Facts about the rows of a split that have been read so far."""
 
     name: str  # the column or columns of the labels
     key: str  # of data.columns

@@ -109,7 +109,7 @@ def find(location: str, key: str, pattern: str | None, s3: S3Config) -> list[Fil
 
 def find_beside(root: Path, key: str, pattern: str) -> list[File]:
     """Return the files that match `pattern` in the folder `root`, or beside the file `root`."""
-    # What is in a folder that the user named may lead nowhere else; a path that the user typed may.
+    # A file in a folder that the user named may lead nowhere else; a path that the user typed may.
     inside: Path | None = root
     if root.is_file():
         root, inside = root.parent, None

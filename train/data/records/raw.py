@@ -162,17 +162,17 @@ def given_labels(cfg: RecordsConfig, kind: RowKind, table: Table) -> list[str]:
 def check_size(raw: Raw, split: str, cfg: RecordsConfig, tables: list[Table]) -> None:
     """Raise InputError, with the reason, if a split has no rows. `tables`: where it was read from."""
     dropped = raw.dropped[split]
+    where = shortlist([table.where for table in tables], MAX_LISTED)
+    reason = (
+        f"of {where}, read as data.format={cfg.format}, {dropped.bad_rows:,} rows are bad and "
+        f"{dropped.left_out:,} are left out by data.label_map"
+    )
     total = sum(len(raw.splits.get(name, ())) for name in ("train", "validation"))
-    if cfg.validation is None and total and split in ("train", "validation"):
-        share = f"data.validation_fraction={cfg.validation_fraction} of {total:,} rows leaves none"
-        reason = f"{share}, because rows with the same text stay together; change it, or set data.validation"
-    elif dropped.bad_rows or dropped.left_out:
-        left_out = f"data.label_map maps {dropped.left_out:,} to null"
-        reason = f"{dropped.bad_rows:,} are bad and {left_out}"
-    else:
-        reason = f"there is none in {shortlist([table.where for table in tables], MAX_LISTED)}"
-        if cfg.format != "auto":
-            reason += f", read as data.format={cfg.format}"
+    if cfg.validation is None and total:
+        reason = (
+            f"data.validation_fraction={cfg.validation_fraction} of {total:,} rows leaves none, because rows with the "
+            "same text stay together; change it, or set data.validation"
+        )
     check(len(raw.splits[split]) > 0, f"{split}: no row is left: {reason}")
 
 

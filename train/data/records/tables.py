@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
@@ -59,31 +59,9 @@ RESERVED = ("tokenizer", "scratch")  # folder names that a split cannot have
 ROWS_AT_ONCE = 1000  # rows tokenised together, and rows per chunk of an Arrow file
 
 
-class SplitEntry(TypedDict):
-    """The facts of a split (see table_facts.py)."""
-
-    examples: int
-    rows: int
-    tokens: int
-    label_counts: dict[str, int]
-    length_quantiles: dict[str, int]
-    length_histogram: dict[str, list[int]]
-    padding_share: float
-    notes: dict[str, float]
-    bad_rows: int
-    bad_examples: list[str]
-    left_out: int
-
-
-class Facts(TypedDict):
-    """The content of tables.json."""
-
-    id: str  # the hash of the token rows and the labels
-    kind: str
-    labels: list[str]
-    remarks: list[str]  # what seems strange about the data
-    settings: dict[str, Any]
-    splits: dict[str, SplitEntry]
+# The content of tables.json: "id" (see Tables), "kind", "labels", "remarks" (what seems strange about the data),
+# "settings" of the featurizer, and in "splits" the facts of each (see table_facts.py) and its unused rows.
+Facts = dict[str, Any]
 
 
 @dataclass(frozen=True)
