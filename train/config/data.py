@@ -39,11 +39,6 @@ class ShardsConfig(DataConfig):
 
     # The disk space for local copies in GB (1e9 bytes); None uses 90 % of the free space.
     cache_gb: float | None = setting(None, above=0)
-    # The number of seconds without data after which a download is restarted with a new client.
-    attempt_s: float = setting(60.0, above=0)
-    # The number of seconds that a run waits for a shard while no data arrives at all; then it ends with an error that
-    # names the shard.
-    deadline_s: float = setting(300.0, above=0)
 
 
 @dataclass(kw_only=True)
@@ -83,7 +78,7 @@ class RecordsConfig(DataConfig):
     revision: str | None = None
     # The other forms of a known data set: the settings that replace these if data.format is given as the key, such as
     # {csv: {train: train.tsv}}.
-    forms: dict[str, dict[str, Any]] = field(default_factory=dict)
+    forms: dict[str, Any] = field(default_factory=dict)
     # The training data: a file or glob in path, or a split; None uses path itself, or the split "train".
     train: str | None = None
     # The validation data: a file or glob in path, or a split; None holds out validation_fraction of the rows.
