@@ -83,29 +83,20 @@ def file_table(path: Path, name: str, cfg: RecordsConfig, wanted: Collection[str
         return Table(name, lambda: squad_rows(read(), name), keys=ColumnsConfig(id="id"))
     if form == "jsonl" and is_document(start):
         return Table(name, partial(document_rows, path, name, cfg.encoding))
-    keys = None
-    if form == "conll":
-        keys = ColumnsConfig()
-    lines, end = Lines(), line_end_of(start)
-    return Table(
-        name, partial(text_rows, path, name, cfg, form, lines, end), None, {}, keys, lines
-    )
+    lines = Lines()
+    readers: dict[str, Callable[[Iterator[str]], Iterator[tuple[int, Values]]]] = {
+        "csv": lambda text: rows_of_csv(lines.counted(text, int(cfg.header)), name, cfg),
+        "conll": lambda text: conll_rows(text, name, cfg.encoding, cfg.columns),
+        "jsonl": lambda text: json_rows(text, cfg.encoding),
+    }
 
+    def rows() -> Iterator[LocatedRow]:
+        with open_text(path, cfg.encoding, newline=line_end_of(start)) as (file, _):
+            for number, row in readers[form](bounded_lines(file, name)):
+                yield f"{name}:{number}", row
 
-def text_rows(
-    path: Path, name: str, cfg: RecordsConfig, form: str, lines: Lines, line_end: str
-) -> Iterator[LocatedRow]:
-    """Yield the rows of a file of lines."""
-    with open_text(path, cfg.encoding, newline=line_end) as (file, _):
-        text = bounded_lines(file, name)
-        if form == "csv":
-            found = rows_of_csv(lines.counted(text, int(cfg.header)), name, cfg)
-        elif form == "conll":
-            found = conll_rows(text, name, cfg.encoding, cfg.columns)
-        else:
-            found = json_rows(text, cfg.encoding)
-        for number, row in found:
-            yield f"{name}:{number}", row
+    keys = ColumnsConfig() if form == "conll" else None
+    return Table(name, rows, keys=keys, lines=lines)
 
 
 def rows_of_csv(
