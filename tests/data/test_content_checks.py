@@ -10,10 +10,8 @@ from rejections import rejects
 
 from train.config import ColumnsConfig, RecordsConfig, S3Config
 from train.data.records.content_checks import (
-    LABEL_ERRORS,
-    LABEL_REMARKS,
-    ROW_ERRORS,
-    ROW_REMARKS,
+    LABEL_CHECKS,
+    ROW_CHECKS,
     TableFacts,
     items_of,
     remarks_on,
@@ -129,7 +127,7 @@ def column_of(labels, **facts):
 
 
 def check_column(facts):
-    return remarks_on(facts, LABEL_ERRORS, LABEL_REMARKS)
+    return remarks_on(facts, LABEL_CHECKS)
 
 
 @pytest.mark.parametrize(("labels", "message"), REJECTED.values(), ids=REJECTED)
@@ -173,22 +171,20 @@ def test_sentences_whose_words_are_numbers_or_ids_are_rejected(sentences):
     for sentence in sentences:
         facts.add_words(sentence)
     if sentences in NO_WORDS.values():
-        rejects(
-            "nothing but digits and signs.*data.columns.tokens", remarks_on, facts, ROW_ERRORS, []
-        )
+        rejects("nothing but digits and signs.*data.columns.tokens", remarks_on, facts, ROW_CHECKS)
     else:
-        assert remarks_on(facts, ROW_ERRORS, []) == []
+        assert remarks_on(facts, ROW_CHECKS) == []
 
 
 def test_lines_that_fields_have_swallowed_and_labels_without_a_name_are_remarked_on():
     facts = TableFacts("label", "label", rows=160, lines=200, unmapped={"b", "a"})
-    said = remarks_on(facts, ROW_ERRORS, ROW_REMARKS)
+    said = remarks_on(facts, ROW_CHECKS)
     assert said == [
         "data.label_map does not name a, b: these labels are left unchanged",
         "200 lines were read as 160 rows: if no text has line ends, set data.quotes=none",
     ]
     facts = TableFacts("label", "label", rows=160, lines=160)
-    assert remarks_on(facts, ROW_ERRORS, ROW_REMARKS) == []
+    assert remarks_on(facts, ROW_CHECKS) == []
 
 
 def test_labels_that_are_not_learnt_or_not_measured_and_few_examples_are_remarked_on():

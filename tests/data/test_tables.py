@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -329,7 +328,7 @@ def test_the_best_lengths_leave_the_least_padding():
 
 
 @pytest.fixture
-def command(raw, monkeypatch, capsys):
+def command(raw, capsys):
     tokenizer_of(WORDS).save_pretrained(raw.parent / "tokenizer")
     files = [
         "data.train=train.csv",
@@ -340,10 +339,8 @@ def command(raw, monkeypatch, capsys):
 
     def run(*overrides):
         given = ["task=classify", "data=records", f"data.path={raw}", *files, *overrides]
-        monkeypatch.setattr(
-            sys, "argv", ["records", *tuning(raw.parent / "run", raw.parent / "tokenizer", *given)]
-        )
-        return records.main(), capsys.readouterr().out
+        words = tuning(raw.parent / "run", raw.parent / "tokenizer", *given)
+        return records.main(words), capsys.readouterr().out
 
     return run
 

@@ -367,7 +367,7 @@ def test_a_token_beyond_the_vocabulary_of_the_model_is_rejected_before_the_first
 
 def test_a_map_of_some_tags_leaves_the_others(overrides, tmp_path):
     task = task_of(overrides(tmp_path / "run", "data.label_map={B-LOC: B-PLACE, I-LOC: I-PLACE}"))
-    assert task.labels == ["B-ORG", "B-PER", "B-PLACE", "I-ORG", "I-PER", "I-PLACE", "O"]
+    assert task.labels == ["B-PLACE", "I-PLACE", "B-ORG", "B-PER", "I-ORG", "I-PER", "O"]
 
 
 def test_tags_without_prefixes_are_scored_by_the_word(words_folder, tmp_path, capsys):

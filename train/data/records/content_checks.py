@@ -1,8 +1,8 @@
 """The content checks of labelled rows: small functions from the facts of a table to a sentence.
 
-A sentence of an error rejects the data, because a wrong column or a wrong task would be learnt without a word. A
-sentence of a remark is a warning. Each names the setting that decides. With data.labels, or names of labels in the
-data, the labels are what the user says they are, and LABEL_ERRORS and LABEL_REMARKS do not apply.
+A Fault rejects the data, because a wrong column or a wrong task would be learnt without a word. A Remark is a warning.
+Each names the setting that decides. With data.labels, or names of labels in the data, the labels are what the user says
+they are, and LABEL_CHECKS do not apply.
 """
 
 from __future__ import annotations
@@ -70,23 +70,33 @@ class TableFacts:
             self.has_words = len({NO_LETTER.sub("", word) for word in words}) > 1
 
 
-Check = Callable[[TableFacts], str | None]
+class Remark(str):
+    """A sentence for the log."""
 
 
-def remarks_on(facts: TableFacts, errors: Sequence[Check], remarks: Sequence[Check]) -> list[str]:
-    """Return the sentences of `remarks` that apply. Raises InputError with the first of `errors` that applies."""
-    for error in errors:
-        said = error(facts)
-        check(said is None, str(said))
-    sentences = [remark(facts) for remark in remarks]
-    return [said for said in sentences if said is not None]
+class Fault(str):
+    """A sentence that rejects the data."""
 
 
-# ---- errors ----------------------------------------------------------------------------------------------------------
+Check = Callable[[TableFacts], Remark | Fault | None]
 
 
-def multi_hot(facts: TableFacts) -> str | None:
-    """Return an error if all lists are equally long, and have nothing but 0 and 1."""
+def remarks_on(facts: TableFacts, checks: Sequence[Check]) -> list[str]:
+    """Return the remarks of the checks. Raises InputError with the first fault."""
+    remarks: list[str] = []
+    for examine in checks:
+        said = examine(facts)
+        check(not isinstance(said, Fault), str(said))
+        if said is not None:
+            remarks.append(said)
+    return remarks
+
+
+# ---- labels that no setting lists ------------------------------------------------------------------------------------
+
+
+def multi_hot(facts: TableFacts) -> Fault | None:
+    """Reject lists that are equally long, and have nothing but 0 and 1."""
     width = max(facts.widths, default=0)
     is_hot = len(facts.widths) == 1 and facts.counts.keys() <= BITS | TRUTHS
     if not facts.takes_lists or width < 2 or not is_hot:
@@ -94,76 +104,92 @@ def multi_hot(facts: TableFacts) -> str | None:
     names = ",".join("ABC"[:width])
     if width > len("ABC"):
         names += ",..."
-    return (
+    return Fault(
         f"{facts.name} holds lists of {width} numbers, all 0 or 1: name the label that each stands for, as in "
         f"data.labels=[{names}]; if each label has a column of its own: data.columns.label=[{names}]"
     )
 
 
-def listed_as_text(facts: TableFacts) -> str | None:
-    """Return an error if a label is the text of a list or an object."""
+def listed_as_text(facts: TableFacts) -> Fault | None:
+    """Reject labels that are the text of a list or an object."""
     for name in filter(is_list, facts.counts):
         what = "which is a list: task=multilabel learns several labels per row"
         if items_of(name) is None:
             own = f"a column of its own (data.columns.{facts.key})"
             what = f"which is an object: write the value in it into {own}"
-        return f"{facts.name} holds {name!r:.40}, {what}; {CLASSES}"
+        return Fault(f"{facts.name} holds {name!r:.40}, {what}; {CLASSES}")
     return None
 
 
-def truths_and_bits(facts: TableFacts) -> str | None:
-    """Return an error if true may mean 1."""
+def truths_and_bits(facts: TableFacts) -> Fault | None:
+    """Reject labels among which true may mean 1."""
     names = facts.counts.keys()
     if not TRUTHS & names or not BITS & names:
         return None
-    return (
+    return Fault(
         f"the labels are {shortlist(sorted(names))}, where true may mean 1: "
         f"data.label_map={{true: 1, false: 0}} merges the two; {CLASSES}"
     )
 
 
-def dates(facts: TableFacts) -> str | None:
-    """Return an error if labels are dates or times, even with some words among them."""
+def dates(facts: TableFacts) -> Remark | Fault | None:
+    """Reject dates and times, even with some words among them."""
     found = list(filter(DATE.fullmatch, facts.counts))
+    if not found:
+        return None
     if not is_most(found, facts):
-        return None
+        return odd_one(facts, found[0])
     right = f"is data.columns.{facts.key} right?"
-    return f"{facts.name} holds the date or time {found[0]}, not a label: {right} Or, {CLASSES}"
+    return Fault(
+        f"{facts.name} holds the date or time {found[0]}, not a label: {right} Or, {CLASSES}"
+    )
 
 
-def fractions(facts: TableFacts) -> str | None:
-    """Return an error if labels are numbers and some are not whole, even with some words such as n/a among them."""
-    found = numbers_in(facts)
+def fractions(facts: TableFacts) -> Remark | Fault | None:
+    """Reject numbers of which some are not whole, even with some words such as n/a among them."""
+    found = [name for name in facts.counts if is_number(name)]
+    if found:
+        found += filter(NO_NUMBER.fullmatch, facts.counts)
     odd = [name for name in found if not WHOLE.fullmatch(name)]
-    if not odd or not is_most(found, facts) or are_codes(found):
+    if not odd or are_codes(found):
         return None
-    return f"the labels are numbers, but not all plain whole ones, such as {odd[0]}: {SCORES}"
+    if not is_most(found, facts):
+        return odd_one(facts, odd[0])
+    return Fault(
+        f"the labels are numbers, but not all plain whole ones, such as {odd[0]}: {SCORES}"
+    )
 
 
-def many_scores(facts: TableFacts) -> str | None:
-    """Return an error if labels are more numbers than classes of so few rows usually have."""
-    found = [name for name in facts.counts if WHOLE.fullmatch(name)]
+def many_numbers(facts: TableFacts) -> Remark | Fault | None:
+    """Reject more numbers than classes of so few rows usually have."""
+    found = list(filter(WHOLE.fullmatch, facts.counts))
+    if len(found) <= MAX_NUMBERS or are_codes(found):
+        return None
     rows = ROWS_OF_A_CLASS
     if counts_up(found):
         rows = 2
-    if len(found) <= MAX_NUMBERS or not is_most(found, facts) or not is_sparse(facts, rows):
-        return None
-    if are_codes(found):
-        return None
-    largest = max(found, key=int)
-    return f"the labels are more than {MAX_NUMBERS} different numbers, such as {largest}: {SCORES}"
+    if is_most(found, facts) and is_sparse(facts, rows):
+        many = f"more than {MAX_NUMBERS} different numbers, such as {max(found, key=int)}"
+        return Fault(f"the labels are {many}: {SCORES}")
+    return Remark(
+        f"{len(found):,} different numbers in {facts.name} are learnt as classes; if they are scores, task=regress "
+        "learns them as numbers"
+    )
 
 
-def joined(facts: TableFacts) -> str | None:
-    """Return an error if parts of a label are labels too."""
-    for name, mark in with_mark(facts, ";|,"):
+def joined(facts: TableFacts) -> Remark | Fault | None:
+    """Reject labels whose parts are labels too. Remark on others with a mark that often separates labels."""
+    remark = None
+    for name, mark in with_mark(facts):
         if sum(part in facts.counts for part in parts_of(name, mark)) > 1:
-            return several(facts, name, mark)
-    return None
+            return Fault(several(facts, name, mark))
+        if remark is None and mark != ",":
+            remark = Remark(several(facts, name, mark))
+    return remark
 
 
-def near_copies(facts: TableFacts) -> str | None:
-    """Return an error if labels differ only in capitals, blanks, Unicode's forms or leading zeros."""
+def near_copies(facts: TableFacts) -> Fault | None:
+    """Reject labels that differ only in capitals, blanks, Unicode's forms or leading zeros."""
     alike: dict[str, list[str]] = defaultdict(list)
     for name, _ in facts.counts.most_common():
         alike[folded(name)].append(name)
@@ -171,86 +197,60 @@ def near_copies(facts: TableFacts) -> str | None:
         if len(names) > 1:
             shown = shortlist(list(map(repr, names)))
             pairs = ", ".join(f"{name!r}: {names[0]!r}" for name in names[1:])
-            return (
+            return Fault(
                 f"the labels {shown} differ only in capitals, blanks or the spelling of characters: "
                 f"data.label_map={{{pairs}}} merges them; {CLASSES}"
             )
     return None
 
 
-def nearly_unique(facts: TableFacts) -> str | None:
-    """Return an error if labels have fewer than two rows on average."""
+def nearly_unique(facts: TableFacts) -> Fault | None:
+    """Reject labels that have fewer than two rows on average."""
     if not is_sparse(facts, 2):
         return None
     example = next(iter(facts.counts))
-    found = f"{len(facts.counts):,} different labels in {facts.counts.total():,} rows"
-    right = f"is data.columns.{facts.key} right?"
-    return f"{facts.name} has {found}, such as {example[:40]!r}: {right} Or, {CLASSES}"
+    return Fault(
+        f"{facts.name} has {len(facts.counts):,} different labels in {facts.counts.total():,} rows, such as "
+        f"{example[:40]!r}: is data.columns.{facts.key} right? Or, {CLASSES}"
+    )
 
 
-def no_words(facts: TableFacts) -> str | None:
-    """Return an error if the words of each sentence differ in digits and signs alone, as numbers and ids do."""
+LABEL_CHECKS: tuple[Check, ...] = (
+    *(multi_hot, listed_as_text, truths_and_bits, dates, fractions, many_numbers),
+    *(joined, near_copies, nearly_unique),
+)
+
+
+# ---- any rows --------------------------------------------------------------------------------------------------------
+
+
+def no_words(facts: TableFacts) -> Fault | None:
+    """Reject sentences whose words differ in digits and signs alone, as numbers and ids do."""
     if facts.has_words or facts.words < FEW_WORDS:
         return None
-    what = (
-        "the words of each sentence differ in nothing but digits and signs, as numbers or ids do"
+    return Fault(
+        "the words of each sentence differ in nothing but digits and signs, as numbers or ids do: set "
+        "data.columns.tokens (in CoNLL files, columns are counted from 0)"
     )
-    return f"{what}: set data.columns.tokens (in CoNLL files, columns are counted from 0)"
 
 
-# ---- remarks ---------------------------------------------------------------------------------------------------------
-
-
-def maybe_joined(facts: TableFacts) -> str | None:
-    """Return a remark if a label has a mark that often separates labels."""
-    for name, mark in with_mark(facts, ";|"):
-        return several(facts, name, mark)
-    return None
-
-
-def numbers_and_names(facts: TableFacts) -> str | None:
-    """Return a remark if some labels look like scores or dates, and most do not."""
-    found = [name for name in facts.counts if is_number(name) or DATE.fullmatch(name)]
-    odd = [name for name in found if not WHOLE.fullmatch(name)]
-    if not odd or is_most(found, facts) or are_codes(found):
-        return None
-    without = f"data.label_map={{{odd[0]!r}: null}} leaves its rows out"
-    looks = f"{facts.name} also holds {odd[0]}, which looks like a number or a date"
-    return f"{looks}: if it is no class, {without}"
-
-
-def many_numbers(facts: TableFacts) -> str | None:
-    """Return a remark if many numbers are classes."""
-    found = [name for name in facts.counts if WHOLE.fullmatch(name)]
-    if len(found) <= MAX_NUMBERS or are_codes(found):
-        return None
-    learnt = f"{len(found):,} different numbers in {facts.name} are learnt as classes"
-    return f"{learnt}; if they are scores, task=regress learns them as numbers"
-
-
-def left_unmapped(facts: TableFacts) -> str | None:
-    """Return a remark if data.label_map names some labels only."""
+def left_unmapped(facts: TableFacts) -> Remark | None:
+    """Remark on labels that data.label_map does not name, if it names others."""
     if not facts.unmapped:
         return None
     some = shortlist(sorted(facts.unmapped))
-    return f"data.label_map does not name {some}: these labels are left unchanged"
+    return Remark(f"data.label_map does not name {some}: these labels are left unchanged")
 
 
-def lines_in_rows(facts: TableFacts) -> str | None:
-    """Return a remark if fields of CSV contain lines, which may be rows that a quotation mark has swallowed."""
+def lines_in_rows(facts: TableFacts) -> Remark | None:
+    """Remark on fields of CSV that contain lines, which may be rows that a quotation mark has swallowed."""
     if facts.lines in (0, facts.rows):
         return None
     read = f"{facts.lines:,} lines were read as {facts.rows:,} rows"
-    return f"{read}: if no text has line ends, set data.quotes=none"
+    return Remark(f"{read}: if no text has line ends, set data.quotes=none")
 
 
-LABEL_ERRORS: tuple[Check, ...] = (
-    *(multi_hot, listed_as_text, truths_and_bits, dates, fractions, many_scores),
-    *(joined, near_copies, nearly_unique),
-)
-LABEL_REMARKS: tuple[Check, ...] = (maybe_joined, numbers_and_names, many_numbers)
-ROW_ERRORS: tuple[Check, ...] = (no_words,)
-ROW_REMARKS: tuple[Check, ...] = (left_unmapped, lines_in_rows)
+ROW_CHECKS: tuple[Check, ...] = (no_words, left_unmapped, lines_in_rows)
 
 
 def shortages(splits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
@@ -284,14 +284,6 @@ def is_number(name: str) -> bool:
     """Return whether a label is a number, in any usual spelling."""
     text = unicodedata.normalize("NFKC", name).replace("\N{MINUS SIGN}", "-").strip()
     return NUMBER.fullmatch(text) is not None and any(map(str.isdigit, text))
-
-
-def numbers_in(facts: TableFacts) -> list[str]:
-    """Return the labels that are numbers and, if there are any, inf and nan."""
-    found = [name for name in facts.counts if is_number(name)]
-    if found:
-        found += [name for name in facts.counts if NO_NUMBER.fullmatch(name)]
-    return found
 
 
 def counts_up(names: list[str]) -> bool:
@@ -332,14 +324,20 @@ def parts_of(name: str, mark: str) -> list[str]:
     return [part.strip() for part in name.split(mark)]
 
 
-def with_mark(facts: TableFacts, marks: str) -> Iterator[tuple[str, str]]:
+def with_mark(facts: TableFacts) -> Iterator[tuple[str, str]]:
     """Yield the labels that a mark separates into parts, with the mark. Tags of words may contain any sign."""
     if facts.takes_words:
         return
     for name in facts.counts:
-        for mark in marks:
+        for mark in ";|,":
             if mark in name and all(parts_of(name, mark)):
                 yield name, mark
+
+
+def odd_one(facts: TableFacts, name: str) -> Remark:
+    without = f"data.label_map={{{name!r}: null}} leaves its rows out"
+    looks = f"{facts.name} also holds {name}, which looks like a number or a date"
+    return Remark(f"{looks}: if it is no class, {without}")
 
 
 def several(facts: TableFacts, name: str, mark: str) -> str:

@@ -20,10 +20,8 @@ from train.config.data import FILE_FORMATS, is_named
 from train.data.files.errors import naming
 from train.data.random_bits import draw_rows, text_uniform
 from train.data.records.content_checks import (
-    LABEL_ERRORS,
-    LABEL_REMARKS,
-    ROW_ERRORS,
-    ROW_REMARKS,
+    LABEL_CHECKS,
+    ROW_CHECKS,
     remarks_on,
 )
 from train.data.records.examples import Dropped, learnt_examples, new_examples
@@ -87,11 +85,11 @@ def read_split(
     table = write_table(learnt_examples(parts, cfg, kind, names, dropped), cfg, kind, path)
     dropped.check()
     raw.dropped[split] = dropped
-    errors, remarks = ROW_ERRORS, ROW_REMARKS
+    checks = ROW_CHECKS
     is_first = kind.has_labels and not raw.labels
     if is_first:
-        errors, remarks = (*LABEL_ERRORS, *errors), (*LABEL_REMARKS, *remarks)
-    said = remarks_on(names.facts, errors, remarks)
+        checks = (*LABEL_CHECKS, *ROW_CHECKS)
+    said = remarks_on(names.facts, checks)
     raw.remarks += [remark for remark in said if remark not in raw.remarks]
     if is_first:
         raw.labels = names.in_order()
