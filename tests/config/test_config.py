@@ -41,25 +41,13 @@ def test_every_option_of_every_group_composes_to_settings_of_its_own(group):
     assert len(set(composed.values())) == len(composed)
 
 
-FORMS = {
-    "cola": ("classify", "csv", {"header": False, "train": "train.tsv"}, ("3", None, "1")),
-    "mrpc": ("classify", "csv", {"quotes": "none"}, ("#1 String", "#2 String", "Quality")),
-    "stsb": ("regress", "csv", {"delimiter": "\t"}, ("sentence1", "sentence2", "score")),
-    "squad": ("qa", "squad", {"train": "train-v1.1.json"}, ("text", None, "label")),
-}
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_a_format_that_is_typed_chooses_the_form_of_a_data_set(name):
-    task, form, settings, columns = FORMS[name]
-    given = [f"task={task}", f"data={name}"]
-    data = load(*given, f"data.format={form}").data
-    assert {key: getattr(data, key) for key in settings} == settings
-    found = data.columns
-    assert (found.text, found.text_pair, found.label) == columns
-    assert load(*given).data.format == "hub"
-    typed = load(*given, f"data.format={form}", "data.columns.text=mine", "data.train=x").data
-    assert (typed.columns.text, typed.train) == ("mine", "x")
+def test_a_format_that_is_typed_chooses_the_form_of_a_data_set_and_what_is_typed_wins():
+    given = ["task=classify", "data=mrpc", "data.format=csv", "data.columns.text=mine"]
+    data = load(*given).data
+    assert (data.train, data.delimiter, data.quotes) == ("train.tsv", "\t", "none")
+    assert (data.columns.text, data.columns.label) == ("mine", "Quality")
+    assert load("task=qa", "data=squad", "data.format=squad").data.train == "train-v1.1.json"
+    assert load("task=qa", "data=squad").data.train == "train"
 
 
 def test_a_composition_leaves_no_trace_in_the_next():
