@@ -9,8 +9,8 @@ from typing import Any
 from launch.values import count, number, table
 from train.observe.lines import read_back
 from train.run_folder.identity import ENVIRONMENT
-from train.run_folder.lease import newest, parse
 from train.run_folder.outcome import read_outcome
+from train.run_folder.ownership import newest_lease, parse_lease
 from train.storage.folders import Folder
 from train.storage.schema import BadContent, read_object
 from train.tasks import scores_of
@@ -61,14 +61,14 @@ def read_progress(run: Folder) -> RunProgress:
     declared = scores_of(str(table(environment, "identity").get("task.kind")))
     scores = [(key, number(score, key)) for key in score if key in declared]
     # Skip fault lines: a fault may occur before the first step. If the run is in S3, its lease may have a newer step.
-    lease = parse(newest(run)[1]) if "lease" in names else None
+    lease = parse_lease(newest_lease(run)[1]) if "lease" in names else None
     steps = [line["step"] for line in lines if line["kind"] != "fault"][-1:]
     figures = [(key, number(line, key)) for line in lines for key in ("goodput", "cost_usd")]
     newest_of = {key: figure for key, figure in figures if figure is not None}
     return RunProgress(
         exists=ENVIRONMENT in names,
         attempt=lines[-1]["attempt"] if lines else None,
-        step=max(0, *steps, count(lease or {}, "step") or 0) or None,
+        step=max(0, *steps, lease.step if lease else 0) or None,
         total_steps=(count(ended[-1], "steps_total") if ended else None) or planned,
         loss=number(last, "loss"),
         tokens_per_s=number(last, "tokens_per_s"),

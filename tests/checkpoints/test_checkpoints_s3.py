@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from rejections import rejects
 from services.fault_proxy import Fault
+from train.run_folder.lease import name_of
 
 from train.checkpoints.loader import newest_valid
 from train.checkpoints.manifest import Manifest
@@ -18,7 +19,6 @@ from train.checkpoints.retention import prune
 from train.checkpoints.store import LocalStore
 from train.checkpoints.store_s3 import S3Store
 from train.config import InputError, Unreachable
-from train.run_folder.lease import name_of
 from train.run_folder.ownership import LeaseLost, Ownership
 from train.storage import s3
 from train.storage.folders import open_folder, sha256_bytes

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 from services.fault_proxy import Fault
 from test_saver import built, save, saved, saver_of
+from train.run_folder.lease import name_of
 
 from train.checkpoints import saver as saver_module
 from train.checkpoints.manifest import FILE, Manifest
 from train.checkpoints.store_s3 import S3Store
 from train.run.checkpoint_manager import last_save_patience_s
-from train.run_folder.lease import name_of
 from train.run_folder.ownership import LeaseLost
 from train.storage import folders
 from train.storage.folders import open_folder

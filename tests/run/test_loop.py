@@ -154,14 +154,12 @@ def test_a_damaged_shard_stops_all_ranks_with_one_message(tmp_path, prepared):
     )  # no stack trace of ours; torchrun prints its own
 
 
-def test_a_rank_that_torchrun_ends_as_another_is_rejected_leaves_nothing_either(
-    tmp_path, prepared
-):
+def test_a_rank_that_torchrun_ends_as_another_is_rejected_records_no_end(tmp_path, prepared):
     """The end of a capacity block is read by the first rank of a machine only."""
     ended = "preempt.block_end=2001-01-01T00:00:00Z"
     result = run(train_overrides(tmp_path / "new/run", prepared, ended), ranks=2)
     assert result.returncode != 0 and "leaves no time" in result.stderr
-    assert not (tmp_path / "new").exists()
+    assert not (tmp_path / "new/run/outcome.json").exists()
 
 
 def test_only_rank_0_speaks(tmp_path, prepared):
@@ -366,9 +364,7 @@ def large(self, *, build=ToyTask.build_model):
     return model
 
 
-@pytest.mark.parametrize(
-    "found", ["nothing", "an empty folder", "a finished run", "a run that was resumed"]
-)
+@pytest.mark.parametrize("is_new", [True, False], ids=["nothing", "a finished run"])
 @pytest.mark.parametrize(
     ("changes", "method", "says"),
     [
@@ -389,34 +385,31 @@ def large(self, *, build=ToyTask.build_model):
     ],
     ids=["precision", "device", "block", "model", "batches", "memory"],
 )
-def test_nothing_is_left_of_a_start_that_is_rejected_late(
-    toy, monkeypatch, found, changes, method, says
+def test_a_start_that_is_rejected_late_changes_no_result_and_can_be_repeated(
+    toy, monkeypatch, is_new, changes, method, says
 ):
-    run_dir = toy.folder / "new/run"
-    if found == "an empty folder":
-        run_dir.mkdir(parents=True)
-    elif found != "nothing":
-        for steps in (1, 2) if found == "a run that was resumed" else (1,):
-            toy.train("new/run", max_steps=steps)
-    before = tree(toy.folder)
-    monkeypatch.setattr(loop, "total_memory_bytes", lambda: 2**20)
-    monkeypatch.setattr(TaskConfig, "head_size", lambda *_: HeadSize())
-    if method is not None:
-        monkeypatch.setattr(ToyTask, *method)
-    rejects(says, toy.train, name="new/run", **changes)
-    assert tree(toy.folder) == before
-    monkeypatch.undo()
+    if not is_new:
+        toy.train("new/run", max_steps=1)
+    before = results(toy.folder / "new/run")
+    with monkeypatch.context() as poor:
+        poor.setattr(loop, "total_memory_bytes", lambda: 2**20)
+        poor.setattr(TaskConfig, "head_size", lambda *_: HeadSize())
+        if method is not None:
+            poor.setattr(ToyTask, *method)
+        rejects(says, toy.train, name="new/run", **changes)
+    assert results(toy.folder / "new/run") == before
+    assert toy.train("new/run", max_steps=2)[1] == 2
 
 
-def tree(folder):
-    return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+def results(folder):
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path: path.read_bytes() for path in files if path.parent.name not in ("lease", "log")}
 
 
-def test_an_attempt_that_is_rejected_after_its_start_leaves_its_exit_record(toy, monkeypatch):
+def test_an_attempt_that_is_rejected_after_its_start_leaves_its_outcome(toy, monkeypatch):
     monkeypatch.setattr(loop, "open_monitor", unloadable)
     rejects("lacks weights", toy.train)
-    record = json.loads((toy.folder / "run/log/exit_rank_0000.json").read_text())
-    assert record["reason"] == toy.outcome()["reason"] == "rejected: the model lacks weights"
+    assert toy.outcome()["reason"] == "rejected: the model lacks weights"
 
 
 @pytest.mark.parametrize(

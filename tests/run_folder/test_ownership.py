@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,8 @@ from train.parallel.ranks import World, no_wait
 from train.run.checkpoint_manager import CheckpointManager
 from train.run.stopping import StopRequest
 from train.run_folder import exported
-from train.run_folder.lease import identity, name_of
 from train.run_folder.outcome import Outcome
-from train.run_folder.ownership import LeaseLost
+from train.run_folder.ownership import LeaseLost, lease_name, own_lease
 from train.run_folder.run_folder import RunFolder
 from train.storage.folders import LocalFolder, canonical_json
 
@@ -142,7 +142,6 @@ def test_a_run_folder_is_known_by_its_environment_and_one_that_was_just_begun_by
     check(folder)
     for name in (
         "log/rank_0001.txt",
-        "log/exit_rank_0001.json",
         ".write-test-a_1",
     ):  # of ranks that came before rank 0
         put(folder, name)
@@ -208,16 +207,9 @@ def test_a_run_dir_out_of_a_variable_that_is_not_set_is_rejected(prepared):
 
 def take_over(storage, number=2):
     """As a job on another machine does it after it has seen no heartbeat, and then finishes the run."""
-    owner = {
-        **identity(),
-        "host": "node-2",
-        "boot_id": "another boot",
-        "owner": "x",
-        "ttl_s": LIVE_S,
-        "started": "now",
-    }
-    beaten = {"number": number, "beats": 3, "step": 60, "released": True}
-    storage.write(name_of(number), canonical_json({**owner, **beaten}))
+    owner = replace(own_lease(LIVE_S), host="node-2", boot_id="another boot", started="now")
+    lease = replace(owner, beats=3, step=60, released=True)
+    storage.write(lease_name(number), canonical_json(asdict(lease)))
     if isinstance(storage, LocalFolder) and storage.size("metrics.jsonl") is not None:
         with (storage.path / "metrics.jsonl").open(
             "a"
@@ -225,7 +217,7 @@ def take_over(storage, number=2):
             file.write('{"kind": "train", "step": 60, "time_unix_s": 1}\n' * 9)
     else:
         storage.write("metrics.jsonl", b"")
-    for name in ("outcome.json", "export/config.json", "log/exit_rank_0000.json", "STOP"):
+    for name in ("outcome.json", "export/config.json", "STOP"):
         storage.write(name, b'{"kind": "train", "step": 60, "time_unix_s": 1}\n')
 
 
@@ -255,28 +247,24 @@ def test_a_job_that_has_lost_the_folder_changes_no_file_of_it(folder):
                 lambda: kept("evaluation.json", b""),
                 lambda: each.folder.write("evaluation.json", b""),  # noqa: B023
                 lambda: each.folder.upload("evaluation.json", Path(__file__)),  # noqa: B023
-                lambda: each.folder.replace("metrics.jsonl", b"", None),  # noqa: B023
                 lambda: each.folder.create("predictions/1", b""),  # noqa: B023
                 lambda: each.folder.remove("STOP"),  # noqa: B023
                 lambda: each.describe(None, {}, {}, {}),  # noqa: B023
                 lambda: exported.renewed(each, 50).__enter__(),  # noqa: B023
                 lambda: exported.mirror(each) or each.ownership.check(),  # noqa: B023
                 lambda: each.mirror() or each.ownership.check(),  # noqa: B023
-                lambda: each.cut_half_written_line(),  # noqa: B023
+                lambda: each.cut_half_written_line() or each.ownership.check(),  # noqa: B023
             ):
                 rejects(
                     r"is lost: it now belongs to .* on node-2, since now \(lease 2\)",
                     late,
                     error=LeaseLost,
                 )
-            each.take_back()
             each.outcome(end)
             each.outcome(end, is_of_all=True)
-            each.exit_file("late", 50)
             assert each.ownership.lost and each.ownership.may_append() == folder.is_remote
     assert content(folder) == before
-    new = {path for path in folder.path.rglob("*") if path.is_file()} - here
-    assert new == ({folder.exit_path} if folder.is_remote else set())
+    assert not {path for path in folder.path.rglob("*") if path.is_file()} - here
 
 
 def test_a_job_that_lost_the_folder_while_it_started_leaves_a_save_of_the_new_owner_alone(folder):

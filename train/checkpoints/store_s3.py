@@ -23,8 +23,7 @@ from train.checkpoints.manifest import (
 )
 from train.checkpoints.store import Looked, Store, compare_sizes, looked
 from train.config import Failure, InputError
-from train.run_folder.lease import name_of, numbers
-from train.run_folder.ownership import LeaseLost
+from train.run_folder.ownership import LeaseLost, lease_name, lease_numbers
 from train.storage.atomic_io import discard, write_atomic
 from train.storage.checksums import fault_of
 from train.storage.folders import at_once, canonical_json, check_space, sha256_file
@@ -224,10 +223,10 @@ class S3Store(Store):
             self.folder.remove(self.mark_of(manifest))
 
     def check_fence(self, fence: int) -> None:
-        newest = max(numbers(self.folder), default=0)
+        newest = max(lease_numbers(self.folder), default=0)
         if newest > fence:
             raise LeaseLost(
-                f"{self.folder.location} has a newer owner, {name_of(newest)}: nothing is committed"
+                f"{self.folder.location} has a newer owner, {lease_name(newest)}: nothing is committed"
             )
 
     def quarantine(self, step: int, why: str) -> str:

@@ -145,7 +145,8 @@ class Journal:
         self.is_closed = True
         self.has_lines.set()
         if self.folder.lines.kept and self.folder.ownership.may_append():
-            self.folder.at_end(self.folder.lines.append)
+            with self.folder.logging_failures():
+                self.folder.lines.append()
         self.folder.lines.close()
         if self.writer is not None:
             with side_channel("TensorBoard's files are not written"):

@@ -1,4 +1,4 @@
-"""One attempt at a run, from the check of the run folder to the exit record."""
+"""One attempt at a run, from the check of the run folder to the record of its end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from train.run.watchdog import Watchdog
 from train.run_folder.outcome import ENDS, OUT_OF_MEMORY, STOP_FILE, Outcome, may_continue
 from train.run_folder.ownership import LeaseLost
 from train.run_folder.run_folder import RunFolder, set_up_logging, side_channel
-from train.storage.folders import empty_folders_removed, make_folder
+from train.storage.folders import make_folder
 from train.tasks import Task
 
 logger = logging.getLogger("train")
@@ -114,14 +114,13 @@ def started_ago_s() -> float:
 def begin(attempt: Attempt) -> Iterator[Attempt]:
     """Take ownership of the run folder and start the watchdog and `Notices`. If the attempt fails, record that.
 
-    An attempt that is rejected before it has written environment.json leaves no files. Raises InputError if another
-    job owns the folder.
+    An attempt that is rejected before it has written environment.json keeps the outcome of the previous attempt. Raises
+    InputError if another job owns the folder.
     """
     cfg, folder, launch = attempt.cfg, attempt.folder, launched()
     set_up_logging(None)
     folder.check_is_ours(attempt.identity, force=cfg.resume.force)
     with ExitStack() as stack:
-        stack.enter_context(empty_folders_removed(folder.log, folder.path / "lease"))
         make_folder(folder.path)
         if launch.rank == 0:
             with attempt.stop.nothing_to_save():
@@ -140,8 +139,7 @@ def begin(attempt: Attempt) -> Iterator[Attempt]:
         except BaseException as error:
             kind = kind_of(error)
             if not attempt.is_described and (kind == "refused" or has_rejected()):
-                folder.take_back()
-                folder.ownership.is_withdrawn = True
+                folder.put_back_outcome()
                 raise
             if kind in OUT_OF_MEMORY:  # not a bug: one line says which settings to change
                 memory = OutOfMemory(kind, out_of_memory(kind, error, cfg))
@@ -154,22 +152,28 @@ def begin(attempt: Attempt) -> Iterator[Attempt]:
 def record_end(attempt: Attempt, reason: str, step: int) -> None:
     """Record that the run is done or stopped, on all ranks. Raises LeaseLost if another job has taken the folder."""
     folder = attempt.folder
-    folder.at_end(folder.ownership.check)
-    if (lost := folder.ownership.failure) is not None:
+    with folder.logging_failures():
+        folder.ownership.check()
+    lost = folder.ownership.failure
+    if lost is not None:
         raise lost
-    folder.exit_file(reason, step)
-    if launched().rank == 0:
-        ended = "done" if reason in ENDS else "stopped"
-        asked, goes_on = attempt.asked or reason, ended == "stopped"
-        if folder.is_remote:  # the outcome promises that the metrics are in S3
-            folder.mirror()
-        outcome = Outcome(
-            ended, attempt.kind or reason, asked, step, attempt.checkpoint, goes_on=goes_on
-        )
-        folder.outcome(outcome, is_of_all=True)
-        with suppress(NotPermitted), side_channel(f"the file {STOP_FILE}"):
-            if attempt.has_stop_file():
-                folder.folder.remove(STOP_FILE)  # otherwise it would also stop the next attempt
+    if launched().rank != 0:
+        return
+    is_stop = reason not in ENDS
+    outcome = Outcome(
+        outcome="stopped" if is_stop else "done",
+        kind=attempt.kind or reason,
+        reason=attempt.asked or reason,
+        step=step,
+        checkpoint=attempt.checkpoint,
+        goes_on=is_stop,
+    )
+    if folder.is_remote:  # the outcome promises that the metrics are in S3
+        folder.mirror(is_last=True)
+    folder.outcome(outcome, is_of_all=True)
+    with suppress(NotPermitted), side_channel(f"the file {STOP_FILE}"):
+        if attempt.has_stop_file():
+            folder.folder.remove(STOP_FILE)  # otherwise it would also stop the next attempt
 
 
 def record_failure(error: BaseException, attempt: Attempt) -> None:
@@ -193,7 +197,6 @@ def record_failure(error: BaseException, attempt: Attempt) -> None:
         name = "" if isinstance(error, OutOfMemory) else f"{type(error).__name__}: "
         outcome, reason = "failed", f"failed: {name}{error}"
     goes_on = may_continue(kind, attempt.folder.previous.get("kind", ""))
-    attempt.folder.exit_file(reason, None)
     attempt.folder.outcome(
         Outcome(outcome, kind, reason, None, attempt.checkpoint, goes_on=goes_on)
     )

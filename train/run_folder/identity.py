@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from train.config import Plan, TrainConfig, check, to_dict
-from train.run_folder.lease import LEASE_FILE, name_of, numbers, parse
+from train.run_folder.ownership import LEASE_FILE, lease_name, lease_numbers, parse_lease
 from train.storage import imported
 from train.storage.folders import Folder, canonical_json, disk_errors, local_path
 from train.storage.schema import BadContent, read_object
@@ -24,7 +24,16 @@ logger = logging.getLogger("train")
 
 ENVIRONMENT = "environment.json"
 FILES = (ENVIRONMENT, "config.yaml", "data.json", "metrics.jsonl", "outcome.json", "samples.json")
-FOLDERS = ("checkpoints", "export", "lease", "log", "model", "predictions", "tensorboard")
+FOLDERS = (
+    "checkpoints",
+    "export",
+    "lease",
+    "log",
+    "metrics",
+    "model",
+    "predictions",
+    "tensorboard",
+)
 WRITTEN = re.compile(
     r"checkpoints|lease|log|metrics\.jsonl|rank_\d{4,}\.txt"
 )  # files changed in place, not replaced
@@ -35,7 +44,7 @@ IDENTITY_KEYS = {"data", "seed", "global_batch_size"}
 # These files are written by other ranks before rank 0 has taken the folder, exist on every new disk, or are those of
 # file managers, or the output of a job that a scheduler or a shell has already opened.
 NEUTRAL = re.compile(
-    rf"{LEASE_FILE.pattern}|log/(rank|exit_rank|stacks_rank)_\d{{4,}}\.(txt|json)|\.write-test-\w+|lost\+found"
+    rf"{LEASE_FILE.pattern}|log/(rank|stacks_rank)_\d{{4,}}\.txt|\.write-test-\w+|lost\+found"
     r"|\.DS_Store|\._.*|Thumbs\.db|desktop\.ini|\.directory|\.nfs\w+|\.fuse_hidden\w+|\.Trash-\d+|\.snapshot"
     r"|\.(git)?keep|\.ipynb_checkpoints|[\w .%@+-]+\.(out|err|log)|[\w.+-]+\.[oe]\d+(-\d+)?"
 )
@@ -163,7 +172,8 @@ def check_is_run_folder(folder: Folder, names: set[str]) -> dict[str, Any]:
     identity = find_identity(folder) if ENVIRONMENT in names else None
     if identity is not None:
         return identity
-    if any(parse(folder.read(name_of(number))) for number in numbers(folder)):
+    leases = [parse_lease(folder.read(lease_name(number))) for number in lease_numbers(folder)]
+    if any(leases):
         check(
             ENVIRONMENT not in names,
             f"run_dir={folder.location}: {ENVIRONMENT} is damaged; remove only that file, and the same command resumes "

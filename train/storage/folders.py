@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 from train.config import InputError, NotPermitted, S3Config, check, check_printable
-from train.machine.torchrun import file_of_start, has_rejected
 from train.storage import atomic_io
 from train.storage.atomic_io import (
     create_atomic,
@@ -61,12 +60,6 @@ class Folder(Protocol):
 
     def create(self, name: str, content: bytes) -> bool:
         """Write a whole file unless it exists. Returns whether it was written: True for only one of several writers."""
-
-    def replace(self, name: str, content: bytes, version: str | None) -> str:
-        """Write a whole file if its current version is `version` (None: any), and return the new version.
-
-        Raises FileExistsError or FileNotFoundError if the version differs. Only in S3 is this atomic.
-        """
 
     def upload(self, name: str, path: Path) -> None:
         """Copy the local file `path` into this folder, replacing an earlier file."""
@@ -150,13 +143,6 @@ class LocalFolder:
             ):  # callers try again with what they read, and a pipe is never read
                 check_regular(path, path.lstat())
             return create_atomic(path, content)
-
-    def replace(self, name: str, content: bytes, version: str | None) -> str:
-        head = self.head(name)
-        if version is not None and (head is None or head.version != version):
-            raise FileExistsError(self.at(name)) if head else FileNotFoundError(self.at(name))
-        self.write(name, content)
-        return head_of(self.at(name)).version
 
     def upload(self, name: str, path: Path) -> None:
         target = self.at(name)
@@ -301,32 +287,6 @@ def make_folder(path: Path) -> Path:
             f"cannot write to {path}: {error.strerror}; choose a folder of your own"
         ) from error
     return path
-
-
-@contextmanager
-def empty_folders_removed(*paths: Path) -> Iterator[None]:
-    """If the run is rejected in the block, remove all new and empty folders among `paths` and their parents.
-
-    Any rank that torchrun started on this machine may have created them. The last rank to leave the block removes them.
-    """
-    all_paths = {folder for path in paths for folder in (path, *path.parents)}
-    made = sorted(
-        (folder for folder in all_paths if not folder.exists()), reverse=True
-    )  # innermost first
-    of_all = file_of_start("made")
-    with suppress(OSError):
-        if made:
-            create_atomic(of_all, "\n".join(map(str, made)).encode())
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, InputError) or has_rejected():
-            with suppress(OSError):
-                made = [Path(line) for line in of_all.read_text().splitlines()]
-            for folder in made:
-                with suppress(OSError):
-                    folder.rmdir()
-        raise
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
