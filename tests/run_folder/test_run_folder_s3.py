@@ -177,9 +177,8 @@ def test_the_metrics_go_before_the_manifest_and_requests_are_few(bucket, prepare
         number for number, line in enumerate(seen) if re.match("PUT .*/manifest.json", line)
     ]
     assert len(commits) == 8
-    one_save = [
-        line for line in seen[commits[5] : commits[6]] if "/STOP" not in line
-    ]  # that is asked for by the clock
+    # that is asked for by the clock
+    one_save = [line for line in seen[commits[5] : commits[6]] if "/STOP" not in line]
     assert len(one_save) <= 38, "\n".join(one_save)
 
 
@@ -206,9 +205,8 @@ def test_a_run_whose_last_save_s3_did_not_take_goes_on_from_it_once_it_is_upload
     (kept,) = (local / "staging/saving").iterdir()
     assert bucket.keys("run/outcome.json") == []
 
-    bucket.client.delete_object(
-        Bucket=bucket.name, Key="run/lease/00000001.json"
-    )  # this process holds it for ever
+    # this process holds it for ever
+    bucket.client.delete_object(Bucket=bucket.name, Key="run/lease/00000001.json")
     step = f"run/checkpoints/{kept.name.partition('.')[0]}"
     upload(bucket, kept, f"{step}/{json.loads((kept / 'manifest.json').read_bytes())['folder']}")
     bucket.put(f"{step}/manifest.json", (kept / "manifest.json").read_bytes())

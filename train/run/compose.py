@@ -1,4 +1,4 @@
-"""The command line of `python -m train` and `python -m train.prepare`: from Hydra overrides to an exit code."""
+"""The command line of `baretrain train` and `baretrain prepare`: from Hydra overrides to an exit code."""
 
 from __future__ import annotations
 
@@ -58,13 +58,14 @@ from train.run.own import check_imports
 from train.run.precedence import over_recipe
 from train.tasks import TASKS, spec_of
 
+# names that actions import from this module
 __all__ = [
     "DONE",
     "FAILED",
     "REJECTED",
     "STOPPED",
     "quoted",
-]  # names that actions import from this module
+]
 
 Schema = tuple[str, str, type]  # (group, option, dataclass)
 SCHEMAS: list[Schema] = [  # `schemas` adds those of tasks and optimizers
@@ -77,10 +78,11 @@ SCHEMAS: list[Schema] = [  # `schemas` adds those of tasks and optimizers
     ("corpus", "files", FilesCorpusConfig),
     ("corpus", "hf", HFCorpusConfig),
 ]
+# files in conf/; `launch` adds one
 CONFIGS: dict[type, str] = {
     TrainConfig: "train",
     PrepareConfig: "prepare",
-}  # files in conf/; `launch` adds one
+}
 
 Config = TypeVar("Config")
 

@@ -35,7 +35,7 @@ TYPES: dict[object, str] = {
 def settings_help(schema: type, name: str, keys: Sequence[str]) -> str:
     """Return help on the settings `keys` of a schema, and on the groups of conf/`name`.yaml."""
     lines = [
-        "most-used settings (key=value; --cfg job prints all, python -m train.settings explains all):"
+        "most-used settings (key=value; --cfg job prints all, baretrain settings explains all):"
     ]
     for key in keys:
         item, meaning = explained_field(schema, key)

@@ -34,9 +34,8 @@ FOLDERS = (
     "predictions",
     "tensorboard",
 )
-WRITTEN = re.compile(
-    r"checkpoints|lease|log|metrics\.jsonl|rank_\d{4,}\.txt"
-)  # files changed in place, not replaced
+# files changed in place, not replaced
+WRITTEN = re.compile(r"checkpoints|lease|log|metrics\.jsonl|rank_\d{4,}\.txt")
 # Settings of the model and the optimizer that a resume may change. The first only selects an implementation. The second
 # only changes the end of a run: `check_continues` in train/parallel/optimizers.py rejects a change to earlier steps.
 FREE = ("model.attention", "optim.decay_fraction")
@@ -89,9 +88,8 @@ def check_same_run(
     before: dict[str, Any], identity: dict[str, Any], *, source: object, force: bool
 ) -> None:
     """Compare `identity` with `before`, read from `source`. If they differ, raise InputError, or warn if `force`."""
-    known = {
-        key: value for key, value in identity.items() if key in before or value
-    }  # drops new settings that are off
+    # drops new settings that are off
+    known = {key: value for key, value in identity.items() if key in before or value}
     changed = differences(before, known)
     if changed and force:
         logger.warning(
@@ -141,9 +139,8 @@ def check_layout(location: str) -> None:
             not is_link,
             f"run_dir={location} contains a link, {file.name}: a run would write through it; remove it",
         )
-        is_usual = file.is_file() or (
-            file.is_dir() and file.suffix != ".txt"
-        )  # writing to a pipe could block for ever
+        # writing to a pipe could block for ever
+        is_usual = file.is_file() or (file.is_dir() and file.suffix != ".txt")
         check(
             is_usual,
             f"run_dir={location}: {file.name} must be a file; move it away, or choose another folder",

@@ -349,9 +349,8 @@ class Ownership:
             f"{self.folder.location} was last used by {owner_words(content)}, which may still be running: watching "
             f"for its heartbeat for up to {ttl_s:g} s (until {until})"
         )
-        for _ in range(
-            LOOKS
-        ):  # a count, not a deadline: a slow response must not count as silence
+        # a count, not a deadline: a slow response must not count as silence
+        for _ in range(LOOKS):
             time.sleep(ttl_s / LOOKS)
             number_now, content_now = newest_lease(self.folder)
             if (number_now, content_now) == (number, content):
