@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 from rejections import rejects
 from services.fault_proxy import Fault
-from train.run_folder.lease import name_of
 
 from train.checkpoints.loader import newest_valid
 from train.checkpoints.manifest import Manifest
@@ -19,7 +18,7 @@ from train.checkpoints.retention import prune
 from train.checkpoints.store import LocalStore
 from train.checkpoints.store_s3 import S3Store
 from train.config import InputError, Unreachable
-from train.run_folder.ownership import LeaseLost, Ownership
+from train.run_folder.ownership import LeaseLost, Ownership, lease_name
 from train.storage import s3
 from train.storage.folders import open_folder, sha256_bytes
 from train.tools import checkpoints as command
@@ -247,7 +246,7 @@ def test_an_owner_that_slept_through_its_replacement_commits_nothing(bucket, sto
 
     def upload_slowly(name, path):
         upload(name, path)
-        store.folder.write(name_of(2), b"the next owner's")
+        store.folder.write(lease_name(2), b"the next owner's")
 
     with monkeypatch.context() as slow:
         slow.setattr(store.folder, "upload", upload_slowly)
@@ -268,7 +267,7 @@ def test_a_step_that_the_next_owner_has_committed_is_not_replaced(bucket, store,
 
     def create_late(name, content):
         monkeypatch.setattr(store.folder, "create", create)
-        store.folder.write(name_of(2), b"the next owner's")
+        store.folder.write(lease_name(2), b"the next owner's")
         save(store, 6, fence=2)
         return create(name, content)
 
@@ -389,7 +388,7 @@ def test_what_an_owner_that_may_only_be_silent_has_written_stays_and_its_late_co
 
     def create_late(name, content):
         monkeypatch.setattr(store.folder, "create", create)
-        store.folder.write(name_of(2), b"the next owner's")
+        store.folder.write(lease_name(2), b"the next owner's")
         S3Store(store.folder, store.local / "of the next owner").collect_garbage(ended_below=1)
         return create(name, content)
 

@@ -8,13 +8,12 @@ from types import SimpleNamespace
 import pytest
 from services.fault_proxy import Fault
 from test_saver import built, save, saved, saver_of
-from train.run_folder.lease import name_of
 
 from train.checkpoints import saver as saver_module
 from train.checkpoints.manifest import FILE, Manifest
 from train.checkpoints.store_s3 import S3Store
 from train.run.checkpoint_manager import last_save_patience_s
-from train.run_folder.ownership import LeaseLost
+from train.run_folder.ownership import LeaseLost, lease_name
 from train.storage import folders
 from train.storage.folders import open_folder
 
@@ -163,7 +162,7 @@ def test_a_superseded_owner_takes_back_what_it_has_sent(bucket, store, monkeypat
 
     def upload_slowly(name, path):
         upload(name, path)
-        store.folder.write(name_of(2), b"the next owner's")
+        store.folder.write(lease_name(2), b"the next owner's")
 
     monkeypatch.setattr(store.folder, "upload", upload_slowly)
     assert saved(saver, 6, trained).startswith("LeaseLost: ")

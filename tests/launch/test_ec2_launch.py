@@ -15,10 +15,10 @@ from typing import Any
 
 import boto3
 import pytest
+from ami.images import wanted_tags
 from ec2_launching import OWN, RUN, Killed, set_time, trial
 from services.fake_ec2 import UBUNTU, FakeEc2, fake_ec2
 
-from ami.images import wanted_tags
 from launch.__main__ import main
 from launch.ec2.account import OWN_IMAGE, check_image, resolve
 from launch.ec2.api import Api

@@ -120,24 +120,20 @@ def allowed(item: Field) -> str:
 def comments(kind: type) -> dict[str, str]:
     """Return the comments of a dataclass's fields, including inherited fields.
 
-    A comment begins on its field's line and may continue below. A field that is defined again without a comment keeps
-    the comment of the base class.
+    A comment stands above its field. A field that is defined again without a comment keeps the comment of the base
+    class.
     """
     texts: dict[str, str] = {}
     for base in filter(is_dataclass, reversed(kind.__mro__)):
-        name = None
+        above: list[str] = []
         for line in inspect.getsource(base).splitlines():
-            match = re.match(r"    (\w+): .*?(?:  # (.*))?$", line)
-            if match and match[2]:
-                name = match[1]
-                texts[name] = match[2]
-            elif match:
-                name = None  # the next lines do not continue an inherited comment
-                texts.setdefault(match[1], "")
-            elif name and line.startswith("    # "):
-                texts[name] += line.removeprefix("    #")
-            else:
-                name = None
+            if line.startswith("    # "):
+                above.append(line.removeprefix("    # "))
+                continue
+            match = re.match(r"    (\w+): ", line)
+            if match:
+                texts[match[1]] = " ".join(above) or texts.get(match[1], "")
+            above = []
     return texts
 
 
