@@ -23,7 +23,6 @@ from train.config import S3Config
 HANDLE = {"job_id": 7}
 NODES = ["n1", "n2"]
 LEASE = {
-    "number": 1,
     "owner": "x",
     "host": "n1",
     "pid": 5,

@@ -73,8 +73,8 @@ def test_bytes_and_requests_of_a_save_grow_with_its_ranks_and_lengths_are_read_f
     (few, few_of_one, _), (many, many_of_one, requests) = save_cost(8), save_cost(64)
     assert few < many < 9.1 * few and many_of_one < 9.1 * few_of_one  # 63 others instead of 7
     assert (many - many_of_one) / 63 < 1000  # what another rank than rank 0 receives
-    # Two files a rank and ranks.pt, two marks, a manifest; those of the oldest step go. No length is asked for alone.
-    assert requests == {"PUT": 2 * 64 + 4, "DELETE": 2 * 64 + 4, "GET": 2, "LIST": 3}
+    # Two files a rank and ranks.pt, a manifest; those of the oldest step go. No length is asked for alone.
+    assert requests == {"PUT": 2 * 64 + 2, "DELETE": 2 * 64 + 2, "GET": 2, "LIST": 3}
 
 
 def test_a_machine_fetches_the_parts_of_its_ranks_and_what_one_finds_damaged_counts_for_all(

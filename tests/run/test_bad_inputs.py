@@ -94,21 +94,12 @@ TYPED = [
     ("=5", "=5 is not key=value"),
     (f"seed={10**400}", "000 must be a finite number below 2^63"),
     ("seed", "seed is not key=value; give it a value: seed=..."),
-    ("seed =1", "write seed=1"),
-    ("optim.lr==1", "write optim.lr=1"),
-    ("optim.betas[0]=0.5", "give the whole list, such as optim.betas=[a,b]"),
-    ("a b=1", "'a b' is not a name"),
-    ("""run_dir=a=b"c'""", """write 'run_dir="a=b\\"c'"'"'"'"""),
-    ("run_dir=a (1)", """write 'run_dir="a (1)"'"""),
+    ("seed =1", "seed =1 is not key=value"),
+    ("run_dir=a (1)", """quote a value with special characters: 'run_dir="..."'"""),
     ("optim=adamw optim.lr=1", "is not key=value"),
     ("model@x=albert_tiny", "model@x"),
     ("+new=1", "settings cannot be added"),
     ("~max_steps", "settings cannot be removed"),
-    *(
-        (f'max_steps="{digits}"', "max_steps must be a number with the digits 0 to 9")
-        for digits in ("\uff11\uff12", "\u0666")
-    ),
-    ('optim.betas=["\uff10.9",0.95]', "optim.betas[0] must be a number with the digits"),
     ("run_dir=$HOME/x", "$HOME is not expanded here"),
     # ---- names
     ("max_step=3", "did you mean max_steps?"),
@@ -117,8 +108,8 @@ TYPED = [
         for value in ("3", '"3"', "1.5", "[1]", "maybe")
     ),
     ("best={export: 3}", "best.export must be true or false"),
-    ("seed=null", "seed=null: seed cannot be null; leave it out"),
-    ("best={metric: null}", "best.metric cannot be null; leave it out"),
+    ("seed=null", "seed=null: seed must be a whole number"),
+    ("best={metric: null}", "best.metric must be text"),
     ("optm.lr=1", "did you mean optim?"),
     ("optim.lrr=1", "optim.lrr is not a setting; did you mean optim.lr?"),
     *(
@@ -593,7 +584,7 @@ def fault(
     lines = [line for line in captured.err.splitlines() if not line.startswith(NOTICES)]
     ok = code == 2 and len(lines) == 1 and lines[0].startswith("error: ") and says in lines[0]
     ok = ok and ("_schema" not in lines[0] or "_schema" in arguments[-1])
-    ok = ok and not any(Path.cwd().iterdir())
+    ok = ok and not any(path.is_file() for path in Path.cwd().rglob("*"))
     for left in Path.cwd().iterdir():
         shutil.rmtree(left)
     return (
@@ -727,51 +718,3 @@ def rejection(base: DictConfig, schema: type, row: str) -> str | None:
     finally:
         OmegaConf.update(base, key, old, merge=False)
     return None
-
-
-MISSPELT = {  # what is typed, and the value that the line of the hint sets
-    "seq_len=\uff16\uff14": 64,
-    "seq_len =64": 64,
-    "seq_len==64": 64,
-    "seq_len=64]": 64,
-    'seq_len="64': 64,
-    "optim.lr=\uff11e-3": 1e-3,
-    "optim.betas=[0.9,0.95": (0.9, 0.95),
-    "optim.betas=0.9,0.95": (0.9, 0.95),
-    "data.lengths=[16,32": [16, 32],
-    "data.lengths=[16;32]": [16, 32],
-    "data.lengths=(16,32)": [16, 32],
-    "data.lengths=16,32": [16, 32],
-    "data.columns.label=[a:x,b": ["a:x", "b"],
-    "export=\uff54rue": True,
-    "run_dir=a (1)": "a (1)",
-    "run_dir=don't": "don't",
-    "run_dir=a=b": "a=b",
-    "run_dir=[a": "[a",
-    "run_dir=a,b": "a,b",
-    'run_dir=a"b': 'a"b',
-}
-
-
-@pytest.mark.parametrize("typed", MISSPELT)
-def test_the_line_that_a_hint_proposes_works(typed):
-    given = [*TRAIN[:-1], "task=classify", "data=records", "data.path=x"]
-    with pytest.raises(InputError) as raised:
-        cli.load_config(TrainConfig, [*given, typed])
-    (line,) = shlex.split(str(raised.value).rpartition(" write ")[2])
-    composed = cli.compose_config(TrainConfig, [*given, line])
-    assert OmegaConf.select(composed, line.partition("=")[0]) == MISSPELT[typed]
-    assert cli.load_config(TrainConfig, [*given, line])
-
-
-def test_no_line_is_proposed_that_would_not_work():
-    for typed in (
-        "task=classify,mlm",
-        "max_steps=1,2",
-        "optim.lr=1,x",
-        "seq_len=(a)",
-        "model.new_head=(maybe)",
-    ):
-        with pytest.raises(InputError, match=f"^{re.escape(typed)} ") as raised:
-            cli.load_config(TrainConfig, [*TRAIN, typed])
-        assert "write" not in str(raised.value)

@@ -193,12 +193,12 @@ def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
 def set_value(composed: DictConfig, override: str) -> None:
     read = parsed(override)
     key, value = read.key_or_group, read.value()
+    OmegaConf.update(composed, key, value, merge=True)
     for name, each in leaves(value, key):
-        # OmegaConf would read every number except 0 as true.
+        # OmegaConf has read every number except 0 as true.
         is_number = str(each)[-1:].isdigit() and str(each) not in ("0", "1")
         is_switch = isinstance(OmegaConf.select(composed, name), bool)
         check(not (is_number and is_switch), f"{override}: {name} must be true or false")
-    OmegaConf.update(composed, key, value, merge=True)
 
 
 @functools.lru_cache(maxsize=32)
@@ -251,7 +251,7 @@ def check_override(schema: type, override: str) -> None:
     check(is_named, f"{override} is not key=value: {key!r} is not a name")
     check(
         not read.is_sweep_override(),
-        f"{override} has several values, but sweeps are not supported: start one run for each, or write a list: [a,b]",
+        f"{override} has several values, but sweeps are not supported: start one run for each; a list is [a,b]",
     )
     listed = groups(CONFIGS[schema])
     top = key.split(".")[0].split("/")[0]
@@ -321,7 +321,9 @@ def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -
         return f"{key} is not a setting of the {group} chosen here; {hint}"
     if is_dataclass(known[key]):
         return f"{seen}: {key} is a group of settings; give one of them, such as {key}.name=value"
-    return f"{seen}: {key} must be {type_name(known[key])}"
+    words = type_name(known[key])
+    article = "" if words.startswith(("true", "text")) else "a "
+    return f"{seen}: {key} must be {article}{words}"
 
 
 def settings_of(schema: type) -> dict[str, Any]:
