@@ -323,9 +323,7 @@ def test_a_run_that_was_copied_from_s3_to_a_disk_or_back_has_the_same_checkpoint
 def test_prune_removes_what_failed_saves_have_left_and_nothing_else(
     bucket, store, capsys, monkeypatch, tmp_path
 ):
-    """Files of the user lie among those of step 6, whose owner may be alive for all the store knows; prune knows that it
-    has ended.
-    """
+    """Files of the user lie among those of step 6. Only prune knows that its owner has ended."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     save(store, 3)
     with Ownership(store.folder, 600.0) as owner, pytest.raises(InputError, match="Stopped"):

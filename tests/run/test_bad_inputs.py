@@ -100,7 +100,6 @@ TYPED = [
     ("model@x=albert_tiny", "model@x"),
     ("+new=1", "settings cannot be added"),
     ("~max_steps", "settings cannot be removed"),
-    ("run_dir=$HOME/x", "$HOME is not expanded here"),
     # ---- names
     ("max_step=3", "did you mean max_steps?"),
     *(
@@ -251,11 +250,6 @@ FLAGS = [
     ("report", "EMPTY", "has no metrics.jsonl"),
     ("report", "RUN --output TEXT/x", "TEXT/x"),
     ("compare", "", "required"),
-    (
-        "report",
-        "RUN --tolerance \u0660.1",
-        "\u0660.1 must be a finite number below 2^63, with the digits 0 to 9",
-    ),
     ("compare", "RUN EMPTY", "has no metrics.jsonl"),
     ("compare", "RUN EMPTY --tolerance -1", "--tolerance=-1"),
     ("compare", "RUN seed=1", "RUN is not key=value"),
@@ -290,11 +284,6 @@ FLAGS = [
     ("bench", f"{BENCH} output=s3:/b/x", "s3:/b/x is neither a URL"),
     ("doctor", "--instance trn9", "trn9"),
     ("doctor", "--machines 0", "--machines: 0"),
-    (
-        "doctor",
-        "--machines \u00b2",
-        "--machines: \u00b2 must be a whole number",
-    ),  # a digit, by Unicode
     ("doctor", "--ranks-per-machine -1", "--ranks-per-machine"),
     ("doctor", "nosuch", "nosuch"),
     ("shards", "", "command"),
@@ -314,13 +303,7 @@ FLAGS = [
     ("predict", "", "MODEL"),
     ("predict", "RUN", "--text"),
     ("predict", "RUN --text a --input b", "--input"),
-    (
-        "predict",
-        "RUN --text=a --text=b",
-        "--text: it is given twice, the second time with b; give it once",
-    ),
     ("predict", "RUN --text a --batch-size 0", "--batch-size 0"),
-    ("predict", "RUN --text a --seq-len 9223372036854775808", "below 2^63"),
     ("predict", "RUN --text a --seq-len 0", "--seq-len 0"),
     ("predict", "RUN --text a --device neuron", "--device neuron"),
     ("predict", "RUN --question a", "--question: not a valid combination of flags"),

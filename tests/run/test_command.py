@@ -104,11 +104,6 @@ def raises(error: BaseException):
             FAILED,
             "error: Broken pipe\n",
         ),  # not of standard output
-        (
-            ValueError("\nInvalid log settings: x"),
-            REJECTED,
-            "error: TORCH_LOGS=None is not valid; unset it\n",
-        ),
         (InputError("two\nlines \x1b[31m"), REJECTED, "error: two lines \\x1b[31m\n"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,

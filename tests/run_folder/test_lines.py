@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from rejections import rejects
@@ -70,7 +71,12 @@ def test_lines_that_the_disk_does_not_take_are_written_later_and_no_checkpoint_i
             left[0] -= len(taken := bytes(content[: left[0]]))
             return super().write(taken)
 
-    monkeypatch.setattr(parts, "open_alike", lambda path, mode, buffering: Failing(path, "a"))
+    open_file = Path.open
+
+    def open_failing(path, mode="r", *given, **options):
+        return Failing(path, "a") if mode == "ab" else open_file(path, mode, *given, **options)
+
+    monkeypatch.setattr(Path, "open", open_failing)
     journal = open_journal(folder)
     for step in range(20):
         journal.write("eval", {"step": step, "loss": 1.0})

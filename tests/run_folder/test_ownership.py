@@ -143,7 +143,6 @@ def test_a_run_folder_is_known_by_its_environment_and_one_that_was_just_begun_by
     # of ranks that came before rank 0
     for name in (
         "log/rank_0001.txt",
-        ".write-test-a_1",
     ):
         put(folder, name)
     for name in (

@@ -28,7 +28,7 @@ from train.config import CheckpointConfig, Failure, InputError, NotPermitted, Un
 from train.machine.runtime import pool_beside_training
 from train.parallel.ranks import no_wait
 from train.run_folder.ownership import LeaseLost
-from train.storage.atomic_io import discard, open_alike
+from train.storage.atomic_io import discard
 from train.storage.schema import FileEntry, FileName, Sha256
 
 if TYPE_CHECKING:
@@ -305,7 +305,7 @@ class WritingRank:
         return self.files
 
     def write_file(self, path: Path, value: Any) -> FileEntry:
-        with open_alike(path, "wb") as raw:
+        with path.open("wb") as raw:
             file = Hashing(raw)
             try:
                 self.saver.backend.save(value, file)  # type: ignore[arg-type]

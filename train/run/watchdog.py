@@ -31,7 +31,6 @@ from train.machine.memory import count_oom_kills, find_oom_counter
 from train.machine.processes import ENDED_STATES, read_process
 from train.run_folder.outcome import Outcome, may_continue, write_outcome
 from train.run_folder.run_folder import RunFolder
-from train.storage.atomic_io import open_alike
 
 STDERR = 2
 PERIOD_S = 1.0  # seconds between two checks, or a tenth of the shorter limit if that is less
@@ -313,7 +312,7 @@ class Watchdog:
     def write_stacks(self, reason: str) -> None:
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         path = self.folder.log / f"stacks_rank_{self.rank:04d}.txt"
-        with open_alike(path, "ab") as file:
+        with path.open("ab") as file:
             file.write(f"---- {now} {reason}\n".encode())
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)

@@ -43,7 +43,7 @@ IDENTITY_KEYS = {"data", "seed", "global_batch_size"}
 # These files are written by other ranks before rank 0 has taken the folder, exist on every new disk, or are those of
 # file managers, or the output of a job that a scheduler or a shell has already opened.
 NEUTRAL = re.compile(
-    rf"{LEASE_FILE.pattern}|log/(rank|stacks_rank)_\d{{4,}}\.txt|\.write-test-\w+|lost\+found"
+    rf"{LEASE_FILE.pattern}|log/(rank|stacks_rank)_\d{{4,}}\.txt|lost\+found"
     r"|\.DS_Store|\._.*|Thumbs\.db|desktop\.ini|\.directory|\.nfs\w+|\.fuse_hidden\w+|\.Trash-\d+|\.snapshot"
     r"|\.(git)?keep|\.ipynb_checkpoints|[\w .%@+-]+\.(out|err|log)|[\w.+-]+\.[oe]\d+(-\d+)?"
 )

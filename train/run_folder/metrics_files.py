@@ -16,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from train.storage.atomic_io import open_alike
 from train.storage.folders import Folder
 from train.storage.foreign import check_size
 
@@ -106,7 +105,7 @@ class Appender:
             self.kept += lines
             try:
                 while self.kept:
-                    self.file = self.file or open_alike(self.path, "ab", buffering=0)
+                    self.file = self.file or self.path.open("ab", buffering=0)
                     del self.kept[: self.file.write(self.kept)]
             except OSError:
                 self.close()  # its handle may be stale

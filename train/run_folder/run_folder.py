@@ -58,8 +58,6 @@ from train.run_folder.outcome import NAME, WRITTEN_UNIX_S, Outcome, read_outcome
 from train.run_folder.ownership import LeaseLost, OwnedFolder, Ownership
 from train.storage.atomic_io import (
     discard,
-    make_alike,
-    open_alike,
     said,
     sync,
     temporary_for,
@@ -134,7 +132,7 @@ class RunFolder:
 
     def open(self) -> None:
         """Make the folder, or this machine's copy of it. Rank 0 removes the outcome of the previous attempt."""
-        make_alike(self.log)
+        self.log.mkdir(parents=True, exist_ok=True)
         if launched().rank != 0:
             return
         self.previous = read_outcome(self.storage)
@@ -147,7 +145,7 @@ class RunFolder:
         if self.is_remote or self.folder.names(FOLDER):
             self.metrics = self.path / next_file(self.storage, self.ownership.number)
             self.lines = Appender(self.metrics)
-            make_alike(self.metrics.parent)
+            self.metrics.parent.mkdir(exist_ok=True)
 
     def _fetch_growing(self) -> None:
         """Copy the metrics and the log of earlier attempts from S3, unless this machine has a longer copy."""
@@ -157,7 +155,7 @@ class RunFolder:
                 discard(self.path / name)
         for name in in_s3:
             path = self.path / name
-            make_alike(path.parent)
+            path.parent.mkdir(parents=True, exist_ok=True)
             copy = temporary_for(path)
             try:
                 self.folder.download(name, copy)
@@ -319,9 +317,6 @@ def set_up_logging(path: Path | None, *, may_write: Callable[[], bool] = lambda:
     terminal.setFormatter(LogFormatter("%(message)s"))
     root.handlers = [terminal]
     if path is not None:
-        open_alike(
-            path, "ab"
-        ).close()  # the handler alone would create a file that everybody can read
         file = LogFile(path)
         file.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(message)s"))
         file.addFilter(lambda _: may_write())
