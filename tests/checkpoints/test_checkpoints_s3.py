@@ -6,7 +6,6 @@ import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rejections import rejects
@@ -17,7 +16,7 @@ from train.checkpoints.manifest import Manifest
 from train.checkpoints.retention import prune
 from train.checkpoints.store import LocalStore
 from train.checkpoints.store_s3 import S3Store
-from train.config import InputError, Unreachable
+from train.config import InputError
 from train.run_folder.ownership import LeaseLost, Ownership, lease_name
 from train.storage import s3
 from train.storage.folders import open_folder, sha256_bytes
@@ -200,40 +199,6 @@ def test_what_is_damaged_in_the_bucket_is_quarantined_for_an_older_one(bucket, s
     assert_loads(store, 6)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_local_copy_that_is_gone_is_no_damage_in_the_bucket(store, monkeypatch, when):
-    save(store, 3)
-    save(store, 6)
-    download = store.folder.download
-
-    def lose(name, path):
-        if when == "after":
-            download(name, path)
-        shutil.rmtree(path.parent, ignore_errors=True)
-        if when == "before":
-            download(name, path)
-
-    monkeypatch.setattr(store.folder, "download", lose)
-    with pytest.raises((Unreachable, OSError), match="No such file"):
-        newest_valid(store)
-    assert store.steps() == [3, 6] and not store.quarantined()
-
-
-def test_putting_aside_that_stops_half_way_is_done_again(bucket, store):
-    """Two manifests then name the files of one step."""
-    save(store, 3)
-    save(store, 6)
-    damage(bucket, 6, "model.pt", "bit")
-    bucket.proxy.set(Fault("status", match="^DELETE", code=501, error="Stopped"))
-    rejects("Stopped", newest_valid, store)
-    assert store.steps() == [3, 6] and len(store.quarantined()) == 1
-    bucket.proxy.set()
-    assert newest_valid(store)[0].step == 3
-    assert store.steps() == [3] and len(store.quarantined()) == 2
-    store.collect_garbage(ended_below=9)
-    assert len(files_of(bucket, 6)) == 3 + 2
-
-
 # ---- two owners -----------------------------------------------------------------------------------------------------
 
 
@@ -373,25 +338,3 @@ def test_what_an_owner_that_may_only_be_silent_has_written_stays_and_its_late_co
     monkeypatch.setattr(store.folder, "create", create_late)
     save(store, 6, fence=1)
     assert_loads(store, 6)
-
-
-def test_what_was_fetched_or_left_over_does_not_fill_the_disk(store):
-    save(store, 3)
-    save(store, 6)
-    store.fetch(3)
-    store.fetch(6)
-    store.begin(9, 0)
-    assert len(list(store.local.glob("fetched/*"))) == 1
-    store.collect_garbage(ended_below=9)
-    assert not list(store.local.glob("*/*"))
-
-
-def test_a_checkpoint_larger_than_the_free_disk_is_rejected_before_it_is_fetched(
-    store, monkeypatch
-):
-    save(store, 6)
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1, total=2**50))
-    with pytest.raises(
-        OSError, match=r"No space left on device: .* GB are needed, 1e-09 GB are free"
-    ):
-        store.fetch(6)

@@ -17,7 +17,7 @@ from running import run, train_overrides
 from s3_fixtures import Bucket
 from services.fault_proxy import Fault
 from test_saver import DRAFT, FULL, Rejecting, left
-from thread_ranks import Run, save_cost
+from thread_ranks import Run
 from torch import nn
 
 from train.checkpoints.loader import fitting, read_optimizer, read_weights
@@ -66,15 +66,6 @@ def test_in_s3_every_rank_uploads_its_part_and_a_save_that_lacks_one_is_none(
     )
     again = run(arguments, ranks=2)
     assert "resuming from the checkpoint of step 6" in again.stderr
-
-
-def test_bytes_and_requests_of_a_save_grow_with_its_ranks_and_lengths_are_read_from_listings():
-    """Of threads that stand for ranks, with what torch and S3 would transfer counted."""
-    (few, few_of_one, _), (many, many_of_one, requests) = save_cost(8), save_cost(64)
-    assert few < many < 9.1 * few and many_of_one < 9.1 * few_of_one  # 63 others instead of 7
-    assert (many - many_of_one) / 63 < 1000  # what another rank than rank 0 receives
-    # Two files a rank and ranks.pt, a manifest; those of the oldest step go. No length is asked for alone.
-    assert requests == {"PUT": 2 * 64 + 2, "DELETE": 2 * 64 + 2, "GET": 2, "LIST": 3}
 
 
 def test_a_machine_fetches_the_parts_of_its_ranks_and_what_one_finds_damaged_counts_for_all(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import pickle
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -281,12 +280,3 @@ class Run:
             )
 
         return self.on_all(resume)
-
-
-def save_cost(size: int) -> tuple[int, int, dict[str, int]]:
-    """Return, for the last save, the bytes that all ranks receive, the maximum per rank, and requests by kind."""
-    with tempfile.TemporaryDirectory() as scratch:
-        run = Run(size, scratch)
-        run.save()
-        received = run.collectives.received
-        return sum(received.values()), max(received.values(), default=0), run.requests()

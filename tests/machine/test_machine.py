@@ -74,10 +74,6 @@ def test_the_cache_is_where_the_flags_the_url_or_the_default_say(
     )
 
 
-def test_a_quote_that_is_not_closed_is_rejected():
-    rejects("fix its quotes", machine.cache_location, {"NEURON_CC_FLAGS": "--x='a"})
-
-
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
@@ -139,18 +135,6 @@ def wanted(environ, *, nodes=1, stochastic_rounding=False):
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}  # as torchrun calls a run without --rdzv-id
 
 
-def test_the_environment_of_one_machine():
-    assert (
-        wanted(TORCHRUN)
-        == {
-            "NEURON_RT_EXEC_TIMEOUT": "7200",  # as long as a collective may take, since peers may compile
-            "XLA_TRANSFER_SEED_ASYNC": "1",
-            "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0",
-            "NEURON_CC_FLAGS": "--model-type=transformer --auto-cast=none --retry_failed_compilation",
-        }
-    )
-
-
 def test_several_machines_join_at_the_first_by_another_port_than_torchruns():
     result = wanted({"MASTER_ADDR": "head", "MASTER_PORT": "29500"}, nodes=2)
     several = {
@@ -166,12 +150,6 @@ def test_several_machines_join_at_the_first_by_another_port_than_torchruns():
         wanted({"MASTER_ADDR": "fd00::7"})["NEURON_RT_ROOT_COMM_ID"]
         == f"[fd00::7]:{machine.ROOT_COMM_PORT}"
     )
-
-
-def test_a_process_without_torchrun_takes_one_core_unless_the_user_chose():
-    assert wanted({})["NEURON_RT_NUM_CORES"] == "1"
-    for environ in (TORCHRUN, {"NEURON_RT_VISIBLE_CORES": "4-7"}, {"NEURON_RT_NUM_CORES": "2"}):
-        assert "NEURON_RT_NUM_CORES" not in wanted(environ)
 
 
 def test_the_port_of_torchrun_is_taken():
@@ -211,24 +189,6 @@ def test_stochastic_rounding_is_on_only_when_asked_for_and_the_user_may_not_turn
         wanted(off, stochastic_rounding=True)
     wanted(off)
     wanted(on, stochastic_rounding=True)
-
-
-def test_what_the_user_set_is_not_set_again_and_flags_are_kept():
-    user = {
-        "NEURON_RT_EXEC_TIMEOUT": "30",
-        "FI_PROVIDER": "tcp",
-        "NEURON_RT_ROOT_COMM_ID": "other:1",
-        "NEURON_RT_STOCHASTIC_ROUNDING_EN": "1",
-        "NEURON_RT_STOCHASTIC_ROUNDING_SEED": "5",
-        "MASTER_ADDR": "head",
-    }
-    result = wanted(user, nodes=2, stochastic_rounding=True)
-    assert not user.keys() & result.keys()
-    user = {"NEURON_CC_FLAGS": "--model-type generic --cache_dir=/x"}
-    once = {**user, **wanted(user, nodes=2)}
-    flags = "--model-type generic --cache_dir=/x --auto-cast=none --retry_failed_compilation"
-    assert once["NEURON_CC_FLAGS"] == flags
-    assert {**once, **wanted(once, nodes=2)} == once  # made twice it is the same
 
 
 # ---- variables, packages, devices ----------------------------------------------------------------------------------
@@ -276,20 +236,6 @@ TRN1 = {
 def test_packages_that_do_not_fit_are_named_with_their_cure(changed, message):
     (fault,) = machine.package_faults({**TRN1, **changed})
     assert message in fault and "pip install " in fault
-
-
-def test_packages_that_fit_have_no_fault_and_of_several_faults_all_are_named():
-    for versions in ({}, {"torch": "2.15.0"}, {"torch": "2.9.1", "torch-xla": "2.9.0"}, TRN1):
-        assert machine.package_faults(versions) == []
-    assert (
-        len(
-            machine.package_faults(
-                {**TRN1, "torch": "2.15.0", "torch-neuronx": "1.0", "neuronx-cc": "1.0"}
-            )
-        )
-        == 3
-    )
-    assert machine.installed_versions("torch", "no-such-package-anywhere").keys() == {"torch"}
 
 
 def test_the_driver_makes_the_neuron_devices_and_the_machine_says_what_it_is(

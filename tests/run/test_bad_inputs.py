@@ -629,7 +629,7 @@ def test_a_wrong_setting_is_rejected_in_one_line(
             for each in new:
                 put(composed, each)
         except OmegaConfBaseException as error:
-            raise InputError(cli.explain(error, schema, new)) from error
+            raise InputError(cli.error_text(error, schema, new)) from error
         return composed
 
     monkeypatch.setattr(cli, "compose_config", compose_once)
@@ -693,11 +693,11 @@ def rejection(base: DictConfig, schema: type, row: str) -> str | None:
     old = copy.deepcopy(OmegaConf.select(base, key))
     try:
         put(base, row)
-        cli.checked(base, schema, [row])
+        cli.to_settings(base, schema, [row])
     except InputError as error:
         return str(error)
     except OmegaConfBaseException as error:
-        return cli.explain(error, schema, [row])
+        return cli.error_text(error, schema, [row])
     finally:
         OmegaConf.update(base, key, old, merge=False)
     return None

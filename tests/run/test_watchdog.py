@@ -143,11 +143,6 @@ def test_a_hang_that_holds_the_gil_dumps_its_stacks_to_standard_error(start: Sta
     assert "in hold_the_gil" in rank.communicate(timeout=PATIENCE_S)[1] and rank.returncode == 1
 
 
-def test_a_hang_of_the_run_folder_as_well_ends_all_the_same(start: Start):
-    (rank,) = start("folder.ownership.check = hang\ndog.phase('data', step=7)\nhang()")
-    assert codes([rank]) == [1]
-
-
 @pytest.mark.parametrize(
     ("behind", "how"),
     [
@@ -199,14 +194,6 @@ def test_a_rank_may_wait_for_one_that_has_time_left(start: Start, run_dir: Path,
     assert not any((run_dir / "log").iterdir())
 
 
-def test_ranks_that_wait_alike_may_wait_for_another_machine(start: Start, run_dir: Path):
-    assert codes(start("join()\ndog.phase('step', step=7)\nhang()", world=2)) == [1]
-    assert (
-        "; all ranks of this machine are waiting, perhaps for a rank of another"
-        in outcome(run_dir)["reason"]
-    )
-
-
 def test_a_graph_that_appears_late_is_compiled_to_its_end(start: Start, run_dir: Path):
     """Whatever the phase: it was killed, and after the restart again. After it the limit is that of a step."""
     late = "dog.phase('step', step=7)\ncompiled = []\ndog.compiles = lambda: not compiled\ntime.sleep(1.5)"
@@ -217,13 +204,6 @@ def test_a_graph_that_appears_late_is_compiled_to_its_end(start: Start, run_dir:
     assert outcome(run_dir)["reason"].endswith(
         "s (watchdog.step_s=0.5); stacks in log/stacks_rank_*.txt"
     )
-
-
-def test_a_compiler_that_hangs_is_ended_like_a_start(start: Start, run_dir: Path):
-    assert codes(
-        start("dog.phase('step', step=7)\ndog.compiles = lambda: True\nhang()", start_s=1.5)
-    ) == [1]
-    assert "(watchdog.start_s=1.5)" in outcome(run_dir)["reason"]
 
 
 # ---- a rank that is gone ---------------------------------------------------------------------------------------------

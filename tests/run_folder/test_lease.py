@@ -162,18 +162,6 @@ def test_a_released_folder_is_taken_at_once_with_a_higher_number(folder, new):
     assert folder.names() == ["lease/00000003.json", "lease/00000004.json"]
 
 
-def test_releasing_never_raises(folder, new, monkeypatch, log):
-    def names(*_):
-        raise InputError("no answer")
-
-    new().release()  # never taken
-    unreachable = new()
-    unreachable.take()
-    monkeypatch.setattr(unreachable.folder, "names", names)
-    unreachable.release()
-    assert "is not released: InputError: no answer" in log.text
-
-
 # ---- owners on this machine -----------------------------------------------------------------------------------------
 
 
@@ -273,23 +261,6 @@ def test_a_silent_owner_is_watched_for_its_own_time_and_followed(
     owner.take()
     assert (owner.number, sum(watch.pauses_s)) == (2, pytest.approx(600))
     owner.check()
-
-
-def test_an_owner_elsewhere_that_releases_while_it_is_watched_is_followed(folder, new, watch):
-    leave(folder)
-    watch.meanwhile = lambda: leave(folder, released=True)
-    owner = new(60.0, on_wait=lambda _: None)
-    owner.take()
-    assert (owner.number, watch.pauses_s) == (2, [5.0])
-
-
-def test_a_damaged_file_that_changes_has_an_owner(folder, new, watch):
-    folder.write(lease_name(1), b"?")
-    watch.meanwhile = lambda: folder.write(lease_name(1), b"??")
-    with pytest.raises(
-        InputError, match="is in use by an owner whose lease file cannot be read; stop it"
-    ):
-        new(on_wait=lambda _: None).take()
 
 
 @S3
@@ -442,13 +413,3 @@ def test_a_lost_answer_is_not_another_owner(bucket, folder, new):
         (None, 412),
         (None, 412),
     ]
-
-
-def test_a_created_file_that_looks_taken_is_still_ours(folder, new, monkeypatch):
-    """NFS sends a link again when its answer got lost, and then says that the file exists."""
-    create = LocalFolder.create
-    monkeypatch.setattr(LocalFolder, "create", lambda *given: create(*given) and False)
-    owner = new()
-    owner.take()
-    assert owner.number == 1
-    owner.check()

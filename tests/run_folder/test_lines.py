@@ -167,21 +167,6 @@ def test_tensorboard_that_cannot_be_imported_is_warned_of_once(folder, monkeypat
     )
 
 
-def test_curves_begin_again_when_the_disk_takes_them(folder, caplog):
-    folder.tensorboard.write_text("a file where the folder would be")
-    journal = open_journal(folder, tensorboard=True)
-    journal.write("eval", {"step": 1, "loss": 2.0})
-    journal.write("eval", {"step": 2, "loss": 2.0})
-    folder.tensorboard.unlink()
-    journal.write("eval", {"step": 3, "loss": 2.0})
-    journal.close()
-    assert (
-        len(list(folder.tensorboard.iterdir())) == 1
-        and caplog.text.count("TensorBoard's files") == 1
-    )
-    assert [line["loss"] for line in read_lines(folder.local)] == [2.0] * 3
-
-
 @pytest.mark.parametrize(
     "bad", ["{", "[" * 99_999, "[1]", {"step": -1}, {"step": 2**63}, {"kind": 3}, {"attempt": "1"}]
 )
@@ -254,11 +239,6 @@ def test_a_start_and_launch_status_read_the_end_of_a_long_file(folder):
     status = Counting(folder.path)
     assert (read_progress(status).step, read_progress(status).cost_usd) == (995, 3.5)
     assert status.num_bytes <= 2 * (TAIL_BYTES + parts.BLOCK_BYTES + 100) < size
-
-
-def test_what_is_no_file_is_not_waited_for(folder):
-    os.mkfifo(folder.metrics)
-    assert list(read_back(folder.local)) == [] == list(read_lines(folder.local))
 
 
 def test_the_end_of_a_lost_folder_is_not_recorded(folder):

@@ -141,9 +141,7 @@ def test_a_run_whose_files_belong_to_another_user_is_rejected_before_anything_ch
 def test_a_run_folder_is_known_by_its_environment_and_one_that_was_just_begun_by_its_lease(folder):
     check(folder)
     # of ranks that came before rank 0
-    for name in (
-        "log/rank_0001.txt",
-    ):
+    for name in ("log/rank_0001.txt",):
         put(folder, name)
     for name in (
         "slurm-1.out",
@@ -198,10 +196,6 @@ def test_a_run_writes_to_no_pipe(tmp_path, make):
     (tmp_path / "run/log").mkdir(parents=True)
     make(tmp_path / "run/log/rank_0000.txt")
     rejects("rank_0000.txt must be a file", check, RunFolder(str(tmp_path / "run")))
-
-
-def test_a_run_dir_out_of_a_variable_that_is_not_set_is_rejected(prepared):
-    rejects("^run_dir= is empty", train_config, "", prepared)
 
 
 def take_over(storage, number=2):

@@ -358,13 +358,6 @@ def test_a_role_that_may_not_delete_trains_on_and_is_told_once(
     assert 5 < step < 100000 and opened(bucket).previous["outcome"] == "stopped"
 
 
-def test_records_that_s3_does_not_take_hide_no_error(bucket, log):
-    folder = opened(bucket)
-    bucket.proxy.set(Fault("status"))
-    folder.outcome(Outcome("failed", "x", "x", None, None, goes_on=True, launch=[]))
-    assert "the end of this attempt cannot be recorded in s3://" in log.text
-
-
 def test_a_mirror_that_comes_while_one_is_under_way_waits_for_it(bucket, monkeypatch):
     """The thread that saves, slow on its way, and the end of the run: the newest content stays."""
     folder, write = opened(bucket), S3Folder.write

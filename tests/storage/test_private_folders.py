@@ -1,6 +1,5 @@
 """Folders whose content runs as code, or may be private: this user's alone, and rejected where others could write."""
 
-import errno
 import os
 import pwd
 import re
@@ -15,16 +14,13 @@ import pytest
 from rejections import rejects
 from running import ROOT
 
-from train.config import BackendConfig, RecordsConfig, S3Config
-from train.data.records.sources import layout
+from train.config import BackendConfig
 from train.machine import machine
-from train.machine.home import own_folder, settle
+from train.machine.home import settle
 from train.parallel.auto_compile import compile_fault
 from train.parallel.ddp import DDP
-from train.run_folder.identity import check_layout
 from train.storage import caches
 from train.storage.folders import LocalFolder, make_folder
-from train.tools import predict
 
 
 def mode(path):
@@ -193,12 +189,6 @@ def test_a_user_whom_the_machine_does_not_know_has_a_name_a_home_and_a_cache(
     assert not wanted.keys() & {"HOME", "XDG_STATE_HOME"} or mode(Path(own)) == 0o700
 
 
-def test_a_home_whose_name_somebody_has_taken_is_another_one(home):
-    taken = home / f"baretrain-home-{os.getuid()}"
-    taken.symlink_to("/")
-    assert own_folder() != taken and mode(own_folder()) == 0o700
-
-
 def test_neurons_graphs_lie_below_our_cache_and_begin_with_the_images(home, monkeypatch):
     monkeypatch.setattr(caches, "IMAGE_GRAPHS", home / "image")
     (home / "image/neuronxcc-2").mkdir(parents=True)
@@ -217,52 +207,7 @@ def test_neurons_graphs_lie_below_our_cache_and_begin_with_the_images(home, monk
     }
 
 
-@pytest.mark.parametrize(
-    "name", ["NEURON_COMPILE_CACHE_URL", "NEURON_CC_FLAGS", machine.NATIVE_CACHE]
-)
-def test_graphs_that_others_could_have_made_are_refused(home, monkeypatch, name):
-    (home / "planted").mkdir()
-    (home / "planted").chmod(0o777)
-    monkeypatch.setenv(name, f"{'--cache_dir=' if 'FLAGS' in name else ''}{home}/planted")
-    is_native = name == machine.NATIVE_CACHE
-    rejects(
-        "planted can be written to by others", caches.place_graphs, os.environ, is_native=is_native
-    )
-
-
 # ---- what is another user's -----------------------------------------------------------------------------------------
-
-
-def test_what_this_user_may_not_open_is_rejected_in_one_line(tmp_path, monkeypatch, capsys):
-    """Root, as whom CI tests, may: what the system answers to others is put in its place."""
-    closed, stat, listdir = tmp_path / "closed", Path.stat, os.listdir
-    closed.mkdir()
-
-    def denied(path):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
-    monkeypatch.setattr(
-        Path,
-        "stat",
-        lambda self, **how: denied(self) if closed in self.parents else stat(self, **how),
-    )
-    monkeypatch.setattr(
-        os, "listdir", lambda path: denied(path) if Path(path) == closed else listdir(path)
-    )
-    assert predict.main([f"{closed}/run", "--text", "fine"]) == 2
-    assert capsys.readouterr().err == f"error: cannot open {closed}/run: Permission denied\n"
-    rejects(f"cannot list {closed}: Permission denied", check_layout, str(closed))
-    rejects(
-        f"cannot list {closed}: Permission denied",
-        layout,
-        RecordsConfig(path=str(closed)),
-        S3Config(),
-    )
-    rejects(
-        f"cannot read {closed}/tables.json: Permission denied",
-        LocalFolder(closed).size,
-        "tables.json",
-    )
 
 
 # ---- texts that may be private -------------------------------------------------------------------------------------

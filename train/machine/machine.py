@@ -335,7 +335,7 @@ def nvidia_gpus(bus: Path = Path("/sys/bus/pci/devices")) -> list[str]:
     return gpus
 
 
-def is_ec2(kind: str) -> bool:
+def is_ec2_type(kind: str) -> bool:
     """Return whether a machine's name has the form of an EC2 instance type, family.size."""
     return re.fullmatch(r"[a-z0-9-]+\.[a-z0-9-]+", kind) is not None
 

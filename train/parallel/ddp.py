@@ -383,7 +383,7 @@ def check_no_idle_gpu(name: str) -> None:
         fault = "has an NVIDIA GPU that PyTorch cannot use: no driver is loaded, or this PyTorch was built without CUDA"
         kind = machine.instance_type()
         check(
-            not machine.is_ec2(kind),
+            not machine.is_ec2_type(kind),
             f"this {kind} {fault}; see baretrain doctor, or set backend.device=cpu to train on the CPU",
         )
         logger.warning("this machine %s; training on the CPU", fault)

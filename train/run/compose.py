@@ -119,7 +119,7 @@ def add_schema(schema: type, name: str, options: Sequence[tuple[str, str, type]]
 
 def load_config(schema: type[Config], overrides: Sequence[str]) -> Config:
     """Compose the schema's file in conf/ with the overrides. Raises InputError if a key, option or value is wrong."""
-    return checked(compose_config(schema, overrides), schema, overrides)
+    return to_settings(compose_config(schema, overrides), schema, overrides)
 
 
 def load_backend(overrides: Sequence[str]) -> tuple[BackendConfig, InstanceConfig]:
@@ -132,7 +132,9 @@ def load_backend(overrides: Sequence[str]) -> tuple[BackendConfig, InstanceConfi
     return backend, instance
 
 
-def checked(composed: DictConfig, schema: type[Config], overrides: Sequence[str] = ()) -> Config:
+def to_settings(
+    composed: DictConfig, schema: type[Config], overrides: Sequence[str] = ()
+) -> Config:
     """Convert settings to dataclasses. Raises InputError if one is missing or impossible."""
     try:
         # The values are not resolved: config.yaml would store the value of ${oc.env:...}.
@@ -141,7 +143,7 @@ def checked(composed: DictConfig, schema: type[Config], overrides: Sequence[str]
         check_values({str(key): value for key, value in plain.items()})
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
-        raise InputError(explain(error, schema, overrides)) from error
+        raise InputError(error_text(error, schema, overrides)) from error
     assert isinstance(config, schema)
     if isinstance(config, TrainConfig):
         # The task and optimizer must exist, with settings of the right class.
@@ -186,7 +188,7 @@ def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
             check(is_known, f"{key} is not a setting {where}; --cfg job lists all")
             OmegaConf.update(composed, key, value, merge=True, force_add=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise InputError(explain(error, schema, given)) from error
+        raise InputError(error_text(error, schema, given)) from error
     return composed
 
 
@@ -284,7 +286,7 @@ def preferred(schema: type, overrides: Sequence[str]) -> dict[str, Any]:
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
-def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -> str:
+def error_text(error: BaseException, schema: type, overrides: Sequence[str] = ()) -> str:
     """Turn an error of Hydra or OmegaConf, which has several lines, into a one-line message for the user."""
     while isinstance(error.__cause__, HydraException | OmegaConfBaseException):
         if getattr(error, "full_key", None) and not getattr(error.__cause__, "full_key", None):
@@ -391,7 +393,7 @@ def show(schema: type, overrides: Sequence[str]) -> None:
     composed = compose_config(schema, overrides)
     text = OmegaConf.to_yaml(composed)
     if "???" not in text:
-        checked(composed, schema, overrides)
+        to_settings(composed, schema, overrides)
     say(*text.splitlines())
 
 

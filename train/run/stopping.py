@@ -242,10 +242,10 @@ def watches_metadata(environ: Mapping[str, str]) -> bool:
     """Return whether to look for notices in EC2's metadata: on EC2, unless AWS's variables decide otherwise."""
     if environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return False
-    return bool(environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT")) or is_ec2()
+    return bool(environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT")) or is_ec2_machine()
 
 
-def is_ec2(asset_tag: Path = Path("/sys/devices/virtual/dmi/id/board_asset_tag")) -> bool:
+def is_ec2_machine(asset_tag: Path = Path("/sys/devices/virtual/dmi/id/board_asset_tag")) -> bool:
     """Return whether this is an EC2 instance."""
     # On Nitro, that is on Trainium and all newer types, the asset tag is the instance's id (EC2 user guide, "Detect
     # whether a host is an EC2 instance").

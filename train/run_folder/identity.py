@@ -66,7 +66,7 @@ def identity_of(
         "seed": cfg.seed,
         "global_batch_size": plan.global_batch_size,
         **sections,
-        **imported.identity(),
+        **imported.checksums(),
         **(
             {} if lengths is None else {"data.lengths": list(lengths)}
         ),  # the order of rows depends on the lengths
