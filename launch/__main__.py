@@ -27,7 +27,7 @@ from launch.values import columns, line, paragraph
 from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check, plural
 from train.data.shards.format import read_manifest
 from train.machine.console import say
-from train.machine.machine import instance_names
+from train.machine.host import instance_names
 from train.run import compose as cli
 from train.run.command import add_import_flag, guarded
 from train.storage.folders import is_s3, open_folder

@@ -22,7 +22,7 @@ from launch import code
 from launch.record import Job, Record, add_record_flags
 from train.config import InputError, S3Config, check
 from train.machine import local_torchrun, processes
-from train.machine.machine import cache_root
+from train.machine.host import cache_root
 from train.machine.torchrun import REJECTION
 from train.run.command import DONE, command_parser, printable, run_flags
 from train.storage.folders import canonical_json

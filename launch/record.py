@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from launch.values import count, table, text, texts
 from train.config import InputError, S3Config, check
 from train.config.checks import LAST_UNIX_S
-from train.machine.machine import cache_root
+from train.machine.host import cache_root
 from train.run.command import Parser, add_s3_flags
 from train.storage.folders import (
     LocalFolder,

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from train.config import BackendConfig, HeadSize, InputError, ModelConfig
-from train.machine import machine
+from train.machine import host
 from train.models import encoder
 from train.models.encoder import build_masked_lm
 from train.models.heads import build_with_head, logits_of
@@ -281,7 +281,7 @@ def test_flash_attention_needs_its_package_and_16_bits_and_gets_plain_masks(
         check_attention,
         cfg,
     )
-    monkeypatch.setattr(machine, "installed_versions", lambda name: {name: "2.8.3"})
+    monkeypatch.setattr(host, "installed_versions", lambda name: {name: "2.8.3"})
     rejects("needs backend.precision=bf16 or fp16; here it is fp32", check_attention, cfg)
     check_attention(train_config(tmp_path, prepared, *given, "backend.precision=bf16"))
     model, (_, real, _) = build("label", sizes()), batch()

@@ -25,7 +25,7 @@ from rejections import rejects
 
 from train import entry, loop
 from train.config import InputError, PrepareConfig, TrainConfig
-from train.machine import machine
+from train.machine import host
 from train.run import compose as cli
 from train.storage.folders import local_path
 from train.tools import checkpoints, precompile, predict, prepare, records, shards
@@ -435,9 +435,9 @@ TABLES = [
 
 
 def test_a_control_character_in_the_environment_is_rejected_too(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "instance_stores", list)
+    monkeypatch.setattr(host, "instance_stores", list)
     monkeypatch.setenv("XDG_CACHE_HOME", "/tmp/a\nb")
-    rejects("XDG_CACHE_HOME='/tmp/a", machine.cache_root)
+    rejects("XDG_CACHE_HOME='/tmp/a", host.cache_root)
     # So is one in the name of the folder that a relative path begins in.
     (tmp_path / "a\nb").mkdir()
     monkeypatch.chdir(tmp_path / "a\nb")

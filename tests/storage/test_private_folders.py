@@ -15,7 +15,7 @@ from rejections import rejects
 from running import ROOT
 
 from train.config import BackendConfig
-from train.machine import machine
+from train.machine import host, neuron
 from train.machine.home import settle
 from train.parallel.auto_compile import compile_fault
 from train.parallel.ddp import DDP
@@ -32,16 +32,16 @@ def home(tmp_path, monkeypatch):
     """No variable names a cache, and the home and TMPDIR are new."""
     for name in (
         *caches.KERNELS,
-        machine.NATIVE_CACHE,
+        neuron.NATIVE_CACHE,
         "NEURON_COMPILE_CACHE_URL",
         "NEURON_CC_FLAGS",
     ):
         monkeypatch.setenv(name, "")  # what the program sets is removed after the test
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(machine, "instance_stores", list)
+    monkeypatch.setattr(host, "instance_stores", list)
     # wherever the tests run
-    monkeypatch.setattr(machine, "NETWORK_FILESYSTEMS", ("no such kind",))
+    monkeypatch.setattr(host, "NETWORK_FILESYSTEMS", ("no such kind",))
     return tmp_path
 
 
@@ -203,7 +203,7 @@ def test_neurons_graphs_lie_below_our_cache_and_begin_with_the_images(home, monk
         == {}
     )
     assert caches.place_graphs({}, is_native=True) == {
-        machine.NATIVE_CACHE: f"{home}/xdg/baretrain/neff"
+        neuron.NATIVE_CACHE: f"{home}/xdg/baretrain/neff"
     }
 
 
@@ -222,7 +222,7 @@ def test_what_holds_texts_is_made_for_this_user_and_stays_as_the_user_changes_it
         for folder in (run, output):
             folder.chmod(0o750)
     (home / "xdg/baretrain").mkdir(parents=True, mode=0o755)  # of an earlier version
-    assert mode(machine.cache_root()) == 0o700
+    assert mode(host.cache_root()) == 0o700
 
 
 @pytest.mark.parametrize("planted", ["", "link", "file"])
@@ -249,7 +249,7 @@ def test_the_output_of_a_slurm_job_goes_where_no_other_user_can_have_put_a_file(
 
 def test_a_cache_that_another_user_made_first_is_not_used(home, monkeypatch):
     cache = home / "xdg" / "baretrain"
-    assert machine.cache_root() == cache and mode(cache) == 0o700
+    assert host.cache_root() == cache and mode(cache) == 0o700
     facts, me = cache.lstat(), os.geteuid()
 
     def of(owner, parent):
@@ -264,11 +264,9 @@ def test_a_cache_that_another_user_made_first_is_not_used(home, monkeypatch):
             patch.setattr(Path, "stat", of(owner, parent))
             patch.setattr(Path, "lstat", of(owner, parent))
             patch.setattr(Path, "chmod", lambda *_: None)
-            assert machine.is_own(cache) == is_used
-    monkeypatch.setattr(machine, "is_own", lambda _: False)
-    rejects(
-        "baretrain belongs to another user; remove it, or set XDG_CACHE_HOME", machine.cache_root
-    )
+            assert host.is_own(cache) == is_used
+    monkeypatch.setattr(host, "is_own", lambda _: False)
+    rejects("baretrain belongs to another user; remove it, or set XDG_CACHE_HOME", host.cache_root)
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from train.config import TrainConfig, check
+from train.machine.host import is_ec2_machine
 from train.machine.metadata import Metadata, metadata_endpoint
 from train.machine.torchrun import STOP_SIGNALS
 
@@ -243,13 +243,6 @@ def watches_metadata(environ: Mapping[str, str]) -> bool:
     if environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return False
     return bool(environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT")) or is_ec2_machine()
-
-
-def is_ec2_machine(asset_tag: Path = Path("/sys/devices/virtual/dmi/id/board_asset_tag")) -> bool:
-    """Return whether this is an EC2 instance."""
-    # On Nitro, that is on Trainium and all newer types, the asset tag is the instance's id (EC2 user guide, "Detect
-    # whether a host is an EC2 instance").
-    return asset_tag.is_file() and asset_tag.read_text().startswith("i-")
 
 
 def now() -> datetime:

@@ -35,7 +35,7 @@ from train.config import (
     Unreachable,
     to_dict,
 )
-from train.machine import machine
+from train.machine import host
 from train.machine.console import LogFormatter, say
 from train.machine.environment import environment
 from train.machine.launched import launched
@@ -99,7 +99,7 @@ class RunFolder:
         if self.is_remote:
             digest = sha256_bytes(location.rstrip("/").encode())[:16]
             # Machines may share the disk of the cache.
-            self.path = machine.cache_root() / "runs" / f"{digest}-{platform.node()}"
+            self.path = host.cache_root() / "runs" / f"{digest}-{platform.node()}"
         else:
             self.path = local_path(location)
         self.ownership = Ownership(self.storage, ttl_s)

@@ -7,7 +7,7 @@ import pytest
 from rejections import rejects
 
 from train.config import InputError
-from train.machine import machine
+from train.machine import host, neuron
 
 # A trn1 with its own disk, a cluster's home over NFS, a scratch file system, a disk under a name with a space, and
 # /data mounted twice: first from the network, then from a disk of its own over it.
@@ -29,7 +29,7 @@ MOUNTS += "370 22 259:6 / /\udca0usb\u2028\u00a0x rw - vfat /dev/sda1 rw\n"
 @pytest.fixture
 def mounts(tmp_path, monkeypatch):
     (tmp_path / "mountinfo").write_bytes(os.fsencode(MOUNTS))
-    monkeypatch.setattr(machine, "MOUNTINFO", tmp_path / "mountinfo")
+    monkeypatch.setattr(host, "MOUNTINFO", tmp_path / "mountinfo")
 
 
 # ---- compiler flags ------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def mounts(tmp_path, monkeypatch):
     ],
 )
 def test_flags_are_appended_to_those_of_the_user_which_stay(given, expected):
-    assert machine.with_flags(given, ["--a=1", "--b"]) == expected
+    assert neuron.with_flags(given, ["--a=1", "--b"]) == expected
 
 
 # ---- the compile cache ---------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def test_the_cache_is_where_the_flags_the_url_or_the_default_say(
     monkeypatch.setenv("XDG_CACHE_HOME", "/home/me/local/xdg")
     given = {"NEURON_CC_FLAGS": flags, "NEURON_COMPILE_CACHE_URL": url}
     assert (
-        machine.cache_location({name: value for name, value in given.items() if value is not None})
+        neuron.cache_location({name: value for name, value in given.items() if value is not None})
         == location
     )
 
@@ -98,9 +98,9 @@ def test_the_file_system_of_a_path_is_that_of_its_nearest_mount(
     mounts, monkeypatch, tmp_path, path, kind
 ):
     monkeypatch.setenv("HOME", "/home/me")
-    assert machine.filesystem(path) == kind
+    assert host.filesystem(path) == kind
     (tmp_path / "link").symlink_to("/fsx/me")
-    assert machine.filesystem(tmp_path / "link" / "cache") == "lustre"
+    assert host.filesystem(tmp_path / "link" / "cache") == "lustre"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_the_file_system_of_a_path_is_that_of_its_nearest_mount(
 )
 def test_a_cache_must_be_a_folder_of_this_machine_or_s3(mounts, monkeypatch, location, says):
     monkeypatch.setenv("XDG_CACHE_HOME", "/home/me/cache")
-    fault = machine.cache_fault({"NEURON_COMPILE_CACHE_URL": location})
+    fault = neuron.cache_fault({"NEURON_COMPILE_CACHE_URL": location})
     assert (
         fault is None if says is None else says in fault and f"compile cache {location}" in fault
     )
@@ -127,9 +127,7 @@ def test_a_cache_must_be_a_folder_of_this_machine_or_s3(mounts, monkeypatch, loc
 
 
 def wanted(environ, *, nodes=1, stochastic_rounding=False):
-    return machine.neuron_environment(
-        environ, nodes=nodes, stochastic_rounding=stochastic_rounding
-    )
+    return neuron.neuron_environment(environ, nodes=nodes, stochastic_rounding=stochastic_rounding)
 
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}  # as torchrun calls a run without --rdzv-id
@@ -144,17 +142,17 @@ def test_several_machines_join_at_the_first_by_another_port_than_torchruns():
     }
     one = wanted({"MASTER_ADDR": "head", "MASTER_PORT": "29500"})
     assert result == one | several and not several.keys() & one.keys()
-    assert result["NEURON_RT_ROOT_COMM_ID"] == f"head:{machine.ROOT_COMM_PORT}"
-    assert machine.ROOT_COMM_PORT > 60_999  # Linux takes those up to here for outgoing connections
+    assert result["NEURON_RT_ROOT_COMM_ID"] == f"head:{neuron.ROOT_COMM_PORT}"
+    assert neuron.ROOT_COMM_PORT > 60_999  # Linux takes those up to here for outgoing connections
     assert (
         wanted({"MASTER_ADDR": "fd00::7"})["NEURON_RT_ROOT_COMM_ID"]
-        == f"[fd00::7]:{machine.ROOT_COMM_PORT}"
+        == f"[fd00::7]:{neuron.ROOT_COMM_PORT}"
     )
 
 
 def test_the_port_of_torchrun_is_taken():
     users = {"MASTER_PORT": "29500", "NEURON_RT_ROOT_COMM_ID": "head:29500"}
-    for environ in ({"MASTER_PORT": str(machine.ROOT_COMM_PORT)}, users):
+    for environ in ({"MASTER_PORT": str(neuron.ROOT_COMM_PORT)}, users):
         with pytest.raises(
             InputError, match=r"ROOT_COMM_ID=head:\d+ has torchrun's port .* --master-port"
         ):
@@ -234,7 +232,7 @@ TRN1 = {
     ],
 )
 def test_packages_that_do_not_fit_are_named_with_their_cure(changed, message):
-    (fault,) = machine.package_faults({**TRN1, **changed})
+    (fault,) = neuron.package_faults({**TRN1, **changed})
     assert message in fault and "pip install " in fault
 
 
@@ -244,11 +242,11 @@ def test_the_driver_makes_the_neuron_devices_and_the_machine_says_what_it_is(
     for name in ("neuron0", "neuron1", "neuron_control", "neuron", "null"):
         (tmp_path / name).touch()
     with monkeypatch.context() as patch:
-        patch.setattr(machine, "Path", lambda path: tmp_path / Path(path).relative_to("/dev"))
-        assert machine.neuron_devices() == [str(tmp_path / "neuron0"), str(tmp_path / "neuron1")]
-    assert machine.instance_type(tmp_path / "product_name") == ""
+        patch.setattr(neuron, "Path", lambda path: tmp_path / Path(path).relative_to("/dev"))
+        assert neuron.neuron_devices() == [str(tmp_path / "neuron0"), str(tmp_path / "neuron1")]
+    assert host.instance_type(tmp_path / "product_name") == ""
     (tmp_path / "product_name").write_text("trn1.32xlarge\n")
-    assert machine.instance_type(tmp_path / "product_name") == "trn1.32xlarge"
+    assert host.instance_type(tmp_path / "product_name") == "trn1.32xlarge"
 
 
 def test_an_nvme_disk_of_the_machine_is_told_from_a_volume_and_a_raid_of_them_counts(
@@ -277,6 +275,6 @@ def test_an_nvme_disk_of_the_machine_is_told_from_a_volume_and_a_raid_of_them_co
         lines.append(f"{number} 1 0:1 / {where} rw,relatime shared:1 - ext4 /dev/{name} rw")
     lines.append("9 1 0:1 / /proc rw - proc proc rw")
     (tmp_path / "mountinfo").write_text("\n".join(lines))
-    monkeypatch.setattr(machine, "MOUNTINFO", tmp_path / "mountinfo")
-    monkeypatch.setattr(machine, "SYS_BLOCK", tmp_path / "block")
-    assert machine.instance_stores() == [tmp_path / "one", tmp_path / "ra id"]
+    monkeypatch.setattr(host, "MOUNTINFO", tmp_path / "mountinfo")
+    monkeypatch.setattr(host, "SYS_BLOCK", tmp_path / "block")
+    assert host.instance_stores() == [tmp_path / "one", tmp_path / "ra id"]
