@@ -192,50 +192,6 @@ def set_config(run_dir, before, now):
     path.write_text(path.read_text().replace(before, str(now)))
 
 
-def test_what_cannot_be_exported_is_one_line(run_dir, prepared, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert "is not empty" in rejection(capsys, run_dir, "export", run_dir)
-    identity = store_of(run_dir).manifest(3).identity
-    set_manifest(run_dir, 3, identity={**identity, "data": "0123456789abcdef"})
-    assert "are from runs on different data" in rejection(
-        capsys, run_dir, "export", out, "--step", 3
-    )
-    (run_dir / "model").rename(tmp_path / "model")
-    data = ["--data", prepared]
-    assert "the run's data has 0123456789ab:" in rejection(
-        capsys, run_dir, "export", out, "--step", 3, *data
-    )
-    assert "no manifest.json" in rejection(capsys, run_dir, "export", out, "--data", tmp_path)
-    assert "name it with --data" in rejection(capsys, run_dir, "export", out)
-    set_manifest(run_dir, 6, identity={**identity, "model.pretrained": "/a/model"})
-    assert "model.pretrained of another" in rejection(
-        capsys, run_dir, "export", out, "--step", 6, *data
-    )
-    set_manifest(run_dir, 6, identity=identity)
-    (tmp_path / "model").rename(run_dir / "model")
-    config = (run_dir / "config.yaml").read_text()
-    for before, now, words in (
-        ("hidden_size: 32", "hidden_size: 64", "model.hidden_size: 32 -> 64"),
-        ("hidden_size: 32", "hidden: 32", "model.hidden is not a setting"),
-        ("kind: mlm", "kind: other", "other"),
-    ):
-        set_config(run_dir, before, now)
-        assert words in rejection(capsys, run_dir, "export", out)
-        (run_dir / "config.yaml").write_text(config)
-    (run_dir / "config.yaml").unlink()
-    assert "config.yaml is missing" in rejection(capsys, run_dir, "export", out)
-    (run_dir / "config.yaml").write_text(config)
-    (run_dir / "model/notes.txt").symlink_to(prepared / "manifest.json")
-    assert "notes.txt is a link that leads out of" in rejection(capsys, run_dir, "export", out)
-    (run_dir / "model/notes.txt").unlink()
-    flip(step_folder(run_dir, 6) / "model.pt")
-    code, output = called(capsys, run_dir, "export", out)
-    assert code == 1 and re.fullmatch(
-        "error: step 6: model.pt has sha256 .*, the manifest says .*\n", output.err
-    )
-    assert not out.exists()
-
-
 # ---- what it rejects -----------------------------------------------------------------------------------------------
 
 

@@ -15,16 +15,11 @@ from transformers import (
 )
 
 from train import loop
-from train.checkpoints.export import export_step
-from train.checkpoints.manifest import Manifest
 from train.config import InputError, ModelConfig, S3Config
-from train.models.network import Network
 from train.models.source import resolved
-from train.run.saved import read_config
 from train.run.stopping import StopRequest
 from train.run_folder import exported
 from train.run_folder.run_folder import RunFolder
-from train.storage.folders import LocalFolder
 from train.storage.s3 import S3Folder
 from train.tools import checkpoints as command
 from train.tools import predict
@@ -115,22 +110,6 @@ def allocated(call):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         call()
     return sum(max(0, event.self_cpu_memory_usage) for event in seen.events())
-
-
-def test_no_second_copy_of_the_weights_is_made(finetuned, unexported, tmp_path):
-    step = unexported / "checkpoints/step_00000002"
-    manifest = Manifest.from_json((step / "manifest.json").read_bytes())
-    run, num_bytes = LocalFolder(unexported), (step / "model.pt").stat().st_size
-    model = Network(HEADS[finetuned[0]].from_pretrained(finetuned[1] / "export"))
-    assert allocated(lambda: model.export(tmp_path / "end")) < 0.1 * num_bytes
-    mapped = allocated(
-        lambda: export_step(
-            step, manifest, read_config(run), tmp_path / "later", run=run, chosen={}
-        )
-    )
-    assert 0.9 * num_bytes < mapped < 1.1 * num_bytes
-    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("end", "later")]
-    assert files[0] == files[1]
 
 
 # ---- of a run that goes on -----------------------------------------------------------------------------------------

@@ -75,35 +75,6 @@ def test_the_cache_is_where_the_flags_the_url_or_the_default_say(
 
 
 @pytest.mark.parametrize(
-    ("path", "kind"),
-    [
-        ("/var/tmp/not/made/yet", "ext4"),
-        ("/dev/shm", "tmpfs"),
-        ("/home/me/cache", "nfs4"),
-        ("/homes/me", "ext4"),  # a name is no prefix of another
-        ("/home/me/local/cache", "xfs"),  # a disk inside of it
-        ("/home/me/local/../cache", "nfs4"),
-        ("/my disk/cache", "ext4"),
-        ("/data/cache", "ext4"),  # the later mount hides the first
-        ("/données/cache", "nfs4"),
-        (
-            "/\udca0usb\u2028\u00a0x/cache",
-            "vfat",
-        ),  # not UTF-8, and letters at which Python would split lines
-        ("/s3/cache", "fuse.s3"),
-        ("~/cache", "nfs4"),
-    ],
-)
-def test_the_file_system_of_a_path_is_that_of_its_nearest_mount(
-    mounts, monkeypatch, tmp_path, path, kind
-):
-    monkeypatch.setenv("HOME", "/home/me")
-    assert host.filesystem(path) == kind
-    (tmp_path / "link").symlink_to("/fsx/me")
-    assert host.filesystem(tmp_path / "link" / "cache") == "lustre"
-
-
-@pytest.mark.parametrize(
     ("location", "says"),
     [
         ("/home/me/local/cache", None),
@@ -247,34 +218,3 @@ def test_the_driver_makes_the_neuron_devices_and_the_machine_says_what_it_is(
     assert host.instance_type(tmp_path / "product_name") == ""
     (tmp_path / "product_name").write_text("trn1.32xlarge\n")
     assert host.instance_type(tmp_path / "product_name") == "trn1.32xlarge"
-
-
-def test_an_nvme_disk_of_the_machine_is_told_from_a_volume_and_a_raid_of_them_counts(
-    tmp_path, monkeypatch
-):
-    def device(name, *, model=None, slaves=()):
-        folder = tmp_path / "block" / name
-        (folder / "slaves").mkdir(parents=True)
-        if model:
-            (folder / "device").mkdir()
-            (folder / "device" / "model").write_text(model + "\n")
-        for slave in slaves:
-            (folder / "slaves" / slave).mkdir()
-
-    device("nvme0n1", model="Amazon Elastic Block Store")
-    device("nvme1n1", model="Amazon EC2 NVMe Instance Storage")
-    device("nvme2n1", model="Amazon EC2 NVMe Instance Storage")
-    device("md0", slaves=["nvme1n1", "nvme2n1"])
-    device("md1", slaves=["nvme1n1", "nvme0n1"])
-    lines = []
-    for number, (name, path) in enumerate(
-        [("nvme0n1", "root"), ("nvme1n1", "one"), ("md0", "ra id"), ("md1", "mix")]
-    ):
-        (tmp_path / path).mkdir()
-        where = str(tmp_path / path).replace(" ", "\\040")
-        lines.append(f"{number} 1 0:1 / {where} rw,relatime shared:1 - ext4 /dev/{name} rw")
-    lines.append("9 1 0:1 / /proc rw - proc proc rw")
-    (tmp_path / "mountinfo").write_text("\n".join(lines))
-    monkeypatch.setattr(host, "MOUNTINFO", tmp_path / "mountinfo")
-    monkeypatch.setattr(host, "SYS_BLOCK", tmp_path / "block")
-    assert host.instance_stores() == [tmp_path / "one", tmp_path / "ra id"]

@@ -5,7 +5,6 @@ import os
 
 import pytest
 from rejections import rejects
-from running import ROOT
 
 from train.machine import rank_setup
 from train.machine.launched import Launched
@@ -93,36 +92,3 @@ def test_a_rank_runs_on_the_node_of_its_device_unless_the_launcher_has_chosen(
     write(sysfs, f"bus/pci/devices/{GPU}/local_cpulist", f"{local}\n")
     assert rank_setup.near_cpus(GPU, set(allowed)) == near
     assert rank_setup.near_cpus("0000:99:00.0", set(allowed)) == set()
-
-
-def test_a_ranks_chip_is_that_of_its_core(tmp_path, monkeypatch, log):
-    def prints(text, code=0):
-        (tmp_path / "answer").write_text(text)
-        (tmp_path / "neuron-ls").write_text(
-            f"#!/bin/sh\n[ $1 = -j ] && /bin/cat {tmp_path}/answer; exit {code}\n"
-        )
-        (tmp_path / "neuron-ls").chmod(0o755)
-
-    def address(core, **user):
-        return rank_setup.neuron_address({**os.environ, "TORCHELASTIC_RUN_ID": "x", **user}, core)
-
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    prints((ROOT / "tests/recorded/doctor/neuron_ls_trn1_32xlarge.json").read_text())
-    assert [address(core) for core in (0, 1, 2, 32)] == [
-        "0000:10:1c.0",
-        "0000:10:1c.0",
-        "0000:10:1d.0",
-        None,
-    ]
-    assert address(31) is not None
-    assert (
-        address(0, NEURON_RT_VISIBLE_CORES="8") is None
-        and address(0, NEURON_RT_NUM_CORES="2") is None
-    )
-    # a process by itself takes any core that is free
-    assert rank_setup.neuron_address(os.environ, 0) is None
-    assert address(0, PATH="/nowhere") is None and not log.messages
-    for text, code in (("{", 0), ("", 1)):
-        prints(text, code)
-        assert address(0) is None
-    assert len(log.messages) == 2 and all("neuron-ls -j" in text for text in log.messages)

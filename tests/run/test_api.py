@@ -190,16 +190,3 @@ def test_no_value_is_read_as_a_flag_that_runs_a_file(
         "--import=./evil.py",
     )
     assert not (tmp_path / "executed").exists()
-
-
-def test_a_corpus_is_prepared(cell: Notebook, corpus: Path) -> None:
-    given = [
-        "corpus=text",
-        f"corpus.path={corpus}",
-        "output=data/mine",
-        "seq_len=32",
-        "tokenizer.vocab_size=120",
-    ]
-    assert api.prepare([*given, "validation_fraction=0.25"]) == "data/mine"
-    assert Path("data/mine/manifest.json").is_file() and "unigram entropy" in cell.getvalue()
-    rejects("^seq_len=a: ", api.prepare, [*given[:-2], "seq_len=a"])

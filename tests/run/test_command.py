@@ -246,28 +246,6 @@ def test_an_interrupt_during_imports_is_one_line(tmp_path):
     assert (done.returncode, done.stderr, done.stdout) == (-signal.SIGINT, "interrupted\n", "")
 
 
-@pytest.mark.parametrize(
-    ("error", "rank", "says"),
-    [
-        (KeyboardInterrupt(), "0", "interrupted\n"),
-        (KeyboardInterrupt(), "1", ""),  # of many ranks one says it
-        (RuntimeError("no"), "1", "RuntimeError: no\n"),
-        (
-            ModuleNotFoundError("none of ours", name="train.none"),
-            "0",
-            "ModuleNotFoundError: none of ours\n",
-        ),
-    ],
-)
-def test_an_interrupt_is_said_once_and_other_errors_keep_their_report(
-    monkeypatch, capsys, error, rank, says
-):
-    monkeypatch.setenv("RANK", rank)
-    train.show(type(error), error, None)
-    assert capsys.readouterr().err == says
-    assert sys.excepthook is not train.show  # importing the package changes nothing for others
-
-
 @pytest.mark.parametrize("command", ["train report", "launch", "ami"])
 def test_python_without_the_environment_is_one_line(command):
     words = [

@@ -151,13 +151,6 @@ def test_a_damaged_shard_stops_all_ranks_with_one_message(tmp_path, prepared):
     assert f'File "{ROOT / "train"}' not in result.stderr
 
 
-def test_only_rank_0_speaks(tmp_path, prepared):
-    result = run(train_overrides(tmp_path / "run", prepared, "export=false"), ranks=2)
-    assert result.returncode == 0, result.stderr
-    assert result.stderr.count("step 6/6") == 1
-    assert (tmp_path / "run" / "log" / "rank_0001.txt").is_file()
-
-
 # ---- what the loop decides -------------------------------------------------------------------------------------------
 
 
@@ -224,19 +217,6 @@ def test_a_new_model_that_cannot_be_evaluated_fails_before_it_is_trained(toy, mo
     monkeypatch.setattr(loop, "try_evaluation", lambda *_: None)
     toy.train("untried", eval_batch_size=4)
     assert toy.values("train", "loss", "untried") == toy.values("train", "loss", "whole")
-
-
-def test_a_baseline_is_evaluated_once_before_the_first_step_and_is_never_the_best(toy):
-    toy.train("plain")
-    toy.scores = iter([0.1, 3.0, 2.0])
-    assert toy.stopped_at_once(eval_at_start=True) == ("SIGTERM", 0)
-    assert list(toy.saved()) == [0] and toy.saved()[0]["owes_evaluation"]
-    stop = StopRequest()
-    toy.scale = lambda call: stop.ask("SIGTERM") or 1.0 if call == 4 + 6 else 1.0
-    assert toy.train(stop=stop, eval_at_start=True) == ("SIGTERM", 5)
-    assert toy.train(eval_at_start=True) == ("done", 6)
-    assert toy.values("eval", "step") == [0, 3, 6] and toy.saved()[6]["best_step"] == 6
-    assert toy.values("train", "loss") == toy.values("train", "loss", "plain")
 
 
 def test_the_best_evaluation_is_saved_at_once_kept_and_exported(toy):
