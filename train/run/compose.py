@@ -54,7 +54,6 @@ from train.run.command import (
 )
 from train.run.help import OWN_OPTIONS, groups, settings_help, type_name
 from train.run.names import close_to, opened, quoted
-from train.run.own import check_imports
 from train.run.precedence import over_recipe
 from train.tasks import TASKS, spec_of
 
@@ -424,13 +423,7 @@ def run(
         if options.cfg is not None:
             show(schema, overrides)
             return DONE
-        try:
-            cfg = load_config(schema, overrides)
-        except InputError:
-            # The unknown name may be in a file that the run's first start imported.
-            check_imports(overrides)
-            raise
-        return action(cfg)
+        return action(load_config(schema, overrides))
 
     return guarded(
         act,
