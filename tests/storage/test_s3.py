@@ -63,9 +63,7 @@ def test_names_come_in_order_with_those_of_subfolders(folder):
 
 
 @DISK_AND_S3
-def test_a_file_goes_up_and_comes_back_and_only_the_version_that_was_seen_is_replaced(
-    folder, tmp_path
-):
+def test_a_file_goes_up_and_comes_back(folder, tmp_path):
     (tmp_path / "here").write_bytes(b"first")
     for name, here in (("a/b", "here"), ("c", "copy")):
         folder.upload(name, tmp_path / here)
@@ -73,14 +71,7 @@ def test_a_file_goes_up_and_comes_back_and_only_the_version_that_was_seen_is_rep
     assert folder.read("c") == b"first" and folder.listing() == {
         name: folder.head(name) for name in ("a/b", "c")
     }
-    seen = folder.head("c").version
-    version = folder.replace("c", b"second", seen)
-    rejects("c", folder.replace, "c", b"late", seen, error=FileExistsError)
-    assert (folder.head("c"), folder.read("c")) == ((6, version), b"second")
-    assert folder.replace("c", b"third", None) not in (seen, version)
     folder.remove("c")
-    with pytest.raises((FileExistsError, FileNotFoundError)):  # servers differ
-        folder.replace("c", b"late", version)
     rejects("c", folder.download, "c", tmp_path / "copy", error=FileNotFoundError)
     assert folder.head("c") is None and (tmp_path / "copy").read_bytes() == b"first"
 
