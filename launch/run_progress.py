@@ -10,6 +10,7 @@ from launch.values import count, number, table
 from train.observe.lines import read_back
 from train.run_folder.identity import ENVIRONMENT
 from train.run_folder.outcome import read_outcome
+from train.run_folder.ownership import newest_lease, parse_lease
 from train.storage.folders import Folder
 from train.storage.schema import BadContent, read_object
 from train.tasks import scores_of
