@@ -30,7 +30,14 @@ LEASE = {
     "boot_id": None,
     "pid_namespace": None,
 }
-LEASE |= {"job": "mine-1.1", "started": "", "ttl_s": 30, "beats": 1, "step": 0, "released": False}
+LEASE |= {
+    "job": "mine-1.1",
+    "started": "",
+    "ttl_s": 30,
+    "heartbeats": 1,
+    "step": 0,
+    "released": False,
+}
 
 
 @dataclass

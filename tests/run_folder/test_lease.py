@@ -117,7 +117,7 @@ def here():
 def left(**changes):
     """The lease of a job on another machine that has not released it."""
     changes = {**ELSEWHERE, "owner": "x", "started": "Monday", **changes}
-    return asdict(replace(ownership.own_lease(0.5), beats=3, step=40, **changes))
+    return asdict(replace(ownership.own_lease(0.5), heartbeats=3, step=40, **changes))
 
 
 def leave(folder, number=1, **changes):
@@ -140,7 +140,7 @@ def test_the_first_job_takes_the_folder_and_says_which_it_is(folder, new, monkey
     owner.check()
     assert folder.names() == ["lease/00000001.json"]
     claim = kept(folder, 1)
-    assert (claim["pid"], claim["job"], claim["beats"], claim["released"]) == (
+    assert (claim["pid"], claim["job"], claim["heartbeats"], claim["released"]) == (
         os.getpid(),
         "4711",
         0,
@@ -386,14 +386,14 @@ def test_of_eight_takers_one_gets_the_folder(folder, new, monkeypatch, before):
 def test_an_outage_is_survived_and_logged_once(bucket, folder, new, log):
     owner = new(0.3)
     owner.take()
-    eventually(lambda: kept(folder, 1)["beats"])
+    eventually(lambda: kept(folder, 1)["heartbeats"])
     bucket.proxy.set(Fault("status"))
     eventually(lambda: len(bucket.proxy.requests()) > 30)  # seven for a try
     with pytest.raises(Exception, match="S3 answers 503 SlowDown"):
         owner.check()
     bucket.proxy.set()
-    heartbeats = kept(folder, 1)["beats"]
-    eventually(lambda: kept(folder, 1)["beats"] > heartbeats)
+    heartbeats = kept(folder, 1)["heartbeats"]
+    eventually(lambda: kept(folder, 1)["heartbeats"] > heartbeats)
     owner.check()
     assert owner.lost is None
     (failing,) = (text for text in log.messages if "not renewed" in text)

@@ -177,7 +177,7 @@ def test_a_run_writes_to_no_pipe(tmp_path, make):
 def take_over(storage, number=2):
     """As a job on another machine does it after it has seen no heartbeat, and then finishes the run."""
     owner = replace(own_lease(LIVE_S), host="node-2", boot_id="another boot", started="now")
-    lease = replace(owner, beats=3, step=60, released=True)
+    lease = replace(owner, heartbeats=3, step=60, released=True)
     storage.write(lease_name(number), canonical_json(asdict(lease)))
     if isinstance(storage, LocalFolder) and storage.size("metrics.jsonl") is not None:
         with (storage.path / "metrics.jsonl").open(

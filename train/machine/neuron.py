@@ -181,7 +181,7 @@ def neuron_environment(
 
 
 def root_address(environ: Mapping[str, str], *, nodes: int) -> str:
-    """Return the address at which Neuron's collectives meet. Raises InputError if it cannot work."""
+    """Return the address of Neuron's collectives. Raises InputError if it cannot work."""
     host = environ["MASTER_ADDR"]
     if ":" in host:
         host = f"[{host}]"

@@ -202,7 +202,7 @@ class Notices:
         try:
             look()
             self.failing.discard(name)
-        except Exception as error:  # the run goes on without this source
+        except Exception as error:  # the run continues without this source
             if name not in self.failing:
                 logger.warning("%s: %s; trying again every %g s", name, error, POLL_S)
             self.failing.add(name)

@@ -77,7 +77,7 @@ class Lease:
     job: str | None  # the id of the Slurm job, or of torchrun's run
     started: str  # only shown to people, never parsed
     ttl_s: float
-    beats: int = 0
+    heartbeats: int = 0
     step: int = 0
     released: bool = False
 
@@ -313,7 +313,7 @@ class Ownership:
     def content(self, *, released: bool = False) -> bytes:
         lease = replace(
             self.claim,
-            beats=self.heartbeats,
+            heartbeats=self.heartbeats,
             step=self.step,
             released=released,
         )
