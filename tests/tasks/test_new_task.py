@@ -37,8 +37,10 @@ def code(tmp_path_factory):
 
 
 def run(arguments, *, module="train", ranks=1, **env):
-    words = [module, *arguments] if ranks == 1 else launch(module, arguments, ranks=ranks)
-    return run_forked(words, {**os.environ, **env})
+    words = list(arguments) if module == "train" else [module, *arguments]
+    if ranks > 1:
+        return run_forked(launch("train", words, ranks=ranks), {**os.environ, **env})
+    return run_forked(["train", *words], {**os.environ, **env})
 
 
 def done(*arguments, **how):
