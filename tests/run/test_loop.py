@@ -12,7 +12,7 @@ import torch
 from rejections import rejects
 from running import ROOT, lines, run, train_config, train_here, train_overrides
 from saved_steps import flip
-from toy import Rows, ToyTask
+from toy import ToyTask
 from transformers import AlbertConfig, AutoModelForMaskedLM, AutoTokenizer
 
 from train import loop
@@ -231,25 +231,6 @@ def test_the_best_evaluation_is_saved_at_once_kept_and_exported(toy):
     assert [
         number for tensor in exported.values() for number in tensor.flatten().tolist()
     ] == toy.weights(2)
-
-
-def test_a_failure_to_draw_comes_after_the_steps_before_it_and_ends_the_attempt_in_order(
-    toy, monkeypatch
-):
-    draw, bad = Rows.draw, []
-
-    def fails(self, items):
-        if len(items) > 3:
-            # a row of the fourth of the batches that are drawn together
-            bad.append(bad[0] if bad else items[3, 0])
-        if bad and bad[0] in items:
-            raise InputError("shard 7 is damaged")
-        return draw(self, items)
-
-    monkeypatch.setattr(Rows, "draw", fails)
-    rejects("^shard 7 is damaged$", toy.train, eval_every=None)
-    assert toy.values("train", "step") == [1, 2, 3]
-    assert (toy.outcome()["outcome"], toy.outcome()["goes_on"]) == ("refused", False)
 
 
 TF32_ON_A_CPU = BackendConfig(device="cpu", precision="tf32")

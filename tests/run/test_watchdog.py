@@ -257,7 +257,11 @@ def test_a_lost_peer_is_explained_by_what_became_of_it(
 
 
 def test_a_rank_that_closed_its_watchdog_was_not_killed(start: Start, run_dir: Path):
-    codes_of = codes(start("join()\nraise RuntimeError('connection closed')", "", step_s=5))
+    codes_of = codes(
+        start(
+            "join()\nraise RuntimeError('connection closed')", "join()\ntime.sleep(0.5)", step_s=5
+        )
+    )
     assert codes_of == [1, 0]
     assert not (run_dir / "outcome.json").exists()
 
