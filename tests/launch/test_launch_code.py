@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from planning import plan
@@ -58,24 +57,6 @@ def test_files_of_the_users_own_code_come_along(tmp_path, monkeypatch):
         command, env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_code_that_no_node_would_unpack_is_rejected_before_it_is_sent(monkeypatch):
-    assert len(code.pack()[0]) < code.MOST_BYTES
-    monkeypatch.setattr(code, "MOST_BYTES", 10**6)
-    parts = (
-        path
-        for package in code.PACKAGES
-        for path in (Path(code.__file__).parents[1] / package).rglob("*")
-        if path.is_file()
-    )
-    largest = max(
-        (path for path in parts if path.suffix != ".pyc"), key=lambda path: path.stat().st_size
-    )
-    rejects(
-        rf"the code has \d+ MB, but a job may have at most 1 MB; the largest file is {largest} ",
-        code.pack,
-    )
 
 
 def test_a_bundle_that_was_changed_is_not_unpacked(tmp_path):

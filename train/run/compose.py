@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from argparse import Namespace
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, TypeVar, get_type_hints
@@ -84,6 +84,7 @@ CONFIGS: dict[type, str] = {
 }
 
 Config = TypeVar("Config")
+Given = tuple[Sequence[str], Mapping[str, Any]]  # overrides, and values by key
 
 
 def schemas() -> list[Schema]:
@@ -116,9 +117,14 @@ def add_schema(schema: type, name: str, options: Sequence[tuple[str, str, type]]
     SCHEMAS.extend(option for option in options if option not in SCHEMAS)
 
 
-def load_config(schema: type[Config], overrides: Sequence[str]) -> Config:
-    """Compose the schema's file in conf/ with the overrides. Raises InputError if a key, option or value is wrong."""
-    return to_settings(compose_config(schema, overrides), schema, overrides)
+def load_config(
+    schema: type[Config], overrides: Sequence[str], values: Mapping[str, Any] | None = None
+) -> Config:
+    """Compose the schema's file in conf/ with the overrides. Raises InputError if a key, option or value is wrong.
+
+    `values` are values by key, which replace those of the files; the overrides take precedence.
+    """
+    return to_settings(compose_config(schema, overrides, values), schema, overrides)
 
 
 def load_backend(overrides: Sequence[str]) -> tuple[BackendConfig, InstanceConfig]:
@@ -158,17 +164,19 @@ def check_typed(schema: type, typed: Sequence[str]) -> None:
         check(len(options) < 2, f"{' and '.join(options)} choose the same thing; give one of them")
 
 
-def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
+def compose_config(
+    schema: type[Config], given: Sequence[str], values: Mapping[str, Any] | None = None
+) -> DictConfig:
     """Compose the settings and check names, options and types; values may still be missing."""
     overrides, users_own = opened(given)
     for override in overrides:
         check_override(schema, override)
     options = []
-    values = []
+    typed = []
     listed = groups(CONFIGS[schema])
     for override in overrides:
         if not is_option(override, listed):
-            values.append(override)
+            typed.append(override)
         # Hydra has no syntax for "no option of this group". It is the default of groups that accept null.
         elif not override.endswith("=null"):
             options.append(override)
@@ -177,8 +185,10 @@ def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
             CONFIGS[schema], tuple(options), tuple(CONFIGS.items()), tuple(schemas())
         )
         composed = copy.deepcopy(base)
-        choose_form(composed, values)
-        for override in values:
+        for key, known in (values or {}).items():
+            OmegaConf.update(composed, key, known, force_add=True)
+        choose_form(composed, typed)
+        for override in typed:
             set_value(composed, override)
         for key, value in preferred(schema, overrides).items():
             OmegaConf.update(composed, key, value)
@@ -399,9 +409,9 @@ def hint_on_flag(name: str, schema: type) -> str:
     return "see --help"
 
 
-def show(schema: type, overrides: Sequence[str]) -> None:
+def show(schema: type, overrides: Sequence[str], values: Mapping[str, Any]) -> None:
     """Print the settings, and check them unless a required one is missing."""
-    composed = compose_config(schema, overrides)
+    composed = compose_config(schema, overrides, values)
     text = OmegaConf.to_yaml(composed)
     if "???" not in text:
         to_settings(composed, schema, overrides)
@@ -414,13 +424,13 @@ def run(
     parser: Parser,
     *,
     arguments: Sequence[str] | None = None,
-    given: Sequence[str] | Callable[[Namespace], Sequence[str]] = (),
+    given: Sequence[str] | Callable[[Namespace], Given] = (),
     after_rejection: Callable[[str], object] = leave_rejection,
 ) -> int:
     """Read and check the command line, call `action` with the settings, and return the exit code.
 
-    `given` are further overrides, or a function that returns them for the parsed flags; the command line takes
-    precedence. The reason for a rejection is printed and then passed to `after_rejection`.
+    `given` are further overrides, or a function that returns them, and values by key, for the parsed flags; the command
+    line takes precedence. The reason for a rejection is printed and then passed to `after_rejection`.
     """
 
     def act() -> int:
@@ -429,13 +439,14 @@ def run(
             raise InputError(f"{flag} is not a flag; {hint_on_flag(flag.lstrip('-'), schema)}")
         check_typed(schema, options.settings)
         keys = {override.partition("=")[0] for override in options.settings}
-        first = given(options) if callable(given) else given
+        first, known = given(options) if callable(given) else (given, {})
+        values = {key: value for key, value in known.items() if key not in keys}
         overrides = [each for each in first if each.partition("=")[0] not in keys]
         overrides += options.settings
         if options.cfg is not None:
-            show(schema, overrides)
+            show(schema, overrides, values)
             return DONE
-        return action(load_config(schema, overrides))
+        return action(load_config(schema, overrides, values))
 
     return guarded(
         act,

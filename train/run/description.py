@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from train.config import Plan, check, plural
 from train.machine.memory import total_memory_bytes
-from train.models.memory_estimate import GIB, advice, memory_of, on_cpu
+from train.models.memory_estimate import GIB, advice, memory_of
 from train.models.model_sizes import shape_of_model
 from train.tasks import Task
 
@@ -77,41 +77,31 @@ def batch_remarks(plan: Plan, task: Task, backend: Backend) -> list[str]:
 def memory_note(attempt: Attempt, backend: Backend, model: nn.Module) -> str | None:
     """Return a note on the memory that a rank needs; None for a model whose sizes are unknown.
 
-    On CPUs, raises InputError if this machine has less memory than its ranks need, not counting what `on_cpu` adds.
+    On CPUs, raises InputError if this machine has less memory than its ranks need.
     """
-    cfg, plan, seq_len = attempt.cfg, attempt.plan, attempt.task.seq_len
+    cfg, plan = attempt.cfg, attempt.plan
     shape = shape_of_model(model)
     if shape is None:
         return None
     needed = memory_of(
         cfg,
         shape,
-        seq_len=seq_len,
-        precision=backend.precision,
         world_size=plan.world_size,
         micro_batch_size=plan.micro_batch_size,
         accumulation=plan.accumulation,
+        seq_len=attempt.task.seq_len,
+        precision=backend.precision,
     )
-    if backend.monitor_kind != "cpu":
-        if not attempt.saves:
-            return str(needed)
-        state = f"{needed.state / GIB:.3g} GiB of host memory"
-        return f"{needed}; each rank that writes checkpoints needs {state} for a save"
-    layers = 1 if cfg.backend.activation_checkpointing else shape.num_hidden_layers
-    scores = plan.micro_batch_size * seq_len**2 * layers * heads_with_dropout(model)
-    held = on_cpu(needed, scores=scores, saves=attempt.saves)
-    num_ranks = backend.world.local_size
-    limit_bytes = total_memory_bytes()
-    check(
-        num_ranks * needed.total < limit_bytes,
-        f"{held}; this machine or container has too little, {limit_bytes / GIB:,.3g} GiB for "
-        f"{plural(num_ranks, 'rank')}; {advice(cfg, world_size=plan.world_size)}",
-    )
-    return str(held)
-
-
-def heads_with_dropout(model: Any) -> int:
-    """Return the number of a layer's attention heads whose scores are held because of dropout."""
-    values = model.network.config.to_dict()
-    has_dropout = values.get("attention_probs_dropout_prob") or values.get("attention_dropout")
-    return int(values.get("num_attention_heads") or 1) if has_dropout else 0
+    note = str(needed)
+    if backend.monitor_kind == "cpu":
+        num_ranks = backend.world.local_size
+        limit_bytes = total_memory_bytes()
+        check(
+            num_ranks * needed.total < limit_bytes,
+            f"{note}; this machine or container has too little, {limit_bytes / GIB:,.3g} GiB for "
+            f"{plural(num_ranks, 'rank')}; {advice(cfg, world_size=plan.world_size)}",
+        )
+    elif attempt.saves:
+        state_gib = needed.state / GIB
+        note += f"; each rank that writes checkpoints needs {state_gib:.3g} GiB of host memory for a save"
+    return note
