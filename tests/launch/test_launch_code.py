@@ -100,8 +100,19 @@ def test_a_record_is_beside_the_run_and_skips_what_is_damaged(tmp_path):
         rejects("not the name of a run folder", Record, name, S3Config())
 
 
-def test_of_two_supervisors_one_begins(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("host", "is_own"), [("n1:1", False), (None, True)])
+def test_of_two_supervisors_one_begins_and_a_repeated_request_is_its_own(
+    tmp_path, monkeypatch, host, is_own
+):
     record = Record(f"{tmp_path}/run", S3Config())
-    numbers = {"attempts": {}, "submissions": {}}
-    monkeypatch.setattr(record, "numbered", numbers.__getitem__)
-    assert record.begin(["n1"], 0) is not None and record.begin(["n1"], 0) is None
+    monkeypatch.setattr("launch.record.now_unix_s", lambda: 1.0)
+    create = record.folder.create
+
+    def repeated(name: str, content: bytes) -> bool:
+        if host is not None:
+            content = json.dumps({**json.loads(content), "host": host}).encode()
+        create(name, content)
+        return False
+
+    monkeypatch.setattr(record.folder, "create", repeated)
+    assert (record.begin(["n1"], 0) is not None) == is_own

@@ -83,7 +83,7 @@ def test_the_status_joins_scheduler_record_and_run_folder(run, says):
     # 30 s between lines that are 10 steps apart
     assert seen["time_left_s"] == pytest.approx(59 * 3.0)
     assert 0 <= seen["line_age_s"] < 600
-    assert "step        41 of 100 (41.0%)\n" in says("status runs/mine")
+    assert "  41 of 100 (41.0%)\n" in says("status runs/mine")
 
 
 BEGUN, PREFLIGHT = [Launched.begin], [lambda run: run.begin(is_training=False)]
@@ -150,7 +150,7 @@ def test_a_watch_prints_a_line_for_each_change(run, fake_scheduler, says):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("status x --watch nan", "nan must be a finite number"),
+        ("status x --watch nan", "--watch nan must be above 0"),
         ("status x --watch 0", "--watch 0"),
         ("logs x --rank a", "--rank"),
         ("stop", "RUN"),
