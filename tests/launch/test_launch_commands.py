@@ -150,7 +150,7 @@ def test_a_watch_prints_a_line_for_each_change(run, fake_scheduler, says):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("status x --watch nan", "nan must be a finite number"),
+        ("status x --watch nan", "--watch nan must be above 0"),
         ("status x --watch 0", "--watch 0"),
         ("status runs/x", "runs/x was not launched"),
         ("logs runs/x", "runs/x was not launched"),
