@@ -1,7 +1,6 @@
 """What a rank sets on its machine before it joins the others, with a folder for sysfs. Not run on hardware."""
 
 import dataclasses
-import json
 import os
 
 import pytest
@@ -93,19 +92,3 @@ def test_a_rank_runs_on_the_node_of_its_device_unless_the_launcher_has_chosen(
     write(sysfs, f"bus/pci/devices/{GPU}/local_cpulist", f"{local}\n")
     assert rank_setup.near_cpus(GPU, set(allowed)) == near
     assert rank_setup.near_cpus("0000:99:00.0", set(allowed)) == set()
-
-
-def test_a_ranks_chip_is_that_of_its_core(tmp_path):
-    """Of two chips with two cores each, listed by neuron-ls in another order."""
-    chips = [
-        {"neuron_device": 1, "nc_count": 2, "bdf": "10:1b.0"},
-        {"neuron_device": 0, "nc_count": 2, "bdf": "10:1e.0"},
-    ]
-    (tmp_path / "neuron-ls").write_text(f"#!/bin/sh\necho '{json.dumps(chips)}'\n")
-    (tmp_path / "neuron-ls").chmod(0o755)
-    torchrun = {"PATH": str(tmp_path), "TORCHELASTIC_RUN_ID": "x"}
-    found = [rank_setup.neuron_address(torchrun, core) for core in range(5)]
-    assert found == [*["0000:10:1e.0"] * 2, *["0000:10:1b.0"] * 2, None]
-    for chosen in ({"NEURON_RT_VISIBLE_CORES": "0"}, {"TORCHELASTIC_RUN_ID": None}):
-        given = {name: value for name, value in {**torchrun, **chosen}.items() if value}
-        assert rank_setup.neuron_address(given, 0) is None
