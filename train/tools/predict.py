@@ -177,6 +177,7 @@ def main(arguments: Sequence[str]) -> int:
     def given(options: Namespace) -> cli.Given:
         check(launched().world_size == 1, "predict runs in one process: start it without torchrun")
         typed = typed_keys(options.settings)
+        check_output(options.output, typed.get("data.path", NO_FILE))
         check(
             ("data.path" in typed) != bool(texts_of(options)),
             f"give data.path=FILE, or texts with {', '.join(map(flag, INPUTS))}",
