@@ -12,12 +12,8 @@ def main() -> int:
     from train import (
         entry,
     )  # imported late: this takes seconds, and the rank must already end if torchrun does
-    from train.observe.trackers import unended
 
-    code = entry.run_command_line()
-    if unended:
-        entry.leave_at_once(code)
-    return code
+    return entry.run_command_line()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from train.tasks import best_metric
 from train.tasks.classify.task import CLASSIFY_ROWS
 from train.tasks.regress.task import regress_rows
 from train.tools import predict
-from train.tools.variants import make_variants
+from train.tools.compare import make_variants
 
 SENTENCES, ENTAILMENT = ["sentence1", "sentence2"], ["entailment", "not_entailment"]
 HEADER, PAIR = "index\tsentence1\tsentence2\tlabel", "{idx}\t{0}\t{1}\t"
