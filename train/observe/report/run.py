@@ -238,8 +238,9 @@ def scores(run: Run) -> dict[str, dict[str, tuple[float | None, int]]]:
         if sign:
             step = int((sign * column).idxmax())
             points["best"] = (known(column[step]), step)
-        if run.exported_step in column.index:
-            points["exported"] = (known(column[run.exported_step]), run.exported_step)
+        exported = run.exported_step
+        if exported is not None and exported in column.index:
+            points["exported"] = (known(column[exported]), exported)
         result[name] = points
     return result
 
