@@ -1,4 +1,4 @@
-"""The command `python -m train.doctor`, which `train.tools.doctor.command` implements."""
+"""The command `baretrain doctor`, which `train.tools.doctor.command` implements."""
 
 from train.tools.doctor.command import main
 

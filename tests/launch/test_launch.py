@@ -123,9 +123,8 @@ def test_a_rank_that_waits_says_for_whom_and_gives_up_in_time(
     be_alone(monkeypatch, rank)
     monkeypatch.setattr(rendezvous, "REPORT_EVERY_S", 0.0)
     with pytest.raises(Failure, match=f"^{absent} did not reach 127.0.0.1:.* within 3 s$"):
-        join(
-            "gloo", "ddp on cpu", timeout_s=HANG_S, join_timeout_s=3.0
-        )  # enough to open the store in
+        # enough to open the store in
+        join("gloo", "ddp on cpu", timeout_s=HANG_S, join_timeout_s=3.0)
     said = log.messages
     assert said and all(
         text.startswith(f"waiting for rank {'1' if rank == 0 else '0'}") for text in said
@@ -456,9 +455,8 @@ def test_what_ends_for_good_ends_torchrun_too(
     result = run_forked(words, os.environ)
     assert result.returncode == 1
     spoken = [line for line in result.stderr.splitlines() if line.startswith(said)]
-    assert len(spoken) == 1 or (spoken and script == LOST), (
-        result.stderr
-    )  # if it is lost, both may come to say so
+    # if it is lost, both may come to say so
+    assert len(spoken) == 1 or (spoken and script == LOST), result.stderr
     assert "not started again" not in result.stderr
 
 

@@ -77,9 +77,8 @@ def test_lines_of_neuron_monitor_give_the_figures_of_all_ranks(
 
 
 def test_a_line_that_lacks_a_value_is_left_out():
-    with pytest.raises(
-        AttributeError
-    ):  # a sum over one of two ranks would be neither's nor both's
+    # a sum over one of two ranks would be neither's nor both's
+    with pytest.raises(AttributeError):
         totals_of(json.loads(recorded("broken_groups")), num_devices=2, run_tag="run_a")
 
 

@@ -1,6 +1,6 @@
 """Native PyTorch on Trainium, on a CPU that is called its device: what differs from DDP. Not run on hardware.
 
-Under torchrun this file is also the program of its own ranks: `python -m train` on such a machine.
+Under torchrun this file is also the program of its own ranks: `baretrain train` on such a machine.
 """
 
 import importlib
@@ -287,9 +287,8 @@ def test_a_profile_has_the_traces_of_the_runtime(versions, prepared, tmp_path, m
 
     def recorded(**given):
         asked.append(given["activities"])
-        return traced(
-            activities=[torch.profiler.ProfilerActivity.CPU]
-        )  # this torch has no other device
+        # this torch has no other device
+        return traced(activities=[torch.profiler.ProfilerActivity.CPU])
 
     profiling.ProfileMode, profiling.NeuronConfig = (
         types.SimpleNamespace(RUNTIME="runtime", DEVICE="5 GB"),
@@ -311,9 +310,8 @@ def test_a_profile_has_the_traces_of_the_runtime(versions, prepared, tmp_path, m
     assert (result / "profile/device/host/runtime.ntff").read_bytes() == b"trace"
     assert "aten::addmm" in (result / "profile/table.txt").read_text()
     assert lines(result, "summary")[0]["peak_device_bytes"] == 5
-    assert not any(
-        "in this step" in line["reason"] for line in lines(result, "fault")
-    )  # one trace at a time
+    # one trace at a time
+    assert not any("in this step" in line["reason"] for line in lines(result, "fault"))
 
 
 def test_the_watchdog_sees_a_rank_that_compiles(versions, monkeypatch):

@@ -1,4 +1,4 @@
-"""`python -m train.doctor --collectives`: the pairs that are measured, the verdict, and real runs of several ranks."""
+"""`baretrain doctor --collectives`: the pairs that are measured, the verdict, and real runs of several ranks."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ def test_every_pair_is_measured_once_and_no_rank_twice_at_the_same_time(members)
     assert Counter(pair for pairs in schedule for pair in pairs) == Counter(
         combinations(members, 2)
     )
-    assert len(schedule) == len(
-        members
-    )  # one more, for an even number, than the fewest that there can be
+    # one more, for an even number, than the fewest that there can be
+    assert len(schedule) == len(members)
     for pairs in schedule:
         assert len({rank for pair in pairs for rank in pair}) == 2 * len(pairs)
 
@@ -46,9 +45,8 @@ def test_every_pair_is_measured_once_and_no_rank_twice_at_the_same_time(members)
 @pytest.mark.parametrize("num_ranks", [2, 64])
 def test_a_ring_on_links_of_a_speed_has_that_bus_bandwidth(num_ranks):
     link_bytes_per_s, num_bytes = 1e9, 10**8
-    hops = 2 * (
-        num_ranks - 1
-    )  # of a reduce-scatter and an all-gather; each moves one part of the tensor a rank
+    # of a reduce-scatter and an all-gather; each moves one part of the tensor a rank
+    hops = 2 * (num_ranks - 1)
     took_s = hops * num_bytes / num_ranks / link_bytes_per_s
     assert bus_bandwidth(num_bytes, took_s, num_ranks=num_ranks) == pytest.approx(link_bytes_per_s)
 
@@ -182,7 +180,7 @@ def test_a_machine_that_is_rejected_ends_the_other_one(tmp_path):
 
 def test_two_ranks_on_xla():
     arguments = ["--collectives", "backend=xla", "backend.device=cpu", "--mib", "1", "--json"]
-    done = run(arguments, ranks=2, module="train.doctor")
+    done = run(arguments, ranks=2, module="doctor")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["ok"]

@@ -50,9 +50,8 @@ class Native:
 
     name: str
     ubuntu: str  # the Ubuntu release that the wheels are built for
-    torch_neuronx: list[
-        str
-    ]  # releases, oldest first; each needs the torch release of the same number
+    # releases, oldest first; each needs the torch release of the same number
+    torch_neuronx: list[str]
     neuronx_cc: str
     runtime: str
     dkms: str

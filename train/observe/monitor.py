@@ -32,9 +32,8 @@ ERRORS = "device_errors"
 CLOSE_S = 8.0  # seconds to wait for the thread to end; sources stop sooner
 UNCORRECTED = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
 
-Source = Callable[
-    [threading.Event], Iterator[Totals]
-]  # yields once a second until the event is set
+# yields once a second until the event is set
+Source = Callable[[threading.Event], Iterator[Totals]]
 
 
 class Monitor:

@@ -39,9 +39,8 @@ def readings(
     tool = shutil.which(TOOL, path=os.pathsep.join([os.environ.get("PATH", os.defpath), FOLDER]))
     if tool is None:
         raise FileNotFoundError(f"{TOOL} is neither on PATH nor in {FOLDER}")
-    runtimes = [
-        {"tag_filter": ".*", "metrics": METRICS}
-    ]  # `totals_of` selects the run's processes
+    # `totals_of` selects the run's processes
+    runtimes = [{"tag_filter": ".*", "metrics": METRICS}]
     wanted = {"period": f"{period_s:g}s", "neuron_runtimes": runtimes, "system_metrics": []}
     with tempfile.TemporaryDirectory(prefix=f"{TOOL}-") as folder:
         config = Path(folder) / "config.json"
@@ -59,9 +58,8 @@ def readings(
                 for line in child.stdout:
                     if stop.is_set():
                         return
-                    with suppress(
-                        ValueError, KeyError, TypeError, AttributeError
-                    ):  # no such values
+                    # no such values
+                    with suppress(ValueError, KeyError, TypeError, AttributeError):
                         yield totals_of(json.loads(line), num_devices=num_devices, run_tag=run_tag)
                 raise ChildProcessError(f"{TOOL} ended (exit code {child.wait()})")
             finally:

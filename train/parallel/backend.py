@@ -56,15 +56,12 @@ class Backend(ABC):
     adamw: dict[str, bool]  # the options that choose torch's AdamW implementation for the device
     monitor_kind: str  # the source of utilisation figures: neuron | nvidia | cpu
     compiler: TorchCompiler | None = None  # of torch.compile; None if nothing is compiled
-    collects: bool = (
-        False  # set by train.precompile: each graph runs once, and its results are meaningless
-    )
-    continues_dropout: bool = (
-        True  # whether dropout is known to repeat exactly after a random state is restored
-    )
-    lacking: frozenset[str] = (
-        frozenset()
-    )  # operators that ran on the host because the device lacks them
+    # set by baretrain precompile: each graph runs once, and its results are meaningless
+    collects: bool = False
+    # whether dropout is known to repeat exactly after a random state is restored
+    continues_dropout: bool = True
+    # operators that ran on the host because the device lacks them
+    lacking: frozenset[str] = frozenset()
     captures: bool = False  # whether steps of parallel=data run as CUDA graphs
     compiles: str = "none"  # the parts that torch.compile compiles: none | layers | model
     pin_memory: bool  # whether batches are in page-locked memory, so that copies to the device overlap with computing
@@ -74,12 +71,10 @@ class Backend(ABC):
     def __init__(self) -> None:
         """Set the attributes that all backends share. Subclasses must call this first."""
         self.world = World()  # communication between ranks, through host memory
-        self.work = (
-            Work()
-        )  # seconds of this rank's work, on the host's clock unless the backend replaces the timer
-        self.span = (
-            Work()
-        )  # seconds from the first to the last pass of a step, including waits for other ranks
+        # seconds of this rank's work, on the host's clock unless the backend replaces the timer
+        self.work = Work()
+        # seconds from the first to the last pass of a step, including waits for other ranks
+        self.span = Work()
         self.compilers = Compilers()
         # The scaler multiplies losses before backward passes. It does nothing unless the precision is fp16.
         self.scaler = torch.amp.GradScaler("cpu", enabled=False)

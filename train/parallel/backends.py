@@ -27,10 +27,11 @@ def name_of(cfg: BackendConfig, instance: InstanceConfig) -> str:
     has_neuron = device == "neuron" or (device == "auto" and bool(machine.neuron_devices()))
     package = machine.installed_versions("torch-neuronx").get("torch-neuronx", "")
     kind = machine.instance_type()
+    # release 2.9 is for XLA
     is_native = machine.is_native(kind, instance.name) and machine.release(package) != (
         2,
         9,
-    )  # release 2.9 is for XLA
+    )
     return ("neuron" if is_native else "xla") if has_neuron else "ddp"
 
 
@@ -48,9 +49,8 @@ def check_attention(cfg: TrainConfig) -> None:
         return
     key = f"model.attention={attention}"
     check(is_cuda(backend, cfg.instance), f"{key} needs a CUDA device; leave it out")
-    if (
-        attention == "flash_attention_2"
-    ):  # if the package is missing, transformers downloads code from the Hub
+    # if the package is missing, transformers downloads code from the Hub
+    if attention == "flash_attention_2":
         check(
             bool(machine.installed_versions("flash-attn")),
             f"{key} needs its package: pip install flash-attn",
@@ -92,7 +92,7 @@ def open_backend(
     if kind.startswith("trn"):
         check(
             cfg.device == "cpu" or bool(machine.neuron_devices()),
-            f"this is a {kind} without /dev/neuron0: its driver is not loaded (see python -m train.doctor); set "
+            f"this is a {kind} without /dev/neuron0: its driver is not loaded (see baretrain doctor); set "
             "backend.device=cpu to train on the CPU",
         )
         if instance.name == "local":
@@ -111,9 +111,10 @@ def open_backend(
         from train.parallel import xla_environment
 
         xla_environment.ready(cfg, collects=collects)
+        # after `ready`: torch_xla reads the environment when it is imported
         from train.parallel.xla import (
             XLA,
-        )  # after `ready`: torch_xla reads the environment when it is imported
+        )
 
         return XLA(cfg, collects=collects)
     if name == "neuron":

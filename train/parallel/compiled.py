@@ -108,9 +108,8 @@ class TorchCompiler:
         except (
             Exception
         ) as error:  # any part of the compiler may fail; the warning names the cause
-            cause = brief(
-                getattr(error, "inner_exception", error)
-            )  # torch wraps the compiler's exception
+            # torch wraps the compiler's exception
+            cause = brief(getattr(error, "inner_exception", error))
         cause = world.broadcast(next(filter(None, world.gather(cause)), ""))
         if cause:
             self.is_on = False

@@ -57,9 +57,8 @@ class DDP(Backend):
     compiled_norms: Sequence[RemovableHandle] = ()  # hooks on norms, removed if compilation fails
     skips_on_device = False  # whether the device decides to skip a step, so that the host does not wait for the norm
     deterministic = False  # whether kernels always add in the same order
-    one_graph = (
-        False  # whether backend.compile=auto may compile small layers together as one graph
-    )
+    # whether backend.compile=auto may compile small layers together as one graph
+    one_graph = False
 
     def __init__(self, cfg: BackendConfig, *, work: Workload | None = None) -> None:
         super().__init__()
@@ -207,9 +206,8 @@ class DDP(Backend):
                 and "attention_mask" in inputs
                 and inputs["attention_mask"].numel() == batch["tokens"]
             ):
-                del inputs[
-                    "attention_mask"
-                ]  # it hides nothing, and CUDA's fastest attention accepts no mask
+                # it hides nothing, and CUDA's fastest attention accepts no mask
+                del inputs["attention_mask"]
             yield {**batch, "inputs": inputs}
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -311,9 +309,8 @@ class DDPSync(GradSync):
             static_graph=accumulation
             == 1,  # graphs are static in all tasks, but torch forbids this with no_sync
         )
-        self.replica.broadcast_buffers = (
-            False  # buffers are constant; the argument is deprecated since PyTorch 2.13
-        )
+        # buffers are constant; the argument is deprecated since PyTorch 2.13
+        self.replica.broadcast_buffers = False
         self.module = self.replica
         if compresses:
             self.replica.register_comm_hook(None, bf16_compress_hook)
@@ -322,9 +319,8 @@ class DDPSync(GradSync):
         return nullcontext() if is_last else self.replica.no_sync()
 
     def reduce(self) -> Tensor:
-        return (
-            super().reduce() / self.world_size
-        )  # DDP averages gradients over the ranks, so the count is averaged too
+        # DDP averages gradients over the ranks, so the count is averaged too
+        return super().reduce() / self.world_size
 
 
 class CudaWork(Work):
@@ -388,6 +384,6 @@ def check_no_idle_gpu(name: str) -> None:
         kind = machine.instance_type()
         check(
             not machine.is_ec2(kind),
-            f"this {kind} {fault}; see python -m train.doctor, or set backend.device=cpu to train on the CPU",
+            f"this {kind} {fault}; see baretrain doctor, or set backend.device=cpu to train on the CPU",
         )
         logger.warning("this machine %s; training on the CPU", fault)

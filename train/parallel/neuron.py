@@ -39,9 +39,8 @@ class Neuron(DDP):
     # With a pre-release on trn2, a step took 126 ms with AdamW's foreach implementation and 1,324 ms with its loop over
     # weight tensors, which also failed for a model with 814 of them (hokindeng/object-permanence, pwm/).
     adamw = {"foreach": True}
-    skips_on_device = (
-        False  # AdamW counts steps on the host, so the host must know which are skipped
-    )
+    # AdamW counts steps on the host, so the host must know which are skipped
+    skips_on_device = False
     pin_memory = False
     drops_masks = False  # batches without a mask would need another graph
     device_name = "NeuronCore"
@@ -51,11 +50,12 @@ class Neuron(DDP):
 
     def __init__(self, cfg: BackendConfig) -> None:
         Backend.__init__(self)
+        # validates
         cfg = (
             cfg
             if isinstance(cfg, NeuronConfig)
             else NeuronConfig(**{**asdict(cfg), "name": "neuron"})
-        )  # validates
+        )
         check_machine(cfg)
         timeout_s, nodes = cfg.timeout_s or NEURON_TIMEOUT_S, self.world.num_machines
         os.environ.update(
@@ -181,7 +181,7 @@ def check_machine(cfg: BackendConfig) -> None:
     )
     check(
         bool(machine.neuron_devices()),
-        "no Trainium here: there is no /dev/neuron0; see python -m train.doctor",
+        "no Trainium here: there is no /dev/neuron0; see baretrain doctor",
     )
     check(
         cfg.device in ("auto", "neuron"),

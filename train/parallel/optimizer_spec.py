@@ -26,16 +26,16 @@ class OptimizerSpec:
     # build(settings, groups, options) imports torch, and returns the optimizer with its state. `options` choose torch's
     # AdamW implementation for the device.
     build: Callable[[Any, list[Group], dict[str, bool]], torch.optim.Optimizer]
-    settings: type[OptimConfig] = OptimConfig  # the class of its settings
+    # the class of its settings
+    settings: type[OptimConfig] = OptimConfig
 
 
 class Roles(TypedDict):
     """The places of parameters in the model, from which their learning rates are computed."""
 
     head: list[nn.Parameter]
-    distances: dict[
-        nn.Parameter, int
-    ]  # distances to the head in layers; 0 for parameters not listed
+    # distances to the head in layers; 0 for parameters not listed
+    distances: dict[nn.Parameter, int]
 
 
 def roles(cfg: OptimConfig, model: Any) -> Roles:
@@ -106,9 +106,8 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         own = optimizer.state[parameter]
         for name, value in saved["state"].get(index, {}).items():
             if value.ndim == 0:
-                own[name].fill_(
-                    value.item()
-                )  # in place: on XLA all parameters share one step count at first
+                # in place: on XLA all parameters share one step count at first
+                own[name].fill_(value.item())
             elif own[name].device.type == "cpu":
                 own[name].copy_(value)  # copied, since the loaded value may be memory-mapped
             else:

@@ -32,17 +32,15 @@ def no_wait() -> None:
 class World:
     """The ranks of a run, as the launcher numbers them."""
 
-    group: dist.ProcessGroup | None = (
-        None  # None: the default group, which uses gloo for host tensors
-    )
+    # None: the default group, which uses gloo for host tensors
+    group: dist.ProcessGroup | None = None
 
     def __init__(self) -> None:
         launch = launched()
         self.rank, self.size = launch.rank, launch.world_size
         self.local_rank, self.local_size = launch.local_rank, launch.local_world_size
-        self.is_distributed = (
-            launch.is_distributed
-        )  # True under a launcher, even with a single rank
+        # True under a launcher, even with a single rank
+        self.is_distributed = launch.is_distributed
 
     @property
     def num_machines(self) -> int:

@@ -32,9 +32,8 @@ from train.machine.console import without_stdout
 from train.machine.launched import Launched, launched
 
 logger = logging.getLogger("train")
-set_timeout = (
-    getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-)  # public since PyTorch 2.14
+# public since PyTorch 2.14
+set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 REPORT_EVERY_S = 10.0
 POLL_S, CONNECT_S = 0.1, 2.0
 MOST_NAMED = 8  # at most this many missing ranks are named in a message
@@ -161,9 +160,8 @@ class Rendezvous:
             self.round = newest
         if is_first:
             self.write_roster(ours)
-        if not ours.check(
-            [ROSTER]
-        ):  # only rank 0 looks for all ranks: 512 ranks doing so would overload the store
+        # only rank 0 looks for all ranks: 512 ranks doing so would overload the store
+        if not ours.check([ROSTER]):
             raise Absent("another rank")
         if self.process_id not in ours.get(ROSTER).decode().split():
             raise Absent(f"rank 0 of {size}")
@@ -183,7 +181,7 @@ class Rendezvous:
             process_id, _, rest = ours.get(key).decode().partition("\n")
             host, _, device = rest.partition("\n")
             fault = f"rank {rank} on {host} trains with {device}, but rank 0 with {self.device}"
-            check(device == self.device, f"{fault}; run python -m train.doctor there")
+            check(device == self.device, f"{fault}; run baretrain doctor there")
             roster.append(process_id)
         ours.set(ROSTER, " ".join(roster))
 
@@ -197,9 +195,8 @@ class Rendezvous:
         try:
             self.store = store = self.store or self.open_store()
         except Absent:
-            if (
-                launch.uses_agent_store
-            ):  # torchrun started the store before any rank, so the store has ended
+            # torchrun started the store before any rank, so the store has ended
+            if launch.uses_agent_store:
                 return
             raise
         store.compare_set(REJECTION, "", reason)

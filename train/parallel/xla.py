@@ -103,9 +103,8 @@ class XLA(Backend):
             NEURON_TIMEOUT_S if self.is_neuron else DEFAULT_TIMEOUT_S
         )
         device = f"{self.name} on {xr.device_type()}, {self.precision}"
-        if (
-            self.reduces_on_host
-        ):  # on CPUs each XLA process is a world of one rank, so gloo joins them
+        # on CPUs each XLA process is a world of one rank, so gloo joins them
+        if self.reduces_on_host:
             store = rendezvous.join("gloo", device, timeout_s=timeout_s)
             self.compilers = Compilers(self.is_compiling, store)
         elif self.world.is_distributed:
@@ -130,13 +129,15 @@ class XLA(Backend):
         opened, wanted = xm.xla_device_hw(self.device), "NEURON" if self.is_neuron else "CPU"
         check(
             opened == wanted,
-            f"PJRT_DEVICE={wanted}, but PyTorch/XLA opened {opened}: see python -m train.doctor",
+            f"PJRT_DEVICE={wanted}, but PyTorch/XLA opened {opened}: see baretrain doctor",
         )
         if not self.world.is_distributed:
             return
         ones = torch.ones(1).to(self.device)
         self.all_reduce([ones])
-        total = float(ones)  # always read, because train.precompile must compile this graph, too
+        total = float(
+            ones
+        )  # always read, because baretrain precompile must compile this graph, too
         guards.check_world(
             launched=self.world.size,
             device=dist.get_world_size() if self.reduces_on_host else xr.world_size(),
@@ -169,7 +170,7 @@ class XLA(Backend):
         if lacking:
             logger.warning(
                 f"of {len(known)} compiled graphs on this run's machines, {lacking}. All ranks wait while a "
-                "machine compiles: run python -m train.precompile on each machine first, or keep the cache in S3"
+                "machine compiles: run baretrain precompile on each machine first, or keep the cache in S3"
             )
 
     def all_reduce(self, tensors: list[Tensor]) -> None:
@@ -222,9 +223,8 @@ class XLA(Backend):
     def mark_step(self) -> None:
         before, seed = self.budget.used, xm.get_rng_state()
         torch_xla.sync()
-        xm.set_rng_state(
-            seed
-        )  # every sync advances the seed, but a resumed run starts from the saved one
+        # every sync advances the seed, but a resumed run starts from the saved one
+        xm.set_rng_state(seed)
         self.budget.forgive(self.budget.used - before)
 
     # ---- a step ----------------------------------------------------------------------------------------------------
@@ -275,9 +275,8 @@ class XLA(Backend):
 
     def unscale(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         self.first_weights = self.to_host(self.first_step_of)
-        self.before_step = nonfinite.copies(
-            nonfinite.changed_by(optimizer)
-        )  # before `widen` changes dtypes
+        # before `widen` changes dtypes
+        self.before_step = nonfinite.copies(nonfinite.changed_by(optimizer))
         if self.precision == "bf16_stochastic":
             widen(parameters)
 
@@ -371,9 +370,8 @@ class XLASync(GradSync):
             gradients = [
                 weight.grad for weight in self.module.parameters() if weight.grad is not None
             ]
-            self.backend.all_reduce(
-                [self.count, *reversed(gradients)]
-            )  # the last layers' gradients are ready first
+            # the last layers' gradients are ready first
+            self.backend.all_reduce([self.count, *reversed(gradients)])
         return self.count
 
 

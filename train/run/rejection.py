@@ -15,9 +15,8 @@ INFORM_S = 60.0  # seconds for which a rejected first machine waits for machines
 def inform_others(rejection: str) -> None:
     """Tell the other machines, and the program that started torchrun on this machine, about a rejection."""
     leave_rejection(rejection)
-    with suppress(
-        InputError, KeyboardInterrupt
-    ):  # `launched` raises if the launcher's variables are wrong
+    # `launched` raises if the launcher's variables are wrong
+    with suppress(InputError, KeyboardInterrupt):
         launch = launched()
         check_master(launch)  # without an address, no machine can be told
         if not launch.is_one_machine:

@@ -101,9 +101,8 @@ def whole_config(folder: Folder) -> TrainConfig:
         schema.parallel = {name: kind for group, name, kind in cli.SCHEMAS if group == "parallel"}[
             saved.parallel.name
         ]
-        kinds = {
-            kind.name: kind for kind in (XLAConfig, NeuronConfig)
-        }  # other backends share BackendConfig
+        # other backends share BackendConfig
+        kinds = {kind.name: kind for kind in (XLAConfig, NeuronConfig)}
         schema.backend = kinds.get(saved.backend.name, BackendConfig)
         config = OmegaConf.to_object(OmegaConf.merge(schema, saved))
     except FileNotFoundError as error:
@@ -111,9 +110,8 @@ def whole_config(folder: Folder) -> TrainConfig:
     except BadContent as error:
         raise InputError(f"{config_path} is damaged: {error}") from error
     except (OmegaConfBaseException, LookupError, AttributeError, TypeError, ValueError) as error:
-        imported.check_repeated(
-            find_identity(folder) or {}, folder.location
-        )  # files that may define the task
+        # files that may define the task
+        imported.check_repeated(find_identity(folder) or {}, folder.location)
         raise InputError(
             f"{config_path} is damaged or of another version: {cli.explain(error, TrainConfig)}"
         ) from error

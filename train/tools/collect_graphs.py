@@ -1,4 +1,4 @@
-"""The command `python -m train.tools.collect_graphs key=value ...`, which `train.precompile` starts under torchrun.
+"""The command `python -m train.tools.collect_graphs key=value ...`, which `baretrain precompile` starts under torchrun.
 
 It runs each graph once, does not check the results, and saves nothing. It is a separate command, not a setting of
 `train`, so that nobody trains a model in this way by mistake.

@@ -1,4 +1,4 @@
-"""The command `python -m train.compare key=value ...`, which trains variants of a run and reports on them."""
+"""The command `baretrain compare key=value ...`, which trains variants of a run and reports on them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from train.tools.report import main as report
 # A run folder named a=b can be given as ./a=b.
 SETTING = re.compile(r"[A-Za-z_][\w.]*=.*", re.DOTALL)
 PURPOSE = """Train a run in several variants, one after the other, and write a report that compares them with the first.
-Given run folders instead of settings, only write the report on them, as python -m train.report does."""
+Given run folders instead of settings, only write the report on them, as baretrain report does."""
 EXAMPLES = (
     "experiment=compare_squad data.path=rajpurkar/squad run_dir=runs/compare 'compare.run=[none,layers]'",
     "experiment=demo run_dir=runs/sizes 'compare.run=[none,wide]' 'compare.variants={wide: model.hidden_size=512}'",
@@ -183,9 +183,8 @@ class Runner:
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         self.is_asked_to_stop = True
-        if (
-            self.process is not None
-        ):  # after Ctrl-C, the run gets two signals; it ignores the second
+        # after Ctrl-C, the run gets two signals; it ignores the second
+        if self.process is not None:
             self.process.send_signal(number)
 
     def run(self, variant: Variant) -> str:

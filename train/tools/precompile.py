@@ -1,6 +1,6 @@
-"""The command `python -m train.precompile key=value ...`, which compiles the graphs of a run before it starts.
+"""The command `baretrain precompile key=value ...`, which compiles the graphs of a run before it starts.
 
-It accepts the settings of `python -m train`, and must run on each machine of the run. On Trainium,
+It accepts the settings of `baretrain train`, and must run on each machine of the run. On Trainium,
 neuron_parallel_compile runs a few steps with NEURON_EXTRACT_GRAPHS_ONLY=1. These steps collect the graphs without
 executing them, so all results are 0. The tool then compiles the graphs in parallel.
 
@@ -65,9 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    work = (
-        Path(tempfile.gettempdir()) / f"precompile-{os.getpid()}-{time.time_ns()}"
-    )  # A dry run does not create it.
+    # A dry run does not create it.
+    work = Path(tempfile.gettempdir()) / f"precompile-{os.getpid()}-{time.time_ns()}"
     short_run = build_short_run(options, os.environ, work=work)
     describe(short_run)
     if options.dry_run:
@@ -86,7 +85,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "train.precompile",
         "Compile every graph of a run on Trainium 1 before it starts.\n"
         "Start it on each machine of the run, with the settings of the run. Under Slurm:\n"
-        "srun --ntasks-per-node=1 python -m train.precompile ...",
+        "srun --ntasks-per-node=1 baretrain precompile ...",
         examples=(
             f"{EXAMPLE} --dry-run",
             f"{EXAMPLE} --nnodes 2 --node-rank 0 --master-addr host0",
@@ -100,7 +99,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         imports=True,
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings, see python -m train --help"
+        "overrides", nargs="*", metavar="key=value", help="settings, see baretrain train --help"
     )
     parser.add_argument(
         "--nproc-per-node", type=int, metavar="N", help="ranks on this machine [instance.devices]"
@@ -160,9 +159,8 @@ def build_short_run(
         cfg.instance, Launched(world_size=world, local_world_size=ranks, is_distributed=True)
     )
     lengths = 1
-    if isinstance(
-        cfg.data, RecordsConfig
-    ):  # The data is not opened here: assume the maximum number of lengths.
+    # The data is not opened here: assume the maximum number of lengths.
+    if isinstance(cfg.data, RecordsConfig):
         lengths = MOST_GRAPHS if cfg.data.lengths == "auto" else len(cfg.data.lengths) + 1
     overrides = [*options.overrides, *short_run(work / "run", lengths=lengths)]
     cli.load_config(TrainConfig, overrides)
@@ -171,9 +169,8 @@ def build_short_run(
     added = environment(environ)
     cache, fault = machine.cache_location(environ), machine.cache_fault(environ)
     check(fault is None, fault or "")
-    added["NEURON_COMPILE_CACHE_URL"] = (
-        cache  # Neuron's default folder may belong to another user.
-    )
+    # Neuron's default folder may belong to another user.
+    added["NEURON_COMPILE_CACHE_URL"] = cache
     # torchrun must run in the user's current folder, not in the tool's.
     torchrun = ["env", f"--chdir={Path.cwd()}", sys.executable, "-m", *machines]
     return ShortRun(
@@ -261,9 +258,8 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     }
     added = {name: value for name, value in wanted.items() if not environ.get(name)}
     path, here = environ.get("PATH", ""), str(Path(sys.executable).parent)
-    if here not in path.split(
-        os.pathsep
-    ):  # The virtual environment is not active, so add the folder of its tools.
+    # The virtual environment is not active, so add the folder of its tools.
+    if here not in path.split(os.pathsep):
         added["PATH"] = os.pathsep.join([path, here]) if path else here
     return {"NEURON_CC_FLAGS": flags, **added}
 
@@ -282,9 +278,8 @@ def describe(short_run: ShortRun) -> None:
 
 
 def precompile(short_run: ShortRun, environ: dict[str, str]) -> int:
-    if locked := machine.cached_graphs(
-        short_run.cache, "*.lock"
-    ):  # The tool silently skips locked graphs.
+    # The tool silently skips locked graphs.
+    if locked := machine.cached_graphs(short_run.cache, "*.lock"):
         say(f"{short_run.cache} holds {len(locked)} locks: {CLEAR_LOCKS}")
     say("compiling takes minutes per graph; ignore the losses and figures below")
     began_s = time.monotonic()

@@ -1,1 +1,1 @@
-"""The command `python -m train.doctor`. Its checks of this machine open no device and do not need torch."""
+"""The command `baretrain doctor`. Its checks of this machine open no device and do not need torch."""

@@ -27,11 +27,12 @@ HOLDER_QUERY = (
 )
 RELOAD = "sudo modprobe -r neuron && sudo modprobe neuron"
 OFI_NCCL = "/opt/amazon/ofi-nccl/lib/x86_64-linux-gnu:$LD_LIBRARY_PATH"
+# programs that open the device files but hold no core
 WATCHERS = (
     "neuron-monitor",
     "neuron-top",
     "neuron-ls",
-)  # programs that open the device files but hold no core
+)
 
 
 def neuron_chips(probe: Probe) -> list[Chip]:

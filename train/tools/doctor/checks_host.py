@@ -14,18 +14,20 @@ from train.tools.doctor.probe import Finding, Probe, bad, nearest, ok, skip, war
 GIB = 2**30
 # A checkpoint of the largest ALBERT takes 2.7 GB (223 M parameters at 12 bytes each, including AdamW's state), so 4 GiB
 # hold only one. 20 GiB are enough for the kept checkpoints, a new one, and some compiled graphs.
+# bytes; below the first an error, below the second a warning
 LEAST_DISK, WANTED_DISK = (
     4 * GIB,
     20 * GIB,
-)  # bytes; below the first an error, below the second a warning
+)
 LEAST_MEMORY = GIB
 RANK_MEMORY = GIB  # 0.65 GiB were measured in a process that had imported torch and transformers.
 COMPILER_MEMORY = 8 * GIB  # an estimate; neuronx-cc is killed (exit code -9) if memory is short
 OLD_LOCK_S = 3600.0  # The longest compilations take about 45 minutes.
+# seconds off; above the first a warning, above the second an error
 WANTED_CLOCK_S, LEAST_CLOCK_S = (
     1.0,
     60.0,
-)  # seconds off; above the first a warning, above the second an error
+)
 LOOPBACK = ("127.", "::1")
 
 
@@ -105,10 +107,11 @@ def cache_of(probe: Probe) -> tuple[str, str]:
 def is_old(file: Path, now_s: float) -> bool:
     try:
         return now_s - file.stat().st_mtime > OLD_LOCK_S
+    # The file was removed meanwhile, or belongs to another user.
     except (
         FileNotFoundError,
         PermissionError,
-    ):  # The file was removed meanwhile, or belongs to another user.
+    ):
         return False
 
 

@@ -18,10 +18,11 @@ SYSTEM_PACKAGES = (
     "aws-neuronx-collectives",
     "aws-neuronx-tools",
 )
+# torch-neuronx 2.9's wheel needs it; Ubuntu 22.04 and 24.04 have it, Amazon Linux 2023 does not
 NEEDED_GLIBC = (
     2,
     35,
-)  # torch-neuronx 2.9's wheel needs it; Ubuntu 22.04 and 24.04 have it, Amazon Linux 2023 does not
+)
 
 
 def python(probe: Probe) -> Finding:

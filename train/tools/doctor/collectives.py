@@ -56,9 +56,8 @@ class Measured:
     is_cpu: bool
     device: AllReduce
     hosts: AllReduce
-    links: dict[
-        str, float
-    ]  # keys "a - b"; bytes/s in each direction, measured in both at the same time
+    # keys "a - b"; bytes/s in each direction, measured in both at the same time
+    links: dict[str, float]
 
 
 def measure(cfg: BackendConfig, instance: InstanceConfig, *, mib: int | None = None) -> Measured:
@@ -260,11 +259,11 @@ def all_reduce_finding(
         where = shortlist([names[rank] for rank in seen.wrong_ranks])
         return bad(
             f"wrong sum on {plural(len(seen.wrong_ranks), 'rank')}: {where}; {text}",
-            cure="replace that machine; compare the versions that python -m train.doctor shows on all machines",
+            cure="replace that machine; compare the versions that baretrain doctor shows on all machines",
         )
     if should_be is None:
         return ok(text)
-    cure = "to check EFA, run python -m train.doctor --machines N on each machine; NCCL_DEBUG=INFO shows NCCL's network"
+    cure = "to check EFA, run baretrain doctor --machines N on each machine; NCCL_DEBUG=INFO shows NCCL's network"
     return graded(text, seen.bus_bytes_per_s / should_be, cure, can_fail=can_fail)
 
 
@@ -275,7 +274,7 @@ def links_finding(links: Mapping[str, float], should_be: float | None, instance:
     text = f"slowest of {len(links)}: {slowest}, {shown(links[slowest])}; median {shown(median)}"
     text += figure_text(should_be, instance)
     share = links[slowest] / max(median, should_be or 0)
-    cure = "run python -m train.doctor on both machines; replace the one whose links to other machines are also slow"
+    cure = "run baretrain doctor on both machines; replace the one whose links to other machines are also slow"
     return graded(text, share, cure)
 
 

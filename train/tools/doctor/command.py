@@ -1,4 +1,4 @@
-"""The command line of `python -m train.doctor`, which shows on one screen whether this machine can train.
+"""The command line of `baretrain doctor`, which shows on one screen whether this machine can train.
 
 `--collectives`, under torchrun, measures how fast ranks exchange data.
 """
@@ -59,11 +59,10 @@ def examine_collectives(options: argparse.Namespace) -> int:
     check(
         launch.world_size > 1,
         f"--collectives measures between ranks, but there is only {launch.world_size}; start several: torchrun "
-        f"--standalone --nproc-per-node={instance.devices or 2} -m train.doctor --collectives",
+        f"--standalone --nproc-per-node={instance.devices or 2} -m train doctor --collectives",
     )
-    rank_setup.prepare(
-        launch, forks=True
-    )  # as in a run whose loader forks, before torch is imported
+    # as in a run whose loader forks, before torch is imported
+    rank_setup.prepare(launch, forks=True)
     from train.tools.doctor import collectives
 
     measured = collectives.measure(cfg, instance, mib=options.mib)
@@ -101,7 +100,7 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         examples=(
             "",
             "--instance trn1.32xlarge --json",
-            "torchrun --standalone --nproc-per-node=8 -m train.doctor --collectives backend=ddp instance=p5.48xlarge",
+            "torchrun --standalone --nproc-per-node=8 -m train doctor --collectives backend=ddp instance=p5.48xlarge",
         ),
         exits={
             DONE: "there is nothing to fix",
@@ -139,7 +138,7 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     if "--collectives" in arguments:
         parser.add_argument(
-            "settings", nargs="*", metavar="key=value", help="settings, see python -m train --help"
+            "settings", nargs="*", metavar="key=value", help="settings, see baretrain train --help"
         )
         return parser.parse_intermixed_args(arguments)
     return parser.parse_args(arguments)

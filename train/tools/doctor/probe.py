@@ -29,15 +29,15 @@ TOOL_FOLDERS = (
     "/sbin",
     "/usr/bin",
 )
-TIMEOUT_S = (
-    20.0  # A slow tool takes a few seconds, but one that queries a broken driver may never answer.
-)
+# A slow tool takes a few seconds, but one that queries a broken driver may never answer.
+TIMEOUT_S = 20.0
 PCI = "/sys/bus/pci/devices"
+# PCI ids of trn2 and trn3, from the driver's neuron_device.h
 NATIVE_PCI = (
     "0x7364",
     "0x7564",
     "0x7565",
-)  # PCI ids of trn2 and trn3, from the driver's neuron_device.h
+)
 TRAINIUM_PCI = ("0x7164", *NATIVE_PCI)
 
 
@@ -95,9 +95,8 @@ class Probe:
     python: tuple[int, ...] = (3, 11, 0)
     glibc: str = ""  # such as "2.35"; "" if unknown
     num_cpus: int = 1
-    limits: Mapping[str, tuple[float, float]] = field(
-        default_factory=dict
-    )  # soft and hard limit; inf if unlimited
+    # soft and hard limit; inf if unlimited
+    limits: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     memory_bytes: tuple[int, int] = (0, 0)  # available and total
     free_bytes: Callable[[Path], float] = lambda path: 0  # free space on a path's disk
     cwd: Path = Path()
@@ -181,9 +180,8 @@ def numbers(version: str, count: int = 3) -> tuple[int, ...]:
 
 def nearest(path: Path) -> Path:
     """Return the path if it exists, otherwise the closest folder above it that does."""
-    while (
-        not os.access(path, os.F_OK) and path != path.parent
-    ):  # Path.exists raises if a folder is not readable.
+    # Path.exists raises if a folder is not readable.
+    while not os.access(path, os.F_OK) and path != path.parent:
         path = path.parent
     return path
 
@@ -191,12 +189,13 @@ def nearest(path: Path) -> Path:
 # ---- findings ------------------------------------------------------------------------------------------------------
 
 State = Literal["ok", "warn", "bad", "skip"]
+# ANSI: green, yellow, red, faint
 COLOURS: dict[State, int] = {
     "ok": 32,
     "warn": 33,
     "bad": 31,
     "skip": 2,
-}  # ANSI: green, yellow, red, faint
+}
 MARKS: dict[State, str] = {"ok": "ok", "warn": "warn", "bad": "BAD", "skip": "-"}
 NAME_COLUMN, TEXT_COLUMN = 6, 22
 
