@@ -53,7 +53,12 @@ USED += (
 USED += ("data.num_workers", "export", "s3.endpoint")
 
 
-def run_command_line(arguments: Sequence[str] | None = None, *, collects: bool = False) -> int:
+def main(arguments: Sequence[str]) -> int:
+    """Run the command `baretrain train`, and return the exit code."""
+    return run_command_line(arguments)
+
+
+def run_command_line(arguments: Sequence[str], *, collects: bool = False) -> int:
     """Run the command line and return the exit code. With `collects`, only run each graph once, and save nothing."""
     parser = cli.settings_parser(
         "train",

@@ -55,8 +55,8 @@ def run(
     or what asked it to stop), and the number of steps done.
 
     `on_line` is for measurements: it receives the recorder, and the kind and fields of each line that would otherwise
-    be written to metrics.jsonl. The first kind is "start". `collects` is for baretrain precompile: each graph runs once,
-    and results are not checked. With either, nothing is saved.
+    be written to metrics.jsonl. The first kind is "start". `collects` is for `baretrain precompile`: each graph runs
+    once, and results are not checked. With either, nothing is saved.
     """
     with stop.nothing_to_save():
         check_launch(cfg.instance, launched())

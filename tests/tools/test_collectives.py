@@ -171,7 +171,7 @@ def on_machines(folder, *programs, **env):
 
 
 def test_a_machine_that_is_rejected_ends_the_other_one(tmp_path):
-    words = ["train.doctor", "--collectives", "backend.device=cpu"]
+    words = ["train", "doctor", "--collectives", "backend.device=cpu"]
     codes, said = on_machines(tmp_path, words, [*words, "instance=p6"])
     assert codes == [2, 2], said  # once the other one knows, nobody waits for it
     assert "error: instance=p6: there is no such" in said[1]

@@ -135,9 +135,8 @@ class XLA(Backend):
             return
         ones = torch.ones(1).to(self.device)
         self.all_reduce([ones])
-        total = float(
-            ones
-        )  # always read, because baretrain precompile must compile this graph, too
+        # always read, because baretrain precompile must compile this graph, too
+        total = float(ones)
         guards.check_world(
             launched=self.world.size,
             device=dist.get_world_size() if self.reduces_on_host else xr.world_size(),

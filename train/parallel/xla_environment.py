@@ -81,6 +81,6 @@ def choose_device(name: str) -> str:
     check(
         kind == "CPU" or bool(devices),
         "no Trainium here: there is no /dev/neuron0. On a trn1 instance, its driver is missing: see python -m "
-        "train.doctor. Elsewhere, set backend.device=cpu and instance=local",
+        "baretrain doctor. Elsewhere, set backend.device=cpu and instance=local",
     )
     return kind

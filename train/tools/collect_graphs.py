@@ -15,7 +15,7 @@ def main() -> int:
     die_with_torchrun()
     from train import entry  # imported here for the same reason as in train/__main__.py
 
-    return entry.run_command_line(collects=True)
+    return entry.run_command_line(sys.argv[1:], collects=True)
 
 
 if __name__ == "__main__":

@@ -58,15 +58,12 @@ class Variant(NamedTuple):
     cfg: TrainConfig  # configuration with these overrides
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+def main(arguments: Sequence[str]) -> int:
     given = [each for each in arguments if SETTING.fullmatch(each)]
     if not given and not {"--cfg", "--help", "-h"} & set(arguments):
         return report(arguments)
     cli.add_schema(CompareConfig, "compare", [])
-    parser = cli.settings_parser(
-        "train.compare", CompareConfig, PURPOSE, examples=EXAMPLES, keys=USED
-    )
+    parser = cli.settings_parser("compare", CompareConfig, PURPOSE, examples=EXAMPLES, keys=USED)
     run = functools.partial(run_variants, given)
     return cli.run(CompareConfig, run, parser, arguments=arguments)
 

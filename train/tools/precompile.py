@@ -59,7 +59,7 @@ class ShortRun:
     work: Path  # local folder for the tool's results and the short run's run folder
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     stuck = f"interrupted; graphs that were being compiled are still locked: {CLEAR_LOCKS}"
     return guarded(lambda: run(parse(arguments)), interrupted=(stuck, cli.FAILED))
 
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = command_parser(
-        "train.precompile",
+        "precompile",
         "Compile every graph of a run on Trainium 1 before it starts.\n"
         "Start it on each machine of the run, with the settings of the run. Under Slurm:\n"
         "srun --ntasks-per-node=1 baretrain precompile ...",

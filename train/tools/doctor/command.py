@@ -25,8 +25,7 @@ from train.tools.doctor import checks
 from train.tools.doctor.probe import Finding, is_red, screen
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
+def main(arguments: Sequence[str]) -> int:
     # Without --collectives this process is not a rank, even if a job's environment variables suggest that it is.
     after_rejection = inform_others if "--collectives" in arguments else lambda _: None
     return guarded(lambda: examine(read_arguments(arguments)), after_rejection=after_rejection)
@@ -95,7 +94,7 @@ def show(findings: Mapping[str, Finding], *, as_json: bool, **more: Any) -> int:
 
 def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_parser(
-        "train.doctor",
+        "doctor",
         "Show on one screen whether this machine can train, with a cure for each fault.",
         examples=(
             "",
