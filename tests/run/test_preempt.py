@@ -460,4 +460,4 @@ def test_a_notice_to_one_rank_stops_all_with_a_checkpoint_and_torchrun_starts_no
     )
     assert stderr.count("not started again: outcome stopped") == 1
     assert json.loads((run_dir / "lease/00000001.json").read_text())["released"]
-    assert {line["slowest_rank"] for line in lines(run_dir, "train")[2:]} == {1}
+    assert all(line["slowest_ratio"] >= 1 for line in lines(run_dir, "train"))

@@ -163,18 +163,13 @@ def test_tensorboard_that_cannot_be_imported_is_warned_of_once(folder, monkeypat
     )
 
 
-def test_curves_begin_again_when_the_disk_takes_them(folder, caplog):
+def test_curves_that_the_disk_does_not_take_cost_one_warning(folder, caplog):
     folder.tensorboard.write_text("a file where the folder would be")
     journal = open_journal(folder, tensorboard=True)
-    journal.write("eval", {"step": 1, "loss": 2.0})
-    journal.write("eval", {"step": 2, "loss": 2.0})
-    folder.tensorboard.unlink()
-    journal.write("eval", {"step": 3, "loss": 2.0})
+    for step in (1, 2, 3):
+        journal.write("eval", {"step": step, "loss": 2.0})
     journal.close()
-    assert (
-        len(list(folder.tensorboard.iterdir())) == 1
-        and caplog.text.count("TensorBoard's files") == 1
-    )
+    assert caplog.text.count("TensorBoard's files") == 1
     assert [line["loss"] for line in read_lines(folder.local)] == [2.0] * 3
 
 

@@ -43,6 +43,7 @@ SETTINGS = (  # (label, key in config.yaml or environment.json)
     ("Frozen layers", "model.freeze_layers"),
     ("Seed", "seed"),
 )
+STARTS = ("model.pretrained", "model.init_from")  # settings that name the initial weights
 COLUMNS = ("exported", "best", "last")  # of the table of scores
 # Rows of the report's table.
 TRAINED = ("Steps done", "Sequence length (tokens)", "Precision")
@@ -72,7 +73,7 @@ def card(path: Path, name: str) -> str:
     run = read_run(path)
     records, figures, task = run.records or Records(), facts(run, run), task_of(run)
     blocks = [f"# {text(name)}", about(run, records), "## Results", *results(run, records)]
-    blocks += ["## Data", text(data_name(run))]
+    blocks += ["## Data", text(public_name(run, "data.path"))]
     if run.summary["data"] is not None:
         blocks.append(f"Prepared data {text(run.summary['data'])}")
     blocks += [table(splits_table(records)), table(labels_table(records))]
@@ -109,7 +110,7 @@ def metadata(run: Run, records: Records, name: str) -> str:
     """Return the YAML header that the Hub reads: huggingface_hub's ModelCardData, including results (model-index)."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    dataset, task = data_name(run), task_of(run)
+    dataset, task = public_name(run, "data.path"), task_of(run)
     pipeline = task.pipeline if task else None
     evaluated = [
         EvalResult(
@@ -165,33 +166,24 @@ def hub_id(run: Run, key: str) -> str | None:
     return value
 
 
-def last_part(path: object) -> str:
-    return re.split(r"[/\\]", str(path).rstrip("/\\"))[-1]
-
-
-def data_name(run: Run) -> str:
-    return hub_id(run, "data.path") or last_part(run.config.get("data.path") or "unknown")
-
-
-def base_name(run: Run) -> str | None:
-    """Return the Hub id of the initial weights, or the last part of their path; None for random weights."""
-    for key in ("model.pretrained", "model.init_from"):
-        if run.config.get(key):
-            return hub_id(run, key) or last_part(run.config[key])
-    return None
+def public_name(run: Run, key: str) -> str:
+    """Return a setting's Hub id, or else the last part of its path."""
+    path = str(run.config.get(key) or "unknown").rstrip("/\\")
+    return hub_id(run, key) or re.split(r"[/\\]", path)[-1]
 
 
 # ---- sections ------------------------------------------------------------------------------------------------------
 
 
 def about(run: Run, records: Records) -> str:
-    task, summary, base = task_of(run), run.summary, base_name(run)
-    if base is None:
+    task, summary = task_of(run), run.summary
+    key = next((key for key in STARTS if run.config.get(key)), None)
+    if key is None:
         model = f"It was trained from random weights ({text(summary['model'])})"
     elif task is not None and task.settings.learns_from is ShardsConfig:
-        model = f"Its training continued from {text(base)}"
+        model = f"Its training continued from {text(public_name(run, key))}"
     else:
-        model = f"It was fine-tuned from {text(base)}"
+        model = f"It was fine-tuned from {text(public_name(run, key))}"
     if summary["parameters"] is not None:
         model += f", {summary['parameters']:,.0f} parameters"
     if task is None:

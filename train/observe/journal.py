@@ -112,24 +112,18 @@ class Journal:
     def add_curves(self, line: dict[str, Any]) -> None:
         if not self.tensorboard:
             return
-        self.tensorboard = False  # unless it succeeds, or the disk fails, which may pass
-        try:
-            if self.writer is None:
-                # This import is slow: the first step must not wait for it.
-                from torch.utils.tensorboard import SummaryWriter
+        self.tensorboard = False  # unless it succeeds
+        if self.writer is None:
+            # This import is slow: the first step must not wait for it.
+            from torch.utils.tensorboard import SummaryWriter
 
-                make_alike(self.folder.tensorboard)
-                place = str(self.folder.tensorboard)
-                self.writer = SummaryWriter(place, purge_step=self.first_step)
-            for name, value in line.items():
-                if name not in NO_CURVES:
-                    self.writer.add_scalar(f"{line['kind']}/{name}", value, line["step"])
-            self.tensorboard = True
-        except OSError:
-            self.writer = None  # its thread ends with its first failure
-            self.tensorboard = True
-            self.first_step = line["step"]
-            raise
+            make_alike(self.folder.tensorboard)
+            place = str(self.folder.tensorboard)
+            self.writer = SummaryWriter(place, purge_step=self.first_step)
+        for name, value in line.items():
+            if name not in NO_CURVES:
+                self.writer.add_scalar(f"{line['kind']}/{name}", value, line["step"])
+        self.tensorboard = True
 
     def close(self, error: BaseException | None = None) -> None:
         """Write the waiting lines, close the files and, unless another job has taken over the run, end the trackers."""

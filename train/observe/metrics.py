@@ -166,12 +166,12 @@ class Recorder:
         step = self.progress.step
         self._count(micro_batches, seq_len)
         must = reads or self.backend.skips.known_streak() >= self.cfg.nonfinite.max_skips
-        if is_due := must or step % self.cfg.log_every == 0 or step == self.plan.total_steps:
+        is_due = must or step % self.cfg.log_every == 0 or step == self.plan.total_steps
+        if is_due:
             fields = self._add_up()
-            loss, norm = fields["loss"], float(self.backend.to_host([grad_norm])[0])
-            skipped, self.skips_in_a_row = (
-                (0, 0) if self.backend.collects else self.backend.skips.counts()
-            )
+            norm = float(self.backend.to_host([grad_norm])[0])
+            fields |= {"lr": lr, "grad_norm": norm}
+            new_skips = self._new_skips()
         self.console.bar.update()
         compile_s = self.backend.graphs().compile_s - self.compiled_s
         self.window.compile_s += compile_s
@@ -181,21 +181,31 @@ class Recorder:
         for text in self.backend.notices():
             self.alarm(text)
         if is_due:
-            self._write_train({**fields, "lr": lr, "grad_norm": norm})
+            self._write_train(fields)
             self.window = Window()
-            new, self.skipped = skipped - self.skipped, skipped
-            self.progress.skipped += new
-            if new:
-                self.alarm(f"skipped steps: {new}; the gradient was not finite (norm {norm})")
-            elif not (
-                self.skips_in_a_row
-                or self.backend.collects
-                or all(map(math.isfinite, (loss, norm)))
-            ):
-                raise FloatingPointError(
-                    f"the loss is {loss} and the gradient norm {norm} at step {step}: start again in a new run_dir, "
-                    "with a lower optim.lr or in fp32"
-                )
+            self._judge(fields["loss"], norm, new_skips)
+
+    def _new_skips(self) -> int:
+        """Return how many steps were skipped since the last line."""
+        if self.backend.collects:
+            return 0
+        before = self.skipped
+        self.skipped, self.skips_in_a_row = self.backend.skips.counts()
+        return self.skipped - before
+
+    def _judge(self, loss: float, norm: float, new_skips: int) -> None:
+        """Report skipped steps. Raises FloatingPointError if the loss or the norm is not finite for another reason."""
+        self.progress.skipped += new_skips
+        if new_skips:
+            self.alarm(f"skipped steps: {new_skips}; the gradient was not finite (norm {norm})")
+            return
+        if self.skips_in_a_row or self.backend.collects:
+            return
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise FloatingPointError(
+                f"the loss is {loss} and the gradient norm {norm} at step {self.progress.step}: start again in a new "
+                "run_dir, with a lower optim.lr or in fp32"
+            )
 
     def _count(self, micro_batches: Sequence[Batch], seq_len: int) -> None:
         window, examples = self.window, self.plan.global_batch_size

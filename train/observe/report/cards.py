@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from train.config import plural
 from train.observe.report.data import Records
 from train.observe.report.run import Run, divergence, number, settled
-from train.observe.report.texts import duration, figure, printable
+from train.observe.report.texts import duration, figure, printable, share
 from train.tasks import TASKS
 
 MOST_CHARS = 300  # maximum length of an outcome's reason
@@ -82,8 +82,7 @@ def model(run: Run) -> Card | None:
 
 def quality(run: Run) -> Card:
     """Return a card with the task's main metric of the exported weights, and comparisons that help to judge it."""
-    summary, records = run.summary, run.records or Records()
-    scores, spec = summary["scores"], TASKS.get(str(summary["task"]))
+    summary, scores, spec = run.summary, run.summary["scores"], TASKS.get(str(run.summary["task"]))
     declared = [metric.name for metric in spec.metrics] if spec else []
     wanted = [*declared, str(run.config.get("best.metric")), "loss"]
     name = next((name for name in wanted if name in scores), None)
@@ -91,25 +90,20 @@ def quality(run: Run) -> Card:
         return Card("not evaluated")
     value, step = settled(scores[name])
     best, best_step = scores[name].get("best", (value, step))
-    others = [each for each in declared if each in scores and run.metric(each).is_shown_beside]
-    others = [each for each in others if each != name][:MOST_OTHERS]
-    texts = [f"{run.metric(each).title} {figure(settled(scores[each])[0])}" for each in others]
     notes = []
     if value is not None and name in ("loss", "mlm_loss"):
         notes.append(against_entropy(value, summary["unigram_entropy"]))
     if best != value:
         which = "exported" if "exported" in scores[name] else "last"
         notes.append(f"best {figure(best)} at step {best_step:,}, {which} at step {step:,}")
+    others = [each for each in declared if each in scores and run.metric(each).is_shown_beside]
+    others = [each for each in others if each != name][:MOST_OTHERS]
+    texts = [f"{run.metric(each).title} {figure(settled(scores[each])[0])}" for each in others]
     notes.append(", ".join(texts))
     if "accuracy" in (name, *others):
-        notes.append(against_majority(records))
-    if "masked_accuracy" in scores and summary["neighbour_accuracy"] is not None:
-        share = summary["neighbour_accuracy"]
-        notes.append(f"a lookup table of neighbouring tokens predicts {share:.0%} of the tokens")
-    title = f"Validation {run.metric(name).title}"
-    if value is None:
-        return Card("no number", notes, tone="bad", title=title)
-    return Card(figure(value), notes, title=title)
+        notes.append(against_majority(run.records or Records()))
+    tone = "bad" if value is None else ""
+    return Card(figure(value), notes, tone, title=f"Validation {run.metric(name).title}")
 
 
 def against_entropy(loss: float, entropy: float | None) -> str:
@@ -123,27 +117,11 @@ def against_entropy(loss: float, entropy: float | None) -> str:
 def against_majority(records: Records) -> str:
     """Describe the accuracy of always predicting the most frequent label of the validation data."""
     for split in records.splits:
-        total = sum(split.label_counts.values())
-        if split.name == "validation" and total:
-            share = max(split.label_counts.values()) / total
-            return f"accuracy of guessing the most frequent label: {figure(share)}"
+        counts = list(split.label_counts.values())
+        if split.name == "validation" and sum(counts):
+            guessed = figure(max(counts) / sum(counts))
+            return f"accuracy of guessing the most frequent label: {guessed}"
     return ""
-
-
-def loss(run: Run) -> Card | None:
-    lines = run.train[run.train.loss.notna()]
-    if run.train.empty:
-        return None
-    earlier = ""
-    if len(lines) > 1:
-        earlier = f"{figure(lines.loss.iloc[0])} at step {int(lines.step.iloc[0]):,}"
-    value = run.summary["train_loss"]
-    if value is None:
-        return Card("no number", ["the last line has no finite loss", earlier], tone="bad")
-    notes = [earlier]
-    if "loss" in run.summary["scores"]:
-        notes.append(f"validation {figure(run.summary['scores']['loss']['last'][0])}")
-    return Card(figure(value), notes)
 
 
 def throughput(run: Run) -> Card | None:
@@ -179,35 +157,26 @@ def cost(run: Run) -> Card | None:
     return Card(f"{bound}${usd:,.2f}", [shown(instance or "")])
 
 
-def faults(run: Run) -> Card | None:
+def goodput(run: Run) -> Card | None:
     """Return a card on goodput and faults; None if nothing went wrong."""
     known = run.summary
     notes = []
-    if known["faults_survived"]:
-        lost = f"{known['steps_lost']:,.0f} steps lost, {known['recover_s']:,.1f} s to recover"
-        notes.append(f"{plural(known['faults_survived'], 'fault')} survived: {lost}")
+    if known["attempts"] > 1:
+        notes.append(plural(known["attempts"], "attempt"))
+    if known["steps_lost"]:
+        notes.append(f"{plural(known['steps_lost'], 'step')} lost")
     if known["alarms"]:
         words = plural(known["alarms"], "fault or alarm", "faults and alarms")
         notes.append(f"{words}, listed below")
-    if known["attempts"] > 1:
-        notes.append(plural(known["attempts"], "attempt"))
-    if known["skipped_steps"]:
-        notes.append(f"{plural(known['skipped_steps'], 'step')} skipped")
-    if known["rollbacks"]:
-        notes.append(plural(known["rollbacks"], "rollback"))
-    if not notes:
-        return None
-    goodput = known["goodput"]
-    return Card("unknown" if goodput is None else f"{goodput:.1%}", notes)
+    return Card(share(known["goodput"]), notes) if notes else None
 
 
 CARDS = {  # cards by name, in the page's order
     "Outcome": outcome,
     "Model": model,
     "Final quality": quality,
-    "Training loss": loss,
     "Tokens per second": throughput,
     "Training time": time_taken,
     "Cost": cost,
-    "Goodput": faults,
+    "Goodput": goodput,
 }

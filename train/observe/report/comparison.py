@@ -163,5 +163,3 @@ def warnings(runs: Sequence[Run]) -> Iterator[str]:
             yield f"{run.label} {state}: step {known['steps']:,}{of}"
         if known["attempts"] > 1:
             yield f"{run.label} took {known['attempts']} attempts: its billable time includes the pauses between them"
-        if known["cost_usd"] is not None and known["cost_partial"]:
-            yield f"{run.label}: the cost is a lower bound: an attempt did not record its whole cost"

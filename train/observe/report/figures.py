@@ -57,7 +57,6 @@ class Panel:
     is_validation: bool = False
     is_share: bool = False
     from_zero: bool = True
-    at_most: tuple[float, ...] = ()  # the y axis ends at the first of these that no value exceeds
     spikes: bool = False  # use a logarithmic axis if values differ by more than a factor of 100
 
 
@@ -98,7 +97,6 @@ def panels(runs: list[Run]) -> Iterator[Panel]:
             is_validation=True,
             from_zero=False,
             spikes=metric.sign < 0,
-            at_most=(1.0, 100.0) if metric.sign > 0 else (),
         )
     yield from PANELS
 
@@ -207,16 +205,11 @@ def finish(axes: Axes, panel: Panel, ys: list[float], end: float) -> None:
     if not ys:
         axes.set_yticks([])
         return
-    low, high = axes.get_ylim()
     if panel.spikes and min(ys) > 0 and max(ys) > 100 * min(ys):
         axes.set_yscale("log")
         axes.yaxis.set_minor_formatter(NullFormatter())
-    elif min(ys) >= 0 and (panel.from_zero or low < 0):
+    elif min(ys) >= 0 and (panel.from_zero or axes.get_ylim()[0] < 0):
         axes.set_ylim(bottom=0)
-    for limit in (1.0,) if panel.is_share else panel.at_most:
-        if max(ys) <= limit:
-            axes.set_ylim(top=min(high, limit))
-            break
     axes.yaxis.set_major_formatter(percent if panel.is_share else plain)
 
 

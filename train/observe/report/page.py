@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from train.config import InputError, check
+from train.config import check
 from train.config.train import TOLERANCE
 from train.observe.report import comparison
 from train.observe.report.cards import cards, ending
@@ -18,6 +18,7 @@ from train.observe.report.data import (
     classes_table,
     labels_table,
     metrics_table,
+    reading,
     splits_table,
 )
 from train.observe.report.data_figures import data_figures
@@ -26,7 +27,6 @@ from train.observe.report.run import Run, tell_apart
 from train.observe.report.texts import as_text, at_step, duration, percent, printable
 from train.run_folder import samples
 from train.storage.folders import LocalFolder
-from train.storage.schema import BadContent
 
 TITLES = ("Training report: ", "Comparison of ")  # how the titles in report.html.j2 begin
 ALWAYS = ("MFU", "Cost", "Final training loss")  # rows that are shown even if they are unknown
@@ -65,6 +65,7 @@ ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("Peak device memory of rank 0 (GB)", "peak_device_bytes", gigabytes),
     ("Peak host memory of rank 0 (GB)", "peak_host_bytes", gigabytes),
     ("Goodput", "goodput", SHARE),
+    ("Steps lost to faults", "steps_lost", COUNT),
     ("Checkpoint stall (s per save)", "stall_s", "{:,.3f}".format),
     ("Suggested checkpoint.every (steps)", "suggested_every", COUNT),
     ("Versions", "versions", printable),
@@ -114,42 +115,20 @@ def config_differences(runs: Sequence[Run]) -> Table:
 # ---- page ----------------------------------------------------------------------------------------------------------
 
 
-def why_unknown(run: Run) -> dict[str, str]:
-    """Return for each of MFU and cost that is unknown why it is."""
-    peak = "fp32" if run.summary["precision"] == "fp32" else "bf16"
-    needed = {
-        "mfu": ("MFU", "peak FLOP/s", f"instance.device_tflops_{peak}"),
-        "cost_usd": ("Cost", "price", "instance.usd_per_hour"),
-    }
-    result = {}
-    for key, (name, what, setting) in needed.items():
-        if run.summary[key] is not None:
-            continue
-        instance = as_text(run.config.get("instance.name", "(no name)"))
-        result[name] = f"no {what} is known for the instance {instance} ({setting})"
-        if run.of_kind("summary").empty:
-            result[name] = "the run has not written a summary yet: it is running, or was killed"
-    return result
-
-
 def describe(run: Run, index: int) -> dict[str, Any]:
     """Return the values that the template shows for one run."""
     splits = run.records.splits if run.records else []
-    faults = run.of_kind("fault")
+    faults = run.of_kind("fault").tail(MOST_FAULTS)
     return {
         "label": run.label,
         "location": run.folder.location,
         "stroke": look(index),
         "summary": run.summary,
         "cards": cards(run),
-        "why": why_unknown(run),
         "folded": {
-            "Faults and alarms": [
-                (f"step {step:,.0f}", reason)
-                for step, reason in zip(faults.step, faults.reason, strict=True)
-            ][-MOST_FAULTS:],
+            "Faults and alarms": list(zip(faults.step.astype(int), faults.reason, strict=True)),
             "Bad rows, left out": [
-                (split.name, text) for split in splits for text in split.bad_examples
+                (each.name, text) for each in splits for text in each.bad_examples
             ],
             "Configuration": [(key, as_text(value)) for key, value in run.config.items()],
             "Environment": [(key, as_text(value)) for key, value in run.environment.items()],
@@ -157,28 +136,20 @@ def describe(run: Run, index: int) -> dict[str, Any]:
     }
 
 
-def sections(records: Records) -> list[tuple[str, list[tuple[str, Table]]]]:
-    """Return (title, [(caption, table)]) for the data and an evaluation. Empty tables are left out."""
-    evaluation = "Evaluation" if records.step is None else f"Evaluation at step {records.step:,}"
+def sections(records: Records) -> dict[str, list[tuple[str, Table]]]:
+    """Return tables with their captions, by title: of the data and of an evaluation. A table may be empty."""
+    step = "" if records.step is None else f" at step {records.step:,}"
     by_label = [(f"Labels of {split.name}", classes_table(split)) for split in records.evaluated]
-    titled = {
+    return {
         "Data": [("", splits_table(records)), ("", labels_table(records))],
-        evaluation: [("", metrics_table(records)), *by_label],
+        f"Evaluation{step}": [("", metrics_table(records)), *by_label],
     }
-    result = []
-    for title, tables in titled.items():
-        filled = [(caption, rows) for caption, rows in tables if rows]
-        if filled:
-            result.append((title, filled))
-    return result
 
 
 def samples_of(run: Run) -> samples.Samples | None:
     """Return the model's answers to some validation examples. Raises InputError if the file is damaged."""
-    try:
+    with reading(run.folder, samples.NAME):
         return samples.read(run.folder)
-    except BadContent as error:
-        raise InputError(f"{run.folder.location}/{samples.NAME} is damaged: {error}") from error
 
 
 def shown_figures(figures: Sequence[tuple[str, str, bytes]]) -> list[tuple[str, str, int]]:

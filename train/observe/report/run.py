@@ -34,6 +34,7 @@ logger = logging.getLogger("train")
 
 MOST_BYTES = 10**9  # of metrics.jsonl: reading it takes about twice as much memory
 TEXTS = ("kind", "reason")
+WITH_STEPS = ("train", "eval", "summary")  # kinds of lines
 NUMBERS = (  # the keys of metrics lines that the report reads, besides scores; anything else is ignored
     "attempt",
     "step",
@@ -57,9 +58,6 @@ NUMBERS = (  # the keys of metrics lines that the report reads, besides scores; 
     "wall_s",
     "stall_s",
     "steps_lost",
-    "recover_s",
-    "skipped_steps",
-    "rollbacks",
     "suggested_every",
     "peak_device_bytes",
     "peak_host_bytes",
@@ -287,28 +285,26 @@ def setting(run: Run) -> Summary:
 
 def speed(run: Run) -> Summary:
     """Return the run's progress, speed, memory and cost."""
-    with_steps = run.lines.kind.isin(["train", "summary"])
-    worked = run.lines.attempt[with_steps].unique()
+    # An attempt that came to no step counts for nothing.
+    worked = run.lines.attempt[run.lines.kind.isin(WITH_STEPS)].unique()
     lines = run.lines[run.lines.attempt.isin(worked)] if len(worked) else run.lines
     ends = lines.groupby("attempt").tail(1)
-    of_train = lines[lines.kind == "train"].groupby("attempt")
-    summaries = lines[lines.kind == "summary"].groupby("attempt").last()
-    reached = lines.groupby("attempt")[["train_s", "tokens"]].max()
-    compile_s = summaries.compile_s.combine_first(of_train.compile_s.sum(min_count=1))
-    mfu = summaries.mfu.combine_first(of_train.mfu.mean())
-    train_s, tokens = total(reached.train_s), total(reached.tokens)
     is_cut = ends.kind != "summary"
-    steps = last_step(lines)
+    # Each attempt counts from 0; the time to compile, each train line.
+    reached = lines.groupby("attempt")[["train_s", "tokens"]].max()
+    train_s, tokens = total(reached.train_s), total(reached.tokens)
+    compiled = lines[lines.kind == "train"].groupby("attempt").compile_s.sum(min_count=1)
+    summaries = lines[lines.kind == "summary"].groupby("attempt").last()
     return {
-        "steps": steps,
+        "steps": last_step(lines),
         "steps_total": number(run.environment, "plan.total_steps"),
-        "examples": examples_up_to(run, steps),
+        "examples": last(run.train.examples),
         "tokens": tokens,
         "train_s": train_s,
         "tokens_per_s": tokens / train_s if tokens and train_s else None,
         "wall_s": billable_s(ends.iloc[-1]),
-        "compile_s": total(compile_s),
-        "mfu": mean(mfu, weights=reached.train_s),
+        "compile_s": total(summaries.compile_s.combine_first(compiled)),
+        "mfu": last(lines.mfu),
         "bubble_share": last(lines.bubble_share),
         "peak_device_bytes": known(lines.peak_device_bytes.max()),
         "peak_host_bytes": known(lines.peak_host_bytes.max()),
@@ -317,62 +313,31 @@ def speed(run: Run) -> Summary:
         "train_loss": known(run.train.loss.iloc[-1]) if len(run.train) else None,
         "attempts": len(ends),
         "attempts_without_summary": int(is_cut.sum()),
-        # The following are unknown if the last attempt was killed.
         "reason": None if is_cut.iloc[-1] else ends.reason.iloc[-1],
-        "skipped_steps": known(ends.skipped_steps.iloc[-1]),
-        "rollbacks": known(ends.rollbacks.iloc[-1]),
     }
 
 
 def last_step(lines: Table) -> int:
-    """Return the last step of the last attempt. A fault line may precede its first step."""
-    own = lines[(lines.attempt == lines.attempt.iloc[-1]) & (lines.kind != "fault")]
-    if own.empty:
-        return 0
-    trained = own.step[own.kind != "checkpoint"]
-    return int(max(own.step.iloc[-1], *trained.iloc[-1:]))
-
-
-def examples_up_to(run: Run, steps: int) -> float | None:
-    """Return the sequences consumed up to a step: a stopped run may lack a line for its last steps."""
-    examples = last(run.train.examples)
-    batch = number(run.environment, "plan.global_batch_size")
-    if examples is None or not batch:
-        return examples
-    return examples + batch * max(0, steps - int(run.train.step.iloc[-1]))
+    """Return the last step of the last attempt. A fault or a checkpoint may be of an earlier step."""
+    own = lines[(lines.attempt == lines.attempt.iloc[-1]) & lines.kind.isin(WITH_STEPS)]
+    return int(own.step.iloc[-1]) if len(own) else 0
 
 
 def billable_s(end: Any) -> float | None:
     """Return the seconds from the first start of a run to its last line `end`, including pauses between attempts."""
-    wall_s = known(end.wall_s)
-    if wall_s is None:
-        wall_s = known(end.since_start_s)
+    wall_s = known(end.since_start_s if pandas.isna(end.wall_s) else end.wall_s)
     return wall_s if wall_s is not None and wall_s > 0 else None
 
 
-def mean(values: Table, *, weights: Table) -> float | None:
-    """Return the mean of the known values by their weights. For MFUs and seconds: total FLOPs over peak FLOPs."""
-    values = values.reindex(weights.index)
-    weights = weights[values.notna()]
-    return known((values * weights).sum() / weights.sum()) if weights.sum() else None
-
-
 def reliability(run: Run) -> Summary:
-    """Return values on faults and saves."""
-    summaries, saves, faults = (run.of_kind(kind) for kind in ("summary", "checkpoint", "fault"))
-    survived = faults[faults.steps_lost.notna()]
-    planned = number(run.environment, "plan.total_steps")
-    suggested = last(summaries.suggested_every)
-    if planned and suggested:  # a short run needs only the save at its end
-        suggested = min(planned, suggested)
+    """Return values on faults and saves, of which summaries have totals of all attempts."""
+    summaries = run.of_kind("summary")
     return {
         "goodput": last(run.lines.goodput),
-        "alarms": len(faults),
-        "faults_survived": len(survived),
-        "steps_lost": survived.steps_lost.sum(),
-        "recover_s": survived.recover_s.sum(),
-        "stall_s": known(saves.stall_s.fillna(0.0).mean()),
-        "suggested_every": suggested,
+        "alarms": len(run.of_kind("fault")),
+        "steps_lost": last(summaries.steps_lost),
+        "stall_s": known(run.of_kind("checkpoint").stall_s.mean()),
+        "suggested_every": last(summaries.suggested_every),
     }
 
 
