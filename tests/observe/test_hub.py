@@ -138,28 +138,20 @@ def test_all_of_it_is_one_commit_and_nothing_private_goes_along(the_hub, finishe
     hub.push(RunFolder(str(finished)), TO)
     repo = the_hub.repos["models", TO]
     assert (repo.private, len(repo.commits)) == (True, 1)
-    tokenizer = {"tokenizer.json", "tokenizer_config.json"}
-    described = {
-        "README.md",
-        "evaluation.json",
-        "metrics.jsonl",
-        "runs/demo/events.out.tfevents.1732215000.4711.0",
-    }
-    assert set(repo.files) == {"config.json", "model.safetensors", MARK, *tokenizer, *described}
-    assert (
-        repo.files["model.safetensors"] == (finished / "export" / "model.safetensors").read_bytes()
-    )
-    everything = b"\n".join(
-        [name.encode() + b"\n" + content for name, content in repo.files.items()]
-    )
+    wanted = {"config.json", "model.safetensors", MARK, "tokenizer.json", "tokenizer_config.json"}
+    wanted |= {"README.md", "evaluation.json", "metrics.jsonl"}
+    wanted.add("runs/demo/events.out.tfevents.1732215000.4711.0")
+    assert set(repo.files) == wanted
+    weights = (finished / "export" / "model.safetensors").read_bytes()
+    assert repo.files["model.safetensors"] == weights
+    assert f'model="{TO}"' in repo.files["README.md"].decode()
+    everything = b"\n".join([*(name.encode() for name in repo.files), *repo.files.values()])
     assert not [secret for secret in (*SECRETS, str(finished)) if secret.encode() in everything]
     lines = [json.loads(line) for line in repo.files["metrics.jsonl"].splitlines()]
-    assert [line["kind"] for line in lines] == ["train", "eval"] * 3 + ["summary"] and lines[1][
-        "f1_macro"
-    ] == 0.5
-    assert {key for line in lines for key, value in line.items() if isinstance(value, str)} == {
-        "kind"
-    }
+    assert [line["kind"] for line in lines] == ["train", "eval"] * 3 + ["summary"]
+    assert lines[1]["f1_macro"] == 0.5
+    texts = {key for line in lines for key, value in line.items() if isinstance(value, str)}
+    assert texts == {"kind"}
 
 
 def test_links_of_a_run_from_elsewhere_lead_to_nothing_of_this_machine(run, tmp_path):
@@ -184,15 +176,6 @@ def test_links_of_a_run_from_elsewhere_lead_to_nothing_of_this_machine(run, tmp_
     (run / "evaluation.json").unlink()
     (run / "evaluation.json").symlink_to(secret)
     rejects("evaluation.json is a link that leads out of .*demo", hub.gathered, run, "demo")
-
-
-def test_pushed_again_the_card_names_where_it_is_and_keeps_what_its_author_wrote(the_hub, run):
-    hub.push(RunFolder(str(run)), TO)
-    readme = run / "export" / "README.md"
-    readme.write_text(readme.read_text() + "\nMy own words.\n")
-    hub.push(RunFolder(str(run)), TO)
-    text = pushed(the_hub)["README.md"].decode()
-    assert f'model="{TO}"' in text and text.endswith("\nMy own words.\n")
 
 
 def test_a_dry_run_lists_and_sends_nothing(the_hub, finished, capsys, monkeypatch):

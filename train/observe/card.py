@@ -208,9 +208,10 @@ def results(run: Run, records: Records) -> Iterator[str]:
         rows.append([name.replace("_", " "), *values])
     yield table(rows)
     if run.exported_step is not None:
-        is_evaluated = run.exported_step in set(run.evaluations.step)
-        remark = "" if is_evaluated else ", which was not evaluated"
-        yield f"The exported weights are those of step {run.exported_step:,}{remark}."
+        sentence = f"The exported weights are those of step {run.exported_step:,}"
+        if run.exported_step not in set(run.evaluations.step):
+            sentence += ", which was not evaluated"
+        yield f"{sentence}."
     if records.step is not None and records.evaluated:
         yield f"The evaluation at step {records.step:,}:"
     yield table(metrics_table(records))
@@ -232,7 +233,9 @@ def settings(run: Run, figures: dict[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def plain(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
 
 
 def exported_settings(run: Run) -> dict[str, Any]:

@@ -104,13 +104,15 @@ class Recorder:
         self.journal: Journal | None = None
         if is_first_rank:
             is_measurement = self.on_line is not None or self.backend.collects
-            to = [] if is_measurement else open_trackers(cfg, self.folder)
             self.journal = Journal(
-                self.folder, first_step=step + 1, tensorboard=cfg.tensorboard, to=to
+                self.folder,
+                first_step=step + 1,
+                tensorboard=cfg.tensorboard,
+                to=() if is_measurement else open_trackers(cfg, self.folder),
             )
-        self.profiler = (
-            Profiler(cfg, self.folder, self.backend) if is_first_rank and cfg.profile else None
-        )
+        self.profiler: Profiler | None = None
+        if is_first_rank and cfg.profile:
+            self.profiler = Profiler(cfg, self.folder, self.backend)
         self.console = RunConsole(
             step=step, total_steps=self.plan.total_steps, is_first_rank=is_first_rank
         )
@@ -293,7 +295,9 @@ class Recorder:
     def mfu(self, flops_per_s: float) -> float | None:
         """Return the model's FLOP/s divided by the devices' peak FLOP/s; None if either is unknown."""
         peak = self.cfg.instance.peak_flops_per_s(self.backend.precision)
-        return flops_per_s / (peak * self.world.size) if peak and flops_per_s else None
+        if not peak or not flops_per_s:
+            return None
+        return flops_per_s / (peak * self.world.size)
 
     def evaluation(self, step: int, metrics: dict[str, float], eval_s: float) -> None:
         self.is_first_evaluation = False
@@ -325,7 +329,9 @@ class Recorder:
     def goodput(self) -> float | None:
         """Return the share of the time since the run began that was spent in steps that count; None if unknown."""
         run_s, productive_s = self.folder.run_s(), self.progress.productive_s
-        return None if run_s is None else productive_s / max(run_s, productive_s, 1e-9)
+        if run_s is None:
+            return None
+        return productive_s / max(run_s, productive_s, 1e-9)
 
     def owes_summary(self) -> bool:
         """Return whether a summary is due: this attempt measured something, or the previous one was killed.
@@ -399,7 +405,9 @@ class Recorder:
 
 def bubble_share(passes_s: float, spans_s: float) -> dict[str, float]:
     """Return the share of a pipeline's time in which ranks waited for other stages; {} without a pipeline."""
-    return {"bubble_share": max(0.0, 1 - passes_s / spans_s)} if spans_s else {}
+    if not spans_s:
+        return {}
+    return {"bubble_share": max(0.0, 1 - passes_s / spans_s)}
 
 
 def slowest(works_s: Sequence[float], *, num_stages: int) -> dict[str, float]:

@@ -55,12 +55,16 @@ def ending(run: Run) -> tuple[str, str]:
             reason = "stopped early: no later evaluation was better"
     if divergence(run) or run.outcome.get("kind") == "not_finite":
         end = "diverged"
-    return end, "" if reason == end else reason
+    if reason == end:
+        reason = ""
+    return end, reason
 
 
 def shown(reason: object) -> str:
     text = printable(" ".join(str(reason).split()))
-    return text if len(text) <= MOST_CHARS else f"{text[:MOST_CHARS]}..."
+    if len(text) > MOST_CHARS:
+        text = f"{text[:MOST_CHARS]}..."
+    return text
 
 
 def model(run: Run) -> Card | None:
@@ -72,9 +76,9 @@ def model(run: Run) -> Card | None:
     notes = [shape]
     if known["parameters"]:
         notes.append(f"{known['parameters']:,.0f} parameters")
-    if batch := known["global_batch_size"]:
-        tokens = f" of {known['seq_len']:,.0f} tokens" if known["seq_len"] else ""
-        notes.append(f"{plural(batch, 'sequence')}{tokens} per step")
+    if known["global_batch_size"] and known["seq_len"]:
+        batch = plural(known["global_batch_size"], "sequence")
+        notes.append(f"{batch} of {known['seq_len']:,.0f} tokens per step")
     if lr := number(run.config, "optim.lr"):
         notes.append(f"learning rate {lr:g}, {shown(run.config.get('optim.name', 'unknown'))}")
     return Card(shown(name), notes)
@@ -117,9 +121,9 @@ def against_entropy(loss: float, entropy: float | None) -> str:
 def against_majority(records: Records) -> str:
     """Describe the accuracy of always predicting the most frequent label of the validation data."""
     for split in records.splits:
-        counts = list(split.label_counts.values())
-        if split.name == "validation" and sum(counts):
-            guessed = figure(max(counts) / sum(counts))
+        total = sum(split.label_counts.values())
+        if split.name == "validation" and total:
+            guessed = figure(max(split.label_counts.values()) / total)
             return f"accuracy of guessing the most frequent label: {guessed}"
     return ""
 
@@ -153,8 +157,10 @@ def cost(run: Run) -> Card | None:
     usd, instance = run.summary["cost_usd"], run.summary["instance"]
     if usd is None:
         return None
-    bound = "at least " if run.summary["cost_partial"] else ""
-    return Card(f"{bound}${usd:,.2f}", [shown(instance or "")])
+    text = f"${usd:,.2f}"
+    if run.summary["cost_partial"]:
+        text = f"at least {text}"
+    return Card(text, [shown(instance or "")])
 
 
 def goodput(run: Run) -> Card | None:
@@ -168,7 +174,9 @@ def goodput(run: Run) -> Card | None:
     if known["alarms"]:
         words = plural(known["alarms"], "fault or alarm", "faults and alarms")
         notes.append(f"{words}, listed below")
-    return Card(share(known["goodput"]), notes) if notes else None
+    if not notes:
+        return None
+    return Card(share(known["goodput"]), notes)
 
 
 CARDS = {  # cards by name, in the page's order

@@ -46,8 +46,10 @@ def sentence(run: Run, baseline: Run, tolerance: float) -> str:
     }
     for what, differences in unfair.items():
         if differences:
-            more = f" and {len(differences) - 2} more" if len(differences) > 2 else ""
-            parts.append(f"{what} ({'; '.join(differences[:2])}{more})")
+            shown = "; ".join(differences[:2])
+            if len(differences) > 2:
+                shown += f" and {len(differences) - 2} more"
+            parts.append(f"{what} ({shown})")
     return ", ".join(parts)
 
 
@@ -140,13 +142,15 @@ def seeds_row(runs: list[Run]) -> list[str]:
     found = [run.summary["scores"][name] for run in runs if name in run.summary["scores"]]
     values = [settled(points)[0] for points in found]
     known = [value for value in values if value is not None]
-    return [
-        shortlist([run.label for run in runs]),
-        runs[0].metric(name).title,
-        f"{fmean(known):.4g}" if known else "unknown",
-        f"{stdev(known):.4g}" if len(known) > 1 else "unknown",
-        f"{len(known)}" if len(known) == len(runs) else f"{len(known)} of {len(runs)}",
-    ]
+    mean, spread, number = "unknown", "unknown", str(len(known))
+    if known:
+        mean = f"{fmean(known):.4g}"
+    if len(known) > 1:
+        spread = f"{stdev(known):.4g}"
+    if len(known) < len(runs):
+        number += f" of {len(runs)}"
+    labels = shortlist([run.label for run in runs])
+    return [labels, runs[0].metric(name).title, mean, spread, number]
 
 
 def warnings(runs: Sequence[Run]) -> Iterator[str]:
@@ -156,10 +160,9 @@ def warnings(runs: Sequence[Run]) -> Iterator[str]:
         if lost := divergence(run):
             yield f"{run.label} diverged: {lost}"
         if known["reason"] not in ("done", "early_stop"):
-            planned = known["steps_total"]
-            of = "" if planned is None else f" of {count(planned)}"
             failed = run.outcome.get("outcome") == "failed"
             state = "has failed" if failed else "has not ended"
-            yield f"{run.label} {state}: step {known['steps']:,}{of}"
+            of = count(known["steps_total"])
+            yield f"{run.label} {state}: step {known['steps']:,} of {of}"
         if known["attempts"] > 1:
             yield f"{run.label} took {known['attempts']} attempts: its billable time includes the pauses between them"

@@ -170,7 +170,9 @@ def without_unknown(value: Any) -> Any:
     if isinstance(value, dict):
         known = {key: item for key, item in value.items() if not is_unknown(item)}
         return {key: without_unknown(item) for key, item in known.items()}
-    return [without_unknown(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [without_unknown(item) for item in value]
+    return value
 
 
 def is_unknown(value: object) -> bool:
@@ -184,7 +186,9 @@ def table_of(corner: str, columns: dict[str, dict[str, str]], missing: str = "un
     """Return a table with a row for each key of the columns; [] if there is none. The first row is the header."""
     labels = {label: None for column in columns.values() for label in column}
     rows = [[label, *(each.get(label, missing) for each in columns.values())] for label in labels]
-    return [[corner, *columns], *rows] if rows else []
+    if not rows:
+        return []
+    return [[corner, *columns], *rows]
 
 
 def splits_table(records: Records) -> Table:

@@ -106,7 +106,7 @@ def config_differences(runs: Sequence[Run]) -> Table:
     keys = sorted({key for run in runs for key in run.config} - {"run_dir"})
     rows = []
     for key in keys:
-        values = [as_text(run.config[key]) if key in run.config else "-" for run in runs]
+        values = [as_text(run.config.get(key, "-")) for run in runs]
         if len(set(values)) > 1:
             rows.append([key, *values])
     return rows
@@ -126,7 +126,10 @@ def describe(run: Run, index: int) -> dict[str, Any]:
         "summary": run.summary,
         "cards": cards(run),
         "folded": {
-            "Faults and alarms": list(zip(faults.step.astype(int), faults.reason, strict=True)),
+            "Faults and alarms": [
+                (f"step {step:,.0f}", reason)
+                for step, reason in zip(faults.step, faults.reason, strict=True)
+            ],
             "Bad rows, left out": [
                 (each.name, text) for each in splits for text in each.bad_examples
             ],
@@ -186,17 +189,25 @@ def render(
     """
     tell_apart(runs)
     is_one = len(runs) == 1
-    records = (runs[0].records if is_one else None) or Records()
+    records, answers = Records(), None
+    sentences: list[str] = []
+    warnings = list(failed)
     seeds = comparison.over_seeds(runs)
+    if is_one:
+        records, answers = runs[0].records or records, samples_of(runs[0])
+    else:
+        warnings += comparison.warnings(runs)
+    if not seeds:
+        sentences = comparison.sentences(runs, tolerance)
     figures, pictures = curves(runs), list(data_figures(records))
     html = fill_template(
         {
             "runs": [describe(run, index) for index, run in enumerate(runs)],
             "seeds": seeds,
-            "sentences": [] if seeds else comparison.sentences(runs, tolerance),
-            "warnings": [*failed, *comparison.warnings(runs)] if not is_one or failed else [],
+            "sentences": sentences,
+            "warnings": warnings,
             "tolerance": percent(tolerance),
-            "samples": samples_of(runs[0]) if is_one else None,
+            "samples": answers,
             "table": table(runs),
             "differences": config_differences(runs),
             "figures": shown_figures(figures),

@@ -286,8 +286,10 @@ def setting(run: Run) -> Summary:
 def speed(run: Run) -> Summary:
     """Return the run's progress, speed, memory and cost."""
     # An attempt that came to no step counts for nothing.
-    worked = run.lines.attempt[run.lines.kind.isin(WITH_STEPS)].unique()
-    lines = run.lines[run.lines.attempt.isin(worked)] if len(worked) else run.lines
+    lines = run.lines
+    worked = lines.attempt[lines.kind.isin(WITH_STEPS)]
+    if len(worked):
+        lines = lines[lines.attempt.isin(worked)]
     ends = lines.groupby("attempt").tail(1)
     is_cut = ends.kind != "summary"
     # Each attempt counts from 0; the time to compile, each train line.
@@ -326,7 +328,9 @@ def last_step(lines: Table) -> int:
 def billable_s(end: Any) -> float | None:
     """Return the seconds from the first start of a run to its last line `end`, including pauses between attempts."""
     wall_s = known(end.since_start_s if pandas.isna(end.wall_s) else end.wall_s)
-    return wall_s if wall_s is not None and wall_s > 0 else None
+    if wall_s is None or wall_s <= 0:
+        return None
+    return wall_s
 
 
 def reliability(run: Run) -> Summary:
