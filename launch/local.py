@@ -24,7 +24,6 @@ from launch.supervise import (
     Decision,
     StopFile,
     conclude,
-    prepared,
     recording_failure,
     supervise,
 )
@@ -35,7 +34,6 @@ from train.machine.console import say
 from train.machine.memory import usable_cpus
 from train.machine.processes import is_alive, read_process
 from train.run.command import DONE, FAILED, command_parser, run_flags
-from train.storage.atomic_io import make_alike, open_alike
 
 ORPHANS_S = 600.0  # time for ranks to save and end after their torchrun is killed
 
@@ -49,8 +47,8 @@ class Scheduler(spec.Scheduler):
 
     def submit(self, job: Job, record: Record) -> Handle:
         logs = record.local_folder() / "logs"
-        make_alike(logs)
-        with open_alike(logs / "job.txt", "ab") as output:
+        logs.mkdir(parents=True, exist_ok=True)
+        with (logs / "job.txt").open("ab") as output:
             process = subprocess.Popen(
                 supervisor(job, record),
                 stdin=subprocess.DEVNULL,
@@ -138,24 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_job(record: Record) -> int:
     job = record.job()
     with recording_failure(record):
-        if job.kind == "prepare":
-            decision = prepare(record, job)
-            conclude(record, decision)
-        else:
-            decision = train(record, job)
+        decision = train(record, job)
     return CODES[decision.outcome]
-
-
-def prepare(record: Record, job: Job) -> Decision:
-    """Prepare the parts one after another, since each may use several processes; then merge them."""
-    steps = [["--part", str(part)] for part in range(1, job.parts + 1)]
-    if job.parts > 1:
-        steps.append(["--merge"])
-    for step in steps:
-        code = on_this_machine(record, job, "prepare", *step)
-        if code:
-            return prepared(code, " ".join(step).removeprefix("--"))
-    return Decision(END, "done", "prepared")
 
 
 def train(record: Record, job: Job) -> Decision:

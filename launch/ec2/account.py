@@ -16,7 +16,7 @@ from launch.ec2.config import Ec2Config
 from launch.record import Job, Record
 from train.config import check
 from train.config.backend import CUDA, NEURON
-from train.machine.machine import is_native
+from train.machine.neuron import is_native
 from train.machine.versions import read_versions
 from train.storage.schema import record
 

@@ -18,7 +18,6 @@ from train.observe.lines import read_back
 from train.observe.trackers import NO_CURVES
 from train.run_folder.outcome import ENDS
 from train.run_folder.run_folder import RunFolder, side_channel
-from train.storage.atomic_io import make_alike, open_alike
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -50,7 +49,7 @@ class Journal:
         if newest is not None:
             self.attempt += newest["attempt"]
             self.owes_summary = newest["kind"] != "summary"  # the previous attempt was killed
-        open_alike(folder.metrics, "ab").close()
+        folder.metrics.touch()
         self.writer: SummaryWriter | None = None
         self.waiting: deque[tuple[dict[str, Any], Callable[[], None]]] = deque()
         self.has_lines, self.writing, self.is_closed = threading.Event(), threading.Lock(), False
@@ -117,7 +116,7 @@ class Journal:
             # This import is slow: the first step must not wait for it.
             from torch.utils.tensorboard import SummaryWriter
 
-            make_alike(self.folder.tensorboard)
+            self.folder.tensorboard.mkdir(parents=True, exist_ok=True)
             place = str(self.folder.tensorboard)
             self.writer = SummaryWriter(place, purge_step=self.first_step)
         for name, value in line.items():
@@ -131,7 +130,8 @@ class Journal:
         self.is_closed = True
         self.has_lines.set()
         if self.folder.lines.kept and self.folder.ownership.may_append():
-            self.folder.at_end(self.folder.lines.append)
+            with self.folder.logging_failures():
+                self.folder.lines.append()
         self.folder.lines.close()
         if self.writer is not None:
             with side_channel(NO_CURVES_WRITTEN):

@@ -16,10 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from train.config import Failure, InputError, S3Config, TrainConfig, Unreachable, check
-from train.machine import machine
+from train.machine import host
 from train.machine.launched import launched
 from train.observe import card
 from train.observe.lines import read_lines
+from train.run_folder.metrics_files import files_of
 from train.run_folder.run_folder import RunFolder
 from train.storage.folders import LocalFolder, is_s3, local_path, make_folder
 from train.storage.foreign import is_inside
@@ -29,14 +30,8 @@ SILENCE_S = 600.0  # seconds to wait for the Hub's response to a part of an uplo
 VISIBLE = {True: "private", False: "public"}
 # Kinds of metrics lines whose numbers are pushed.
 NUMBERS_OF = ("train", "eval", "checkpoint", "summary")
-# The files from which the card is made.
-CARD_FILES = (
-    "config.yaml",
-    "environment.json",
-    "metrics.jsonl",
-    "data.json",
-    "evaluation.json",
-)
+# The files from which the card is made, besides the metrics lines.
+CARD_FILES = {"config.yaml", "environment.json", "data.json", "evaluation.json"}
 
 
 # ---- before and after a run ----------------------------------------------------------------------------------------
@@ -122,9 +117,10 @@ def run_here(folder: RunFolder, cache_dir: str | None) -> Iterator[Path]:
     if not folder.is_remote:
         yield folder.path
         return
-    cache = make_folder(local_path(cache_dir) if cache_dir else machine.cache_root())
+    cache = make_folder(local_path(cache_dir) if cache_dir else host.cache_root())
     with tempfile.TemporaryDirectory(prefix="hub-", dir=cache) as scratch:
-        for name in (*folder.folder.names("export/"), *(there & set(CARD_FILES))):
+        names = {*folder.folder.names("export/"), *files_of(folder.folder), *(there & CARD_FILES)}
+        for name in names:
             path = Path(scratch) / name
             path.parent.mkdir(parents=True, exist_ok=True)
             folder.folder.download(name, path)

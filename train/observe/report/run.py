@@ -19,10 +19,11 @@ import pandas
 
 from train.config import InputError, check, flatten
 from train.config.checks import LARGEST_FLOAT
-from train.observe.lines import NAME, Line, read_back
+from train.observe.lines import Line, read_back
 from train.observe.report.data import Records, read_mapping, read_records
 from train.observe.report.texts import as_text, printable
 from train.run_folder.exported import marked
+from train.run_folder.metrics_files import NAME, files_of
 from train.run_folder.outcome import WRITTEN_UNIX_S, read_outcome
 from train.storage.folders import Folder, LocalFolder
 from train.storage.schema import read_json, read_yaml
@@ -113,10 +114,11 @@ def read_run(folder: Folder | Path) -> Run:
         is_folder = folder.path.is_dir()
         check(is_folder, f"{folder.location} is not a folder; name the run_dir of a training run")
     where = f"{folder.location}/{NAME}"
-    size = folder.size(NAME)
-    check(size is not None, f"{folder.location} is not a run folder: it has no {NAME}")
+    names = files_of(folder)
+    check(bool(names), f"{folder.location} is not a run folder: it has no {NAME}")
+    num_bytes = sum(folder.size(name) or 0 for name in names)
     check(
-        (size or 0) <= MOST_BYTES,
+        num_bytes <= MOST_BYTES,
         f"{where} has more than {MOST_BYTES / 1e9:g} GB: report on a copy with fewer lines",
     )
     config = dict(flatten(read_mapping(folder, "config.yaml", read_yaml)))
