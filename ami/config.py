@@ -6,8 +6,6 @@ import re
 from dataclasses import dataclass, field
 
 from train.config import InstanceConfig, Section, check, setting
-from train.machine.machine import is_native
-from train.machine.versions import read_versions
 from train.storage.folders import local_path
 
 IMAGES = {
@@ -66,12 +64,6 @@ class AmiConfig(Section):
             is_wheel = file.suffix == ".whl" and file.is_file()
             check(is_wheel, f"wheel={self.wheel} must be a file *.whl; without it, one is built")
         name = self.instance.name
-        check(
-            self.image != "neuron" or not is_native(name),
-            f"the image neuron has PyTorch/XLA for trn1, but {name} needs native PyTorch: start it from Neuron's "
-            f"DLAMI for torch-neuronx, or from Ubuntu {read_versions().native.ubuntu} with "
-            f"{read_versions().native.install}",
-        )
         has_device = (
             name.startswith("trn1") if self.image == "neuron" else self.instance.device == "cuda"
         )

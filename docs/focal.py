@@ -8,7 +8,7 @@ from sklearn.metrics import cohen_kappa_score
 
 from train.config import OptimConfig, setting
 from train.data.batches.masking import IGNORE_INDEX
-from train.parallel.optimizer_spec import OptimizerSpec, add_moments
+from train.parallel.optim import OptimizerSpec, add_moments
 from train.tasks import Metric, classify
 from train.tasks.classify.task import Classification
 

@@ -1,6 +1,8 @@
-"""The command `python -m train.doctor`, which `train.tools.doctor.command` implements."""
+"""The command `python -m train.doctor`, which `train.tools.doctor` implements."""
 
-from train.tools.doctor.command import main
+import sys
+
+from train.tools.doctor import main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

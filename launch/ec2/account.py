@@ -16,7 +16,6 @@ from launch.ec2.config import Ec2Config
 from launch.record import Job, Record
 from train.config import check
 from train.config.backend import CUDA, NEURON
-from train.machine.machine import is_native
 from train.machine.versions import read_versions
 from train.storage.schema import record
 
@@ -93,7 +92,7 @@ def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:
         image = pinned.get(region) or image_id(
             api, region, cluster.image or OWN_IMAGE.format(accelerators)
         )
-        root_device = check_image(api, region, image, accelerators, job.instance)
+        root_device = check_image(api, region, image, accelerators)
         interfaces = layout(info, cluster, job.nodes)
         for each in subnets(api, region, cluster, job.instance, cards=len(interfaces)):
             subnet, zone, vpc = (
@@ -242,16 +241,11 @@ def image_id(api: Api, region: str, given: str) -> str:
     return value
 
 
-def check_image(api: Api, region: str, image: str, accelerators: str, instance: str) -> str:
+def check_image(api: Api, region: str, image: str, accelerators: str) -> str:
     """Return an image's root device. Raises InputError if python -m ami built it for other machines or another SDK."""
     described, versions = api.image(region, image), read_versions()
     tags = {tag["Key"]: tag["Value"] for tag in described.get("Tags", ())}
-    wanted, cure = versions["neuron-sdk"], "python -m ami neuron builds one"
-    if is_native(instance):
-        wanted, cure = (
-            versions.native.name,
-            "name one with native PyTorch (cluster.image, docs/trainium.md)",
-        )
+    wanted = versions["neuron-sdk"]
     kind, sdk = tags.get(KIND_TAG, accelerators), tags.get(SDK_TAG, wanted)
     check(
         kind == accelerators,
@@ -259,6 +253,7 @@ def check_image(api: Api, region: str, image: str, accelerators: str, instance: 
     )
     check(
         accelerators != NEURON or sdk == wanted,
-        f"image {image} has Neuron SDK {sdk}, but this version of baretrain needs {wanted} on {instance}: {cure}",
+        f"image {image} has Neuron SDK {sdk}, but this version of baretrain needs {wanted}: python -m ami neuron "
+        "builds one",
     )
     return str(described.get("RootDeviceName", ""))

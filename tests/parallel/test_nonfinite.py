@@ -21,7 +21,7 @@ from train.parallel import nonfinite
 from train.parallel.data import divide_and_clip
 from train.parallel.ddp import DDP
 from train.parallel.engines import Engine
-from train.parallel.optimizers import build_optimizer
+from train.parallel.optim import build_optimizer
 
 pytest.importorskip("torch_xla")
 

@@ -14,12 +14,12 @@ from types import SimpleNamespace
 import pytest
 from rejections import rejects
 from running import ROOT
+from train.parallel.auto_compile import compile_fault
 
 from train.config import BackendConfig, RecordsConfig, S3Config
 from train.data.records.sources import layout
 from train.machine import machine
 from train.machine.home import own_folder, settle
-from train.parallel.auto_compile import compile_fault
 from train.parallel.ddp import DDP
 from train.run_folder.identity import check_layout
 from train.storage import atomic_io, caches

@@ -11,7 +11,7 @@ from rejections import rejects
 from run_results import losses
 from running import ROOT, lines
 
-from train.parallel.optimizers import OPTIMIZERS, SCHEDULES
+from train.parallel.optim import OPTIMIZERS, SCHEDULES
 from train.run import help as settings_help
 from train.run import own
 from train.storage import imported

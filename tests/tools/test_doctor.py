@@ -10,9 +10,6 @@ import time
 
 import pytest
 from running import ROOT
-
-from train.machine import machine
-from train.tools.doctor import checks, command
 from train.tools.doctor.checks_devices import CHIP_QUERY, GPU_QUERY, HOLDER_QUERY
 from train.tools.doctor.checks_versions import SYSTEM_PACKAGES
 from train.tools.doctor.probe import (
@@ -27,6 +24,9 @@ from train.tools.doctor.probe import (
     screen,
     warn,
 )
+
+from train.machine import machine
+from train.tools.doctor import checks, command
 
 GIB = 2**30
 RECORDED = ROOT / "tests" / "recorded" / "doctor"

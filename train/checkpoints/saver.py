@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar, cast
 
 from train.checkpoints.manifest import FILE, Manifest, Progress, file_name
 from train.checkpoints.retention import prune
@@ -280,9 +280,7 @@ class AsyncSaver:
         is_first, num_bytes = self.world.rank == 0, num_bytes_of(state)
         retried = partial(self._retried, step=manifest.step, until_s=until_s)
         assert self.writers is not None
-        scratch = self.writers.run_and_broadcast(
-            lambda: self.store.begin(manifest.step, num_bytes)
-        )
+        scratch = self._on_rank0(lambda: self.store.begin(manifest.step, num_bytes))
         folder, keeps = scratch if is_first else None, False
         own: dict[FileName, FileEntry] = {}
         try:
@@ -299,13 +297,13 @@ class AsyncSaver:
                 retried(self._prepare_folder)
                 return manifest.folder
 
-            parts = self.writers.run_and_gather(write_files)
+            parts = self.writers.gather(self.writers.agree(write_files))
             # Only rank 0's manifest names the files of all ranks. The other ranks only need to know where to upload to.
             manifest = replace(
                 manifest, files={name: entry for part in parts for name, entry in part.items()}
             )
-            manifest = replace(manifest, folder=self.writers.run_and_broadcast(prepare))
-            self.writers.run_and_gather(
+            manifest = replace(manifest, folder=self._on_rank0(prepare))
+            self.writers.agree(
                 lambda: folder and retried(lambda: self.store.send(folder, manifest, list(own)))
             )
             if is_first:
@@ -323,6 +321,13 @@ class AsyncSaver:
                 folder is not None and is_own and not keeps and folder.is_dir()
             ):  # a commit on disk has renamed it
                 discard(folder)
+
+    def _on_rank0(self, action: Callable[[], Result]) -> Result:
+        """Run an action on rank 0, in the writer's thread, and return its result on all ranks."""
+        assert self.writers is not None
+        is_first = self.world.rank == 0
+        result = self.writers.agree(lambda: action() if is_first else None)
+        return self.writers.broadcast(cast(Result, result))
 
     def _prepare_folder(self) -> None:
         """Upload the metrics before the commit, so that the run folder has the metrics up to the checkpoint's step."""

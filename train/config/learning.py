@@ -127,7 +127,9 @@ class ModelConfig(Section, prefix="model."):
 
 @dataclass(kw_only=True)
 class OptimConfig(Section, prefix="optim."):
-    name: str = "adamw"  # The name of the optimizer in train.parallel.optimizers.OPTIMIZERS; optim=... sets it.
+    name: str = (
+        "adamw"  # The name of the optimizer in train.parallel.optim.OPTIMIZERS; optim=... sets it.
+    )
     lr: float = setting(1e-3, above=0)  # The peak learning rate.
     betas: tuple[float, float] = (
         0.9,

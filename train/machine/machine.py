@@ -12,8 +12,6 @@ import math
 import os
 import re
 import shlex
-import shutil
-import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,8 +23,6 @@ from train.config.backend import NEURON_TIMEOUT_S
 from train.machine.home import is_own
 from train.machine.versions import read_versions, release
 
-NATIVE = ("trn2", "trn3")  # prefixes of the instance types that have native PyTorch
-NATIVE_CACHE = "TORCH_NEURONX_NEFF_CACHE_DIR"  # the variable that names native PyTorch's folder of compiled operators
 LOCAL_ROOT = "/var/tmp/baretrain-{}"  # `compile_root` if the cache is on a network file system
 MOUNTINFO, SYS_BLOCK = Path("/proc/self/mountinfo"), Path("/sys/class/block")
 NETWORK_FILESYSTEMS = ("nfs", "efs", "lustre", "smb", "cifs", "ceph", "beegfs", "gpfs", "fuse.s3")
@@ -104,11 +100,6 @@ def cache_location(environ: Mapping[str, str]) -> str:
     )
 
 
-def native_cache(environ: Mapping[str, str]) -> str:
-    """Return where native PyTorch keeps compiled operators. PyTorch's default, a fixed folder in /tmp, is not used."""
-    return environ.get(NATIVE_CACHE) or str(compile_root() / "neff")
-
-
 def split_flags(flags: str) -> list[str]:
     """Return the options in NEURON_CC_FLAGS. Raises InputError if its quotes are not closed."""
     try:
@@ -176,18 +167,6 @@ def cached_graphs(cache: str, name: str = "model.done") -> set[str] | None:
 # ---- environment of PyTorch on Trainium ----------------------------------------------------------------------------
 
 
-def runtime_environment(
-    environ: Mapping[str, str], *, nodes: int, timeout_s: float
-) -> dict[str, str]:
-    """Return the variables that the Neuron runtime reads at its start, except those that the user has set."""
-    wanted = {"NEURON_RT_EXEC_TIMEOUT": f"{math.ceil(timeout_s)}"}
-    if "TORCHELASTIC_RUN_ID" not in environ and "NEURON_RT_VISIBLE_CORES" not in environ:
-        wanted["NEURON_RT_NUM_CORES"] = "1"  # otherwise a single process would use all cores
-    if nodes > 1:
-        wanted |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}
-    return {name: value for name, value in wanted.items() if name not in environ}
-
-
 def neuron_environment(
     environ: Mapping[str, str],
     *,
@@ -205,10 +184,13 @@ def neuron_environment(
     Raises InputError if the user's variables disable stochastic rounding that was requested, or give the ranks an
     unusable address.
     """
-    wanted = runtime_environment(environ, nodes=nodes, timeout_s=timeout_s) | {
+    wanted = {
+        "NEURON_RT_EXEC_TIMEOUT": f"{math.ceil(timeout_s)}",
         "XLA_TRANSFER_SEED_ASYNC": "1",
         "NEURON_RT_STOCHASTIC_ROUNDING_EN": "1" if stochastic_rounding else "0",
     }
+    if "TORCHELASTIC_RUN_ID" not in environ and "NEURON_RT_VISIBLE_CORES" not in environ:
+        wanted["NEURON_RT_NUM_CORES"] = "1"  # otherwise a single process would use all cores
     if stochastic_rounding:
         wanted["NEURON_RT_STOCHASTIC_ROUNDING_SEED"] = "0"
         check(
@@ -232,24 +214,12 @@ def neuron_environment(
             "torchrun the address of one machine by --master-addr",
         )
     if nodes > 1:
+        wanted["FI_PROVIDER"] = "efa"
+        wanted["FI_EFA_USE_DEVICE_RDMA"] = "1"
         wanted["ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB"] = "512"
     flags = ("--model-type=transformer", "--auto-cast=none", "--retry_failed_compilation")
     missing = {name: value for name, value in wanted.items() if name not in environ}
     return {**missing, "NEURON_CC_FLAGS": with_flags(environ.get("NEURON_CC_FLAGS", ""), flags)}
-
-
-def first_slurm_host(environ: Mapping[str, str]) -> str | None:
-    """Return the host name of node 0 of a Slurm job; None outside Slurm."""
-    scontrol, hosts = (
-        shutil.which("scontrol", path=environ.get("PATH")),
-        environ.get("SLURM_JOB_NODELIST"),
-    )
-    if scontrol is None or not hosts:
-        return None
-    done = subprocess.run(
-        [scontrol, "show", "hostnames", hosts], capture_output=True, text=True, check=False
-    )
-    return done.stdout.split()[0] if done.returncode == 0 and done.stdout.split() else None
 
 
 # ---- packages ------------------------------------------------------------------------------------------------------
@@ -281,9 +251,7 @@ def package_faults(versions: Mapping[str, str]) -> list[str]:
     elif neuronx and release(neuronx) < (2, 9):
         faults.append(f"torch-neuronx {neuronx} is older than 2.9; {install}")
     elif neuronx and release(neuronx) > (2, 9):
-        faults.append(
-            f"torch-neuronx {neuronx} is the native build for trn2 and trn3 (backend=neuron); on trn1: {install}"
-        )
+        faults.append(f"torch-neuronx {neuronx} has no PyTorch/XLA; {install}")
     compiler = versions.get("neuronx-cc", "")
     if compiler and compiler.split(".")[0] in ("0", "1"):
         faults.append(
@@ -343,11 +311,6 @@ def nvidia_gpus(bus: Path = Path("/sys/bus/pci/devices")) -> list[str]:
 def is_ec2(kind: str) -> bool:
     """Return whether a machine's name has the form of an EC2 instance type, family.size."""
     return re.fullmatch(r"[a-z0-9-]+\.[a-z0-9-]+", kind) is not None
-
-
-def is_native(*types: str) -> bool:
-    """Return whether any of these instance types has native PyTorch, without XLA."""
-    return any(each.startswith(NATIVE) for each in types)
 
 
 def instance_names() -> list[str]:

@@ -113,8 +113,7 @@ class Recorder:
         step, is_first_rank, cfg = self.progress.step, self.world.rank == 0, self.cfg
         self.journal: Journal | None = None
         if is_first_rank:
-            is_measurement = self.on_line is not None or self.backend.collects
-            to = [] if is_measurement else open_trackers(cfg, self.folder)
+            to = [] if self.on_line is not None else open_trackers(cfg, self.folder)
             self.journal = Journal(
                 self.folder, first_step=step + 1, tensorboard=cfg.tensorboard, to=to
             )
@@ -183,17 +182,13 @@ class Recorder:
         if is_due := must or step % self.cfg.log_every == 0 or step == self.plan.total_steps:
             fields, works_s, num_alarms = self._add_up()
             loss, norm = fields["loss"], float(self.backend.to_host([grad_norm])[0])
-            skipped, self.skips_in_a_row = (
-                (0, 0) if self.backend.collects else self.backend.skips.counts()
-            )
+            skipped, self.skips_in_a_row = self.backend.skips.counts()
         self.console.bar.update()
         compile_s = self.backend.graphs().compile_s - self.compiled_s
         self.window.compile_s += compile_s
         self._busy(max(time.perf_counter() - self.began_s - compile_s, 1e-9))
         if self.profiler is not None:
             self.profiler.end_step()
-        for text in self.backend.notices():
-            self.alarm(text)
         if is_due:
             stragglers = self.stragglers.see(works_s)
             self._write_train({**fields, "lr": lr, "grad_norm": norm}, num_alarms)
@@ -204,11 +199,7 @@ class Recorder:
             self.progress.skipped += new
             if new:
                 self.alarm(f"skipped steps: {new}; the gradient was not finite (norm {norm})")
-            elif not (
-                self.skips_in_a_row
-                or self.backend.collects
-                or all(map(math.isfinite, (loss, norm)))
-            ):
+            elif not self.skips_in_a_row and not all(map(math.isfinite, (loss, norm))):
                 raise FloatingPointError(
                     f"the loss is {loss} and the gradient norm {norm} at step {step}: start again in a new run_dir, "
                     "with a lower optim.lr or in fp32"
@@ -305,8 +296,6 @@ class Recorder:
         self.is_first_evaluation = False
         line = {"step": step, "examples": self.progress.examples, **metrics, "eval_s": eval_s}
         self.write("eval", line, lambda: self.console.evaluation(step, metrics, eval_s))
-        for text in self.backend.notices():
-            self.alarm(text)
 
     def saved(self, saved: Saved) -> None:
         if saved.failure is not None:

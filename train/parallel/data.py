@@ -11,16 +11,14 @@ from torch import Tensor, nn
 from train.config import OptimConfig, ParallelConfig, check
 from train.parallel.captured import Graphs, Inputs
 from train.parallel.engines import Engine
-from train.parallel.optimizer_spec import roles, set_learning_rate
-from train.parallel.optimizers import build_optimizer
+from train.parallel.optim import build_optimizer, roles, set_learning_rate
 
 if TYPE_CHECKING:
     from train.data.batches.loader import Batch
     from train.parallel.backend import Backend, State
     from train.parallel.ddp import DDP
-    from train.parallel.engines import LossFunction, Statistics
-    from train.parallel.grad_sync import GradSync
-    from train.parallel.optimizer_spec import Roles
+    from train.parallel.engines import GradSync, LossFunction, Statistics
+    from train.parallel.optim import Roles
     from train.parallel.pieces import Tensors
 
 

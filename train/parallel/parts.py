@@ -13,12 +13,12 @@ from train.models.chain import Chain
 from train.parallel import guards
 from train.parallel.engines import Engine
 from train.parallel.guards import replace
-from train.parallel.optimizer_spec import load_state, parameter_groups, part_of
+from train.parallel.optim import load_state, parameter_groups, part_of
 
 if TYPE_CHECKING:
     from train.parallel.backend import Backend, State
     from train.parallel.engines import LossFunction, Statistics
-    from train.parallel.optimizer_spec import Roles
+    from train.parallel.optim import Roles
     from train.parallel.pieces import Tensors
 
 

@@ -30,9 +30,8 @@ from train.models.chain import Chain
 from train.models.network import Network
 from train.parallel.backend import all_reduce_flat
 from train.parallel.data import scale
-from train.parallel.grad_sync import GradSync
-from train.parallel.optimizer_spec import roles
-from train.parallel.optimizers import build_optimizer
+from train.parallel.engines import GradSync
+from train.parallel.optim import build_optimizer, roles
 from train.parallel.parts import Part, PipelineState, hold
 
 if TYPE_CHECKING:

@@ -29,7 +29,6 @@ from train.config import (
     HFCorpusConfig,
     InputError,
     InstanceConfig,
-    NeuronConfig,
     PrepareConfig,
     RecordsConfig,
     ShardsConfig,
@@ -40,8 +39,7 @@ from train.config import (
     check_values,
     flatten,
 )
-from train.machine.torchrun import leave_rejection
-from train.parallel.optimizers import OPTIMIZERS, check_optimizer
+from train.parallel.optim import OPTIMIZERS, check_optimizer
 from train.run.command import (
     DONE,
     EXITS,
@@ -72,7 +70,6 @@ SCHEMAS: list[Schema] = [  # `schemas` adds those of tasks and optimizers
     ("data", "shards", ShardsConfig),
     ("data", "records", RecordsConfig),
     ("backend", XLAConfig.name, XLAConfig),
-    ("backend", NeuronConfig.name, NeuronConfig),
     *(("parallel", schema.name, schema) for schema in SPLITS),
     ("corpus", "plain", CorpusConfig),
     ("corpus", "files", FilesCorpusConfig),
@@ -411,12 +408,11 @@ def run(
     *,
     arguments: Sequence[str] | None = None,
     given: Sequence[str] | Callable[[Namespace], Sequence[str]] = (),
-    after_rejection: Callable[[str], object] = leave_rejection,
 ) -> int:
     """Read and check the command line, call `action` with the settings, and return the exit code.
 
     `given` are further overrides, or a function that returns them for the parsed flags; the command line takes
-    precedence. The reason for a rejection is printed and then passed to `after_rejection`.
+    precedence.
     """
 
     def act() -> int:
@@ -454,6 +450,5 @@ def run(
 
     return guarded(
         act,
-        after_rejection=after_rejection,
         interrupted=("interrupted; the same command resumes it", STOPPED),
     )
