@@ -48,18 +48,18 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "setup: done"
 
 demo: setup
-	@$(BIN)/python -m train.prepare corpus=pydocs output=data/demo seq_len=64 tokenizer.vocab_size=2000 validation_fraction=0.05
-	@$(BIN)/python -m train experiment=demo run_dir=$(RUN_DIR) $(DEMO_ARGS)
-	@$(BIN)/python -m train.report $(RUN_DIR)
+	@$(BIN)/baretrain prepare corpus=pydocs output=data/demo seq_len=64 tokenizer.vocab_size=2000 validation_fraction=0.05
+	@$(BIN)/baretrain train experiment=demo run_dir=$(RUN_DIR) $(DEMO_ARGS)
+	@$(BIN)/baretrain report $(RUN_DIR)
 
 demo-tweets: setup
 	@test -d $(RUN_DIR)/export || $(MAKE) --no-print-directory demo
-	@$(BIN)/python -m train experiment=demo_tweets data.path=$(TWEETS) model.init_from=$(RUN_DIR) run_dir=$(TWEETS_DIR)/pretrained $(TWEETS_ARGS)
-	@$(BIN)/python -m train experiment=demo_tweets data.path=$(TWEETS) model=modernbert_demo model.init_from=null model.tokenizer=$(RUN_DIR) run_dir=$(TWEETS_DIR)/scratch $(TWEETS_ARGS)
-	@$(BIN)/python -m train.report $(TWEETS_DIR)/pretrained $(TWEETS_DIR)/scratch
+	@$(BIN)/baretrain train experiment=demo_tweets data.path=$(TWEETS) model.init_from=$(RUN_DIR) run_dir=$(TWEETS_DIR)/pretrained $(TWEETS_ARGS)
+	@$(BIN)/baretrain train experiment=demo_tweets data.path=$(TWEETS) model=modernbert_demo model.init_from=null model.tokenizer=$(RUN_DIR) run_dir=$(TWEETS_DIR)/scratch $(TWEETS_ARGS)
+	@$(BIN)/baretrain report $(TWEETS_DIR)/pretrained $(TWEETS_DIR)/scratch
 
 demo-slurm: setup
-	@test -f data/demo/manifest.json || $(BIN)/python -m train.prepare corpus=pydocs output=data/demo seq_len=64 tokenizer.vocab_size=2000 validation_fraction=0.05
+	@test -f data/demo/manifest.json || $(BIN)/baretrain prepare corpus=pydocs output=data/demo seq_len=64 tokenizer.vocab_size=2000 validation_fraction=0.05
 	@PYTHONPATH=.:tests $(BIN)/python -m services.demo_slurm $(SLURM_DIR) experiment=demo $(SLURM_ARGS)
 
 # In an environment of its own: its dependencies are not ours.

@@ -1,4 +1,4 @@
-"""The command `python -m ami neuron | cuda key=value ...`: it plans a machine image, and builds it with build=true.
+"""The command `baretrain ami neuron | cuda key=value ...`: it plans a machine image, and builds it with build=true.
 
 The subcommands list, verify, promote, prune and clean are in ami/commands.py.
 """
@@ -69,7 +69,7 @@ def plan_and_build(cfg: AmiConfig) -> int:
         say(f"made {image} in {region}")
     regions = " ".join(f"--region {region}" for region in images)
     say(
-        f"to let launch use it: python -m ami promote {images[plan.variables['region']]} {regions} --yes"
+        f"to let launch use it: baretrain ami promote {images[plan.variables['region']]} {regions} --yes"
     )
     return cli.DONE
 

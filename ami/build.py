@@ -19,12 +19,13 @@ from train.machine.versions import read_versions
 from train.storage.aws_errors import Rejected
 from train.storage.folders import scratch_folder
 
+# kinds of EC2 resources that Packer makes
 KINDS = (
     "instance",
     "volume",
     "security-group",
     "key-pair",
-)  # kinds of EC2 resources that Packer makes
+)
 ROLE = "packer-"  # prefix of the roles that Packer makes
 
 
@@ -48,7 +49,7 @@ def build(api: Api, plan: ImagePlan) -> dict[str, str]:
         image = find_by_name(api, region, plan.cfg.image, values["name"])
         if image is None:
             raise Failure(
-                f"Packer succeeded, but there is no {values['name']} in {region}; see python -m ami list"
+                f"Packer succeeded, but there is no {values['name']} in {region}; see baretrain ami list"
             )
         for fault in faults(image):
             raise Failure(f"the image {image.id} in {region} {fault}")
@@ -89,7 +90,7 @@ def remove_left(api: Api, region: str, build_id: str | None) -> None:
     if left := sweep(look, remove, looks=2):
         listed = ", ".join(map(str, left))
         raise Failure(
-            f"a build left {listed}: remove these by hand, and check with python -m ami clean"
+            f"a build left {listed}: remove these by hand, and check with baretrain ami clean"
         )
 
 

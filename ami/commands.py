@@ -1,4 +1,4 @@
-"""The commands `python -m ami list | verify | promote | prune | clean`, and `manifest | restore` for use on images."""
+"""The commands `baretrain ami list | verify | promote | prune | clean`, and `manifest | restore` for use on images."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ from train.run.command import DONE, FAILED, command_parser, guarded, printable
 from train.storage.folders import canonical_json, local_path, open_folder
 
 KEPT = 3  # number of images of each kind that prune keeps
-MAY_BE_BUILT = timedelta(
-    hours=6
-)  # an image without tags that is younger than this may still be under construction
+# an image without tags that is younger than this may still be under construction
+MAY_BE_BUILT = timedelta(hours=6)
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def list_images(options: argparse.Namespace) -> int:
             rows.append((image.id, region, *about, printable(" ".join(versions)) or "-"))
     if len(rows) == 1:
         say(
-            f"this account has no image in {', '.join(regions)}: python -m ami neuron shows the plan of one"
+            f"this account has no image in {', '.join(regions)}: baretrain ami neuron shows the plan of one"
         )
         return DONE
     say(*columns(rows, str.ljust))

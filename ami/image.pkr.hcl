@@ -1,4 +1,4 @@
-# The build of an image, which `python -m ami neuron build=true` (or cuda) runs with Packer.
+# The build of an image, which `baretrain ami neuron build=true` (or cuda) runs with Packer.
 build {
   sources = ["source.amazon-ebs.machine"]
 

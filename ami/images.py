@@ -30,9 +30,8 @@ class Image:
         self.tags: dict[str, str] = {tag["Key"]: tag["Value"] for tag in seen.get("Tags", ())}
         kind = self.tags.get(KIND_TAG, "")
         self.kind = kind if kind in IMAGES else ""  # empty if the build was not completed
-        self.disks = [
-            each for each in seen.get("BlockDeviceMappings", ()) if "Ebs" in each
-        ]  # EBS volumes
+        # EBS volumes
+        self.disks = [each for each in seen.get("BlockDeviceMappings", ()) if "Ebs" in each]
         self.snapshots: list[str] = [
             each["Ebs"]["SnapshotId"] for each in self.disks if "SnapshotId" in each["Ebs"]
         ]
@@ -65,7 +64,7 @@ def read_image(api: Api, region: str, image_id: str) -> Image:
 
 def faults(image: Image) -> Iterator[str]:
     """Yield the reasons why no machine should start from an image, each with its cure."""
-    again = f"build it again: python -m ami {image.kind or 'neuron'} build=true"
+    again = f"build it again: baretrain ami {image.kind or 'neuron'} build=true"
     deprecated = str(image.seen.get("DeprecationTime") or "")
     if image.state != "available":
         yield f"is {image.state}: wait if it is still being built, or {again}"

@@ -42,9 +42,8 @@ def version_of(path: str) -> tuple[int, int]:
 
 def run(command: Sequence[str], folder: Path, *, limit_s: float | None = None) -> None:
     """Run Packer in `folder`. Raises Failure if it fails. After Ctrl-C or the limit, Packer has STOP_S to clean up."""
-    process = subprocess.Popen(
-        command, cwd=folder, start_new_session=True
-    )  # only the code below interrupts Packer
+    # only the code below interrupts Packer
+    process = subprocess.Popen(command, cwd=folder, start_new_session=True)
     try:
         code = process.wait(limit_s)
     except BaseException as error:

@@ -1,4 +1,4 @@
-# `python -m ami` sets all values. It resolves the base image and checks the values: see docs/images.md.
+# `baretrain ami` sets all values. It resolves the base image and checks the values: see docs/images.md.
 variable "image" { type = string }              # neuron or cuda
 variable "region" { type = string }             # where the image is built
 variable "copy_regions" { type = list(string) } # regions that get a copy

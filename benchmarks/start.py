@@ -65,9 +65,8 @@ def time_start(words: list[str], *folders: Path) -> tuple[float, float]:
             )
         wall_s = time.perf_counter() - began_s
         family = [process, *process.children(recursive=True)]
-        cpu_s = sum(sum(each.cpu_times()[:2]) for each in family) + sum(
-            process.cpu_times()[2:4]
-        )  # of ended children
+        # of ended children
+        cpu_s = sum(sum(each.cpu_times()[:2]) for each in family) + sum(process.cpu_times()[2:4])
         for each in family:
             each.kill()
     return wall_s, cpu_s

@@ -16,9 +16,8 @@ from train.tasks.classify.task import Classification
 @dataclass(kw_only=True)
 class FocalConfig(classify.ClassifyConfig):
     kind: str = "focal"
-    gamma: float = setting(
-        2.0, least=0
-    )  # the higher, the less a text counts whose label is certain already
+    # the higher, the less a text counts whose label is certain already
+    gamma: float = setting(2.0, least=0)
 
 
 class Focal(Classification):
@@ -57,6 +56,5 @@ TASKS = {
     )
 }
 OPTIMIZERS = {"sgd": OptimizerSpec(sgd, settings=SGDConfig)}
-SCHEDULES = {
-    "steps": lambda left, cfg: 1.0 if left > 0.5 else 0.1
-}  # of the peak, by the share of the run that is left
+# of the peak, by the share of the run that is left
+SCHEDULES = {"steps": lambda left, cfg: 1.0 if left > 0.5 else 0.1}

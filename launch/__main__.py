@@ -1,4 +1,4 @@
-"""The command `python -m launch key=value ... -- RUN_SETTINGS`: it plans a run on N machines and can start it.
+"""The command `baretrain launch key=value ... -- RUN_SETTINGS`: it plans a run on N machines and can start it.
 
 The subcommands (list, status, logs, stop, resume, cancel; clean, iam and quota for EC2) are in launch/commands.py.
 """
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = [each for each in own if "=" in each and not each.startswith("-")]
     for each in settings:
         if re.split("[.=]", each.lstrip("+~"))[0] in OF_RUN:
-            example = f"python -m launch cluster=local -- {each}"
+            example = f"baretrain launch cluster=local -- {each}"
             return rejected(f"{each} is a setting of the run: write it after --, as in {example}")
     return cli.run(LaunchConfig, lambda cfg: launch(cfg, settings, of_run), parser, arguments=own)
 
@@ -168,7 +168,7 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str]) ->
         say(
             f"job sha256 {job.sha256}: needed to resume from another computer (launch resume --job-sha256)"
         )
-    say(f"submitted; python -m launch status {record.run_dir} shows its state")
+    say(f"submitted; baretrain launch status {record.run_dir} shows its state")
     return starts.attend(job, record, handle, detach=False)
 
 

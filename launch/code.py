@@ -22,12 +22,13 @@ from train.storage.caches import private_folder
 from train.storage.folders import sha256_bytes
 from train.storage.schema import FileName, Sha256
 
+# ami is needed because train.machine.versions reads ami/versions.yaml
 PACKAGES = [
     "train",
     "conf",
     "launch",
     "ami",
-]  # ami is needed because train.machine.versions reads ami/versions.yaml
+]
 START = "start.py"  # the program that nodes run; it is in the bundle's root, where Python then looks first for modules
 IMPORTS = "imports"  # the bundle's folder for the files of `launch --import`
 START_CODE = b"""import os, runpy, sys
@@ -80,9 +81,8 @@ def pack() -> tuple[bytes, Code]:
 
 
 def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
-    entry = tarfile.TarInfo(
-        name
-    )  # owner and time are left out, so that equal code has equal bytes
+    # owner and time are left out, so that equal code has equal bytes
+    entry = tarfile.TarInfo(name)
     entry.size, entry.mode = len(content), 0o644
     archive.addfile(entry, io.BytesIO(content))
 

@@ -1,4 +1,4 @@
-"""The commands `python -m launch list | status | logs | stop | resume | cancel`. Those for EC2 are in launch/ec2."""
+"""The commands `baretrain launch list | status | logs | stop | resume | cancel`. Those for EC2 are in launch/ec2."""
 
 from __future__ import annotations
 
@@ -156,11 +156,10 @@ def stop(options: argparse.Namespace, s3: S3Config) -> int:
         return DONE
     check(
         seen.kind == "train",
-        f"a preparation keeps finished shards, so cancel it instead: python -m launch cancel {record.run_dir} --yes",
+        f"a preparation keeps finished shards, so cancel it instead: baretrain launch cancel {record.run_dir} --yes",
     )
-    if not (
-        seen.answer.nodes and seen.progress.exists
-    ):  # the trainer rejects a folder that contains only STOP
+    # the trainer rejects a folder that contains only STOP
+    if not (seen.answer.nodes and seen.progress.exists):
         end(record, seen)
         say(
             f"{record.run_dir}: the job was cancelled, since training had not begun ({seen.answer.text})"
@@ -171,7 +170,7 @@ def stop(options: argparse.Namespace, s3: S3Config) -> int:
         record.append_event("stop_asked", reason="launch stop")
     record.run.write(STOP_FILE, b"")
     say(f"{record.run_dir} was asked to save a checkpoint and stop after its next step")
-    say(f"python -m launch status {record.run_dir} --watch shows when it has stopped")
+    say(f"baretrain launch status {record.run_dir} --watch shows when it has stopped")
     return DONE
 
 
@@ -186,7 +185,7 @@ def resume_flags(parser: Parser) -> None:
 def resume(options: argparse.Namespace, s3: S3Config) -> int:
     record = Record(options.run, s3, options.job_sha256)
     job, handle = submit.resume(record)
-    say(f"{record.run_dir} was submitted again: python -m launch status {record.run_dir} --watch")
+    say(f"{record.run_dir} was submitted again: baretrain launch status {record.run_dir} --watch")
     return scheduler(job.scheduler).attend(job, record, handle, detach=True)
 
 

@@ -8,35 +8,37 @@ from typing import ClassVar
 
 from train.config import InstanceConfig, Section, check, setting
 
+# EC2 instance families that our images do not support
 OLD_GPUS = {
     "p3": "V100s",
     "p2": "K80s",
     "g3": "M60s",
-}  # EC2 instance families that our images do not support
-INSTANCE_TYPE = (
-    r"[a-z][a-z0-9-]*\.[a-z0-9-]+"  # the form of an EC2 instance type, such as trn1.32xlarge
-)
+}
+# the form of an EC2 instance type, such as trn1.32xlarge
+INSTANCE_TYPE = r"[a-z][a-z0-9-]*\.[a-z0-9-]+"
 
 
 @dataclass(kw_only=True)
 class ClusterConfig(Section, prefix="cluster."):
     """Settings of the scheduler that provides the machines. Other code tests the class variables, never `kind`."""
 
-    is_here: ClassVar[bool] = False  # whether the job runs on this machine
-    signals_ranks: ClassVar[bool] = (
-        False  # whether a SIGTERM to ranks alone means that machines are taken away
-    )
-    finds_types: ClassVar[bool] = (
-        False  # whether the scheduler knows machine types that conf/instance does not list
-    )
-    has_check: ClassVar[bool] = False  # whether check=true is supported
-    shares_disks: ClassVar[bool] = True  # whether the machines see the folders of this one
+    # whether the job runs on this machine
+    is_here: ClassVar[bool] = False
+    # whether a SIGTERM to ranks alone means that machines are taken away
+    signals_ranks: ClassVar[bool] = False
+    # whether the scheduler knows machine types that conf/instance does not list
+    finds_types: ClassVar[bool] = False
+    # whether check=true is supported
+    has_check: ClassVar[bool] = False
+    # whether the machines see the folders of this one
+    shares_disks: ClassVar[bool] = True
 
-    kind: str = "local"  # The name of the scheduler in launch/schedulers.py; cluster=... sets it.
-    gate: bool = False  # Before training, run train.doctor on every machine and test collectives over all machines.
-    attempts: int = setting(
-        20, above=0
-    )  # The number of failed attempts after which the job gives up.
+    # The name of the scheduler in launch/schedulers.py; cluster=... sets it.
+    kind: str = "local"
+    # Before training, run baretrain doctor on every machine and test collectives over all machines.
+    gate: bool = False
+    # The number of failed attempts after which the job gives up.
+    attempts: int = setting(20, above=0)
 
     def interpreter(self) -> str:
         """Return the path of Python on the nodes."""
@@ -55,29 +57,26 @@ class LocalConfig(ClusterConfig):
 
 @dataclass(kw_only=True)
 class LaunchConfig(Section):
-    """The settings of one launch; `python -m launch --cfg job` prints them."""
+    """The settings of one launch; `baretrain launch --cfg job` prints them."""
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     instance: InstanceConfig = field(default_factory=InstanceConfig)
-    nodes: int = setting(1, least=1, most=4096)  # The number of machines.
-    spares: int = setting(
-        0, least=0
-    )  # The number of extra machines that can replace those that fail the preflight.
-    processes_per_node: int | None = setting(
-        None, above=0, most=1024
-    )  # The number of ranks per machine; None
-    # starts one per device.
-    submit: bool = False  # Start the job; false prints the plan and starts nothing.
-    check: bool = False  # Ask EC2 whether it would start the machines in each subnet (DryRun), and start nothing.
-    calibrate: str | None = (
-        None  # The folder of a finished run, whose measured speed the estimate uses; None uses a
-    )
-    # published figure for the device.
-    prepare: bool = False  # Prepare a corpus instead of training. Settings of train.prepare then follow the --.
-    parts: int | None = setting(
-        None, above=0, most=100_000
-    )  # The number of parts into which prepare=true splits the
-    # corpus, each a task of a job array; None does not split it.
+    # The number of machines.
+    nodes: int = setting(1, least=1, most=4096)
+    # The number of extra machines that can replace those that fail the preflight.
+    spares: int = setting(0, least=0)
+    # The number of ranks per machine; None starts one per device.
+    processes_per_node: int | None = setting(None, above=0, most=1024)
+    # Start the job; false prints the plan and starts nothing.
+    submit: bool = False
+    # Ask EC2 whether it would start the machines in each subnet (DryRun), and start nothing.
+    check: bool = False
+    # The folder of a finished run, whose measured speed the estimate uses; None uses a published figure for the device.
+    calibrate: str | None = None
+    # Prepare a corpus instead of training. Settings of baretrain prepare then follow the --.
+    prepare: bool = False
+    # The number of parts into which prepare=true splits the corpus, each a task of a job array; None does not split it.
+    parts: int | None = setting(None, above=0, most=100_000)
 
     def __post_init__(self) -> None:
         super().__post_init__()

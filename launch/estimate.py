@@ -134,13 +134,11 @@ def planned(
         )
     except InputError as error:
         return ClusterSize(nodes, world, reason=str(error))
-    is_open = (
-        rows is None and cfg.max_steps is cfg.max_examples is None
-    )  # the run lasts for epochs of unknown size
+    # the run lasts for epochs of unknown size
+    is_open = rows is None and cfg.max_steps is cfg.max_examples is None
     row = ClusterSize(nodes, world, plan.replicas, plan.global_batch_size)
-    if (
-        seq_len is not None or cfg.instance.micro_batch_tokens is None
-    ):  # else the micro batch depends on the length
+    # else the micro batch depends on the length
+    if seq_len is not None or cfg.instance.micro_batch_tokens is None:
         row = replace(row, micro_batch_size=plan.micro_batch_size, accumulation=plan.accumulation)
     return replace(row, steps=None if is_open else plan.total_steps)
 

@@ -80,7 +80,7 @@ class Scheduler(spec.Scheduler):
         said = (
             f"{ended.outcome}, {ended.reason}" if ended else "the job ended and recorded no reason"
         )
-        say(f"{record.run_dir}: {said}; python -m launch status {record.run_dir} shows more")
+        say(f"{record.run_dir}: {said}; baretrain launch status {record.run_dir} shows more")
         return CODES.get(ended.outcome, FAILED) if ended else FAILED
 
     def state(self, record: Record, handle: Handle) -> State:
@@ -102,9 +102,8 @@ class Scheduler(spec.Scheduler):
     def cancel(self, record: Record, handle: Handle) -> None:
         if self.state(record, handle).is_active:
             pid = int(handle["pid"])
-            processes.kill(
-                [pid, *processes.descendants(pid)]
-            )  # torchrun puts ranks into separate sessions
+            # torchrun puts ranks into separate sessions
+            processes.kill([pid, *processes.descendants(pid)])
 
 
 def is_supervisor(pid: int, record: Record) -> bool:
@@ -128,7 +127,7 @@ def supervisor(job: Job, record: Record) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     purpose = (
-        "Supervise a job on this machine. python -m launch cluster=local starts this program."
+        "Supervise a job on this machine. baretrain launch cluster=local starts this program."
     )
     parser = command_parser("launch.local", purpose, examples=("runs/mine",))
     parser.add_argument("run", help="run folder")
@@ -188,9 +187,8 @@ def on_this_machine(
     words = [job.python, "-m", "launch.node", command, record.run_dir, *arguments, *record.flags()]
     process = processes.start(words, env=os.environ)
     code = processes.exit_code(process, meanwhile=stop.write if stop is not None else lambda: None)
-    processes.end_orphans(
-        ORPHANS_S
-    )  # ranks whose torchrun is gone could still write to the run folder
+    # ranks whose torchrun is gone could still write to the run folder
+    processes.end_orphans(ORPHANS_S)
     return code
 
 

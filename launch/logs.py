@@ -25,11 +25,12 @@ from train.storage.schema import is_path
 
 LINES = 100  # number of lines shown from the end of each file
 MAX_BYTES = 2**20  # bytes read from the end of a new file
+# seconds between reads of local files, of S3, and of the job's state
 POLL_S, POLL_S3_S, ASK_S = (
     1.0,
     5.0,
     10.0,
-)  # seconds between reads of local files, of S3, and of the job's state
+)
 LOGS = "logs/"
 OF_NODE = re.compile(r"attempt_(\d{4,9})/([^/]+)\.txt")
 OF_RANK = re.compile(
@@ -60,9 +61,8 @@ class Log:
     def take(self, *, is_last: bool = False, lines: int | None = None) -> list[str]:
         """Return the new lines, or the last `lines` of them. `is_last` adds an unfinished line."""
         size = self.folder.size(self.name) or 0
-        self.position = (
-            0 if size < self.position else self.position
-        )  # a shorter file has replaced this one
+        # a shorter file has replaced this one
+        self.position = 0 if size < self.position else self.position
         begin = self.position if lines is None else max(self.position, size - MAX_BYTES)
         if begin == size:
             return []
@@ -168,9 +168,8 @@ class Printer:
     def __init__(self, record: Record, wanted: Wanted) -> None:
         self.record, self.wanted, self.title = record, wanted, ""
         self.logs: dict[str, Log] = {}
-        self.lines: int | None = (
-            wanted.lines
-        )  # None after the first call: later files are shown in full
+        # None after the first call: later files are shown in full
+        self.lines: int | None = wanted.lines
 
     def show_new(self, history: History, *, is_over: bool) -> None:
         """Print new lines. A log that is no longer selected is printed to its end."""
@@ -194,7 +193,7 @@ def show(record: Record, wanted: Wanted) -> None:
     printer = Printer(record, wanted)
     printer.show_new(record.history(), is_over=True)
     if not printer.logs:
-        no_logs = f"there are no logs yet; python -m launch status {record.run_dir} shows what the job is waiting for"
+        no_logs = f"there are no logs yet; baretrain launch status {record.run_dir} shows what the job is waiting for"
         say(no_logs, file=sys.stderr)
 
 

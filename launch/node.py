@@ -1,8 +1,8 @@
 """The program that a scheduler starts on each machine of a job: `python -m launch.node COMMAND RUN ...`.
 
 train         runs torchrun with the trainer, from the code of the job
-preflight     runs train.doctor and writes its answer into the record
-collectives   runs train.doctor --collectives under torchrun, over all machines or over groups of them
+preflight     runs baretrain doctor and writes its answer into the record
+collectives   runs baretrain doctor --collectives under torchrun, over all machines or over groups of them
 prepare       prepares one part of a corpus or, with --merge, writes the manifest of all parts
 """
 
@@ -29,15 +29,17 @@ from train.storage.atomic_io import make_alike, open_alike
 from train.storage.folders import canonical_json
 from train.storage.schema import FileName
 
-DOCTOR_S = 300.0  # time limit of train.doctor, which takes seconds
+DOCTOR_S = 300.0  # time limit of baretrain doctor, which takes seconds
+# time limits: one machine must not delay all others
 LIMITS_S = {
     "preflight": DOCTOR_S + 60,
     "collectives": 1800.0,
-}  # time limits: one machine must not delay all others
+}
+# first port and number of ports, all below those that Linux assigns to clients
 FIRST_PORT, PORTS = (
     20_000,
     10_000,
-)  # first port and number of ports, all below those that Linux assigns to clients
+)
 JOIN_S = 120  # time for machines, which have all just answered, to join for collectives; torchrun's default is 900 s
 PREFLIGHT = "gate/{}/{}.json"
 
@@ -45,7 +47,7 @@ PREFLIGHT = "gate/{}/{}.json"
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser(
         "launch.node",
-        "Run one machine's part of a job. Schedulers start this; people use python -m launch.",
+        "Run one machine's part of a job. Schedulers start this; people use baretrain launch.",
         examples=("train runs/mine --hosts n1,n2 --addresses 10.0.0.1 --port 29500 --attempt 1",),
     )
     parser.add_argument("command", choices=COMMANDS)
@@ -82,16 +84,14 @@ def join_flags(
 
 def act(options: argparse.Namespace, s3: S3Config) -> int:
     for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # torchrun inherits this: the signal would end it and orphan its ranks
+        # torchrun inherits this: the signal would end it and orphan its ranks
+        signal.signal(number, signal.SIG_IGN)
     record = Record(options.run, s3, options.job_sha256)
     try:
         return COMMANDS[options.command](Node(record, record.job(), options))
     except InputError as error:
-        if (
-            options.command == "train"
-        ):  # the exit code 2 alone is ambiguous: srun uses it for a missing program
+        # the exit code 2 alone is ambiguous: srun uses it for a missing program
+        if options.command == "train":
             record.append_event(
                 "refused", attempt=options.attempt, node=platform.node(), reason=str(error)
             )
@@ -148,9 +148,8 @@ class Node:
         make_alike(self.logs)
         with open_alike(self.logs / log, "ab") as output:
             process = processes.start(command, env=self.environment, output=output)
-            for number in (
-                processes.FORWARDED
-            ):  # schedulers signal all processes, but `kill` signals only this one
+            # schedulers signal all processes, but `kill` signals only this one
+            for number in processes.FORWARDED:
                 signal.signal(number, lambda number, _: process.send_signal(number))
             code = processes.exit_code(process)
         for path in sorted(self.logs.rglob("*")) if self.record.is_remote else ():
@@ -180,9 +179,8 @@ def rendezvous(node: Node, *, is_train: bool) -> list[str]:
 
 def train(node: Node) -> int:
     code = node.run(node.torchrun("train", node.job.overrides), f"{node.name}.txt")
-    for path in sorted((node.logs / node.name).rglob(REJECTION))[
-        -1:
-    ]:  # torchrun's exit code is 1 for any failure
+    # torchrun's exit code is 1 for any failure
+    for path in sorted((node.logs / node.name).rglob(REJECTION))[-1:]:
         reason = printable(path.read_text(errors="replace"))
         node.record.append_event(
             "refused", attempt=node.options.attempt, node=node.name, reason=reason
@@ -209,9 +207,8 @@ def preflight(node: Node) -> int:
         )
         output.seek(0)
         answer = output.read()
-    if (
-        code == processes.TIMED_OUT or not answer
-    ):  # train.doctor may have hung on a driver or a file system
+    # baretrain doctor may have hung on a driver or a file system
+    if code == processes.TIMED_OUT or not answer:
         answer = canonical_json(
             {
                 "ok": False,

@@ -29,21 +29,22 @@ from train.storage.folders import is_s3, local_path, sha256_json
 from train.storage.hub_access import is_at_hub
 from train.storage.schema import FileName, Sha256
 
+# prefixes of settings that a run must keep, see train/run_folder/identity.py
 FIXED = (
     "task.",
     "model.",
     "optim.",
-)  # prefixes of settings that a run must keep, see train/run_folder/identity.py
+)
 FIXED_KEYS = ("seed", "global_batch_size", "data.path", "seq_len")
-PATH = re.compile(
-    r"(/|~|\.\.?/|file:)[^\n]"
-)  # the start of a path, in settings that may be any text
+# the start of a path, in settings that may be any text
+PATH = re.compile(r"(/|~|\.\.?/|file:)[^\n]")
+# S3, the Hub, or a folder
 PLACES = (
     "data.path",
     "model.pretrained",
     "model.init_from",
     "model.tokenizer",
-)  # S3, the Hub, or a folder
+)
 OF_MACHINE = ("run_dir", "data.cache_dir")  # folders that each machine makes
 RANKS_PER_CPU = 4  # more ranks would only wait for one another
 
@@ -163,9 +164,9 @@ def environment(
 ) -> dict[str, str]:
     """Return the environment variables of every process of a job. Variables that the user sets take precedence.
 
-    `python -m train` sets the variables for network cards, huge pages, open files and processors
+    `baretrain train` sets the variables for network cards, huge pages, open files and processors
     (train.machine.rank_setup), and for Neuron's runtime and compiler (train.machine.machine), before the ranks join.
-    FI_EFA_FORK_SAFE is not set, since only kernels before 5.15 need it (train.doctor warns of these), nor are variables
+    FI_EFA_FORK_SAFE is not set, since only kernels before 5.15 need it (baretrain doctor warns of these), nor are variables
     for which PyTorch's default is right, such as TORCH_NCCL_ASYNC_ERROR_HANDLING.
     """
     variables = {}
@@ -205,5 +206,5 @@ def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], *, run_di
     check(
         not changed,
         f"the settings of {run_dir} have changed since the run began ({', '.join(changed)}); launch it with the old "
-        f"settings, choose another folder, or resume the launched job: python -m launch resume {run_dir}",
+        f"settings, choose another folder, or resume the launched job: baretrain launch resume {run_dir}",
     )

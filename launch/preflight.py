@@ -1,4 +1,4 @@
-"""The preflight: run train.doctor on each machine, choose machines to train on, and run collectives over these."""
+"""The preflight: run baretrain doctor on each machine, choose machines to train on, and run collectives over these."""
 
 from __future__ import annotations
 

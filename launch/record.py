@@ -58,7 +58,7 @@ class Job:
     id: FileName  # name of the run folder, with a checksum of settings and code
     kind: str  # train | prepare
     run_dir: str  # the run folder, or a preparation's output folder
-    overrides: list[str]  # settings of train or train.prepare
+    overrides: list[str]  # settings of train or baretrain prepare
     config_sha256: Sha256  # checksum of the resolved settings
     python: str  # path of the interpreter on the nodes
     folder: str  # the working folder at submission, to which relative paths in the settings refer
@@ -156,7 +156,7 @@ class Record:
             content = self.folder.read(JOB)
         except FileNotFoundError:
             raise InputError(
-                f"{self.run_dir} was not launched: {self.location}/{JOB} is missing; python -m launch list shows the "
+                f"{self.run_dir} was not launched: {self.location}/{JOB} is missing; baretrain launch list shows the "
                 "launched runs"
             ) from None
         found = sha256_bytes(content)
@@ -231,9 +231,8 @@ class Submission:
     scheduler: str
     time_unix_s: float
     nodes: int | None = None
-    handle: dict[str, Any] = field(
-        default_factory=dict
-    )  # the job's identifier; empty before the scheduler answers
+    # the job's identifier; empty before the scheduler answers
+    handle: dict[str, Any] = field(default_factory=dict)
     rejection: str = ""  # why the job could not be started; empty if it could
 
 
@@ -276,13 +275,11 @@ class History:
     failed_gate: dict[str, str] = field(default_factory=dict)  # reasons by node
     stop_asked_unix_s: float | None = None
     cancelled_unix_s: float | None = None
-    excluded: list[str] = field(
-        default_factory=list
-    )  # nodes on which the requeued job must not run
+    # nodes on which the requeued job must not run
+    excluded: list[str] = field(default_factory=list)
     ended: Ended | None = None
-    faults: int = (
-        0  # number of attempts that failed or saved nothing new, plus requeues without an attempt
-    )
+    # number of attempts that failed or saved nothing new, plus requeues without an attempt
+    faults: int = 0
     idle: int = 0  # number of attempts in a row that saved nothing new; those that never began are not counted
     requeued: str = ""  # why the job was requeued; empty once an attempt begins or the job ends
     is_tried: bool = False  # whether an attempt was made since the last requeue
@@ -315,9 +312,8 @@ class History:
                 self.submission.rejection = text(details, "reason") or "rejected"
             case "attempt_began":
                 begun_at = count(details, "checkpoint") or 0
-                if (
-                    last is not None and not last.is_over
-                ):  # its machine was lost; only checkpoints show its progress
+                # its machine was lost; only checkpoints show its progress
+                if last is not None and not last.is_over:
                     self.add_try(progressed=begun_at > last.begun_at)
                 number, nodes = count(details, "number") or 0, texts(details, "nodes")
                 self.attempts.append(AttemptEntry(number, nodes, at_unix_s, begun_at=begun_at))
@@ -363,9 +359,8 @@ class History:
     def add_try(
         self, *, progressed: bool, in_order: bool = False, never_began: bool = False
     ) -> None:
-        self.idle = (
-            0 if progressed else self.idle + (not never_began)
-        )  # an attempt that never began does not count
+        # an attempt that never began does not count
+        self.idle = 0 if progressed else self.idle + (not never_began)
         self.faults += not (progressed and in_order)
 
 

@@ -15,9 +15,8 @@ from train.storage.folders import Folder
 from train.storage.schema import BadContent, read_object
 from train.tasks import scores_of
 
-TAIL_BYTES = (
-    2**22
-)  # bytes read from the end of metrics.jsonl: about 10,000 lines, probably including an evaluation
+# bytes read from the end of metrics.jsonl: about 10,000 lines, probably including an evaluation
+TAIL_BYTES = 2**22
 COMMITTED = re.compile(r"checkpoints/step_([0-9]{1,18})/manifest\.json")
 MAX_SCORES = 6
 
@@ -33,9 +32,8 @@ class RunProgress:
     loss: float | None = None
     tokens_per_s: float | None = None
     mfu: float | None = None
-    goodput: float | None = (
-        None  # share of the time since the first start that was spent in steps that were not lost
-    )
+    # share of the time since the first start that was spent in steps that were not lost
+    goodput: float | None = None
     cost_usd: float | None = None  # cost of all attempts, up to the last line
     evaluated_step: int | None = None
     scores: dict[str, float] = field(default_factory=dict)

@@ -19,14 +19,12 @@ Handle = Mapping[str, Any]  # a scheduler's identifier of a job, as plain JSON
 class State:
     """The current state of a job, as its scheduler reports it."""
 
-    is_active: bool | None = (
-        None  # whether the job is waiting or running, so no other may start; None: unknown
-    )
+    # whether the job is waiting or running, so no other may start; None: unknown
+    is_active: bool | None = None
     text: str = ""  # the state in the scheduler's terms, such as "PENDING (Resources)"
     nodes: list[str] = field(default_factory=list)
-    outcome: str = (
-        ""  # cancelled | failed; empty if the job is active, or if the scheduler reports neither
-    )
+    # cancelled | failed; empty if the job is active, or if the scheduler reports neither
+    outcome: str = ""
     scheduler: str = ""
     failure: str = ""  # why the scheduler did not answer; empty if it did
 

@@ -45,9 +45,8 @@ def status(record: Record) -> Status:
     now_unix_s = time.time()
     job, history = record.job(), record.history()
     answer = ask(record, history.submission)
-    if (
-        answer.is_active is False and not history.has_end
-    ):  # the job may have ended after the record was read
+    # the job may have ended after the record was read
+    if answer.is_active is False and not history.has_end:
         history = record.history()
     progress = read_progress(record.run) if job.kind == "train" else RunProgress()
     total, step, step_s, line_unix_s = (
@@ -154,7 +153,7 @@ def of_job(status: Status) -> list[tuple[str, str]]:
     times = f", {history.submissions} times" if history.submissions > 1 else ""
     end = f"{shown_moment(ended.time_unix_s)}: {ended.outcome}, {ended.reason}" if ended else ""
     if status.state == "vanished":
-        end = f"no record of the reason; python -m launch resume {status.run_dir} continues from what was saved"
+        end = f"no record of the reason; baretrain launch resume {status.run_dir} continues from what was saved"
     return [
         ("scheduler", f"{answer.scheduler}: {says}" if answer.scheduler else says),
         ("machines", ", ".join(answer.nodes) or asked),

@@ -38,9 +38,8 @@ def submit(
         check_unchanged(
             read_yaml(record.folder.read(CONFIG)) or {}, settings, run_dir=record.run_dir
         )
-    if isinstance(
-        run, TrainConfig
-    ):  # the trainer makes these checks too, but only after the machines have started
+    # the trainer makes these checks too, but only after the machines have started
+    if isinstance(run, TrainConfig):
         check_is_run_folder(record.run, record.run.names_here())
         if isinstance(run.data, ShardsConfig) and (
             cluster_of(job).is_here or is_s3(str(run.data.path))
@@ -80,7 +79,7 @@ def claim(record: Record, job: Job, number: int) -> None:
     is_first = record.append_event_as(number, "submitting", **details)
     check(
         is_first,
-        f"another launch of {record.run_dir} came first: see python -m launch status {record.run_dir}",
+        f"another launch of {record.run_dir} came first: see baretrain launch status {record.run_dir}",
     )
 
 
@@ -106,9 +105,8 @@ def check_idle(record: Record) -> int:
     asked = history.submission
     if asked is None or asked.rejection:
         return number
-    if (
-        not asked.handle
-    ):  # the answer was lost or has not arrived: only the scheduler knows whether there is a job
+    # the answer was lost or has not arrived: only the scheduler knows whether there is a job
+    if not asked.handle:
         age_s = max(0.0, time.time() - asked.time_unix_s)
         check(
             history.has_end or age_s >= SUBMITTING_S,
@@ -119,7 +117,7 @@ def check_idle(record: Record) -> int:
     state = scheduler(asked.scheduler).state(record, asked.handle)
     check(
         not state.is_active,
-        f"{record.run_dir} has a job: {state.text}; watch it (python -m launch status {record.run_dir}) or stop it "
-        f"first (python -m launch stop {record.run_dir})",
+        f"{record.run_dir} has a job: {state.text}; watch it (baretrain launch status {record.run_dir}) or stop it "
+        f"first (baretrain launch stop {record.run_dir})",
     )
     return number

@@ -28,13 +28,13 @@ CODES = {"done": DONE, "stopped": STOPPED, "failed": FAILED, "refused": REJECTED
 # Kinds of stops (train/run/stopping.py). KILLED: torchrun got a signal or died. TAKEN_BACK: machines may be lost.
 KILLED = "SIGTERM"
 TAKEN_BACK = (KILLED, "spot_notice", "scheduled_event", "capacity_block")
-IDLE_ATTEMPTS = (
-    2  # after this number of attempts in a row without a new checkpoint, the run is given up
-)
+# after this number of attempts in a row without a new checkpoint, the run is given up
+IDLE_ATTEMPTS = 2
+# how long to retry S3 or Slurm, whose outages may be long; the pause between tries
 RETRIES_S, ASKS_S = (
     900.0,
     5.0,
-)  # how long to retry S3 or Slurm, whose outages may be long; the pause between tries
+)
 PAUSE_S = 5.0  # pause between two attempts, during which a failed service may recover
 
 
@@ -105,7 +105,7 @@ def decide(
 
 
 def prepared(code: int, what: str) -> Decision:
-    """Return the decision after a preparation, or a part of one, from the exit code of train.prepare."""
+    """Return the decision after a preparation, or a part of one, from the exit code of baretrain prepare."""
     outcome = {DONE: "done", REJECTED: "refused"}.get(code, "failed")
     return Decision(
         "end", outcome, f"{what} ended with exit code {code}{'; see its log' if code else ''}"
@@ -191,18 +191,16 @@ def supervise(
     """
     run = record.run
     while True:
-        has_stop_file = (
-            retry(run.size, STOP_FILE) is not None
-        )  # read before the events: `stop` writes its event first
+        # read before the events: `stop` writes its event first
+        has_stop_file = retry(run.size, STOP_FILE) is not None
         history = retry(record.history)
         if history.is_stop_asked:
             return Decision("end", "stopped", "stopped as asked")
         if stop.reason is not None:  # the request came between two attempts, or before the first
             return Decision("requeue", "stopped", stop.reason)
         if has_stop_file:
-            retry(
-                run.remove, STOP_FILE
-            )  # it was meant for an attempt that died before it could stop
+            # it was meant for an attempt that died before it could stop
+            retry(run.remove, STOP_FILE)
         number, before, saved = (
             len(history.attempts) + 1,
             retry(read_outcome, run),
@@ -210,9 +208,8 @@ def supervise(
         )
         began = {"number": number, "nodes": nodes, "checkpoint": saved}
         history.add(Event("attempt_began", 0.0, "", began))
-        if limit := exhausted(
-            history, cluster
-        ):  # an attempt whose machine was lost is counted only now
+        # an attempt whose machine was lost is counted only now
+        if limit := exhausted(history, cluster):
             return Decision("end", "failed", limit)
         retry(record.append_event, "attempt_began", **began)
 
@@ -235,9 +232,8 @@ def supervise(
         }
         ended |= {"outcome": outcome.get("outcome", "failed")}
         history = retry(record.history)
-        rejection = (
-            history.last_attempt.reason if history.last_attempt else ""
-        )  # recorded by a machine
+        # recorded by a machine
+        rejection = history.last_attempt.reason if history.last_attempt else ""
         history.add(Event("attempt_ended", time.time(), "", ended))
         decision = decide(
             outcome, history, cluster, exit_code=code, asked=stop.reason, rejection=rejection

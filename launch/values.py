@@ -26,9 +26,8 @@ def value(hint: Any, values: Object, key: str, default: Any = None) -> Any:
 def number(values: Object, key: str) -> float | None:
     """Return the value of a key if it is a finite number, else None."""
     found = value(float, values, key)
-    return (
-        found if found is not None and abs(found) < LARGEST_FLOAT else None
-    )  # NaN compares as false
+    # NaN compares as false
+    return found if found is not None and abs(found) < LARGEST_FLOAT else None
 
 
 def count(values: Object, key: str) -> int | None:

@@ -35,13 +35,14 @@ if importlib.util.find_spec("torch_xla") is not None:
     torch_xla.device()
 
 # Tests that use one of these fixtures need a service, as all tests of the modules do whose names begin so.
+# the last: a package index
 SERVICE_FIXTURES = {
     "s3_server",
     "shared_slurm",
     "machines",
     "mlflow_server",
     "real_encoder",
-}  # the last: a package index
+}
 SERVICE_MODULES = ("test_ec2_", "test_ami", "test_browser")
 SLOWEST = """test_launch_local test_xla test_compiled test_docs test_fsdp test_ec2_machines test_ami_provision
     test_launch_slurm""".split()
@@ -88,13 +89,11 @@ def quiet_world(tmp_path_factory: pytest.TempPathFactory) -> None:
         os.environ.pop(name, None)
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
-    if (
-        signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    ):  # as in a shell's background; children would inherit it
+    # as in a shell's background; children would inherit it
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(
-        1
-    )  # as in the processes that tests start: sums of floats are the same there
+    # as in the processes that tests start: sums of floats are the same there
+    torch.set_num_threads(1)
 
 
 @pytest.fixture
@@ -102,9 +101,8 @@ def log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> pytest.LogCaptureFixture:
     """What the logger of runs has said in this test."""
-    monkeypatch.setattr(
-        logging.getLogger("train"), "propagate", True
-    )  # a run in this process may have turned it off
+    # a run in this process may have turned it off
+    monkeypatch.setattr(logging.getLogger("train"), "propagate", True)
     caplog.set_level(logging.INFO, "train")
     return caplog
 

@@ -97,9 +97,8 @@ def load() -> None:
     from pytest import MonkeyPatch  # late: forks import this module too
 
     first = forks.Process(target=fail_unless_warm)
-    with (
-        MonkeyPatch.context() as patch
-    ):  # where the server looks for `warm`, and never in the working folder
+    # where the server looks for `warm`, and never in the working folder
+    with MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{Path(__file__).parent}")
         patch.setenv("PYTHONSAFEPATH", "1")
         first.start()
@@ -157,7 +156,7 @@ def launch(program: str, arguments: list[str], *, ranks: int, restarts: int = 0)
     return [TORCHRUN, *options, "--start-method=fork", "--run-path", program, *arguments]
 
 
-# `python -m train`, in which something happens before each loss.
+# `baretrain train`, in which something happens before each loss.
 CHANGED = """
 import itertools, os, signal, sys, time
 from train.tasks.mlm.task import MaskedLMTask

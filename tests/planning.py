@@ -29,7 +29,7 @@ ADDRESSES, PORT = "10.0.0.1,10.0.0.2", 20_707
 
 
 def plan(own: list[str], of_run: list[str]) -> tuple[LaunchConfig, Job]:
-    """What `python -m launch OWN -- OF_RUN` makes of these settings."""
+    """What `baretrain launch OWN -- OF_RUN` makes of these settings."""
     cli.add_schema(
         LaunchConfig, "launch", [("cluster", name, kind) for name, kind in SETTINGS.items()]
     )

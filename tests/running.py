@@ -75,9 +75,8 @@ def prepare_config(output: Path, corpus: Path, *overrides: str) -> PrepareConfig
 
 def train_overrides(run_dir: Path, data: Path, *overrides: str) -> list[str]:
     """A run of a few seconds: a tiny ALBERT, six steps of eight sequences."""
-    is_other = any(
-        override.startswith("model=") for override in overrides
-    )  # a group is typed once
+    # a group is typed once
+    is_other = any(override.startswith("model=") for override in overrides)
     return [
         *TINY[is_other:],
         f"run_dir={run_dir}",
@@ -110,7 +109,7 @@ def run(
     module: str = "train",
     env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m train ...`, alone or on several ranks of this machine under torchrun, in forks (see there)."""
+    """`baretrain train ...`, alone or on several ranks of this machine under torchrun, in forks (see there)."""
     words = [module, *arguments] if ranks == 1 else launch(module, arguments, ranks=ranks)
     return run_forked(words, {**os.environ, **(env or {})})
 
@@ -128,9 +127,7 @@ def command(arguments: list[str], *, ranks: int = 1, module: str = "train") -> l
     return [*launcher, "-m", module, *arguments]
 
 
-def train_here(
-    run_dir: Path, data: Path, *overrides: str
-) -> tuple[str, int]:
+def train_here(run_dir: Path, data: Path, *overrides: str) -> tuple[str, int]:
     """The same run in the tests' own process."""
     from train import loop  # late: conftest.py sets what torch and its neighbours read
 

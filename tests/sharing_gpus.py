@@ -17,10 +17,11 @@ from train.parallel import ddp  # noqa: E402  of the tree that the program belon
 
 pick = ddp.pick_device
 count = torch.cuda.device_count()
+# a test may change them later
 rank, num_ranks = (
     int(os.environ["LOCAL_RANK"]),
     int(os.environ["LOCAL_WORLD_SIZE"]),
-)  # a test may change them later
+)
 ddp.pick_device = lambda name, *_: pick(name, rank % count, min(num_ranks, count))
 if count < num_ranks:
     os.environ |= {"NCCL_HOSTID": str(rank // count), "NCCL_SOCKET_IFNAME": "lo"}

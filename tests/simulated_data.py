@@ -124,10 +124,11 @@ class StandInS3:
 
     def __init__(self, data: Simulated, folder: Path) -> None:
         self.data, self.folder = data, folder
+        # by (user, is a shard)
         self.gets, self.sent_bytes = (
             Counter[tuple[str, bool]](),
             Counter[tuple[str, bool]](),
-        )  # by (user, is a shard)
+        )
         self.lock = threading.Lock()
         self.server = Server(("127.0.0.1", 0), type("Bound", (Handler,), {"service": self}))
         self.location = "s3://simulated/data"
@@ -163,9 +164,8 @@ class StandInS3:
 
 class Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(
-            sys.exc_info()[1], ConnectionError
-        ):  # a client that exits aborts its downloads
+        # a client that exits aborts its downloads
+        if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
 

@@ -126,12 +126,10 @@ class Toy:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.losses = 0  # how often a loss was computed
-        self.scale: Callable[[int], float] = lambda call: (
-            1.0
-        )  # factor of each loss, by its number from 1; may raise
-        self.scores: Iterator[float] | None = (
-            None  # what evaluations give instead of the model's loss
-        )
+        # factor of each loss, by its number from 1; may raise
+        self.scale: Callable[[int], float] = lambda call: 1.0
+        # what evaluations give instead of the model's loss
+        self.scores: Iterator[float] | None = None
 
     def config(self, name: str = "run", **changes: Any) -> TrainConfig:
         """Six steps of eight rows, saved and evaluated after the third and the last. `changes`: a section is a dict."""
@@ -162,9 +160,8 @@ class Toy:
             **settings,
         )
         cfg.watchdog.step_s = 0
-        if (
-            cfg.backend.cuda_graphs is None
-        ):  # its losses change from call to call, which a recording would not see
+        # its losses change from call to call, which a recording would not see
+        if cfg.backend.cuda_graphs is None:
             cfg.backend = replace(cfg.backend, cuda_graphs=False)
         return cfg
 

@@ -1,4 +1,4 @@
-"""`python -m train` with graphs that torch.compile traces, counts and runs, and no kernels, which take g++ a minute."""
+"""`baretrain train` with graphs that torch.compile traces, counts and runs, and no kernels, which take g++ a minute."""
 
 from __future__ import annotations
 

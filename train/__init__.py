@@ -50,7 +50,6 @@ def begin() -> None:
         raise SystemExit(2) from error
 
 
-if sys.argv[:1] == [
-    "-m"
-]:  # `python -m` is about to run a command; an import by another program has no effect
+# `python -m` is about to run a command; an import by another program has no effect
+if sys.argv[:1] == ["-m"]:
     begin()

@@ -9,9 +9,10 @@ from train.machine.torchrun import die_with_torchrun
 
 def main() -> int:
     die_with_torchrun()
+    # imported late: this takes seconds, and the rank must already end if torchrun does
     from train import (
         entry,
-    )  # imported late: this takes seconds, and the rank must already end if torchrun does
+    )
     from train.observe.trackers import unended
 
     code = entry.run_command_line()

@@ -38,9 +38,8 @@ KINDS = (
     "give texts, or mappings from column names to values, in a list, a data frame or a data set"
 )
 FILES = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".conll", ".gz")
-LINES = (
-    1000  # at most this many of the last output lines are kept, to find the reason for a failure
-)
+# at most this many of the last output lines are kept, to find the reason for a failure
+LINES = 1000
 
 __all__ = ["Failure", "InputError", "Result", "evaluate", "predict", "prepare", "train"]
 
@@ -53,14 +52,13 @@ class Result:
     outcome: str  # "done" or "stopped"; the same call resumes a stopped run
     step: int
     metrics: list[dict[str, float]]  # one row per evaluation, for pandas.DataFrame(result.metrics)
-    scores: dict[
-        str, float
-    ]  # those of the exported weights or, without an export, of the last evaluation
+    # those of the exported weights or, without an export, of the last evaluation
+    scores: dict[str, float]
     export: str | None  # a folder for from_pretrained; None if nothing was exported
 
 
 def train(settings: Sequence[str], *, ranks: int = 1, imports: Sequence[str] = ()) -> Result:
-    """Train or resume a run as `python -m train` does with these settings, under torchrun if `ranks` is above 1.
+    """Train or resume a run as `baretrain train` does with these settings, under torchrun if `ranks` is above 1.
 
     A KeyboardInterrupt makes the run save and stop, and is then raised again. `imports` are files for --import.
     """
@@ -71,9 +69,8 @@ def train(settings: Sequence[str], *, ranks: int = 1, imports: Sequence[str] = (
     before = read_outcome(folder)
     code, said = call("train", arguments, ranks=ranks)
     now = read_outcome(folder)
-    ended = (
-        now if now != before else {}
-    )  # torchrun's exit code is the same for a stop and a failure
+    # torchrun's exit code is the same for a stop and a failure
+    ended = now if now != before else {}
     if code != DONE and ended.get("outcome") != "stopped":
         raise Failure(str(ended.get("reason") or said))
     evaluations = [
@@ -99,7 +96,7 @@ def final_scores(run: Run) -> dict[str, float]:
 
 
 def prepare(settings: Sequence[str]) -> str:
-    """Prepare a corpus as `python -m train.prepare` does. Returns the location of the shards, for data.path."""
+    """Prepare a corpus as `baretrain prepare` does. Returns the location of the shards, for data.path."""
     settings = values(settings)
     done("train.prepare", settings)
     return str(composed("train.prepare", settings)["output"])
@@ -112,7 +109,7 @@ def predict(
     options: Sequence[str] = (),
     imports: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Return a model's prediction for each row, as `python -m train.predict` makes it.
+    """Return a model's prediction for each row, as `baretrain predict` makes it.
 
     `model` is a run, a transformers folder or a Hub id. `rows` are texts, or mappings from column names to values: one,
     or a list, generator, array, data frame or data set of them. A Path names a file of rows. `options` are further
@@ -156,7 +153,7 @@ def predict(
 def evaluate(
     model: str, settings: Sequence[str] = (), *, ranks: int = 1, imports: Sequence[str] = ()
 ) -> dict[str, float]:
-    """Return the metrics of a run or another model on validation data, as `python -m train.evaluate` does."""
+    """Return the metrics of a run or another model on validation data, as `baretrain evaluate` does."""
     with TemporaryDirectory() as folder:
         output = Path(folder, "metrics.json")
         arguments = [*values([model, *listed(settings)]), f"--output={output}", *flags(imports)]
@@ -287,9 +284,8 @@ def call(module: str, arguments: Sequence[str], *, ranks: int) -> tuple[int, str
         try:
             show(process, said)
         except KeyboardInterrupt:
-            process.send_signal(
-                signal.SIGINT
-            )  # a notebook's interrupt signals only its kernel, not the command
+            # a notebook's interrupt signals only its kernel, not the command
+            process.send_signal(signal.SIGINT)
             show(process, said)
             raise
         finally:

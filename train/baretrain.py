@@ -1,6 +1,6 @@
-"""The program `baretrain COMMAND ...`: `baretrain train` runs `python -m train`.
+"""The program `baretrain COMMAND ...`: `baretrain train` runs `baretrain train`.
 
-`baretrain report` runs `python -m train.report`, and `baretrain launch` runs `python -m launch`. The program works in
+`baretrain report` runs `baretrain report`, and `baretrain launch` runs `baretrain launch`. The program works in
 any folder, even in one that contains a file `train.py`.
 """
 
@@ -51,9 +51,8 @@ def main() -> int:
         )
         return 2
     train.begin()
-    os.environ.setdefault(
-        "PYTHONSAFEPATH", "1"
-    )  # Child processes must not import modules from the current folder.
+    # Child processes must not import modules from the current folder.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
     module = name if name in PACKAGES else f"train.{name}"
     sys.argv[:2] = [module]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""The command `python -m train.bench`, which `train.tools.bench.command` implements."""
+"""The command `baretrain bench`, which `train.tools.bench.command` implements."""
 
 from train.tools.bench.command import main
 

@@ -1,4 +1,4 @@
-"""The command `python -m train.compare`, which `train.tools.compare` implements."""
+"""The command `baretrain compare`, which `train.tools.compare` implements."""
 
 from train.tools.compare import main
 

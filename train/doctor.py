@@ -1,4 +1,4 @@
-"""The command `python -m train.doctor`, which `train.tools.doctor` implements."""
+"""The command `baretrain doctor`, which `train.tools.doctor` implements."""
 
 import sys
 

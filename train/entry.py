@@ -1,4 +1,4 @@
-"""The entry point of `python -m train`, from the command line to the exit code and the end of torchrun."""
+"""The entry point of `baretrain train`, from the command line to the exit code and the end of torchrun."""
 
 from __future__ import annotations
 
@@ -87,9 +87,8 @@ def attempt(cfg: TrainConfig) -> int:
         return {"done": cli.DONE, "stopped": cli.STOPPED}.get(over["outcome"], cli.FAILED)
     if launch.rank == 0:
         ranks = plural(launch.world_size, "rank")
-        say(
-            f"starting {cfg.run_dir}: {ranks}", file=sys.stderr
-        )  # Importing torch takes several seconds.
+        # Importing torch takes several seconds.
+        say(f"starting {cfg.run_dir}: {ranks}", file=sys.stderr)
     rank_setup.prepare(launch, forks=cfg.data.num_workers > 0)
     search_rarely()  # garbage is collected rarely until `loop.run` has imported the task
     # Without this variable, transformers imports accelerate, if installed, which imports torch_xla. That wastes two
@@ -114,21 +113,19 @@ def attempt(cfg: TrainConfig) -> int:
         except SystemExit as error:  # a second signal arrived: exit without waiting for a save
             leave_at_once(int(error.code or cli.FAILED))
         except BaseException as error:
-            is_agreed = isinstance(
-                error, AGREED
-            )  # all ranks raise the same error, so none waits for another
+            # all ranks raise the same error, so none waits for another
+            is_agreed = isinstance(error, AGREED)
             logger.error("failed: %s", error, exc_info=not is_agreed)
             if not may_continue(kind_of(error), ""):
                 end_torchrun()
             if launch.world_size > 1 and not is_agreed:
-                leave_at_once(
-                    cli.FAILED
-                )  # waiting for the other ranks could hang; torchrun ends them
+                # waiting for the other ranks could hang; torchrun ends them
+                leave_at_once(cli.FAILED)
             return cli.FAILED
     if reason in ENDS:
         flags = cfg.s3.flags() if is_s3(cfg.run_dir) else []
         logger.info(
-            "%s at step %d: python -m train.report %s",
+            "%s at step %d: baretrain report %s",
             reason,
             step,
             shlex.join([cfg.run_dir, *flags]),

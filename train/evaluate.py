@@ -1,4 +1,4 @@
-"""The command `python -m train.evaluate`, which `train.tools.evaluate` implements."""
+"""The command `baretrain evaluate`, which `train.tools.evaluate` implements."""
 
 from train.tools.evaluate import main
 

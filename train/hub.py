@@ -1,4 +1,4 @@
-"""The command `python -m train.hub`, which `train.tools.hub` implements."""
+"""The command `baretrain hub`, which `train.tools.hub` implements."""
 
 from train.tools.hub import main
 

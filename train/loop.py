@@ -59,9 +59,10 @@ def run(cfg: TrainConfig, stop: StopRequest, *, on_line: OnLine | None = None) -
         check_launch(cfg.instance, launched())
         check_attention(cfg)
         if cfg.hub.push_to is not None:
+            # imports the report's code, which few runs need
             from train.observe.push import (
                 check_push,
-            )  # imports the report's code, which few runs need
+            )
 
             check_push(cfg)
         saves = on_line is None
@@ -99,9 +100,8 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
     cfg, plan, task, world = attempt.cfg, attempt.plan, attempt.task, backend.world
     folder, watch = attempt.folder, attempt.watch
     if cfg.data.verify:
-        world.run_on_local_rank0(
-            task.verify_data
-        )  # this sends no heartbeats, so the watchdog ends it if it hangs
+        # this sends no heartbeats, so the watchdog ends it if it hangs
+        world.run_on_local_rank0(task.verify_data)
     world.agree(lambda: check_same_code(world.gather(imported.identity())))
     world.agree(lambda: check_same_data(world.gather(task.data_id)))
     torch.manual_seed(cfg.seed)  # all ranks need the same initial weights
@@ -131,9 +131,8 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
         is_first_on_machine=world.local_rank == 0,
         run_tag=os.environ.get("NEURON_PROCESS_TAG"),
     )
-    flops = cache(
-        partial(task.flops_per_example, model)
-    )  # cached: counting takes as long as launching a few kernels
+    # cached: counting takes as long as launching a few kernels
+    flops = cache(partial(task.flops_per_example, model))
     with data.prefetcher or nullcontext():  # must be open until the export has read the samples
         with (
             monitor,
@@ -145,9 +144,8 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
             if progress.step == 0 and attempt.saves and not progress.owes_evaluation:
                 try_evaluation(attempt, backend, engine)
             reason = train(attempt, backend, engine, data, metrics, checkpoints)
-            if (
-                metrics.progress.step == 0
-            ):  # stopped during an evaluation: the checkpoint records that it is due
+            # stopped during an evaluation: the checkpoint records that it is due
+            if metrics.progress.step == 0:
                 checkpoints.save(None, is_last=True)
             checkpoints.finish()
             if metrics.owes_summary():
@@ -183,13 +181,11 @@ def train(
     progress = metrics.progress
     if progress.owes_evaluation:
         score = evaluate(attempt, backend, engine, metrics)
-        if (
-            progress.owes_evaluation
-        ):  # stopped; this step's checkpoint records that the evaluation is due
+        # stopped; this step's checkpoint records that the evaluation is due
+        if progress.owes_evaluation:
             return who_asked(attempt, votes)
-        if is_over(
-            attempt, progress
-        ):  # without this checkpoint the next start would evaluate again
+        # without this checkpoint the next start would evaluate again
+        if is_over(attempt, progress):
             checkpoints.save(score, is_last=True)
     batches = [] if is_over(attempt, progress) else draw_first(attempt, data, metrics, votes)
     while not is_over(attempt, progress):

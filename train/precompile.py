@@ -1,4 +1,4 @@
-"""The command `python -m train.precompile`, which `train.tools.precompile` implements."""
+"""The command `baretrain precompile`, which `train.tools.precompile` implements."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The command `python -m train.predict`, which `train.tools.predict` implements."""
+"""The command `baretrain predict`, which `train.tools.predict` implements."""
 
 from train.tools.predict import main
 

@@ -1,4 +1,4 @@
-"""The command `python -m train.prepare`, which `train.tools.prepare` implements."""
+"""The command `baretrain prepare`, which `train.tools.prepare` implements."""
 
 from train.tools.prepare import main
 

@@ -1,4 +1,4 @@
-"""The command `python -m train.records`, which `train.tools.records` implements."""
+"""The command `baretrain records`, which `train.tools.records` implements."""
 
 from train.tools.records import main
 

@@ -1,4 +1,4 @@
-"""The command `python -m train.report`, which `train.tools.report` implements."""
+"""The command `baretrain report`, which `train.tools.report` implements."""
 
 from train.tools.report import main
 

@@ -1,4 +1,4 @@
-"""The command `python -m train.settings`, which `train.tools.settings` implements."""
+"""The command `baretrain settings`, which `train.tools.settings` implements."""
 
 from train.tools.settings import main
 

@@ -1,4 +1,4 @@
-"""The command `python -m train.shards`, which `train.tools.shards` implements."""
+"""The command `baretrain shards`, which `train.tools.shards` implements."""
 
 from train.tools.shards import main
 

@@ -33,10 +33,10 @@ if [ "${DEVICES:-}" != absent ]; then
     if compgen -G "/sys/class/infiniband/*" >/dev/null; then
         fi_info -p efa >/dev/null || fail "this machine has EFA, but libfabric does not see it"
     fi
-    "$python" -m train.doctor --instance "$type"
+    "$python" -m train doctor --instance "$type"
 fi
 
-timeout 600 "$python" -m train.prepare corpus=text corpus.path=/usr/share/common-licenses/GPL-3 output=data \
+timeout 600 "$python" -m train prepare corpus=text corpus.path=/usr/share/common-licenses/GPL-3 output=data \
     seq_len=32 tokenizer.vocab_size=500 validation_fraction=0.1 >prepare.log 2>&1 ||
     fail "train.prepare failed: $(tail -1 prepare.log)"
 timeout 600 "$python" -m train experiment=demo backend=ddp backend.device=cpu data.path=data run_dir=run \

@@ -36,9 +36,8 @@ class Layer(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """Return the layer's output [B, S, H] for hidden states [B, S, H]."""
-        qkv = (
-            self.qkv(states).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        )  # [3, B, heads, S, HEAD]
+        # [3, B, heads, S, HEAD]
+        qkv = self.qkv(states).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(*qkv.unbind())
         states = self.norm(states + self.out(attended.transpose(1, 2).flatten(2)))
         return self.last_norm(states + self.down(F.gelu(self.up(states), approximate="tanh")))

@@ -19,18 +19,19 @@ from train.config.backend import CUDA, NEURON
 from train.machine.versions import read_versions
 from train.storage.schema import record
 
+# types of network interfaces; efa-only has no IP address
 INTERFACE, EFA, EFA_ONLY = (
     "interface",
     "efa",
     "efa-only",
-)  # types of network interfaces; efa-only has no IP address
+)
+# tags of images: the kind (neuron or cuda), and the SDK
 KIND_TAG, SDK_TAG = (
     "baretrain:image",
     "baretrain:neuron-sdk",
-)  # tags of images: the kind (neuron or cuda), and the SDK
-OWN_IMAGE = (
-    "/baretrain/ami/{}/latest"  # SSM parameters with the ids of this account's promoted images
 )
+# SSM parameters with the ids of this account's promoted images
+OWN_IMAGE = "/baretrain/ami/{}/latest"
 AMI = re.compile(r"ami-[0-9a-f]{8,17}")
 
 
@@ -85,9 +86,8 @@ def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:
     sites, interfaces = list[Site](), list[Interface]()
     for region in api.regions(cluster.regions):
         info = api.instance_type(region, job.instance)
-        is_neuron = "NeuronInfo" in info or job.instance.startswith(
-            "trn"
-        )  # EC2 reports no NeuronInfo for trn2u
+        # EC2 reports no NeuronInfo for trn2u
+        is_neuron = "NeuronInfo" in info or job.instance.startswith("trn")
         accelerators = NEURON if is_neuron else CUDA
         image = pinned.get(region) or image_id(
             api, region, cluster.image or OWN_IMAGE.format(accelerators)
@@ -242,7 +242,7 @@ def image_id(api: Api, region: str, given: str) -> str:
 
 
 def check_image(api: Api, region: str, image: str, accelerators: str) -> str:
-    """Return an image's root device. Raises InputError if python -m ami built it for other machines or another SDK."""
+    """Return an image's root device. Raises InputError if baretrain ami built it for other machines or another SDK."""
     described, versions = api.image(region, image), read_versions()
     tags = {tag["Key"]: tag["Value"] for tag in described.get("Tags", ())}
     wanted = versions["neuron-sdk"]
@@ -253,7 +253,7 @@ def check_image(api: Api, region: str, image: str, accelerators: str) -> str:
     )
     check(
         accelerators != NEURON or sdk == wanted,
-        f"image {image} has Neuron SDK {sdk}, but this version of baretrain needs {wanted}: python -m ami neuron "
+        f"image {image} has Neuron SDK {sdk}, but this version of baretrain needs {wanted}: baretrain ami neuron "
         "builds one",
     )
     return str(described.get("RootDeviceName", ""))

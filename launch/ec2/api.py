@@ -24,32 +24,32 @@ LATER = (  # errors after which the subnet is tried again, since it may have cap
     "UnfulfillableCapacity",
     "ReservationCapacityExceeded",
 )
+# skip the subnet
 NEVER = (
     "InsufficientFreeAddressesInSubnet",
     "Unsupported",
     "VolumeLimitExceeded",
     *QUOTA,
-)  # skip the subnet
-NO_PROFILE = (
-    "InvalidParameterValue (instance profile)"  # EC2 does not know the profile, or not yet
 )
+# EC2 does not know the profile, or not yet
+NO_PROFILE = "InvalidParameterValue (instance profile)"
 CURES = {
-    **dict.fromkeys(QUOTA, "python -m launch quota shows the quota to ask for"),
+    **dict.fromkeys(QUOTA, "baretrain launch quota shows the quota to ask for"),
     **dict.fromkeys(
         NOT_ALLOWED,
-        "your user's or role's policy does not allow it: python -m launch iam prints one that does (docs/ec2.md)",
+        "your user's or role's policy does not allow it: baretrain launch iam prints one that does (docs/ec2.md)",
     ),
     "InsufficientFreeAddressesInSubnet": "name a larger subnet (cluster.subnets)",
     "Unsupported": "this zone, or this market, does not have the type: name other subnets (cluster.subnets)",
     "InvalidInstanceType": "the region does not have this type: choose another region (cluster.regions)",
-    "InvalidAMIID.NotFound": "image ids differ by region: name one of this region (cluster.image; python -m ami list)",
-    "ParameterNotFound": "build an image (python -m ami neuron, or cuda) and promote it (python -m ami promote), which "
+    "InvalidAMIID.NotFound": "image ids differ by region: name one of this region (cluster.image; baretrain ami list)",
+    "ParameterNotFound": "build an image (baretrain ami neuron, or cuda) and promote it (baretrain ami promote), which "
     "makes the parameter (cluster.image); AWS's Deep Learning images lack baretrain",
     "InvalidSubnetID.NotFound": "the region does not have this subnet (cluster.subnets, cluster.regions)",
     "InvalidGroup.NotFound": "the region does not have this security group (cluster.security_group)",
     "InvalidCapacityReservationId.NotFound": "the region does not have this one (cluster.capacity_reservation)",
-    "InvalidIamInstanceProfileName.NotFound": "create it (python -m launch iam prints its policy)",
-    NO_PROFILE: "create it (cluster.instance_profile; python -m launch iam prints its policy); EC2 accepts a new "
+    "InvalidIamInstanceProfileName.NotFound": "create it (baretrain launch iam prints its policy)",
+    NO_PROFILE: "create it (cluster.instance_profile; baretrain launch iam prints its policy); EC2 accepts a new "
     "profile only after some seconds",
 }
 
@@ -60,9 +60,8 @@ class Api:
         self.session = open_session(S3Config(profile=profile))
         self.default_region = region or self.session.region_name
         self.clients: dict[tuple[str, str, int], Any] = {}
-        self.before_create: Callable[[], None] = lambda: (
-            None
-        )  # raises an error if no resource may be made any more
+        # raises an error if no resource may be made any more
+        self.before_create: Callable[[], None] = lambda: None
 
     def regions(self, named: Sequence[str]) -> list[str]:
         """Return the named regions, or else the default region. Raises InputError if there is none."""

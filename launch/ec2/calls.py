@@ -41,11 +41,12 @@ KINDS = (
     "placement-group",
 )
 MADE = {RUN: "instance", PLACEMENT: "placement-group", SECURITY: "security-group"}
+# EC2's filters
 BY_ID = {
     "instance": "instance-id",
     "placement-group": "group-name",
     "security-group": "group-id",
-}  # EC2's filters
+}
 STOPS = ("ended", "cancelled")  # events after which no resource is made
 SIGNED_S = 900.0  # how long EC2 accepts a signed request (EC2 API reference, RequestExpired)
 LISTS_S = 300.0  # how long EC2 may take to list new resources (EC2 API reference, "Eventual consistency")
@@ -68,9 +69,8 @@ class Call:
     process: str  # owner_name of the process that makes the call
     sent_unix_s: float
     answered_unix_s: float | None = None
-    made: list[str] = field(
-        default_factory=list
-    )  # ids of machines or of a security group, or a placement group's name
+    # ids of machines or of a security group, or a placement group's name
+    made: list[str] = field(default_factory=list)
     error: str = ""  # EC2's code, or why there is no answer yet
 
     def __post_init__(self) -> None:
@@ -90,9 +90,8 @@ class Call:
             return self.answered_unix_s + LISTS_S
         stopped_unix_s, is_submitted = None, False  # state since the call's launch began
         for event in events:
-            if (
-                event.kind == "submitting" and not is_submitted
-            ):  # this launch or an earlier one begins
+            # this launch or an earlier one begins
+            if event.kind == "submitting" and not is_submitted:
                 stopped_unix_s = None
             elif event.kind in ("submitting", *STOPS) and stopped_unix_s is None:
                 stopped_unix_s = event.time_unix_s
@@ -101,9 +100,8 @@ class Call:
         if stopped_unix_s is None:
             return float("inf")
         signed_s = 0.0 if is_gone(self.process) else SIGNED_S
-        return (
-            max(stopped_unix_s, self.sent_unix_s) + signed_s + LISTS_S
-        )  # the later one, because clocks differ
+        # the later one, because clocks differ
+        return max(stopped_unix_s, self.sent_unix_s) + signed_s + LISTS_S
 
 
 def read_calls(run: Record) -> list[Call]:

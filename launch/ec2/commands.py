@@ -1,4 +1,4 @@
-"""The commands `python -m launch clean | iam | quota` for EC2. boto3 is imported only when a command needs it."""
+"""The commands `baretrain launch clean | iam | quota` for EC2. boto3 is imported only when a command needs it."""
 
 from __future__ import annotations
 
@@ -75,9 +75,8 @@ def clean(options: argparse.Namespace, s3: S3Config) -> int:
         return FAILED if left else DONE
     is_known = bool(record.event_names())
     if is_known and not record.history().has_end:
-        record.append_event(
-            "cancelled", reason="launch clean"
-        )  # written first: a running launch then stops
+        # written first: a running launch then stops
+        record.append_event("cancelled", reason="launch clean")
     left = calls.remove(api, record, regions)
     if left:
         say(*(f"still there: {each}" for each in left))
@@ -184,10 +183,11 @@ def quota(options: argparse.Namespace, s3: S3Config) -> int:
     instance, nodes, pattern = options.instance, options.nodes, QUOTAS[options.market]
     api, is_enough = Api(s3.profile, s3.region), False
     for region in api.regions(options.regions):
+        # p5 of p5en.48xlarge
         info, family = (
             api.instance_type(region, instance),
             re.findall(r"[a-z]+\d+", instance)[0],
-        )  # p5 of p5en.48xlarge
+        )
         needed = nodes * int(info["VCpuInfo"]["DefaultVCpus"])
         listed = api.pages(
             region, "list_service_quotas", "Quotas", service="service-quotas", ServiceCode="ec2"

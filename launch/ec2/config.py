@@ -21,44 +21,34 @@ class Ec2Config(ClusterConfig):
 
     kind: str = "ec2"
     gate: bool = True
-    regions: list[str] = field(
-        default_factory=list
-    )  # The regions to try, in order; [] uses s3.region, or else the
-    # profile's region.
-    subnets: list[str] = field(
-        default_factory=list
-    )  # The subnets to try, in order; [] uses the default VPC's.
-    security_group: str | None = (
-        None  # The id of a security group; None makes one for the run and removes it later.
-    )
-    instance_profile: str | None = (
-        None  # The machines' role; `python -m launch iam` prints the policy it needs.
-    )
-    image: str | None = (
-        None  # The image, ami-... or an SSM parameter with its id; None uses the promoted image.
-    )
-    python: str = "/opt/baretrain/venv/bin/python"  # The image's interpreter, which has baretrain's packages.
-    market: str = setting(
-        "on-demand", among=MARKETS
-    )  # The way in which the machines are paid for.
-    capacity_reservation: str | None = None  # The id of a reservation or a capacity block.
-    placement_group: str = (
-        "true"  # The name of a placement group; true makes one, false uses none.
-    )
-    public_address: bool = (
-        False  # Give machines public addresses; needs a type with only one network interface.
-    )
-    disk_gib: int = setting(200, above=0)  # The size of the root volume, in GiB.
-    max_wait_s: int = setting(
-        3600, above=0
-    )  # The maximum time to wait for capacity or for an answer, in seconds.
-    max_run_s: int = setting(
-        86400, above=0
-    )  # The time after which the run is asked to stop, in seconds. Each machine
-    # shuts down half an hour later.
-    again: bool = (
-        False  # Ask for all machines again after an interruption, until max_run_s has passed.
-    )
+    # The regions to try, in order; [] uses s3.region, or else the profile's region.
+    regions: list[str] = field(default_factory=list)
+    # The subnets to try, in order; [] uses the default VPC's.
+    subnets: list[str] = field(default_factory=list)
+    # The id of a security group; None makes one for the run and removes it later.
+    security_group: str | None = None
+    # The machines' role; `baretrain launch iam` prints the policy it needs.
+    instance_profile: str | None = None
+    # The image, ami-... or an SSM parameter with its id; None uses the promoted image.
+    image: str | None = None
+    # The image's interpreter, which has baretrain's packages.
+    python: str = "/opt/baretrain/venv/bin/python"
+    # The way in which the machines are paid for.
+    market: str = setting("on-demand", among=MARKETS)
+    # The id of a reservation or a capacity block.
+    capacity_reservation: str | None = None
+    # The name of a placement group; true makes one, false uses none.
+    placement_group: str = "true"
+    # Give machines public addresses; needs a type with only one network interface.
+    public_address: bool = False
+    # The size of the root volume, in GiB.
+    disk_gib: int = setting(200, above=0)
+    # The maximum time to wait for capacity or for an answer, in seconds.
+    max_wait_s: int = setting(3600, above=0)
+    # The time after which the run is asked to stop, in seconds. Each machine shuts down half an hour later.
+    max_run_s: int = setting(86400, above=0)
+    # Ask for all machines again after an interruption, until max_run_s has passed.
+    again: bool = False
 
     def interpreter(self) -> str:
         return self.python
@@ -69,10 +59,11 @@ class Ec2Config(ClusterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Hydra converts the booleans true and false to these strings
         if self.placement_group in (
             "True",
             "False",
-        ):  # Hydra converts the booleans true and false to these strings
+        ):
             self.placement_group = self.placement_group.lower()
         check(
             self.market != "capacity-block" or self.capacity_reservation is not None,

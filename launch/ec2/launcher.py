@@ -29,10 +29,11 @@ from train.storage.aws_errors import BadCredentials, Rejected
 from train.storage.schema import read_object, read_yaml
 
 POLL_S = 20.0
+# first and longest pause between rounds over all subnets, and between tries of a call
 FIRST_S, MOST_S = (
     10.0,
     300.0,
-)  # first and longest pause between rounds over all subnets, and between tries of a call
+)
 LEAVE_S = 180.0  # time for machines to upload their logs and shut down, once the run has ended
 VISIBLE_S = 10.0  # time for EC2 to recognise a new group
 FAILED_START = "ec2/failed/{}.json"  # the reason why a machine could not start, see boot.sh
@@ -96,9 +97,8 @@ class Launcher:
         if not reason:
             return False
         say(f"interrupted: {reason}")
-        is_decided = (
-            "requeued" in self.events_since_machines()
-        )  # the first machine has recorded its decision
+        # the first machine has recorded its decision
+        is_decided = "requeued" in self.events_since_machines()
         # The groups are kept for the next machines.
         self.remove(leaves=is_decided, only=("instance", "spot-instances-request"))
         self.is_training = False
@@ -179,10 +179,11 @@ class Launcher:
                 self.answered(call, error=error.code)
                 raise
             except Unreachable as error:
+                # shown by the status command
                 call.error, call.sent_unix_s = (
                     str(error),
                     time.time(),
-                )  # shown by the status command
+                )
                 call.write(self.record)
                 raise
 
@@ -212,7 +213,7 @@ class Launcher:
                     cure = (
                         ""
                         if self.is_training
-                        else f"; python -m launch resume {self.record.run_dir} asks again"
+                        else f"; baretrain launch resume {self.record.run_dir} asks again"
                     )
                     waited = f"waited {shown_duration(waited_s)} (cluster.max_wait_s)"
                     raise kind(f"{error}; {waited}{cure}") from error
@@ -246,10 +247,11 @@ class Launcher:
     def placement_group(self, site: Site) -> str | None:
         """Return the name of the site's placement group, which is made if necessary; None if none is wanted."""
         name, is_made = placement_name(self.record, self.cluster, site, self.job.nodes)
+        # EC2 lists deleted groups for a while
         by = {
             "group-name": [str(name)],
             "state": ["pending", "available"],
-        }  # EC2 lists deleted groups for a while
+        }
         if is_made and not self.api.pages(
             site.region, "describe_placement_groups", "PlacementGroups", by=by
         ):
@@ -267,9 +269,8 @@ class Launcher:
             each.id: each
             for each in calls.resources(self.api, self.record, [call.region], "instance")
         }
-        since = (
-            self.events_since_machines()
-        )  # read after EC2's answer: a machine records its reason before it ends
+        # read after EC2's answer: a machine records its reason before it ends
+        since = self.events_since_machines()
         if "ended" in since:
             return ""
         calls.check(self.record, self.resolved.id)
@@ -347,4 +348,4 @@ def allow_itself(api: Api, region: str, group: str) -> None:
 
 
 def undo(record: Record) -> str:
-    return f"python -m launch clean {record.run_dir} --yes removes everything"
+    return f"baretrain launch clean {record.run_dir} --yes removes everything"

@@ -39,19 +39,20 @@ from train.storage.schema import FileName
 
 REGISTERED, STEPS = "ec2/machines/{:04d}/", "ec2/steps/{:04d}/{:04d}.json"
 END = "end"
+# seconds between reads of the record, signs of life, uploads of logs
 POLL_S, SIGN_S, LOGS_S = (
     2.0,
     10.0,
     30.0,
-)  # seconds between reads of the record, signs of life, uploads of logs
-BOOT_S = (
-    900.0  # time for all machines to boot and register, and for the first machine to write a step
 )
+# time for all machines to boot and register, and for the first machine to write a step
+BOOT_S = 900.0
 END_S = 60.0  # time for a process to end: the trainer may be saving
+# in boot.sh's folder: a file made when S3 has answered, and this program's output
 ALIVE, LOG = (
     "alive",
     "machine.txt",
-)  # in boot.sh's folder: a file made when S3 has answered, and this program's output
+)
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def conclude(record: Record, cluster: Ec2Config, decision: Decision) -> bool:
         retry(record.append_event, "requeued", reason=decision.reason)
         return True
     hint = (
-        f"; python -m launch resume {record.run_dir} continues it"
+        f"; baretrain launch resume {record.run_dir} continues it"
         if decision.next == "requeue"
         else ""
     )

@@ -110,9 +110,8 @@ def interfaces(
     common: dict[str, Any] = {"SubnetId": site.subnet, "DeleteOnTermination": True}
     if group is not None:
         common["Groups"] = [group]
-    if (
-        len(resolved.interfaces) == 1
-    ):  # EC2 rejects this key for several interfaces; the subnet's default then applies
+    # EC2 rejects this key for several interfaces; the subnet's default then applies
+    if len(resolved.interfaces) == 1:
         common["AssociatePublicIpAddress"] = cluster.public_address
     return [
         {
@@ -145,9 +144,8 @@ def user_data(
     job: Job, record: Record, *, request: int, max_run_s: int, dead_s: int = DEAD_S
 ) -> bytes:
     """Return a request's user data, before encoding. It is the same for all machines, and contains no secret."""
-    is_plain = (
-        re.fullmatch(r"[\w./+-]+", job.python, re.ASCII) is not None
-    )  # boot.sh runs it as a command
+    # boot.sh runs it as a command
+    is_plain = re.fullmatch(r"[\w./+-]+", job.python, re.ASCII) is not None
     check(is_plain, f"cluster.python={job.python!r} must be a path of letters, digits and _./+-")
     flags = replace(record.s3, profile=None).flags()  # a machine has a role instead
     words = [

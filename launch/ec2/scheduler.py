@@ -95,7 +95,7 @@ class Scheduler(spec.Scheduler):
         there = [str(each) for each in left if each.kind == "instance"]
         check(
             not there,
-            f"EC2 has, or may have, machines of this run already: {', '.join(there)}; python -m launch clean "
+            f"EC2 has, or may have, machines of this run already: {', '.join(there)}; baretrain launch clean "
             f"{record.run_dir} --yes removes them",
         )
         return {
@@ -151,7 +151,7 @@ class Scheduler(spec.Scheduler):
         left = calls.left_over(api, record, regions)
         states = ("pending", "running", sweep.UNLISTED, sweep.UNANSWERED)
         may_run = [str(each) for each in left if each.kind == "instance" and each.state in states]
-        proof = f"python -m launch clean {record.run_dir} --yes verifies that nothing is left"
+        proof = f"baretrain launch clean {record.run_dir} --yes verifies that nothing is left"
         if may_run:
             raise Failure(f"EC2 may still have {', '.join(may_run)}; {proof}, and ends them")
         say(proof)
@@ -191,7 +191,7 @@ def check_job(job: Job, cluster: Ec2Config, record: Record) -> None:
     check(
         bool(s3.region or s3.endpoint), f"{no_region}; set it (after --), as s3.region=us-east-1"
     )
-    check(bool(cluster.instance_profile), f"{no_role}; python -m launch iam prints what it needs")
+    check(bool(cluster.instance_profile), f"{no_role}; baretrain launch iam prints what it needs")
 
 
 def open_api(record: Record) -> Api:
@@ -246,9 +246,8 @@ def planned(
             if api:
                 api.ask(site.region, "run_instances", DryRun=True, **requests[-1])
         except Rejected as error:
-            if (
-                error.code != "DryRunOperation"
-            ):  # this code means that EC2 would accept the request
+            # this code means that EC2 would accept the request
+            if error.code != "DryRunOperation":
                 raise
     return resolved, requests[0]
 
@@ -304,10 +303,11 @@ def plan_lines(
     if is_made:
         yield f"placement group {name} will be made"
     price_name = "usd_per_hour_spot" if cluster.market == "spot" else "usd_per_hour"
+    # then a timer ends the machines
     price, longest_s = (
         getattr(cfg.instance, price_name),
         cluster.max_run_s + SPARE_S,
-    )  # then a timer ends the machines
+    )
     limit = (
         f"{shown_duration(longest_s)} (cluster.max_run_s, plus {shown_duration(SPARE_S)} to save)"
     )
@@ -322,7 +322,7 @@ def plan_lines(
         if hours is not None and hours * 3600 > cluster.max_run_s:
             most = f"${math.ceil(usd):,} for a part of the run, of about ${math.ceil(expected_usd):,} for the whole"
         yield f"cost: {most}: {cfg.nodes} x ${price:.2f} an hour x {limit}; disks cost extra"
-    yield f"undo: python -m launch cancel {record.run_dir} --yes; python -m launch clean {record.run_dir} --yes"
+    yield f"undo: baretrain launch cancel {record.run_dir} --yes; baretrain launch clean {record.run_dir} --yes"
     yield (
         "EC2 would accept the request (DryRun in each subnet, which does not check capacity)"
         if cfg.check

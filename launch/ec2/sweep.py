@@ -14,9 +14,8 @@ from train.machine.console import say
 from train.storage.aws_errors import Rejected
 
 FIRST_S, MOST_S = 5.0, 60.0  # first and longest pause between two rounds
-LIMIT_S = (
-    1200.0  # time limit of a sweep: machines with many network interfaces take minutes to end
-)
+# time limit of a sweep: machines with many network interfaces take minutes to end
+LIMIT_S = 1200.0
 # Errors about a resource that is already removed, or can be removed once the machines are gone.
 PASSING = {
     "DependencyViolation",
@@ -25,17 +24,20 @@ PASSING = {
     "VolumeInUse",
 }
 PASSING |= {"InvalidNetworkInterface.InUse", "InvalidParameterValue", "IncorrectState"}
+# states of a resource that only the run's record lists
 UNLISTED, UNANSWERED = (
     "not listed yet",
     "may exist",
-)  # states of a resource that only the run's record lists
+)
+# states that forbid deletion
 BUSY = (
     "in-use",
     "deleting",
     "attaching",
     "detaching",
     "shutting-down",
-)  # states that forbid deletion
+)
+# EC2 shows removed resources for a while
 GONE = (
     "terminated",
     "deleted",
@@ -43,7 +45,7 @@ GONE = (
     "cancelled",
     "failed",
     "disabled",
-)  # EC2 shows removed resources for a while
+)
 KINDS = {  # how to list each kind: operation, key of the answer, key of the id
     "spot-instances-request": (
         "describe_spot_instance_requests",

@@ -52,7 +52,7 @@ SIGNALLED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)  # srun's exit codes af
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    purpose = "Run a job inside Slurm. python -m launch cluster=slurm submits it."
+    purpose = "Run a job inside Slurm. baretrain launch cluster=slurm submits it."
     parser = command_parser("launch.slurm.batch", purpose, examples=("runs/mine",))
     parser.add_argument("run", help="run folder")
     parser.add_argument(
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_job(options: argparse.Namespace, s3: S3Config) -> int:
     check(
         "SLURM_JOB_ID" in os.environ,
-        "this is not a Slurm job; submit one with python -m launch cluster=slurm",
+        "this is not a Slurm job; submit one with baretrain launch cluster=slurm",
     )
     record = Record(options.run, s3, options.job_sha256)
     with recording_failure(record):
@@ -88,9 +88,8 @@ class Batch:
         self.all_nodes = list(retry(self.slurm.hostnames, os.environ["SLURM_JOB_NODELIST"]))
         self.nodes = self.all_nodes[: job.nodes]
         self.is_ending = False  # whether Slurm is ending the job
-        self.limit_s = (
-            math.inf
-        )  # time.monotonic() at the time limit, which is set once the limit is near
+        # time.monotonic() at the time limit, which is set once the limit is near
+        self.limit_s = math.inf
         self.is_overdue = False  # whether the limit was reached before the run had stopped
         self.steps = 0  # number of srun steps so far, which determines each step's port
         self.never_began = False  # whether Slurm failed to start the preflight or a preparation
@@ -104,9 +103,8 @@ class Batch:
             decision = supervise(
                 self.record, self.cluster, self.attempt, nodes=self.nodes, stop=self.stop
             )
-        is_end = (
-            decision.next != "requeue" or not self.is_ending
-        )  # if false, Slurm itself may requeue the job
+        # if false, Slurm itself may requeue the job
+        is_end = decision.next != "requeue" or not self.is_ending
         if is_end:
             decision = self.requeue(decision)
             self.end(decision)
@@ -125,9 +123,8 @@ class Batch:
         """
         now_s = time.monotonic()
         if number == signal.SIGUSR1:
-            self.limit_s = (
-                now_s + self.cluster.stop_before_s
-            )  # the limit may be a minute later (man sbatch, --signal)
+            # the limit may be a minute later (man sbatch, --signal)
+            self.limit_s = now_s + self.cluster.stop_before_s
         elif now_s < self.limit_s:
             self.is_ending = True
         else:

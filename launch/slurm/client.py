@@ -22,10 +22,11 @@ from train.storage.schema import BadContent, shown
 # job or set options that the plan does not show (SBATCH_WAIT waits for the job's end, SBATCH_ARRAY_INX makes an array).
 KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 OWN = ("SLURM_", "SBATCH_", "SCANCEL_", "SQUEUE_", "SACCT_", "SINFO_")
+# 0 shows full lists; not set for sbatch: its job would inherit both
 READING = {
     "LC_ALL": "C",
     "SLURM_BITSTR_LEN": "0",
-}  # 0 shows full lists; not set for sbatch: its job would inherit both
+}
 
 SILENT = re.compile(
     "Unable to contact|Socket timed out|Connection (refused|timed out|reset)|No route to host|standby mode"
@@ -82,9 +83,8 @@ class SlurmJob:
     state: str  # Slurm's name: PENDING, RUNNING, COMPLETED, ...
     reason: str  # why the job waits, or why it failed; may be empty
     nodes: tuple[str, ...]  # names of the nodes on which it runs, or ran last
-    array_task: str | None = (
-        None  # number of the task; a list such as "4-9" for tasks that have not begun
-    )
+    # number of the task; a list such as "4-9" for tasks that have not begun
+    array_task: str | None = None
 
     @property
     def is_over(self) -> bool:
@@ -213,9 +213,8 @@ class Slurm:
         said = self.answer(
             "sinfo", "--all", "--noheader", "--Node", f"--nodes={node}", "--format=%o"
         ).split()
-        if len(set(said)) != 1 or not re.fullmatch(
-            rf"{HOST}|[0-9a-fA-F:.]+", said[0]
-        ):  # one line for each partition
+        # one line for each partition
+        if len(set(said)) != 1 or not re.fullmatch(rf"{HOST}|[0-9a-fA-F:.]+", said[0]):
             raise Failure(f"sinfo shows no address of node {node}: {shown(said)}")
         return said[0]
 

@@ -40,31 +40,24 @@ class SlurmConfig(ClusterConfig):
 
     kind: str = "slurm"
     gate: bool = True
-    partition: str | None = None  # The partition; None uses the site's default.
-    sbatch_args: list[str] = field(
-        default_factory=list
-    )  # The additional options of sbatch (man sbatch), for example
-    # ["--gres=gpu:8","--qos=high"]; they may include --account, --constraint, --reservation, --exclude and --chdir.
-    exclusive: bool = True  # Reserve whole nodes.
-    time_limit: str | None = (
-        None  # The time limit, such as 30 (minutes), 12:00:00 or 2-00:00:00; None uses the
-    )
-    # partition's.
-    stop_before_s: int = setting(
-        300, above=0, most=65535
-    )  # The time before time_limit, in seconds, at which the run
-    # is asked to stop with a checkpoint.
-    container: str | None = (
-        None  # The container image; None uses none. Apptainer runs *.sif files and URLs such as
-    )
-    # docker://NAME; pyxis runs *.sqsh files and names in a registry.
-    container_mounts: list[str] = field(
-        default_factory=list
-    )  # The folders that are mounted into the container, at
-    # the same paths.
-    prologue: list[str] = field(
-        default_factory=list
-    )  # The lines of bash that run first; exports reach every rank.
+    # The partition; None uses the site's default.
+    partition: str | None = None
+    # The additional options of sbatch (man sbatch), for example ["--gres=gpu:8","--qos=high"]; they may include
+    # --account, --constraint, --reservation, --exclude and --chdir.
+    sbatch_args: list[str] = field(default_factory=list)
+    # Reserve whole nodes.
+    exclusive: bool = True
+    # The time limit, such as 30 (minutes), 12:00:00 or 2-00:00:00; None uses the partition's.
+    time_limit: str | None = None
+    # The time before time_limit, in seconds, at which the run is asked to stop with a checkpoint.
+    stop_before_s: int = setting(300, above=0, most=65535)
+    # The container image; None uses none. Apptainer runs *.sif files and URLs such as docker://NAME; pyxis runs *.sqsh
+    # files and names in a registry.
+    container: str | None = None
+    # The folders that are mounted into the container, at the same paths.
+    container_mounts: list[str] = field(default_factory=list)
+    # The lines of bash that run first; exports reach every rank.
+    prologue: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,9 +70,8 @@ class SlurmConfig(ClusterConfig):
         for each in self.sbatch_args:
             check_argument(each)
         for folder in self.container_mounts:
-            ok = folder.startswith("/") and not re.search(
-                r"[:,]", folder
-            )  # colons and commas separate mounts
+            # colons and commas separate mounts
+            ok = folder.startswith("/") and not re.search(r"[:,]", folder)
             check(
                 ok,
                 f"cluster.container_mounts has {folder!r}: use absolute paths without colons and commas",
@@ -104,10 +96,10 @@ def time_limit_s(text: str) -> int | None:
     if match is None:
         return None
     days, first, second, third = (int(group or 0) for group in match.groups())
-    if (
-        match[1] is not None or match[4] is not None
-    ):  # days-hours[:minutes[:seconds]], hours:minutes:seconds
+    # days-hours[:minutes[:seconds]], hours:minutes:seconds
+    if match[1] is not None or match[4] is not None:
         hours, minutes, seconds = first, second, third
-    else:  # minutes[:seconds]
+    # minutes[:seconds]
+    else:
         hours, minutes, seconds = 0, first, second
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds or None

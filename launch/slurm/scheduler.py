@@ -134,9 +134,8 @@ def options(job: Job, record: Record) -> list[str]:
     # folder on the node, and the job uploads the output when it ends.
     made += [f"--output={'/dev/null' if record.is_remote else log}"]
     if job.kind == "train":
-        made += [
-            "--dependency=singleton"
-        ]  # two jobs of this name, that is, of this run, never run at the same time
+        # two jobs of this name, that is, of this run, never run at the same time
+        made += ["--dependency=singleton"]
         made += [f"--nodes={job.nodes + job.spares}", f"--signal=B:USR1@{cluster.stop_before_s}"]
     else:
         made += ["--nodes=1", *([f"--array=1-{job.parts}"] if is_array else [])]

@@ -1,4 +1,4 @@
-"""`python -m ami` against moto's EC2, SSM and IAM, with a stand-in for Packer. Nothing here ran on AWS."""
+"""`baretrain ami` against moto's EC2, SSM and IAM, with a stand-in for Packer. Nothing here ran on AWS."""
 
 import json
 import os
@@ -206,9 +206,8 @@ def test_a_plan_needs_no_credentials_and_a_build_does(aws, says, monkeypatch):
     monkeypatch.delenv("AWS_DEFAULT_REGION")
     assert "no region is named: set one, such as us-east-1" in says("neuron", 2)
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.setenv(
-        "FAKE_PACKER_VERSION", "Packer v1.6.6"
-    )  # which a build needs, and a plan does not
+    # which a build needs, and a plan does not
+    monkeypatch.setenv("FAKE_PACKER_VERSION", "Packer v1.6.6")
     for words in (
         "neuron",
         f"neuron regions=[{REGION}] base=ami-0123456789abcdef0",
@@ -254,7 +253,7 @@ def test_a_build_makes_an_image_and_its_copies_and_leaves_nothing_else(aws, says
     made = dict(re.findall(r"made (ami-\w+) in (\S+)", out))
     assert sorted(made.values()) == [REGION, OTHER]
     (here,) = (image for image, region in made.items() if region == REGION)
-    assert f"python -m ami promote {here} --region {REGION} --region {OTHER} --yes" in out
+    assert f"baretrain ami promote {here} --region {REGION} --region {OTHER} --yes" in out
     for image, region in made.items():
         (answer,) = boto3.client("ec2", region).describe_images(ImageIds=[image])["Images"]
         tags = {tag["Key"]: tag["Value"] for tag in answer["Tags"]}
@@ -301,9 +300,10 @@ def test_what_a_build_leaves_that_fails_or_is_interrupted_is_removed(
     assert said in out.splitlines()[-1]
     for kind in ("instance", "security-group", "key-pair", "role"):
         assert f"to be removed: {kind} " in out
+    # Packer first
     assert how == "fail" or (aws.folder / "packer.log").read_text().endswith(
         "build\ninterrupted\n"
-    )  # Packer first
+    )
     nothing_left(aws, says)
 
 

@@ -38,6 +38,7 @@ exec chroot "$root" "$@"
 """
 
 
+# folders whose content may change
 LATE = (
     "log",
     "cache",
@@ -47,11 +48,12 @@ LATE = (
     "dev",
     "lists",
     "__pycache__",
-)  # folders whose content may change
+)
+# threads that share a busy processor wait for one another
 SMOKE = {
     "DEVICES": "absent",
     "OMP_NUM_THREADS": "1",
-}  # threads that share a busy processor wait for one another
+}
 BASE = "ami-0123456789abcdef0"
 
 
@@ -119,9 +121,8 @@ def root(tmp_path_factory):
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
         pytest.skip(f"{NOT_PERMITTED}: no mount namespaces either")
     folder = tmp_path_factory.mktemp("system") / "root"
-    settings = (
-        folder / "etc/dpkg/dpkg.cfg.d/quick"
-    )  # nobody reads its manuals, and it need not outlive a power cut
+    # nobody reads its manuals, and it need not outlive a power cut
+    settings = folder / "etc/dpkg/dpkg.cfg.d/quick"
     settings.parent.mkdir(parents=True)
     settings.write_text(
         "force-unsafe-io\npath-exclude=/usr/share/doc/*\npath-exclude=/usr/share/man/*\n"
@@ -131,9 +132,8 @@ def root(tmp_path_factory):
         [*words, where[1], folder, where[0]], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-2000:]
-    (folder / "usr/sbin/policy-rc.d").write_text(
-        "#!/bin/sh\nexit 101\n"
-    )  # no service starts in here
+    # no service starts in here
+    (folder / "usr/sbin/policy-rc.d").write_text("#!/bin/sh\nexit 101\n")
     (folder / "usr/sbin/policy-rc.d").chmod(0o755)
     shutil.copy("/etc/resolv.conf", folder / "etc/resolv.conf")
     yield folder
@@ -180,10 +180,9 @@ def test_an_image_is_made_tested_and_the_same_after_a_second_time(root, tmp_path
     make(root, uploaded)
     text = root / "usr/share/common-licenses/GPL-3"
     content = text.read_bytes()
-    text.write_text(
-        ""
-    )  # nothing to learn from: the second time the smoke test fails, when it has made its manifest
-    fails(root, "smoke", "error: train.prepare failed: ", **SMOKE)
+    # nothing to learn from: the second time the smoke test fails, when it has made its manifest
+    text.write_text("")
+    fails(root, "smoke", "error: baretrain prepare failed: ", **SMOKE)
     text.write_bytes(content)
     second = state(root)
     assert not {name for name in {*first, *second} if first.get(name) != second.get(name)}

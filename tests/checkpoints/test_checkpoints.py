@@ -107,9 +107,8 @@ def test_a_checkpoint_of_another_version_is_left_alone(run_dir, prepared):
 def test_only_damaged_checkpoints_stop_the_run_instead_of_starting_over(run_dir, prepared):
     damage(run_dir, 3, "bit")
     damage(run_dir, 6, "short")
-    for _ in range(
-        2
-    ):  # a second start does not take the first one's rejection for an empty folder
+    # a second start does not take the first one's rejection for an empty folder
+    for _ in range(2):
         with pytest.raises(
             NoneValid, match="none of the checkpoints.*model.pt has .*model.pt has sha256"
         ):

@@ -1,4 +1,4 @@
-"""Looking into the checkpoints of a run by `python -m train.checkpoints`."""
+"""Looking into the checkpoints of a run by `baretrain checkpoints`."""
 
 import dataclasses
 import json
@@ -178,9 +178,8 @@ def test_any_step_can_be_exported_where_the_data_is_gone_or_named(
 ):
     set_config(run_dir, f"path: {prepared}", "path: /gone")
     if not is_described:
-        shutil.rmtree(
-            run_dir / "model"
-        )  # as the run of a task of one's own, or of an earlier version
+        # as the run of a task of one's own, or of an earlier version
+        shutil.rmtree(run_dir / "model")
     data = [] if is_described else ["--data", prepared]
     code, output = called(capsys, run_dir, "export", tmp_path / "out", "--step", 3, *data)
     assert code == 0 and "step 3, as requested" in output.out

@@ -88,9 +88,8 @@ def test_a_save_stopped_before_any_of_its_requests_leaves_the_checkpoint_before_
     """As by a kill: no request comes after it. The model goes in parts."""
     monkeypatch.setattr(s3.TRANSFER, "multipart_threshold", PART_BYTES)
     monkeypatch.setattr(s3.TRANSFER, "multipart_chunksize", PART_BYTES)
-    for number in range(
-        11
-    ):  # the mark; begin, two parts, end; two files, the lease, the manifest; the mark
+    # the mark; begin, two parts, end; two files, the lease, the manifest; the mark
+    for number in range(11):
         prefix = f"stop-{number}"
         store = store_of(bucket, tmp_path, prefix)
         save(store, 3)
@@ -113,9 +112,8 @@ def test_a_save_stopped_before_any_of_its_requests_leaves_the_checkpoint_before_
 @pytest.mark.parametrize("do", ["status", "lose", "delay"])
 def test_a_disturbed_save_is_committed_once(bucket, tmp_path, do):
     """The answer to the manifest's creation is lost too: what is there then is not taken for another job's."""
-    folder = open_folder(
-        bucket.location("run"), bucket.config(timeout_s=6.0)
-    )  # 1 s for an attempt
+    # 1 s for an attempt
+    folder = open_folder(bucket.location("run"), bucket.config(timeout_s=6.0))
     store = S3Store(folder, tmp_path / "staging")
     bucket.proxy.set(Fault(do, match="^PUT .*manifest.json", times=1 if do == "delay" else 2))
     save(store, 6)

@@ -70,10 +70,11 @@ def unexported(finetuned, tmp_path):
 def test_a_fine_tuning_is_exported_without_its_data_as_by_itself(finetuned, unexported, tmp_path):
     assert command.main([str(unexported), "export", str(tmp_path / "out")]) == 0
     wanted = {path.name: path.read_bytes() for path in (finetuned[1] / "export").iterdir()}
+    # the run's own: its card, and how far it had come
     del (
         wanted["README.md"],
         wanted[exported.MARK],
-    )  # the run's own: its card, and how far it had come
+    )
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == wanted
     config = HEADS[finetuned[0]].from_pretrained(tmp_path / "out").config
     assert finetuned[0] == "qa" or config.id2label == {0: "bad", 1: "fair", 2: "good"}

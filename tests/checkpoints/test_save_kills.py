@@ -25,6 +25,7 @@ from train.parallel.optim import build_optimizer
 from train.storage import atomic_io
 
 OLDER, LAST, NEXT = 1, 3, 6  # to be removed, whole, and being saved
+# of sys.addaudithook
 EVENTS = (
     "open",
     "os.mkdir",
@@ -32,7 +33,7 @@ EVENTS = (
     "os.link",
     "os.remove",
     "os.rmdir",
-)  # of sys.addaudithook
+)
 
 
 class Stages:
@@ -64,9 +65,8 @@ class Stages:
         ):
             return
         path, *others = arguments
-        if (
-            event in ("os.remove", "os.rmdir") and others[0] != -1
-        ):  # shutil.rmtree goes by handles of folders
+        # shutil.rmtree goes by handles of folders
+        if event in ("os.remove", "os.rmdir") and others[0] != -1:
             path = Path(f"/proc/self/fd/{others[0]}").readlink() / path
         if str(path).startswith(str(self.folder)):
             self.reach(event, str(path), str(others[0]) if event == "os.rename" else others[-1])
@@ -220,9 +220,8 @@ def at_risk(disk, event, path, detail):
         return "latest", disk.unsafe & {path.parent, path.parent.parent}
     if moves and step_of(path.name) is not None:
         return "removal", disk.unsafe & {path.parent}
-    if event == "os.remove" and not path.name.startswith(
-        "."
-    ):  # or the step would come back, without its files
+    # or the step would come back, without its files
+    if event == "os.remove" and not path.name.startswith("."):
         return "deletion", disk.unsafe & {path.parent.parent}
     return None
 

@@ -182,9 +182,8 @@ def test_the_last_save_waits_as_long_as_it_takes_with_a_heartbeat(tmp_path):
     store, trained = HeldStore(tmp_path), built()
     saver = saver_of(store, max_wait_s=0.0)
     save(saver, 3, trained)
-    save(
-        saver, 6, trained, must=True, on_wait=store.opened.set
-    )  # without one it would wait for ever
+    # without one it would wait for ever
+    save(saver, 6, trained, must=True, on_wait=store.opened.set)
     saver.close(waits=True)
     assert [(result.step, result.failure) for result in saver.take()] == [(3, None), (6, None)]
     assert store.steps() == [3, 6]
@@ -227,9 +226,8 @@ class Rejecting(LocalStore):
     def begin(self, step, num_bytes):
         folder = super().begin(step, num_bytes)
         if self.rejected.endswith(".pt"):
-            (folder / self.rejected).symlink_to(
-                "/dev/full"
-            )  # the kernel rejects every byte, as on a full disk
+            # the kernel rejects every byte, as on a full disk
+            (folder / self.rejected).symlink_to("/dev/full")
         return folder
 
     def commit(self, scratch, manifest):

@@ -196,12 +196,13 @@ def test_a_save_lacks_no_part_whichever_rank_fails(tmp_path):
         "LOCAL_WORLD_SIZE": "2",
         "PYTHONPATH": f"{Path(__file__).parent.parent}:{Path(__file__).parent}",
     }
+    # without torchrun, which would end rank 0 for rank 1
     ranks = [
         start_forked(
             [Path(__file__).stem, str(tmp_path)], {**env, "RANK": rank, "LOCAL_RANK": rank}
         )
         for rank in "01"
-    ]  # without torchrun, which would end rank 0 for rank 1
+    ]
     for process in ranks:
         process.join()
     failures, steps, remains = json.loads((tmp_path / "failures.json").read_text())
@@ -216,9 +217,8 @@ def test_a_save_lacks_no_part_whichever_rank_fails(tmp_path):
         f"RuntimeError: rank 1: {no_number}",
         None,
     ]
-    assert (
-        failures[6].startswith("RuntimeError: ") and "Connection" in failures[6]
-    )  # reset, or closed by peer
+    # reset, or closed by peer
+    assert failures[6].startswith("RuntimeError: ") and "Connection" in failures[6]
     store = LocalStore(tmp_path / "checkpoints")
     for step in steps:
         assert torch.equal(

@@ -125,9 +125,8 @@ def test_the_copy_makes_room_for_a_newer_save(store, unsent, monkeypatch):
 
 def test_the_last_save_is_tried_again_while_there_is_time(bucket, store, caplog):
     saver = saver_of(store)
-    bucket.proxy.set(
-        Fault("status", match="^PUT .*/optimizer.pt", times=10)
-    )  # seven in the first attempt
+    # seven in the first attempt
+    bucket.proxy.set(Fault("status", match="^PUT .*/optimizer.pt", times=10))
     save(saver, 6, built(), patience_s=60.0)
     saver.wait()
     assert [result.failure for result in saver.take()] == [None]

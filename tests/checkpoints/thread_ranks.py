@@ -37,9 +37,8 @@ from train.parallel.ranks import World
 from train.storage.schema import Head
 
 SAVES = 5
-SETTINGS = {
-    f"section.name_of_setting_{number}": number for number in range(300)
-}  # in place of a run's settings
+# in place of a run's settings
+SETTINGS = {f"section.name_of_setting_{number}": number for number in range(300)}
 LOCAL = 32  # ranks per machine
 ROW = 4096  # values in a rank's row
 PAGE = 1000  # maximum objects in a response of ListObjectsV2
@@ -113,10 +112,11 @@ class Objects:
     def __init__(self, content: dict[str, bytes]) -> None:
         self.content = content
         self.downloads: set[str] = set()
+        # a file that is damaged in downloads, and its step ("": any)
         self.damages, self.is_of_step = (
             "",
             "",
-        )  # a file that is damaged in downloads, and its step ("": any)
+        )
         self.requests: Counter[str] = Counter()
         self.lock = threading.Lock()
 

@@ -44,12 +44,13 @@ def test_a_composition_leaves_no_trace_in_the_next():
     changed = load("optim=lamb", "seed=7", "optim.betas=[0.5,0.5]")
     changed.optim.betas.append(0.5)
     assert changed.seed == 7 and load("optim=lamb") == before
+    # of several values the last counts
     given = [
         "max_steps=1",
         "max_steps=2",
         "seed=1",
         "max_steps=3",
-    ]  # of several values the last counts
+    ]
     assert load(*given).max_steps == 3 and load(*given[::-1]).max_steps == 1
 
 
@@ -105,9 +106,8 @@ def test_a_recipe_may_name_norwegian(tmp_path, monkeypatch):
     recipe = "defaults: [csv]\nlabels: [de, no, en]\nlabel_map: {off: no}\nname: no\nheader: no\npath: x\n"
     (tmp_path / "conf/data/reviews.yaml").write_text(recipe)
     monkeypatch.delitem(sys.modules, "conf")
-    monkeypatch.setattr(
-        cli, "compose_options", cli.compose_options.__wrapped__
-    )  # it knows the files of before
+    # it knows the files of before
+    monkeypatch.setattr(cli, "compose_options", cli.compose_options.__wrapped__)
     monkeypatch.syspath_prepend(tmp_path)
     given = ["task=classify", "data=reviews", "run_dir=r", "max_steps=1", "micro_batch_size=1"]
     data = cli.load_config(TrainConfig, given).data
@@ -245,9 +245,8 @@ def test_a_batch_is_divided_into_equal_parts_that_the_instance_takes(
 
 
 @pytest.mark.parametrize("machines", [1, 16])
-@pytest.mark.parametrize(
-    "seq_len", [512, None]
-)  # None: precompiling, which does not open the data
+# None: precompiling, which does not open the data
+@pytest.mark.parametrize("seq_len", [512, None])
 def test_the_published_recipe_fits_any_number_of_trn1_machines(machines: int, seq_len: int | None):
     cfg = cli.load_config(
         TrainConfig, ["experiment=albert_pretrain", "backend=xla", "instance=trn1.32xlarge"]

@@ -22,7 +22,7 @@ from train.run.help import groups
 from train.tools import settings
 
 PAGE = ROOT / "docs" / "settings.md"
-COMMAND = "python -m train.settings > docs/settings.md"
+COMMAND = "baretrain settings > docs/settings.md"
 KEY = re.compile(r"^\| `([^`]+)` \| ([^|]+) \| `(.*?)` \| (.*?) ?(?<!\\)\| (.*) \|$", re.MULTILINE)
 OPTION = re.compile(r"^\| `([^`]+)` \| ([^|]+) \|$", re.MULTILINE)
 # Of a value what it is, "The steps between saves", of a switch what true does, "Save ..."; behind a semicolon what null
@@ -69,7 +69,7 @@ def test_the_page_is_what_its_command_prints(tmp_path: Path) -> None:
         shutil.copy(ROOT / name, tmp_path / name)
     for package in ("train", "launch", "ami"):
         (tmp_path / package).symlink_to(ROOT / package)
-    words = [sys.executable, "-m", "train.settings"]
+    words = [sys.executable, "-m", "train", "settings"]
     printed = subprocess.run(
         words, cwd=tmp_path, capture_output=True, text=True, check=True
     ).stdout

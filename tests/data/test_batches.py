@@ -216,9 +216,8 @@ def test_too_little_shared_memory_for_the_loader_processes_is_rejected(tmp_path,
     )
     for fits in ({"num_ranks": 1}, {"num_workers": 0}, {"prefetch": 1}):
         loader.check_shared_memory(**{**settings, **fits})
-    monkeypatch.setattr(
-        shutil, "disk_usage", lambda _: SimpleNamespace(free=0, total=0)
-    )  # not counted: FUSE
+    # not counted: FUSE
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0, total=0))
     loader.check_shared_memory(**settings)
 
 

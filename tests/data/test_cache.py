@@ -69,14 +69,12 @@ def test_the_window_is_the_usual_one_or_what_fits(of_size):
         == of_size(20, total).window_shards(one_lane)
         == 256
     )
-    assert (
-        of_size(20, total - 1).window_shards(one_lane) == 3
-    )  # 6 windows of 3 shards, and validation
+    # 6 windows of 3 shards, and validation
+    assert of_size(20, total - 1).window_shards(one_lane) == 3
     assert of_size(20, 10 * MB + 6 * 64 * MB).window_shards(one_lane) == 1
     assert of_size(20, 9 * MB + 6 * 64 * MB).window_shards(one_lane) == 0
-    assert (
-        of_size(20, total - 1).window_shards(two) == 1
-    )  # 2 times 6 windows, and 2 shards that are cut
+    # 2 times 6 windows, and 2 shards that are cut
+    assert of_size(20, total - 1).window_shards(two) == 1
     half = order_of(20, lanes=2, window=5, world_size=2)  # this machine reads one of the two lanes
     assert of_size(20, total - 1).window_shards(half) == 5
     small = of_size(20, 10 * MB + 6 * 64 * MB - MB)
@@ -134,9 +132,8 @@ def test_what_the_disk_has_not_is_not_promised(of_size):
     full = of_size(3, 300 * MB, free=100 * MB)
     rejects("has 0.1 GB free, but the shards would take 0.202 GB; free some", full.limit_bytes)
     there = of_size(3, 150 * MB, free=100 * MB)
-    (there.folder / "train-00000.safetensors").write_text(
-        ""
-    )  # what is there already needs no more space
+    # what is there already needs no more space
+    (there.folder / "train-00000.safetensors").write_text("")
     assert there.limit_bytes() == 150 * MB
 
 

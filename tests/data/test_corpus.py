@@ -197,9 +197,8 @@ def test_what_cannot_be_opened_is_named_instead_of_left_out(tmp_path, monkeypatc
     link.unlink()
     (tmp_path / "a.txt").write_text("x")
     with monkeypatch.context() as rejecting:
-        rejecting.setattr(
-            os, "access", lambda *_: False
-        )  # root, who may run this, can read everything
+        # root, who may run this, can read everything
+        rejecting.setattr(os, "access", lambda *_: False)
         assert "a.txt cannot be read: permission denied" in error_of("text", tmp_path)
     (tmp_path / "locked").mkdir()
     scandir = os.scandir
@@ -278,9 +277,8 @@ def in_parts(corpus: Corpus, count: int) -> list[str]:
 def several_files(folder: Path, suffix: str) -> Path:
     """A folder of the same rows in four files, two without any row or byte if the format allows it."""
     folder.mkdir()
-    null = (
-        [{"text": None, "id": -2}] if suffix == ".parquet" else []
-    )  # other formats cannot hold one, or must not
+    # other formats cannot hold one, or must not
+    null = [{"text": None, "id": -2}] if suffix == ".parquet" else []
     for name, rows in (("a", ROWS[:7]), ("b", ROWS[7:8]), ("d", [*null, *ROWS[8:]])):
         if suffix == ".txt":
             (folder / f"{name}.txt").write_text(
@@ -527,17 +525,15 @@ def test_bad_rows_of_a_data_set_are_named(tmp_path):
 def test_the_python_documentation_is_topics_and_docstrings():
     corpus = open_corpus(CorpusConfig(kind="pydocs", name="test"))
     assert len(corpus.modules) > 500
-    corpus.modules = [
-        path for path in corpus.modules if path.name.startswith("te")
-    ]  # all take ten seconds
+    # all take ten seconds
+    corpus.modules = [path for path in corpus.modules if path.name.startswith("te")]
     documents = list(corpus.documents())
     assert corpus.total_bytes == sum(document.source_bytes for document in documents) > 400_000
     assert min(len(document.text) for document in documents) >= 100
     joined = "\n".join(document.text for document in documents)
     assert "Assert statements are a convenient way to insert debugging" in joined  # a topic
-    assert (
-        "Wrap a single paragraph of text, returning a list of wrapped lines." in joined
-    )  # a docstring
+    # a docstring
+    assert "Wrap a single paragraph of text, returning a list of wrapped lines." in joined
     assert in_parts(corpus, 7) == texts(corpus)
 
 
@@ -557,9 +553,8 @@ def test_docstrings_of_all_a_module_defines_are_found_without_running_it(tmp_pat
     monkeypatch.setattr(corpus_module.sysconfig, "get_path", lambda _: str(tmp_path))
     monkeypatch.setattr(corpus_module, "topics", {})
     result = texts(open_corpus(CorpusConfig(kind="pydocs", name="test")))
-    assert (
-        len(result) == 2 and result[1] == ("new " * 40).strip()
-    )  # without the docstring that a.py has
+    # without the docstring that a.py has
+    assert len(result) == 2 and result[1] == ("new " * 40).strip()
     assert [part.split()[0] for part in result[0].split("\n\n")] == [
         *names[:2],
         "indented",

@@ -139,9 +139,8 @@ def test_characters_that_become_no_token_count_as_unknown(dropping, corpus, tmp_
     task = task_of(tuning(tmp_path / "run", dropping, *given, "data.validation_fraction=0.3"))
     notes = task.tables.facts["splits"]["train"]["notes"]
     examples = task.tables.facts["splits"]["train"]["examples"]
-    assert (
-        notes["unknown_tokens"] == examples and notes["truncated"] > 0
-    )  # also what was cut was looked at
+    # also what was cut was looked at
+    assert notes["unknown_tokens"] == examples and notes["truncated"] > 0
     assert next(each for each in task.remarks if "train: " in each).startswith("warning: ")
     for share, wanted in (("我", None), ("我" * 20, "too many to learn from")):
         text = "\n".join(

@@ -183,9 +183,8 @@ def test_a_run_on_cola_is_judged_by_matthews_correlation(tmp_path, tokenizer_fol
     names = ("accuracy", "f1_macro", "f1_weighted", "matthews_correlation", "f1")
     said = ", ".join(f"{name} {result[name]:.4f}" for name in names)
     assert capsys.readouterr().out.endswith(f"{said} on the 10 rows with a known answer (of 10)\n")
-    (tmp_path / "new.tsv").write_text(
-        (path / "test.tsv").read_text().partition("\n")[2]
-    )  # without its header
+    # without its header
+    (tmp_path / "new.tsv").write_text((path / "test.tsv").read_text().partition("\n")[2])
     assert (
         predict.main([str(run), "--input", str(tmp_path / "new.tsv"), "--text-column", "1", *FP32])
         == 0

@@ -76,9 +76,8 @@ def lines_as_before(line: str) -> list[str]:
 def test_ordinary_text_gives_the_same_shards_as_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        preparation, "MOST_WEIGHED_CHARS", 0
-    )  # documents are held out by their hash alone
+    # documents are held out by their hash alone
+    monkeypatch.setattr(preparation, "MOST_WEIGHED_CHARS", 0)
     monkeypatch.setattr(preparation, "LONG_CHARS", MAX_LINE_CHARS)
     pieces = [*PIECES, *SYLLABLES, *(f"##{syllable}" for syllable in SYLLABLES), "."]
     model = models.WordPiece(

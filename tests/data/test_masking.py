@@ -31,9 +31,8 @@ def masker(**changes):
 
 @pytest.fixture(scope="module")
 def tokens():
-    result = (
-        np.random.default_rng(0).integers(5, V, (B, S)).astype(np.uint16)
-    )  # as the shards hold them
+    # as the shards hold them
+    result = np.random.default_rng(0).integers(5, V, (B, S)).astype(np.uint16)
     result[:, 0], result[:, 20], result[:, -1] = 2, 3, 3
     return result
 

@@ -122,9 +122,8 @@ def test_validation_text_of_its_own_is_all_of_it_and_training_goes_without(
     ]
     assert prepare.main(table) == 2 and "choose the same" in capsys.readouterr().err
     prepare.prepare(prepare_config(tmp_path / "two", paths[0], f"corpus.validation={paths[1]}"))
-    rejects(
-        "the corpus has changed", prepare.prepare, mixed(tmp_path / "two", paths)
-    )  # of the same two files
+    # of the same two files
+    rejects("the corpus has changed", prepare.prepare, mixed(tmp_path / "two", paths))
     (tmp_path / "short.txt").write_text("ba be")
     says = "the validation split has . tokens, .*; add text to corpus.validation or lower seq_len"
     rejects(

@@ -83,9 +83,8 @@ def test_epochs_and_seeds_differ(kind):
         for start in ({}, {"first_step": per_epoch}, {"seed": 1})
     )
     assert first != other and first != [[item - ROWS for item in step] for step in second]
-    assert set(sum(first, [])) != {
-        item - ROWS for item in sum(second, [])
-    }  # what is left out, too
+    # what is left out, too
+    assert set(sum(first, [])) != {item - ROWS for item in sum(second, [])}
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -217,9 +216,8 @@ def test_machines_share_the_shards_and_keep_theirs_in_every_epoch(machines, rank
             )
             assert rank_0 and said is None
     assert fetched <= 1.1 * len(shard_rows)
-    assert first <= 2 * -(
-        -64 // machines
-    )  # a step takes a quarter of a shard, and a lane may begin with less
+    # a step takes a quarter of a shard, and a lane may begin with less
+    assert first <= 2 * -(-64 // machines)
 
 
 @pytest.mark.parametrize(

@@ -93,12 +93,13 @@ def killed_in(module, name, call):
         yield
 
 
+# which call
 KILLED_AT = {
     "publish_tokenizer": 1,
     "write_shard": 4,
     "write_manifest": 1,
     "remove_states": 1,
-}  # which call
+}
 
 
 @pytest.mark.parametrize("name", KILLED_AT)
@@ -196,9 +197,8 @@ def test_of_a_long_document_the_end_is_held_out_beyond_what_is_weighed(
     manifest = prepare.prepare(prepare_config(tmp_path / "out", tmp_path / "text.txt", *given))
     rows = manifest.rows("validation")
     assert rows / (rows + manifest.rows("train")) == pytest.approx(0.05, rel=0.1)
-    assert {shard.rows for shard in manifest.splits["train"][:-1]} == {
-        20
-    }  # as many as the default size holds
+    # as many as the default size holds
+    assert {shard.rows for shard in manifest.splits["train"][:-1]} == {20}
 
 
 @pytest.mark.parametrize(
@@ -282,9 +282,8 @@ def test_a_vocabulary_that_does_not_suit_the_text_is_rejected_with_one_that_does
     said = rejected(tmp_path / "out", corpus, f"tokenizer.vocab_size={asked_for}")
     assert said.startswith(f"tokenizer.vocab_size={asked_for} is ")
     advice = re.search(r"set (tokenizer\.vocab_size=\d+) or", said)[1]
-    prepare.prepare(
-        prepare_config(tmp_path / "out", corpus, advice)
-    )  # nothing of the rejected call stands in the way
+    # nothing of the rejected call stands in the way
+    prepare.prepare(prepare_config(tmp_path / "out", corpus, advice))
 
 
 def test_the_memory_of_a_tokenizers_training_is_said_before_it_starts(

@@ -72,10 +72,11 @@ def test_merged_parts_are_a_whole_preparation(parts, corpus, ready, shards):
     assert near == pytest.approx({name: whole.counts[name] for name in near}, abs=10)
     names = [shard.file for shard in manifest.splits["train"]]
     assert names[0] == "train-1of3-00000.safetensors" and names == sorted(names)
+    # a part loses its last partial sequence, as a whole preparation does
     for split in (
         "train",
         "validation",
-    ):  # a part loses its last partial sequence, as a whole preparation does
+    ):
         assert whole.rows(split) - 3 <= manifest.rows(split) <= whole.rows(split)
 
 

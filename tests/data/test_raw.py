@@ -34,9 +34,8 @@ def folder(tmp_path, monkeypatch):
     caches = tmp_path / "caches"
     for name in ("HF_DATASETS_CACHE", "HF_MODULES_CACHE", "DOWNLOADED_DATASETS_PATH"):
         monkeypatch.setattr(datasets.config, name, caches / name)
-    monkeypatch.setattr(
-        huggingface_hub.constants, "HF_HUB_OFFLINE", True
-    )  # the environment is read at its import
+    # the environment is read at its import
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     (tmp_path / "data").mkdir()
     yield tmp_path / "data"
     assert not any(path.is_file() for path in caches.rglob("*"))
@@ -84,9 +83,8 @@ def test_all_of_the_original_text_comes_through(folder):
         path = put(folder, name, f'text,label\n{rows}"","x"\n')
         good = new_rows(put(folder, f"good-{name}", f"text,label\n{rows}"), escape=escape)
         assert [row["text"] for row in good] == originals
-        rejects(
-            rf"{name}:13: an empty text", read, path, escape=escape
-        )  # the line that it begins on
+        # the line that it begins on
+        rejects(rf"{name}:13: an empty text", read, path, escape=escape)
     rejects(r"a\.csv:3: not CSV: ',' expected after '\"'", read, folder / "a.csv")
     path = put(folder, "c.csv", "1,good\n0,bad\n")
     rows = new_rows(path, header=False, columns={"text": "1", "label": "0"})
@@ -157,10 +155,11 @@ def test_bad_rows_are_named_by_line_counted_and_left_out_or_rejected(folder):
     settings = {"validation": "a.csv", "labels": ["0", "1"]}
     raw = read(path, **settings, max_bad_rows=8)
     assert raw.splits["validation"]["text"][:] == ["fine", "also fine"]
+    # rows, not lines: those that are bad count
     assert raw.splits["validation"]["id"][:] == [
         "0",
         "9",
-    ]  # rows, not lines: those that are bad count
+    ]
     dropped = raw.dropped["validation"]
     assert dropped.bad_rows == 8 and dropped.left_out == 0 and raw.dropped["train"].bad_rows == 0
     reasons = [
@@ -443,9 +442,8 @@ def test_a_label_is_the_same_in_any_format(folder):
         put(folder, f"{number}.jsonl", "\n".join(lines))
         raw = read(path, validation=f"{number}.jsonl")
         assert raw.labels == names and raw.splits["validation"]["label"][:] == [0, 1] * 20
-        raw = read(
-            path, label_map={second: "a", first: "b"}
-        )  # 0 and 1 are in their order, words in the alphabet's
+        # 0 and 1 are in their order, words in the alphabet's
+        raw = read(path, label_map={second: "a", first: "b"})
         assert raw.labels == (["b", "a"] if number == 0 else ["a", "b"])
         assert read(path, labels=[second, first]).labels == [second, first]
 
@@ -618,10 +616,11 @@ def test_names_of_labels_in_the_data(folder, kind):
     for given in ({"neg": "bad", "pos": "good"}, {"0": "bad", "1": "good"}):
         raw = read(path, **settings, labels=["good", "bad"], label_map=given)
         assert raw.splits["validation"]["label"][:] == [1, 0] * 5
+    # in their order
     assert read(path, **settings, label_map={"pos": "good", "-1": None}).labels == [
         "neg",
         "good",
-    ]  # in their order
+    ]
     rejects(
         "its labels are neg, pos, but data.labels are good",
         read,
@@ -838,11 +837,12 @@ def test_squad_of_both_versions(folder):
         "answers": {"text": ["owners"], "answer_start": [CONTEXT.index("owners")]},
     }
     answers = raw.splits["validation"]["answers"]
+    # offsets are characters, not bytes
     assert [answer["text"] for answer in answers] == [
         [],
         [],
         ["😀"],
-    ]  # offsets are characters, not bytes
+    ]
     assert answers[0]["answer_start"] == []
     says = r"dev\.json, question impossible: no answer; for SQuAD v2 set task.unanswerable"
     read_questions(folder, unanswerable=False, message=says)

@@ -20,7 +20,7 @@ from train.data.shards.prepared import PreparedData
 
 MISSION = [250_000] * 1200  # sequences of its shards
 RANKS, BATCH = 32, 4096  # ranks per machine; sequences per global batch
-HELD_OUT = 0.01  # validation shards per training shard, the default of train.prepare
+HELD_OUT = 0.01  # validation shards per training shard, the default of baretrain prepare
 LATE = 0.95  # share of the second epoch
 
 
@@ -65,9 +65,8 @@ def test_a_machine_fetches_its_part_and_begins_with_a_shard_of_each_lane(shards,
     """Before a first step late in the second epoch, with the window of each, 4 shards; of more data with no more."""
     plan = planned(Simulated(shards), machines)
     assert plan["times"] <= 1.1
-    assert (
-        plan["most"] <= 1.1 * shards / machines + 8
-    )  # the first machine has those of the report's samples too
+    # the first machine has those of the report's samples too
+    assert plan["most"] <= 1.1 * shards / machines + 8
     assert plan["first"] <= MAX_LANES // machines
     assert plan["resumed"] <= 4 * MAX_LANES // machines
 

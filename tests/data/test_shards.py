@@ -1,4 +1,4 @@
-"""Looking into prepared data by `python -m train.shards`."""
+"""Looking into prepared data by `baretrain shards`."""
 
 import json
 import os
@@ -79,9 +79,8 @@ def test_stats_agree_with_what_the_preparation_counted(prepared, capsys):
     assert code == 0
     assert f"{manifest.rows('train'):,} sequences" in output.out
     entropy = float(output.out.split("unigram entropy ")[1].split()[0])
-    assert entropy == pytest.approx(
-        manifest.counts["unigram_entropy"], abs=0.01
-    )  # the tail is in no sequence
+    # the tail is in no sequence
+    assert entropy == pytest.approx(manifest.counts["unigram_entropy"], abs=0.01)
     frequencies = [int(line.split()[0].replace(",", "")) for line in output.out.splitlines()[4:]]
     assert len(frequencies) == 5 and frequencies == sorted(frequencies, reverse=True)
 

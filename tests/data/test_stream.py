@@ -570,7 +570,7 @@ def test_the_loss_of_the_fetching_process_is_named(opened, monkeypatch):
 
 
 def test_shards_read_without_a_run_are_compared_too(opened):
-    """Those that `python -m train.shards head` finds in the cache."""
+    """Those that `baretrain shards head` finds in the cache."""
     read = [opened()[0] for _ in range(2)]
     right = read[0].on_demand("validation").rows(np.arange(4)).tokens
     flip(read[0].folder / read[0].manifest.splits["validation"][0].file, -3)

@@ -337,10 +337,11 @@ def three_ranks(monkeypatch):
 
 
 def test_if_the_rank_that_prepares_dies_the_next_one_prepares(tmp_path, three_ranks):
+    # ranks have one parent, as torchrun's
     codes, context = (
         [],
         multiprocessing.get_context("fork"),
-    )  # ranks have one parent, as torchrun's
+    )
     for prepare in (lambda: os._exit(9), lambda: "folder", lambda: os._exit(9)):
         rank = context.Process(target=once_per_machine, args=(tmp_path, "key", prepare))
         rank.start()
@@ -360,9 +361,8 @@ def test_one_rank_of_a_machine_prepares_the_others_wait_and_if_it_fails_another_
     def prepare():
         calls.append("called")
         check(len(calls) > 1, "3 bad rows")
-        another.set() if len(calls) > 2 else another.wait(
-            0.2
-        )  # time for another rank, which the lock keeps out
+        # time for another rank, which the lock keeps out
+        another.set() if len(calls) > 2 else another.wait(0.2)
         return "folder"
 
     def rank(_):

@@ -61,12 +61,13 @@ def test_tensors_hold_the_rows_asked_for(table):
     ]
     assert {tensor.dtype for tensor in drawn["inputs"].values()} == {torch.int64}
     assert drawn["inputs"]["labels"].shape == (2, 2)
+    # the last is of another epoch
     for index, row in [
         ((0, 0), 3),
         ((0, 1), 4),
         ((1, 0), 49),
         ((1, 1), 3),
-    ]:  # the last is of another epoch
+    ]:
         row = table[row]
         padding = 20 - row["length"]
         second = row["length"] - row["second_at"]

@@ -218,10 +218,11 @@ def run(folder: Path, command: str) -> subprocess.CompletedProcess[str]:
 
 def run_here(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """In this process, which has imported what others would take seconds for."""
+    # predictions are written to its buffer
     out, err = (
         io.TextIOWrapper(io.BytesIO(), "utf-8"),
         io.StringIO(),
-    )  # predictions are written to its buffer
+    )
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.chdir(folder)
         code = module_of(words[0]).main(words[1:])
@@ -241,7 +242,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("docs", "tests", "conf"):
         (folder / name).symlink_to(ROOT / name)
     prepare.prepare(prepare_config(folder / "data" / "demo", write_corpus(folder / "corpus.txt")))
-    ended = run(folder, "python -m train experiment=demo run_dir=runs/demo")
+    ended = run(folder, "baretrain train experiment=demo run_dir=runs/demo")
     assert ended.returncode == 0, ended.stderr
     return folder
 
@@ -318,9 +319,8 @@ def run_lines(folder: Path, commands: list[str]) -> None:
         for command in commands:
             if command not in beside:
                 ended = run(folder, command)
-                good = (
-                    (0, 1) if "train.doctor" in command else (0,)
-                )  # it finds faults of this machine
+                # it finds faults of this machine
+                good = (0, 1) if "train.doctor" in command else (0,)
                 assert ended.returncode in good, f"{command}\n{ended.stdout}\n{ended.stderr}"
         for command, process in beside.items():
             process.join()

@@ -18,9 +18,8 @@ FILES = sorted(
 # Entry points of the commands, and what a run starts with, stand in train/ itself.
 PACKAGES = "config machine storage run_folder data models parallel tasks checkpoints observe run tools".split()
 FRONT = "loop entry api __main__ baretrain".split()
-DATA = (
-    "random_bits files shards text batches records".split()
-)  # of the package data, in their order
+# of the package data, in their order
+DATA = "random_bits files shards text batches records".split()
 LEVELS = [*PACKAGES[:-1], "loop", "entry", "tools", "__main__", "baretrain"]
 TOOLS = "train.tools train.observe.report train.observe.card train.observe.push".split()
 # Of train, without torch: exactly these, or what is in these.

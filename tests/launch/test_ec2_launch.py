@@ -106,7 +106,7 @@ NATIVE = read_versions().native.name
     ],
 )
 def test_an_image_is_one_for_these_machines(ec2, instance, changed, line):
-    """By the tags that python -m ami writes."""
+    """By the tags that baretrain ami writes."""
     tags = wanted_tags("neuron", read_versions())
     tags |= {
         f"baretrain:{name}": value
@@ -139,7 +139,7 @@ def test_a_reservation_decides_the_zone(ec2, resolved):
             ["cluster.image=ami-0123456789abcdef0"],
             "InvalidAMIID.NotFound: .* image ids differ by region",
         ),
-        (["cluster.image=null"], "python -m ami neuron.*python -m ami promote"),
+        (["cluster.image=null"], "baretrain ami neuron.*baretrain ami promote"),
         (["cluster.public_address=true"], "one network interface, but trn1.32xlarge has 9"),
         (["cluster.subnets=[subnet-0123456789abcdef0]"], "us-east-1 has none of cluster.subnets"),
         (
@@ -244,7 +244,7 @@ def test_a_plan_asks_ec2_nothing_and_shows_the_request(cli, capsys, monkeypatch)
         '"MinCount": 2',
         '"MarketType": "spot"',
         '"Key": "baretrain:run"',
-        "undo: python -m launch cancel s3://bucket/runs/mine --yes",
+        "undo: baretrain launch cancel s3://bucket/runs/mine --yes",
         "the price is unknown (instance.usd_per_hour_spot)",
         "nothing was started; submit=true starts the job",
     ):
@@ -300,7 +300,7 @@ def test_check_sends_dry_runs_and_turns_errors_into_advice(ec2, cli, capsys):
     assert ec2.anything() == [] and not ec2.groups
     ec2.dry_run_error = "UnauthorizedOperation"
     assert cli.launch(*own) == 2
-    assert "python -m launch iam prints one that does" in capsys.readouterr().err
+    assert "baretrain launch iam prints one that does" in capsys.readouterr().err
 
 
 def test_a_launch_in_the_foreground_from_submission_to_the_end(ec2, cli, capsys):
@@ -375,9 +375,8 @@ def test_a_launch_that_waits_for_capacity_is_seen_and_can_be_cancelled(ec2, cli)
         and "InsufficientInstanceCapacity" in seen[0]["answer"]["text"]
     )
     asked = [each["NetworkInterfaces"][0]["SubnetId"] for each in ec2.requests]
-    assert (
-        len(set(asked)) == len(asked) > 1 and ec2.anything() == []
-    )  # nothing more after the first round
+    # nothing more after the first round
+    assert len(set(asked)) == len(asked) > 1 and ec2.anything() == []
 
 
 def test_clean_during_a_submission_keeps_the_launch_from_making_anything(ec2, cli, monkeypatch):
@@ -504,9 +503,8 @@ def test_a_role_is_for_one_run_and_an_operator_ends_only_what_is_of_their_folder
         assert (
             may(operator, "ec2:RunInstances", f"{ec2}:instance/i-1", **asked, **tokens) is allowed
         )
-    assert may(
-        operator, "ec2:RunInstances", f"{ec2}:security-group/sg-1"
-    )  # a given group, which is of no run
+    # a given group, which is of no run
+    assert may(operator, "ec2:RunInstances", f"{ec2}:security-group/sg-1")
     assert not may(operator, "ec2:TerminateInstances", f"{ec2}:instance/i-1")
     roles = f"arn:aws:iam::{'1' * 12}:role/"
     passed = {"iam:PassedToService": "ec2.amazonaws.com"}

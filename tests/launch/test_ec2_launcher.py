@@ -83,9 +83,8 @@ def test_an_error_ends_the_launch_and_stands_in_the_record(ec2, begin, code, lea
     assert least <= len(ec2.requests) <= most and ec2.passed_s < 3000
     [ended] = run.events_of("ended")
     assert code in ended["reason"] and re.search(words, ended["reason"])
-    is_answered = (
-        code != "InternalError"
-    )  # else nobody knows what was made: it is asked again with the same token
+    # else nobody knows what was made: it is asked again with the same token
+    is_answered = code != "InternalError"
     assert len({each["ClientToken"] for each in ec2.requests}) == (
         len(ec2.requests) if is_answered else 1
     )
@@ -301,9 +300,8 @@ def test_until_it_is_certain_clean_says_what_may_exist(ec2, begin, monkeypatch, 
     began_s = ec2.passed_s
     assert run.clean() == [] and ec2.passed_s - began_s >= SIGNED_S + LISTS_S
     assert "may exist until" in capsys.readouterr().out
-    assert run.clean() == [] and ec2.passed_s - began_s < 2 * (
-        SIGNED_S + LISTS_S
-    )  # it is proven by now
+    # it is proven by now
+    assert run.clean() == [] and ec2.passed_s - began_s < 2 * (SIGNED_S + LISTS_S)
 
 
 def test_a_given_group_is_used_and_stays(ec2, begin):

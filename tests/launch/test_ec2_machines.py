@@ -127,9 +127,8 @@ def cloud(ec2, bucket, prepared, hold, monkeypatch) -> Iterator[Any]:
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("AWS_ENDPOINT_URL")
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "false")  # the machines read notices
-        monkeypatch.setattr(
-            "launch.plan.check_reachable", lambda _: None
-        )  # these machines see this one's disk
+        # these machines see this one's disk
+        monkeypatch.setattr("launch.plan.check_reachable", lambda _: None)
         s3 = {
             "endpoint": f"http://{address}",
             "region": bucket.config().region,
@@ -197,7 +196,7 @@ def test_an_interrupted_run_resumes_on_new_machines_to_the_same_losses(
 
 
 def test_machines_that_are_not_fit_end_the_run(cloud):
-    """Each knows itself by 127.0.1.1, which train.doctor takes for a fault."""
+    """Each knows itself by 127.0.1.1, which baretrain doctor takes for a fault."""
     run = cloud("cluster.gate=true")
     assert run.launcher().run() == FAILED
     [ended] = run.events_of("ended")

@@ -114,9 +114,8 @@ def test_the_request_is_what_it_was():
     made = request()
     assert errors_of(made) == ""
     text = json.dumps(made, indent=1, sort_keys=True) + "\n"
-    text = re.sub(
-        "{[^{}]*}", lambda found: re.sub(r"\s+", " ", found[0]), text
-    )  # an interface or a tag is one line
+    # an interface or a tag is one line
+    text = re.sub("{[^{}]*}", lambda found: re.sub(r"\s+", " ", found[0]), text)
     check_golden("ec2_request.json", text)
 
 

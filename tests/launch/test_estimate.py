@@ -279,11 +279,12 @@ LINES = [
 
 
 def test_a_run_predicts_itself_and_in_proportion_others(tmp_path):
+    # counts for nothing
     killed = [
         {**trained(40, 1.0), "attempt": 2},
         {**trained(50, 1.1), "attempt": 2},
         '{"kind": "tra',
-    ]  # counts for nothing
+    ]
     run = read_calibration(write_run(tmp_path / "run", [*LINES, *killed]), S3Config())
     assert (run.sequences_per_s, run.seq_len, run.world_size, run.mfu) == (100.0, 32, 2, None)
     at = row(of(load(*LOCAL, "global_batch_size=50"), 1, 2, 32, calibration=run), 1)

@@ -339,9 +339,8 @@ def test_what_ends_for_good_ends_torchrun_too(
     result = run_forked(words, os.environ)
     assert result.returncode == 1
     spoken = [line for line in result.stderr.splitlines() if line.startswith(said)]
-    assert len(spoken) == 1 or (spoken and script == LOST), (
-        result.stderr
-    )  # if it is lost, both may come to say so
+    # if it is lost, both may come to say so
+    assert len(spoken) == 1 or (spoken and script == LOST), result.stderr
     assert "not started again" not in result.stderr
 
 

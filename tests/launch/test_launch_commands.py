@@ -79,9 +79,8 @@ def test_the_status_joins_scheduler_record_and_run_folder(run, says):
         1.25,
     )
     assert shown["scores"] == {"loss": 3.25, "masked_accuracy": 0.5}
-    assert seen["time_left_s"] == pytest.approx(
-        59 * 3.0
-    )  # 30 s between lines that are 10 steps apart
+    # 30 s between lines that are 10 steps apart
+    assert seen["time_left_s"] == pytest.approx(59 * 3.0)
     assert 0 <= seen["line_age_s"] < 600
     assert "step        41 of 100 (41.0%)\n" in says("status runs/mine")
 
@@ -136,7 +135,7 @@ def test_a_watch_prints_a_line_for_each_change(run, fake_scheduler, says):
         and "slurmctld is silent" in silent
         and "vanished  40" in last
     )
-    assert "python -m launch resume runs/mine" in says("status runs/mine")
+    assert "baretrain launch resume runs/mine" in says("status runs/mine")
 
 
 @pytest.mark.parametrize(

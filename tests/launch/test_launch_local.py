@@ -136,9 +136,8 @@ def test_a_corpus_is_prepared_in_parts_and_merged(tmp_path, corpus, prepared, ca
     assert all(f"==> {log}." in said for log in ("part_00001", "part_00002", "merge"))
     made, whole = (read_manifest(LocalFolder(path)) for path in (tmp_path / "data", prepared))
     assert abs(made.rows("validation") - whole.rows("validation")) <= 1
-    assert (
-        abs(made.rows("train") - whole.rows("train")) <= 1
-    )  # each part fills its last sequence by itself
+    # each part fills its last sequence by itself
+    assert abs(made.rows("train") - whole.rows("train")) <= 1
 
 
 ORPHANS = """

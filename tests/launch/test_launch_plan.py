@@ -164,13 +164,14 @@ def test_a_plan_says_whether_the_run_will_finish_and_what_it_costs_at_most(
     capsys, own, of_run, says
 ):
     words = [*EC2, "instance=p5.48xlarge", "cluster.subnets=[subnet-a]", *own]
+    # no S3 to ask
     run = [
         "experiment=glue_bert",
         *RUN[2:4],
         "max_epochs=null",
         "max_steps=10000000",
         *of_run,
-    ]  # no S3 to ask
+    ]
     assert main([*words[:1], *words[2:], "--", *run]) == DONE
     out = " ".join(capsys.readouterr().out.split())
     assert (says is None) == ("NOT finish" not in out) and (
@@ -395,9 +396,10 @@ EVIL = [
         "x" * 150,
     ),
 ]
+# no control
 LINES = st.text(
     st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), min_size=1, max_size=30
-)  # no control
+)
 hostile = st.one_of(
     st.sampled_from(EVIL),
     LINES,

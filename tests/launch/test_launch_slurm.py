@@ -69,9 +69,8 @@ def test_the_time_limit_and_a_lost_node_cost_no_step(
         tmp_path / "run", prepared, settings=("cluster.time_limit=30", "cluster.stop_before_s=115")
     )
     record.wait_for_checkpoint()
-    minutes = (
-        2 + int(time.monotonic() - began_s) // 60
-    )  # one to two are left; Slurm looks now and then
+    # one to two are left; Slurm looks now and then
+    minutes = 2 + int(time.monotonic() - began_s) // 60
     slurm.run("scontrol", "update", f"JobId={record.handle['job_id']}", f"TimeLimit={minutes}")
     first = record.wait_for("attempt_ended").details
     assert (first["next"], first["outcome"]) == ("requeue", "stopped"), record.logs()
@@ -121,9 +120,8 @@ def test_a_run_is_preempted_stopped_and_resumed(
     hold.before(25, 45, 65)
     record = launch(tmp_path / "run", prepared)
     step = record.wait_for_checkpoint()
-    slurm.run(
-        "scontrol", "update", "PartitionName=main", "GraceTime=30"
-    )  # of SIGTERM to the ranks alone
+    # of SIGTERM to the ranks alone
+    slurm.run("scontrol", "update", "PartitionName=main", "GraceTime=30")
     urgent = (
         "sbatch",
         "--partition=urgent",
@@ -139,9 +137,8 @@ def test_a_run_is_preempted_stopped_and_resumed(
     ] > step
     hold.let_go(25)  # a slow machine may have stopped before it
     record.wait_for("attempt_began", 2)
-    slurm.run(
-        "scontrol", "update", "PartitionName=main", "GraceTime=0"
-    )  # KillWait after SIGTERM to all
+    # KillWait after SIGTERM to all
+    slurm.run("scontrol", "update", "PartitionName=main", "GraceTime=0")
     record.wait_for_checkpoint(after=preempted["checkpoint"])
     slurm.run(*urgent)
     eventually(lambda: len(record.of_kind("attempt_began")) == 3)
@@ -212,9 +209,8 @@ def test_a_corpus_is_prepared_in_an_array_and_merged(slurm, corpus, tmp_path):
     ]
     assert main(["cluster=slurm", "prepare=true", "parts=2", "submit=true", "--", *wrong]) == DONE
     other = LaunchedRun(f"{tmp_path}/other", S3Config())
-    eventually(
-        lambda: status(other).state == "refused" and not other.state.is_active
-    )  # the merge is gone too
+    # the merge is gone too
+    eventually(lambda: status(other).state == "refused" and not other.state.is_active)
     assert all(
         "ended with exit code 2" in event.details["reason"] for event in other.of_kind("ended")
     )

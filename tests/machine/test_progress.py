@@ -52,9 +52,8 @@ def test_standard_error_that_is_closed_stops_no_work(
     soon: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed, writes = io.StringIO(), []
-    monkeypatch.setattr(
-        closed, "write", lambda text: writes.append(text) or os.close(-1)
-    )  # an OSError
+    # an OSError
+    monkeypatch.setattr(closed, "write", lambda text: writes.append(text) or os.close(-1))
     monkeypatch.setattr(sys, "stderr", closed)
     with progress.reported():
         eventually(lambda: len(writes) > 2)

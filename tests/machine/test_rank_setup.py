@@ -166,9 +166,8 @@ def test_a_ranks_chip_is_that_of_its_core(tmp_path, monkeypatch, log):
         address(0, NEURON_RT_VISIBLE_CORES="8") is None
         and address(0, NEURON_RT_NUM_CORES="2") is None
     )
-    assert (
-        rank_setup.neuron_address(os.environ, 0) is None
-    )  # a process by itself takes any core that is free
+    # a process by itself takes any core that is free
+    assert rank_setup.neuron_address(os.environ, 0) is None
     assert address(0, PATH="/nowhere") is None and not log.messages
     for text, code in (("{", 0), ("", 1)):
         prints(text, code)

@@ -126,9 +126,8 @@ def test_code_that_comes_with_a_model_is_not_executed_even_if_standard_input_say
     code = predict.main([str(model), *ASK])
     errors = capsys.readouterr().err
     assert not mark.exists()
-    (line,) = [
-        line for line in errors.splitlines() if "auto_map is ignored" not in line
-    ]  # a run may have set up logs
+    # a run may have set up logs
+    (line,) = [line for line in errors.splitlines() if "auto_map is ignored" not in line]
     assert code == 2 and line.startswith("error: ")
     assert (
         "which is never executed here" if model_type == "bert" else "'evil' is not a supported"
@@ -140,9 +139,8 @@ def charsmap(blob):
     return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(blob).decode()}
 
 
-UNITS = struct.pack(
-    "<3I", 8, 0x3FF << 10, 0x3FF << 10
-)  # two of a trie, which lead far behind its end
+# two of a trie, which lead far behind its end
+UNITS = struct.pack("<3I", 8, 0x3FF << 10, 0x3FF << 10)
 TEMPLATE = {  # of a single text and of a pair
     "type": "TemplateProcessing",
     "single": [
@@ -612,9 +610,8 @@ def test_the_index_of_a_saved_data_set_names_files_of_its_folder_only(saved):
 
 
 def test_of_a_saved_data_set_only_what_was_examined_is_read(saved, tmp_path):
-    shutil.copy(
-        tmp_path / "other/train/dataset_info.json", saved
-    )  # the library prefers this table of the folder
+    # the library prefers this table of the folder
+    shutil.copy(tmp_path / "other/train/dataset_info.json", saved)
     elsewhere = {"_data_files": [{"filename": "../other/train/data-00000-of-00001.arrow"}]}
     state = json.loads((tmp_path / "other/train/state.json").read_text())
     (saved / "state.json").write_text(json.dumps({**state, **elsewhere}))
@@ -715,9 +712,8 @@ def test_a_data_set_is_read_from_its_folder_and_from_the_cache_of_the_hub(descri
     shutil.copy(tmp_path / "set/a.csv", snapshot.parent.parent / "blobs/123")
     (snapshot / "a.csv").symlink_to("../../blobs/123")
     assert rows_of(snapshot) == documents_of(snapshot) == ["ours"]
-    assert documents_of(folder, str(tmp_path / "secret.csv")) == [
-        "private"
-    ]  # which the user typed
+    # which the user typed
+    assert documents_of(folder, str(tmp_path / "secret.csv")) == ["private"]
 
 
 def of_each_kind():
@@ -798,9 +794,8 @@ def test_a_table_of_arrow_whose_offsets_lead_out_of_it_is_rejected(tmp_path):
     (path,) = (tmp_path / "saved").glob("*.arrow")
     good, end = path.read_bytes(), struct.pack("<2i", 4 * 98, 4 * 99)
     assert good.count(end) == 1
-    path.write_bytes(
-        good.replace(end, struct.pack("<2i", 4 * 98, 2**30))
-    )  # without a check, reading ends the process
+    # without a check, reading ends the process
+    path.write_bytes(good.replace(end, struct.pack("<2i", 4 * 98, 2**30)))
     table = dataset_table(load_saved(tmp_path / "saved"), "it", ["text"])
     rejects("it cannot be read completely: ", list, table.rows())
 

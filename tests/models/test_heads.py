@@ -63,9 +63,8 @@ def build(head, cfg, *, labels=LABELS, sharp=True, seq_len=S):
     with torch.no_grad():
         for parameter in model.parameters() if sharp else ():
             if parameter.ndim > 1:
-                parameter.mul_(
-                    10
-                )  # new weights are so small that attention is a mean, and a mask hardly shows
+                # new weights are so small that attention is a mean, and a mask hardly shows
+                parameter.mul_(10)
     return model.eval()
 
 
@@ -249,9 +248,8 @@ def test_on_cpus_in_bf16_attention_is_by_products_with_the_same_gradients_but_no
         assert (gradients["eager"][name] - exact).abs().max() <= 0.05 * exact.abs().max() + 1e-5, (
             name
         )
-    DDP(BackendConfig(device="cpu", precision="bf16")).setup_model(
-        torch.nn.Linear(2, 2)
-    )  # any module
+    # any module
+    DDP(BackendConfig(device="cpu", precision="bf16")).setup_model(torch.nn.Linear(2, 2))
     for positions, way in ((40, "sdpa"), (4096, "eager")):  # what was asked for stays
         model = build("label", sizes(max_positions=positions, attention=way))
         DDP(BackendConfig(device="cpu", precision="bf16")).setup_model(model)
@@ -359,18 +357,16 @@ def test_continued_pretraining_says_that_it_drops_the_pooler_and_has_dropout(lab
     model = build_masked_lm(
         ModelConfig(pretrained=str(labelled_folder)), vocab_size=V, pad_id=PAD, seq_len=S
     )
-    assert all(
-        module.training for module in model.modules()
-    )  # transformers' from_pretrained returns it without
+    # transformers' from_pretrained returns it without
+    assert all(module.training for module in model.modules())
     assert log.messages[0].endswith("not used by this model: bert.pooler.dense, classifier)")
 
 
 def test_an_encoder_of_our_own_gets_a_new_head_and_says_so(
     encoder_folder, log, capfd, monkeypatch
 ):
-    monkeypatch.setattr(
-        logging.getLogger("train"), "handlers", []
-    )  # which a run of another test has left
+    # which a run of another test has left
+    monkeypatch.setattr(logging.getLogger("train"), "handlers", [])
     model = build("label", ModelConfig(pretrained=str(encoder_folder)), sharp=False)
     new, unused = "randomly initialised: bert.pooler.dense, classifier", "cls.predictions"
     assert log.messages == [f"loaded {encoder_folder} ({new}; not used by this model: {unused})"]
@@ -484,9 +480,8 @@ def test_a_classifier_becomes_a_span_reader(labelled_folder):
 NORM = "bert.embeddings.LayerNorm.bias"
 
 
-DISTANCES = {
-    "bert.encoder.layer.0.attention.self.distance_embedding.weight": torch.zeros(63, 16)
-}  # of transformers 4
+# of transformers 4
+DISTANCES = {"bert.encoder.layer.0.attention.self.distance_embedding.weight": torch.zeros(63, 16)}
 
 
 def bare(weights):
@@ -618,9 +613,8 @@ def test_sizes_that_do_not_fit_are_rejected(encoder_folder):
 @pytest.mark.parametrize("architecture", COUNTS_BEHIND_PADDING)
 def test_a_model_reads_as_many_tokens_as_it_is_said_to(architecture, monkeypatch):
     build("label", sizes(architecture, max_positions=S + PAD + 1))(*batch())
-    monkeypatch.setattr(
-        encoder, "most_positions", lambda _: None
-    )  # as of an architecture that says nothing
+    # as of an architecture that says nothing
+    monkeypatch.setattr(encoder, "most_positions", lambda _: None)
     rejects(
         f"cannot read a row of seq_len={S} tokens: .*index",
         build,

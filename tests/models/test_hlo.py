@@ -88,9 +88,8 @@ def test_what_is_rejected_is_found():
     assert len(result) == 2 and " gather(" in result[0] and " scatter(" in result[1]
     assert " sort(" in rejected(graph(*scores.topk(3)))[0]
     assert " reduce(" in rejected(graph(scores.argmax(-1)))[0]
-    assert (
-        " erf-inv(" in rejected("%erf-inv.1 = f32[2]{0} erf-inv(f32[2]{0} %p0)")[0]
-    )  # an operator of no list
+    # an operator of no list
+    assert " erf-inv(" in rejected("%erf-inv.1 = f32[2]{0} erf-inv(f32[2]{0} %p0)")[0]
     assert any(" reduce(" in line for line in rejected(graph((scores > 0).any(-1))))
     assert rejected("%u.1 = f32[4]{0} dynamic-update-slice(f32[4]{0} %a, f32[1]{0} %b, s64[] %p3)")
     assert rejected("%nonzero.3 = (s32[<=4,1]{1,0}, s32[]) tuple(%a, %b)")
@@ -152,10 +151,11 @@ def test_the_step_and_the_evaluation_of_a_task(task, architecture, prepared, tex
         else [f"model.architecture={architecture}", "model.embedding_size=null"]
     )
     trainium = ["backend=xla", "backend.precision=bf16"]  # its choices, on the CPU
+    # so that random numbers are among them
     dropout = [
         "model.hidden_dropout=0.1",
         "model.attention_dropout=0.1",
-    ]  # so that random numbers are among them
+    ]
     arguments = [*task(tmp_path / "run", prepared, texts), *short, *model, *trainium, *dropout]
     env = {"XLA_SAVE_TENSORS_FILE": str(tmp_path / "graphs"), "XLA_SAVE_TENSORS_FMT": "hlo"}
     done = run(arguments, env=env)
@@ -166,9 +166,8 @@ def test_the_step_and_the_evaluation_of_a_task(task, architecture, prepared, tex
     ]
     assert evaluations and " scatter(" in step and " scatter(" not in evaluations[-1]
     assert rejected(text) == [] and " rng-bit-generator(" in step
-    lookups = (
-        2 if architecture == "distilbert" else 3
-    )  # of tokens, positions and, mostly, segments
+    # of tokens, positions and, mostly, segments
+    lookups = 2 if architecture == "distilbert" else 3
     assert (
         step.count(" gather(")
         == step.count(" scatter(")

@@ -27,10 +27,11 @@ SIZES = [
     "model.num_heads=2",
     "model.num_layers=4",
 ]
+# CPUs keep masks in 4 bytes, and scores with dropout
 CALM = [
     "model.hidden_dropout=0",
     "model.attention_dropout=0",
-]  # CPUs keep masks in 4 bytes, and scores with dropout
+]
 BATCH, SEQ_LEN, VOCABULARY = 4, 64, 1000
 
 
@@ -47,9 +48,8 @@ def of(*overrides: str, accumulation: int = 1, precision: str = "bf16") -> Memor
 
 @pytest.mark.parametrize("architecture", ["bert", "roberta", "distilbert", "albert", "modernbert"])
 def test_activations_are_what_a_forward_pass_keeps(architecture: str):
-    calm = (
-        CALM[1:] if architecture == "modernbert" else CALM
-    )  # which has no dropout of hidden states
+    # which has no dropout of hidden states
+    calm = CALM[1:] if architecture == "modernbert" else CALM
     cfg = load(*GIVEN, "model=any", f"model.architecture={architecture}", *SIZES, *calm)
     model = build_masked_lm(cfg.model, vocab_size=VOCABULARY, pad_id=0, seq_len=SEQ_LEN)
     held, kept = {weight.untyped_storage().data_ptr() for weight in model.parameters()}, {}
@@ -142,12 +142,10 @@ def test_the_fullest_stage_of_a_pipeline_is_the_one_that_counts():
             *overrides,
         )
 
-    assert (
-        stages(7).weights == stages(6).weights > stages(8).weights
-    )  # 24 layers in 7 stages: one has 4 of them
-    assert (
-        stages(6, "model.freeze_layers=8").activations == stages(6).activations
-    )  # the first stages have these
+    # 24 layers in 7 stages: one has 4 of them
+    assert stages(7).weights == stages(6).weights > stages(8).weights
+    # the first stages have these
+    assert stages(6, "model.freeze_layers=8").activations == stages(6).activations
 
 
 def test_a_plan_names_the_memory_and_what_to_change_if_it_is_too_much():

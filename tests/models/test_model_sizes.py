@@ -105,9 +105,8 @@ def test_a_shape_is_read_from_wherever_the_model_comes(tmp_path):
         find_shape(ModelConfig(pretrained="google-bert/bert-base-cased"))
         == PUBLISHED["bert-base-cased"]
     )
-    assert (
-        find_shape(ModelConfig(pretrained="someone/bert-base-cased")) is None
-    )  # may be any model
+    # may be any model
+    assert find_shape(ModelConfig(pretrained="someone/bert-base-cased")) is None
     assert find_shape(ModelConfig(init_from="s3://bucket/run")) is None
     assert not knows_vocabulary(ModelConfig()) and knows_vocabulary(ModelConfig(), vocab_size=7)
     (tmp_path / "run/export").mkdir(parents=True)

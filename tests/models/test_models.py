@@ -53,9 +53,8 @@ def test_logits_are_those_of_transformers_at_the_positions_asked_for(architectur
     whole = plain(input_ids=ids, **inputs).logits
     assert result.shape == (3, P, V)
     wanted = whole.gather(1, positions[..., None].expand(-1, -1, V))
-    torch.testing.assert_close(
-        result, wanted, rtol=1e-5, atol=1e-5
-    )  # the same sums in another order
+    # the same sums in another order
+    torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -99,9 +98,8 @@ def test_the_head_of_albert_sees_the_asked_positions_its_decoder_is_the_embeddin
 def test_flops_are_those_that_torch_counts(architecture):
     model = build(architecture, hidden_size=64, num_heads=2)
     # Attention as plain matrix products: the counter does not see into the CPU's fused kernel.
-    model.network.config._attn_implementation = (
-        "eager"  # by its method some versions of ModernBERT cannot change it
-    )
+    # by its method some versions of ModernBERT cannot change it
+    model.network.config._attn_implementation = "eager"
     counter = FlopCounterMode(display=False)
     ids, segments, positions = batch(1)
     with counter:

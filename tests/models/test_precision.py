@@ -20,9 +20,8 @@ from train.tasks.mlm.task import loss_sum
 
 FP16 = BackendConfig(device=DEVICE, precision="fp16")
 NARROW = BackendConfig(device=DEVICE, precision="fp32", norms="bf16")
-SMALL = (
-    2.0**-10
-)  # a factor of the toy's losses with which no gradient overflows at the first scale, 65536
+# a factor of the toy's losses with which no gradient overflows at the first scale, 65536
+SMALL = 2.0**-10
 
 
 def test_fp16_learns_what_fp32_learns(toy):
@@ -283,12 +282,13 @@ def test_work_is_timed_though_the_device_is_behind(monkeypatch):
 def test_the_peak_of_tf32_is_half_of_that_of_bf16():
     instance = InstanceConfig(device_tflops_bf16=312, device_tflops_fp32=19.5)
     peaks = {name: instance.peak_flops_per_s(name) for name in ("fp32", "tf32", "bf16", "fp16")}
+    # the A100's data sheet
     assert peaks == {
         "fp32": 19.5e12,
         "tf32": 156e12,
         "bf16": 312e12,
         "fp16": 312e12,
-    }  # the A100's data sheet
+    }
     assert InstanceConfig(device_tflops_fp32=19.5).peak_flops_per_s("tf32") is None
 
 

@@ -127,9 +127,8 @@ def test_a_run_without_an_export_gives_its_checkpoint(finished, tmp_path, monkey
 
     monkeypatch.setattr(subprocess, "run", recorded)
     cfg = resolved(from_run(copy), LOCAL, tmp_path / "cache")
-    assert started[0]["PYTHONPATH"].split(os.pathsep)[0] == str(
-        ROOT
-    )  # the same code, not what is installed
+    # the same code, not what is installed
+    assert started[0]["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
     assert cfg.pretrained == cfg.tokenizer and cfg.pretrained.startswith(
         str(tmp_path / "cache/models/")
     )
@@ -143,9 +142,8 @@ def test_a_run_without_an_export_gives_its_checkpoint(finished, tmp_path, monkey
     assert len(task_tokenizer(cfg)) == 120
     for path in copy.glob("checkpoints/*/model.pt"):
         path.unlink()
-    assert (
-        resolved(from_run(copy), LOCAL, tmp_path / "cache") == cfg
-    )  # it is there: nothing is exported again
+    # it is there: nothing is exported again
+    assert resolved(from_run(copy), LOCAL, tmp_path / "cache") == cfg
     says = r"model.init_from=.*: exporting its checkpoint failed \(.*no valid checkpoint"
     rejects(says, resolved, from_run(copy), LOCAL, tmp_path / "other")
     assert not [path for path in (tmp_path / "other/models").iterdir() if path.is_dir()]
@@ -168,9 +166,8 @@ def test_a_run_in_s3_is_fetched_once_and_again_when_it_has_changed(finished, buc
     same_export = resolved(from_run(bucket.location("runs/one/export")), bucket.config(), tmp_path)
     assert Path(same_export.pretrained, "model.safetensors").stat().st_size > 0
     weights = (finished / "export/model.safetensors").read_bytes()
-    bucket.put(
-        "runs/one/export/model.safetensors", weights[:-4] + b"\0\0\0\0"
-    )  # of the same length
+    # of the same length
+    bucket.put("runs/one/export/model.safetensors", weights[:-4] + b"\0\0\0\0")
     other = resolved(from_run(bucket.location("runs/one")), bucket.config(), tmp_path)
     assert other.pretrained != cfg.pretrained
 

@@ -149,9 +149,8 @@ def test_a_page_is_whole(
     chromium: Any, pages: dict[str, Path], name: str, width: int, scheme: str
 ) -> None:
     browser.show(chromium, pages[name], width=width, scheme=scheme)
-    assert (
-        chromium.get_log("browser") == []
-    )  # no script that fails, nothing that the page's own policy blocks
+    # no script that fails, nothing that the page's own policy blocks
+    assert chromium.get_log("browser") == []
     assert chromium.execute_script("return document.images.length") >= 8
     assert chromium.execute_script(UNDRAWN) == []
     assert chromium.execute_script(FAULTS) == []

@@ -137,9 +137,8 @@ def test_ids_on_the_hub_are_whole_and_linked_and_paths_and_hosts_left_out(tmp_pa
     )
     assert "fine-tuned from lab/bert" in body
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "lab" / "bert").mkdir(
-        parents=True
-    )  # a folder of that name comes first, as in transformers
+    # a folder of that name comes first, as in transformers
+    (tmp_path / "lab" / "bert").mkdir(parents=True)
     head, body = made(run)
     assert "base_model" not in head and "fine-tuned from bert" in body
     text = card.card(

@@ -64,9 +64,8 @@ def the_hub(monkeypatch, tmp_path):
             "no_proxy": "127.0.0.1",
         }.items():
             monkeypatch.setenv(name, text)
-        monkeypatch.setattr(
-            hub_access, "silence", lambda: None
-        )  # of an earlier test it may know that there was no Hub
+        # of an earlier test it may know that there was no Hub
+        monkeypatch.setattr(hub_access, "silence", lambda: None)
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         huggingface_hub.close_session()
         yield fake
@@ -225,9 +224,8 @@ def test_a_run_in_s3_is_pushed_from_another_machine(
     result = pushed(the_hub)
     assert result["model.safetensors"] == (finished / "export" / "model.safetensors").read_bytes()
     assert {"README.md", "evaluation.json", "metrics.jsonl"} <= set(result) and len(result) == 8
-    assert not [
-        path for path in (tmp_path / "other").rglob("*") if path.is_file()
-    ]  # the copy is gone
+    # the copy is gone
+    assert not [path for path in (tmp_path / "other").rglob("*") if path.is_file()]
 
 
 def test_labelled_data_comes_from_the_hub(texts, tokenizer_folder, tmp_path):
@@ -261,7 +259,7 @@ def test_labelled_data_comes_from_the_hub(texts, tokenizer_folder, tmp_path):
             kind="datasets",
         )
         env = {**os.environ, **fake.environment(tmp_path)}
-        command = [sys.executable, "-m", "train.records", *words]
+        command = [sys.executable, "-m", "train", "records", *words]
         run = partial(
             subprocess.run, cwd=ROOT, env=env, capture_output=True, text=True, check=False
         )
@@ -328,7 +326,7 @@ def test_what_could_not_be_pushed_is_rejected_before(
     the_hub, tmp_path, monkeypatch, world, to, said
 ):
     change_world(monkeypatch, world)
-    later = f"leave hub.push_to out and push later with python -m train.hub {tmp_path} --to {to}"
+    later = f"leave hub.push_to out and push later with baretrain hub {tmp_path} --to {to}"
     rejects(f"{said}.*{later}", hub.check_push, config(tmp_path, to))
 
 
@@ -341,7 +339,7 @@ def test_who_may_see_it_is_not_a_surprise(the_hub, finished, tmp_path, capsys, t
         assert "is private on the Hub, but the run should be public" in capsys.readouterr().err
     else:
         rejects(
-            f"is public on the Hub.* train.hub RUN --to {TO} --public",
+            f"is public on the Hub.* baretrain hub RUN --to {TO} --public",
             hub.check_push,
             config(tmp_path),
         )
@@ -364,7 +362,7 @@ def test_what_the_hub_does_not_take_is_pushed_again_by_the_line_in_the_error(
     before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
     the_hub.faults[part] = 500
     with pytest.raises(
-        Failure, match=f"push it again with python -m train.hub {finished} --to {TO}$"
+        Failure, match=f"push it again with baretrain hub {finished} --to {TO}$"
     ) as failed:
         hub.push(RunFolder(str(finished)), TO)
     assert "\n" not in str(failed.value)

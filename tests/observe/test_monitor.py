@@ -111,14 +111,14 @@ def test_lines_give_the_figures_of_all_ranks():
     expected["hardware_mfu"] = 5e13 / (2 * 95e12)
     assert gathered(*parse("trn1")).fields(peak_flops_per_s=95e12) == pytest.approx(expected)
     (trn2,) = parse("trn2", num_devices=4)
+    # two of the four idle, and not listed
     assert trn2.totals["device_utilisation"] == (
         pytest.approx(0.82),
         4,
-    )  # two of the four idle, and not listed
+    )
     assert trn2.totals["device_flops_per_s"] == (98e12, 4)
-    (of_a_recording,) = parse(
-        "effective_flops", num_devices=1, run_tag=None
-    )  # with other keys, and generic errors
+    # with other keys, and generic errors
+    (of_a_recording,) = parse("effective_flops", num_devices=1, run_tag=None)
     assert (
         of_a_recording.totals["device_flops_per_s"] == (875590474948, 1)
         and of_a_recording.errors == {}
@@ -149,32 +149,30 @@ def test_errors_are_counted_once_by_kind_and_core_and_memory_errors_when_they_ri
         {"neuron_devices": [{"neuron_device_index": 0, "mem_ecc_uncorrected": n}]}
         for n in (4, 5, 2, 2, 0)
     ]
+    # totals, or of one period
     assert [sum(parser.new_ecc(each).values()) for each in devices] == [
         0,
         1,
         2,
         0,
         0,
-    ]  # totals, or of one period
+    ]
 
 
 def test_groups_that_are_missing_null_or_carry_an_error_are_left_out(log):
     first, second = parse("broken_groups")
-    assert (
-        first.totals == {} and second.totals == {}
-    )  # a sum over one of two ranks would be neither's nor both's
+    # a sum over one of two ranks would be neither's nor both's
+    assert first.totals == {} and second.totals == {}
     assert first.errors == {"Neuron process 1001: executions timed out": 1}
     assert second.errors is None
     assert "could not read counters" in log.text and "Neuron Driver is not installed" in log.text
 
 
 def test_runs_are_told_apart_by_their_tag(log):
-    assert (
-        parse("trn1", run_tag="run_b")[0].totals == {}
-    )  # another run's devices are nobody's guess
-    assert (
-        parse("effective_flops", run_tag="run_b")[0].totals != {}
-    )  # its only process has no tag but its number
+    # another run's devices are nobody's guess
+    assert parse("trn1", run_tag="run_b")[0].totals == {}
+    # its only process has no tag but its number
+    assert parse("effective_flops", run_tag="run_b")[0].totals != {}
     assert log.text.count("no Neuron process has the tag run_b") == 1
 
 
@@ -332,9 +330,8 @@ def test_the_tool_does_not_outlive_a_run_that_never_closes_it(tool, tmp_path, ho
 @pytest.fixture
 def gpus(monkeypatch):
     """Three devices, in the order of NVML; their keys are what they answer."""
-    monkeypatch.setattr(
-        monitor, "cuda_uuids", lambda: ["GPU-ab02", "GPU-aa01", "GPU-cc03"]
-    )  # in CUDA's order
+    # in CUDA's order
+    monkeypatch.setattr(monitor, "cuda_uuids", lambda: ["GPU-ab02", "GPU-aa01", "GPU-cc03"])
     names = ("uuid", "gpu", "used", "ecc", "reasons")
     rows = (
         ("GPU-aa01", 80, 10_000, 7, 4),
@@ -350,9 +347,8 @@ def gpus(monkeypatch):
             return SimpleNamespace(**device) if in_a_struct else device[key]
 
         get.__name__ = name
-        monkeypatch.setattr(
-            pynvml, name, get
-        )  # AttributeError for a name that the binding does not have
+        # AttributeError for a name that the binding does not have
+        monkeypatch.setattr(pynvml, name, get)
 
     answers("nvmlDeviceGetUtilizationRates", "gpu", in_a_struct=True)
     answers("nvmlDeviceGetMemoryInfo", "used", in_a_struct=True)
@@ -378,9 +374,8 @@ def test_nvml_gives_the_devices_of_the_run_and_its_errors_and_heat_are_alarms(gp
         fields["device_utilisation"] == pytest.approx(0.6)
         and fields["device_memory_bytes"] == 20_000
     )
-    assert (
-        fields["device_errors"] == 0 and "hardware_mfu" not in fields
-    )  # errors of before the run are not the run's
+    # errors of before the run are not the run's
+    assert fields["device_errors"] == 0 and "hardware_mfu" not in fields
     host = platform.node()
     assert result == [
         f"{host}: GPU 1: uncorrected memory errors: 2",

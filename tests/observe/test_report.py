@@ -95,13 +95,11 @@ def test_a_report_is_one_file_that_loads_nothing(reported):
     assert len(sources) == len(names)
     assert all(source.startswith("data:image/png;base64,") for source in sources)
     assert not re.search(r"<script|<link|<iframe|@import|url\(", html)
-    assert (
-        "https://example.com/prices" in html
-    )  # a value of the configuration is shown, not loaded
+    # a value of the configuration is shown, not loaded
+    assert "https://example.com/prices" in html
     assert str(run / "report" / "report.html") in printed
-    assert not re.search(
-        " (Data|Evaluation|Labels|Bad rows) ", shown(html)
-    )  # it has no labelled data
+    # it has no labelled data
+    assert not re.search(" (Data|Evaluation|Labels|Bad rows) ", shown(html))
 
 
 def test_several_runs_are_compared_beside_the_first(tmp_path, capsys):
@@ -180,10 +178,11 @@ def test_a_long_curve_is_thinned_without_losing_a_spike_and_every_run_is_in_the_
     )
     runs = [report_run.read_run(write_run(tmp_path / name, whole_run())) for name in ("_a", "b")]
     report_figures.draw(report_figures.THROUGHPUT, runs, "step")
+    # one that begins with an underscore too
     assert [name.strip() for name in named] == [
         "_a",
         "b",
-    ]  # one that begins with an underscore too
+    ]
     monkeypatch.setattr(
         report_figures, "finish", lambda axes, *_: named.append(axes.lines[-1].get_label().strip())
     )
@@ -280,10 +279,11 @@ def test_a_card_and_a_report_need_no_torch_and_a_card_no_matplotlib(tmp_path):
     code += "from train.observe.card import card; from train.tools.report import main; run = sys.argv[1]; "
     code += "print(card(Path(run), 'x')); del sys.modules['matplotlib']; sys.exit(main([run]))"
     words = [sys.executable, "-c", code, str(write_run(tmp_path / "run", whole_run()))]
+    # as a notebook hands it on
     env = {
         **os.environ,
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
-    }  # as a notebook hands it on
+    }
     done = subprocess.run(words, cwd=ROOT, env=env, check=True, capture_output=True, text=True)
     assert "## Results" in done.stdout
 
@@ -378,9 +378,8 @@ KILLED = [
     save_line(20),
     train_line(30, mfu=0.6, cost_usd=1.5),
 ]
-NO_STEP = fault_line(
-    20, "a checkpoint is damaged", attempt=3
-)  # an attempt that came to no step is none
+# an attempt that came to no step is none
+NO_STEP = fault_line(20, "a checkpoint is damaged", attempt=3)
 UNDONE = [
     train_line(10),
     save_line(15),
@@ -492,17 +491,19 @@ def test_best_and_last_scores_are_of_all_metrics_and_of_nothing_else(tmp_path):
     ]
     scores = summarise(tmp_path / "run", [train_line(10), *lines])["scores"]
     assert scores["loss"] == {"best": (7.0, 20), "last": (8.5, 30)}
+    # what it became, no earlier number
     assert scores["perplexity"] == {
         "best": (2**7.0, 20),
         "last": (None, 30),
-    }  # what it became, no earlier number
+    }
     assert scores["sop_accuracy"] == {"best": (0.9, 10), "last": (0.4, 20)}
+    # those that the task declares
     assert set(scores) == {
         "loss",
         "perplexity",
         "masked_accuracy",
         "sop_accuracy",
-    }  # those that the task declares
+    }
     assert facts(tmp_path / "run")["Validation perplexity, last"] == "no number at step 30"
     diverged = report_run.read_run(
         write_run(tmp_path / "diverged", [train_line(10), train_line(20, loss=None)])
@@ -617,10 +618,11 @@ def test_figures_hold_the_numbers_of_the_files(tmp_path):
     stairs = [patch.get_data() for patch in steps.patches]
     assert [list(each.values) for each in stairs] == [[0.1, 0.2, 0.3, 0.4]] * 2
     assert list(stairs[0].edges) == [0, 8, 16, 32, 64]
+    # what is padded to
     assert {line.get_xdata()[0] for line in steps.lines if len(line.get_xdata())} == {
         32,
         64,
-    }  # what is padded to
+    }
     matrix, _ = data_figures.heat_map(records.evaluated[0]).axes
     assert matrix.images[0].get_array()[2].tolist() == [0.25, 0.25, 0.5]
     assert (matrix.get_xlabel(), matrix.get_ylabel()) == ("predicted", "true")

@@ -99,9 +99,8 @@ def test_a_pretraining_leads_with_its_loss_against_the_unigram_entropy(tmp_path)
         .startswith("a lookup table of neighbouring tokens predicts 26%")
     )
     ordered = [train_line(10), eval_line(10, mlm_loss=8.5), summary_line(10, 10)]
-    quality = made(tmp_path / "sop", ordered)[
-        "Final quality"
-    ]  # the loss of the tokens, without that of the order
+    # the loss of the tokens, without that of the order
+    quality = made(tmp_path / "sop", ordered)["Final quality"]
     assert (quality.title, quality.value) == ("Validation mlm loss", "8.500")
     assert quality.notes[0].startswith("1.000 nats worse than guessing")
 
@@ -249,9 +248,8 @@ def test_a_report_leads_with_what_people_look_for(tmp_path):
         "Details",
     ]
     assert re.findall(r"<h2>(.*?)</h2>", html) == wanted
-    assert html.index("<details") < html.index(
-        "Tokens/s over the whole run"
-    )  # the long table is folded
+    # the long table is folded
+    assert html.index("<details") < html.index("Tokens/s over the whole run")
     pictures = re.findall(r'<img alt="(.*?)"', html)
     assert pictures[:4] == [
         "Training and validation loss",

@@ -80,9 +80,10 @@ def test_a_recorded_run_is_the_plain_one_and_resumes_bit_for_bit(
     cfg = train_config(tmp_path / "cut", prepared, "backend=ddp", *settings)
     loop.run(cfg, asked)
     loop.run(cfg, StopRequest())
+    # docs/compile.md
     assert losses(tmp_path / "cut") == pytest.approx(
         losses(run), rel=1e-4 if DEVICE == "cuda" else 0
-    )  # docs/compile.md
+    )
 
 
 def test_each_length_has_a_graph_after_its_first_steps(recorded, tokenizer_folder, tmp_path):
@@ -133,9 +134,8 @@ def test_recorded_steps_are_skipped_and_rolled_back_as_others(
     for name, off in (("plain", [OFF]), ("run", [])):
         step = iter(range(100))
         train(tmp_path / name, prepared, *settings, *off)
-    values = [
-        [loss or 0.0 for loss in losses(tmp_path / name)] for name in ("run", "plain")
-    ]  # NaN is written as null
+    # NaN is written as null
+    values = [[loss or 0.0 for loss in losses(tmp_path / name)] for name in ("run", "plain")]
     assert values[0] == pytest.approx(values[1], rel=TOLERANCE) and values[0].count(0) == 3
     assert len(recorded) == (2 if micro == 8 else 4)  # once more after the rollback
     reasons = [
@@ -273,9 +273,8 @@ def test_restored_moments_are_recorded_anew(recorded, prepared, tmp_path, monkey
     engine.graphs.is_on = False
     engine.load(state["model"], state["optimizer"])
     assert not engine.graphs.recorded and engine.graphs.pool is None
-    assert (
-        not engine.graphs.is_on
-    )  # what could not be recorded is not tried again after a rollback
+    # what could not be recorded is not tried again after a rollback
+    assert not engine.graphs.is_on
 
 
 @pytest.mark.parametrize(
@@ -299,9 +298,8 @@ def test_who_captures(monkeypatch, settings, device, precision, ranks, captures)
         rejects(captures, ddp.captures_steps, *asked)
         return
     assert ddp.captures_steps(*asked) is captures
-    monkeypatch.setitem(
-        imported.IMPORTED, "focal.py", SimpleNamespace()
-    )  # numbers there may change from step to step
+    # numbers there may change from step to step
+    monkeypatch.setitem(imported.IMPORTED, "focal.py", SimpleNamespace())
     assert ddp.captures_steps(*asked) is False
     assert ddp.captures_steps(BackendConfig(cuda_graphs=True), torch.device("cuda"), "bf16", 1)
 

@@ -90,11 +90,12 @@ def test_a_stable_run_gets_its_decay_by_a_new_length_from_any_of_its_checkpoints
         == max(toy.saved("stable"))
     )
     toy.scale = lambda call: 1.0
+    # step, length, share
     ends = {
         "newest": (9, 20, None),
         "older": (6, 12, 0.5),
         "oldest": (3, 5, 0.4),
-    }  # step, length, share
+    }
     for name, (step, length, share) in ends.items():
         cut_back(tmp_path / "stable", tmp_path / name, step)
         given = {"max_steps": length, "optim": {**WSD, "decay_fraction": share}}

@@ -116,9 +116,8 @@ def test_every_rank_writes_its_rows_under_one_manifest_and_fewer_ranks_resume(
     assert manifest.files.keys() == {"ranks.pt", *names}
     sizes = [manifest.files[name]["bytes"] for name in manifest.files_of("model")]
     assert max(sizes) < 0.4 * sum(sizes)  # names and tensors of few rows are not divided by four
-    assert (
-        json.loads(manifest.to_json())["format"] == 5
-    )  # so that a version that knows no parts rejects it
+    # so that a version that knows no parts rejects it
+    assert json.loads(manifest.to_json())["format"] == 5
     run_dir = cut_back(splits / "bert", tmp_path / "run")
     done = run(train_overrides(run_dir, prepared, *BERT, FSDP, "micro_batch_size=4"), ranks=2)
     assert "resuming from the checkpoint of step 3" in done.stderr
@@ -344,9 +343,8 @@ def test_a_rank_holds_its_part_alone_and_all_skip_a_step_that_one_cannot_take(he
     ranks = [rank[way] for rank in held]
     for name, factor in (("weights", 1), ("moments", 2)):
         parts, whole = [rank[name] for rank in ranks], factor * ranks[0]["all"]
-        assert (
-            sum(parts) == whole and max(parts) < 0.6 * whole
-        )  # tensors of an odd number of rows have no halves
+        # tensors of an odd number of rows have no halves
+        assert sum(parts) == whole and max(parts) < 0.6 * whole
     for rank in ranks:
         assert rank["skipped"] == 2 and rank["unchanged"]
         assert np.isnan(rank["norms"][:2]).all() and rank["norms"][2] == ranks[0]["norms"][2] > 0

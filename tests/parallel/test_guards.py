@@ -84,7 +84,7 @@ def environment(monkeypatch):
 
 @pytest.fixture
 def train(monkeypatch, capfd, tmp_path, prepared):
-    """`python -m train` in this process: returns its exit code and the lines on stderr."""
+    """`baretrain train` in this process: returns its exit code and the lines on stderr."""
 
     def call(*overrides):
         monkeypatch.setattr(
@@ -531,9 +531,8 @@ def test_a_rank_that_cannot_read_the_data_of_an_evaluation_ends_the_run_with_the
     assert [result["reason"] for result in exits] == ["rejected: validation.bin is short"] * 2, (
         done.stderr
     )
-    assert not lines(
-        tmp_path / "run", "train"
-    )  # the trial of an evaluation met it before the first step
+    # the trial of an evaluation met it before the first step
+    assert not lines(tmp_path / "run", "train")
     assert not LocalStore(tmp_path / "run/checkpoints").steps()
 
 
@@ -607,9 +606,8 @@ def test_xla_unties_weights_and_the_backend_ties_them_again():
 @pytest.mark.parametrize("open_backend", [open_xla, open_ddp])
 def test_the_optimizer_holds_all_of_the_models_parameters_and_no_other(open_backend):
     backend, model = open_backend(), Tied()
-    early = torch.optim.SGD(
-        model.parameters()
-    )  # from before the move, which makes new parameters on XLA
+    # from before the move, which makes new parameters on XLA
+    early = torch.optim.SGD(model.parameters())
     backend.setup_model(model)
     parameters = list(model.parameters())
     wrong = [(torch.optim.SGD(parameters[1:]), "holds 3 of the model's 4")]

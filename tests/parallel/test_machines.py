@@ -139,10 +139,11 @@ def test_ranks_connect_by_the_card_that_leads_to_the_master(machines, tmp_path):
 
 def test_after_a_machine_died_the_run_goes_on_with_one_less(machines, bucket, prepared, tmp_path):
     """The run folder is in S3. The dead machine closes no connection, so the others are ended by their watchdogs."""
+    # once, at the end: the first evaluation has the time of a start
     same = [
         "global_batch_size=12",
         "eval_every=6",
-    ]  # once, at the end: the first evaluation has the time of a start
+    ]
     assert run(train_overrides(tmp_path / "whole", prepared, *same), ranks=3).returncode == 0
     script, mark = tmp_path / "script.py", tmp_path / "mark"
     script.write_text(DISTURBED)

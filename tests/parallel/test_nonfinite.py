@@ -72,9 +72,8 @@ class Run:
         self.sync.begin(1.0)
         for number, scale in enumerate(scales, start=1):
             with self.sync.micro_batch(is_last=number == len(scales)):
-                scale = torch.tensor([scale]).to(
-                    self.backend.device
-                )  # as data: a number would be in the graph
+                # as data: a number would be in the graph
+                scale = torch.tensor([scale]).to(self.backend.device)
                 loss = (
                     self.sync.module(IDS.to(self.backend.device)).sum(-1).pow(2).sum() * scale
                 ).sum()
@@ -113,9 +112,8 @@ def compiled():
 
 def check_skips(way, value):
     """Among steps by finite multiples of the loss those by `value`."""
-    excused = "fp16" in way and math.isnan(
-        value
-    )  # finite gradients with an infinite norm are none of the scale's
+    # finite gradients with an infinite norm are none of the scale's
+    excused = "fp16" in way and math.isnan(value)
     clean, result = Run(way), Run(way)
     wanted = []
     for scale in (1.0, 0.5, 2.0):
@@ -226,13 +224,14 @@ def test_a_first_step_that_is_skipped_is_no_error_and_the_next_is_looked_at_inst
 def rank_of_two(folder):
     """Only rank 1 has a bad loss, and only in the first of two micro batches."""
     rank, result = int(os.environ["RANK"]), {}
+    # XLA's device is to be open at the first backward
     for way in (
         "xla",
         "cpu",
         "cuda",
         "cuda, lamb",
         "cuda, fp16",
-    ):  # XLA's device is to be open at the first backward
+    ):
         begun = Run(way)
         begun.step(1.0, 1.0)
         before, num_graphs = begun.everything(), compiled()

@@ -174,9 +174,8 @@ def test_the_head_follows_the_schedule_at_its_own_rate(kind):
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     rates_before = [group["lr"] for group in optimizer.param_groups]
-    set_learning_rate(
-        optimizer, 1e-3
-    )  # a rate that is a tensor stays it: another one would be another graph on XLA
+    # a rate that is a tensor stays it: another one would be another graph on XLA
+    set_learning_rate(optimizer, 1e-3)
     assert all(
         group["lr"] is rate
         for group, rate in zip(optimizer.param_groups, rates_before, strict=True)

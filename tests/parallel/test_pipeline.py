@@ -85,9 +85,8 @@ def test_four_interleaved_stages_are_one_model_and_the_bubble_and_each_memory_ar
     assert facts[0]["parameters"] == facts[1]["parameters"]
     summary = lines(four, "summary")[0]
     assert summary["tokens"] == lines(alone["bert"], "summary")[0]["tokens"]
-    assert (
-        summary["bubble_share_ideal"] == 3 / 11
-    )  # 4 stages, 4 micro batches through 2 parts each
+    # 4 stages, 4 micro batches through 2 parts each
+    assert summary["bubble_share_ideal"] == 3 / 11
     assert all(0 < line["bubble_share"] < 1 for line in (*lines(four, "train"), summary))
     assert len(summary["peak_bytes_of_ranks"]) == 4 and min(summary["peak_bytes_of_ranks"]) > 2**20
     assert not any("bubble" in key for line in lines(alone["bert"], "summary") for key in line)
@@ -272,9 +271,8 @@ def test_the_published_recipe_is_planned():
         *pipeline(4, 4, "interleaved"),
     ]
     cfg = cli.load_config(TrainConfig, [*given, "backend.precision=fp32"])
-    assert (
-        isinstance(cfg.parallel, PipelineConfig) and cfg.parallel.num_parts == 8
-    )  # of three layers each
+    # of three layers each
+    assert isinstance(cfg.parallel, PipelineConfig) and cfg.parallel.num_parts == 8
     plan = make_plan(cfg, world_size=8, rows=10_000, seq_len=cfg.seq_len)
     assert (plan.world_size, plan.replicas, plan.micro_batch_size, plan.accumulation) == (
         8,

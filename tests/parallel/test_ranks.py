@@ -74,12 +74,10 @@ def rank_of_three(folder):
 
     answer = {"sum": world.sum([1.0, rank]), "gathered": world.all_gather_object(rank * 2)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            distributed_c10d, "all_gather", None
-        )  # by it torch sends every rank something of each other one
-        answer["broadcast"] = world.broadcast(
-            5 if rank == 0 else threading.Lock()
-        )  # which cannot be sent
+        # by it torch sends every rank something of each other one
+        patch.setattr(distributed_c10d, "all_gather", None)
+        # which cannot be sent
+        answer["broadcast"] = world.broadcast(5 if rank == 0 else threading.Lock())
         answer["gather"] = [float(each) for each in world.gather(torch.arange(rank * 1000).sum())]
         answer["shared"], collected = (
             world.run_and_broadcast(lambda: rank + 5),

@@ -258,9 +258,8 @@ def test_nothing_is_read_from_the_device_between_lines(prepared, tmp_path, monke
         ) or 0
 
     reads = read_after_each_step(monkeypatch, read, tmp_path / "run", prepared, "log_every=3")
-    assert (
-        reads[0] == reads[1] == reads[2]
-    )  # the first step's own look at the weights is over by then
+    # the first step's own look at the weights is over by then
+    assert reads[0] == reads[1] == reads[2]
     assert reads[2][0] < reads[3][0]  # the line of step 3
     assert reads[3] == reads[4] == reads[5]
     assert reads[5][1] == reads[0][1]

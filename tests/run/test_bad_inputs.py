@@ -243,7 +243,7 @@ FLAGS = [
     ("train", "", "is not set"),
     ("train", "run_dir=r", "data.path is not set"),
     ("prepare", "", "output is not set"),
-    ("records", "data.path=DATA", "python -m train.shards"),
+    ("records", "data.path=DATA", "baretrain shards"),
     (
         "records",
         "task=classify data=csv data.path=nosuch.csv model.tokenizer=DATA/tokenizer",
@@ -574,12 +574,13 @@ def filled(text: str, places: dict[str, str]) -> str:
     )
 
 
+# lines before the one that counts
 NOTICES = (
     "[transformers]",
     "... ",
     "starting ",
     "validation has only ",
-)  # lines before the one that counts
+)
 
 
 def fault(
@@ -618,10 +619,11 @@ def with_settings(rows, command, given, places):
             for name in ("model", "task")
             if any(each.startswith(f"{name}=") for each in own)
         )
+        # a group is typed once
         words = [
             *(each for each in given if not (groups and each.startswith(groups))),
             *own,
-        ]  # a group is typed once
+        ]
         yield command, [filled(word, places) for word in words], filled(says, places)
 
 
@@ -646,9 +648,8 @@ def test_a_wrong_setting_is_rejected_in_one_line(
         if given not in made:
             made[given] = compose(schema, list(given))
         composed = copy.deepcopy(made[given])
-        if not all(
-            is_setting(composed, each) for each in new
-        ):  # an option of a group, or a name of the user's own
+        # an option of a group, or a name of the user's own
+        if not all(is_setting(composed, each) for each in new):
             return compose(schema, overrides)
         try:
             for each in new:

@@ -53,8 +53,8 @@ def test_help_explains_the_most_used_settings_and_lists_the_groups(command, caps
 
 @dataclass
 class Sample:
-    beside: int = 1  # at the end,
-    # and below
+    # at the end, and below
+    beside: int = 1
     bare: int = 3
 
     def method(self) -> None: ...  # not a setting's
@@ -252,9 +252,8 @@ def test_a_home_that_cannot_be_written_to_is_named(prepared, tmp_path, monkeypat
         f"model.tokenizer={prepared}/tokenizer",
     ]
     assert MAINS["records"]([*given, "seq_len=32"]) == REJECTED
-    errors = [
-        line for line in capsys.readouterr().err.splitlines() if not line.startswith("... ")
-    ]  # what takes long
+    # what takes long
+    errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("... ")]
     assert len(errors) == 1 and "cannot write to /proc/none" in errors[0]
 
 
@@ -294,7 +293,7 @@ def test_an_interrupt_during_imports_is_one_line(tmp_path):
     """In the place of a library that all commands need there is one that is interrupted."""
     (tmp_path / "yaml.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    words = [sys.executable, "-m", "train.prepare"]
+    words = [sys.executable, "-m", "train", "prepare"]
     done = subprocess.run(
         words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=90
     )

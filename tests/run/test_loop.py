@@ -90,9 +90,8 @@ def test_evaluation_uses_every_validation_sequence_once(finished, prepared, tmp_
     """The loss does not depend on the batch that the sequences were put in, the last one padded."""
     train_here(tmp_path / "run", prepared, "micro_batch_size=1")
     odd = lines(tmp_path / "run", "eval")[-1]["loss"]
-    assert odd == pytest.approx(
-        lines(finished, "eval")[-1]["loss"], rel=2e-5
-    )  # see runs.TOLERANCE
+    # see runs.TOLERANCE
+    assert odd == pytest.approx(lines(finished, "eval")[-1]["loss"], rel=2e-5)
 
 
 def test_known_peaks_and_prices_give_mfu_and_cost(tmp_path, prepared):
@@ -149,9 +148,8 @@ def test_a_damaged_shard_stops_all_ranks_with_one_message(tmp_path, prepared):
     result = run(train_overrides(tmp_path / "run", data), ranks=2)
     assert result.returncode != 0
     assert result.stderr.count("error: ") == 1 and "has sha256" in result.stderr
-    assert (
-        f'File "{ROOT / "train"}' not in result.stderr
-    )  # no stack trace of ours; torchrun prints its own
+    # no stack trace of ours; torchrun prints its own
+    assert f'File "{ROOT / "train"}' not in result.stderr
 
 
 def test_a_rank_that_torchrun_ends_as_another_is_rejected_leaves_nothing_either(
@@ -185,9 +183,8 @@ def test_the_commit_is_that_of_the_code_wherever_git_is_sent(monkeypatch, tmp_pa
         environment.train, "__file__", str(tmp_path / "other/site-packages/train/__init__.py")
     )
     (tmp_path / "other/site-packages/train").mkdir(parents=True)
-    assert (
-        environment.commit() is None
-    )  # a repository around an installed copy, without a commit or with its own
+    # a repository around an installed copy, without a commit or with its own
+    assert environment.commit() is None
     monkeypatch.setenv("PATH", str(tmp_path))
     assert environment.commit() is None
 
@@ -196,9 +193,8 @@ def test_the_commit_is_that_of_the_code_wherever_git_is_sent(monkeypatch, tmp_pa
 
 
 def test_early_stopping_ends_a_run_that_learns_nothing_for_good_and_exports_it(toy):
-    toy.scores = iter(
-        [3.0, 2.0, 1.995, 2.5, 7.0]
-    )  # the third is the best, but by less than min_delta
+    # the third is the best, but by less than min_delta
+    toy.scores = iter([3.0, 2.0, 1.995, 2.5, 7.0])
     flat = {
         "eval_every": 1,
         "early_stop": EarlyStopConfig(patience=2, min_delta=0.01),
@@ -239,9 +235,8 @@ def test_a_stop_during_an_evaluation_ends_it_and_saves_the_step(toy, monkeypatch
     statistics = ToyTask.eval_statistics
 
     def asks(self, model, inputs):
-        if (
-            not model.training and toy.losses > trained
-        ):  # an evaluation is tried before the first step
+        # an evaluation is tried before the first step
+        if not model.training and toy.losses > trained:
             stop.ask("a notice")
             evaluated.append(stop)
         return statistics(self, model, inputs)
@@ -340,9 +335,8 @@ def test_a_failure_to_draw_comes_after_the_steps_before_it_and_ends_the_attempt_
 
     def fails(self, items):
         if len(items) > 3:
-            bad.append(
-                bad[0] if bad else items[3, 0]
-            )  # a row of the fourth of the batches that are drawn together
+            # a row of the fourth of the batches that are drawn together
+            bad.append(bad[0] if bad else items[3, 0])
         if bad and bad[0] in items:
             raise InputError("shard 7 is damaged")
         return draw(self, items)

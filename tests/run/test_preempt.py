@@ -135,9 +135,8 @@ def test_a_notice_that_comes_ends_the_run_also_if_the_token_was_forgotten(
     imds, stop, warnings, monkeypatch
 ):
     """Before it nothing is said, not even in the log."""
-    monkeypatch.setenv(
-        "http_proxy", "http://127.0.0.1:9"
-    )  # a link-local address is not for a proxy
+    # a link-local address is not for a proxy
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     imds.say(EVENTS, [])
@@ -375,9 +374,8 @@ def test_a_second_signal_ends_a_process_that_waits_in_a_call():
     """Its main thread runs no handler of Python's."""
     process = subprocess.Popen([sys.executable, "-c", STUCK], cwd=ROOT, stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"here\n"
-    eventually(
-        lambda: process.terminate() or process.poll() is not None
-    )  # the first ones are one request
+    # the first ones are one request
+    eventually(lambda: process.terminate() or process.poll() is not None)
     assert process.returncode == 128 + signal.SIGTERM
 
 

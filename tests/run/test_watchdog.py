@@ -279,9 +279,8 @@ def test_a_lost_peer_is_explained_by_what_became_of_it(
     """The other rank sees its connection break, and leaves before its thread has looked."""
     first = Outcome("failed", kind, "the first", 7, 5, goes_on=True, launch=[])
     (run_dir / "outcome.json").write_text(json.dumps(vars(first)))
-    ranks = start(
-        "join()\nraise RuntimeError('connection closed')", DIES, step_s=5
-    )  # which waits for two seconds
+    # which waits for two seconds
+    ranks = start("join()\nraise RuntimeError('connection closed')", DIES, step_s=5)
     assert codes(ranks) == [1, -signal.SIGKILL]
     assert outcome(run_dir)["kind"] == (kind if stays else "killed")
     assert outcome(run_dir)["checkpoint"] == 5

@@ -221,9 +221,8 @@ def test_an_owner_that_cannot_be_seen_and_beats_is_not_disturbed(
     owner.take()
     if change != {"boot_id": None}:
         as_another()
-    watch.meanwhile = lambda: (
-        owner.heartbeat() if len(watch.pauses_s) == ownership.LOOKS else None
-    )  # at the last look
+    # at the last look
+    watch.meanwhile = lambda: owner.heartbeat() if len(watch.pauses_s) == ownership.LOOKS else None
     lines = []
     rejects("is in use by process .* on .*, since ", new(3.0, on_wait=lines.append).take)
     (line,) = lines
@@ -445,11 +444,12 @@ def test_a_lost_answer_is_not_another_owner(bucket, folder, new):
     owner.take()
     assert owner.number == 1
     seen = [(request.fault, request.status) for request in bucket.proxy.requests("^PUT")]
+    # tried again, and then whether it can be created twice
     assert seen == [
         ("lose", 200),
         (None, 412),
         (None, 412),
-    ]  # tried again, and then whether it can be created twice
+    ]
 
 
 def test_a_created_file_that_looks_taken_is_still_ours(folder, new, monkeypatch):

@@ -140,11 +140,12 @@ def test_a_run_whose_files_belong_to_another_user_is_rejected_before_anything_ch
 @DISK_AND_S3
 def test_a_run_folder_is_known_by_its_environment_and_one_that_was_just_begun_by_its_lease(folder):
     check(folder)
+    # of ranks that came before rank 0
     for name in (
         "log/rank_0001.txt",
         "log/exit_rank_0001.json",
         ".write-test-a_1",
-    ):  # of ranks that came before rank 0
+    ):
         put(folder, name)
     for name in (
         "slurm-1.out",
@@ -164,9 +165,8 @@ def test_a_run_folder_is_known_by_its_environment_and_one_that_was_just_begun_by
     for name in folder.storage.names():
         if not name.startswith("."):
             folder.storage.remove(name)
-    folder.storage.write(
-        "environment.json", canonical_json({"identity": RUN})
-    )  # a copy, or older than leases
+    # a copy, or older than leases
+    folder.storage.write("environment.json", canonical_json({"identity": RUN}))
     folder.storage.write("metrics.jsonl", b"")
     folder.storage.write("notes.txt", b"mine")
     check(folder)
@@ -236,9 +236,8 @@ def test_a_job_that_has_lost_the_folder_changes_no_file_of_it(folder):
         folder.open()
         folder.metrics.write_text("1\n")
         folder.mirror()
-        other = RunFolder(
-            folder.location, getattr(folder.storage, "s3", None)
-        )  # of a rank that does not hold it
+        # of a rank that does not hold it
+        other = RunFolder(folder.location, getattr(folder.storage, "s3", None))
         other.ownership.follow(folder.ownership.owner)
         other.ownership.check()
         kept = folder.folder.write  # looked up while the folder was ours

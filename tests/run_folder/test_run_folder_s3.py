@@ -95,9 +95,8 @@ def test_a_machine_that_vanishes_while_it_saves_is_followed_by_another(
     bucket.proxy.set()
     killed = bucket.keys("run/checkpoints/step_00000006/")
     assert len(killed) == 4
-    bucket.put(
-        "run/metrics.jsonl", bucket.get("run/metrics.jsonl") + b'{"kind": "tra'
-    )  # read while it was written
+    # read while it was written
+    bucket.put("run/metrics.jsonl", bucket.get("run/metrics.jsonl") + b'{"kind": "tra')
     if is_silent:  # nobody knows whether it has ended, or is suspended
         lease = json.loads(bucket.get("run/lease/00000001.json"))
         bucket.put(
@@ -182,9 +181,8 @@ def test_the_metrics_go_before_the_manifest_and_requests_are_few(bucket, prepare
         number for number, line in enumerate(seen) if re.match("PUT .*/manifest.json", line)
     ]
     assert len(commits) == 8
-    one_save = [
-        line for line in seen[commits[5] : commits[6]] if "/STOP" not in line
-    ]  # that is asked for by the clock
+    # that is asked for by the clock
+    one_save = [line for line in seen[commits[5] : commits[6]] if "/STOP" not in line]
     assert len(one_save) <= 38, "\n".join(one_save)
 
 
@@ -213,9 +211,8 @@ def test_a_run_whose_last_save_s3_did_not_take_goes_on_from_it_once_it_is_upload
     outcome = json.loads((local / "outcome.json").read_bytes())
     assert outcome["goes_on"] and f"step 6 is complete in {kept}" in outcome["reason"]
 
-    bucket.client.delete_object(
-        Bucket=bucket.name, Key="run/lease/00000001.json"
-    )  # this process holds it for ever
+    # this process holds it for ever
+    bucket.client.delete_object(Bucket=bucket.name, Key="run/lease/00000001.json")
     step = f"run/checkpoints/{kept.name.partition('.')[0]}"
     upload(bucket, kept, f"{step}/{json.loads((kept / 'manifest.json').read_bytes())['folder']}")
     bucket.put(f"{step}/manifest.json", (kept / "manifest.json").read_bytes())

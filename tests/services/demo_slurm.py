@@ -40,7 +40,7 @@ def main(run_dir: str, *settings: str) -> int:
             )
             step("-m", "launch", "status", run_dir, "--watch", "2")
             step("-m", "launch", "logs", run_dir, "--lines", "5")
-    step("-m", "train.report", run_dir)
+    step("-m", "train", "report", run_dir)
     return 0 if '"outcome": "done"' in (Path(run_dir) / OUTCOME).read_text() else 1
 
 

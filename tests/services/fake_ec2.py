@@ -40,26 +40,22 @@ shared_loader = functools.cache(botocore.session.create_loader)
 @dataclass
 class FakeEc2:
     endpoint: str
-    without: dict[str, str] = field(
-        default_factory=dict
-    )  # subnet: the error that it answers to RunInstances
+    # subnet: the error that it answers to RunInstances
+    without: dict[str, str] = field(default_factory=dict)
     hides_s: float = 0.0  # after which a new machine is listed
     passed_s: float = 0.0  # of a time that does not wait, see `now`
-    groups: dict[tuple[str, str], dict[str, Any]] = field(
-        default_factory=dict
-    )  # placement groups, by region and name
+    # placement groups, by region and name
+    groups: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     reservations: list[dict[str, Any]] = field(default_factory=list)
     quotas: list[dict[str, Any]] = field(default_factory=list)
     dry_run_error: str = ""  # an error
-    tokens: dict[str, tuple[dict[str, Any], Any]] = field(
-        default_factory=dict
-    )  # request and answer
+    # request and answer
+    tokens: dict[str, tuple[dict[str, Any], Any]] = field(default_factory=dict)
     hidden: dict[str, float] = field(default_factory=dict)  # machine: when it is listed
     requests: list[dict[str, Any]] = field(default_factory=list)  # each RunInstances as it arrived
     clients: dict[str, Any] = field(default_factory=dict)
-    members: dict[tuple[str, str], list[str]] = field(
-        default_factory=dict
-    )  # machines of each placement group
+    # machines of each placement group
+    members: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
     def now(self) -> float:
         return BEGAN_S + self.passed_s

@@ -41,9 +41,8 @@ class Fault:
     seed: int = 0
     code: int = 503  # status: answered instead of the server,
     error: str = "SlowDown"  # with this code of S3 in the body,
-    headers: dict[str, str] = field(
-        default_factory=dict
-    )  # and these; otherwise added to the server's
+    # and these; otherwise added to the server's
+    headers: dict[str, str] = field(default_factory=dict)
     after: int = 0  # reset, stall, flip: bytes of the answer's body that pass untouched
     seconds: float = FOREVER  # stall, delay
 
@@ -184,9 +183,8 @@ class Connection(BaseHTTPRequestHandler):
         if self.path == CONTROL:
             self.answer(200, self.service.command(self.command, self.body()), {})
             return
-        self.path = re.sub(
-            "^http://[^/]*", "", self.path
-        )  # of one that uses this as its HTTP proxy
+        # of one that uses this as its HTTP proxy
+        self.path = re.sub("^http://[^/]*", "", self.path)
         path, _, query = self.path.partition("?")
         request = Request(self.command, path, query, self.headers.get("range", ""))
         fault = self.service.add(request)

@@ -26,9 +26,8 @@ from services.relay import relaying
 
 T = TypeVar("T")
 PACKAGES = ("iproute2", "util-linux")
-NOT_PERMITTED = (
-    "the kernel permits no network namespaces here"  # a skip that --require-services accepts
-)
+# a skip that --require-services accepts
+NOT_PERMITTED = "the kernel permits no network namespaces here"
 KINDS = ("net", "uts", "mnt")  # namespaces: a network, a host name, and the files that look it up
 ADDRESSES = ("10.77.0.1", "10.77.0.2", "10.77.0.3")
 ALL = "10.77.0.0/25"  # more specific than the network of the cards, so its route goes first
@@ -123,9 +122,8 @@ class Machines:
             words = ["-c", ENTER, str(pid), TORCHRUN, *options]
             words += ["--start-method=fork", "--run-path", str(script), *arguments, *own]
             out = log.with_suffix(f".{number}")
-            disk = {
-                "XDG_CACHE_HOME": str(log.parent / f"cache{number}")
-            }  # each machine has one of its own
+            # each machine has one of its own
+            disk = {"XDG_CACHE_HOME": str(log.parent / f"cache{number}")}
             started.append(start_forked(words, {**os.environ, **env, **disk}, out, out))
         return started
 
@@ -173,9 +171,8 @@ def three_machines(folder: Path) -> Iterator[Machines]:
         (folder / f"{NAME.format(number)}.hosts").write_text(
             "127.0.0.1 localhost\n" + "".join(lines)
         )
-    (folder / "nsswitch.conf").write_text(
-        "passwd: files\ngroup: files\nhosts: files\n"
-    )  # there is no DNS to wait for
+    # there is no DNS to wait for
+    (folder / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")
     with ExitStack() as stack:
         pids = []
         for _ in ADDRESSES:
@@ -184,9 +181,8 @@ def three_machines(folder: Path) -> Iterator[Machines]:
             stack.callback(process.kill)
             pids.append(process.shell.pid)
             eventually(lambda pid=process.shell.pid: has_own(pid))
-        inside(
-            pids[0], "ip", "link", "add", LINK, "type", "bridge"
-        )  # the first machine's card is the switch as well
+        # the first machine's card is the switch as well
+        inside(pids[0], "ip", "link", "add", LINK, "type", "bridge")
         for pid in pids[1:]:
             port = ("link", "add", f"port{pid}", "master", LINK, "up", "type", "veth")
             inside(pids[0], "ip", *port, "peer", "name", LINK, "netns", str(pid))

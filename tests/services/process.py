@@ -46,9 +46,8 @@ class Process:
         pipe = self.shell.stdin
         assert pipe is not None
         if not pipe.closed:
-            pipe.write(
-                b"\n"
-            )  # closing is not enough while a forked child of ours holds the pipe too
+            # closing is not enough while a forked child of ours holds the pipe too
+            pipe.write(b"\n")
             pipe.close()
         self.shell.wait()
 

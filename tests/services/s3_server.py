@@ -169,10 +169,11 @@ def start_store(folder: Path, processes: list[Process]) -> None:
         "allow *",
     )
     everything = ("--cap", "mon", "allow *", "--cap", "osd", "allow *", "--cap", "mgr", "allow *")
+    # without keys an OSD asks before it knows its cluster, and is rejected
     for name in (
         "client.admin",
         "osd.0",
-    ):  # without keys an OSD asks before it knows its cluster, and is rejected
+    ):
         do(folder, "ceph-authtool", keyring, "--gen-key", "-n", name, *everything)
     do(folder, "ceph-mon", "--mkfs", "-i", "a", "--monmap", monmap, "--keyring", keyring)
     processes.append(start(folder, "ceph-mon", "-f", "-i", "a"))

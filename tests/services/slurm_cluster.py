@@ -95,9 +95,8 @@ def fault() -> str | None:
     """Why the kernel permits no such cluster; None if it does."""
     script = 'mount --bind /etc /etc; ip link add type veth peer netns "$1"; unshare --pid --fork --mount-proc true'
     words = [*ISOLATED, "sh", "-ec", script, "sh", str(os.getpid())]
-    done = subprocess.run(
-        words, capture_output=True, text=True, check=False
-    )  # the cards end with the program
+    # the cards end with the program
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     return None if done.returncode == 0 else done.stderr.strip()
 
 
@@ -146,9 +145,8 @@ class SlurmCluster:
     def exec(self, node: str, *command: str) -> str:
         """The same for a command inside a node."""
         holder = Path(f"/proc/{self.processes[node].shell.pid}")
-        children = (
-            (holder / f"task/{holder.name}/children").read_text().split()
-        )  # another one watches over the holder
+        # another one watches over the holder
+        children = (holder / f"task/{holder.name}/children").read_text().split()
         (first,) = (
             pid
             for pid in children
@@ -238,9 +236,8 @@ class SlurmCluster:
         for number in random.SystemRandom().sample(range(1, 255), 20):
             card = f"slurm{number}"  # only one cluster can give it this name
             self.begin("switch", *ISOLATED, "sh", "-ec", SWITCH, "sh", card, str(os.getpid()))
-            comm = Path(
-                f"/proc/{self.processes['switch'].shell.pid}/comm"
-            )  # of the program that it is in the end
+            # of the program that it is in the end
+            comm = Path(f"/proc/{self.processes['switch'].shell.pid}/comm")
             switch = self.processes["switch"]
             eventually(
                 lambda comm=comm, it=switch: comm.read_text() == "sleep\n" or not it.running(),

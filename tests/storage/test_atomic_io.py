@@ -177,9 +177,8 @@ def test_a_folder_is_made_once_and_what_a_killed_process_left_of_it_goes(tmp_pat
 def test_a_process_is_gone_only_if_this_machine_knows_it():
     here, *_ = mine = owner_name(os.getpid()).rsplit("-", 2)
     assert not is_gone("-".join(mine))
-    assert is_gone(f"{here}-{os.getpid()}-1") and is_gone(
-        f"{here}-{2**40}-1"
-    )  # another process had the number
+    # another process had the number
+    assert is_gone(f"{here}-{os.getpid()}-1") and is_gone(f"{here}-{2**40}-1")
     assert not is_gone(f"elsewhere-{os.getpid()}-1")
 
 

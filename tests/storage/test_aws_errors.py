@@ -66,10 +66,10 @@ def test_the_value_of_a_header_is_not_shown():
 
 
 CURES_OF = {  # what stands in the line, and for which codes
-    "python -m launch quota": "VcpuLimitExceeded MaxSpotInstanceCountExceeded InstanceLimitExceeded",
+    "baretrain launch quota": "VcpuLimitExceeded MaxSpotInstanceCountExceeded InstanceLimitExceeded",
     "name other subnets": "Unsupported",
     "name a larger subnet": "InsufficientFreeAddressesInSubnet",
-    "python -m launch iam prints": "UnauthorizedOperation AccessDenied InvalidIamInstanceProfileName.NotFound",
+    "baretrain launch iam prints": "UnauthorizedOperation AccessDenied InvalidIamInstanceProfileName.NotFound",
     "aws sso login": "ExpiredToken",
     "clock is wrong": "RequestExpired",
     "aws sts get-caller-identity": "AuthFailure InvalidClientTokenId",

@@ -44,9 +44,8 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(machine, "instance_stores", list)
-    monkeypatch.setattr(
-        machine, "NETWORK_FILESYSTEMS", ("no such kind",)
-    )  # wherever the tests run
+    # wherever the tests run
+    monkeypatch.setattr(machine, "NETWORK_FILESYSTEMS", ("no such kind",))
     return tmp_path
 
 
@@ -54,16 +53,14 @@ def test_a_new_folder_is_this_users_alone_and_links_are_followed_once(tmp_path, 
     (tmp_path / "link").symlink_to(tmp_path / "real")
     before = os.umask(0)
     try:
-        assert (
-            caches.private_folder(tmp_path / "link/a", "X") == tmp_path / "real/a"
-        )  # which no link leads to later
+        # which no link leads to later
+        assert caches.private_folder(tmp_path / "link/a", "X") == tmp_path / "real/a"
     finally:
         os.umask(before)
     assert [mode(tmp_path / "real" / name) for name in ("", "a")] == [0o700, 0o700]
     (tmp_path / "open").mkdir(0o755)
-    assert (
-        mode(caches.unshared_folder(tmp_path / "open", "X")) == 0o755
-    )  # of the user, who lets others read
+    # of the user, who lets others read
+    assert mode(caches.unshared_folder(tmp_path / "open", "X")) == 0o755
     assert mode(caches.private_folder(tmp_path / "open", "X")) == 0o700
 
 

@@ -173,9 +173,8 @@ def test_a_folder_in_s3_knows_only_its_own_files(bucket):
 
 
 def test_the_bucket_may_be_in_the_path_instead_of_the_host_name(bucket):
-    named = bucket.service.endpoint.replace(
-        "127.0.0.1", "localhost"
-    )  # before an address it never is
+    # before an address it never is
+    named = bucket.service.endpoint.replace("127.0.0.1", "localhost")
     in_s3(bucket, endpoint=named).write("a", b"x")
     assert bucket.keys() == ["runs/data/a"]
     assert ".localhost" in in_s3(
@@ -294,9 +293,8 @@ REJECTIONS = {  # code and status of S3, and what is said of them
 def test_what_no_try_changes_is_asked_once_and_named(bucket, error, code):
     bucket.proxy.set(Fault("status", code=code, error=error, headers=EUROPE))
     rejects(f"^s3://.*/runs/data/a: {re.escape(REJECTIONS[error, code])}", in_s3(bucket).read, "a")
-    assert len(bucket.proxy.requests()) == 1 + (
-        error == "ExpiredToken"
-    )  # ~/.aws may hold others by now
+    # ~/.aws may hold others by now
+    assert len(bucket.proxy.requests()) == 1 + (error == "ExpiredToken")
 
 
 @pytest.mark.parametrize(
@@ -511,9 +509,8 @@ def test_a_missing_permission_is_named(bucket, monkeypatch):
         with pytest.raises(InputError, match=says) as raised:
             act()
         assert ("or it is missing" in str(raised.value)) == (action == "read")
-        assert isinstance(raised.value, NotPermitted) == (
-            action == "delete"
-        )  # which a run continues without
+        # which a run continues without
+        assert isinstance(raised.value, NotPermitted) == (action == "delete")
     assert bucket.keys() == ["runs/data/a"]
 
 

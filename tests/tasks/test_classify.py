@@ -104,9 +104,8 @@ def test_special_tokens_in_a_text_are_text(tokenizer):
     featurizer = ClassifyFeaturizer(tokenizer, seq_len=64)
     row = {"text": ["ba<pad>be [SEP] na[MASK] [CLS]"]}
     ids = featurizer.features(row, [0], split="x")["input_ids"][0]
-    assert "<pad>" in tokenizer.tokenize(
-        row["text"][0], split_special_tokens=True
-    )  # its vocabulary spells it
+    # its vocabulary spells it
+    assert "<pad>" in tokenizer.tokenize(row["text"][0], split_special_tokens=True)
     special = {getattr(tokenizer, f"{name}_token_id") for name in ("cls", "sep", "pad", "mask")}
     assert [token for token in ids if token in special] == [
         tokenizer.cls_token_id,
@@ -324,9 +323,10 @@ def certain(labels, *, wrong=()):
 
 def test_statistics_are_the_plain_loss_and_the_logits(task):
     model = task.build_model().eval()
+    # the longest
     drawn = task.eval_data().draw(
         np.array([[2 << BUCKET_SHIFT, (2 << BUCKET_SHIFT) + 1, PADDING]])
-    )  # the longest
+    )
     inputs = {name: tensor[0] for name, tensor in drawn["inputs"].items()}
     with torch.no_grad():
         result = task.eval_statistics(model, inputs)

@@ -1,4 +1,4 @@
-"""Exports in the pipelines of transformers: they answer as train.predict does, for each task and architecture."""
+"""Exports in the pipelines of transformers: they answer as baretrain predict does, for each task and architecture."""
 
 from __future__ import annotations
 
@@ -87,9 +87,8 @@ def write_tokenizer(name: str | None, folder: Path) -> Path:
             f"{kind}_token": f"[{kind.upper()}]" for kind in ("pad", "unk", "cls", "sep", "mask")
         }
         made = PreTrainedTokenizerFast(tokenizer_object=made.backend_tokenizer, **names)
-    if (
-        name == "RemBertTokenizer"
-    ):  # transformers 5.23 leaves the separator of the published one out
+    # transformers 5.23 leaves the separator of the published one out
+    if name == "RemBertTokenizer":
         ends = [
             (token, made.convert_tokens_to_ids(token))
             for token in (made.sep_token, made.cls_token)
@@ -101,9 +100,8 @@ def write_tokenizer(name: str | None, folder: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        our_tokenizer, "try_tokenizer", lambda _: None
-    )  # a process for each tokenizer
+    # a process for each tokenizer
+    monkeypatch.setattr(our_tokenizer, "try_tokenizer", lambda _: None)
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)

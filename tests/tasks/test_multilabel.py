@@ -254,9 +254,8 @@ def test_metrics_worked_out_by_hand(given, tmp_path):
     }
     few = np.array(truth, bool), np.array(shares)
     assert chosen(*few, each=True) == pytest.approx([0.25, 0.65, 0.5])  # no row has the last label
-    assert chosen(*few, each=False) == pytest.approx(
-        [0.25] * 3
-    )  # all 3 are found, and 1 is wrong: F1 6/7
+    # all 3 are found, and 1 is wrong: F1 6/7
+    assert chosen(*few, each=False) == pytest.approx([0.25] * 3)
 
 
 @pytest.mark.parametrize("how", ["best", "best_per_label"])
@@ -301,7 +300,7 @@ def test_thresholds_that_the_validation_data_chose_are_those_of_exports_and_pred
         [name for name, share in line["probabilities"].items() if share >= 0.5]
         for line in evaluated
     ]
-    # train.evaluate judges by what the export keeps, as train.predict does.
+    # baretrain evaluate judges by what the export keeps, as baretrain predict does.
     (tmp_path / "all.jsonl").write_text(
         "".join(json.dumps({"text": a, "label": b}) + "\n" for a, b in rows)
     )

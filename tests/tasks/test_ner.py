@@ -140,9 +140,8 @@ def test_the_loss_counts_words_and_statistics_keep_tags_and_probabilities():
 
 def test_the_loss_of_a_batch_is_divided_by_its_words(overrides, tmp_path):
     task = task_of(overrides(tmp_path / "run"))
-    batch = task.train_data().draw(
-        np.array([[0, 1, 2], [3, 4, 5]]) + 2**48
-    )  # of the longer bucket
+    # of the longer bucket
+    batch = task.train_data().draw(np.array([[0, 1, 2], [3, 4, 5]]) + 2**48)
     assert batch["count"] == [
         (row != IGNORE_INDEX).sum().item() for row in batch["inputs"]["labels"]
     ]

@@ -132,7 +132,7 @@ def test_a_killed_run_resumes_with_the_same_file_alone(code, settings, trained, 
 
     missing = f"error: {tmp_path / 'run'} belongs to a run with --import focal.py; repeat the flag with the file's path"
     assert rejected(*command) == missing
-    assert rejected(str(tmp_path / "run"), "--text", "x", module="train.predict") == missing
+    assert rejected(str(tmp_path / "run"), "--text", "x", module="predict") == missing
     (tmp_path / "focal.py").write_text(
         code.read_text().replace("self.cfg.gamma", "(self.cfg.gamma + 1)")
     )
@@ -156,9 +156,9 @@ def test_its_checkpoint_is_exported_and_asked(code, trained, tmp_path):
         str(tmp_path / "out"),
         "--step=4",
         own_code,
-        module="train.checkpoints",
+        module="checkpoints",
     )
-    answer = done(own_code, str(trained), "--text", "x", "--device", "cpu", module="train.predict")
+    answer = done(own_code, str(trained), "--text", "x", "--device", "cpu", module="predict")
     assert set(json.loads(answer)["probabilities"]) == {"0", "1", "2"}
     weights = [
         (folder / "model.safetensors").read_bytes()
@@ -177,12 +177,9 @@ def test_its_options_are_those_of_the_command_line(code, settings, tmp_path):
     )
     assert re.search(r"task=mlm.*\| focal", done(f"--import={code}", "--help"))
     short = [*settings, f"run_dir={tmp_path}/x", "backend=xla", "backend.device=cpu"]
-    said = done(
-        f"--import={code}", *short, "--dry-run", "--nproc-per-node=1", module="train.precompile"
-    )
-    assert (
-        f"-m train.tools.collect_graphs --import={code} " in said
-    )  # what starts runs imports the same
+    said = done(f"--import={code}", *short, "--dry-run", "--nproc-per-node=1", module="precompile")
+    # what starts runs imports the same
+    assert f"-m train.tools.collect_graphs --import={code} " in said
 
 
 @pytest.fixture

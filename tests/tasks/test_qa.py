@@ -142,9 +142,8 @@ def test_questions_are_stripped_on_the_left_and_cut():
     assert windows["context_first"][2] == 12 + 3  # and <s>, </s>, </s>
     assert (one.notes("x")["cut_questions"], one.notes("x")["answers_in_no_window"]) == (1, 0)
     few = featurizer(byte_tokenizer(), max_question_tokens=5)
-    assert (
-        few.cut("\U0001f600\U0001f600") == "\U0001f600"
-    )  # four bytes each: the second does not fit
+    # four bytes each: the second does not fit
+    assert few.cut("\U0001f600\U0001f600") == "\U0001f600"
     assert few.cut("\u6771\u4eac\u6771\u4eac") == "\u6771"
 
 
@@ -157,9 +156,8 @@ def test_the_first_answer_is_learnt_and_one_that_no_window_holds_is_counted(toke
     assert one.notes("x")["answers_in_no_window"] == 1
 
 
-OFFSETS = np.array(
-    [[0, 3], [3, 7], [8, 9], [8, 9], [9, 12]]
-)  # the second with its space, two of one character
+# the second with its space, two of one character
+OFFSETS = np.array([[0, 3], [3, 7], [8, 9], [8, 9], [9, 12]])
 
 
 @pytest.mark.parametrize(
@@ -177,9 +175,8 @@ OFFSETS = np.array(
 )
 def test_an_answer_is_the_tokens_that_hold_it_all(begin, end, tokens):
     assert answer_tokens(begin, end, OFFSETS, 5) == tokens
-    assert (
-        answer_tokens(2, 7, OFFSETS[1:], 5) == answer_tokens(0, 1, OFFSETS[:0], 5) == (0, 0)
-    )  # begins before it
+    # begins before it
+    assert answer_tokens(2, 7, OFFSETS[1:], 5) == answer_tokens(0, 1, OFFSETS[:0], 5) == (0, 0)
 
 
 def test_windows_without_room_and_tokenizers_without_cls_in_front_are_rejected(tokenizer):
@@ -371,9 +368,8 @@ def test_part_of_the_data_is_of_whole_questions(make, task, tmp_path):
         set(kept)
     )
     windows = Dataset.from_dict({"row": [0, 0, 0, 1, 1, 1]})
-    assert {len(drawn(windows, most, seed=0, split=0)) for most in range(1, 6)} == {
-        3
-    }  # one question at least
+    # one question at least
+    assert {len(drawn(windows, most, seed=0, split=0)) for most in range(1, 6)} == {3}
 
 
 def test_statistics_of_a_model_are_those_of_its_logits_and_of_one_width_for_all_lengths(

@@ -207,10 +207,11 @@ def test_metrics_are_those_of_scipy_and_scikit_learn():
     from sklearn.metrics import mean_absolute_error, mean_squared_error
 
     rng = np.random.default_rng(0)
+    # with ties
     truth, predicted = (
         rng.integers(0, 6, (40, 2)) / 2.0,
         rng.integers(0, 6, (40, 2)) / 3.0,
-    )  # with ties
+    )
     result = scores(truth, predicted)
     for at in range(2):
         pair = truth[:, at], predicted[:, at]

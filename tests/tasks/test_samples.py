@@ -55,9 +55,8 @@ def test_a_masked_language_model_fills_blanks_as_its_export_does(prepared, tmp_p
         given = torch.tensor(
             [[guess.probability for guess in answer.guesses] for answer in sample.answers]
         )
-        torch.testing.assert_close(
-            given, shares[: len(given)], rtol=1e-4, atol=1e-6
-        )  # other kernels, other order
+        # other kernels, other order
+        torch.testing.assert_close(given, shares[: len(given)], rtol=1e-4, atol=1e-6)
         blanks = [f"[{number}]" for number in range(1, len(given) + 1)]
         assert [
             word

@@ -63,9 +63,8 @@ def test_a_swap_is_a_function_of_seed_epoch_and_sequence(rows):
 
 def test_an_empty_segment_has_no_order(rows):
     tokens, _, _ = rows
-    pivot = np.resize(
-        np.array([0, 2, S - 1, S, 60_000], np.uint16), B
-    )  # some only in data made elsewhere
+    # some only in data made elsewhere
+    pivot = np.resize(np.array([0, 2, S - 1, S, 60_000], np.uint16), B)
     swapped, new_pivot, labels = Swapper(1)(
         tokens, pivot, np.ones(B, np.uint8), np.zeros(B, int), np.arange(B)
     )

@@ -78,10 +78,11 @@ def test_answers_score_as_officially():
             oracle([pair]), abs=1e-4
         ), pair
     for pair in (("a an the", ["The"]), ("!?", ["..."]), ("", ["the"])):
+        # in v1 answers without a word are equal and have nothing in common
         assert score(*pair) == (
             1,
             0,
-        )  # in v1 answers without a word are equal and have nothing in common
+        )
     rng = random.Random(0)
     pairs = [
         (random_text(rng), [random_text(rng) for _ in range(rng.randint(1, 4))])
@@ -172,9 +173,8 @@ def test_v2_is_judged_by_the_given_threshold_and_the_best_ones_stand_beside():
 
 
 CONTEXT = "The red fox ran  home"
-OFFSETS = np.array(
-    [[0, 3], [3, 7], [7, 11], [11, 15], [16, 21]]
-)  # of Metaspace: with the space before
+# of Metaspace: with the space before
+OFFSETS = np.array([[0, 3], [3, 7], [7, 11], [11, 15], [16, 21]])
 FIRST = 4  # tokens of the question before it
 
 
@@ -193,9 +193,8 @@ def test_the_best_span_has_the_highest_sum_and_is_no_longer_than_allowed():
     assert read([one], CONTEXT, n_best=3, max_answer_tokens=5).best == "red fox ran  home"
     assert read([one], CONTEXT, n_best=3, max_answer_tokens=3).best == "red fox"
     assert read([one], CONTEXT, n_best=3, max_answer_tokens=2).spans[0] == Span("red fox", 7.0, 4)
-    padded = window(
-        [LOWEST, 1, LOWEST, LOWEST, LOWEST], [LOWEST, 1, LOWEST, LOWEST, LOWEST]
-    )  # outside of the context
+    # outside of the context
+    padded = window([LOWEST, 1, LOWEST, LOWEST, LOWEST], [LOWEST, 1, LOWEST, LOWEST, LOWEST])
     assert [
         span.text for span in read([padded], CONTEXT, n_best=9, max_answer_tokens=5).spans
     ] == ["red"]
@@ -212,9 +211,8 @@ def test_the_best_span_has_the_highest_sum_and_is_no_longer_than_allowed():
         "\U0001f600 Zo\u00eb \u6771\u4eac",
         np.array([[0, 1], [0, 1], [2, 5], [6, 7], [7, 8]]),
     )
-    unicode = window(
-        [0, 0, 3, 0, 0], [0, 0, 0, 0, 3], offsets=offsets
-    )  # cut by characters; two tokens are of one
+    # cut by characters; two tokens are of one
+    unicode = window([0, 0, 3, 0, 0], [0, 0, 0, 0, 3], offsets=offsets)
     assert read([unicode], context, n_best=3, max_answer_tokens=3).best == "Zo\u00eb \u6771\u4eac"
 
 
@@ -224,10 +222,11 @@ def test_of_several_windows_the_best_counts_and_a_span_counts_once():
     result = read([first, second], CONTEXT, n_best=20, max_answer_tokens=1)
     assert [(span.text, span.score) for span in result.spans[:2]] == [("red", 8.0), ("home", 6.0)]
     assert len({(span.text, span.begin) for span in result.spans}) == len(result.spans)
+    # of the window that doubts least, as officially
     assert (result.null_score, result.null_odds) == (
         1.5,
         -6.5,
-    )  # of the window that doubts least, as officially
+    )
     sure = read(
         [window([0, 3, 0, 0, 0], [0, 3, 1, 0, 0], null=5.0)],
         CONTEXT,

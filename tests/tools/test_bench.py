@@ -1,4 +1,4 @@
-"""`python -m train.bench`: what its figures are, and that a measurement is a run that leaves nothing."""
+"""`baretrain bench`: what its figures are, and that a measurement is a run that leaves nothing."""
 
 import dataclasses
 import json
@@ -45,9 +45,8 @@ def test_speeds_are_of_whole_windows_and_shares_of_all_the_time_and_what_is_unkn
     unknown = [dataclasses.replace(each, flops=0.0) for each in WINDOWS]
     assert speeds(unknown, global_batch_size=8, peak=Peak(1e9, ""))["mfu"] is None
     priced = InstanceConfig(usd_per_hour=36.0, price_date="2026-11-09")
-    known = cost(
-        priced, machines=2, sequences_per_s=1000.0
-    )  # 1000 s of 2 machines at a cent a second
+    # 1000 s of 2 machines at a cent a second
+    known = cost(priced, machines=2, sequences_per_s=1000.0)
     assert (
         known["usd_per_million_sequences"] == pytest.approx(20.0)
         and known["price_date"] == "2026-11-09"
@@ -72,7 +71,7 @@ def test_a_measurement_is_a_run_that_leaves_only_its_figures(tmp_path, prepared)
     output = tmp_path / "bench.json"
     more = [f"output={output}", f"run_dir={tmp_path}/run", "max_epochs=1", "profile=true"]
     given = settings(prepared, "global_batch_size=8", *more)
-    done = run(given, ranks=2, module="train.bench", env={"TMPDIR": str(tmp_path / "tmp")})
+    done = run(given, ranks=2, module="bench", env={"TMPDIR": str(tmp_path / "tmp")})
     assert done.returncode == cli.DONE, done.stderr
     result = json.loads(output.read_text())
     for keys, kind in KINDS.items():

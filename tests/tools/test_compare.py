@@ -160,9 +160,8 @@ def test_runs_that_differ_in_their_seeds_alone_are_one_row_with_mean_and_spread(
     first = [of(f"squad_{seed}", seed, squad, f1=f1) for seed, f1 in enumerate([80.0, 81.0, 85.0])]
     other = [of("alone", 7, squad, config={"eval_every": 5}), of("cola_1", 1, cola, f1=0.5)]
     lost = of("cola_2", 2, cola, f1=0.75, diverged=True)
-    assert (
-        comparison.over_seeds(compared(*first[:1], *other, first[0])[0]) == []
-    )  # no seed differs alone
+    # no seed differs alone
+    assert comparison.over_seeds(compared(*first[:1], *other, first[0])[0]) == []
     assert main(list(map(str, [*first, *other, lost]))) == DONE
     said, _, told = capsys.readouterr().out.partition("\n\n")
     wanted = [  # ((80 - 82)^2 + (81 - 82)^2 + (85 - 82)^2) / 2 = 7

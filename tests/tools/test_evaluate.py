@@ -91,7 +91,7 @@ def evaluated(model, output, *arguments, ranks=1):
     if ranks == 1:
         assert evaluate.main(command) == 0
     else:
-        done = run(command, ranks=ranks, module="train.evaluate")
+        done = run(command, ranks=ranks, module="evaluate")
         assert done.returncode == 0, done.stderr
     return json.loads(output.read_text())
 

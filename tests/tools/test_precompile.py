@@ -113,9 +113,8 @@ def test_batches_of_several_lengths_take_more_steps_and_some_steps_log(tool):
         f"max_steps={4 * precompile.STEPS}" in short_run.command
         and "hub.push_to=null" in short_run.command
     )
-    logs = {
-        step % precompile.LOG_EVERY == 0 for step in range(2, precompile.STEPS)
-    }  # between the first and the last
+    # between the first and the last
+    logs = {step % precompile.LOG_EVERY == 0 for step in range(2, precompile.STEPS)}
     assert logs == {True, False}
 
 

@@ -367,9 +367,8 @@ def test_a_run_and_rows_in_s3(answering, bucket, tmp_path, capsys):
 def test_bad_input_is_one_line_and_leaves_no_file(
     labelled, content, line, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(
-        predict, "ROWS_AT_ONCE", 1
-    )  # the first row is done with when the second turns out bad
+    # the first row is done with when the second turns out bad
+    monkeypatch.setattr(predict, "ROWS_AT_ONCE", 1)
     run, _ = labelled
     (tmp_path / "new.csv").write_bytes(content)
     (tmp_path / "out.jsonl").write_text("older")

@@ -1,4 +1,4 @@
-"""The command `python -m train.checkpoints`. Its code is in `train.tools.checkpoints`."""
+"""The command `baretrain checkpoints`. Its code is in `train.tools.checkpoints`."""
 
 from __future__ import annotations
 

@@ -33,9 +33,8 @@ logger = logging.getLogger("train")
 class Loaded:
     progress: Progress = field(default_factory=Progress)
     faults: list[str] = field(default_factory=list)  # why newer checkpoints were not loaded
-    ranks: list[State] = field(
-        default_factory=list
-    )  # what each rank saved as `own`, see `AsyncSaver.save`
+    # what each rank saved as `own`, see `AsyncSaver.save`
+    ranks: list[State] = field(default_factory=list)
 
 
 def newest_valid(
@@ -252,9 +251,8 @@ def read_optimizer(folder: Path, manifest: Manifest, *, are_all: bool = True) ->
     lacking = {
         number for group in first["param_groups"] for number in group["params"]
     } - state.keys()
-    if (
-        others and lacking and are_all
-    ):  # a single file may lack moments, since not every optimizer has moments
+    # a single file may lack moments, since not every optimizer has moments
+    if others and lacking and are_all:
         raise BadContent(f"{', '.join(contents)}: no moments of parameter {shown(min(lacking))}")
     return {**first, "state": state}
 
@@ -285,9 +283,8 @@ def read(path: Path) -> State:
                 raise Untrusted(
                     f"{path} is rejected: it has a tensor that is not plain numbers; find out who wrote it"
                 )
-        elif (
-            isinstance(value, dict | list | tuple) and id(value) not in seen
-        ):  # a list may contain itself
+        # a list may contain itself
+        elif isinstance(value, dict | list | tuple) and id(value) not in seen:
             seen.add(id(value))
             inner += value.values() if isinstance(value, dict) else value
     return state

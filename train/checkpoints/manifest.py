@@ -19,9 +19,8 @@ FORMAT = 4
 FORMAT_OF_PARTS = 5  # for files of several ranks: older versions, which read only FORMAT, would ignore most of them
 FILE = "manifest.json"
 LATEST = "LATEST"
-PART = re.compile(
-    r"(?:model|optimizer)_(\d{5,})\.pt"
-)  # a file that a rank other than rank 0 wrote
+# a file that a rank other than rank 0 wrote
+PART = re.compile(r"(?:model|optimizer)_(\d{5,})\.pt")
 
 
 class Damaged(RuntimeError):
@@ -44,32 +43,26 @@ class OtherVersion(Failure):
 class Progress:
     step: int = 0  # optimizer steps done, including skipped steps
     lr: float | None = None  # learning rate of the last step
-    examples: int = (
-        0  # sequences drawn by all ranks: the position in the data; a rollback does not reset it
-    )
+    # sequences drawn by all ranks: the position in the data; a rollback does not reset it
+    examples: int = 0
     lanes: int | None = None  # number of lanes in the data order; None: not yet chosen
-    window_shards: int | None = (
-        None  # number of shards shuffled together in each lane; None: not yet chosen
-    )
-    best_loss: float | None = (
-        None  # the best value of best_metric so far, negated if higher is better
-    )
+    # number of shards shuffled together in each lane; None: not yet chosen
+    window_shards: int | None = None
+    # the best value of best_metric so far, negated if higher is better
+    best_loss: float | None = None
     best_metric: str = "loss"
     best_step: int | None = None
     evals_since_best: int = 0
-    chosen: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # by step: settings that the best and the last
+    # by step: settings that the best and the last
+    chosen: dict[str, dict[str, Any]] = field(default_factory=dict)
     # evaluation have chosen for exports of their weights
-    owes_evaluation: bool = (
-        False  # whether this step must still be evaluated: a request to stop left no time
-    )
+    # whether this step must still be evaluated: a request to stop left no time
+    owes_evaluation: bool = False
     rollbacks: int = 0
     skipped: int = 0  # steps whose gradient was not finite
     productive_s: float = 0.0  # training time in seconds, excluding steps lost to failures
-    window: dict[str, float] = field(
-        default_factory=dict
-    )  # sums of metrics since the last line of metrics.jsonl
+    # sums of metrics since the last line of metrics.jsonl
+    window: dict[str, float] = field(default_factory=dict)
 
     def advance(self, examples: int, lr: float) -> None:
         """Count a step at the learning rate `lr`, in which all ranks together drew `examples` sequences."""
@@ -108,9 +101,8 @@ class Manifest:
     progress: dict[str, Any]
     world_size: int
     backend: str
-    metric: (
-        float | None
-    )  # value of best.metric at this step, negated if higher is better; None: not evaluated
+    # value of best.metric at this step, negated if higher is better; None: not evaluated
+    metric: float | None
     versions: dict[str, Any] = field(default_factory=dict)
     files: dict[FileName, FileEntry] = field(default_factory=dict)
     folder: FileName | None = None  # the step's subfolder with the files, if it was saved in S3
@@ -215,8 +207,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
                 if (fault := fault_of_file(folder / name, entry, checksum=checksum)) is not None:
                     raise Damaged(f"{name} {fault}")
     except OSError as error:
-        if (
-            error.errno != errno.EIO
-        ):  # EIO: the data is lost; other errors (a stale NFS handle) may be temporary
+        # EIO: the data is lost; other errors (a stale NFS handle) may be temporary
+        if error.errno != errno.EIO:
             raise
         raise Damaged(f"{error.filename}: {error.strerror}") from error

@@ -39,16 +39,18 @@ if TYPE_CHECKING:
     from train.run_folder.run_folder import RunFolder
 
 logger = logging.getLogger("train")
+# S3 rejects a file or cannot be reached; it may accept the file later
 UNSENT = (
     InputError,
     Unreachable,
-)  # S3 rejects a file or cannot be reached; it may accept the file later
+)
 MAX_WAIT_S = 10.0  # seconds that training waits for the previous save before it skips the new one
 MAX_LOSS_S = 1800.0  # a fault should cost at most this many seconds of work
+# failures in a row that end the run, and the seconds that they must span
 MAX_FAILURES, FAILING_S = (
     3,
     30.0,
-)  # failures in a row that end the run, and the seconds that they must span
+)
 LONGEST_PAUSE_S = 10.0  # longest pause in seconds before a failed request is repeated
 Result = TypeVar("Result")
 
@@ -85,9 +87,8 @@ class AsyncSaver:
         self.engine, self.backend, self.world = engine, backend, backend.world
         self.staging = Staging()
         self.keep, self.verified = cfg.keep, set[int]()  # see `retention`
-        self.writers: World | None = (
-            None  # the ranks whose threads write, set by the first call of `join`
-        )
+        # the ranks whose threads write, set by the first call of `join`
+        self.writers: World | None = None
         self.pool = pool_beside_training("save")
         self.pending: Future[Saved | None] | None = None  # its result is None except on rank 0
         self.pending_began_s = 0.0
@@ -96,12 +97,10 @@ class AsyncSaver:
             str
         ] = []  # why the most recent saves failed; empty after a successful save
         self.worked_s = time.monotonic()  # when a save last succeeded, or the attempt began
-        self.newest: int | None = (
-            None  # the newest committed step, or the step from which the run resumed
-        )
-        self.unsent: tuple[int, Path] | None = (
-            None  # step and local copy of a save that could not be uploaded
-        )
+        # the newest committed step, or the step from which the run resumed
+        self.newest: int | None = None
+        # step and local copy of a save that could not be uploaded
+        self.unsent: tuple[int, Path] | None = None
         self.stalls_s: list[float] = []
         self.save_s = 0.0  # duration of the last save
         self.warming = self.pool.submit(lambda: None)
@@ -225,9 +224,8 @@ class AsyncSaver:
 
     @property
     def unsent_text(self) -> str:
-        if (
-            self.unsent is None or not (self.unsent[1] / FILE).is_file()
-        ):  # a newer save may have replaced it
+        # a newer save may have replaced it
+        if self.unsent is None or not (self.unsent[1] / FILE).is_file():
             return ""
         step, folder = self.unsent
         return f"; step {step} is complete in {folder}; docs/faults.md says how to upload it"
@@ -258,14 +256,12 @@ class AsyncSaver:
                 if not num_bytes
                 else f"it is saved, but {error}"
             )
-            if (
-                isinstance(error, LeaseLost) and self.world.rank == 0
-            ):  # otherwise the files sent so far could remain
+            # otherwise the files sent so far could remain
+            if isinstance(error, LeaseLost) and self.world.rank == 0:
                 with suppress(InputError, Failure):
                     self.store.remove_uncommitted(range(self.draft.fence, self.draft.fence + 1))
-            level = (
-                logging.ERROR if self.world.rank == 0 else logging.WARNING
-            )  # rank 0's error names the failed rank
+            # rank 0's error names the failed rank
+            level = logging.ERROR if self.world.rank == 0 else logging.WARNING
             logger.log(level, "saving step %d: %s%s", manifest.step, failure, self.unsent_text)
         if self.world.rank != 0:
             return None
@@ -317,9 +313,8 @@ class AsyncSaver:
             raise
         finally:
             is_own = folder is not None and (is_first or folder.name != scratch.name)
-            if (
-                folder is not None and is_own and not keeps and folder.is_dir()
-            ):  # a commit on disk has renamed it
+            # a commit on disk has renamed it
+            if folder is not None and is_own and not keeps and folder.is_dir():
                 discard(folder)
 
     def _on_rank0(self, action: Callable[[], Result]) -> Result:

@@ -64,9 +64,8 @@ def first_not_finite(state: State) -> str | None:
     """Return the name of a floating-point tensor that contains NaN or infinity; None if there is no such tensor."""
     for name, tensor in named(state):
         is_number = tensor.is_floating_point() and tensor.numel()
-        if is_number and not all(
-            map(torch.isfinite, torch.aminmax(tensor))
-        ):  # many times faster than a norm
+        # many times faster than a norm
+        if is_number and not all(map(torch.isfinite, torch.aminmax(tensor))):
             return name
     return None
 

@@ -47,9 +47,8 @@ class Store(Protocol):
     """
 
     location: str
-    compares_when_written: bool = (
-        False  # whether the service verifies checksums during an upload, as S3 does
-    )
+    # whether the service verifies checksums during an upload, as S3 does
+    compares_when_written: bool = False
 
     def steps(self) -> list[int]:
         """Return all steps in ascending order, including damaged ones."""
@@ -145,9 +144,8 @@ class LocalStore(Store):
 
     def look(self, step: int) -> Manifest:
         manifest = self.manifest(step)
-        sizes = at_once(
-            LocalFolder(self.path_of(manifest)).size, manifest.files
-        )  # a shared disk may answer slowly
+        # a shared disk may answer slowly
+        sizes = at_once(LocalFolder(self.path_of(manifest)).size, manifest.files)
         compare_sizes(manifest, dict(zip(manifest.files, sizes, strict=True)))
         return manifest
 
@@ -157,9 +155,8 @@ class LocalStore(Store):
         return self.path_of(manifest)
 
     def path_of(self, manifest: Manifest) -> Path:
-        return (
-            self.path / step_name(manifest.step) / (manifest.folder or "")
-        )  # a step copied from S3 has a subfolder
+        # a step copied from S3 has a subfolder
+        return self.path / step_name(manifest.step) / (manifest.folder or "")
 
     def begin(self, step: int, num_bytes: int) -> Path:
         folder = begin_folder(self.path / step_name(step))
@@ -168,15 +165,13 @@ class LocalStore(Store):
 
     def join(self, name: str, num_bytes: int) -> Path:
         check_space(self.path / name, num_bytes)
-        return (
-            self.path / name
-        )  # not created if missing: a new owner may have removed it to stop the save
+        # not created if missing: a new owner may have removed it to stop the save
+        return self.path / name
 
     def commit(self, scratch: Path, manifest: Manifest) -> None:
         # If a new owner of the run folder has removed `scratch`, this fails and changes nothing.
-        write_atomic(
-            scratch / FILE, manifest.to_json()
-        )  # also syncs the folder, whose files are already synced
+        # also syncs the folder, whose files are already synced
+        write_atomic(scratch / FILE, manifest.to_json())
         path = self.path_of(manifest)
         try:
             publish_folder(scratch, path)

@@ -33,13 +33,13 @@ from train.storage.schema import BadContent, FileName, Head, of_type, read_objec
 
 logger = logging.getLogger("train")
 PREFIX = "checkpoints/"
+# local folders; a save in SAVING with a manifest is complete but not in S3
 SAVING, PARTS = (
     "saving",
     "parts",
-)  # local folders; a save in SAVING with a manifest is complete but not in S3
-UNFINISHED = re.compile(
-    r"((\d{8,})-[0-9a-f]{8})\.unfinished"
-)  # the name of a save's mark, which is next to its folder
+)
+# the name of a save's mark, which is next to its folder
+UNFINISHED = re.compile(r"((\d{8,})-[0-9a-f]{8})\.unfinished")
 
 DOWNLOADS = 8  # files downloaded at the same time, each over several connections
 READS = 3  # a file counts as damaged if it does not match its checksum this many times
@@ -182,9 +182,8 @@ class S3Store(Store):
         manifest = replace(
             manifest, folder=FileName(f"{manifest.fence:08d}-{uuid.uuid4().hex[:8]}")
         )
-        if not any(
-            map(rank_of, manifest.files)
-        ):  # otherwise `scratch` lacks the other ranks' files
+        # otherwise `scratch` lacks the other ranks' files
+        if not any(map(rank_of, manifest.files)):
             write_atomic(scratch / FILE, manifest.to_json())
             for older in scratch.parent.iterdir():
                 if older != scratch:
@@ -218,9 +217,8 @@ class S3Store(Store):
         )
 
     def remove_mark(self, manifest: Manifest) -> None:
-        with suppress(
-            InputError, Failure
-        ):  # a mark that remains is harmless: its manifest exists, or its files do not
+        # a mark that remains is harmless: its manifest exists, or its files do not
+        with suppress(InputError, Failure):
             self.folder.remove(self.mark_of(manifest))
 
     def check_fence(self, fence: int) -> None:
@@ -240,9 +238,8 @@ class S3Store(Store):
         manifest = self.manifest(step)
         if manifest.folder:
             self.mark(manifest)
-        self.folder.remove(
-            self.key(step, FILE)
-        )  # first: without a manifest, there is no checkpoint
+        # first: without a manifest, there is no checkpoint
+        self.folder.remove(self.key(step, FILE))
         list(
             at_once(self.folder.remove, [self.file_key(manifest, name) for name in manifest.files])
         )
@@ -264,9 +261,8 @@ class S3Store(Store):
             if not match or int(match[2]) not in leases or step in in_doubt:
                 continue
             folder, mark, files = match[1], self.key(step, name), []
-            with suppress(
-                Damaged, OtherVersion, FileNotFoundError, BadContent
-            ):  # an unreadable mark is kept
+            # an unreadable mark is kept
+            with suppress(Damaged, OtherVersion, FileNotFoundError, BadContent):
                 if FILE not in found[step] or self.manifest(step).folder != folder:
                     files = of_type(
                         list[FileName], read_object(self.folder.read(mark)).get("files"), "files"
@@ -278,9 +274,8 @@ class S3Store(Store):
                             [self.key(step, f"{folder}/{file}") for file in files],
                         )
                     )
-                    self.folder.remove(
-                        mark
-                    )  # last, so that a later call can finish what a kill interrupts
+                    # last, so that a later call can finish what a kill interrupts
+                    self.folder.remove(mark)
                 left += [f"{step_name(step)}/{folder}"] if files else []
         return left
 

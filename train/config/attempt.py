@@ -12,20 +12,17 @@ from train.config.checks import Section, check, setting
 class LeaseConfig(Section, prefix="lease."):
     """Ownership of the run folder: a second job is rejected while the first sends heartbeats."""
 
-    ttl_s: float = setting(
-        60.0, least=0.1
-    )  # The number of seconds without a heartbeat after which another job
-    # considers the owner dead; the owner sends several heartbeats in this time.
+    # The number of seconds without a heartbeat after which another job considers the owner dead; the owner sends
+    # several heartbeats in this time.
+    ttl_s: float = setting(60.0, least=0.1)
 
 
 @dataclass(kw_only=True)
 class PreemptConfig(Section, prefix="preempt."):
     """Reasons to stop the run in addition to signals, max_run_s, the file run_dir/STOP and notices from EC2."""
 
-    block_end: str | None = (
-        None  # The time, with its zone, at which the EC2 capacity block ends; EC2 terminates the
-    )
-    # machines 30 minutes earlier.
+    # The time, with its zone, at which the EC2 capacity block ends; EC2 terminates the machines 30 minutes earlier.
+    block_end: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,37 +44,33 @@ class PreemptConfig(Section, prefix="preempt."):
 class WatchdogConfig(Section, prefix="watchdog."):
     """A thread and a timer in each rank. They end a rank that makes no progress, so that torchrun can restart it."""
 
-    step_s: float = setting(
-        480.0, least=0
-    )  # The number of seconds without a heartbeat (a micro batch or an evaluation
-    # batch) after which a rank counts as stuck; 0 never ends a rank, for use with a debugger.
-    start_s: float = setting(
-        7200.0, above=0
-    )  # The limit that replaces step_s until a rank's first step is done, while
-    # it joins the other ranks, loads and compiles.
+    # The number of seconds without a heartbeat (a micro batch or an evaluation batch) after which a rank counts as
+    # stuck; 0 never ends a rank, for use with a debugger.
+    step_s: float = setting(480.0, least=0)
+    # The limit that replaces step_s until a rank's first step is done, while it joins the other ranks, loads and
+    # compiles.
+    start_s: float = setting(7200.0, above=0)
 
 
 @dataclass(kw_only=True)
 class NonfiniteConfig(Section, prefix="nonfinite."):
     """Limits for steps with a NaN or infinite gradient. These steps change neither weights nor optimizer."""
 
-    max_skips: int = setting(
-        3, above=0
-    )  # The number of consecutive steps without a finite gradient after which the
-    # run goes back to its newest checkpoint and skips the data that it has read since. CPUs check
-    # this after every step; CUDA and XLA devices keep the count, which the run reads only every log_every steps, so the
-    # rollback may come later. After two rollbacks, the run ends instead.
+    # The number of consecutive steps without a finite gradient after which the run goes back to its newest checkpoint
+    # and skips the data that it has read since. CPUs check this after every step; CUDA and XLA devices keep the count,
+    # which the run reads only every log_every steps, so the rollback may come later. After two rollbacks, the run ends
+    # instead.
+    max_skips: int = setting(3, above=0)
 
 
 @dataclass(kw_only=True)
 class CheckpointConfig(Section, prefix="checkpoint."):
-    every: int = setting(
-        1000, above=0
-    )  # The number of steps between checkpoints; the last step always saves one.
-    keep: int = 3  # The number of newest checkpoints to keep, at least two, in addition to the best one; 0 keeps all.
-    best: bool = (
-        False  # Also save a checkpoint whenever an evaluation is better than all earlier ones.
-    )
+    # The number of steps between checkpoints; the last step always saves one.
+    every: int = setting(1000, above=0)
+    # The number of newest checkpoints to keep, at least two, in addition to the best one; 0 keeps all.
+    keep: int = 3
+    # Also save a checkpoint whenever an evaluation is better than all earlier ones.
+    best: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,19 +82,16 @@ class CheckpointConfig(Section, prefix="checkpoint."):
 
 @dataclass(kw_only=True)
 class ResumeConfig:
-    force: bool = (
-        False  # Resume even if the task, the model, the data or the batches have changed.
-    )
+    # Resume even if the task, the model, the data or the batches have changed.
+    force: bool = False
 
 
 @dataclass(kw_only=True)
 class BestConfig:
     """The metric that selects the best evaluation, for early_stop, checkpoint.best and checkpoint.keep."""
 
-    metric: str = (
-        "loss"  # The metric that ranks the evaluations, a key of the eval lines in metrics.jsonl.
-    )
-    export: bool | None = (
-        None  # The checkpoint to export: true takes the best one, false the last one; None takes the
-    )
-    # best one if checkpoint.best=true.
+    # The metric that ranks the evaluations, a key of the eval lines in metrics.jsonl.
+    metric: str = "loss"
+    # The checkpoint to export: true takes the best one, false the last one; None takes the best one if
+    # checkpoint.best=true.
+    export: bool | None = None

@@ -10,55 +10,39 @@ from train.config.checks import Section, check, check_choice, setting
 DEVICES = CUDA, NEURON = "cuda", "neuron"  # the supported accelerators
 DEFAULT_TIMEOUT_S = 600.0  # seconds; the default time limit of a collective
 JOIN_TIMEOUT_S = 600.0  # seconds to wait for ranks to join: machines of a job start within minutes, or not at all
-NEURON_TIMEOUT_S = (
-    7200.0  # seconds for a collective on Trainium, where ranks also wait for each other to compile
-)
+# seconds for a collective on Trainium, where ranks also wait for each other to compile
+NEURON_TIMEOUT_S = 7200.0
 
 
 @dataclass(kw_only=True)
 class BackendConfig(Section, prefix="backend."):
     precisions: ClassVar[tuple[str, ...]] = ("auto", "fp32", "tf32", "bf16", "fp16")
 
-    name: str = setting(
-        "auto", among=("auto", "ddp", "xla")
-    )  # The backend; auto uses xla on Trainium 1,
-    # otherwise ddp.
-    device: str = setting(
-        "auto", among=("auto", "cpu", *DEVICES)
-    )  # The device; auto uses this machine's best one.
-    precision: str = "auto"  # The precision: fp32, tf32, bf16, fp16 or auto. bf16 and fp16 use autocast, and fp16
-    # scales the loss. tf32 is fp32, but CUDA rounds the inputs of matrix products to 10 bits. auto uses bf16 if the
-    # hardware supports it natively, fp16 on GPUs that support only fp16, otherwise fp32.
-    grad_compression: str = setting(
-        "none", among=("none", "bf16")
-    )  # The dtype to which backend=ddp rounds gradients
-    # before sending them; bf16 halves the traffic.
-    activation_checkpointing: bool = (
-        False  # Keep only each layer's input, and recompute the layer in the backward
-    )
-    # pass.
-    norms: str = setting(
-        "auto", among=("auto", "fp32", "bf16")
-    )  # The output dtype of normalisation layers if the
-    # precision is bf16; they always compute in fp32. auto uses bf16 if the model is compiled on a GPU, where this saves
-    # a third of the memory traffic.
-    compile: str = setting(
-        "auto", among=("auto", "none", "layers", "model")
-    )  # The scope of torch.compile: layers
-    # compiles each layer separately, model compiles the encoder as one graph; auto compiles on GPUs if the run is long
-    # enough for this to pay off.
-    cuda_graphs: bool | None = (
-        None  # The use of CUDA graphs, which launch all kernels of a step in one call; None uses
-    )
-    # them with one rank and without --import, unless the precision is fp16, activations are recomputed, or a step has
-    # to wait for the GPU.
-    deterministic: bool = (
-        False  # Make runs on GPUs bitwise reproducible, with slower kernels. CPU runs always are.
-    )
-    timeout_s: float | None = setting(
-        None, above=0
-    )  # The time limit of a collective in seconds; None uses 600, or
-    # 7,200 on Trainium.
+    # The backend; auto uses xla on Trainium 1, otherwise ddp.
+    name: str = setting("auto", among=("auto", "ddp", "xla"))
+    # The device; auto uses this machine's best one.
+    device: str = setting("auto", among=("auto", "cpu", *DEVICES))
+    # The precision: fp32, tf32, bf16, fp16 or auto. bf16 and fp16 use autocast, and fp16 scales the loss. tf32 is fp32,
+    # but CUDA rounds the inputs of matrix products to 10 bits. auto uses bf16 if the hardware supports it natively,
+    # fp16 on GPUs that support only fp16, otherwise fp32.
+    precision: str = "auto"
+    # The dtype to which backend=ddp rounds gradients before sending them; bf16 halves the traffic.
+    grad_compression: str = setting("none", among=("none", "bf16"))
+    # Keep only each layer's input, and recompute the layer in the backward pass.
+    activation_checkpointing: bool = False
+    # The output dtype of normalisation layers if the precision is bf16; they always compute in fp32. auto uses bf16 if
+    # the model is compiled on a GPU, where this saves a third of the memory traffic.
+    norms: str = setting("auto", among=("auto", "fp32", "bf16"))
+    # The scope of torch.compile: layers compiles each layer separately, model compiles the encoder as one graph; auto
+    # compiles on GPUs if the run is long enough for this to pay off.
+    compile: str = setting("auto", among=("auto", "none", "layers", "model"))
+    # The use of CUDA graphs, which launch all kernels of a step in one call; None uses them with one rank and without
+    # --import, unless the precision is fp16, activations are recomputed, or a step has to wait for the GPU.
+    cuda_graphs: bool | None = None
+    # Make runs on GPUs bitwise reproducible, with slower kernels. CPU runs always are.
+    deterministic: bool = False
+    # The time limit of a collective in seconds; None uses 600, or 7,200 on Trainium.
+    timeout_s: float | None = setting(None, above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,62 +91,51 @@ class XLAConfig(BackendConfig):
     )
 
     name: str = "xla"
-    batches_per_execution: int = setting(1, above=0)  # The number of micro batches that a graph
-    # processes; it must divide the number per step.
+    # The number of micro batches that a graph processes; it must divide the number per step.
+    batches_per_execution: int = setting(1, above=0)
 
 
 @dataclass(kw_only=True)
 class InstanceConfig(Section, prefix="instance."):
     """A machine type. Unknown figures are None; results that need them (MFU, cost) are left out, never guessed."""
 
-    name: str = "local"  # The EC2 name of the machine type, or local for this machine.
-    device: str | None = setting(
-        None, among=DEVICES
-    )  # The device that runs on this type must use; None allows any.
-    accelerator: str | None = None  # The name of the chip, such as A100.
-    devices: int | None = setting(
-        None, above=0
-    )  # The number of ranks per machine, one for each device.
-    rank_counts: list[int] | None = (
-        None  # The numbers of ranks that can run on one machine; None allows any number.
-    )
-    micro_batch_tokens: int | None = setting(
-        None, above=0
-    )  # The maximum number of tokens in a rank's micro batch;
-    # larger batches are split.
-    device_memory_gib: float | None = setting(None, above=0)  # The memory of one rank's device.
-    device_tflops_bf16: float | None = setting(
-        None, above=0
-    )  # The peak of one rank's device in bf16 and fp16,
-    # without sparsity.
-    device_tflops_fp32: float | None = setting(
-        None, above=0
-    )  # The peak of one rank's device in fp32.
-    vcpus: int | None = setting(
-        None, above=0
-    )  # The number of vCPUs of one machine. On x86, two of them share a core.
-    network_cards: int | None = setting(
-        None, above=0
-    )  # The number of network cards of one machine.
-    efa_interfaces: int | None = setting(
-        None, least=0
-    )  # The maximum number of EFA interfaces per machine, 0 if
-    # it has none.
-    network_gbit_per_s: float | None = setting(
-        None, above=0
-    )  # The total bandwidth of a machine's network cards, in
-    # each direction.
-    device_link_gbyte_per_s: float | None = setting(
-        None, above=0
-    )  # The bandwidth from one device to the machine's
-    # other devices, in each direction.
-    usd_per_hour: float | None = setting(None, above=0)  # The on-demand price of one machine.
-    usd_per_hour_spot: float | None = setting(
-        None, above=0
-    )  # The spot price of one machine. It varies by hour and
-    # zone, so conf/instance leaves it out. The command aws ec2 describe-spot-price-history prints it.
-    price_date: str | None = None  # The date of the prices, such as 2026-11-09.
-    source: str | None = None  # The origin and the date of the figures.
+    # The EC2 name of the machine type, or local for this machine.
+    name: str = "local"
+    # The device that runs on this type must use; None allows any.
+    device: str | None = setting(None, among=DEVICES)
+    # The name of the chip, such as A100.
+    accelerator: str | None = None
+    # The number of ranks per machine, one for each device.
+    devices: int | None = setting(None, above=0)
+    # The numbers of ranks that can run on one machine; None allows any number.
+    rank_counts: list[int] | None = None
+    # The maximum number of tokens in a rank's micro batch; larger batches are split.
+    micro_batch_tokens: int | None = setting(None, above=0)
+    # The memory of one rank's device.
+    device_memory_gib: float | None = setting(None, above=0)
+    # The peak of one rank's device in bf16 and fp16, without sparsity.
+    device_tflops_bf16: float | None = setting(None, above=0)
+    # The peak of one rank's device in fp32.
+    device_tflops_fp32: float | None = setting(None, above=0)
+    # The number of vCPUs of one machine. On x86, two of them share a core.
+    vcpus: int | None = setting(None, above=0)
+    # The number of network cards of one machine.
+    network_cards: int | None = setting(None, above=0)
+    # The maximum number of EFA interfaces per machine, 0 if it has none.
+    efa_interfaces: int | None = setting(None, least=0)
+    # The total bandwidth of a machine's network cards, in each direction.
+    network_gbit_per_s: float | None = setting(None, above=0)
+    # The bandwidth from one device to the machine's other devices, in each direction.
+    device_link_gbyte_per_s: float | None = setting(None, above=0)
+    # The on-demand price of one machine.
+    usd_per_hour: float | None = setting(None, above=0)
+    # The spot price of one machine. It varies by hour and zone, so conf/instance leaves it out. The command aws ec2
+    # describe-spot-price-history prints it.
+    usd_per_hour_spot: float | None = setting(None, above=0)
+    # The date of the prices, such as 2026-11-09.
+    price_date: str | None = None
+    # The origin and the date of the figures.
+    source: str | None = None
 
     def peak_flops_per_s(self, precision: str) -> float | None:
         """Return the peak of one rank's device in FLOP/s; None if it is unknown."""

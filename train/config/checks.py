@@ -12,20 +12,22 @@ LARGEST_FLOAT = 1e100  # the product of two floats of this size is still finite
 LARGEST = 2**63  # upper bound of numbers: NumPy, torch and safetensors store integers in 64 bits
 LAST_UNIX_S = 253402300800.0  # start of the year 10000: later times are not printed
 LONGEST_S = 1e9  # 30 years; the timers of Python and gloo overflow not far above this
+# Unicode categories: controls, undecodable bytes, line and paragraph ends
 CONTROLS = (
     "Cc",
     "Cs",
     "Zl",
     "Zp",
-)  # Unicode categories: controls, undecodable bytes, line and paragraph ends
+)
 SHOWN_NAMES = 10  # maximum number of names in a message
 T = TypeVar("T")
+# settings whose names end in these may be a tab, or Hive's \x01
 MARKS = (
     "delimiter",
     "quote",
     "escape",
     "separator",
-)  # settings whose names end in these may be a tab, or Hive's \x01
+)
 
 
 class InputError(Exception):
@@ -66,9 +68,8 @@ def check_values(settings: Mapping[str, Any]) -> None:
     """
     for key, value in leaves(settings):
         if isinstance(value, int | float):
-            check(
-                abs(value) < LARGEST, f"{key}={value} must be a finite number below 2^63"
-            )  # False for NaN
+            # False for NaN
+            check(abs(value) < LARGEST, f"{key}={value} must be a finite number below 2^63")
             check(
                 not key.endswith("_s") or value <= LONGEST_S,
                 f"{key}={value:g} must be at most {LONGEST_S:g} s",

@@ -15,6 +15,7 @@ MOST_LENGTHS = 255  # maximum of data.lengths, to which the longest length is ad
 MAX_LOADER_PROCESSES = 128  # maximum per rank; a trn1.32xlarge has 128 vCPUs for its 32 ranks
 KMS_KEY = re.compile(r"arn:aws[\w-]*:kms:[\w-]+:\d{12}:(key|alias)/[\w/-]+", re.ASCII)
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".conll")  # .gz may follow
+# saved: by Dataset.save_to_disk
 FORMATS = (
     "auto",
     "csv",
@@ -24,136 +25,115 @@ FORMATS = (
     "conll",
     "hub",
     "saved",
-)  # saved: by Dataset.save_to_disk
+)
 
 
 @dataclass(kw_only=True)
 class DataConfig(Section, prefix="data."):
     """Settings that both kinds of data share: token shards (pretraining) and records (labelled examples)."""
 
-    path: str = MISSING  # The folder or s3://bucket/prefix of the data; for records also a file or a Hub id.
-    num_workers: int = setting(
-        1, least=0, most=MAX_LOADER_PROCESSES
-    )  # The number of data loader processes per rank; 0
-    # loads data in the rank's process.
-    verify: bool = True  # Compare local data with its checksums before training, once per machine.
-    cache_dir: str | None = (
-        None  # The folder for local copies; None uses the NVMe instance store if there is one,
-    )
-    # otherwise ~/.cache/baretrain.
+    # The folder or s3://bucket/prefix of the data; for records also a file or a Hub id.
+    path: str = MISSING
+    # The number of data loader processes per rank; 0 loads data in the rank's process.
+    num_workers: int = setting(1, least=0, most=MAX_LOADER_PROCESSES)
+    # Compare local data with its checksums before training, once per machine.
+    verify: bool = True
+    # The folder for local copies; None uses the NVMe instance store if there is one, otherwise ~/.cache/baretrain.
+    cache_dir: str | None = None
 
 
 @dataclass(kw_only=True)
 class ShardsConfig(DataConfig):
-    """Token shards: `path` is a folder or s3://bucket/prefix that `python -m train.prepare` wrote."""
+    """Token shards: `path` is a folder or s3://bucket/prefix that `baretrain prepare` wrote."""
 
-    cache_gb: float | None = setting(
-        None, above=0
-    )  # The disk space for local copies in GB (1e9 bytes); None uses 90 %
-    # of the free space.
-    attempt_s: float = setting(
-        60.0, above=0
-    )  # The number of seconds without data after which a download is restarted
-    # with a new client.
-    deadline_s: float = setting(
-        300.0, above=0
-    )  # The number of seconds that a run waits for a shard while no data
-    # arrives at all; then it ends with an error that names the shard.
+    # The disk space for local copies in GB (1e9 bytes); None uses 90 % of the free space.
+    cache_gb: float | None = setting(None, above=0)
+    # The number of seconds without data after which a download is restarted with a new client.
+    attempt_s: float = setting(60.0, above=0)
+    # The number of seconds that a run waits for a shard while no data arrives at all; then it ends with an error that
+    # names the shard.
+    deadline_s: float = setting(300.0, above=0)
 
 
 @dataclass(kw_only=True)
 class ColumnsConfig:
     """Names of the data's columns. A dot selects a field of an object: answers.text."""
 
-    id: str | None = (
-        None  # The column that identifies rows in predictions; None uses SQuAD's ids or row numbers.
-    )
-    text: str = "text"  # The column of the text, or of the first text of a pair.
-    text_pair: str | None = (
-        None  # The column of the second text of a pair; None reads single texts.
-    )
-    label: Any = "label"  # The column of the label (classification) or number (regression). A list names several number
-    # columns, or a 0/1 column for each label.
-    question: str = "question"  # The column of the question, for question answering.
-    context: str = "context"  # The column of the text that contains the answer.
-    answers: str = "answers"  # The column of the answers, with texts and positions as in SQuAD.
-    tokens: str = "tokens"  # The column of the words, for named entities; in CoNLL files, its number, by default 0 (the
-    # first).
-    tags: str = "tags"  # The column of the words' tags; in CoNLL files, its number, by default -1 (the last).
+    # The column that identifies rows in predictions; None uses SQuAD's ids or row numbers.
+    id: str | None = None
+    # The column of the text, or of the first text of a pair.
+    text: str = "text"
+    # The column of the second text of a pair; None reads single texts.
+    text_pair: str | None = None
+    # The column of the label (classification) or number (regression). A list names several number columns, or a 0/1
+    # column for each label.
+    label: Any = "label"
+    # The column of the question, for question answering.
+    question: str = "question"
+    # The column of the text that contains the answer.
+    context: str = "context"
+    # The column of the answers, with texts and positions as in SQuAD.
+    answers: str = "answers"
+    # The column of the words, for named entities; in CoNLL files, its number, by default 0 (the first).
+    tokens: str = "tokens"
+    # The column of the words' tags; in CoNLL files, its number, by default -1 (the last).
+    tags: str = "tags"
 
 
 @dataclass(kw_only=True)
 class RecordsConfig(DataConfig):
     """Labelled examples: `path` is a file, a folder, s3://bucket/prefix or the Hub id of a data set."""
 
-    format: str = setting(
-        "auto", among=FORMATS
-    )  # The file format; auto recognises it from the file names, and saved
-    # is the format of Dataset.save_to_disk.
-    name: str | None = None  # The configuration of a Hub data set.
-    revision: str | None = None  # The commit of a Hub data set, which pins its content.
-    train: str | None = (
-        None  # The training data: a file or glob in path, or a split; None uses path itself, or the
-    )
-    # split "train".
-    validation: str | None = (
-        None  # The validation data: a file or glob in path, or a split; None holds out
-    )
-    # validation_fraction of the rows.
-    more_validation: dict[str, str] = field(
-        default_factory=dict
-    )  # The additional validation splits by name, such as
-    # {mismatched: dev_mm.tsv}.
-    validation_fraction: float = setting(
-        0.1, above=0, below=1
-    )  # The share of the rows, chosen by a hash of their
-    # text, that is held out for validation if data.validation is None.
-    max_train_examples: int | None = setting(
-        None, above=0
-    )  # The maximum number of training examples, drawn with the
-    # seed; None uses all.
-    max_validation_examples: int | None = setting(
-        None, above=0
-    )  # The maximum number of examples of each validation
-    # split; None uses all.
+    # The file format; auto recognises it from the file names, and saved is the format of Dataset.save_to_disk.
+    format: str = setting("auto", among=FORMATS)
+    # The configuration of a Hub data set.
+    name: str | None = None
+    # The commit of a Hub data set, which pins its content.
+    revision: str | None = None
+    # The training data: a file or glob in path, or a split; None uses path itself, or the split "train".
+    train: str | None = None
+    # The validation data: a file or glob in path, or a split; None holds out validation_fraction of the rows.
+    validation: str | None = None
+    # The additional validation splits by name, such as {mismatched: dev_mm.tsv}.
+    more_validation: dict[str, str] = field(default_factory=dict)
+    # The share of the rows, chosen by a hash of their text, that is held out for validation if data.validation is None.
+    validation_fraction: float = setting(0.1, above=0, below=1)
+    # The maximum number of training examples, drawn with the seed; None uses all.
+    max_train_examples: int | None = setting(None, above=0)
+    # The maximum number of examples of each validation split; None uses all.
+    max_validation_examples: int | None = setting(None, above=0)
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
-    labels: list[str] = field(
-        default_factory=list
-    )  # The labels in the order of their class numbers; [] uses the
-    # labels in the data, sorted by name, or in the order of the numbers that label_map maps to them.
-    label_map: dict[str, str | None] = field(
-        default_factory=dict
-    )  # The label for each value of the label column; None
-    # drops the rows with that value.
-    label_separator: str | None = (
-        None  # The separator of several labels in one field, such as | in CSV; None expects
-    )
-    # lists, which may be written as text: ['a', 'b'].
-    lengths: Any = "auto"  # The lengths in tokens, in rising order, to which batches are padded, such as [32,64,128].
-    # The longest length, which is seq_len or that of the longest row, is always added; [] pads all batches to it. auto
-    # picks the fewest lengths that keep padding below 10 %, but at most three if each needs a compiled graph (XLA,
-    # Trainium, backend.compile). It picks multiples of 16, or of 8 without compilation.
-    delimiter: str = ","  # The character between the fields of a CSV file.
-    quote: str | None = (
-        "auto"  # The quote character of CSV files; auto uses ", or none if the delimiter is a tab; None
-    )
-    # disables quoting.
-    escape: str | None = (
-        None  # The escape character of CSV files, such as \\; None reads a doubled quote character as
-    )
-    # one.
-    header: bool = True  # Read the column names from the first line of a CSV file; false names the columns 0, 1, ...
-    encoding: str = "utf-8"  # The text encoding of the files, as Python names it.
-    max_bad_rows: int = setting(
-        0, least=0
-    )  # The maximum number of bad rows: rows that cannot be read, or have an
-    # invalid label or answer. They are skipped, counted and named; if there are more, the data is rejected.
+    # The labels in the order of their class numbers; [] uses the labels in the data, sorted by name, or in the order of
+    # the numbers that label_map maps to them.
+    labels: list[str] = field(default_factory=list)
+    # The label for each value of the label column; None drops the rows with that value.
+    label_map: dict[str, str | None] = field(default_factory=dict)
+    # The separator of several labels in one field, such as | in CSV; None expects lists, which may be written as text:
+    # ['a', 'b'].
+    label_separator: str | None = None
+    # The lengths in tokens, in rising order, to which batches are padded, such as [32,64,128]. The longest length,
+    # which is seq_len or that of the longest row, is always added; [] pads all batches to it. auto picks the fewest
+    # lengths that keep padding below 10 %, but at most three if each needs a compiled graph (XLA, Trainium,
+    # backend.compile). It picks multiples of 16, or of 8 without compilation.
+    lengths: Any = "auto"
+    # The character between the fields of a CSV file.
+    delimiter: str = ","
+    # The quote character of CSV files; auto uses ", or none if the delimiter is a tab; None disables quoting.
+    quote: str | None = "auto"
+    # The escape character of CSV files, such as \\; None reads a doubled quote character as one.
+    escape: str | None = None
+    # Read the column names from the first line of a CSV file; false names the columns 0, 1, ...
+    header: bool = True
+    # The text encoding of the files, as Python names it.
+    encoding: str = "utf-8"
+    # The maximum number of bad rows: rows that cannot be read, or have an invalid label or answer. They are skipped,
+    # counted and named; if there are more, the data is rejected.
+    max_bad_rows: int = setting(0, least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.delimiter = (
-            "\t" if self.delimiter == r"\t" else self.delimiter
-        )  # a tab is hard to type in a shell
+        # a tab is hard to type in a shell
+        self.delimiter = "\t" if self.delimiter == r"\t" else self.delimiter
         given = [] if self.lengths == "auto" else self.lengths
         ok = isinstance(given, list) and all(type(length) is int for length in given)
         ok = ok and all(0 < a < b for a, b in zip([1, *given], given, strict=False))
@@ -210,19 +190,19 @@ def column_names(value: Any) -> str | list[str]:
 class S3Config(Section, prefix="s3."):
     """Access to S3. A setting that is None comes from AWS's usual sources: environment, ~/.aws, the instance's role."""
 
-    endpoint: str | None = None  # The URL of an S3-compatible server; None uses AWS.
-    region: str | None = None  # The region of the bucket.
-    profile: str | None = None  # The profile in ~/.aws with the credentials.
-    path_style: bool = (
-        False  # Put the bucket into the path of URLs, as most S3-compatible servers require.
-    )
-    timeout_s: float = setting(
-        60.0, above=0
-    )  # The time limit of a request in seconds, retries included.
-    sse: str | None = (
-        None  # The encryption that writes ask for: AES256, aws:kms, or the ARN of a KMS key; null leaves
-    )
-    # it to the bucket. Some buckets' policies demand it.
+    # The URL of an S3-compatible server; None uses AWS.
+    endpoint: str | None = None
+    # The region of the bucket.
+    region: str | None = None
+    # The profile in ~/.aws with the credentials.
+    profile: str | None = None
+    # Put the bucket into the path of URLs, as most S3-compatible servers require.
+    path_style: bool = False
+    # The time limit of a request in seconds, retries included.
+    timeout_s: float = setting(60.0, above=0)
+    # The encryption that writes ask for: AES256, aws:kms, or the ARN of a KMS key; null leaves it to the bucket. Some
+    # buckets' policies demand it.
+    sse: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,9 +11,8 @@ from train.config.checks import Section, Unset, check, setting
 from train.config.data import DataConfig, RecordsConfig
 
 WSD = "wsd"  # warm-up, stable, decay: https://arxiv.org/abs/2404.06395
-DECAY_FRACTION = (
-    0.1  # default share of a wsd run in which the learning rate decays: section 4 of the paper
-)
+# default share of a wsd run in which the learning rate decays: section 4 of the paper
+DECAY_FRACTION = 0.1
 ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2", "flex_attention")
 # The settings that say what a model is. The others name files, or say how the model is trained.
 OF_A_MODEL = (
@@ -35,10 +34,14 @@ TO_BE_GIVEN = "(to be given)"  # the value of model.pretrained in conf/model/pre
 class HeadSize:
     """The output size of a task's head per sequence, from which its FLOPs, parameters and memory are computed."""
 
-    predictions: int = 0  # positions that get a score for each token of the vocabulary
-    eval_predictions: int = 0  # number of these positions in an evaluation
-    labels: int = 0  # scores per sequence, from a dense layer and a classifier on one token
-    token_labels: int = 0  # scores per token
+    # positions that get a score for each token of the vocabulary
+    predictions: int = 0
+    # number of these positions in an evaluation
+    eval_predictions: int = 0
+    # scores per sequence, from a dense layer and a classifier on one token
+    labels: int = 0
+    # scores per token
+    token_labels: int = 0
 
 
 @dataclass(kw_only=True)
@@ -46,7 +49,8 @@ class TaskConfig(Section, prefix="task."):
     """Settings that all tasks share. Each package in train/tasks adds the settings of its task."""
 
     learns_from: ClassVar[type[DataConfig]] = RecordsConfig
-    kind: str = MISSING  # The name of the task in train.tasks.TASKS; task=... sets it.
+    # The name of the task in train.tasks.TASKS; task=... sets it.
+    kind: str = MISSING
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
         """Return the size of the head for sequences of `seq_len` tokens; `labels` is 0 before the data is read."""
@@ -57,55 +61,43 @@ class TaskConfig(Section, prefix="task."):
 class ModelConfig(Section, prefix="model."):
     """A Hugging Face encoder, built from sizes or read from a checkpoint. None means the architecture's default."""
 
-    pretrained: str | None = (
-        None  # The Hub id or folder of a model's configuration and weights; sizes that are also
-    )
-    # set must match it.
-    init_from: str | None = (
-        None  # The Hub id or folder of a model, or a run_dir on disk or in S3; its weights are used
-    )
-    # instead of pretrained.
-    tokenizer: str | None = (
-        None  # The Hub id, folder or run_dir of a tokenizer, for tasks on records; None uses the
-    )
-    # tokenizer of the weights.
-    attention: str = setting(
-        "auto", among=ATTENTIONS
-    )  # The attention implementation of transformers; auto uses sdpa
-    # if the architecture supports it, otherwise eager. flash_attention_2 and flex_attention need a CUDA device, and
-    # flash_attention_2 also needs its package.
-    freeze_embeddings: bool = False  # Freeze the embeddings.
-    freeze_layers: int = setting(
-        0, least=0
-    )  # The number of bottom layers to freeze; any number above 0 also freezes
-    # the embeddings.
-    new_head: bool = False  # Replace the head of a checkpoint that was trained for other labels, instead of rejecting
-    # the checkpoint.
-    architecture: str = "albert"  # The `model_type` of transformers, for a model built from sizes.
-    vocab_size: int | None = setting(
-        None, above=0
-    )  # The size of the vocabulary; None uses the tokenizer's.
-    max_positions: int | None = setting(
-        None, above=0
-    )  # The length of the longest sequence in tokens.
-    embedding_size: int | None = setting(None, above=0)  # The width of factorised embeddings.
-    hidden_size: int | None = setting(
-        None, above=0
-    )  # The width of the layers, a multiple of num_heads.
-    intermediate_size: int | None = setting(
-        None, above=0
-    )  # The inner width of a layer's feed-forward block.
-    num_layers: int | None = setting(None, above=0)  # The number of transformer layers.
-    num_heads: int | None = setting(None, above=0)  # The number of attention heads per layer.
-    initializer_range: float | None = setting(
-        None, above=0
-    )  # The standard deviation of the random initial weights.
-    hidden_dropout: float | None = setting(
-        None, least=0, below=1
-    )  # The dropout probability of hidden values.
-    attention_dropout: float | None = setting(
-        None, least=0, below=1
-    )  # The dropout probability of attention weights.
+    # The Hub id or folder of a model's configuration and weights; sizes that are also set must match it.
+    pretrained: str | None = None
+    # The Hub id or folder of a model, or a run_dir on disk or in S3; its weights are used instead of pretrained.
+    init_from: str | None = None
+    # The Hub id, folder or run_dir of a tokenizer, for tasks on records; None uses the tokenizer of the weights.
+    tokenizer: str | None = None
+    # The attention implementation of transformers; auto uses sdpa if the architecture supports it, otherwise eager.
+    # flash_attention_2 and flex_attention need a CUDA device, and flash_attention_2 also needs its package.
+    attention: str = setting("auto", among=ATTENTIONS)
+    # Freeze the embeddings.
+    freeze_embeddings: bool = False
+    # The number of bottom layers to freeze; any number above 0 also freezes the embeddings.
+    freeze_layers: int = setting(0, least=0)
+    # Replace the head of a checkpoint that was trained for other labels, instead of rejecting the checkpoint.
+    new_head: bool = False
+    # The `model_type` of transformers, for a model built from sizes.
+    architecture: str = "albert"
+    # The size of the vocabulary; None uses the tokenizer's.
+    vocab_size: int | None = setting(None, above=0)
+    # The length of the longest sequence in tokens.
+    max_positions: int | None = setting(None, above=0)
+    # The width of factorised embeddings.
+    embedding_size: int | None = setting(None, above=0)
+    # The width of the layers, a multiple of num_heads.
+    hidden_size: int | None = setting(None, above=0)
+    # The inner width of a layer's feed-forward block.
+    intermediate_size: int | None = setting(None, above=0)
+    # The number of transformer layers.
+    num_layers: int | None = setting(None, above=0)
+    # The number of attention heads per layer.
+    num_heads: int | None = setting(None, above=0)
+    # The standard deviation of the random initial weights.
+    initializer_range: float | None = setting(None, above=0)
+    # The dropout probability of hidden values.
+    hidden_dropout: float | None = setting(None, least=0, below=1)
+    # The dropout probability of attention weights.
+    attention_dropout: float | None = setting(None, least=0, below=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,55 +119,41 @@ class ModelConfig(Section, prefix="model."):
 
 @dataclass(kw_only=True)
 class OptimConfig(Section, prefix="optim."):
-    name: str = (
-        "adamw"  # The name of the optimizer in train.parallel.optim.OPTIMIZERS; optim=... sets it.
-    )
-    lr: float = setting(1e-3, above=0)  # The peak learning rate.
+    # The name of the optimizer in train.parallel.optim.OPTIMIZERS; optim=... sets it.
+    name: str = "adamw"
+    # The peak learning rate.
+    lr: float = setting(1e-3, above=0)
+    # The decay rates of the running means of the gradient and of its square.
     betas: tuple[float, float] = (
         0.9,
         0.999,
-    )  # The decay rates of the running means of the gradient and of its square.
-    eps: float = setting(
-        1e-6, above=0
-    )  # The constant added to the denominator of updates, the root of the second
-    # moment.
-    head_lr: float | None = setting(
-        None, above=0
-    )  # The peak learning rate of the task's head, which starts with
-    # random weights; None uses lr.
-    weight_decay: float = setting(
-        0.01, least=0
-    )  # The weight decay, which is not applied to biases and normalisation
-    # weights.
-    max_grad_norm: float | None = setting(
-        1.0, above=0
-    )  # The global norm to which gradients are clipped; None disables
-    # clipping.
-    layer_decay: float | None = setting(
-        None, above=0, most=1
-    )  # The ratio of a layer's learning rate to that of the
-    # layer above it, where the embeddings count as the lowest layer; None uses one learning rate for all layers.
-    schedule: str = "linear"  # The learning rate schedule after the warm-up: linear, cosine, polynomial, constant or
-    # wsd. wsd is constant until a final decay, so that a different run length only moves the decay.
-    decay_from_start: bool = (
-        False  # Count the steps of the decay from the first step of the run instead of from the
     )
-    # end of the warm-up.
-    power: float = setting(1.0, above=0)  # The exponent of the polynomial decay.
-    decay_fraction: float | None = setting(
-        None, least=0, below=1
-    )  # The share of a wsd run in which the learning rate
-    # decays; None uses a tenth.
-    final_lr_fraction: float = setting(
-        0.0, least=0, most=1
-    )  # The learning rate at the last step, as a share of lr.
-    warmup_steps: int | None = setting(
-        None, least=0
-    )  # The length of the warm-up in steps; None uses warmup_fraction.
-    warmup_fraction: float = setting(
-        0.1, least=0, most=1
-    )  # The length of the warm-up, in which the learning rate
-    # rises, as a share of the run.
+    # The constant added to the denominator of updates, the root of the second moment.
+    eps: float = setting(1e-6, above=0)
+    # The peak learning rate of the task's head, which starts with random weights; None uses lr.
+    head_lr: float | None = setting(None, above=0)
+    # The weight decay, which is not applied to biases and normalisation weights.
+    weight_decay: float = setting(0.01, least=0)
+    # The global norm to which gradients are clipped; None disables clipping.
+    max_grad_norm: float | None = setting(1.0, above=0)
+    # The ratio of a layer's learning rate to that of the layer above it, where the embeddings count as the lowest
+    # layer; None uses one learning rate for all layers.
+    layer_decay: float | None = setting(None, above=0, most=1)
+    # The learning rate schedule after the warm-up: linear, cosine, polynomial, constant or wsd. wsd is constant until a
+    # final decay, so that a different run length only moves the decay.
+    schedule: str = "linear"
+    # Count the steps of the decay from the first step of the run instead of from the end of the warm-up.
+    decay_from_start: bool = False
+    # The exponent of the polynomial decay.
+    power: float = setting(1.0, above=0)
+    # The share of a wsd run in which the learning rate decays; None uses a tenth.
+    decay_fraction: float | None = setting(None, least=0, below=1)
+    # The learning rate at the last step, as a share of lr.
+    final_lr_fraction: float = setting(0.0, least=0, most=1)
+    # The length of the warm-up in steps; None uses warmup_fraction.
+    warmup_steps: int | None = setting(None, least=0)
+    # The length of the warm-up, in which the learning rate rises, as a share of the run.
+    warmup_fraction: float = setting(0.1, least=0, most=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

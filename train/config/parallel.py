@@ -19,27 +19,26 @@ class Held:
     weights: float = 1.0
     gradients: float = 1.0
     moments: float = 1.0
-    gathers: str = (
-        "nothing"  # weights gathered from other ranks at a time: nothing | layer | model
-    )
-    sums_whole: bool = (
-        False  # whether the rank accumulates unsharded gradients over the micro batches of a step
-    )
-    layers: float = 1.0  # share of the layers that a pipeline stage has
-    activations: float = (
-        1.0  # share of a micro batch whose activations a pipeline stage keeps at a time
-    )
-    buffers: int = (
-        0  # fp32 buffers of a pipeline stage, each for the hidden states of a whole micro batch
-    )
+    # weights gathered from other ranks at a time: nothing | layer | model
+    gathers: str = "nothing"
+    # whether the rank accumulates unsharded gradients over the micro batches of a step
+    sums_whole: bool = False
+    # share of the layers that a pipeline stage has
+    layers: float = 1.0
+    # share of a micro batch whose activations a pipeline stage keeps at a time
+    activations: float = 1.0
+    # fp32 buffers of a pipeline stage, each for the hidden states of a whole micro batch
+    buffers: int = 0
 
 
 @dataclass(kw_only=True)
 class ParallelConfig(Section, prefix="parallel."):
-    frees: ClassVar[str] = "parallel=fsdp with backend=ddp"  # advice to save memory
+    # advice to save memory
+    frees: ClassVar[str] = "parallel=fsdp with backend=ddp"
 
-    name: str = "data"  # The engine: with data, every rank holds the model and computes a share of each batch; fsdp
-    # shards the model; pipeline splits it by layers.
+    # The engine: with data, every rank holds the model and computes a share of each batch; fsdp shards the model;
+    # pipeline splits it by layers.
+    name: str = "data"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,16 +95,12 @@ class FSDPConfig(ParallelConfig):
     )
 
     name: str = "fsdp"
-    reshard_after_forward: bool = (
-        True  # Drop a layer's gathered weights after its forward pass and gather them again
-    )
-    # for the backward pass; false keeps the gathered weights of all layers until then, which reduces traffic by a
-    # third.
-    reduce_once: bool = (
-        True  # Reduce gradients only after the last micro batch of a step; until then each rank
-    )
-    # accumulates the gradients of the whole model. false reduces them after every micro batch, which sends more, but
-    # each rank stores only its shard.
+    # Drop a layer's gathered weights after its forward pass and gather them again for the backward pass; false keeps
+    # the gathered weights of all layers until then, which reduces traffic by a third.
+    reshard_after_forward: bool = True
+    # Reduce gradients only after the last micro batch of a step; until then each rank accumulates the gradients of the
+    # whole model. false reduces them after every micro batch, which sends more, but each rank stores only its shard.
+    reduce_once: bool = True
 
     def held(self, world_size: int) -> Held:
         if world_size == 1:
@@ -163,17 +158,14 @@ class PipelineConfig(ParallelConfig):
     )
 
     name: str = "pipeline"
-    stages: int = setting(2, least=2)  # The number of ranks that share one copy of the model.
-    micro_batches: int = setting(
-        4, least=1
-    )  # The number of equal parts into which micro_batch_size is split; they
-    # pass through the pipeline one after another.
-    schedule: str = setting(
-        "1f1b", among=("gpipe", "1f1b", "interleaved")
-    )  # The order of passes: gpipe does all
-    # forward passes first; 1f1b does each backward pass as early as possible, which keeps the activations of at most
-    # `stages` micro batches; interleaved is 1f1b with several parts of the model per rank, so ranks wait less but send
-    # more.
+    # The number of ranks that share one copy of the model.
+    stages: int = setting(2, least=2)
+    # The number of equal parts into which micro_batch_size is split; they pass through the pipeline one after another.
+    micro_batches: int = setting(4, least=1)
+    # The order of passes: gpipe does all forward passes first; 1f1b does each backward pass as early as possible, which
+    # keeps the activations of at most `stages` micro batches; interleaved is 1f1b with several parts of the model per
+    # rank, so ranks wait less but send more.
+    schedule: str = setting("1f1b", among=("gpipe", "1f1b", "interleaved"))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -22,10 +22,14 @@ class Plan:
     replicas: (
         int  # groups of ranks that train on different rows: one per rank, or one per pipeline
     )
-    global_batch_size: int  # sequences per optimizer step
-    micro_batch_size: int  # sequences per replica and forward pass
-    accumulation: int  # forward passes per replica and optimizer step
-    eval_batch_size: int  # sequences per replica and evaluation batch
+    # sequences per optimizer step
+    global_batch_size: int
+    # sequences per replica and forward pass
+    micro_batch_size: int
+    # forward passes per replica and optimizer step
+    accumulation: int
+    # sequences per replica and evaluation batch
+    eval_batch_size: int
     steps_per_epoch: int
     total_steps: int
     warmup_steps: int
@@ -39,9 +43,8 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
         if replicas == world_size
         else f"{replicas} replicas of {world_size // replicas} ranks"
     )
-    global_batch = (
-        cfg.global_batch_size or (cfg.micro_batch_size or 0) * replicas
-    )  # TrainConfig requires one of them
+    # TrainConfig requires one of them
+    global_batch = cfg.global_batch_size or (cfg.micro_batch_size or 0) * replicas
     try:
         micro, accumulation = split(cfg, global_batch, replicas, over, seq_len)
     except InputError as error:
@@ -51,9 +54,8 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
         f"the data has {rows} training sequences, fewer than one batch of {global_batch} over {over}; "
         "prepare more text or lower global_batch_size",
     )
-    steps_per_epoch = (
-        rows // global_batch
-    )  # rows that do not fill a batch are left out, different ones each epoch
+    # rows that do not fill a batch are left out, different ones each epoch
+    steps_per_epoch = rows // global_batch
     by_examples = None if cfg.max_examples is None else cfg.max_examples // global_batch
     # Rounded first: 1.15 * 100 is 114.99999999999999.
     by_epochs = None if cfg.max_epochs is None else int(round(cfg.max_epochs * steps_per_epoch, 6))

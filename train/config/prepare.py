@@ -13,19 +13,22 @@ from train.config.data import S3Config
 
 MIN_VOCAB_SIZE = 16
 MOST_READINGS = 1000  # maximum for corpus.weights: a model memorises text that it sees more often
-MAX_PREPARING_PROCESSES = (
-    1024  # maximum; no machine has more processors, and each process loads a tokenizer
-)
+# maximum; no machine has more processors, and each process loads a tokenizer
+MAX_PREPARING_PROCESSES = 1024
 
 
 @dataclass(kw_only=True)
 class CorpusConfig(Section, prefix="corpus."):
-    kind: str = MISSING  # The name of the source in train/data/text/corpus.py; corpus=... sets it.
-    name: str = MISSING  # The name of the corpus in the manifest.
-    weights: Any = None  # The number of times to read each corpus, in the order of the corpora; 2.5 reads all documents
-    # twice, and half of them, chosen by hash, a third time; None reads all once.
-    validation: Any = None  # The validation text, in the same form as corpus.path or an entry of corpus.datasets; None
-    # holds out validation_fraction of the corpus.
+    # The name of the source in train/data/text/corpus.py; corpus=... sets it.
+    kind: str = MISSING
+    # The name of the corpus in the manifest.
+    name: str = MISSING
+    # The number of times to read each corpus, in the order of the corpora; 2.5 reads all documents twice, and half of
+    # them, chosen by hash, a third time; None reads all once.
+    weights: Any = None
+    # The validation text, in the same form as corpus.path or an entry of corpus.datasets; None holds out
+    # validation_fraction of the corpus.
+    validation: Any = None
 
     @property
     def sources(self) -> list[str]:
@@ -46,17 +49,16 @@ class CorpusConfig(Section, prefix="corpus."):
 class FilesCorpusConfig(CorpusConfig):
     """Local files: plain text, JSON lines, CSV or Parquet. All but Parquet may be gzipped (.gz)."""
 
-    path: Any = MISSING  # The file, folder (read recursively) or glob, or a list of these for several corpora.
-    encoding: str = "utf-8"  # The text encoding of the files, as Python names it.
-    errors: str = setting(
-        "strict", among=("strict", "replace")
-    )  # The handling of bytes that cannot be decoded: strict
-    # stops and names them, replace writes U+FFFD.
-    separator: str | None = (
-        r"^\s*$"  # The pattern of a line that begins a new document; None reads each file as one
-    )
-    # document.
-    column: str = "text"  # The column or field with the document, in JSON lines, CSV and Parquet.
+    # The file, folder (read recursively) or glob, or a list of these for several corpora.
+    path: Any = MISSING
+    # The text encoding of the files, as Python names it.
+    encoding: str = "utf-8"
+    # The handling of bytes that cannot be decoded: strict stops and names them, replace writes U+FFFD.
+    errors: str = setting("strict", among=("strict", "replace"))
+    # The pattern of a line that begins a new document; None reads each file as one document.
+    separator: str | None = r"^\s*$"
+    # The column or field with the document, in JSON lines, CSV and Parquet.
+    column: str = "text"
 
     @property
     def sources(self) -> list[str]:
@@ -82,22 +84,24 @@ def paths_of(given: Any) -> list[str]:
 
 @dataclass(kw_only=True)
 class HFDataset:
-    path: str = MISSING  # The Hub id, local folder or builder name of the data set.
-    name: str | None = None  # The configuration of the data set.
-    split: str = "train"  # The split of the data set.
-    column: str = "text"  # The column with the text.
-    data_files: str | None = None  # The files for builders such as json, csv and parquet.
-    rows_per_document: int = (
-        1  # The number of consecutive rows to join into a document, for data sets whose rows are
-    )
-    # sentences.
+    # The Hub id, local folder or builder name of the data set.
+    path: str = MISSING
+    # The configuration of the data set.
+    name: str | None = None
+    # The split of the data set.
+    split: str = "train"
+    # The column with the text.
+    column: str = "text"
+    # The files for builders such as json, csv and parquet.
+    data_files: str | None = None
+    # The number of consecutive rows to join into a document, for data sets whose rows are sentences.
+    rows_per_document: int = 1
 
 
 @dataclass(kw_only=True)
 class HFCorpusConfig(CorpusConfig):
-    datasets: list[HFDataset] = field(
-        default_factory=list
-    )  # The data sets, which are read one after another.
+    # The data sets, which are read one after another.
+    datasets: list[HFDataset] = field(default_factory=list)
 
     @property
     def sources(self) -> list[str]:
@@ -113,23 +117,21 @@ class HFCorpusConfig(CorpusConfig):
 
 @dataclass(kw_only=True)
 class TokenizerConfig(Section, prefix="tokenizer."):
-    pretrained: str | None = (
-        None  # The Hub id or folder of a fast tokenizer; None trains one on the corpus.
-    )
-    vocab_size: int = setting(
-        30000, least=MIN_VOCAB_SIZE, most=2**31
-    )  # The vocabulary size of a new tokenizer.
-    lowercase: bool = True  # Convert all text to lower case.
-    strip_accents: bool = False  # Remove accents and other marks, and replace compatibility characters and LaTeX quotes
-    # with plain characters, as ALBERT does; leave it off for languages in which accents matter, such as French.
-    add_tokens: list[str] = field(
-        default_factory=list
-    )  # The tokens to add to tokenizer.pretrained. They are
-    # recognised even inside words, and training adds an embedding row for each.
-    train_bytes: int = setting(
-        256 * 2**20, above=0
-    )  # The maximum number of bytes of text on which a new tokenizer is
-    # trained; training needs 20 times as much memory. From a Hub stream, the first bytes are used.
+    # The Hub id or folder of a fast tokenizer; None trains one on the corpus.
+    pretrained: str | None = None
+    # The vocabulary size of a new tokenizer.
+    vocab_size: int = setting(30000, least=MIN_VOCAB_SIZE, most=2**31)
+    # Convert all text to lower case.
+    lowercase: bool = True
+    # Remove accents and other marks, and replace compatibility characters and LaTeX quotes with plain characters, as
+    # ALBERT does; leave it off for languages in which accents matter, such as French.
+    strip_accents: bool = False
+    # The tokens to add to tokenizer.pretrained. They are recognised even inside words, and training adds an embedding
+    # row for each.
+    add_tokens: list[str] = field(default_factory=list)
+    # The maximum number of bytes of text on which a new tokenizer is trained; training needs 20 times as much memory.
+    # From a Hub stream, the first bytes are used.
+    train_bytes: int = setting(256 * 2**20, above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -142,35 +144,25 @@ class TokenizerConfig(Section, prefix="tokenizer."):
 
 @dataclass(kw_only=True)
 class PrepareConfig(Section):
-    """All settings of the preparation of token shards: `python -m train.prepare --cfg job` prints them."""
+    """All settings of the preparation of token shards: `baretrain prepare --cfg job` prints them."""
 
-    output: str = (
-        MISSING  # The folder or s3://bucket/prefix for the shards; finished work is not repeated.
-    )
-    seed: int = setting(
-        0, least=0
-    )  # The seed for packing and for choosing the documents to hold out.
-    seq_len: int = setting(
-        512, least=8, below=2**16
-    )  # The number of tokens per sequence, special tokens included.
-    validation_fraction: float = setting(
-        0.01, above=0, below=1
-    )  # The share of the text to hold out for validation:
-    # documents chosen by hash, and the ends of long documents.
-    rows_per_shard: int | None = setting(
-        None, above=0
-    )  # The number of sequences per shard; None makes shards of about
-    # 64 MiB.
-    part: str | None = (
-        None  # The part of the corpus that this call prepares, such as "3/64" for the third of 64 parts;
-    )
-    # None prepares all.
-    processes: int | None = setting(
-        None, above=0, most=MAX_PREPARING_PROCESSES
-    )  # The number of processes that share
-    # the work on this machine; it does not affect the result. None starts one for each processor that this process may
-    # use.
-    merge: bool = False  # Write only the manifest, after all parts have been prepared.
+    # The folder or s3://bucket/prefix for the shards; finished work is not repeated.
+    output: str = MISSING
+    # The seed for packing and for choosing the documents to hold out.
+    seed: int = setting(0, least=0)
+    # The number of tokens per sequence, special tokens included.
+    seq_len: int = setting(512, least=8, below=2**16)
+    # The share of the text to hold out for validation: documents chosen by hash, and the ends of long documents.
+    validation_fraction: float = setting(0.01, above=0, below=1)
+    # The number of sequences per shard; None makes shards of about 64 MiB.
+    rows_per_shard: int | None = setting(None, above=0)
+    # The part of the corpus that this call prepares, such as "3/64" for the third of 64 parts; None prepares all.
+    part: str | None = None
+    # The number of processes that share the work on this machine; it does not affect the result. None starts one for
+    # each processor that this process may use.
+    processes: int | None = setting(None, above=0, most=MAX_PREPARING_PROCESSES)
+    # Write only the manifest, after all parts have been prepared.
+    merge: bool = False
     corpus: CorpusConfig = MISSING
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     s3: S3Config = field(default_factory=S3Config)

@@ -30,23 +30,19 @@ TOLERANCE = 0.01  # scores of fine-tuning differ by about 1 % with the seed and 
 
 @dataclass(kw_only=True)
 class EarlyStopConfig(Section, prefix="early_stop."):
-    patience: int | None = setting(
-        None, above=0
-    )  # The number of evaluations without improvement after which the run
-    # ends; None never ends it early.
-    min_delta: float = setting(
-        0.0, least=0
-    )  # The smallest change of best.metric that counts as an improvement.
+    # The number of evaluations without improvement after which the run ends; None never ends it early.
+    patience: int | None = setting(None, above=0)
+    # The smallest change of best.metric that counts as an improvement.
+    min_delta: float = setting(0.0, least=0)
 
 
 @dataclass(kw_only=True)
 class HubConfig:
     """The Hugging Face Hub repository for a finished run. The token comes from `hf auth login` or HF_TOKEN."""
 
-    push_to: str | None = (
-        None  # The user/name of a private repository, created if missing, for model, card and
-    )
-    # TensorBoard files; None pushes nothing. `python -m train.hub RUN --to NAME --public` pushes to a public one.
+    # The user/name of a private repository, created if missing, for model, card and TensorBoard files; None pushes
+    # nothing. `baretrain hub RUN --to NAME --public` pushes to a public one.
+    push_to: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -56,9 +52,8 @@ class TelemetryConfig(Section, prefix="telemetry."):
     Servers, projects, keys and passwords come from environment variables such as MLFLOW_TRACKING_URI and WANDB_PROJECT.
     """
 
-    trackers: list[str] = field(
-        default_factory=list
-    )  # The trackers that receive the metrics: mlflow, wandb or both.
+    # The trackers that receive the metrics: mlflow, wandb or both.
+    trackers: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,69 +63,47 @@ class TelemetryConfig(Section, prefix="telemetry."):
 
 @dataclass(kw_only=True)
 class TrainConfig(Section):
-    """All settings of a training run: `python -m train --cfg job` prints them."""
+    """All settings of a training run: `baretrain train --cfg job` prints them."""
 
-    run_dir: str = MISSING  # The folder for all files of the run, on disk or in S3; starting again with the same folder
-    # resumes the run.
-    seed: int = setting(
-        0, least=0
-    )  # The seed for the initial weights, the order of the data, masking and dropout.
-    seq_len: int | None = setting(
-        None, least=8
-    )  # The maximum length of a sequence in tokens; None uses the sequence
-    # length of the shards or, for records, the length of the longest row, but at most 512 and at most the model's
-    # limit.
-    global_batch_size: int | None = setting(
-        None, above=0
-    )  # The number of sequences per optimizer step, over all
-    # ranks; None uses micro_batch_size times the number of ranks.
-    micro_batch_size: int | None = setting(
-        None, above=0
-    )  # The number of sequences per forward pass of a rank; None
-    # divides global_batch_size by the number of ranks.
-    max_examples: int | None = setting(
-        None, above=0
-    )  # The length of the run in sequences; at least one of
-    # max_examples, max_steps and max_epochs must be given, and the shortest applies.
-    max_steps: int | None = setting(None, above=0)  # The length of the run in optimizer steps.
-    max_epochs: float | None = setting(
-        None, above=0
-    )  # The length of the run in passes over the data.
-    max_run_s: float | None = setting(
-        None, above=0
-    )  # The number of seconds after which this attempt saves a
-    # checkpoint and stops; None sets no limit.
-    log_every: int = setting(
-        10, above=0
-    )  # The number of steps between lines in metrics.jsonl and on the console.
-    eval_every: int | None = setting(
-        500, above=0
-    )  # The number of steps between evaluations; None evaluates only at
-    # the end.
-    eval_at_start: bool = (
-        False  # Also evaluate a new run before its first step, so that its curves begin with a
-    )
-    # baseline at step 0.
-    eval_examples: int | None = setting(
-        None, above=0
-    )  # The number of validation sequences, drawn with the seed; None
-    # uses all.
-    eval_batch_size: int | None = setting(
-        None, above=0, most=MAX_EVAL_BATCH
-    )  # The number of sequences per evaluation
-    # batch of a rank, to which the last batch is padded; None uses micro_batch_size.
-    export: bool = (
-        True  # Write run_dir/export at the end: a model folder that needs only transformers.
-    )
-    samples: int = setting(
-        8, least=0, most=MAX_SAMPLES
-    )  # The number of validation examples that the exported model
-    # answers for the report.
-    tensorboard: bool = True  # Also write TensorBoard files to run_dir/tensorboard.
-    profile: bool = (
-        False  # Trace some steps of rank 0, and write the trace and a table of its kernels to
-    )
-    # run_dir/profile.
+    # The folder for all files of the run, on disk or in S3; starting again with the same folder resumes the run.
+    run_dir: str = MISSING
+    # The seed for the initial weights, the order of the data, masking and dropout.
+    seed: int = setting(0, least=0)
+    # The maximum length of a sequence in tokens; None uses the sequence length of the shards or, for records, the
+    # length of the longest row, but at most 512 and at most the model's limit.
+    seq_len: int | None = setting(None, least=8)
+    # The number of sequences per optimizer step, over all ranks; None uses micro_batch_size times the number of ranks.
+    global_batch_size: int | None = setting(None, above=0)
+    # The number of sequences per forward pass of a rank; None divides global_batch_size by the number of ranks.
+    micro_batch_size: int | None = setting(None, above=0)
+    # The length of the run in sequences; at least one of max_examples, max_steps and max_epochs must be given, and the
+    # shortest applies.
+    max_examples: int | None = setting(None, above=0)
+    # The length of the run in optimizer steps.
+    max_steps: int | None = setting(None, above=0)
+    # The length of the run in passes over the data.
+    max_epochs: float | None = setting(None, above=0)
+    # The number of seconds after which this attempt saves a checkpoint and stops; None sets no limit.
+    max_run_s: float | None = setting(None, above=0)
+    # The number of steps between lines in metrics.jsonl and on the console.
+    log_every: int = setting(10, above=0)
+    # The number of steps between evaluations; None evaluates only at the end.
+    eval_every: int | None = setting(500, above=0)
+    # Also evaluate a new run before its first step, so that its curves begin with a baseline at step 0.
+    eval_at_start: bool = False
+    # The number of validation sequences, drawn with the seed; None uses all.
+    eval_examples: int | None = setting(None, above=0)
+    # The number of sequences per evaluation batch of a rank, to which the last batch is padded; None uses
+    # micro_batch_size.
+    eval_batch_size: int | None = setting(None, above=0, most=MAX_EVAL_BATCH)
+    # Write run_dir/export at the end: a model folder that needs only transformers.
+    export: bool = True
+    # The number of validation examples that the exported model answers for the report.
+    samples: int = setting(8, least=0, most=MAX_SAMPLES)
+    # Also write TensorBoard files to run_dir/tensorboard.
+    tensorboard: bool = True
+    # Trace some steps of rank 0, and write the trace and a table of its kernels to run_dir/profile.
+    profile: bool = False
     task: TaskConfig = MISSING
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = MISSING
@@ -197,18 +170,13 @@ VARIANTS = {way: f"backend.compile={way}" for way in ("none", "layers", "model")
 
 @dataclass(kw_only=True)
 class VariantsConfig(Section, prefix="compare."):
-    run: list[str] = field(
-        default_factory=lambda: ["none", "layers"]
-    )  # The names of the variants to run, the baseline
-    # first; [] runs all of compare.variants.
-    variants: dict[str, str] = field(
-        default_factory=lambda: dict(VARIANTS)
-    )  # The variants by name, each with the
-    # settings that it changes, as typed on a command line; yours are added to the default ones.
-    ranks: int = setting(
-        1, above=0
-    )  # The number of ranks of each run, all on this machine; torchrun starts them if
-    # there are several.
+    # The names of the variants to run, the baseline first; [] runs all of compare.variants.
+    run: list[str] = field(default_factory=lambda: ["none", "layers"])
+    # The variants by name, each with the settings that it changes, as typed on a command line; yours are added to the
+    # default ones.
+    variants: dict[str, str] = field(default_factory=lambda: dict(VARIANTS))
+    # The number of ranks of each run, all on this machine; torchrun starts them if there are several.
+    ranks: int = setting(1, above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -231,7 +199,7 @@ class VariantsConfig(Section, prefix="compare."):
 
 @dataclass(kw_only=True)
 class CompareConfig(TrainConfig):
-    """All settings of a comparison of variants of a run: `python -m train.compare --cfg job` prints them."""
+    """All settings of a comparison of variants of a run: `baretrain compare --cfg job` prints them."""
 
     compare: VariantsConfig = field(default_factory=VariantsConfig)
 

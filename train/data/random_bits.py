@@ -15,9 +15,8 @@ import numpy as np
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
 MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
-EVAL_STREAM = (
-    2**20
-)  # the coordinate after the seed in the draw of validation rows; other draws have a split's index
+# the coordinate after the seed in the draw of validation rows; other draws have a split's index
+EVAL_STREAM = 2**20
 
 
 def mix(value: np.ndarray) -> np.ndarray:

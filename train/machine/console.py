@@ -75,9 +75,8 @@ def secrets() -> tuple[tuple[str, str], ...]:
             found |= dict.fromkeys(
                 (value, ascii(value)[1:-1], quote(value, safe="", errors="replace")), name
             )
-    return tuple(
-        sorted(found.items(), key=lambda item: -len(item[0]))
-    )  # a secret may be a part of another
+    # a secret may be a part of another
+    return tuple(sorted(found.items(), key=lambda item: -len(item[0])))
 
 
 def trace_of(error: BaseException) -> str:
@@ -132,9 +131,8 @@ def use_console(*names: str, drops: bool = True) -> None:
             stream.drops |= drops
             continue
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="backslashreplace"
-            )  # as for standard error: the C locale has only ASCII
+            # as for standard error: the C locale has only ASCII
+            stream.reconfigure(errors="backslashreplace")
         setattr(sys, name, Console(stream, drops=drops))
 
 

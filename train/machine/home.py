@@ -13,16 +13,18 @@ from collections.abc import MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
+# variables that getpass.getuser() reads before the user database
 NAMES = (
     "LOGNAME",
     "USER",
     "LNAME",
     "USERNAME",
-)  # variables that getpass.getuser() reads before the user database
+)
+# variables, and the folders without them
 IN_HOME = {
     "XDG_CACHE_HOME": ".cache",
     "XDG_STATE_HOME": ".local/state",
-}  # variables, and the folders without them
+}
 
 
 def settle(environ: MutableMapping[str, str]) -> None:

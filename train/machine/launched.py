@@ -30,16 +30,14 @@ class Launched:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1  # number of ranks on this machine
-    is_distributed: bool = (
-        False  # whether ranks must connect; under torchrun, even a single rank must
-    )
+    # whether ranks must connect; under torchrun, even a single rank must
+    is_distributed: bool = False
     master_addr: str = ""  # the host to which all ranks connect
     master_port: int = 0
     run_id: str | None = None  # torchrun's run id; None: not started by torchrun
     restart_count: int = 0  # number of restarts by torchrun
-    uses_agent_store: bool = (
-        False  # whether torchrun, not rank 0, hosts the store through which ranks connect
-    )
+    # whether torchrun, not rank 0, hosts the store through which ranks connect
+    uses_agent_store: bool = False
     tasks: str = ""  # NAME=COUNT of a variable with which srun or mpirun says that it started several processes
 
     @property

@@ -36,9 +36,8 @@ def main() -> None:
     dist.TCPStore = c10d_rendezvous_backend.TCPStore = LoopbackStore  # type: ignore[misc]
     usual = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"]
     for name in [each for each in os.environ if each.startswith("PET_")]:
-        del os.environ[
-            name
-        ]  # torchrun would take options from it, such as Kubeflow's number of machines
+        # torchrun would take options from it, such as Kubeflow's number of machines
+        del os.environ[name]
     try:
         run.main([*usual, "--local-addr=127.0.0.1", *sys.argv[1:]])
     except SignalException as stop:  # the ranks have ended, and have said how
@@ -48,7 +47,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     here = str(Path(__file__).parent)
-    sys.path = [
-        each for each in sys.path if each != here
-    ]  # otherwise modules in this folder would hide libraries
+    # otherwise modules in this folder would hide libraries
+    sys.path = [each for each in sys.path if each != here]
     main()

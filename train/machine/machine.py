@@ -26,9 +26,8 @@ from train.machine.versions import read_versions, release
 LOCAL_ROOT = "/var/tmp/baretrain-{}"  # `compile_root` if the cache is on a network file system
 MOUNTINFO, SYS_BLOCK = Path("/proc/self/mountinfo"), Path("/sys/class/block")
 NETWORK_FILESYSTEMS = ("nfs", "efs", "lustre", "smb", "cifs", "ceph", "beegfs", "gpfs", "fuse.s3")
-ROOT_COMM_PORT = (
-    62182  # port of Neuron's collectives, as in torch_xla; above Linux's ephemeral ports
-)
+# port of Neuron's collectives, as in torch_xla; above Linux's ephemeral ports
+ROOT_COMM_PORT = 62182
 
 
 @dataclass(frozen=True)
@@ -114,13 +113,11 @@ def filesystem(path: str | Path) -> str:
     """Return the type of a path's file system ("ext4", "nfs4", "lustre"), "" if unknown. The path need not exist."""
     real_path, best, kind = Path(os.path.realpath(Path(path).expanduser().absolute())), -1, ""
     for point, type_, source in mounts():
-        if (
-            real_path.is_relative_to(point) and len(point.parts) >= best
-        ):  # later mounts hide earlier ones
+        # later mounts hide earlier ones
+        if real_path.is_relative_to(point) and len(point.parts) >= best:
             best = len(point.parts)
-            kind = (
-                f"{type_}.s3" if source in ("mountpoint-s3", "s3fs") else type_
-            )  # both are of type "fuse"
+            # both are of type "fuse"
+            kind = f"{type_}.s3" if source in ("mountpoint-s3", "s3fs") else type_
     return kind
 
 
@@ -128,9 +125,8 @@ def mounts() -> Iterator[tuple[Path, str, str]]:
     """Yield the mount point, type and source of each file system (see proc(5)). Names may contain any bytes."""
     for line in filter(None, os.fsdecode(MOUNTINFO.read_bytes()).split("\n")):
         left, _, right = line.partition(" - ")
-        point = re.sub(
-            r"\\(\d{3})", lambda match: chr(int(match[1], 8)), left.split(" ")[4]
-        )  # \040 is a space
+        # \040 is a space
+        point = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), left.split(" ")[4])
         type_, source = right.split(" ")[:2]
         yield Path(point), type_, source
 
@@ -271,9 +267,8 @@ class Chip:
 
     number: int
     num_cores: int  # logical cores
-    holders: tuple[
-        tuple[int, str], ...
-    ]  # process id and command (may be empty) of processes that use it
+    # process id and command (may be empty) of processes that use it
+    holders: tuple[tuple[int, str], ...]
     address: str  # PCI address with its domain; may be empty
 
 

@@ -14,9 +14,8 @@ CGROUPS, PROC = Path("/sys/fs/cgroup"), Path("/proc")
 
 def own_peak_bytes() -> int:
     """Return the peak memory of this process in bytes, not counting its loader workers."""
-    return (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    )  # ru_maxrss is in KiB on Linux, see getrusage(2)
+    # ru_maxrss is in KiB on Linux, see getrusage(2)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def total_memory_bytes() -> int:
@@ -48,9 +47,8 @@ def memory_limits() -> list[tuple[Path, int]]:
     found = []
     for folder in cgroup_folders("memory"):
         limit = read_number(folder / "memory.max") or read_number(folder / "memory.limit_in_bytes")
-        found += (
-            [] if limit is None or limit >= 2**60 else [(folder, limit)]
-        )  # cgroup v1: about 2**63 if unlimited
+        # cgroup v1: about 2**63 if unlimited
+        found += [] if limit is None or limit >= 2**60 else [(folder, limit)]
     return found
 
 
@@ -60,9 +58,8 @@ def usable_cpus() -> int:
     for folder in cgroup_folders("cpu"):
         path = folder / "cpu.max"
         quota, period = path.read_text().split() if path.is_file() else ("max", "")
-        if not path.is_file() and (
-            least := read_number(folder / "cpu.cfs_quota_us")
-        ):  # -1: no quota
+        # -1: no quota
+        if not path.is_file() and (least := read_number(folder / "cpu.cfs_quota_us")):
             quota, period = str(least), str(read_number(folder / "cpu.cfs_period_us") or 100_000)
         if quota != "max":
             num_cpus = min(num_cpus, max(1, int(quota) // int(period)))
@@ -74,18 +71,15 @@ def cgroup_folders(controller: str) -> list[Path]:
     # In a container, the process's cgroup may be mounted as the root; its ancestors are then not visible.
     found: list[Path] = []
     file = PROC / "self/cgroup"
-    lines = (
-        os.fsdecode(file.read_bytes()).split("\n") if file.is_file() else []
-    )  # names may contain any bytes
+    # names may contain any bytes
+    lines = os.fsdecode(file.read_bytes()).split("\n") if file.is_file() else []
     for line in filter(None, lines):
         _, controllers, path = line.split(":", 2)
-        if controllers == "" or controller in controllers.split(
-            ","
-        ):  # cgroup v2 has one tree for all controllers
+        # cgroup v2 has one tree for all controllers
+        if controllers == "" or controller in controllers.split(","):
             root = CGROUPS / controller if controllers else CGROUPS
-            inside = Path(
-                "" if ".." in path else path.lstrip("/")
-            )  # "..": the cgroup is above the container's root
+            # "..": the cgroup is above the container's root
+            inside = Path("" if ".." in path else path.lstrip("/"))
             found += [root / each for each in (inside, *inside.parents)]
     return [folder for folder in dict.fromkeys(found) if folder.is_dir()]
 

@@ -13,10 +13,11 @@ from train.config import check
 
 ENDPOINTS = {"ipv4": "http://169.254.169.254", "ipv6": "http://[fd00:ec2::254]"}
 TIMEOUT_S = 1.0  # seconds per request; the service runs on the machine's host
+# the longest lifetime of a token, and how long before its end it is renewed
 TOKEN_S, RENEWS_S = (
     21600,
     300,
-)  # the longest lifetime of a token, and how long before its end it is renewed
+)
 
 
 class Metadata:
@@ -44,9 +45,8 @@ class Metadata:
         return content.decode("ascii")
 
     def content(self, path: str) -> bytes | None:
-        for _ in range(
-            2
-        ):  # the second attempt has a new token, in case the service has lost the first
+        # the second attempt has a new token, in case the service has lost the first
+        for _ in range(2):
             if time.monotonic() >= self.renew_at_s:
                 self.renew()
             status, body = self.request(

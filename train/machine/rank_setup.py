@@ -73,9 +73,8 @@ def rank_environment(
             "NCCL_SOCKET_IFNAME": f"={card}",
             "CCOM_SOCKET_IFNAME": card,
         }
-    elif (
-        launch.is_one_machine and launch.is_distributed
-    ):  # other machines cannot reach the loopback interface
+    # other machines cannot reach the loopback interface
+    elif launch.is_one_machine and launch.is_distributed:
         wanted |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     return {name: value for name, value in wanted.items() if not environ.get(name)}
 

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from train.config import check
 from train.models.network import ADDING, CHOOSING, PROJECTIONS, Network, repeated_layers
 
+# architectures whose parts are compared with the whole network in tests
 KNOWN = (
     *ADDING,
     *CHOOSING,
     "modernbert",
-)  # architectures whose parts are compared with the whole network in tests
+)
 
 
 class Reached(Exception):
@@ -46,13 +47,11 @@ class Chain:
             f"parallel=pipeline cannot cut a {config.model_type} with conv_kernel_size={width}: the convolution runs "
             "in parallel with the first layer; set parallel=data",
         )
-        self.gives_pairs = (
-            config.model_type in CHOOSING
-        )  # Layers return (hidden states, attention weights).
+        # Layers return (hidden states, attention weights).
+        self.gives_pairs = config.model_type in CHOOSING
         groups = repeated_layers(base)
-        is_shared = hasattr(
-            config, "num_hidden_groups"
-        )  # ALBERT applies each of its groups several times
+        # ALBERT applies each of its groups several times
+        is_shared = hasattr(config, "num_hidden_groups")
         depth = config.num_hidden_layers if is_shared else len(groups)
         self.layers = [groups[index * len(groups) // depth] for index in range(depth)]
         projections = [
@@ -63,9 +62,8 @@ class Chain:
         self.after: list[nn.Module] = [
             module for module in (*heads, getattr(base, "pooler", None)) if module
         ]
-        if not getattr(
-            config, "legacy", True
-        ):  # With legacy=False, DeBERTa's head reads the token embedding.
+        # With legacy=False, DeBERTa's head reads the token embedding.
+        if not getattr(config, "legacy", True):
             self.after.append(base.get_input_embeddings())
         self.head_share = model.head_share
         self.part, self.position = range(depth), 0
@@ -99,9 +97,8 @@ class Chain:
         costs = [products([layer]) for layer in self.layers]
         costs[0], costs[-1] = costs[0] + before, costs[-1] + after
         depth = len(costs)
-        best = {
-            0: (0.0, [0])
-        }  # best[n]: cost of the most expensive part of the first n layers, and the parts' ends
+        # best[n]: cost of the most expensive part of the first n layers, and the parts' ends
+        best = {0: (0.0, [0])}
         for number in range(1, num_parts + 1):
             best = {
                 end: min(

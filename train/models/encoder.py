@@ -52,10 +52,11 @@ SUPPORTS = {
 }
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
 logger = logging.getLogger("train")
+# output names, by architecture
 ORDER_LOGITS = {
     "albert": "sop_logits",
     "bert": "seq_relationship_logits",
-}  # output names, by architecture
+}
 
 
 class MaskedLM(Network):
@@ -152,9 +153,8 @@ def build_masked_lm(
         if hasattr(made[0], "sop_classifier"):
             made[
                 0
-            ].sop_classifier.dropout.p = (
-                0.0  # Google's pretraining has no dropout before this layer.
-            )
+                # Google's pretraining has no dropout before this layer.
+            ].sop_classifier.dropout.p = 0.0
     else:
         made = make_network(
             AutoModelForMaskedLM, cfg, config, seq_len, what="masked language model"
@@ -232,15 +232,15 @@ def check_reads(network: PreTrainedModel, seq_len: int) -> None:
 
     hooks = [layer.register_forward_pre_hook(stop) for layer in repeated_layers(network)[:1]]
     modes = {module: module.training for module in network.modules()}
-    row = torch.full(
-        (1, seq_len), 0 if network.config.pad_token_id else 1
-    )  # not padding, which may have no position
+    # not padding, which may have no position
+    row = torch.full((1, seq_len), 0 if network.config.pad_token_id else 1)
     cannot = f"this {network.config.model_type} cannot read a row of seq_len={seq_len} tokens"
     try:
+        # The architecture's code may raise anything.
         with (
             naming(cannot, (Exception,)),
             suppress(Reached),
-        ):  # The architecture's code may raise anything.
+        ):
             network.base_model.eval()(input_ids=row)  # Dropout would draw random numbers.
     finally:
         for module, mode in modes.items():
@@ -273,9 +273,8 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
         defaults = AutoConfig.for_model(cfg.architecture)
         sizes = {their_name(defaults, ours, wanted): wanted for ours, wanted in given.items()}
         sizes = {"vocab_size": vocab_size, "pad_token_id": pad_id, **sizes}
-        tokens = (
-            (name, getattr(defaults, name, None)) for name in SPECIAL_IDS
-        )  # ids in the usual tokenizer
+        # ids in the usual tokenizer
+        tokens = ((name, getattr(defaults, name, None)) for name in SPECIAL_IDS)
         outside = [
             name
             for name, token in tokens
@@ -284,9 +283,8 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
         sizes |= dict.fromkeys(outside)
         unfit = f"transformers cannot make a {cfg.architecture} of these sizes"
         with naming(unfit, (Exception,)):  # The architecture's code may raise anything.
-            config = AutoConfig.for_model(
-                cfg.architecture, **sizes
-            )  # Other fields may be derived from these sizes.
+            # Other fields may be derived from these sizes.
+            config = AutoConfig.for_model(cfg.architecture, **sizes)
         if cfg.initializer_range is not None:
             check(
                 hasattr(config, "initializer_range"),
@@ -369,9 +367,8 @@ def check_memory(config: PreTrainedConfig) -> None:
     }
     sizes = {ours: getattr(config, name, None) or 0 for ours, name in theirs.items()}
     vocab, hidden, ffn, layers, positions, embedding = sizes.values()
-    groups = getattr(
-        config, "num_hidden_groups", 1
-    )  # ALBERT's layers share their weights in groups.
+    # ALBERT's layers share their weights in groups.
+    groups = getattr(config, "num_hidden_groups", 1)
     shape = Shape(config.model_type, vocab, hidden, ffn, layers, positions, 2, embedding, groups)
     needed_bytes, memory_bytes = 4 * shape.trained_parameters(HeadSize()), total_memory_bytes()
     listed = ", ".join(f"{ours} {value}" for ours, value in sizes.items() if value)
@@ -413,13 +410,13 @@ def most_positions(config: PreTrainedConfig) -> int | None:
     check_memory(config)
     cannot = f"transformers cannot build a {config.model_type} from this configuration"
     config = copy.deepcopy(config)
-    config.architectures = (
-        config.architectures or []
-    )  # transformers has two models for Funnel, and looks here
+    # transformers has two models for Funnel, and looks here
+    config.architectures = config.architectures or []
+    # The architecture's code may raise anything.
     with (
         naming(cannot, (Exception,)),
         torch.device("meta"),
-    ):  # The architecture's code may raise anything.
+    ):
         model = AutoModel.from_config(config, trust_remote_code=False)
     tables = [
         module

@@ -54,9 +54,8 @@ class Scale:
 class PaddedEncoder(Network):
     """An encoder that reads padded sequences, with the head of transformers' AutoModelFor<head>."""
 
-    scale: Scale | None = (
-        None  # the scale of the targets that the head learns; its export has none
-    )
+    # the scale of the targets that the head learns; its export has none
+    scale: Scale | None = None
 
     def forward(self, input_ids: Tensor, real: Tensor | None, token_type_ids: Tensor) -> Tensor:
         """Return logits: [B, C] for a label per sequence, [B, S, C] for one per token, [B, S, 2] for a span's two ends.
@@ -114,9 +113,8 @@ def build_with_head(
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: number for number, label in enumerate(labels)}
     else:
-        config.num_labels = (
-            2  # The labels are start and end; a checkpoint's configuration may have others.
-        )
+        # The labels are start and end; a checkpoint's configuration may have others.
+        config.num_labels = 2
     if head == "SequenceClassification":
         config.problem_type = problem_type
     auto = getattr(transformers, f"AutoModelFor{head}")

@@ -24,27 +24,26 @@ from train.models.model_sizes import Shape
 
 GIB = 2**30
 STATE_BYTES = 4  # bytes of an fp32 weight, gradient or moment
+# a bf16 weight alone, or with its fp32 master copy
 WEIGHT_BYTES = {
     "bf16_stochastic": 2,
     "bf16_master": 6,
-}  # a bf16 weight alone, or with its fp32 master copy
+}
+# bytes of an operand of a matrix product; 2 in other precisions
 PRODUCT_BYTES = {
     "fp32": 4,
     "tf32": 4,
-}  # bytes of an operand of a matrix product; 2 in other precisions
+}
 AUTOCAST = ("bf16", "fp16")
 MASK_BYTES, AUTOCAST_BYTES, ATTENTION_VALUES = 2, 8, 8  # per layer, token and hidden unit
 # With these constants, estimates for CPUs are within 7 % of the peaks of seven runs (five are in benchmarks/notes.md).
-CPU_PROCESS_BYTES = int(
-    0.85 * GIB
-)  # bytes of a process that has imported torch and transformers but has no model
-CPU_ACTIVATIONS = (
-    1.25  # factor for activations, which includes temporary memory of the backward pass
-)
+# bytes of a process that has imported torch and transformers but has no model
+CPU_PROCESS_BYTES = int(0.85 * GIB)
+# factor for activations, which includes temporary memory of the backward pass
+CPU_ACTIVATIONS = 1.25
 CPU_SCORE_BYTES = 14  # bytes per head and pair of tokens, if attention has dropout
-LOGIT_BYTES = (
-    8  # bytes per logit in addition to the logit itself: an fp32 copy, and the log-softmax
-)
+# bytes per logit in addition to the logit itself: an fp32 copy, and the log-softmax
+LOGIT_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,8 @@ class Memory:
         float  # copies of weights: gathered from other ranks, or in the dtype of matrix products
     )
     activations: float
-    saving: float = (
-        0  # host copy from which a checkpoint is written; 0 unless the device is the host
-    )
+    # host copy from which a checkpoint is written; 0 unless the device is the host
+    saving: float = 0
     process: float = 0  # the program and its libraries; 0 unless the device is the host
 
     @property
@@ -153,9 +151,8 @@ def activation_bytes(
         min(layers_of_rank(shape, held), shape.num_hidden_layers - cfg.model.freeze_layers)
         * held.activations
     )
-    ffn_values = 2 * (
-        shape.ffn_products - 1
-    )  # The activation's input and output, both doubled if it is gated.
+    # The activation's input and output, both doubled if it is gated.
+    ffn_values = 2 * (shape.ffn_products - 1)
     layer = tokens * (
         hidden * (other_bytes + ATTENTION_VALUES * value_bytes) + ffn_values * ffn * value_bytes
     )

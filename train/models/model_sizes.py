@@ -15,11 +15,12 @@ from train.storage.schema import BadContent, of_type, read_object
 
 NO_RATES = "optim.layer_decay: the layers of {} share their weights, so they cannot have different rates; leave it out"
 MOST = 10**9  # the largest size accepted, so that products of sizes fit into a float
+# paths in transformers folders and in run folders
 CONFIGS = (
     "config.json",
     "export/config.json",
     "model/config.json",
-)  # paths in transformers folders and in run folders
+)
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,8 @@ class Shape:
     max_position_embeddings: int = 512
     type_vocab_size: int = 2  # number of segment types; 0 without segments
     embedding_size: int = 0  # width of ALBERT's factorised embedding; other models do not use it
-    num_hidden_groups: int = (
-        1  # number of ALBERT's groups of layers that share weights; other models do not use it
-    )
+    # number of ALBERT's groups of layers that share weights; other models do not use it
+    num_hidden_groups: int = 1
 
     @property
     def is_albert(self) -> bool:
@@ -65,9 +65,8 @@ class Shape:
 
     def layer_parameters(self) -> int:
         hidden, ffn = self.hidden_size, self.intermediate_size
-        weights = (
-            4 * hidden**2 + self.ffn_products * hidden * ffn + 2 * hidden
-        )  # The last term is two LayerNorms.
+        # The last term is two LayerNorms.
+        weights = 4 * hidden**2 + self.ffn_products * hidden * ffn + 2 * hidden
         biases = 0 if self.is_modern else 7 * hidden + ffn
         return weights + biases
 
@@ -83,19 +82,16 @@ class Shape:
         )
         total = layers * self.layer_parameters()
         if self.is_albert:
-            total += (
-                self.embedding_size * hidden + hidden
-            )  # the projection from the embedding to the layers
+            # the projection from the embedding to the layers
+            total += self.embedding_size * hidden + hidden
         if not (freeze_embeddings or freeze_layers):
             total += self.embedding_parameters()
-        if (
-            head.predictions
-        ):  # A dense layer, a LayerNorm and the logits' bias. The logits' weight is the embedding.
+        # A dense layer, a LayerNorm and the logits' bias. The logits' weight is the embedding.
+        if head.predictions:
             width = self.embedding_width
             total += hidden * width + 3 * width + self.vocab_size
-        dense = head.labels or (
-            self.is_modern and head.token_labels
-        )  # The head has a dense layer or a pooler.
+        # The head has a dense layer or a pooler.
+        dense = head.labels or (self.is_modern and head.token_labels)
         return total + (hidden**2 + hidden if dense else 0)
 
     def train_flops(self, head: HeadSize, *, seq_len: int, frozen: int = 0) -> float:

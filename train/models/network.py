@@ -39,10 +39,11 @@ CHOOSING = ("deberta", "deberta-v2")
 # An answer of these architectures also depends on how many tokens of padding follow a row, in spite of the mask:
 # through convolutions, Fourier transforms, pooled or averaged positions, or the embedding of the next token.
 READING_PADDING = ("convbert", "fnet", "funnel", "mobilebert", "nystromformer")
+# transformers makes special masks for these kinds of attention
 OWN_MASKS = (
     "flash_attention_2",
     "flex_attention",
-)  # transformers makes special masks for these kinds of attention
+)
 ENCODERS = ("encoder", "transformer")  # names of the module that contains all layers
 WHOLE_GRAPHS = 2  # graphs of a whole encoder: one for training and one for evaluation
 # The projections of ALBERT's and ELECTRA's embeddings to the hidden size.
@@ -60,16 +61,16 @@ class Network(nn.Module):
         """Wrap a model. `new` names the parameters that the checkpoint lacked; `attention` is model.attention."""
         super().__init__()
         self.attention = attention
+        # transformers returns pretrained models in eval mode
         self.network, self.new = (
             network.train(),
             new,
-        )  # transformers returns pretrained models in eval mode
+        )
         # To warn about padding without a mask, some models would read tokens in each step, and wait for the device.
         network.base_model.warn_if_padding_and_no_attention_mask = lambda *_: None
         self.has_segments = getattr(network.config, "type_vocab_size", 0) >= 2
-        self.mask_dtype: torch.dtype | None = (
-            None  # dtype of attention scores; None: the weights' dtype
-        )
+        # dtype of attention scores; None: the weights' dtype
+        self.mask_dtype: torch.dtype | None = None
 
     @property
     def inputs(self) -> list[str]:
@@ -120,9 +121,8 @@ class Network(nn.Module):
         why = NO_RATES if hasattr(self.network.config, "num_hidden_groups") else unknown
         check(bool(stacks), why.format(self.network.config.model_type))
         result = {weight: depth + 1 for name, weight in base.named_parameters() if "emb" in name}
-        for stack in reversed(
-            stacks
-        ):  # a list inside a layer may have the same length; the outer list overrides it
+        # a list inside a layer may have the same length; the outer list overrides it
+        for stack in reversed(stacks):
             result |= {
                 weight: depth - index
                 for index, layer in enumerate(stack)
@@ -260,9 +260,8 @@ class Network(nn.Module):
                     f"cannot write {folder}: the disk is full; free some space"
                 ) from error
             raise
-        for path in folder.glob(
-            "*.safetensors"
-        ):  # the library makes these files private, whatever the umask
+        # the library makes these files private, whatever the umask
+        for path in folder.glob("*.safetensors"):
             shutil.copymode(folder / "config.json", path)
 
     def describe(self, folder: Folder, files: Mapping[str, bytes]) -> None:

@@ -23,16 +23,18 @@ from train.storage.model_folder import models_below, read_model_json
 from train.storage.schema import FileName, of_type, read_object
 
 logger = logging.getLogger("train")
+# transformers raises these for bad files
 BAD_FILES = (
     OSError,
     ValueError,
     LookupError,
     TypeError,
     AttributeError,
-)  # transformers raises these for bad files
+)
 INDEX = "model.safetensors.index.json"
 FILES = ("config.json", "adapter_config.json")  # files that read_model_config fetches from the Hub
 WEIGHTS = (*FILES, "model*.safetensors", INDEX)
+# prefixes of quantised dtypes in safetensors
 QUANTISED = (
     "I8",
     "U8",
@@ -41,7 +43,7 @@ QUANTISED = (
     "F4",
     "F6",
     "F8",
-)  # prefixes of quantised dtypes in safetensors
+)
 # A checkpoint of an encoder alone may also have these heads.
 HEADS = """
     classifier cls decoder dense discriminator_predictions entity_predictions generator_lm_head generator_predictions
@@ -53,11 +55,12 @@ HEADS = """
 UNREAD = re.compile(
     r"(.*\.)?(position_ids|token_type_ids|(original_)?inv_freq)|(pooler|decoder)\..+"
 )
+# attributes of transformers' configurations
 ACTIVATIONS = (
     "hidden_act",
     "hidden_activation",
     "activation",
-)  # attributes of transformers' configurations
+)
 # Pickled weights are not read: before PyTorch 2.10 they could write to any memory (CVE-2026-24747).
 CONVERT = (
     'python -c "import glob, torch; from safetensors.torch import save_file; save_file({k: v.contiguous().clone() '
@@ -163,9 +166,8 @@ def begin_head(network: PreTrainedModel) -> set[str]:
         if module is network or module in encoder:
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            parameter._is_hf_initialized = (
-                False  # If True, _init_weights would leave the parameter unchanged.
-            )
+            # If True, _init_weights would leave the parameter unchanged.
+            parameter._is_hf_initialized = False
             begun.add(f"{module_name}.{name}")
         network._init_weights(module)
     return begun

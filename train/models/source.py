@@ -114,7 +114,7 @@ def local_copy(folder: Folder, prefix: str, cache: Path) -> str:
 def exported_checkpoint(key: str, location: str, folder: Folder, s3: S3Config, cache: Path) -> str:
     """Return a folder with an export of the best checkpoint, or of the newest if none was evaluated.
 
-    `python -m train.checkpoints RUN export` writes it in a process outside the ranks, so that only one copy of the
+    `baretrain checkpoints RUN export` writes it in a process outside the ranks, so that only one copy of the
     weights is in a machine's memory.
     """
     begun = os.environ.get(EXPORTING, "").splitlines()
@@ -152,7 +152,7 @@ def exported_checkpoint(key: str, location: str, folder: Folder, s3: S3Config, c
             reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise InputError(
                 f"{key}={location}: exporting its checkpoint failed ({reason.removeprefix('error: ')}); run "
-                f"python -m train.checkpoints {location} export FOLDER with --step or --data, and set {key}=FOLDER"
+                f"baretrain checkpoints {location} export FOLDER with --step or --data, and set {key}=FOLDER"
             )
 
     return once(cache, made_of, export)

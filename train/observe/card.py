@@ -45,11 +45,12 @@ SETTINGS = (  # (label, key in config.yaml or environment.json)
     ("Seed", "seed"),
 )
 COLUMNS = ("exported", "best", "last")  # of the table of scores
+# rows of the report's table
 TRAINED: tuple[str, ...] = (
     "Steps done",
     "Sequence length (tokens)",
     "Precision",
-)  # rows of the report's table
+)
 MACHINES: tuple[str, ...] = ("Instance", "Device", "World size (ranks)", "Training time (h:mm:ss)")
 MACHINES += ("Tokens/s over the whole run", "Cost", "Versions")
 
@@ -138,9 +139,8 @@ def metadata(run: Run, records: Records, name: str) -> str:
 def results_of(run: Run, records: Records) -> list[tuple[str, str, float]]:
     """Return (split, metric, value) for each score of the exported weights."""
     line = run.exported
-    others = [
-        split.name for split in records.evaluated if split.name != "validation"
-    ]  # their metrics: <split>_<name>
+    # their metrics: <split>_<name>
+    others = [split.name for split in records.evaluated if split.name != "validation"]
     triples = []
     for name, points in scores(run, [line] if line else []).items():
         split = next((each for each in others if name.startswith(f"{each}_")), "validation")

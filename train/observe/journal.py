@@ -45,9 +45,8 @@ class Journal:
         self.trackers, self.reason = to, ""
         newest = next(read_back(folder.local), None)
         self.attempt = 1 + (newest["attempt"] if newest else 0)
-        self.owes_summary = (
-            newest is not None and newest["kind"] != "summary"
-        )  # the previous attempt was killed
+        # the previous attempt was killed
+        self.owes_summary = newest is not None and newest["kind"] != "summary"
         open_alike(folder.metrics, "ab").close()
         self.writer: SummaryWriter | None = None
         self.waiting: deque[tuple[dict[str, Any], Callable[[], None]]] = deque()
@@ -119,9 +118,10 @@ class Journal:
         with side_channel("TensorBoard's files are not written"):
             try:
                 if self.writer is None:
+                    # slow: the first step must not wait
                     from torch.utils.tensorboard import (
                         SummaryWriter,
-                    )  # slow: the first step must not wait
+                    )
 
                     make_alike(self.folder.tensorboard)
                     self.writer = SummaryWriter(
@@ -132,10 +132,11 @@ class Journal:
                         self.writer.add_scalar(f"{line['kind']}/{name}", value, line["step"])
                 self.tensorboard = True
             except OSError:
+                # its thread ends with its first failure
                 self.writer, self.tensorboard = (
                     None,
                     True,
-                )  # its thread ends with its first failure
+                )
                 self.first_step = line["step"]
                 raise
 
@@ -154,9 +155,8 @@ class Journal:
         if isinstance(error, Exception):
             status = "FAILED"
         if self.folder.ownership.may_append() and not self.folder.ownership.lost:
-            waits = error is None or isinstance(
-                error, Exception
-            )  # not after a second signal: exit now
+            # not after a second signal: exit now
+            waits = error is None or isinstance(error, Exception)
             trackers.end(self.trackers, status, waits=waits)
 
 

@@ -49,12 +49,10 @@ class Window:
     slots: float = 0.0  # tokens of all ranks, padding included
     flops: float = 0.0  # the model's FLOPs on all ranks; 0 if unknown
     wait_s: float = 0.0  # seconds in which this rank waited for data
-    work_s: float = (
-        0.0  # seconds in which this rank worked or waited for data, but not for other ranks
-    )
-    busy_s: float = (
-        0.0  # seconds in steps, including waits for data, but not evaluations, saves or compiling
-    )
+    # seconds in which this rank worked or waited for data, but not for other ranks
+    work_s: float = 0.0
+    # seconds in steps, including waits for data, but not evaluations, saves or compiling
+    busy_s: float = 0.0
     compile_s: float = 0.0  # seconds of compiling in steps
 
 
@@ -67,14 +65,12 @@ class Recorder:
     folder: RunFolder
     backend: Backend
     engine: Engine
-    flops_per_example: Callable[
-        [int], float | None
-    ]  # by sequence length (tokens, padding included)
+    # by sequence length (tokens, padding included)
+    flops_per_example: Callable[[int], float | None]
     progress: Progress
     monitor: Monitor
-    on_line: Callable[[Recorder, str, dict[str, Any]], None] | None = (
-        None  # receives each line; see `train.loop.run`
-    )
+    # receives each line; see `train.loop.run`
+    on_line: Callable[[Recorder, str, dict[str, Any]], None] | None = None
     window: Window = field(default_factory=Window)
     own_tokens: float = 0.0  # tokens of this rank in this attempt
     all_tokens: float = 0.0  # tokens of all ranks in this attempt, up to the last line
@@ -91,12 +87,10 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self.world = self.backend.world
-        self.share = (
-            self.engine.data_size / self.world.size
-        )  # so that a row counts once if several ranks train on it
-        self.before_s = max(
-            0.0, age_s(os.getpid()) - self.folder.attempt_s()
-        )  # seconds before the attempt began
+        # so that a row counts once if several ranks train on it
+        self.share = self.engine.data_size / self.world.size
+        # seconds before the attempt began
+        self.before_s = max(0.0, age_s(os.getpid()) - self.folder.attempt_s())
         hosts = self.world.all_gather_object(platform.node())
         stages = [rank % self.cfg.parallel.num_stages for rank in range(self.world.size)]
         self.stragglers = Stragglers(hosts, stages)
@@ -239,9 +233,8 @@ class Recorder:
             self.all_tokens,
             *others,
         ) = sums
-        window.tokens = round(
-            window.tokens
-        )  # the shares of a pipeline's ranks may add up to slightly less
+        # the shares of a pipeline's ranks may add up to slightly less
+        window.tokens = round(window.tokens)
         if self.steps_done > window.steps:
             self.passes_s, self.spans_s = self.passes_s + passes_s, self.spans_s + span_s
         sample = HardwareSample.from_values(others[world.size :])
@@ -308,9 +301,8 @@ class Recorder:
         self.write("fault", {"step": self.progress.step, "reason": reason, **values})
 
     def alarm(self, text: str) -> None:
-        self.fault(
-            text
-        )  # `fault` comes first, because it also writes and logs the lines of earlier steps.
+        # `fault` comes first, because it also writes and logs the lines of earlier steps.
+        self.fault(text)
         logger.warning(f"step {self.progress.step}: {text}")
 
     def go_back(self, progress: Progress) -> None:

@@ -32,16 +32,16 @@ logger = logging.getLogger("train")
 
 DEVICE = ("device_utilisation", "device_flops_per_s", "device_memory_bytes")
 NAMES = (*DEVICE, "cpu_utilisation", "host_memory_bytes", "device_errors")
+# averaged; of others, the latest is used
 OVER_TIME = (
     "device_utilisation",
     "device_flops_per_s",
     "cpu_utilisation",
-)  # averaged; of others, the latest is used
+)
 CLOSE_S = 8.0  # seconds to wait for the thread to end; sources stop sooner
 
-Source = Callable[
-    [threading.Event], Iterator[Reading]
-]  # yields a reading about once a second until the event is set
+# yields a reading about once a second until the event is set
+Source = Callable[[threading.Event], Iterator[Reading]]
 
 
 @dataclass(frozen=True)
@@ -93,16 +93,13 @@ class Monitor:
     def __init__(self, source: Source | None = None, *, period_s: float = 1.0) -> None:
         self.source, self.period_s = source, period_s
         self.stop, self.lock = threading.Event(), threading.Lock()
-        self.series: dict[str, list[tuple[float, float]]] = defaultdict(
-            list
-        )  # OVER_TIME values since the last sample
+        # OVER_TIME values since the last sample
+        self.series: dict[str, list[tuple[float, float]]] = defaultdict(list)
         self.latest: Totals = {}
-        self.num_errors: float | None = (
-            None  # errors since the last sample; None if no source counts them
-        )
-        self.waiting: Counter[str] = (
-            Counter()
-        )  # alarms since the last call to `alarms`, and their counts
+        # errors since the last sample; None if no source counts them
+        self.num_errors: float | None = None
+        # alarms since the last call to `alarms`, and their counts
+        self.waiting: Counter[str] = Counter()
         self.thread = threading.Thread(target=self.watch, name="monitor", daemon=True)
 
     def __enter__(self) -> Monitor:
@@ -134,10 +131,11 @@ class Monitor:
     def add(self, reading: Reading) -> None:
         with self.lock:
             for name, (total, num) in reading.totals.items():
+                # fails for a huge integer, which ends the source, not the run
                 pair = (
                     float(total),
                     float(num),
-                )  # fails for a huge integer, which ends the source, not the run
+                )
                 if name in OVER_TIME:
                     self.series[name].append(pair)
                 else:
@@ -243,9 +241,8 @@ def nvidia_readings(
                     )
                     errors_before[index] = count
                 reasons = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu) or 0
-                if (
-                    reasons & heat and index not in hot
-                ):  # reported once per GPU, since throttling comes and goes
+                # reported once per GPU, since throttling comes and goes
+                if reasons & heat and index not in hot:
                     hot.add(index)
                     reading.warnings += (f"GPU {index}: thermal throttling",)
             for name, values in (("device_utilisation", shares), ("device_memory_bytes", held)):

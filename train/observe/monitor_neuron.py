@@ -39,9 +39,8 @@ FAILED = {
     "failed_to_queue": "executions that could not be queued",
 }
 
-Totals = dict[
-    str, tuple[float, float]
-]  # by name: a sum, and the number of devices or machines summed
+# by name: a sum, and the number of devices or machines summed
+Totals = dict[str, tuple[float, float]]
 
 
 @dataclass
@@ -49,9 +48,8 @@ class Reading:
     """One reading of the devices of a machine, from any source. Unknown values are left out."""
 
     totals: Totals = field(default_factory=dict)
-    errors: Counter[str] | None = (
-        None  # new errors by device and kind; None if this source does not count them
-    )
+    # new errors by device and kind; None if this source does not count them
+    errors: Counter[str] | None = None
     warnings: tuple[str, ...] = ()  # alarms that are not errors
 
     def add(self, errors: dict[str, int]) -> None:
@@ -140,9 +138,8 @@ class LineParser:
             counters = self.group(report.get("system_data") or {}, "neuron_hw_counters")
             if counters is not None:
                 reading.add(self.new_ecc(counters))
-            self.group(
-                report, "neuron_hardware_info"
-            )  # only to warn: without a driver, this group has an error
+            # only to warn: without a driver, this group has an error
+            self.group(report, "neuron_hardware_info")
             self.read_processes(reading, self.ours(report.get("neuron_runtime_data") or []))
         except (
             ValueError,
@@ -183,9 +180,8 @@ class LineParser:
 
     def read_processes(self, reading: Reading, entries: list[dict[str, Any]]) -> None:
         """Add the processes to the reading. Utilisation and memory are unknown unless all processes report them."""
-        busy: dict[str, float] = defaultdict(
-            float
-        )  # percent by core; several processes may list the same core
+        # percent by core; several processes may list the same core
+        busy: dict[str, float] = defaultdict(float)
         flops: list[Any] = []
         memory: list[Any] = []
         num_counted = 0

@@ -32,23 +32,26 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("train")
+# seconds to wait for the Hub's response to a query, and to a part of an upload
 ASK_S, SEND_S = (
     10.0,
     600.0,
-)  # seconds to wait for the Hub's response to a query, and to a part of an upload
+)
+# kinds of metrics lines whose numbers are pushed
 NUMBERS_OF = (
     "train",
     "eval",
     "checkpoint",
     "summary",
-)  # kinds of metrics lines whose numbers are pushed
+)
+# read for the card
 CARD_FILES = (
     "config.yaml",
     "environment.json",
     "metrics.jsonl",
     "data.json",
     "evaluation.json",
-)  # read for the card
+)
 
 
 # ---- before and after a run ----------------------------------------------------------------------------------------
@@ -81,7 +84,7 @@ def push(folder: RunFolder, to: str) -> str:
 
 def command(location: str, to: str, s3: S3Config) -> str:
     """Return the command line that pushes a run later."""
-    arguments = ["python", "-m", "train.hub", location, "--to", to]
+    arguments = ["python", "-m", "train", "hub", location, "--to", to]
     return shlex.join([*arguments, *(s3.flags() if is_s3(location) else [])])
 
 
@@ -93,7 +96,7 @@ def gathered(run: Path, name: str) -> dict[str, Path | bytes]:
     export = run / "export"
     check(
         (export / "config.json").is_file() and any(export.glob("*.safetensors")),
-        f"{run} has no exported model: the run has not ended, or had export=false; see python -m train.checkpoints",
+        f"{run} has no exported model: the run has not ended, or had export=false; see baretrain checkpoints",
     )
     files: dict[str, Path | bytes] = {
         path.relative_to(export).as_posix(): path
@@ -103,9 +106,8 @@ def gathered(run: Path, name: str) -> dict[str, Path | bytes]:
     for path in sorted(
         path for path in run.glob("tensorboard/events.out.tfevents.*") if is_to_push(path, run)
     ):
-        parts = path.name.split(
-            "."
-        )  # events.out.tfevents.<time>.<host>.<pid>.<number>; the host is left out
+        # events.out.tfevents.<time>.<host>.<pid>.<number>; the host is left out
+        parts = path.name.split(".")
         files[f"runs/{name}/{'.'.join([*parts[:4], *parts[4:][-2:]])}"] = path
     if is_to_push(run / "evaluation.json", run):
         files["evaluation.json"] = run / "evaluation.json"
@@ -207,7 +209,7 @@ def open_hub(to: str, *, private: bool) -> HfApi:
         check(
             there == wanted,
             f"{to} is {there} on the Hub, but the run should be {wanted}: choose another name, make it {wanted}, or "
-            f"push the finished run with python -m train.hub RUN --to {to} --{there}",
+            f"push the finished run with baretrain hub RUN --to {to} --{there}",
         )
         return api
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 FACTOR = 1.5  # a rank is slow if its work time exceeds this multiple of the other ranks' median
 WINDOWS = 5  # a rank is reported after this many slow lines in a row; twice that at the start
-WARM_UP = (
-    1  # number of train lines to ignore at first: their steps compile, open files and fill caches
-)
+# number of train lines to ignore at first: their steps compile, open files and fill caches
+WARM_UP = 1
 MEMORY = 100  # number of past ratios kept for each rank
 USUAL = 0.9  # quantile of a rank's past ratios that a slow line must exceed
 
@@ -20,9 +19,8 @@ class Pace:
     """One rank's work times, each divided by the other ranks' median so that they are comparable between lines."""
 
     past: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))
-    streak: list[float] = field(
-        default_factory=list
-    )  # newest ratios, all slow, which are not yet in `past`
+    # newest ratios, all slow, which are not yet in `past`
+    streak: list[float] = field(default_factory=list)
 
     def see(self, ratio: float) -> int:
         """Add a line's ratio. If it makes the rank a straggler, return the number of slow lines in a row, else 0.
@@ -62,7 +60,7 @@ class Stragglers:
         streaks = {rank: self.paces[rank].see(ratio) for rank, ratio in ratios.items()}
         return [
             f"rank {rank} on {self.hosts[rank]} slows the other ranks down: its work takes {ratios[rank]:.1f} times "
-            f"their median, in {num_lines} metrics lines in a row; check that machine with python -m train.doctor"
+            f"their median, in {num_lines} metrics lines in a row; check that machine with baretrain doctor"
             for rank, num_lines in streaks.items()
             if num_lines
         ]
@@ -74,9 +72,8 @@ class Stragglers:
             ranks = [rank for rank, own in enumerate(self.stages) if own == stage]
             ordered, middle = sorted(works_s[rank] for rank in ranks), (len(ranks) - 1) // 2
             for rank in ranks:
-                higher = middle + (
-                    works_s[rank] <= ordered[middle]
-                )  # index of the other ranks' median
+                # index of the other ranks' median
+                higher = middle + (works_s[rank] <= ordered[middle])
                 if higher == len(ordered) or ordered[higher] <= 0:
                     return {}
                 ratios[rank] = works_s[rank] / ordered[higher]

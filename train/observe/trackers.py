@@ -42,15 +42,17 @@ NO_CURVES = (
     "train_s",
     "tokens",
 )
+# a value that every line of this kind has
 IN_EVERY_LINE = {
     "train": "train/step_s",
     "eval": "eval/eval_s",
-}  # a value that every line of this kind has
+}
+# MLflow's limits: parameters per call, characters per value and name
 MOST_PARAMS, MOST_CHARS, MOST_KEY = (
     100,
     500,
     250,
-)  # MLflow's limits: parameters per call, characters per value and name
+)
 PACKAGES = {"mlflow": "mlflow-skinny", "wandb": "wandb"}
 ENVIRONMENT = {  # defaults that limit the wait for a server that does not answer, and keep the libraries silent
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
@@ -122,9 +124,8 @@ class MLflow:
     def send(self, line: Line) -> None:
         from mlflow.entities import Metric
 
-        if line.step > self.sent.get(
-            line.kind, -1
-        ):  # earlier steps were sent by an earlier attempt
+        # earlier steps were sent by an earlier attempt
+        if line.step > self.sent.get(line.kind, -1):
             time_ms = round(1000 * line.time_unix_s)
             metrics = [
                 Metric(mlflow_key(key), value, time_ms, line.step)
@@ -140,9 +141,8 @@ class MLflow:
 def mlflow_key(name: str) -> str:
     """Return a name as MLflow accepts it: the names of validation sets are the user's."""
     key = re.sub(r"[^\w.\- /]", "_", name)[:MOST_KEY]
-    is_path = posixpath.normpath(key) == key and not key.startswith(
-        (".", "/")
-    )  # MLflow may use it as a file's name
+    # MLflow may use it as a file's name
+    is_path = posixpath.normpath(key) == key and not key.startswith((".", "/"))
     return key if is_path else "_" + key.replace("/", "_")[1:]
 
 

@@ -57,12 +57,10 @@ class Backend(ABC):
     adamw: dict[str, bool]  # the options that choose torch's AdamW implementation for the device
     monitor_kind: str  # the source of utilisation figures: neuron | nvidia | cpu
     compiler: TorchCompiler | None = None  # of torch.compile; None if nothing is compiled
-    collects: bool = (
-        False  # whether each graph is only traced, so that results are meaningless (`precompile`)
-    )
-    continues_dropout: bool = (
-        True  # whether dropout is known to repeat exactly after a random state is restored
-    )
+    # whether each graph is only traced, so that results are meaningless (`precompile`)
+    collects: bool = False
+    # whether dropout is known to repeat exactly after a random state is restored
+    continues_dropout: bool = True
     captures: bool = False  # whether steps of parallel=data run as CUDA graphs
     compiles: str = "none"  # the parts that torch.compile compiles: none | layers | model
     pin_memory: bool  # whether batches are in page-locked memory, so that copies to the device overlap with computing

@@ -84,18 +84,16 @@ class Graphs:
             try:
                 self.recorded[key] = held, self.record(function, held)
             except Exception as error:  # any operation may fail; recording runs no kernel, so the step can still run
-                cause = brief(
-                    error.__context__ or error
-                )  # ending the failed recording raises a second error
+                # ending the failed recording raises a second error
+                cause = brief(error.__context__ or error)
                 self.turn_off(f"one of their operations cannot be recorded ({cause})")
             if len(self.recorded) == MOST_GRAPHS:
                 logger.info(
                     "backend.cuda_graphs: steps with other shapes than these %d run without",
                     MOST_GRAPHS,
                 )
-            if (
-                not self.is_on
-            ):  # the error, and the memory of the failed recording, are freed by now
+            # the error, and the memory of the failed recording, are freed by now
+            if not self.is_on:
                 return function(inputs)
         held, replay = self.recorded[key]
         for name, value in inputs.items():
@@ -149,8 +147,7 @@ class Graphs:
                 ):
                     function(inputs)
             except Exception:
-                generator.graphsafe_set_state(
-                    before
-                )  # the generator still belongs to the failed recording
+                # the generator still belongs to the failed recording
+                generator.graphsafe_set_state(before)
                 raise
         return graph.replay

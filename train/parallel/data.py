@@ -87,9 +87,8 @@ class DataParallel(Engine):
         return divide_and_clip(self.parameters, divisor, self.max_grad_norm)
 
     def evaluate(self, statistics: Statistics, inputs: dict[str, Tensor]) -> Tensor:
-        with (
-            self.backend.autocast()
-        ):  # one context per batch: casts cached from another batch would change XLA's graph
+        # one context per batch: casts cached from another batch would change XLA's graph
+        with self.backend.autocast():
             return statistics(self.model, inputs)
 
 

@@ -36,9 +36,8 @@ def build(
     assert isinstance(cfg, FSDPConfig)
     check_shards("parallel=fsdp", backend=backend.name, precision=backend.precision)
     if backend.world.size == 1:
-        return data.build(
-            cfg, optim, backend, *args, **options
-        )  # a single rank holds the whole model
+        # a single rank holds the whole model
+        return data.build(cfg, optim, backend, *args, **options)
     return FSDP(optim, backend, *args, cfg=cfg, **options)
 
 

@@ -94,9 +94,8 @@ class Compilers:
         self, is_compiling: Callable[[], bool] = lambda: False, store: dist.Store | None = None
     ) -> None:
         self.is_compiling, self.store = is_compiling, store
-        self.signs: int | None = (
-            None  # the store's count of messages from compiling ranks, as last read
-        )
+        # the store's count of messages from compiling ranks, as last read
+        self.signs: int | None = None
         self.others_compile = False
         self.asking: Thread | None = None
 

@@ -73,7 +73,7 @@ def check_world(*, launched: int, device: int, group: int, ones: float) -> None:
         raise RuntimeError(
             f"the launcher started {launched} ranks, the device runtime sees {device}, the process group {group}, and "
             f"ones summed over the ranks give {ones:g}: they would train apart. Start the run with torchrun, one rank "
-            "per core, and see python -m train.doctor"
+            "per core, and see baretrain doctor"
         )
 
 

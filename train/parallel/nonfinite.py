@@ -26,9 +26,8 @@ class Skips:
     ) -> None:
         self.to_host = to_host
         self.total = torch.zeros(1, dtype=torch.int32).to(device)
-        self.streak = torch.zeros(1, dtype=torch.int32).to(
-            device
-        )  # number of consecutive skipped steps up to now
+        # number of consecutive skipped steps up to now
+        self.streak = torch.zeros(1, dtype=torch.int32).to(device)
 
     @torch.no_grad()
     def see(self, norm: Tensor, *, overflowed: Tensor | None = None) -> None:

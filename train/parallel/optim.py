@@ -32,7 +32,8 @@ class OptimizerSpec:
     # build(settings, groups, options) imports torch, and returns the optimizer with its state. `options` choose torch's
     # AdamW implementation for the device.
     build: Callable[[Any, list[Group], dict[str, bool]], torch.optim.Optimizer]
-    settings: type[OptimConfig] = OptimConfig  # the class of its settings
+    # the class of its settings
+    settings: type[OptimConfig] = OptimConfig
 
 
 # ---- the optimizers --------------------------------------------------------------------------------------------------

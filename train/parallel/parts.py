@@ -43,9 +43,8 @@ class Part(nn.Module):
     def forward(self, received: Tensor | None = None, **inputs: Tensor) -> Tensor:
         """Return the loss sum [1] of a micro batch if this is the last part, otherwise hidden states [B, S, H]."""
         output = self.run(self.loss, received, inputs)
-        if (
-            not output.requires_grad and torch.is_grad_enabled()
-        ):  # the whole part is frozen, but a gradient will arrive
+        # the whole part is frozen, but a gradient will arrive
+        if not output.requires_grad and torch.is_grad_enabled():
             output.requires_grad_()
         return torch.stack([output]) if output.ndim == 0 else output
 
@@ -66,9 +65,8 @@ def hold(backend: Backend, model: nn.Module, names: set[str], *, lengths: int) -
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if parameter not in kept
     }
-    no_numbers = nn.Parameter(
-        torch.empty(0)
-    )  # moved instead of absent weights; those on "meta" cannot be moved
+    # moved instead of absent weights; those on "meta" cannot be moved
+    no_numbers = nn.Parameter(torch.empty(0))
     replace(model, dict.fromkeys(absent, no_numbers))
     backend.setup_model(model, lengths=lengths)
     metas = {

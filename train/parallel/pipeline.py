@@ -159,9 +159,8 @@ class Pipeline(PipelineState):
         """
         num_parts, device = self.cfg.num_parts, self.backend.device
         shape = (rows, seq_len, self.chain.network.config.hidden_size)
-        hidden = torch.empty(
-            shape, device="meta", requires_grad=True
-        )  # otherwise newer PyTorch sends no gradient
+        # otherwise newer PyTorch sends no gradient
+        hidden = torch.empty(shape, device="meta", requires_grad=True)
         stages = [
             Stage(
                 part,

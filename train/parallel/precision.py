@@ -10,9 +10,8 @@ import torch
 from train.config import check
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-ONLY_FP32 = {
-    "deberta"
-}  # under autocast; deberta-v2, the type of DeBERTa v3, runs in all precisions
+# under autocast; deberta-v2, the type of DeBERTa v3, runs in all precisions
+ONLY_FP32 = {"deberta"}
 NORMS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -64,9 +63,8 @@ def set_deterministic(wanted: bool) -> None:
     https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html
     """
     if wanted:
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # read by the first matrix product
+        # read by the first matrix product
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # torch would fill uninitialised memory, which only helps to find faults and costs time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(wanted)

@@ -138,9 +138,8 @@ class XLA(Backend):
             return
         ones = torch.ones(1).to(self.device)
         self.all_reduce([ones])
-        total = float(
-            ones
-        )  # always read, because neuron_parallel_compile must compile this graph, too
+        # always read, because neuron_parallel_compile must compile this graph, too
+        total = float(ones)
         if self.collects:
             total = self.world.size
         guards.check_world(

@@ -34,10 +34,11 @@ KILLED_LOADER = "killed by signal: Killed"
 FULL_SHARED_MEMORY = "killed by signal: Bus error"  # a loader process wrote to a full /dev/shm
 OOM_COUNTER = find_oom_counter()
 OOM_KILLS_BEFORE = count_oom_kills(OOM_COUNTER)
+# from torch's CPU allocator, and for ENOMEM
 HOST_MEMORY_ERRORS = (
     "can't allocate memory",
     "Cannot allocate memory",
-)  # from torch's CPU allocator, and for ENOMEM
+)
 KINDS: dict[type[BaseException], str] = {
     InputError: "refused",
     NoneValid: "no_valid_checkpoint",
@@ -89,9 +90,8 @@ class Attempt:
             for rank in range(first, first + world.local_size)
             if rank != world.rank
         }
-        self.watch.joined(
-            peers if launched().is_under_torchrun else {}
-        )  # otherwise, ranks may be in containers
+        # otherwise, ranks may be in containers
+        self.watch.joined(peers if launched().is_under_torchrun else {})
 
     def sees_owner(self) -> bool:
         """Return whether this rank can read rank 0's lease, that is, whether they share the run folder."""
@@ -214,9 +214,8 @@ def kind_of(error: BaseException) -> str:
     kind = next(
         (name for cls, name in KINDS.items() if isinstance(error, cls)), type(error).__name__
     )
-    if kind == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(
-        error
-    ):  # torch's class, XLA's message
+    # torch's class, XLA's message
+    if kind == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(error):
         return "out_of_device_memory"
     if FULL_SHARED_MEMORY in str(error):
         return "out_of_shared_memory"

@@ -52,9 +52,8 @@ class CheckpointManager:
         self.cfg, self.world, self.on_wait = attempt.cfg, backend.world, attempt.watch.heartbeat
         self.store = open_store(attempt.folder.storage, attempt.folder.staging)
         self.last_rollback: int | None = None  # the step that the last rollback restored
-        self.lost: goodput.Lost | None = (
-            None  # the cost of the last attempt's fault, until it is reported
-        )
+        # the cost of the last attempt's fault, until it is reported
+        self.lost: goodput.Lost | None = None
 
     # ---- before the loop -----------------------------------------------------------------------------------------
 
@@ -111,9 +110,8 @@ class CheckpointManager:
         self.saver = AsyncSaver(
             self.cfg.checkpoint, self.store, self.engine, self.backend, draft, attempt.folder
         )
-        if (
-            self.cfg.backend.timeout_s is not None
-        ):  # the other ranks wait in a collective while rank 0 waits for a save
+        # the other ranks wait in a collective while rank 0 waits for a save
+        if self.cfg.backend.timeout_s is not None:
             self.saver.max_wait_s = min(MAX_WAIT_S, self.cfg.backend.timeout_s / 2)
         self.saver.newest = attempt.checkpoint = (
             self.loaded.progress.step if self.loaded.ranks else None
@@ -176,9 +174,8 @@ class CheckpointManager:
         self.attempt.folder.ownership.step = self.recorder.progress.step
         if self.lost is not None and self.recorder.steps_done:
             recover_s = self.attempt.folder.attempt_s()
-            if (
-                self.attempt.folder.run_s() is not None
-            ):  # the clocks were right; they may differ a little
+            # the clocks were right; they may differ a little
+            if self.attempt.folder.run_s() is not None:
                 recover_s = max(recover_s, time.time() - self.lost.last_sign_unix_s)
             text = f"{self.lost.reason}; {plural(self.lost.steps, 'step')} lost, {recover_s:.0f} s until the first step"
             logger.warning(text)
@@ -292,9 +289,8 @@ class CheckpointManager:
         if self.world.sum([lost is not None])[0]:
             self.world.raise_failure(lost)
         failure = None
-        for saved in self._report_saves()[
-            -1:
-        ]:  # failures of earlier saves were reported as alarms
+        # failures of earlier saves were reported as alarms
+        for saved in self._report_saves()[-1:]:
             if saved.failure is not None and not saved.num_bytes:
                 failure = f"saving step {saved.step}: {saved.failure}; {self.saver.newest_text}"
         failure = self.world.broadcast(failure)

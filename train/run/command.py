@@ -200,19 +200,16 @@ def guarded(
     except KeyboardInterrupt:
         line, code = interrupted
     except OSError as error:
-        if (
-            isinstance(error, BrokenPipeError) and is_unread()
-        ):  # for example, `| head` has read enough
-            code = (
-                code or UNREAD
-            )  # keep the command's error code, for example after `checkpoints verify | head`
+        # for example, `| head` has read enough
+        if isinstance(error, BrokenPipeError) and is_unread():
+            # keep the command's error code, for example after `checkpoints verify | head`
+            code = code or UNREAD
         else:
             line, code = f"error: {explained(error)}", FAILED
         drop_unwritten()
     except Exception as error:
-        if (
-            str(error).lstrip().startswith("Invalid log settings")
-        ):  # torch raises this while it is imported
+        # torch raises this while it is imported
+        if str(error).lstrip().startswith("Invalid log settings"):
             line, code = (
                 f"error: TORCH_LOGS={os.environ.get('TORCH_LOGS')} is not valid; unset it",
                 REJECTED,
@@ -223,9 +220,8 @@ def guarded(
             line = f"error: {type(error).__name__}: {error}; {whose}"
             code = FAILED
     except BaseException as error:
-        if (
-            type(error).__name__ != "PanicException"
-        ):  # of a library in Rust; it derives from no other exception
+        # of a library in Rust; it derives from no other exception
+        if type(error).__name__ != "PanicException":
             raise
         line, code = (
             f"error: the tokenizer cannot read a text: {error}; choose another tokenizer",

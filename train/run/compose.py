@@ -1,4 +1,4 @@
-"""The command line of `python -m train` and `python -m train.prepare`: from Hydra overrides to an exit code."""
+"""The command line of `baretrain train` and `baretrain prepare`: from Hydra overrides to an exit code."""
 
 from __future__ import annotations
 
@@ -57,13 +57,14 @@ from train.run.precedence import check_numbers, over_recipe
 from train.run.spelling import close_to, hint_on, spelling
 from train.tasks import TASKS, spec_of
 
+# names that actions import from this module
 __all__ = [
     "DONE",
     "FAILED",
     "REJECTED",
     "STOPPED",
     "quoted",
-]  # names that actions import from this module
+]
 
 Schema = tuple[str, str, type]  # (group, option, dataclass)
 SCHEMAS: list[Schema] = [  # `schemas` adds those of tasks and optimizers
@@ -75,10 +76,11 @@ SCHEMAS: list[Schema] = [  # `schemas` adds those of tasks and optimizers
     ("corpus", "files", FilesCorpusConfig),
     ("corpus", "hf", HFCorpusConfig),
 ]
+# files in conf/; `launch` adds one
 CONFIGS: dict[type, str] = {
     TrainConfig: "train",
     PrepareConfig: "prepare",
-}  # files in conf/; `launch` adds one
+}
 
 Config = TypeVar("Config")
 
@@ -133,18 +135,16 @@ def load_backend(overrides: Sequence[str]) -> tuple[BackendConfig, InstanceConfi
 def checked(composed: DictConfig, schema: type[Config], overrides: Sequence[str] = ()) -> Config:
     """Convert settings to dataclasses. Raises InputError if one is missing or impossible."""
     try:
-        plain = OmegaConf.to_container(
-            composed
-        )  # not resolved: config.yaml would store the value of ${oc.env:...}
+        # not resolved: config.yaml would store the value of ${oc.env:...}
+        plain = OmegaConf.to_container(composed)
         assert isinstance(plain, dict)
         check_values({str(key): value for key, value in plain.items()})
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(explain(error, schema, overrides)) from error
     assert isinstance(config, schema)
-    if isinstance(
-        config, TrainConfig
-    ):  # the task and optimizer must exist, with settings of the right class
+    # the task and optimizer must exist, with settings of the right class
+    if isinstance(config, TrainConfig):
         spec_of(config.task)
         check_optimizer(config.optim)
     return config
@@ -299,9 +299,8 @@ def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -
         isinstance(cause := error.__cause__, HydraException)
         or getattr(cause, "full_key", None) is not None
     ):
-        assert (
-            cause is not None
-        )  # under a debugger OmegaConf adds another cause, which names no setting
+        # under a debugger OmegaConf adds another cause, which names no setting
+        assert cause is not None
         error = cause
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     full_key = next(
@@ -436,9 +435,8 @@ def run(
             try:
                 cfg = load_config(schema, overrides)
             except InputError:
-                check_imports(
-                    overrides
-                )  # the unknown name may be in a file that the run's first start imported
+                # the unknown name may be in a file that the run's first start imported
+                check_imports(overrides)
                 raise
             return action(cfg)
         composed = compose_config(schema, overrides)

@@ -91,9 +91,8 @@ def try_evaluation(attempt: Attempt, backend: Backend, engine: Engine) -> None:
     compiles = backend.compiler is not None or compiles_each_length(
         attempt.cfg.backend, attempt.cfg.instance
     )
-    if (
-        not compiles
-    ):  # a graph may take minutes, and the first micro batch tries whether compiling works
+    # a graph may take minutes, and the first micro batch tries whether compiling works
+    if not compiles:
         measure(
             attempt,
             backend,
@@ -228,9 +227,8 @@ def measure(
     engine.model.eval()
     try:
         for batch in agreed(iter(batched(backend.to_device(batches), 1)), votes):
-            attempt.watch.phase(
-                "evaluate", is_start=is_first
-            )  # the first batch triggers compilation
+            # the first batch triggers compilation
+            attempt.watch.phase("evaluate", is_start=is_first)
             with torch.no_grad():
                 own = engine.evaluate(task.eval_statistics, batch["inputs"])
             if own is not None:

@@ -82,9 +82,8 @@ class TrainData:
             if task.buckets is None
             else 1,  # batches drawn together must have one shape
         }
-        shortest = (
-            task.seq_len if task.buckets is None else 1
-        )  # with buckets, batch lengths are not known here
+        # with buckets, batch lengths are not known here
+        shortest = task.seq_len if task.buckets is None else 1
         world.agree(
             lambda: check_shared_memory(num_ranks=world.local_size, seq_len=shortest, **loading)
         )
@@ -131,9 +130,8 @@ def train_order(
     }
     if task.buckets is not None:
         return BucketSampler(task.buckets.train, is_mixed=task.buckets.is_mixed, **place)
-    if (
-        progress.lanes is None or plan.global_batch_size % progress.lanes
-    ):  # a forced resume may change the batch size
+    # a forced resume may change the batch size
+    if progress.lanes is None or plan.global_batch_size % progress.lanes:
         order = choose_windows(task, world, place)
     else:
         order = ShardSampler(

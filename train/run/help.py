@@ -46,7 +46,7 @@ def show_yaml(text: str) -> None:
 def settings_help(schema: type, name: str, keys: Sequence[str]) -> str:
     """Return help on the settings `keys` of a schema, and on the groups of conf/`name`.yaml."""
     lines = [
-        "most-used settings (key=value; --cfg job prints all, python -m train.settings explains all):"
+        "most-used settings (key=value; --cfg job prints all, baretrain settings explains all):"
     ]
     for key in keys:
         item, meaning = explained_field(schema, key)
@@ -140,9 +140,8 @@ def comments(kind: type) -> dict[str, str]:
         name = ""
         for line in inspect.getsource(base).splitlines() if is_dataclass(base) else ():
             if match := re.match(r"    (\w+): .*?(?:  # (.*))?$", line):
-                name = (
-                    match[1] if match[2] else ""
-                )  # the next lines do not continue an inherited comment
+                # the next lines do not continue an inherited comment
+                name = match[1] if match[2] else ""
                 texts[match[1]] = match[2] or texts.get(match[1], "")
             elif line.startswith("    # ") and texts.get(name):
                 texts[name] += line.removeprefix("    #")

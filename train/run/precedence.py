@@ -50,9 +50,8 @@ def over_recipe(given: Mapping[str, Any], groups: Collection[str]) -> dict[str, 
         if "experiment" in typed
         else {}
     )
-    tables = {
-        key.rpartition(".")[0] for key in typed
-    }  # given as a whole: corpus.validation={path: user/set}
+    # given as a whole: corpus.validation={path: user/set}
+    tables = {key.rpartition(".")[0] for key in typed}
     for key, others in REPLACED.items():
         for other in others if key in typed or key in chosen else ():
             are_both = key in typed and other in {*typed, *tables} and other not in TOGETHER

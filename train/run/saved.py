@@ -107,9 +107,8 @@ def whole_config(folder: Folder) -> TrainConfig:
     except BadContent as error:
         raise InputError(f"{config_path} is damaged: {error}") from error
     except (OmegaConfBaseException, LookupError, AttributeError, TypeError, ValueError) as error:
-        imported.check_repeated(
-            find_identity(folder) or {}, folder.location
-        )  # files that may define the task
+        # files that may define the task
+        imported.check_repeated(find_identity(folder) or {}, folder.location)
         raise InputError(
             f"{config_path} is damaged or of another version: {cli.explain(error, TrainConfig)}"
         ) from error

@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from train.run.names import ours, quoted
 
 NAME = re.compile(r"\w[\w./]*")  # the name of a setting
-TYPED = str.maketrans(
-    "\u2013\u2014\u2212\u201c\u201d\u201e", '---"""'
-)  # dashes and quotes that editors write
+# dashes and quotes that editors write
+TYPED = str.maketrans("\u2013\u2014\u2212\u201c\u201d\u201e", '---"""')
 
 
 def hint_on(override: str, works: Callable[[str], bool]) -> str:

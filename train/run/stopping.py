@@ -50,9 +50,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("train")
 
 GRACE_S = 5.0  # seconds after a second signal in which the main thread may still exit
-REPEATED = (
-    signal.SIGXCPU,
-)  # the kernel repeats it every second beyond the soft limit of CPU time (setrlimit(2))
+# the kernel repeats it every second beyond the soft limit of CPU time (setrlimit(2))
+REPEATED = (signal.SIGXCPU,)
 REPEAT_S = 2.0  # seconds in which a signal counts as the same request: torchrun repeats the terminal's Ctrl-C
 BLOCK_LEAD_S = 1800  # EC2 ends the instances of a capacity block this long before the block ends (EC2 user guide)
 BLOCK_MARGIN_S = 60  # seconds added to those of a save, for the steps until all ranks agree and for clock differences
@@ -74,19 +73,16 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.reason: str | None = (
-            None  # the reason to save and exit at the next step; None: no request
-        )
-        self.kind = (
-            ""  # an identifier of the reason, for programs; empty if the reason itself is one
-        )
+        # the reason to save and exit at the next step; None: no request
+        self.reason: str | None = None
+        # an identifier of the reason, for programs; empty if the reason itself is one
+        self.kind = ""
         self.save_s = 0.0  # how long the last save took
         self.signal: str | None = None  # the name of the first signal
         self.at_s = 0.0  # the time.monotonic() of the first signal
         self.has_nothing_to_save = False
-        self.lock = (
-            threading.RLock()
-        )  # not a Lock: a signal handler may run in the thread that holds it
+        # not a Lock: a signal handler may run in the thread that holds it
+        self.lock = threading.RLock()
 
     def __enter__(self) -> StopRequest:
         ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -254,9 +250,8 @@ class Notices:
         for event in events if isinstance(events, list) else ():
             if event["Code"] not in FOR_GOOD or event["State"] != "active":
                 continue
-            begins = parsedate_to_datetime(
-                event["NotBefore"]
-            )  # a text such as "21 Jan 2019 09:00:43 GMT"
+            # a text such as "21 Jan 2019 09:00:43 GMT"
+            begins = parsedate_to_datetime(event["NotBefore"])
             if now() >= begins - timedelta(seconds=EVENT_LEAD_S + self.stop.save_s):
                 self.stop.ask(
                     f"EC2 scheduled event: {event['Code']} at {as_text(begins)}",

@@ -40,17 +40,16 @@ PERIOD_S = 1.0  # seconds between two checks, or a tenth of the shorter limit if
 MARGIN_PERIODS = 10  # periods from a rank's limit to the end of the C timer, so that the thread can report first
 OTHERS_PERIODS = 3  # periods for the other ranks to write their stacks: once this rank exits, torchrun kills them
 LEFT = 2**62  # the step of a rank whose watchdog was closed: no other rank waits for it
-OOM_LOOKS = (
-    60  # kill counts to keep: the kernel counts a kill long before a large process has ended
-)
-PEER_ENDS_S = (
-    2.0  # seconds to wait, after a collective breaks, for the end of the process that broke it
-)
+# kill counts to keep: the kernel counts a kill long before a large process has ended
+OOM_LOOKS = 60
+# seconds to wait, after a collective breaks, for the end of the process that broke it
+PEER_ENDS_S = 2.0
 LOST_PEER = ("RuntimeError", "DistBackendError")  # torch's errors when a collective breaks
+# packages in which the main thread waits for other ranks
 WAITING = (
     "torch.autograd",
     "torch.distributed",
-)  # packages in which the main thread waits for other ranks
+)
 
 logger = logging.getLogger("train")
 
@@ -102,16 +101,13 @@ class Watchdog:
         self.is_open = False
         self.period_s = min(PERIOD_S, cfg.step_s / 10, cfg.start_s / 10)
         self.is_start = True  # the phase has the time limit of a start
-        self.rearm_s = (
-            0.0  # heartbeats before this time do not arm the C timer again, which takes 0.1 ms
-        )
+        # heartbeats before this time do not arm the C timer again, which takes 0.1 ms
+        self.rearm_s = 0.0
         self.armed_s = 0.0  # the limit for which the C timer was armed
-        self.compiles: Callable[[], bool] = lambda: (
-            False
-        )  # returns whether this or another rank is compiling
-        self.is_compiling = (
-            False  # some rank is compiling, so this phase has the time limit of a start
-        )
+        # returns whether this or another rank is compiling
+        self.compiles: Callable[[], bool] = lambda: False
+        # some rank is compiling, so this phase has the time limit of a start
+        self.is_compiling = False
         self.peers: dict[int, Peer] = {}  # the other ranks of this machine
         self.suspects: dict[
             int, float
@@ -286,9 +282,8 @@ class Watchdog:
                 and process.state not in ENDED_STATES
             ):
                 continue
-            is_reported = (
-                self.peers.pop(rank, None) is None
-            )  # __exit__ calls this in the main thread, too
+            # __exit__ calls this in the main thread, too
+            is_reported = self.peers.pop(rank, None) is None
             if is_reported or (self.folder.log / f"exit_rank_{rank:04d}.json").is_file():
                 continue
             kind, reason = (

@@ -25,9 +25,8 @@ from train.storage.folders import Folder
 from train.storage.foreign import check_size
 from train.storage.schema import BadContent, FileName, of_type, read_object
 
-PART_BYTES = (
-    2**18
-)  # size of a part, and the most that a save uploads, unless more was written since the previous save
+# size of a part, and the most that a save uploads, unless more was written since the previous save
+PART_BYTES = 2**18
 MAX_PARTS = 10**6  # maximum number of parts, whose names fit in memory
 BLOCK_BYTES = 2**16  # bytes read at a time when reading backwards
 MOST_LINE_BYTES = 2**24  # a usual line has some hundred bytes
@@ -38,9 +37,8 @@ MARK = b'{"kind": "parts", '
 class Parts:
     """The parts of a file, in the order of their lines."""
 
-    counts: dict[str, int] = field(
-        default_factory=dict
-    )  # number of parts by writer (8 digits of its lease number)
+    # number of parts by writer (8 digits of its lease number)
+    counts: dict[str, int] = field(default_factory=dict)
     num_bytes: int = 0  # bytes of all parts together
 
     @property

@@ -48,9 +48,8 @@ def mirror(folder: RunFolder) -> None:
 def is_outdated(run: Folder) -> bool:
     """Return whether a run has saved a checkpoint after its export, or is writing the export now."""
     step = marked(run, "step")
-    return step is None or step < max(
-        saved_steps(run), default=0
-    )  # without a valid mark, the export is not trusted
+    # without a valid mark, the export is not trusted
+    return step is None or step < max(saved_steps(run), default=0)
 
 
 def marked(run: Folder, key: str) -> int | None:

@@ -25,9 +25,8 @@ logger = logging.getLogger("train")
 ENVIRONMENT = "environment.json"
 FILES = (ENVIRONMENT, "config.yaml", "data.json", "metrics.jsonl", "outcome.json", "samples.json")
 FOLDERS = ("checkpoints", "export", "lease", "log", "model", "predictions", "tensorboard")
-WRITTEN = re.compile(
-    r"checkpoints|lease|log|metrics\.jsonl|rank_\d{4,}\.txt"
-)  # files changed in place, not replaced
+# files changed in place, not replaced
+WRITTEN = re.compile(r"checkpoints|lease|log|metrics\.jsonl|rank_\d{4,}\.txt")
 # Settings of the model and the optimizer that a resume may change. The first only selects an implementation. The second
 # only changes the end of a run: `check_continues` in train/parallel/optimizers.py rejects a change to earlier steps.
 FREE = ("model.attention", "optim.decay_fraction")
@@ -80,9 +79,8 @@ def check_same_run(
     before: dict[str, Any], identity: dict[str, Any], *, source: object, force: bool
 ) -> None:
     """Compare `identity` with `before`, read from `source`. If they differ, raise InputError, or warn if `force`."""
-    known = {
-        key: value for key, value in identity.items() if key in before or value
-    }  # drops new settings that are off
+    # drops new settings that are off
+    known = {key: value for key, value in identity.items() if key in before or value}
     changed = differences(before, known)
     if changed and force:
         logger.warning(
@@ -132,9 +130,8 @@ def check_layout(location: str) -> None:
             not is_link,
             f"run_dir={location} contains a link, {file.name}: a run would write through it; remove it",
         )
-        is_usual = file.is_file() or (
-            file.is_dir() and file.suffix != ".txt"
-        )  # writing to a pipe could block for ever
+        # writing to a pipe could block for ever
+        is_usual = file.is_file() or (file.is_dir() and file.suffix != ".txt")
         check(
             is_usual,
             f"run_dir={location}: {file.name} must be a file; move it away, or choose another folder",

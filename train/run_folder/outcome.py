@@ -35,9 +35,8 @@ class Outcome:
     step: int | None  # the last step that the run reached
     checkpoint: int | None  # the newest step known to be committed; the work up to it is safe
     goes_on: bool  # whether the same command may succeed
-    launch: list[str] = field(
-        default_factory=lambda: launched().torchrun
-    )  # identifies this attempt's torchrun
+    # identifies this attempt's torchrun
+    launch: list[str] = field(default_factory=lambda: launched().torchrun)
     time_unix_s: float = field(default_factory=lambda: round(time.time(), 1))
 
 

@@ -55,10 +55,11 @@ from train.run_folder.lease import (
 from train.storage.folders import Folder, canonical_json, is_s3
 
 logger = logging.getLogger("train")
+# per `ttl_s`: the owner's heartbeats, and a waiting job's checks for them
 HEARTBEATS, LOOKS = (
     6,
     12,
-)  # per `ttl_s`: the owner's heartbeats, and a waiting job's checks for them
+)
 
 
 class LeaseLost(Failure):
@@ -83,16 +84,14 @@ class Ownership:
         on_wait: Callable[[str], None] = logger.info,
     ) -> None:
         self.folder, self.ttl_s, self.on_wait = folder, ttl_s, on_wait
-        self.owner: str | None = (
-            None  # the job's id in its lease; "": nothing is checked; None: not yet known
-        )
+        # the job's id in its lease; "": nothing is checked; None: not yet known
+        self.owner: str | None = None
         self.lost: str | None = None  # the reason, once another job owns the folder
         # The fields below are set only in the process that took the folder.
         self.number = 0  # the fencing number, at least 1
         self.step = 0  # the training step, set by the loop and written with each heartbeat
-        self.previous: dict[str, Any] | None = (
-            None  # the previous lease, see lease.KINDS; None: absent or damaged
-        )
+        # the previous lease, see lease.KINDS; None: absent or damaged
+        self.previous: dict[str, Any] | None = None
         self.ended_below = 1  # owners with lower numbers have certainly ended; the previous owner may only be silent
         self.claim: dict[str, Any] = {}
         self.heartbeats = 0
@@ -128,10 +127,11 @@ class Ownership:
                 self.check()
         except LeaseLost:
             return False
+        # the lease cannot be read now, which does not mean that it is lost
         except (
             InputError,
             OSError,
-        ):  # the lease cannot be read now, which does not mean that it is lost
+        ):
             pass
         return True
 
@@ -187,9 +187,8 @@ class Ownership:
         try:
             if self.thread.is_alive():
                 raise TimeoutError("a heartbeat is still being written")
-            with suppress(
-                LeaseLost
-            ):  # another job owns the folder, so there is nothing to release
+            # another job owns the folder, so there is nothing to release
+            with suppress(LeaseLost):
                 self.heartbeat(released=True)
                 older = [number for number in numbers(self.folder) if number < self.number - 1]
                 with suppress(NotPermitted):
@@ -254,17 +253,15 @@ class Ownership:
                 self.ended_below = number + 1
                 return True
         self.ended_below = number
-        ttl_s = max(
-            self.ttl_s, lease["ttl_s"] if lease else 0
-        )  # the owner's heartbeats may be less frequent than ours
+        # the owner's heartbeats may be less frequent than ours
+        ttl_s = max(self.ttl_s, lease["ttl_s"] if lease else 0)
         until = time.strftime("%H:%M:%S UTC", time.gmtime(time.time() + ttl_s))
         self.on_wait(
             f"{self.folder.location} was last used by {describe(content)}, which may still be running: watching for "
             f"its heartbeat for up to {ttl_s:g} s (until {until})"
         )
-        for _ in range(
-            LOOKS
-        ):  # a count, not a deadline: a slow response must not count as silence
+        # a count, not a deadline: a slow response must not count as silence
+        for _ in range(LOOKS):
             time.sleep(ttl_s / LOOKS)
             now = newest(self.folder)
             if now != (number, content):

@@ -69,10 +69,11 @@ from train.storage.schema import BadContent, read_object
 
 logger = logging.getLogger("train")
 MIRRORED = ("environment.json", "config.yaml", "data.json")
+# seconds for which a record of an attempt's end is retried, and the pauses
 END_PATIENCE_S, END_PAUSE_S = (
     6.0,
     0.5,
-)  # seconds for which a record of an attempt's end is retried, and the pauses
+)
 GROWING = ("metrics.jsonl", "log/rank_0000.txt")
 CLOCKS_DIFFER_S = 60.0  # by which the clocks of two machines may differ, though both are right
 
@@ -100,21 +101,18 @@ class RunFolder:
         self.removed: dict[
             str, bytes
         ] = {}  # the records that `open` removed, except exit records in S3
-        self.local_outcome: bytes | None = (
-            None  # the local outcome that `open` removed, if the run folder is in S3
-        )
-        self.log_bytes: int | None = (
-            None  # the length of this rank's log before this attempt; None: there was no log
-        )
+        # the local outcome that `open` removed, if the run folder is in S3
+        self.local_outcome: bytes | None = None
+        # the length of this rank's log before this attempt; None: there was no log
+        self.log_bytes: int | None = None
         self.mirrored: dict[
             str, tuple[int, int]
         ] = {}  # modification time and length of each file at its last upload
         self.versions: dict[str, str] = {}  # the versions of the uploaded files in S3
         self.mirroring = threading.Lock()
         self.growing = {name: Mirrored(self.path / name, name) for name in GROWING}
-        self.local = LocalFolder(
-            self.path
-        )  # this machine's copy of a folder in S3, or the run folder itself
+        # this machine's copy of a folder in S3, or the run folder itself
+        self.local = LocalFolder(self.path)
         self.environment = self.path / "environment.json"
         self.metrics = self.path / "metrics.jsonl"
         self.lines = Appender(self.metrics)  # the lines that rank 0 writes
@@ -254,9 +252,8 @@ class RunFolder:
                 sync(self.metrics)
             for name in (*MIRRORED, *GROWING) if self.is_remote else ():
                 path = self.path / name
-                state = (
-                    (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else None
-                )  # before reading it
+                # before reading it
+                state = (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else None
                 if state is not None and self.mirrored.get(name) != state:
                     if name in self.growing:
                         self.growing[name].upload(
@@ -268,9 +265,8 @@ class RunFolder:
 
     def replace(self, name: str, content: bytes) -> None:
         """Write a file of this job to S3. S3 rejects a delayed request if another job has written the file since."""
-        with suppress(
-            FileExistsError, FileNotFoundError
-        ):  # also raised if S3's response to our first request was lost
+        # also raised if S3's response to our first request was lost
+        with suppress(FileExistsError, FileNotFoundError):
             if name in self.versions:
                 self.versions[name] = self.storage.replace(name, content, self.versions[name])
                 return

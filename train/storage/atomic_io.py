@@ -22,27 +22,31 @@ from typing import Any, BinaryIO, cast
 
 logger = logging.getLogger("train")
 TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{32}")  # 38 bytes longer than the final name
+# errors of rename() if the new name is taken
 TAKEN = (
     errno.ENOTEMPTY,
     errno.EEXIST,
     errno.ENOTDIR,
-)  # errors of rename() if the new name is taken
+)
+# errors of link() on SMB, exFAT and gcsfuse
 LINKLESS = (
     errno.EPERM,
     errno.EOPNOTSUPP,
     errno.ENOSYS,
     errno.EINVAL,
-)  # errors of link() on SMB, exFAT and gcsfuse
+)
+# errors of fsync() for folders on such disks
 UNSYNCED = (
     errno.EINVAL,
     errno.EOPNOTSUPP,
     errno.ENOSYS,
     errno.EBADF,
-)  # errors of fsync() for folders on such disks
+)
+# errors of unlink() if there is nothing to remove
 MISSING = (
     FileNotFoundError,
     NotADirectoryError,
-)  # errors of unlink() if there is nothing to remove
+)
 said = set[object]()  # keys of the warnings that this process has logged
 
 
@@ -87,9 +91,8 @@ def discard(path: Path) -> None:
                 path.unlink()
         except OSError as error:
             failures.append(error)
-    if failures and os.path.lexists(
-        path
-    ):  # on a read-only disk, removing a missing file fails too
+    # on a read-only disk, removing a missing file fails too
+    if failures and os.path.lexists(path):
         text = f"{path} cannot be removed: {failures[0].strerror}; it is no longer needed"
         warn_once((path.parent, failures[0].errno), text)
 

@@ -16,12 +16,10 @@ from train.machine import machine
 from train.storage.atomic_io import made_once
 
 KERNELS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-IMAGE_GRAPHS = Path(
-    "/opt/baretrain/graphs"
-)  # only on images built with compile_cache (ami/provision); owned by root
-NOBODY = (
-    65534  # the owner that containers with mapped users show for root's files (user_namespaces(7))
-)
+# only on images built with compile_cache (ami/provision); owned by root
+IMAGE_GRAPHS = Path("/opt/baretrain/graphs")
+# the owner that containers with mapped users show for root's files (user_namespaces(7))
+NOBODY = 65534
 
 
 def unshared_folder(path: Path, name: str) -> Path:

@@ -145,9 +145,8 @@ class LocalFolder:
         with disk_errors("write", path):
             self.path.mkdir(PRIVATE, parents=True, exist_ok=True)
             make_alike(path.parent)
-            with suppress(
-                FileNotFoundError
-            ):  # callers try again with what they read, and a pipe is never read
+            # callers try again with what they read, and a pipe is never read
+            with suppress(FileNotFoundError):
                 check_regular(path, path.lstat())
             return create_atomic(path, content)
 
@@ -171,10 +170,11 @@ class LocalFolder:
 
     def head(self, name: str) -> Head | None:
         path = self.at(name)
+        # another process may remove it after is_file()
         with (
             suppress(FileNotFoundError),
             disk_errors("read", path),
-        ):  # another process may remove it after is_file()
+        ):
             return head_of(path) if path.is_file() else None
         return None
 
@@ -262,9 +262,8 @@ def local_path(location: str) -> Path:
         raise InputError(
             f"{location}: only local folders are supported here; copy it to this machine first"
         )
-    if "://" not in location and NO_URL.match(
-        location
-    ):  # a path library may have turned "//" into "/"
+    # a path library may have turned "//" into "/"
+    if "://" not in location and NO_URL.match(location):
         raise InputError(
             f"{location} is neither a URL (s3://bucket/name) nor a plain path; begin a local path with ./"
         )
@@ -276,13 +275,13 @@ def local_path(location: str) -> Path:
         path = Path(location.removeprefix("file://")).expanduser()
     except RuntimeError as error:  # the user is unknown or has no home folder
         raise InputError(f"{location}: {error}; write the full path") from error
-    check_printable(
-        str(path.absolute())
-    )  # a relative path is checked together with the working folder
+    # a relative path is checked together with the working folder
+    check_printable(str(path.absolute()))
+    # the caller may create it
     with (
         disk_errors("open", path),
         suppress(FileNotFoundError, NotADirectoryError),
-    ):  # the caller may create it
+    ):
         path.stat()
     return path
 
@@ -291,9 +290,8 @@ def make_folder(path: Path) -> Path:
     """Create `path`, private to this user, and its parents. Raises InputError if it cannot be written to."""
     try:
         path.mkdir(PRIVATE, parents=True, exist_ok=True)
-        handle, probe = tempfile.mkstemp(
-            prefix=".write-test-", dir=path
-        )  # each rank gets a different name
+        # each rank gets a different name
+        handle, probe = tempfile.mkstemp(prefix=".write-test-", dir=path)
         os.close(handle)  # closed first, since NFS renames open files instead of removing them
         discard(Path(probe))  # only warns if the folder lets nobody remove files
     except OSError as error:
@@ -310,9 +308,8 @@ def empty_folders_removed(*paths: Path) -> Iterator[None]:
     Any rank that torchrun started on this machine may have created them. The last rank to leave the block removes them.
     """
     all_paths = {folder for path in paths for folder in (path, *path.parents)}
-    made = sorted(
-        (folder for folder in all_paths if not folder.exists()), reverse=True
-    )  # innermost first
+    # innermost first
+    made = sorted((folder for folder in all_paths if not folder.exists()), reverse=True)
     of_all = file_of_start("made")
     with suppress(OSError):
         if made:

@@ -13,12 +13,10 @@ from typing import BinaryIO
 
 from train.config import check
 
-MOST_BYTES = (
-    2**27
-)  # of a file read as a whole: the largest tokenizer.json and the manifest of 100,000 shards fit
-FLAGS = (
-    os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
-)  # a pipe in place of the file does not block
+# of a file read as a whole: the largest tokenizer.json and the manifest of 100,000 shards fit
+MOST_BYTES = 2**27
+# a pipe in place of the file does not block
+FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
 
 
 def open_inside(path: Path, root: Path | None = None) -> BinaryIO:

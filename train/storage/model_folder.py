@@ -28,20 +28,23 @@ LOADS = re.compile(
     "transformers_weights|configuration_files|fast_tokenizer_files|gguf_file|_auto_class"
 )
 WAS_SET = "_attn_implementation_autoset"  # a boolean that transformers 4.46 to 4.50 wrote into every config.json
+# arguments that no saved tokenizer contains
 FOR_THE_CLASS = (
     "init_inputs",
     "vocab",
     "merges",
     "tokenizer_object",
-)  # arguments that no saved tokenizer contains
+)
+# paths on another machine, which transformers replaces
 IGNORED_PATHS = (
     "tokenizer_file",
     "special_tokens_map_file",
-)  # paths on another machine, which transformers replaces
+)
+# largest size and largest layer count; building more layers could hang a machine
 LARGEST, DEEPEST = (
     10**9,
     1000,
-)  # largest size and largest layer count; building more layers could hang a machine
+)
 MOST_NAMED = 5  # folders that an error message names
 MOST_LABELS = 10**6  # limited because transformers creates a name for each label
 WIDTHS = ("vocab_size", "hidden_size", "dim", "embedding_size", "intermediate_size", "hidden_dim")
@@ -49,9 +52,8 @@ COUNTS = ("num_attention_heads", "n_heads", "max_position_embeddings")
 DEPTHS = ("num_hidden_layers", "n_layers", "num_hidden_groups", "inner_group_num")
 # Keys that changed the arithmetic of earlier versions of transformers, and the values with which nothing changes.
 IGNORED = {"position_embedding_type": (None, "absolute"), "pruned_heads": (None, {})}
-ADAPTER = (
-    "adapter_config.json"  # a file that names another model, which transformers would load instead
-)
+# a file that names another model, which transformers would load instead
+ADAPTER = "adapter_config.json"
 
 
 def read_model_json(folder: Path) -> dict[str, Any] | None:

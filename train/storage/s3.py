@@ -66,9 +66,8 @@ BODY_BROKEN = (
     FlexibleChecksumError,
 )
 BROKEN_OFF = (NotAnswered, ConnectionError, HTTPClientError, RetriesExceededError, *BODY_BROKEN)
-MISSING = (
-    "NoSuchKey"  # the only answer that says so: a status 404 without it may come from a proxy
-)
+# the only answer that says so: a status 404 without it may come from a proxy
+MISSING = "NoSuchKey"
 UNSAID = " (or it is missing, which S3 says only to users who may list the bucket; or the bucket makes requesters pay:"
 UNSAID += " copy it with aws s3 cp --request-payer requester)"
 TAKEN = ("PreconditionFailed", "ConditionalRequestConflict")
@@ -140,9 +139,8 @@ def renew_credentials(
         or isinstance(held, RefreshableCredentials)
     ):
         return None
-    with suppress(
-        InputError, Unreachable
-    ):  # the file is missing or half written: S3's answer is reported instead
+    # the file is missing or half written: S3's answer is reported instead
+    with suppress(InputError, Unreachable):
         present = credentials(open_session(s3))
         if present is not None:
             held.access_key, held.secret_key, held.token = (
@@ -164,10 +162,11 @@ def reject_another_region(
         parsed["ResponseMetadata"].get("HTTPStatusCode"),
         parsed.get("Error", {}).get("Code"),
     )
+    # "400" is the code for HEAD, whose responses have no body
     if status == 301 or code in (
         *ELSEWHERE,
         "400",
-    ):  # "400" is the code for HEAD, whose responses have no body
+    ):
         raise ClientError(parsed, operation.name)
 
 
@@ -183,9 +182,8 @@ class S3Folder:
         endpoint = self.client.meta.endpoint_url  # may come from the environment or ~/.aws
         check_endpoint("the endpoint of AWS_ENDPOINT_URL or ~/.aws", endpoint)
         s3_route.check_route(endpoint, self.session._session)
-        self.endpoint = (
-            None if USUAL_ENDPOINT.fullmatch(endpoint) else endpoint
-        )  # None: AWS's endpoint of the region
+        # None: AWS's endpoint of the region
+        self.endpoint = None if USUAL_ENDPOINT.fullmatch(endpoint) else endpoint
 
     def key(self, name: str) -> str:
         return f"{self.prefix}/{name}" if self.prefix else name
@@ -256,9 +254,8 @@ class S3Folder:
                 if error.code == "NotImplemented":
                     raise Rejected(f"{error}; {NO_CONDITIONS}", error.code) from error
                 raise
-            except (
-                FileExistsError
-            ):  # an earlier attempt may have created it, but its response was lost
+            # an earlier attempt may have created it, but its response was lost
+            except FileExistsError:
                 answer = self._head(name)
                 if answer is not None:
                     return bool(answer["Metadata"].get(WRITER) == mark)
@@ -321,9 +318,8 @@ class S3Folder:
     def _list(self, prefix: str, **options: str) -> dict[str, Head]:
         """Return the objects and, with a Delimiter, the prefixes that have objects under them."""
         paginator, start = self.client.get_paginator("list_objects_v2"), self.key(prefix)
-        whole = start[
-            : start.rfind("/") + 1
-        ]  # directory buckets list only prefixes that end in a slash
+        # directory buckets list only prefixes that end in a slash
+        whole = start[: start.rfind("/") + 1]
         with self.explained("list", prefix):
             pages = list(paginator.paginate(Bucket=self.bucket, Prefix=whole, **options))
         listed = {

@@ -14,9 +14,8 @@ from botocore.utils import get_environ_proxies
 from train.config import check
 
 PROXIES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
-AUTHORITIES = (
-    "SSL_CERT_FILE"  # the environment variable by which OpenSSL finds the file of authorities
-)
+# the environment variable by which OpenSSL finds the file of authorities
+AUTHORITIES = "SSL_CERT_FILE"
 PORTS = {"http": 80, "https": 443}
 
 
@@ -67,9 +66,8 @@ def variables(endpoint: str, session: Any) -> dict[str, str | None]:
     if proxy is not None:
         parts = urlsplit(proxy)
         user, at, host = parts.netloc.rpartition("@")
-        is_plain = not re.search(
-            "[@/?]", unquote(user)
-        )  # the connector does not decode %40, %2F and %3F
+        # the connector does not decode %40, %2F and %3F
+        is_plain = not re.search("[@/?]", unquote(user))
         check(
             is_plain,
             f"the proxy {host} cannot be used for shards: its user or password contains @, / or ?",

@@ -18,10 +18,11 @@ from train.machine.console import strip_variables
 from train.storage.aws_errors import settings_explained
 
 METADATA_ATTEMPTS = 5  # attempts to get credentials from the metadata service
+# attempts to read files that credentials need, and the seconds between them
 TOKEN_READS, TOKEN_PAUSE_S = (
     6,
     1.0,
-)  # attempts to read files that credentials need, and the seconds between them
+)
 
 
 def open_session(s3: S3Config) -> Any:

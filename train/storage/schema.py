@@ -30,9 +30,8 @@ from train.config.checks import LARGEST_FLOAT
 
 MAX_NAME_BYTES = 200  # file systems allow 255; temporary names add up to 54 bytes
 MAX_PATH_BYTES = 1000  # S3 allows 1024 for a key
-MAX_COUNT = (
-    2**53
-)  # JSON numbers above are not exact for all programs, and sums of counts stay below 2^63
+# JSON numbers above are not exact for all programs, and sums of counts stay below 2^63
+MAX_COUNT = 2**53
 MAX_DEPTH = 50  # levels of lists and objects inside each other
 MAX_YAML_BYTES = 2**22  # the parser needs about a minute for this much
 SHOWN_CHARS = 80  # characters of a value that an error shows

@@ -49,9 +49,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 Entry = dict[str, Any]  # an input row by column, or a prediction
-Results = tuple[
-    dict[str, bytes], dict[str, Any]
-]  # files for predictions/ and more entries for evaluation.json
+# files for predictions/ and more entries for evaluation.json
+Results = tuple[dict[str, bytes], dict[str, Any]]
 CANDIDATES = 4  # examples that the model answers per sample shown
 MOST_CHARS_READ = 20_000  # maximum number of characters in all these examples, to limit the time
 
@@ -81,24 +80,32 @@ def table_of(names: Sequence[str], scores: Sequence[np.ndarray]) -> dict[str, di
 class Split:
     """A split of the validation data, or the part of it that is used."""
 
-    name: str  # the name of its tables
-    prefix: str  # the prefix of its metrics; "" for "validation"
+    # the name of its tables
+    name: str
+    # the prefix of its metrics; "" for "validation"
+    prefix: str
     features: Dataset
-    first: int  # index of the first row in the statistics of an evaluation
+    # index of the first row in the statistics of an evaluation
+    first: int
 
     def of(self, rows: np.ndarray) -> np.ndarray:
         return rows[self.first : self.first + len(self.features)]
 
 
 class TextTask(Task):
-    """The base class of tasks on rows of texts, for runs and for train.predict."""
+    """The base class of tasks on rows of texts, for runs and for baretrain predict."""
 
-    columns: Mapping[str, str]  # the feature column of each batch input
-    eval_columns: Mapping[str, str] = {}  # the same for inputs that only `statistics` needs
-    metric_names: tuple[str, ...]  # the metrics of one split
-    csv_columns: list[str]  # the columns of predictions in a CSV file
+    # the feature column of each batch input
+    columns: Mapping[str, str]
+    # the same for inputs that only `statistics` needs
+    eval_columns: Mapping[str, str] = {}
+    # the metrics of one split
+    metric_names: tuple[str, ...]
+    # the columns of predictions in a CSV file
+    csv_columns: list[str]
     featurizer: Featurizer
-    shortest: int = 8  # the shortest length of a batch, in tokens
+    # the shortest length of a batch, in tokens
+    shortest: int = 8
     lengths: tuple[int, ...]
 
     def __init__(self, cfg: Any, sizes: Sizes) -> None:
@@ -339,7 +346,7 @@ class TextTask(Task):
             (folder / name).write_bytes(content)
 
     def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
-        # The model answers the examples as in `python -m train.predict`.
+        # The model answers the examples as in `baretrain predict`.
         predictor = Predictor(
             str(export), self.data, run=(self.run_cfg, run), seq_len=self.run_cfg.seq_len
         )

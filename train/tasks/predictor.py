@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from train.storage.folders import Folder
     from train.tasks.finetune import TextTask
 
-TOKENISED_TOGETHER = (
-    500  # rows; until tokens are in an Arrow table, they use ten times as much memory
-)
+# rows; until tokens are in an Arrow table, they use ten times as much memory
+TOKENISED_TOGETHER = 500
 CPU = torch.device("cpu")
 
 
@@ -59,9 +58,8 @@ class Predictor:
         )
         sizes = Sizes.read(ModelConfig(pretrained=source, tokenizer=source), seq_len)
         names = ", ".join(sizes.config.architectures or ["none"])
-        only_number = (
-            "regression" if sizes.config.num_labels == 1 else None
-        )  # transformers assumes this for one output
+        # transformers assumes this for one output
+        only_number = "regression" if sizes.config.num_labels == 1 else None
         task = task or default_task(
             source, names, getattr(sizes.config, "problem_type", None) or only_number
         )
@@ -70,10 +68,11 @@ class Predictor:
         self.task: TextTask = class_of(spec)(task, sizes)
         self.task.labels = self.task.featurizer.labels = self.task.labels_of(source, sizes.config)
         self.num_rows, self.has_target = 0, False
+        # tokens read; counts of truncated rows and cut tokens
         self.num_tokens, self.cut = (
             0,
             Counter[str](),
-        )  # tokens read; counts of truncated rows and cut tokens
+        )
         self.known: list[tuple[Any, Any]] = []  # right and predicted answers
 
     def load(

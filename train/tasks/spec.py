@@ -28,9 +28,12 @@ class Metric:
     """A metric of an evaluation, declared by the task that computes it."""
 
     name: str
-    higher_is_better: bool | None = True  # None: unknown, so no value is called the best
-    hub_name: str = ""  # the metric's id on the Hub; "": the same as `name`
-    is_shown_beside: bool = True  # a report's card may show it next to the headline metric
+    # None: unknown, so no value is called the best
+    higher_is_better: bool | None = True
+    # the metric's id on the Hub; "": the same as `name`
+    hub_name: str = ""
+    # a report's card may show it next to the headline metric
+    is_shown_beside: bool = True
 
     @property
     def sign(self) -> int:
@@ -49,71 +52,70 @@ LOSS = Metric("loss", higher_is_better=False, is_shown_beside=False)
 class TaskSpec:
     """A task's entry in `train.tasks.TASKS`, which can be read without torch."""
 
-    settings: type[
-        TaskConfig
-    ]  # the class of its settings; `learns_from` says which data the task reads
+    # the class of its settings; `learns_from` says which data the task reads
+    settings: type[TaskConfig]
     module: (
         str  # the module that imports torch and whose TASK is the task's class; or module:Class
     )
-    head: str  # transformers loads an export as AutoModelFor<head>
-    problem_type: str = (
-        "single_label_classification"  # transformers' name, for a SequenceClassification head
-    )
-    metrics: tuple[
-        Metric, ...
-    ]  # of evaluations; a report's headline is the first one that the run has
+    # transformers loads an export as AutoModelFor<head>
+    head: str
+    # transformers' name, for a SequenceClassification head
+    problem_type: str = "single_label_classification"
+    # of evaluations; a report's headline is the first one that the run has
+    metrics: tuple[Metric, ...]
 
     # The following fields are for model cards.
-    pipeline: str  # transformers' pipeline that runs an export
-    sentence: str  # what the model does; {labels} is the number of labels, {names} their names
-    example: str  # the arguments of the pipeline, as Python code
-    code: str = ""  # Python code that runs an export {model}, if transformers has no such pipeline
-    note: str = (
-        ""  # what a caller of the pipeline or the code must do to get the answers of train.predict
-    )
-    card_settings: tuple[
-        tuple[str, str], ...
-    ] = ()  # names and keys of task settings that the card lists
+    # transformers' pipeline that runs an export
+    pipeline: str
+    # what the model does; {labels} is the number of labels, {names} their names
+    sentence: str
+    # the arguments of the pipeline, as Python code
+    example: str
+    # Python code that runs an export {model}, if transformers has no such pipeline
+    code: str = ""
+    # what a caller of the pipeline or the code must do to get the answers of baretrain predict
+    note: str = ""
+    # names and keys of task settings that the card lists
+    card_settings: tuple[tuple[str, str], ...] = ()
 
-    # The following fields are for `python -m train.predict`, whose rows have the same columns as the run's data.
-    does: str = ""  # the words after the model's name in a message, such as "labels texts"
-    inputs: Mapping[str, str] = field(
-        default_factory=dict
-    )  # fields of ColumnsConfig that the model reads, and the
-    # help texts of their flags; empty: train.predict does not support the task
-    optional: tuple[
-        str, ...
-    ] = ()  # inputs that only some models read; a run's settings say whether its model does
-    options: Mapping[str, str] = field(
-        default_factory=dict
-    )  # further flags, with numbers as values, and help texts
+    # The following fields are for `baretrain predict`, whose rows have the same columns as the run's data.
+    # the words after the model's name in a message, such as "labels texts"
+    does: str = ""
+    # fields of ColumnsConfig that the model reads, and the help texts of their flags; empty: baretrain predict does not
+    # support the task
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    # inputs that only some models read; a run's settings say whether its model does
+    optional: tuple[str, ...] = ()
+    # further flags, with numbers as values, and help texts
+    options: Mapping[str, str] = field(default_factory=dict)
 
 
 class Task(ABC):
     """The task of a run: its batches, the loss as a sum, and the metrics of an evaluation."""
 
-    shard_rows: Sequence[
-        int
-    ]  # training examples in each shard; data without shards counts as one shard
-    train_rows: int  # the sum of shard_rows
+    # training examples in each shard; data without shards counts as one shard
+    shard_rows: Sequence[int]
+    # the sum of shard_rows
+    train_rows: int
     eval_rows: int
-    seq_len: int  # length of the longest batches, in tokens
-    lengths: Sequence[int] | None = (
-        None  # the lengths of batches in tokens, ascending; None: seq_len is the only one
-    )
-    buckets: Buckets | None = (
-        None  # assigns a length to each example, if there are several lengths
-    )
-    metrics: tuple[str, ...]  # the names of eval_metrics; "loss" is among them
-    data_id: str  # identifies the training data; a checkpoint resumes only on the same data
-    facts: dict[str, float]  # facts about the data, for metrics and report
-    remarks: Sequence[str] = ()  # remarks on the data, for the log
-    chosen: Mapping[
-        str, Any
-    ] = {}  # settings that the evaluation of the weights to be exported has chosen
-    details: dict[
-        str, Any
-    ] = {}  # details of the data, for run_dir/data.json; empty: the file is not written
+    # length of the longest batches, in tokens
+    seq_len: int
+    # the lengths of batches in tokens, ascending; None: seq_len is the only one
+    lengths: Sequence[int] | None = None
+    # assigns a length to each example, if there are several lengths
+    buckets: Buckets | None = None
+    # the names of eval_metrics; "loss" is among them
+    metrics: tuple[str, ...]
+    # identifies the training data; a checkpoint resumes only on the same data
+    data_id: str
+    # facts about the data, for metrics and report
+    facts: dict[str, float]
+    # remarks on the data, for the log
+    remarks: Sequence[str] = ()
+    # settings that the evaluation of the weights to be exported has chosen
+    chosen: Mapping[str, Any] = {}
+    # details of the data, for run_dir/data.json; empty: the file is not written
+    details: dict[str, Any] = {}
 
     @classmethod
     def of_run(cls, cfg: TrainConfig) -> Task:

@@ -1,6 +1,6 @@
 """The state of an exported model's task, and the other files of an export beside the model's own.
 
-An export answers in transformers as in train.predict only if its tokenizer carries what training used.
+An export answers in transformers as in baretrain predict only if its tokenizer carries what training used.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ class TaskState:
     """The state with which a task predicts and evaluates as its run did. An export keeps it in the file NAME."""
 
     kind: str
-    settings: dict[
-        str, Any
-    ]  # the task's settings; those that were chosen on the validation data are numbers
-    seq_len: int  # tokens; longer texts were cut
-    seed: int  # determines the masks of evaluations
-    scale: Scale | None = None  # of the targets that the run learnt
+    # the task's settings; those that were chosen on the validation data are numbers
+    settings: dict[str, Any]
+    # tokens; longer texts were cut
+    seq_len: int
+    # determines the masks of evaluations
+    seed: int
+    # of the targets that the run learnt
+    scale: Scale | None = None
 
     @staticmethod
     def of(cfg: TaskConfig, *, seq_len: int, seed: int, scale: Scale | None = None) -> TaskState:

@@ -30,10 +30,13 @@ EAGER_STEP = 8  # tokens; without compilation, lengths are multiples of this: on
 class Sizes:
     """The sizes of a model to be built, its tokenizer, and the lengths that batches are padded to."""
 
-    model: ModelConfig  # its weights and tokenizer are on this machine or on the Hub
+    # its weights and tokenizer are on this machine or on the Hub
+    model: ModelConfig
     tokenizer: PreTrainedTokenizerFast
-    seq_len: int  # tokens; longer texts are cut
-    lengths: tuple[int, ...] = ()  # tokens, ascending; set when the data is opened
+    # tokens; longer texts are cut
+    seq_len: int
+    # tokens, ascending; set when the data is opened
+    lengths: tuple[int, ...] = ()
 
     @staticmethod
     def of(cfg: TrainConfig) -> Sizes:
@@ -70,9 +73,8 @@ class Sizes:
     @property
     def of_rows(self) -> dict[str, Any]:
         """The arguments of `TokenRows` on padding and segments."""
-        first_type = next(
-            iter(self.tokenizer.backend_tokenizer.encode("").type_ids), 0
-        )  # 2 in Funnel
+        # 2 in Funnel
+        first_type = next(iter(self.tokenizer.backend_tokenizer.encode("").type_ids), 0)
         return {
             "pad_id": self.tokenizer.pad_token_id,
             "lengths": self.lengths,

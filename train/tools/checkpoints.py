@@ -1,4 +1,4 @@
-"""The command `python -m train.checkpoints RUN [list | verify | prune | export]`, which manages a run's checkpoints."""
+"""The command `baretrain checkpoints RUN [list | verify | prune | export]`, which manages a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -188,9 +188,8 @@ def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Conf
         settings = chosen_at(step, store.look_at_all()[0])
         export_step(path, store.manifest(step), cfg, target, run=folder, chosen=settings)
     except BaseException:
-        for made in (
-            target.iterdir() if existed else [target]
-        ):  # the next export needs an empty folder
+        # the next export needs an empty folder
+        for made in target.iterdir() if existed else [target]:
             discard(made)
         raise
     store.release(path)

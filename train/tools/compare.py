@@ -1,4 +1,4 @@
-"""The command `python -m train.compare key=value ...`, which trains variants of a run and reports on them."""
+"""The command `baretrain compare key=value ...`, which trains variants of a run and reports on them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from train.run.command import DONE, FAILED, STOPPED
 from train.tools.report import check_output, write_report
 from train.tools.report import main as report
 
-SETTING = re.compile(
-    r"[A-Za-z_][\w.]*=.*", re.DOTALL
-)  # A run folder named a=b can be given as ./a=b.
+# A run folder named a=b can be given as ./a=b.
+SETTING = re.compile(r"[A-Za-z_][\w.]*=.*", re.DOTALL)
 PURPOSE = """Train a run in several variants, one after the other, and write a report that compares them with the first.
-Given run folders instead of settings, only write the report on them, as python -m train.report does."""
+Given run folders instead of settings, only write the report on them, as baretrain report does."""
 EXAMPLES = (
     "experiment=compare_squad data.path=rajpurkar/squad run_dir=runs/compare 'compare.run=[none,layers]'",
     "experiment=demo run_dir=runs/sizes 'compare.run=[none,wide]' 'compare.variants={wide: model.hidden_size=512}'",

@@ -1,4 +1,4 @@
-"""The command `python -m train.evaluate MODEL key=value ...`, which computes a trained model's metrics.
+"""The command `baretrain evaluate MODEL key=value ...`, which computes a trained model's metrics.
 
 MODEL is a run, a transformers folder or a Hub id. A run's config.yaml says how to read the columns. The model is built,
 and the metrics are computed, by the same code and in batches of the same shapes as during training. The run folder is
@@ -42,17 +42,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("train")
 BATCH_SIZE = 32  # sequences per rank, if the model is not a run
+# required keys without effect
 FIXED = [
     "run_dir=runs/evaluate",
     "max_steps=1",
     "micro_batch_size=1",
     "model=any",
-]  # required keys without effect
+]
+# keys that replace the run's rows with new ones
 NEW_DATA = {
     "data",
     "data.path",
     "data.validation",
-}  # keys that replace the run's rows with new ones
+}
 # The run's settings for its validation rows, unless the user names new ones, and for rows that were held out.
 OWN_ROWS = ("validation", "more_validation", "max_validation_examples")
 HELD_OUT = ("train", "validation_fraction")
@@ -125,9 +127,10 @@ def settings_of(model: Model, typed: Mapping[str, str]) -> list[str]:
 
     Raises InputError if a typed setting would change the model or train it.
     """
+    # needs torch, so it is imported after the flags have been checked
     from train.data.shards.cache import (
         cache_dir,
-    )  # needs torch, so it is imported after the flags have been checked
+    )
     from train.models.source import located
     from train.tasks.state import read_state
 
@@ -279,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         examples=(
             "runs/tweets data.path=new.csv",
             "runs/tweets --checkpoint 500 --output scores.json",
-            "torchrun --standalone --nproc-per-node=8 -m train.evaluate s3://bucket/runs/tweets data.path=new.csv",
+            "torchrun --standalone --nproc-per-node=8 -m train evaluate s3://bucket/runs/tweets data.path=new.csv",
             "org/model data.path=new.csv data.columns.label=sentiment",
         ),
         keys=USED,

@@ -1,4 +1,4 @@
-"""The command `python -m train.hub RUN --to user/name [--public] [--dry-run]`, which pushes a run to the Hub."""
+"""The command `baretrain hub RUN --to user/name [--public] [--dry-run]`, which pushes a run to the Hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `python -m train.predict MODEL`, which prints a model's predictions for new rows.
+"""The command `baretrain predict MODEL`, which prints a model's predictions for new rows.
 
 MODEL is a run, a transformers folder or a Hub id, and must have a head for labels or answers. A run's export is used,
 or its best checkpoint if the export is missing or outdated; its config.yaml says how to read the columns. Each input
@@ -70,9 +70,10 @@ Row = dict[str, Any]
 
 def find(options: argparse.Namespace, s3: S3Config) -> Predictor:
     """Return the model that the flags name, without loading its weights. Raises InputError if it cannot predict."""
+    # needs torch, so it is imported after the flags have been checked
     from train.data.shards.cache import (
         cache_dir,
-    )  # needs torch, so it is imported after the flags have been checked
+    )
     from train.models.source import located
     from train.tasks.predictor import Predictor
 
@@ -241,10 +242,11 @@ def written_whole(path: Path | None) -> Iterator[BinaryIO]:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
+    # Reading rows raises InputErrors, which pass through.
     with (
         disk_errors("write", path),
         open_whole(path) as file,
-    ):  # Reading rows raises InputErrors, which pass through.
+    ):
         yield file
 
 
@@ -275,11 +277,10 @@ def csv_lines(lines: Iterable[Row], columns: Sequence[str]) -> bytes:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     def act() -> int:
-        first = Parser(prog="python -m train.predict", add_help=False)
+        first = Parser(prog="baretrain predict", add_help=False)
         add_import_flag(first)
-        first.parse_known_args(
-            arguments
-        )  # Import the user's tasks first, because they may add flags.
+        # Import the user's tasks first, because they may add flags.
+        first.parse_known_args(arguments)
         options = build_parser().parse_args(arguments)
         return predict(options, s3_of(options))
 
@@ -369,7 +370,7 @@ def check_flags(options: argparse.Namespace) -> Path | None:
     )
     check(
         options.device != "neuron",
-        "--device neuron: train.predict runs on the CPU and CUDA devices",
+        "--device neuron: baretrain predict runs on the CPU and CUDA devices",
     )
     if options.format is not None:
         check_choice("--format", options.format, ("csv", "jsonl", "parquet", "squad", "conll"))

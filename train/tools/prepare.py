@@ -1,4 +1,4 @@
-"""The command `python -m train.prepare`, which turns text into token shards.
+"""The command `baretrain prepare`, which turns text into token shards.
 
 The same text, settings, seed and number of parts produce the same bytes. If the process is killed, each part resumes
 after its last complete shard. `manifest.json` is written last, so a folder that has one is complete. These are the
@@ -262,10 +262,11 @@ def settings_of(cfg: PrepareConfig, num_parts: int) -> dict[str, Any]:
     settings = to_dict(cfg)
     for name in ("output", "s3", "part", "processes", "merge"):
         del settings[name]
+    # Instead, source.json has the text's fingerprint in `input`.
     for name in (
         "path",
         "validation",
-    ):  # Instead, source.json has the text's fingerprint in `input`.
+    ):
         settings["corpus"].pop(name, None)
     for section, name in (("corpus", "weights"), ("tokenizer", "add_tokens")):
         if not settings[section][name]:
@@ -348,9 +349,10 @@ def vocabulary_of(
     cfg: PrepareConfig, corpus: Corpus, folder: Folder, held_out: HeldOut
 ) -> Vocabulary:
     """Return the folder's tokenizer, and first make it if necessary. If several jobs make one, all use the first."""
+    # imports transformers, which most processes do not need
     from train.data.text import (
         tokenizer as tokenizers,
-    )  # imports transformers, which most processes do not need
+    )
 
     if folder.size(tokenizers.PUBLISHED) is None:
         own, sample = cfg.tokenizer, Sample()
@@ -359,9 +361,8 @@ def vocabulary_of(
             tokenizers.add_tokens(made, own.add_tokens)
             sample.take(document.text for document in islice(corpus.documents(), MOST_SAMPLES))
         else:
-            if (
-                corpus.seekable and corpus.total_bytes is not None
-            ):  # Compressed files are smaller than their text.
+            # Compressed files are smaller than their text.
+            if corpus.seekable and corpus.total_bytes is not None:
                 num_bytes = min(own.train_bytes, corpus.total_bytes)
                 say(f"... {tokenizers.check_trainer_memory(num_bytes)}", file=sys.stderr)
             made = tokenizers.train_tokenizer(
@@ -382,9 +383,8 @@ def check_coverage(
     """Warn if the tokenizer drops characters of the corpus. Raises InputError if it cannot read the corpus."""
     source = cfg.tokenizer.pretrained
     reads = f"{'the new tokenizer' if source is None else f'tokenizer.pretrained={source}'} reads the corpus"
-    unknown_share(
-        *unknown_of(tokenizer, texts), reads
-    )  # Checks a sample. The exact share is printed at the end.
+    # Checks a sample. The exact share is printed at the end.
+    unknown_share(*unknown_of(tokenizer, texts), reads)
     for loss, setting in losses_of(tokenizer.backend_tokenizer, texts):
         cure = (
             f"tokenizer.{setting}=false keeps them"

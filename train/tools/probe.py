@@ -17,9 +17,8 @@ from train.machine.machine import nvidia_gpus
 from train.machine.rank_setup import AMAZON, efa_devices
 
 TOOL_FOLDERS = "/opt/aws/neuron/bin:/opt/amazon/efa/bin:/usr/local/sbin:/usr/sbin:/sbin:/usr/bin"
-TIMEOUT_S = (
-    20.0  # a slow tool takes a few seconds, but one that queries a broken driver may never answer
-)
+# a slow tool takes a few seconds, but one that queries a broken driver may never answer
+TIMEOUT_S = 20.0
 TRAINIUM_PCI = "0x7164"  # PCI id of trn1's chips, from the driver's neuron_device.h
 
 

@@ -1,6 +1,6 @@
-"""The command `python -m train.records key=value ...`, which prepares and describes labelled examples.
+"""The command `baretrain records key=value ...`, which prepares and describes labelled examples.
 
-It prepares them as `python -m train` would with the same settings, and prints classes, lengths, padding and bad rows.
+It prepares them as `baretrain train` would with the same settings, and prints classes, lengths, padding and bad rows.
 Nothing is trained.
 """
 
@@ -19,11 +19,12 @@ from train.tasks import build_task
 if TYPE_CHECKING:
     from train.data.records.tables import Tables
 
+# settings required by a run, but not used here
 NO_RUN = [
     "run_dir=runs/records",
     "max_steps=1",
     "micro_batch_size=1",
-]  # settings required by a run, but not used here
+]
 SHOWN_CLASSES = 50
 
 
@@ -56,13 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def show(cfg: TrainConfig) -> int:
     check(
         isinstance(cfg.data, RecordsConfig),
-        f"task={cfg.task.kind} learns from shards, which python -m train.shards shows; choose a task that "
+        f"task={cfg.task.kind} learns from shards, which baretrain shards shows; choose a task that "
         "learns from labelled records",
     )
     say(f"... opening data.path={cfg.data.path}", file=sys.stderr)
+    # torch takes seconds to import, so check the settings first
     from train.tasks.finetune import (
         TextTask,
-    )  # torch takes seconds to import, so check the settings first
+    )
 
     task = build_task(cfg)
     assert isinstance(cfg.data, RecordsConfig) and isinstance(task, TextTask)

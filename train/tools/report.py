@@ -1,4 +1,4 @@
-"""The command `python -m train.report RUN [RUN ...] [--output DIR]`, which writes one HTML file about training runs."""
+"""The command `baretrain report RUN [RUN ...] [--output DIR]`, which writes one HTML file about training runs."""
 
 from __future__ import annotations
 
@@ -84,12 +84,10 @@ def check_output(output: str | None) -> None:
     """Raise InputError if a package that reports need is not installed, or if `output` is not a valid local path."""
     missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
     check(not missing, f"{' and '.join(missing)} not installed: pip install 'baretrain[report]'")
-    if (
-        "matplotlib" not in sys.modules
-    ):  # A notebook sets MPLBACKEND to a backend that only its kernel can import.
-        os.environ["MPLBACKEND"] = (
-            "agg"  # This backend writes figures to files without showing them.
-        )
+    # A notebook sets MPLBACKEND to a backend that only its kernel can import.
+    if "matplotlib" not in sys.modules:
+        # This backend writes figures to files without showing them.
+        os.environ["MPLBACKEND"] = "agg"
     if output is not None:
         local_path(output)
 

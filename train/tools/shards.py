@@ -1,4 +1,4 @@
-"""The command `python -m train.shards ls | verify | head | stats LOCATION`, which shows prepared data."""
+"""The command `baretrain shards ls | verify | head | stats LOCATION`, which shows prepared data."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "location",
         metavar="LOCATION",
-        help="the output of python -m train.prepare: a folder or s3://bucket/prefix",
+        help="the output of baretrain prepare: a folder or s3://bucket/prefix",
     )
     parser.add_argument(
         "--split",

@@ -1,4 +1,4 @@
-"""The variants of a comparison, and a context that trains them one after the other with `python -m train`."""
+"""The variants of a comparison, and a context that trains them one after the other with `baretrain train`."""
 
 from __future__ import annotations
 
@@ -111,9 +111,8 @@ class Runner:
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         self.is_asked_to_stop = True
-        if (
-            self.process is not None
-        ):  # After Ctrl-C, the run gets two signals; it ignores the second.
+        # After Ctrl-C, the run gets two signals; it ignores the second.
+        if self.process is not None:
             self.process.send_signal(number)
 
     def run(self, variant: Variant) -> Ending:
@@ -153,9 +152,8 @@ def is_done(variant: Variant) -> bool:
     """Return whether the run is done with exactly these settings. If they differ, the run itself decides what to do."""
     folder = open_folder(variant.location, variant.cfg.s3)
     if read_outcome(folder).get("outcome") == "done":
-        with suppress(
-            FileNotFoundError, BadContent, TypeError
-        ):  # TypeError: the file is not a mapping.
+        # TypeError: the file is not a mapping.
+        with suppress(FileNotFoundError, BadContent, TypeError):
             settings = read_yaml(folder.read("config.yaml")), to_dict(variant.cfg)
             there, here = (canonical_json({**each, "run_dir": None}) for each in settings)
             return there == here

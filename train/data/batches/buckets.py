@@ -18,9 +18,8 @@ import numpy as np
 from train.data.shards.order import PADDING, EvalOrder, ShardSampler
 
 BUCKET_SHIFT = 48  # an item is bucket * 2**48 + epoch * rows + row
-FIRST_ROUNDS = (
-    2  # batches of each length at the start; they suffice to compile all graphs of that length
-)
+# batches of each length at the start; they suffice to compile all graphs of that length
+FIRST_ROUNDS = 2
 
 
 @dataclass(frozen=True)
@@ -28,9 +27,8 @@ class Buckets:
     lengths: tuple[int, ...]  # tokens, ascending
     train: np.ndarray  # [rows] uint8: the bucket of each example, an index into `lengths`
     evaluation: np.ndarray  # [rows] uint8
-    is_mixed: bool = (
-        False  # True: a batch of the greatest length comes first; False: batches of all lengths do
-    )
+    # True: a batch of the greatest length comes first; False: batches of all lengths do
+    is_mixed: bool = False
 
 
 def parts_of(items: np.ndarray) -> tuple[np.ndarray, int]:

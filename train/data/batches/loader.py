@@ -30,22 +30,20 @@ from train.machine.torchrun import leave_signals_to_the_parent
 from train.storage.atomic_io import free_bytes, warn_once
 
 Batch = dict[str, Any]
+# at most this many sequences and micro batches are drawn together
 MULTI_BATCH_ROWS, MULTI_BATCH = (
     1024,
     32,
-)  # at most this many sequences and micro batches are drawn together
-ORDER = (
-    4  # index of the random number that decides whether to swap; masking.py has the other indices
 )
+# index of the random number that decides whether to swap; masking.py has the other indices
+ORDER = 4
 SHARED_MEMORY = Path("/dev/shm")  # where loader processes put batches for their rank
 MOST_TMPDIR = 75  # bytes: sockets in it are named pymp-xxxxxxxx/listener-xxxxxxxx, and may have 107 bytes (unix(7))
 LARGER = "enlarge it (docker run --shm-size=8g), or lower data.num_workers, to 0 if necessary"
-CHECKED_ROWS = (
-    1000  # sequences checked at the start: at most 1 % of them may have nothing to predict
-)
-EVAL_EPOCH = (
-    2**40
-)  # the epoch that seeds every evaluation's masks, so that they are equal; training never reaches it
+# sequences checked at the start: at most 1 % of them may have nothing to predict
+CHECKED_ROWS = 1000
+# the epoch that seeds every evaluation's masks, so that they are equal; training never reaches it
+EVAL_EPOCH = 2**40
 
 
 class Drawable(Protocol):
@@ -83,9 +81,8 @@ class Swapper:
         """
         seq_len = tokens.shape[1]
         pivot = pivot.astype(np.int64)
-        has_order = (
-            same_document.astype(bool) & (pivot > 2) & (pivot < seq_len - 1)
-        )  # neither segment is empty
+        # neither segment is empty
+        has_order = same_document.astype(bool) & (pivot > 2) & (pivot < seq_len - 1)
         swaps = has_order & (hash_uniform(self.seed, epochs, rows, 0, ORDER) < 0.5)
         index, swapped_pivot = np.arange(seq_len), seq_len + 1 - pivot
         first = index[None] < swapped_pivot[:, None]  # True in [CLS] B [SEP]
@@ -118,13 +115,13 @@ class MaskedRows:
             swapper,
         )
         self.sample = sample
+        # how many sequences were checked, and how many have nothing to predict
         self.num_drawn, self.num_without = (
             0,
             0,
-        )  # how many sequences were checked, and how many have nothing to predict
-        self.last_item = (
-            0  # drawn in place of PADDING: this machine may lack the shards of other rows
         )
+        # drawn in place of PADDING: this machine may lack the shards of other rows
+        self.last_item = 0
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -236,9 +233,8 @@ class Batches:
         self.groups, self.dataset = batched(order, num_drawn), MultiBatch(dataset)
         self.loader: DataLoader[Batch] | None = None
         if num_workers or pin_memory:
-            atexit.register(
-                end_workers
-            )  # runs before multiprocessing's exit function, which was registered earlier
+            # runs before multiprocessing's exit function, which was registered earlier
+            atexit.register(end_workers)
             self.loader = DataLoader(
                 self.dataset,
                 batch_sampler=self.groups,

@@ -20,9 +20,8 @@ from train.data.random_bits import hash_bits, hash_uniform
 from train.data.text.words import WordEdges
 
 IGNORE_INDEX = -100  # torch's cross entropy skips it
-LENGTHS, PRIORITY, KIND, REPLACEMENT = range(
-    4
-)  # indices of a position's random numbers; loader.py uses 4
+# indices of a position's random numbers; loader.py uses 4
+LENGTHS, PRIORITY, KIND, REPLACEMENT = range(4)
 PLACE = 5
 
 
@@ -75,9 +74,8 @@ class Masker:
         )
         chosen = order[:, : self.max_predictions]
         used = (np.arange(chosen.shape[1]) < budget[:, None]) & candidate[line, chosen]
-        if (
-            self.words is not None
-        ):  # the budget may end inside a word: leave it out, unless nothing else is hidden
+        # the budget may end inside a word: leave it out, unless nothing else is hidden
+        if self.words is not None:
             last, following = (
                 order[line, budget[:, None] - 1],
                 order[line, budget[:, None].clip(max=seq_len - 1)],
@@ -139,9 +137,8 @@ def first_in_order(priority: np.ndarray, candidate: np.ndarray, count: int) -> n
     Equal priorities keep the order of the positions. Positions that are not candidates come last.
     """
     seq_len = priority.shape[1]
-    bits = np.uint64(
-        (seq_len - 1).bit_length()
-    )  # the low bits become the position: sorting integers is fast
+    # the low bits become the position: sorting integers is fast
+    bits = np.uint64((seq_len - 1).bit_length())
     keys = np.where(candidate, priority, ~np.uint64(0)) >> bits << bits | np.arange(
         seq_len, dtype=np.uint64
     )

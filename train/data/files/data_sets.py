@@ -20,18 +20,20 @@ HUB_FILES = "hf://datasets/"
 SHOWN_CHARS = 200  # maximum length of a name in an error
 BUILDERS = ("arrow", "csv", "json", "parquet", "text")
 OWN_CACHE = "cache"  # reads what one of BUILDERS wrote to this user's cache when the Hub answered
+# files that the library reads in any folder
 DESCRIPTIONS = (
     "README.md",
     "dataset_infos.json",
     ".huggingface.yaml",
-)  # files that the library reads in any folder
+)
 INNER = ("List", "LargeList")  # types of columns that contain another type
+# names, since older versions lack some of these types
 PLAIN = (
     *INNER,
     "Value",
     "ClassLabel",
     "Json",
-)  # names, since older versions lack some of these types
+)
 
 
 def open_builder(path: str, *, data_files: str | None = None, **options: Any) -> Any:
@@ -94,9 +96,8 @@ def check_builder(builder: Any, path: str) -> None:
     find_splits = builder._split_generators
 
     def splits_of_plain_columns(*args: Any, **kwargs: Any) -> Any:
-        splits = find_splits(
-            *args, **kwargs
-        )  # some builders know the types of the columns only now
+        # some builders know the types of the columns only now
+        splits = find_splits(*args, **kwargs)
         check_plain(builder, path)
         return splits
 

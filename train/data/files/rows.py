@@ -15,9 +15,8 @@ from train.data.files.errors import LIBRARY_ERRORS, BadRow, delimiter_hint, nami
 Values = dict[str, Any] | BadRow  # a row's values by column, or why it is bad
 
 BATCH_ROWS = 256  # Parquet rows decoded together
-BUFFER_BYTES = (
-    2**20
-)  # bytes of a Parquet file read at a time; without a buffer, pyarrow reads whole row groups
+# bytes of a Parquet file read at a time; without a buffer, pyarrow reads whole row groups
+BUFFER_BYTES = 2**20
 
 
 def json_rows(

@@ -16,23 +16,21 @@ from train.config import InputError, check
 from train.data.files.errors import naming
 from train.storage.foreign import open_inside
 
-LONGEST_LINE_CHARS = (
-    2**27
-)  # a longer line is rejected: a gzip file of a megabyte can contain a line of a gigabyte
-MAX_LINE_CHARS = (
-    2**20
-)  # a longer line of plain text is read in stretches, so that memory and time are bounded
+# a longer line is rejected: a gzip file of a megabyte can contain a line of a gigabyte
+LONGEST_LINE_CHARS = 2**27
+# a longer line of plain text is read in stretches, so that memory and time are bounded
+MAX_LINE_CHARS = 2**20
 START_CHARS = 2**16  # first characters, which show the line end, and how JSON is laid out
 STRETCH_CHARS = 2**16  # maximum characters in a stretch
-STRETCH = re.compile(
-    rf".{{1,{STRETCH_CHARS}}}(?!\S)|.{{1,{STRETCH_CHARS}}}", re.DOTALL
-)  # cut at a blank if possible
+# cut at a blank if possible
+STRETCH = re.compile(rf".{{1,{STRETCH_CHARS}}}(?!\S)|.{{1,{STRETCH_CHARS}}}", re.DOTALL)
+# prefixes of encodings in which 0x0a is always a line end
 SEEKABLE = (
     "utf-8",
     "ascii",
     "iso8859",
     "cp125",
-)  # prefixes of encodings in which 0x0a is always a line end
+)
 
 
 @contextmanager

@@ -20,16 +20,16 @@ PHRASE = re.compile(r"[BI]-(NP|VP|PP|ADVP|ADJP|SBAR|PRT|CONJP|INTJ|LST|UCP|NC|VC
 MAX_WORDS = 10_000  # words per sentence; more suggest a file without blank lines
 FEW_WORDS = 10  # a file with fewer words may contain only numbers and signs
 DIGITS = re.compile(r"\d+")
+# the columns to read if data.columns has the default names
 IN_FILES = {
     "tokens": "0",
     "tags": "-1",
-}  # the columns to read if data.columns has the default names
+}
 DOCUMENT = "-DOCSTART-"  # marks the beginning of a document; not a word
 MIN_IDS = 3  # words in sentences of several words; fewer say nothing about a column
 COMMENT = ("# ", "#\t")
-MOST_WAITING = (
-    1000  # lines that begin with #; more before the first word are comments, and are not kept
-)
+# lines that begin with #; more before the first word are comments, and are not kept
+MOST_WAITING = 1000
 TABS, BLANKS = re.compile(r" *\t *"), re.compile(r"[ \t]+")
 UNIVERSAL = 10  # the column count of CoNLL-U, in which lines numbered 1-2 or 1.1 are not words
 NO_WORD = re.compile(r"\d+[-.]\d+")
@@ -113,9 +113,8 @@ class Sentences:
         self.columns = self.word = self.tag = 0
         self.start: list[str] = []  # the columns of the first word
         self.num_words, self.num_long, self.has_letters = 0, 0, False
-        self.steady: set[int] = (
-            set()
-        )  # columns whose values differ in no sentence but for digits, as ids do
+        # columns whose values differ in no sentence but for digits, as ids do
+        self.steady: set[int] = set()
         self.like_tags: set[int] = set()  # other columns that contain only tags
         self.named: set[int] = set()  # those of `like_tags` in which a tag marks an entity
 

@@ -15,9 +15,8 @@ logger = logging.getLogger("train")
 
 MAX_FIELD_CHARS = 2**20  # maximum; limits what an unclosed quote can swallow
 QUOTED = re.compile(r'"[^"]*"')
-FEW_LINES = (
-    5  # a field with this many line ends may be several rows that a quotation mark swallowed
-)
+# a field with this many line ends may be several rows that a quotation mark swallowed
+FEW_LINES = 5
 
 
 @dataclass

@@ -49,18 +49,15 @@ class Featurizer(ABC):
             {} if unknown is None else dict.fromkeys(reserved, unknown)
         )
         self._notes: dict[str, Counter[str]] = {}
-        self.dropping: Tokenizer | None = (
-            None  # the tokenizer without truncation, if it drops unknown characters
-        )
+        # the tokenizer without truncation, if it drops unknown characters
+        self.dropping: Tokenizer | None = None
         if drops(tokenizer.backend_tokenizer):
             self.dropping = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
             self.dropping.no_truncation()
-        self.missed = np.zeros(
-            2, np.int64
-        )  # before truncation: dropped characters; these and tokens together
-        self.tokens_cut = np.zeros(
-            0, np.int64
-        )  # [rows] tokens cut off at seq_len, in the latest batch
+        # before truncation: dropped characters; these and tokens together
+        self.missed = np.zeros(2, np.int64)
+        # [rows] tokens cut off at seq_len, in the latest batch
+        self.tokens_cut = np.zeros(0, np.int64)
 
     @property
     def types(self) -> dict[str, Any]:
@@ -77,9 +74,8 @@ class Featurizer(ABC):
     def encode(self, *texts: list[str] | None, **options: Any) -> BatchEncoding:
         for part in texts if self.dropping else ():
             assert self.dropping is not None
-            whole = [
-                each if isinstance(each, str) else " ".join(each) for each in part or ()
-            ]  # a text or words
+            # a text or words
+            whole = [each if isinstance(each, str) else " ".join(each) for each in part or ()]
             encodings = self.dropping.encode_batch(whole, add_special_tokens=False)
             missing = num_dropped(whole, encodings)
             self.missed += missing, missing + sum(map(len, encodings))

@@ -68,9 +68,8 @@ class Table:
     where: str  # the file or split, as errors name it
     rows: Callable[[], Iterator[LocatedRow]]
     columns: list[str] | None = None  # None: the columns of the first rows
-    class_names: dict[str, list[str]] = field(
-        default_factory=dict
-    )  # label names by column, whose numbers index them
+    # label names by column, whose numbers index them
+    class_names: dict[str, list[str]] = field(default_factory=dict)
     keys: ColumnsConfig | None = None  # replaces data.columns if the format has fixed column names
     lines: Lines = field(default_factory=Lines)
 
@@ -287,9 +286,8 @@ def parquet_table(path: Path, name: str, wanted: Collection[str]) -> Table:
         schema = file.schema_arrow
         names = present(wanted, schema.names)
         read = pyarrow.schema([field for field in schema if field.name in names], schema.metadata)
-        features = datasets.Features.from_arrow_schema(
-            read
-        )  # other columns may have types that `datasets` lacks
+        # other columns may have types that `datasets` lacks
+        features = datasets.Features.from_arrow_schema(read)
 
     def rows() -> Iterator[LocatedRow]:
         with open_parquet(path, name) as file:
@@ -319,9 +317,8 @@ def present(wanted: Collection[str], columns: list[str]) -> list[str]:
 
 
 def class_names(features: datasets.Features) -> dict[str, list[str]]:
-    inner = {
-        name: getattr(item, "feature", item) for name, item in features.items()
-    }  # a list: its items
+    # a list: its items
+    inner = {name: getattr(item, "feature", item) for name, item in features.items()}
     return {
         name: item.names for name, item in inner.items() if isinstance(item, datasets.ClassLabel)
     }
@@ -330,9 +327,8 @@ def class_names(features: datasets.Features) -> dict[str, list[str]]:
 def numbered(batches: Any, where: str) -> Iterator[LocatedRow]:
     number = 0
     for batch in batches:
-        batch.validate(
-            full=True
-        )  # Arrow does not check offsets while it reads, and a wrong one ends the process
+        # Arrow does not check offsets while it reads, and a wrong one ends the process
+        batch.validate(full=True)
         for row in batch.to_pylist():
             number += 1
             yield f"{where}, row {number}", row

@@ -29,21 +29,18 @@ class RowKind:
     """The kind of rows that a task learns from."""
 
     name: str  # the task's name
-    columns: dict[
-        str, Any
-    ]  # keys of data.columns that the task reads, with their types in a table
-    read: Callable[
-        [Row], dict[str, Any]
-    ]  # returns a row's texts by key; raises BadRow if they are unusable
+    # keys of data.columns that the task reads, with their types in a table
+    columns: dict[str, Any]
+    # returns a row's texts by key; raises BadRow if they are unusable
+    read: Callable[[Row], dict[str, Any]]
     target: str  # the key of the value to predict, which new rows may lack
     split_by: str  # the key of the text whose hash chooses a row's split
     tokens: dict[str, Any]  # columns of a token row in addition to TOKENS, with their types
     # A function that returns the target, given its value, the texts, and whether the row is for training. None: the
     # target is the name of a label, or a list of names if its type is a list.
     read_target: Callable[[Any, dict[str, Any], bool], Any] | None = None
-    check_each: Callable[[str], None] | None = (
-        None  # checks the label of each item of split_by; raises BadRow
-    )
+    # checks the label of each item of split_by; raises BadRow
+    check_each: Callable[[str], None] | None = None
     has_unique_ids: bool = False
     takes_columns: bool = False  # a key may name several columns
 

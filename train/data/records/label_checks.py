@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 from train.config import check, shortlist
 
-MAX_NUMBERS = (
-    50  # distinct numbers as labels; more are scores or ids, unless each has rows as a class has
-)
+# distinct numbers as labels; more are scores or ids, unless each has rows as a class has
+MAX_NUMBERS = 50
 ROWS_OF_A_CLASS = 10  # rows per number on average; numbers that count from 0 or 1 need only two
 MANY_LABELS = 20  # fewer labels are not compared with the number of rows
 TRUTHS, BITS = {"true", "false"}, {"0", "1"}
@@ -28,18 +27,16 @@ NUMBER = re.compile(
     r"[+-]?[$€£¥]?\s?(\d{1,3}([,.'\u2019\s]\d{3})+|\d+)?([.,]\d*)?(e[+-]?\d+)?\s?[%‰$€£¥]?",
     re.IGNORECASE,
 )
-NO_NUMBER = re.compile(
-    r"[+-]?(inf(inity)?|nan)", re.IGNORECASE
-)  # numbers if other labels are numbers; else labels
+# numbers if other labels are numbers; else labels
+NO_NUMBER = re.compile(r"[+-]?(inf(inity)?|nan)", re.IGNORECASE)
 MONTHS = "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec"
 DATE = re.compile(
     rf"\d{{4}}([-/.])\d\d?\1\d\d?([ T].*)?|\d\d?([-/.])\d\d?\3(\d\d){{1,2}}|\d\d?:\d\d(:\d\d.*)?"
     rf"|\d\d?[ -.]({MONTHS})[a-z]*[ -.]\d{{2,4}}|({MONTHS})[a-z]* \d\d?,? \d{{4}}",
     re.IGNORECASE,
 )
-PARTS = re.compile(
-    r"""'[^'\\]*'|"[^"\\]*"|[^\s,'"][^,'"]*"""
-)  # the items of a list that was written as text
+# the items of a list that was written as text
+PARTS = re.compile(r"""'[^'\\]*'|"[^"\\]*"|[^\s,'"][^,'"]*""")
 SELECTORS = "\ufe0e\ufe0f"  # choose whether a sign is drawn as text or as emoji
 BRACKETS = ("[]", "{}", "()")
 

@@ -37,9 +37,8 @@ BATCH_ROWS = 500  # rows gathered in memory before they are written
 class Raw:
     """Tables with a string column `id` and the RowKind's columns that data.columns sets. Labels are ClassLabels."""
 
-    splits: dict[
-        str, datasets.Dataset
-    ]  # "train", "validation", then the names of data.more_validation
+    # "train", "validation", then the names of data.more_validation
+    splits: dict[str, datasets.Dataset]
     labels: list[str]  # names by id; [] if the task has no labels
     dropped: dict[str, Dropped]  # the unused rows of each split
     remarks: list[str]  # what seems strange about the labels

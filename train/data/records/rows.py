@@ -19,12 +19,10 @@ from train.data.records.label_checks import BITS, PLAIN_NUMBER, TRUTHS, LabelCol
 logger = logging.getLogger("train")
 
 MAX_NAMED, MAX_SHOWN = 10, 2  # maximum bad rows recorded per split, and shown in an error
-MOST_LABELS = (
-    20_000  # distinct labels in the data; more are texts or ids, and would fill the memory
-)
-COLUMN_ROWS = (
-    100  # number of first JSON lines whose keys are the columns; a single row may lack some
-)
+# distinct labels in the data; more are texts or ids, and would fill the memory
+MOST_LABELS = 20_000
+# number of first JSON lines whose keys are the columns; a single row may lack some
+COLUMN_ROWS = 100
 
 
 @dataclass

@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from train.storage.s3 import S3Folder
 
 FILE_FORMATS = ("csv", "jsonl", "parquet", "squad", "conll")
+# names of files that save_to_disk writes
 SAVED_MARKS = {
     "dataset_dict.json",
     "dataset_info.json",
     "state.json",
-}  # names of files that save_to_disk writes
+}
 NO_FILE = "neither a regular file nor a folder (a pipe can be read only once, and may not end): save it as a file"
 MAX_LISTED = 5  # maximum files named in an error
 NO_ROWS = ""  # the value of data.train in a run without training, which reads no training rows
@@ -196,9 +197,8 @@ def find_in_s3(location: str, key: str, pattern: str | None, s3: S3Config) -> li
         location, _, own = location.rpartition("/")
         pattern = pattern or own
     folder = s3_folder(location, s3)
-    if pattern is not None and not glob.has_magic(
-        pattern
-    ):  # an exact name needs no permission to list
+    # an exact name needs no permission to list
+    if pattern is not None and not glob.has_magic(pattern):
         names: list[str] = [checked(RelativePath, pattern, key)]
     elif pattern is not None:
         listed = folder.names()

@@ -9,14 +9,14 @@ from typing import Any
 from train.data.files.errors import BadRow
 
 WORD = re.compile(r"\S+")
+# of spans that are objects
 KEYS = (
     ("start", "start_offset"),
     ("end", "end_offset"),
     ("label", "labels", "type", "entity_group"),  # Label Studio has a list of one
-)  # of spans that are objects
-Span = tuple[
-    int, int, str
-]  # the first character, the one behind the last, and the type of the entity
+)
+# the first character, the one behind the last, and the type of the entity
+Span = tuple[int, int, str]
 
 
 def words_of(text: str, spans: Any, column: str) -> tuple[list[str], list[str]]:

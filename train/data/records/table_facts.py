@@ -12,13 +12,14 @@ from train.config import plural, shortlist
 if TYPE_CHECKING:
     from datasets import Dataset
 
+# the share of rows up to each length
 QUANTILES = {
     "median": 0.5,
     "p90": 0.9,
     "p95": 0.95,
     "p99": 0.99,
     "longest": 1.0,
-}  # the share of rows up to each length
+}
 SHORTEST_EDGE = 4
 STEP = 16  # tokens; lengths are multiples of this, which suits matrix units
 LEAST_GAIN = 0.01  # share of computed tokens that one more length must save; each one makes batches less mixed
@@ -126,12 +127,10 @@ def best_lengths(
     rows_up_to = np.cumsum(np.bincount(lengths_of_rows.clip(0, longest), minlength=longest + 1))[
         choices
     ]
-    padded = (
-        choices * rows_up_to
-    )  # computed tokens of the rows up to each choice, if it is the last length
-    is_behind = np.tri(
-        len(choices), k=-1, dtype=bool
-    )  # [before, last]: True if `before` is longer than `last`
+    # computed tokens of the rows up to each choice, if it is the last length
+    padded = choices * rows_up_to
+    # [before, last]: True if `before` is longer than `last`
+    is_behind = np.tri(len(choices), k=-1, dtype=bool)
     ways: list[
         np.ndarray
     ] = []  # for each added length, the index of the best length before each choice

@@ -74,9 +74,8 @@ def seal(folder: Path, facts: dict[str, Any]) -> None:
         }
         for path in paths
     }
-    body = json.loads(
-        json.dumps({**facts, "files": files})
-    )  # plain JSON types, equal to what is read back
+    # plain JSON types, equal to what is read back
+    body = json.loads(json.dumps({**facts, "files": files}))
     write_atomic(
         folder / NAME, (json.dumps(sealed(body), indent=1, ensure_ascii=False) + "\n").encode()
     )

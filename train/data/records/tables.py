@@ -50,9 +50,8 @@ logger = logging.getLogger("train")
 RESERVED = ("tokenizer", "scratch")  # folder names that a split cannot have
 ROWS_AT_ONCE = 1000  # rows tokenised together, and rows per chunk of an Arrow file
 LAUNCH = ".launch-"  # prefix of the files in which a rank leaves a result for the other ranks of its machine
-SHARD = (
-    "128MB"  # maximum size of each file of a table: an upload to S3 reads a whole file into memory
-)
+# maximum size of each file of a table: an upload to S3 reads a whole file into memory
+SHARD = "128MB"
 
 
 @dataclass(frozen=True)

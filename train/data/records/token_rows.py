@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from pyarrow import ChunkedArray, DataType
 
+# numpy's dtypes by Arrow's names
 FLOATS = {
     "halffloat": np.float16,
     "float": np.float32,
     "double": np.float64,
-}  # numpy's dtypes by Arrow's names
+}
 NUMBERS = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", *FLOATS}
 LABELS = "labels"  # the input with the class of each row or of each token; not every table has it
 
@@ -36,9 +37,8 @@ class Lists:
     def __init__(self, column: ChunkedArray) -> None:
         self.offsets = [chunk.offsets.to_numpy() for chunk in column.chunks]
         self.values = [chunk.values.to_numpy() for chunk in column.chunks]
-        self.firsts = np.cumsum(
-            [0, *map(len, column.chunks)]
-        )  # the first row of each chunk, then the row count
+        # the first row of each chunk, then the row count
+        self.firsts = np.cumsum([0, *map(len, column.chunks)])
 
     def __len__(self) -> int:
         return int(self.firsts[-1])
@@ -109,9 +109,8 @@ class TokenRows:
         )
         self.pad_id, self.lengths, self.weights = pad_id, tuple(lengths), weights
         self.first_type = first_type
-        arrow = table.with_format("arrow")[
-            :
-        ]  # mapped from disk; copied only if the table is a selection
+        # mapped from disk; copied only if the table is a selection
+        arrow = table.with_format("arrow")[:]
         self.tokens = Lists(arrow.column("input_ids"))
         self.row_lengths = arrow.column("length").to_numpy()  # copied: a few bytes per row
         self.second_at = arrow.column("second_at").to_numpy()

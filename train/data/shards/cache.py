@@ -95,9 +95,8 @@ class ShardCache:
             self.run / "status.json",
         )
         self.told_s = -math.inf
-        self.owner = (
-            ""  # the prefetcher's process; remembered, because the run's files may be removed
-        )
+        # the prefetcher's process; remembered, because the run's files may be removed
+        self.owner = ""
         self.gave_up: Unreachable | None = None  # why this process no longer waits for shards
         sizes = [shard.bytes for shard in manifest.shards]
         self.total_bytes, self.largest_bytes = sum(sizes), max(sizes)
@@ -179,9 +178,8 @@ class ShardCache:
 
         `alone`: exclude other runs instead of sharing the lock. Raises InputError if another run's lock conflicts.
         """
-        file = (self.folder / "lock").open(
-            "a+"
-        )  # NFS locks a file only if it is open for reading too
+        # NFS locks a file only if it is open for reading too
+        file = (self.folder / "lock").open("a+")
         until_s = time.monotonic() + TAKE_OVER_S
         while True:
             if locked(file, fcntl.LOCK_EX):
@@ -241,9 +239,8 @@ class ShardCache:
         missing = list(shards)
         silent_since_s, heard_before = time.monotonic(), 0
         while True:
-            status, heard = (
-                self.told()
-            )  # read before looking for shards: some may arrive meanwhile
+            # read before looking for shards: some may arrive meanwhile
+            status, heard = self.told()
             while missing and self.is_ready(missing[-1]):
                 missing.pop()
             if not missing:

@@ -39,34 +39,37 @@ from train.storage.s3 import DEFAULT_REGION, BotoCoreError, ClientError, S3Folde
 from train.storage.s3_session import credentials, open_session
 
 logger = logging.getLogger("train")
+# upper limits of the random pauses between attempts; the limit doubles
 FIRST_PAUSE_S, LONGEST_PAUSE_S = (
     1.0,
     10.0,
-)  # upper limits of the random pauses between attempts; the limit doubles
+)
+# the connector's limits for parts; it keeps one in memory
 MIN_PART_BYTES, MAX_PART_BYTES = (
     5 * 2**20,
     512 * 2**20,
-)  # the connector's limits for parts; it keeps one in memory
+)
 CONNECTOR_ATTEMPTS = 3
 MAX_DOUBTS = 3  # Doubtful errors after which a shard is no longer tried
+# the size of the first request, and the time that later ones should take
 FIRST_BYTES, REQUEST_S = (
     8 * 2**20,
     5.0,
-)  # the size of the first request, and the time that later ones should take
-FINAL = {
-    "bucket does not exist": "NoSuchBucket"
-}  # phrases in the connector's errors, and AWS's codes for them
+)
+# phrases in the connector's errors, and AWS's codes for them
+FINAL = {"bucket does not exist": "NoSuchBucket"}
 PASSING = {  # phrases of faults that may pass: a new role takes a while to work everywhere, a copy may be in progress
     "No signing credentials": "NoCredentialsError",
     "TIME_TOO_SKEWED": "RequestTimeTooSkewed",
     "TOKEN_EXPIRED": "ExpiredToken",
     "key does not exist": "it is not in the bucket",
 }
+# errors that may pass
 RETRIED = (
     *aws_errors.CREDENTIALS,
     *aws_errors.NOT_ALLOWED,
     "RequestTimeTooSkewed",
-)  # errors that may pass
+)
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
@@ -139,9 +142,8 @@ class Client:
                 )
             return pieces
         except S3Exception as error:  # one class for all errors: only the text distinguishes them
-            if pieces and "<Code>InvalidRange</Code>" in str(
-                error
-            ):  # the object ended with the previous request
+            # the object ended with the previous request
+            if pieces and "<Code>InvalidRange</Code>" in str(error):
                 return pieces
             raise self.explain(error, file) from error
 
@@ -167,9 +169,8 @@ class Client:
     def answer_to_boto3(self, file: str) -> tuple[int, str, str]:
         """Return the status, code and text of S3's answer to boto3. The code is "" if boto3 gets the object."""
         try:
-            client = open_client(
-                self.session, self.folder.s3
-            )  # the folder's connections belong to another process
+            # the folder's connections belong to another process
+            client = open_client(self.session, self.folder.s3)
             client.get_object(**self.folder.address(file), Range="bytes=0-0")["Body"].close()
         except ClientError as error:
             status = int(error.response["ResponseMetadata"]["HTTPStatusCode"])
@@ -296,9 +297,8 @@ class Downloader:
 
         def read() -> None:
             try:
-                clients.append(
-                    self.current_client()
-                )  # in this thread, because looking for credentials may hang
+                # in this thread, because looking for credentials may hang
+                clients.append(self.current_client())
                 content.set_result(
                     clients[0].read(shard.file, most_bytes=shard.bytes, on_bytes=hear)
                 )

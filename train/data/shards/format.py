@@ -131,7 +131,7 @@ def read_manifest(where: Folder | Path) -> DataManifest:
         content = folder.read("manifest.json")
     except FileNotFoundError:
         raise InputError(
-            f"{location} has no manifest.json: nothing was prepared there (python -m train.prepare "
+            f"{location} has no manifest.json: nothing was prepared there (baretrain prepare "
             f"output={location}), or the preparation did not finish"
         ) from None
     with naming(f"{location}/manifest.json is not a manifest", (), "; prepare the data again"):
@@ -170,9 +170,8 @@ def fault_of_manifest(manifest: DataManifest) -> str | None:
     ids = [info.cls_id, info.sep_id, info.mask_id, info.pad_id, *info.special_ids]
     if not max(ids) < info.vocab_size <= np.iinfo(manifest.dtype).max + 1:
         return f"a vocabulary of {info.vocab_size} tokens does not fit ids up to {max(ids)} and dtype {manifest.dtype}"
-    row_bytes = (
-        manifest.seq_len * np.dtype(manifest.dtype).itemsize + 3
-    )  # 3: pivot and same_document
+    # 3: pivot and same_document
+    row_bytes = manifest.seq_len * np.dtype(manifest.dtype).itemsize + 3
     for shard in manifest.shards:
         if not shard.file.endswith(".safetensors"):
             return f"{shard.file} is not the name of a shard, NAME.safetensors"
@@ -304,9 +303,8 @@ class ShardSet:
         ):
             if oldest in numbers:
                 break
-            del self.maps[
-                oldest
-            ]  # a deleted file takes space while it is mapped; the oldest are deleted first
+            # a deleted file takes space while it is mapped; the oldest are deleted first
+            del self.maps[oldest]
         self.wait([self.shards[number] for number in new])
 
     def tensors(self, number: int) -> dict[str, np.ndarray]:
@@ -342,9 +340,8 @@ def map_tensors(path: Path, *, reads_ahead: bool = True) -> dict[str, np.ndarray
     with path.open("rb", buffering=0) as file:
         head, file_bytes = file.read(8 + MAX_HEADER_BYTES), os.fstat(file.fileno()).st_size
     tensors = {}
-    with naming(
-        f"{path} is not a shard", (ValueError,), "; prepare the data again"
-    ):  # shape and bytes may not match
+    # shape and bytes may not match
+    with naming(f"{path} is not a shard", (ValueError,), "; prepare the data again"):
         layout, first = read_header(head)
         data = torch.from_file(str(path), size=file_bytes, dtype=torch.uint8).numpy()
         if not reads_ahead:

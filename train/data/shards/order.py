@@ -28,15 +28,15 @@ PADDING = -1  # an item that fills up the last evaluation batch and is not count
 ROWS_AT_ONCE = 4096  # rows whose places in the order are computed together
 MAX_LANES = 64  # a machine's first batch may need a shard of each lane: 4 GB if shards have 64 MiB, the default
 WINDOW_SHARDS = 256  # shards shuffled together over all lanes; a resume may first have to fetch all of them (16 GiB)
-MOST_FETCHED = (
-    1.1  # a warning appears if all machines together fetch more than this multiple of the data
-)
+# a warning appears if all machines together fetch more than this multiple of the data
+MOST_FETCHED = 1.1
 ROUNDS = 12  # rounds of the permutation; with 8, the order of 12 sequences still differs measurably from a random one
+# coordinates after the seed (random_bits.py)
 LANE_STREAM, SHARD_STREAM, ROW_STREAM = (
     2**21,
     2**21 + 1,
     2**21 + 2,
-)  # coordinates after the seed (random_bits.py)
+)
 
 
 def lanes_of(global_batch_size: int, most: int) -> int:
@@ -101,9 +101,8 @@ class Lanes:
         counts = np.asarray(shard_rows, np.int64)
         shards = np.argsort(hash_bits(seed, LANE_STREAM, np.arange(len(counts))), kind="stable")
         self.num_rows, ends = int(counts.sum()), np.cumsum(counts[shards])
-        self.starts = (
-            np.arange(number + 1) * self.num_rows // number
-        )  # each lane's first row, then the number of rows
+        # each lane's first row, then the number of rows
+        self.starts = np.arange(number + 1) * self.num_rows // number
         cuts = np.unique(np.concatenate([[0], ends, self.starts]))
         self.piece_rows = np.diff(cuts)
         place = np.searchsorted(ends, cuts[:-1], side="right")
@@ -121,16 +120,16 @@ class EpochOrder:
     """The order of one epoch. It stores a few numbers per shard, however many sequences the shard has."""
 
     def __init__(self, lanes: Lanes, *, batch_size: int, window_shards: int, epoch: int) -> None:
+        # `each`: rows of each lane in a batch
         self.lanes, self.each = (
             lanes,
             batch_size // lanes.number,
-        )  # `each`: rows of each lane in a batch
+        )
         bits = hash_bits(lanes.seed, SHARD_STREAM, epoch, np.arange(len(lanes.piece_rows)))
         self.pieces = np.lexsort((bits, lanes.piece_lanes))
         rows, lane = lanes.piece_rows[self.pieces], lanes.piece_lanes[self.pieces]
-        self.piece_ends = np.cumsum(
-            rows
-        )  # ends and starts are "places": indices into the rows of all lanes
+        # ends and starts are "places": indices into the rows of all lanes
+        self.piece_ends = np.cumsum(rows)
         self.piece_starts = self.piece_ends - rows
         sizes = [
             size
@@ -166,9 +165,8 @@ class EpochOrder:
 
     def shards_from(self, step: int, lanes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the shards of the windows that `step` reads in these lanes, and of later windows (in order of use)."""
-        begins = (
-            self.window_starts - self.lanes.starts[self.window_lanes]
-        )  # rows before the window in its lane
+        # rows before the window in its lane
+        begins = self.window_starts - self.lanes.starts[self.window_lanes]
         is_left = np.isin(self.window_lanes, lanes) & (
             self.window_ends - self.lanes.starts[self.window_lanes] > step * self.each
         )
@@ -310,9 +308,8 @@ def eval_shards(
     `sample` [n]: the rows that are evaluated, ascending. `num_shown`: how many of them, evenly spaced, rank 0 reads for
     the report.
     """
-    own = [
-        eval_part(len(sample), rank, world_size) or range(1) for rank in ranks
-    ]  # row 0: see MaskedRows.last_item
+    # row 0: see MaskedRows.last_item
+    own = [eval_part(len(sample), rank, world_size) or range(1) for rank in ranks]
     parts = [sample[part.start : part.stop] for part in own]
     if 0 in ranks:
         parts.append(sample[spread(len(sample), num_shown)])

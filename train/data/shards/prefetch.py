@@ -52,9 +52,10 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
     """
 
     def __init__(self, source: Folder, cache: ShardCache, sampler: ShardSampler) -> None:
+        # imported here: the connector loads slowly
         from train.data.shards.download import (
             Downloader,
-        )  # imported here: the connector loads slowly
+        )
 
         cache.check_fits(sampler)
         self.cache, self.sampler = cache, sampler
@@ -66,19 +67,18 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
             )
         held = cache.hold(alone=not self.fits)
         self.downloader = Downloader(source, cache)
-        self.changed = (
-            Condition()
-        )  # guards the next three lines' attributes, which several threads use
+        # guards the next three lines' attributes, which several threads use
+        self.changed = Condition()
         self.wanted, self.queue = dict[str, Shard](), deque[Shard]()
         self.active = set[str]()
+        # shards that are ready or have failed; those that failed
         self.settled, self.failed = (
             set[str](),
             set[str](),
-        )  # shards that are ready or have failed; those that failed
+        )
         first = [cache.manifest.splits["train"][number] for number in sampler.upcoming_shards()[0]]
-        self.first: dict[str, Shard] = {
-            shard.file: shard for shard in first
-        }  # empty once all are ready
+        # empty once all are ready
+        self.first: dict[str, Shard] = {shard.file: shard for shard in first}
         context = multiprocessing.get_context("fork")  # a spawned process would import torch first
         receiver, self.consumed_rows = context.Pipe(duplex=False)
         self.process = context.Process(target=self.run, args=(receiver,), daemon=True)
@@ -94,9 +94,8 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
 
     def consumed(self, rows: int) -> None:
         """Tell the process how many sequences all ranks have consumed since the run began."""
-        with suppress(
-            BrokenPipeError
-        ):  # the process has ended; readers raise an error when they need a shard
+        # the process has ended; readers raise an error when they need a shard
+        with suppress(BrokenPipeError):
             self.consumed_rows.send(rows)
 
     # ---- in the process --------------------------------------------------------------------------------------------

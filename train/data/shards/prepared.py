@@ -74,10 +74,11 @@ class PreparedData:
         """Return a split that needs no prefetcher: a shard is fetched into the cache when it is first read."""
         if self.cache is None:
             return self.split(name)
+        # imported here: the connector loads slowly
         from train.data.shards.download import (
             Downloader,
             put_back,
-        )  # imported here: the connector loads slowly
+        )
 
         self.cache.check_fits(self.manifest.splits[name])
         self.held = self.cache.hold(alone=False)
@@ -121,10 +122,11 @@ def bring_tokenizer(source: Folder, folder: Path, manifest: DataManifest) -> Non
     """Copy the tokenizer's files to this node. Raises InputError if another tokenizer made the shards."""
     (folder / "tokenizer").mkdir(exist_ok=True)
     for name in TOKENIZER:
+        # the other file has no known checksum: always copy it
         path, is_known = (
             folder / name,
             name == TOKENIZER_FILE,
-        )  # the other file has no known checksum: always copy it
+        )
         if not (is_known and path.is_file() and sha256_file(path) == manifest.tokenizer.sha256):
             sha256, fault = (
                 manifest.tokenizer.sha256 if is_known else None,

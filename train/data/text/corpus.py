@@ -109,9 +109,8 @@ class PyDocs:
         check(cfg.weights is None and cfg.validation is None, only)
         self.root = Path(sysconfig.get_path("stdlib"))
         found = walk(self.root, SKIPPED_STDLIB, may_lead_out=True)  # a distribution's own links
-        self.modules = [
-            path for path in found if path.suffix == ".py" and path.is_file()
-        ]  # links may lead nowhere
+        # links may lead nowhere
+        self.modules = [path for path in found if path.suffix == ".py" and path.is_file()]
         check(
             bool(self.modules),
             f"corpus.kind=pydocs finds no sources in {self.root}; choose another corpus",
@@ -163,9 +162,8 @@ def docstrings(node: ast.AST) -> Iterator[str]:
         if text:
             yield text
     for child in ast.iter_child_nodes(node):
-        if isinstance(
-            child, (ast.stmt, ast.ExceptHandler, ast.match_case)
-        ):  # expressions define nothing
+        # expressions define nothing
+        if isinstance(child, (ast.stmt, ast.ExceptHandler, ast.match_case)):
             yield from docstrings(child)
 
 

@@ -40,9 +40,8 @@ from train.data.text.documents import (
 from train.storage.folders import sha256_json
 
 PART_BYTES = 16 * 2**20  # text that one process prepares at a time, a few seconds of work
-MAX_DOCUMENT_CHARS = (
-    2**24
-)  # text without separators is cut at the first line end after this, to limit memory
+# text without separators is cut at the first line end after this, to limit memory
+MAX_DOCUMENT_CHARS = 2**24
 # Prefixes of the Arrow types of text columns.
 STRING_TYPES = (
     "string",
@@ -52,9 +51,8 @@ STRING_TYPES = (
 )
 BLANK = r"^\s*$"  # the default separator, which str.isspace tests faster
 ENCODING = "corpus.encoding"
-DECODING = (
-    f"{ENCODING} or corpus.errors=replace"  # the settings to change if a byte does not decode
-)
+# the settings to change if a byte does not decode
+DECODING = f"{ENCODING} or corpus.errors=replace"
 
 
 class FilesCorpus(ABC):
@@ -230,9 +228,8 @@ class TextFiles(FilesCorpus):
                     part, size = [], 0
                 part.append(line)
                 size += len(line)
-                is_cut = not line.endswith(
-                    "\n"
-                )  # a very long line: each stretch of it ends a document
+                # a very long line: each stretch of it ends a document
+                is_cut = not line.endswith("\n")
             yield "".join(part), position()
 
     def whole_documents(

@@ -15,17 +15,16 @@ from train.config import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+# shares of unknown tokens above which to warn and to reject
 MOST_UNKNOWN, TOO_MANY_UNKNOWN = (
     0.01,
     0.3,
-)  # shares of unknown tokens above which to warn and to reject
+)
 MOST_CHANGED = 0.01  # maximum share of characters that normalisation may change without a warning
-MOST_INNER_CAPITALS = (
-    0.1  # maximum share of words with inner capitals; program code has fewer, formulas more
-)
-MOST_CAPITAL_PIECES = (
-    0.01  # maximum share of pieces with capitals, as in special tokens, in a lower-case vocabulary
-)
+# maximum share of words with inner capitals; program code has fewer, formulas more
+MOST_INNER_CAPITALS = 0.1
+# maximum share of pieces with capitals, as in special tokens, in a lower-case vocabulary
+MOST_CAPITAL_PIECES = 0.01
 MOST_SAMPLES, SAMPLED_CHARS = 4096, 256
 SHOWN_CHARS = 40  # maximum characters of an example in a message
 CURE = (

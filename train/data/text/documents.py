@@ -17,9 +17,8 @@ from train.data.files.find import matching, walk
 from train.data.random_bits import text_uniform
 from train.storage.folders import local_path
 
-WEIGHT_SEED = (
-    -1
-)  # differs from all seeds in settings: weights and validation must use different hashes
+# differs from all seeds in settings: weights and validation must use different hashes
+WEIGHT_SEED = -1
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,8 @@ from train.data.text.documents import Document
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-CHUNK_CHARS = (
-    2 * 2**20
-)  # characters passed to the tokenizer at a time, which spreads them over its threads
+# characters passed to the tokenizer at a time, which spreads them over its threads
+CHUNK_CHARS = 2 * 2**20
 CHUNKS_AHEAD = 2  # chunks tokenised while earlier ones are packed
 
 
@@ -99,9 +98,8 @@ def encode(
     """Encode documents. `is_text` [vocab] bool: the pieces to keep; `is_dropping`: the result of `coverage.drops`."""
     texts, missing = [document.text for document in documents], 0
     if is_dropping:
-        encodings = tokenizer.encode_batch(
-            texts, add_special_tokens=False
-        )  # slower, but has offsets
+        # slower, but has offsets
+        encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
         missing = num_dropped(texts, encodings)
     else:
         encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -120,9 +118,8 @@ def encoded(documents: Iterable[Document], vocabulary: Vocabulary) -> Iterator[E
     """Yield encoded documents in order, a chunk at a time, while a thread encodes the next chunks."""
     tokenizer, info, source = vocabulary.open(), vocabulary.info, chunks(documents)
     is_text = np.ones(info.vocab_size, bool)
-    is_text[[info.cls_id, info.sep_id, info.mask_id, info.pad_id]] = (
-        False  # only packing inserts these
-    )
+    # only packing inserts these
+    is_text[[info.cls_id, info.sep_id, info.mask_id, info.pad_id]] = False
     act = partial(encode, tokenizer=tokenizer, is_text=is_text, is_dropping=drops(tokenizer))
     with ThreadPoolExecutor(1) as pool:
         pending = [pool.submit(act, chunk) for chunk in islice(source, CHUNKS_AHEAD)]

@@ -8,9 +8,8 @@ from safetensors.numpy import load
 from train.data.shards.format import Shard, TokenizerInfo
 from train.storage.folders import Folder
 
-MOST_TOKENS = (
-    2**22
-)  # tokens read from each split's first shard, which takes seconds for a corpus of any size
+# tokens read from each split's first shard, which takes seconds for a corpus of any size
+MOST_TOKENS = 2**22
 
 
 def unigram_entropy(counts: np.ndarray, info: TokenizerInfo) -> float:

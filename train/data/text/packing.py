@@ -30,9 +30,8 @@ class Packer:
     seed: int
     dtype: np.dtype
     next_row: int = 0  # index of the next sequence, which seeds the choice of where A ends
-    stream: np.ndarray = field(
-        default_factory=lambda: np.empty(0, np.int32)
-    )  # tokens not yet in a sequence
+    # tokens not yet in a sequence
+    stream: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> Rows:
         """Append documents, and return the sequences that are now full.

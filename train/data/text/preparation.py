@@ -36,20 +36,17 @@ from train.storage.folders import Folder, at_once, sha256_bytes
 from train.storage.schema import read_object, record
 
 SHARD_BYTES = 64 * 2**20  # the size of a shard unless rows_per_shard is set
-ROWS_APART = (
-    2**40
-)  # distance between the first sequence indices of two parts, so that their random cuts differ
+# distance between the first sequence indices of two parts, so that their random cuts differ
+ROWS_APART = 2**40
 STATE_NAMES = "part-"  # prefix of the files with the parts' states
-MOST_WEIGHED_CHARS = (
-    64 * 2**20
-)  # a larger corpus is not read twice to measure it: random choice is precise enough
+# a larger corpus is not read twice to measure it: random choice is precise enough
+MOST_WEIGHED_CHARS = 64 * 2**20
 LONG_CHARS = 2**16  # a longer document is divided between the splits
 TOKENS_OF = "train_tokens_"  # prefix of a count's name, before the number of the corpus (from 1)
 OVERLAP = "documents_in_validation_too"  # a count: training documents left out because they are in corpus.validation
 
-Report = Callable[
-    [int, int], None
-]  # called with the bytes of text and the tokens processed since the previous call
+# called with the bytes of text and the tokens processed since the previous call
+Report = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -148,9 +145,8 @@ class PartState:
     shards: dict[str, list[Shard]]
     done: dict[str, int]  # documents, source_bytes, tokens, unknown_tokens
     next_row: dict[str, int]
-    arrays: dict[
-        str, Any
-    ]  # np.ndarray: token_counts, and each split's tokens and sequences that are not in a shard
+    # np.ndarray: token_counts, and each split's tokens and sequences that are not in a shard
+    arrays: dict[str, Any]
 
     def to_bytes(self) -> bytes:
         facts = asdict(replace(self, arrays={}))
@@ -252,19 +248,16 @@ class Preparation:
         shares = np.array([self.held_out.share_of(document) for document in chunk.documents])
         validates = np.array([self.held_out.validates(document) for document in chunk.documents])
         learns = np.array([document.reading.learns(document.text) for document in chunk.documents])
-        held_out = np.round(shares * chunk.lengths).astype(
-            np.int64
-        )  # tokens at the end of each document
+        # tokens at the end of each document
+        held_out = np.round(shares * chunk.lengths).astype(np.int64)
         learnt = np.where(learns, chunk.lengths - held_out, 0)
         of_token = np.arange(len(chunk.tokens)) >= np.repeat(
             np.cumsum(chunk.lengths) - held_out, chunk.lengths
         )
-        is_learnt = np.repeat(
-            learns, chunk.lengths
-        )  # [tokens]: True if a token that is not held out is learnt
-        is_shown = np.repeat(
-            validates, chunk.lengths
-        )  # [tokens]: True if a held-out token goes into validation
+        # [tokens]: True if a token that is not held out is learnt
+        is_learnt = np.repeat(learns, chunk.lengths)
+        # [tokens]: True if a held-out token goes into validation
+        is_shown = np.repeat(validates, chunk.lengths)
         for split, (tokens, lengths) in {
             "train": (chunk.tokens[~of_token & is_learnt], learnt),
             "validation": (chunk.tokens[of_token & is_shown], held_out[validates]),

@@ -20,12 +20,10 @@ from train.machine.memory import available_bytes, usable_cpus
 from train.storage.folders import open_folder
 
 STOP_S = 10.0  # seconds that a process may take to end after SIGTERM
-TOKENIZER_THREADS = (
-    "RAYON_NUM_THREADS"  # limits the threads of `tokenizers`, which otherwise uses all cores
-)
-PROCESS_BYTES = (
-    600 * 2**20
-)  # measured maximum per process: 64 MiB shards, and copies of the one being written
+# limits the threads of `tokenizers`, which otherwise uses all cores
+TOKENIZER_THREADS = "RAYON_NUM_THREADS"
+# measured maximum per process: 64 MiB shards, and copies of the one being written
+PROCESS_BYTES = 600 * 2**20
 
 
 def most_processes() -> int:
@@ -88,12 +86,10 @@ def prepare_in_processes(
 def work(recipe: Recipe, pipe: Connection, threads: int) -> None:
     """Prepare parts in this process until there are no more, or until its parent ends, which breaks the pipe."""
     os.environ.setdefault(TOKENIZER_THREADS, str(threads))
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C signals all processes: the first stops the others
-    logging.getLogger("train").setLevel(
-        logging.ERROR
-    )  # the first process has logged the same warnings
+    # Ctrl-C signals all processes: the first stops the others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # the first process has logged the same warnings
+    logging.getLogger("train").setLevel(logging.ERROR)
     try:
         folder, corpus = (
             open_folder(recipe.cfg.output, recipe.cfg.s3),

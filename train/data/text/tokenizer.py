@@ -37,10 +37,10 @@ logger = logging.getLogger("train")
 
 # ALBERT's special pieces, with ALBERT's ids: https://github.com/google-research/albert README, "SentencePiece"
 PAD, UNK, CLS, SEP, MASK = "<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"
-TRAINER_THREADS = (
-    16  # the count changes the result: sentencepiece adds up its statistics thread by thread
-)
+# the count changes the result: sentencepiece adds up its statistics thread by thread
+TRAINER_THREADS = 16
 PUBLISHED = "tokenizer/tokenizer.json"
+# the files to fetch from the Hub
 FILES = [
     "config.json",
     "tokenizer*",
@@ -49,7 +49,7 @@ FILES = [
     "special_tokens_map.json",
     "added_tokens.json",
     "*.model",
-]  # the files to fetch from the Hub
+]
 PIECES = ("tokenizer.json", "vocab*", "*.model")
 ANY_FAST = "PreTrainedTokenizerFast"  # the class name that transformers 4 writes for any model's tokenizer.json
 # The trial loads a tokenizer.json, and encodes text of all scripts and repeated characters with it. If its tables are
@@ -72,9 +72,8 @@ for piece in ("a", "1", " ", "a1", "a ", "\\n", "a.", "-"):
 TRIAL_S = 120  # a usual one takes a second; a regular expression may need time that grows exponentially with the text
 MOST_IDS = 2  # maximum ratio of ids to pieces; it is above 1 because some vocabularies skip ids
 TRAINER_BYTES = 20  # bytes of memory per byte of text that sentencepiece reads; 19 measured (benchmarks/notes.md)
-MAX_LINE_BYTES = (
-    4000  # sentencepiece drops longer lines (its limit is 4192), so they are cut at a space
-)
+# sentencepiece drops longer lines (its limit is 4192), so they are cut at a space
+MAX_LINE_BYTES = 4000
 
 
 def normalizer(*, lowercase: bool, strip_accents: bool) -> normalizers.Normalizer:
@@ -190,16 +189,14 @@ def short_lines(
         for raw in text.splitlines():
             line, start = rule.normalize_str(raw), 0
             while start < len(line):
-                head = line[
-                    start : start + MAX_LINE_BYTES + 1
-                ]  # enough to see whether the rest fits
+                # enough to see whether the rest fits
+                head = line[start : start + MAX_LINE_BYTES + 1]
                 if len(head.encode()) > MAX_LINE_BYTES:
                     head = head[: MAX_LINE_BYTES // 4]
                     head = head.rpartition(" ")[0] or head
                 given += len(head.encode())
-                if (
-                    TRAINER_BYTES * given > free_bytes
-                ):  # a text's size may be unknown until it has been read
+                # a text's size may be unknown until it has been read
+                if TRAINER_BYTES * given > free_bytes:
                     check_trainer_memory(given)
                 yield head
                 start += len(head)
@@ -233,9 +230,8 @@ def load_tokenizer(
     except InputError:
         raise
     except BaseException as error:  # `tokenizers` raises a plain Exception for a bad file
-        if (
-            not isinstance(error, Exception) and type(error).__name__ != "PanicException"
-        ):  # raised by Rust code
+        # raised by Rust code
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         # A name may be that of a model or run, of which the tokenizer is only read first.
         what = source if is_at_hub(source) else f"tokenizer {source} cannot be loaded"
@@ -261,9 +257,8 @@ def load_tokenizer(
             f"{needed}; name one of its tokens in its tokenizer_config.json",
         )
     for given in (("",), ("", "")):
-        added = max(
-            tokenizer.backend_tokenizer.encode(*given).ids, default=0
-        )  # tokens that its post-processor adds
+        # tokens that its post-processor adds
+        added = max(tokenizer.backend_tokenizer.encode(*given).ids, default=0)
         check(
             added <= last,
             f"tokenizer {source} adds a token with id {added}, but its pieces' ids end at {last}",
@@ -284,9 +279,8 @@ def add_tokens(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> Non
         check(token not in known, f"{given} is already a piece of the tokenizer; leave it out")
         tokenizer.add_tokens(token)
         known[token] = first
-    for number, token in enumerate(
-        tokens, first
-    ):  # two tokens that differ only in case may collide
+    # two tokens that differ only in case may collide
+    for number, token in enumerate(tokens, first):
         read = tokenizer.backend_tokenizer.encode(token, add_special_tokens=False).ids
         given = f"tokenizer.add_tokens: {shown(token)}"
         check(
@@ -304,11 +298,12 @@ def tokenizer_config(source: str, folder: Path) -> PreTrainedConfig:
     config = AutoConfig.for_model(values["model_type"]) if values else PreTrainedConfig()
     config.tokenizer_class = values.get("tokenizer_class")
     for name in map(str, filter(None, (settings.get("tokenizer_class"), config.tokenizer_class))):
+        # transformers tries all of these names
         variants = (
             name,
             name.removesuffix("Fast"),
             f"{name}Fast",
-        )  # transformers tries all of these names
+        )
         for variant in variants if name != ANY_FAST else ():
             found: Any = tokenizer_class_from_name(variant)
             check(

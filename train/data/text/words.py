@@ -25,9 +25,10 @@ def word_edges(folder: Path) -> WordEdges:
 
     If a byte-level tokenizer splits 't into ' and t, the word ids count one word, and the edges two.
     """
+    # imported here because it imports transformers
     from train.data.text.tokenizer import (
         open_tokenizer,
-    )  # imported here because it imports transformers
+    )
 
     tokenizer = open_tokenizer(folder)
     begins, pieces = (

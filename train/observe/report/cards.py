@@ -22,9 +22,8 @@ TONES = {"done": "good", "failed": "bad", "refused": "bad"}
 class Card:
     value: str
     notes: list[str] = field(default_factory=list)
-    rank: float | None = (
-        None  # higher is better; compared if the runs did the same work and their titles are equal
-    )
+    # higher is better; compared if the runs did the same work and their titles are equal
+    rank: float | None = None
     tone: str = ""  # good | bad
     key: str = ""  # key of the summary value whose ratio to the first run's is shown
     title: str = ""  # replaces the card's name if it is more specific

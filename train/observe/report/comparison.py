@@ -12,12 +12,13 @@ from train.observe.report.run import Run, divergence, settled
 from train.observe.report.texts import as_text, count, percent, printable, shortened
 
 SAME_EXAMPLES = 0.01  # a smaller relative difference is ignored: an epoch need not be a multiple of the batch size
+# prefixes of the settings that determine what is learnt
 WORK = (
     "task.",
     "model.",
     "optim.",
     "seed",
-)  # prefixes of the settings that determine what is learnt
+)
 MACHINE = ("device", "instance", "world_size")
 MOST_TIMES = 1e6  # a ratio above this, or below its inverse, is an error
 
@@ -193,9 +194,8 @@ def repaid_text(run: Run, baseline: Run) -> str:
         or ours["examples"] != theirs["examples"]
     ):
         return ""
-    saved_s = (
-        theirs["train_s"] / theirs["steps"] - ours["train_s"] / ours["steps"]
-    )  # seconds per step
+    # seconds per step
+    saved_s = theirs["train_s"] / theirs["steps"] - ours["train_s"] / ours["steps"]
     spent_s = ours["compile_s"] - theirs["compile_s"]
     return (
         f", which pays off after {spent_s / saved_s:,.0f} steps"

@@ -67,15 +67,12 @@ class Evaluated:
     name: str
     metrics: Numbers = field(default_factory=dict)  # includes related numbers, such as a threshold
     labels: list[str] = field(default_factory=list)
-    per_class: dict[str, Numbers] = field(
-        default_factory=dict
-    )  # precision, recall, f1 and support by label
-    confusion: list[list[float]] = field(
-        default_factory=list
-    )  # numbers of examples [true, predicted]
-    pairs: dict[str, list[list[float]]] = field(
-        default_factory=dict
-    )  # (truth, prediction) of some rows, by target
+    # precision, recall, f1 and support by label
+    per_class: dict[str, Numbers] = field(default_factory=dict)
+    # numbers of examples [true, predicted]
+    confusion: list[list[float]] = field(default_factory=list)
+    # (truth, prediction) of some rows, by target
+    pairs: dict[str, list[list[float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         sides = {len(self.labels), len(self.confusion), *map(len, self.confusion)}
@@ -92,9 +89,8 @@ class Evaluated:
 @dataclass(frozen=True)
 class Records:
     labels: list[str] = field(default_factory=list)
-    lengths: list[float] = field(
-        default_factory=list
-    )  # lengths to which batches are padded, in tokens
+    # lengths to which batches are padded, in tokens
+    lengths: list[float] = field(default_factory=list)
     splits: list[SplitFacts] = field(default_factory=list)
     note: str = ""  # a sentence about an architecture that reads padding
     step: int | None = None  # step of the evaluation

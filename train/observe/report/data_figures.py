@@ -13,10 +13,11 @@ from train.observe.report.texts import file_name, printable, shortened
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# a heat map with more labels than this shows no names, or no numbers
 MAX_LABELS, MAX_NUMBERED = (
     40,
     12,
-)  # a heat map with more labels than this shows no names, or no numbers
+)
 MAX_SCATTERED = 8  # maximum number of scatter plots per split, one for each target
 
 
@@ -57,9 +58,8 @@ def length_steps(records: Records) -> Figure:
         axes.axvline(length, **MARK)
     axes.plot([], [], **MARK, label=" padded to")
     ticks = [0, *max((split.up_to for split in records.splits), key=len)]
-    axes.set_xscale(
-        "symlog", base=2, linthresh=ticks[1], linscale=0.5
-    )  # longer rows have wider bins
+    # longer rows have wider bins
+    axes.set_xscale("symlog", base=2, linthresh=ticks[1], linscale=0.5)
     axes.set_xticks(ticks[:: math.ceil(len(ticks) / 12)], minor=False)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xticks([], minor=True)
@@ -74,9 +74,8 @@ def heat_map(evaluated: Evaluated) -> Figure:
     """Draw the confusion matrix, coloured by the share of the true label's examples, with numbers if they fit."""
     rows = evaluated.confusion
     shares = [[value / (sum(row) or 1) for value in row] for row in rows]
-    inch = (
-        0.5 if len(rows) <= MAX_NUMBERED else 0.17 if len(rows) <= MAX_LABELS else 0.0
-    )  # height of a row of text
+    # height of a row of text
+    inch = 0.5 if len(rows) <= MAX_NUMBERED else 0.17 if len(rows) <= MAX_LABELS else 0.0
     size = max(WIDTH, 2 + inch * len(rows))
     title = f"Confusion: {printable(evaluated.name)}"
     figure, axes = axes_of(title, width=size, height=size - 0.5, xlabel="predicted", ylabel="true")

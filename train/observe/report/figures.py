@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# Okabe-Ito: safe for colour-blind eyes
 COLOURS = (
     "#0072B2",
     "#D55E00",
@@ -27,7 +28,7 @@ COLOURS = (
     "#CC79A7",
     "#E69F00",
     "#56B4E9",
-)  # Okabe-Ito: safe for colour-blind eyes
+)
 DASHES = ("-", "--", ":", "-.")  # runs 7 to 12 are dashed, and so on
 MAX_POINTS = 200  # per curve: in a figure 600 px wide, more points only add noise and file size
 MARK: Any = {"linestyle": (0, (6, 3)), "lw": 1.2, "color": "#555555"}  # style of reference lines
@@ -233,9 +234,8 @@ def style() -> Iterator[None]:
     from matplotlib import rc_context
 
     with rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="Glyph .* missing"
-        )  # Matplotlib draws a box; the HTML shows the name
+        # Matplotlib draws a box; the HTML shows the name
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
         yield
 
 
@@ -287,9 +287,8 @@ def draw(panel: Panel, runs: list[Run], x: str) -> bytes | None:
         widths = [len(name) + 7 for name in named]  # widths in characters; about 60 fit in a row
         columns = len(widths) if sum(widths) <= 60 else max(1, 60 // max(widths))
         figure.legend(loc="outside lower center", ncols=columns)
-        figure.set_figheight(
-            3.0 + 0.19 * math.ceil(len(handles) / columns)
-        )  # a long legend must not squeeze the axes
+        # a long legend must not squeeze the axes
+        figure.set_figheight(3.0 + 0.19 * math.ceil(len(handles) / columns))
     return png_of(figure)
 
 

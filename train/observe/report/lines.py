@@ -137,17 +137,14 @@ class Attempt:
     """Facts about an attempt, from all its lines, including superseded ones."""
 
     last: Line  # its newest line
-    step: int = (
-        0  # its last step, from its newest train, eval or summary line, or a later checkpoint line
-    )
+    # its last step, from its newest train, eval or summary line, or a later checkpoint line
+    step: int = 0
     is_step_known: bool = False
     has_steps: bool = False  # whether it has a train line or a summary
-    newest: Line = field(
-        default_factory=dict
-    )  # the newest known cost_usd and goodput, from any line
-    trained: Line = field(
-        default_factory=dict
-    )  # from train lines: newest known values, summed compile_s, mean mfu
+    # the newest known cost_usd and goodput, from any line
+    newest: Line = field(default_factory=dict)
+    # from train lines: newest known values, summed compile_s, mean mfu
+    trained: Line = field(default_factory=dict)
     flops_s: float = 0.0  # the sum of MFU x seconds in steps
     known_s: float = 0.0  # seconds in steps for which the MFU is known
 
@@ -219,18 +216,16 @@ class Faults:
 class Reading:
     """The lines of a run, which must be added newest first."""
 
-    told: Callable[
-        [list[Line]], set[int | None]
-    ]  # returns the steps whose evaluations must be kept
+    # returns the steps whose evaluations must be kept
+    told: Callable[[list[Line]], set[int | None]]
     by_number: dict[int, Attempt] = field(default_factory=dict)
     curve: Curve = field(default_factory=Curve)
     evaluations: list[Line] = field(default_factory=list)
     summaries: list[Line] = field(default_factory=list)
     saves: Saves = field(default_factory=Saves)
     faults: Faults = field(default_factory=Faults)
-    reached: dict[str, int] = field(
-        default_factory=dict
-    )  # lowest step so far, by kind: train or eval
+    # lowest step so far, by kind: train or eval
+    reached: dict[str, int] = field(default_factory=dict)
 
     def add(self, line: Line) -> None:
         kind, step = line["kind"], line["step"]

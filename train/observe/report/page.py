@@ -209,9 +209,8 @@ def samples_of(run: Run) -> samples.Samples | None:
 
 def shown_figures(figures: Sequence[tuple[str, str, bytes]]) -> list[tuple[str, str, int]]:
     """Return (title, PNG in base64, minimum width in pixels) per figure. At this width, 1/72 inch is a pixel."""
-    widths = [
-        int.from_bytes(png[16:20], "big") * 72 // DPI for _, _, png in figures
-    ]  # read from the header of a PNG
+    # read from the header of a PNG
+    widths = [int.from_bytes(png[16:20], "big") * 72 // DPI for _, _, png in figures]
     encoded = [(title, base64.b64encode(png).decode()) for _, title, png in figures]
     return [(*each, width) for each, width in zip(encoded, widths, strict=True)]
 

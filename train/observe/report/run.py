@@ -50,20 +50,17 @@ class Run:
     config: dict[str, Any]  # settings by dotted key, such as "optim.lr"
     environment: dict[str, Any]  # environment.json, by dotted key
     attempts: list[Attempt] = field(default_factory=list)  # from all lines, for times and costs
-    train: list[Line] = field(
-        default_factory=list
-    )  # train lines for the curves, without superseded ones
+    # train lines for the curves, without superseded ones
+    train: list[Line] = field(default_factory=list)
     evaluations: list[Line] = field(default_factory=list)  # eval lines, without superseded ones
     summaries: list[Line] = field(default_factory=list)
     saves: Saves = field(default_factory=Saves)
     faults: Faults = field(default_factory=Faults)
     records: Records | None = None  # None if there is neither data.json nor evaluation.json
-    outcome: dict[str, Any] = field(
-        default_factory=dict
-    )  # how the last attempt ended; {}: running or killed
-    exported_step: int | None = (
-        None  # step of the exported weights; None if there is no export or it has no step
-    )
+    # how the last attempt ended; {}: running or killed
+    outcome: dict[str, Any] = field(default_factory=dict)
+    # step of the exported weights; None if there is no export or it has no step
+    exported_step: int | None = None
     label: str = ""  # the run's name in a report
 
     def add(self, lines: Iterable[Line]) -> None:
@@ -184,13 +181,14 @@ def mean(pairs: list[tuple[float | None, float | None]]) -> float | None:
 # ---- summary -------------------------------------------------------------------------------------------------------
 
 MODEL_SIZES = (("{} layers", "model.num_layers"), ("hidden size {}", "model.hidden_size"))
+# numbers
 OF_ENVIRONMENT = (
     "parameters",
     "world_size",
     "seq_len",
     "unigram_entropy",
     "neighbour_accuracy",
-)  # numbers
+)
 OF_PLAN = ("global_batch_size", "micro_batch_size", "accumulation")
 OF_SUMMARY = (
     "bubble_share",
@@ -245,9 +243,8 @@ def summarise(run: Run) -> Summary:
 def setting(run: Run) -> Summary:
     """Return what was trained, on which data and machines. Instead of auto, return the value that was used."""
     config, environment = run.config, run.environment
-    from_elsewhere = config.get("model.pretrained") or config.get(
-        "model.init_from"
-    )  # then the architecture is unknown
+    # then the architecture is unknown
+    from_elsewhere = config.get("model.pretrained") or config.get("model.init_from")
     model = from_elsewhere or config.get("model.architecture")
     shape = [form.format(config[key]) for form, key in MODEL_SIZES if config.get(key)]
     device = environment.get("device")
@@ -283,13 +280,11 @@ def speed(run: Run) -> Summary:
     batch = number(environment, "plan.global_batch_size")
     if batch and examples is not None:  # a stopped run may lack a line for its last steps
         examples += batch * max(0, steps - run.train[-1]["step"])
-    once = (
-        examples if len(run.attempts) == 1 else None
-    )  # `examples` leaves out redone steps, `train_s` does not
+    # `examples` leaves out redone steps, `train_s` does not
+    once = examples if len(run.attempts) == 1 else None
     without_summary = sum(attempt.last["kind"] != "summary" for attempt in run.attempts)
-    is_cpu = str(environment.get("device")).startswith(
-        "cpu"
-    )  # with or without XLA: device memory is host memory
+    # with or without XLA: device memory is host memory
+    is_cpu = str(environment.get("device")).startswith("cpu")
     peaks = number_list(newest_summary(run), "peak_bytes_of_ranks")
     return {
         "steps": steps,

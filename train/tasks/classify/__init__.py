@@ -15,11 +15,11 @@ class ClassifyConfig(TaskConfig):
     """Classification: one label for a text or a pair of texts."""
 
     kind: str = "classify"
-    class_weights: Any = None  # The loss weights of the labels, in their order, such as [1,5,0.5]; balanced computes
-    # rows / (labels * rows of the label) from the training data, and None weights all labels equally.
-    label_smoothing: float = setting(
-        0.0, least=0, below=1
-    )  # The share of the target that is spread over all labels.
+    # The loss weights of the labels, in their order, such as [1,5,0.5]; balanced computes rows / (labels * rows of the
+    # label) from the training data, and None weights all labels equally.
+    class_weights: Any = None
+    # The share of the target that is spread over all labels.
+    label_smoothing: float = setting(0.0, least=0, below=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -78,13 +78,14 @@ class Classification(TextTask):
     """One of several labels for a text. A prediction has "id", "label" (if known), "prediction", "probabilities"."""
 
     columns = {"labels": "label"}
+    # and f1 with two labels
     metric_names = (
         "loss",
         "accuracy",
         "f1_macro",
         "f1_weighted",
         "matthews_correlation",
-    )  # and f1 with two labels
+    )
 
     def __init__(self, cfg: ClassifyConfig, sizes: Sizes) -> None:
         super().__init__(cfg, sizes)
@@ -211,9 +212,8 @@ def class_weights(
         not absent,
         f"task.class_weights=balanced: no training row has the label {shortlist(absent)}; give numbers",
     )
-    return (counts.sum() / (len(labels) * counts)).astype(
-        np.float32
-    )  # as scikit-learn's "balanced"
+    # as scikit-learn's "balanced"
+    return (counts.sum() / (len(labels) * counts)).astype(np.float32)
 
 
 def check_each(key: str, values: Sequence[float], labels: Sequence[str]) -> None:

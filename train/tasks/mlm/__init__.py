@@ -15,20 +15,17 @@ class MLMConfig(TaskConfig):
 
     learns_from: ClassVar[type[ShardsConfig]] = ShardsConfig
     kind: str = "mlm"
-    mask_rate: float = setting(
-        0.15, above=0, below=1
-    )  # The share of a sequence's tokens to predict.
-    eval_mask_rate: float | None = setting(
-        None, above=0, below=1
-    )  # The mask_rate in evaluations; None uses mask_rate.
-    max_ngram: int = setting(
-        3, above=0
-    )  # The maximum number of consecutive tokens (or whole words) that are masked
-    # together; runs of n have a probability proportional to 1/n. A maximum of 1 is BERT's masking.
-    whole_word: bool = False  # Mask whole words instead of tokens.
-    sop: bool = (
-        False  # Also predict the order of two segments. The two losses have the same weight.
-    )
+    # The share of a sequence's tokens to predict.
+    mask_rate: float = setting(0.15, above=0, below=1)
+    # The mask_rate in evaluations; None uses mask_rate.
+    eval_mask_rate: float | None = setting(None, above=0, below=1)
+    # The maximum number of consecutive tokens (or whole words) that are masked together; runs of n have a probability
+    # proportional to 1/n. A maximum of 1 is BERT's masking.
+    max_ngram: int = setting(3, above=0)
+    # Mask whole words instead of tokens.
+    whole_word: bool = False
+    # Also predict the order of two segments. The two losses have the same weight.
+    sop: bool = False
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
         predictions = max(1, round(seq_len * self.mask_rate))

@@ -305,9 +305,12 @@ def scores(logits: Tensor, labels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Blank:
-    position: int  # the index in the sequence
-    token: int  # the hidden token
-    guesses: list[tuple[int, float]]  # tokens with their probabilities, the highest first
+    # the index in the sequence
+    position: int
+    # the hidden token
+    token: int
+    # tokens with their probabilities, the highest first
+    guesses: list[tuple[int, float]]
 
 
 def blanks_of(positions: Tensor, labels: Tensor, guesses: Tensor, shares: Tensor) -> list[Blank]:
@@ -330,9 +333,8 @@ class Spelling:
 
     def piece(self, token: int) -> str:
         spelled = self.tokenizer.id_to_token(token) or f"token {token}"
-        spaces = len(spelled) - len(
-            spelled.lstrip("▁Ġ")
-        )  # shown, since without them it is another token
+        # shown, since without them it is another token
+        spaces = len(spelled) - len(spelled.lstrip("▁Ġ"))
         return excerpt(SPACE * spaces + self.tokenizer.decode([token]).strip() or spelled)
 
     def sample(self, tokens: np.ndarray, blanks: Sequence[Blank]) -> Sample:

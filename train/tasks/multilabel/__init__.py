@@ -8,10 +8,11 @@ from typing import Any
 from train.config import HeadSize, TaskConfig, check
 from train.tasks.spec import LOSS, Metric, TaskSpec
 
+# values of task.threshold that choose it on the validation data
 CHOSEN = (
     "best",
     "best_per_label",
-)  # values of task.threshold that choose it on the validation data
+)
 
 
 def are_numbers(values: Any) -> bool:
@@ -25,13 +26,12 @@ class MultiLabelConfig(TaskConfig):
     """Multi-label classification: any number of labels, or none, for a text or a pair of texts."""
 
     kind: str = "multilabel"
-    positive_weights: Any = (
-        None  # The weights in the loss of texts that have a label, one for each label in order;
-    )
-    # texts without it have weight 1. balanced computes rows without the label / rows with it from the training data;
-    # None uses 1.
-    threshold: Any = 0.5  # The minimum probability at which a label is predicted, or a list of these, one for each
-    # label; best (one for all, by micro F1) and best_per_label choose it on the validation data. The export keeps it.
+    # The weights in the loss of texts that have a label, one for each label in order; texts without it have weight 1.
+    # balanced computes rows without the label / rows with it from the training data; None uses 1.
+    positive_weights: Any = None
+    # The minimum probability at which a label is predicted, or a list of these, one for each label; best (one for all,
+    # by micro F1) and best_per_label choose it on the validation data. The export keeps it.
+    threshold: Any = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -71,7 +71,8 @@ class MultiLabel(TextTask):
 
     columns = {"labels": "label"}
     metric_names = ("loss", "f1_micro", "f1_macro", "average_precision", "subset_accuracy")
-    weights: Tensor | None = None  # [C]
+    # [C]
+    weights: Tensor | None = None
 
     def __init__(self, cfg: MultiLabelConfig, sizes: Sizes) -> None:
         super().__init__(cfg, sizes)

@@ -13,10 +13,9 @@ class NERConfig(TaskConfig):
     """Token classification: a tag for each word, such as B-PER where a name begins, I-PER inside it, O elsewhere."""
 
     kind: str = "ner"
-    scheme: str = setting(
-        "entities", among=("entities", "none")
-    )  # The form of the tags: entities expects O, or
-    # a type after B-, I- and so on (IOB2, BIOES, BILOU); none allows others, such as parts of speech, scored per word.
+    # The form of the tags: entities expects O, or a type after B-, I- and so on (IOB2, BIOES, BILOU); none allows
+    # others, such as parts of speech, scored per word.
+    scheme: str = setting("entities", among=("entities", "none"))
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
         return HeadSize(token_labels=labels or 9)  # the number of tags in CoNLL-2003

@@ -129,9 +129,8 @@ def first_tokens(encoding: Encoding, words: Sequence[str]) -> tuple[np.ndarray, 
     tokens = np.searchsorted(offsets[:, 1], begins, side="right")
     begins_of_tokens = np.append(offsets[:, 0], np.iinfo(np.int64).max)[tokens]
     read = np.flatnonzero(begins_of_tokens < ends)
-    tokens, kept = np.unique(
-        tokens[read], return_index=True
-    )  # a token that spans two words belongs to the first
+    # a token that spans two words belongs to the first
+    tokens, kept = np.unique(tokens[read], return_index=True)
     return read[kept], tokens + first
 
 

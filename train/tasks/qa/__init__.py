@@ -13,21 +13,17 @@ class QAConfig(TaskConfig):
     """Question answering with a span of a context, as in SQuAD. Long contexts are read in overlapping windows."""
 
     kind: str = "qa"
-    stride: int = setting(
-        128, above=0
-    )  # The number of tokens that two neighbouring windows of a context share.
-    max_question_tokens: int = setting(
-        64, above=0
-    )  # The maximum number of tokens in a question; longer ones are cut,
-    # and the log counts them.
-    max_answer_tokens: int = setting(
-        30, above=0
-    )  # The maximum number of tokens in an answer of the model.
-    unanswerable: bool = False  # Allow questions without an answer, as in SQuAD v2.
-    null_threshold: float | None = (
-        None  # The margin by which "no answer" must outscore the best span to be chosen, in
-    )
-    # SQuAD v2; None uses 0 in evaluations, and in train.predict the margin with the best F1 on the validation data.
+    # The number of tokens that two neighbouring windows of a context share.
+    stride: int = setting(128, above=0)
+    # The maximum number of tokens in a question; longer ones are cut, and the log counts them.
+    max_question_tokens: int = setting(64, above=0)
+    # The maximum number of tokens in an answer of the model.
+    max_answer_tokens: int = setting(30, above=0)
+    # Allow questions without an answer, as in SQuAD v2.
+    unanswerable: bool = False
+    # The margin by which "no answer" must outscore the best span to be chosen, in SQuAD v2; None uses 0 in evaluations,
+    # and in baretrain predict the margin with the best F1 on the validation data.
+    null_threshold: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

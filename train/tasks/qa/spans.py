@@ -59,15 +59,18 @@ def score(given: str, wanted: Sequence[str], *, v2: bool = False) -> tuple[float
 class WindowScores:
     """The scores of a model for one window of a context."""
 
-    null_score: float  # sum of the start and end logits of [CLS]
-    start_scores: np.ndarray  # [k], with LOWEST outside of the context
-    starts: np.ndarray  # [k] int64: tokens of the window
+    # sum of the start and end logits of [CLS]
+    null_score: float
+    # [k], with LOWEST outside of the context
+    start_scores: np.ndarray
+    # [k] int64: tokens of the window
+    starts: np.ndarray
     end_scores: np.ndarray
     ends: np.ndarray
-    context_first: int  # the first token of `offsets`
-    offsets: (
-        np.ndarray
-    )  # [tokens of the context, 2]: begin and end of each token, in characters of the context
+    # the first token of `offsets`
+    context_first: int
+    # [tokens of the context, 2]: begin and end of each token, in characters of the context
+    offsets: np.ndarray
 
     @staticmethod
     def of(statistics: np.ndarray, context_first: int, offsets: np.ndarray) -> WindowScores:
@@ -93,8 +96,10 @@ class WindowScores:
 @dataclass(frozen=True)
 class Span:
     text: str
-    score: float  # the sum of its start logit and its end logit
-    begin: int  # the index of its first character in the context
+    # the sum of its start logit and its end logit
+    score: float
+    # the index of its first character in the context
+    begin: int
 
 
 @dataclass(frozen=True)

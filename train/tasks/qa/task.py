@@ -27,9 +27,8 @@ from train.tasks.qa.windows import QAFeaturizer
 from train.tasks.texts import Sizes
 from train.tasks.topk import topk
 
-N_BEST = (
-    20  # candidate answers per question, as in SQuAD's scripts; more would only increase transfers
-)
+# candidate answers per question, as in SQuAD's scripts; more would only increase transfers
+N_BEST = 20
 # ---- scores to answers ---------------------------------------------------------------------------------------------
 
 
@@ -49,7 +48,8 @@ class Answered:
     """A question with the model's answers."""
 
     id: str
-    wanted: list[str]  # right answers; empty if the question has none or they are unknown
+    # right answers; empty if the question has none or they are unknown
+    wanted: list[str]
     predicted: spans.Answers
 
 
@@ -150,9 +150,8 @@ class QuestionAnswering(TextTask):
     def choose(self, rows: np.ndarray, metrics: Mapping[str, float]) -> dict[str, Any]:
         if not self.cfg.unanswerable or self.cfg.null_threshold is not None:
             return {}
-        margin = metrics[
-            "best_f1_threshold"
-        ]  # infinite if a question has no span; no score exceeds LOWEST
+        # infinite if a question has no span; no score exceeds LOWEST
+        margin = metrics["best_f1_threshold"]
         return {"null_threshold": float(np.clip(margin, spans.LOWEST, -spans.LOWEST))}
 
     # ---- predictions -----------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ class RegressConfig(TaskConfig):
     """Regression: one or several numbers for a text or a pair of texts."""
 
     kind: str = "regress"
-    standardize: bool = True  # Learn (target - mean) / standard deviation of the training rows; the export predicts in
-    # the units of the data.
+    # Learn (target - mean) / standard deviation of the training rows; the export predicts in the units of the data.
+    standardize: bool = True
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
         return HeadSize(labels=labels or 1)

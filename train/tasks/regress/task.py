@@ -113,9 +113,8 @@ class Regression(TextTask):
 
     columns = {"labels": "label"}
     metric_names = ("loss", *NAMES)
-    scale: Scale | None = (
-        None  # the scale of the head's outputs; None: they are in the units of the data
-    )
+    # the scale of the head's outputs; None: they are in the units of the data
+    scale: Scale | None = None
 
     def __init__(self, cfg: RegressConfig, sizes: Sizes) -> None:
         super().__init__(cfg, sizes)
@@ -143,9 +142,8 @@ class Regression(TextTask):
             not (cfg.data.labels or cfg.data.label_map),
             "data.labels and data.label_map name classes; task=regress learns numbers: leave them out",
         )
-        if (
-            cfg.data.train == NO_ROWS and self.sizes.config.num_labels == 1
-        ):  # the model's config names the target
+        # the model's config names the target
+        if cfg.data.train == NO_ROWS and self.sizes.config.num_labels == 1:
             names = names_of_head(self.sizes.config)
         self.use_targets(names if isinstance(names, list) else [names])
         super().open(cfg)

@@ -1,1 +1,1 @@
-"""The command `python -m train.bench`, which measures how fast a configuration trains on this machine."""
+"""The command `baretrain bench`, which measures how fast a configuration trains on this machine."""

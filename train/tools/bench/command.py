@@ -1,4 +1,4 @@
-"""The command line of `python -m train.bench key=value ...`, which works with or without torchrun."""
+"""The command line of `baretrain bench key=value ...`, which works with or without torchrun."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "Measure how fast a run would train on this machine. It trains for a few steps and saves nothing.",
         examples=(
             "experiment=demo output=bench.json",
-            "torchrun --standalone --nproc-per-node=8 -m train.bench experiment=albert_pretrain instance=p5.48xlarge",
+            "torchrun --standalone --nproc-per-node=8 -m train bench experiment=albert_pretrain instance=p5.48xlarge",
             "experiment=albert_pretrain global_batch_size=512 micro_batch_size=64 instance=p5.4xlarge",
         ),
         keys=USED,
@@ -49,9 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def act(cfg: BenchConfig, settings: Sequence[str]) -> int:
-    if (
-        cfg.output is not None
-    ):  # Check the path now, so that a long measurement is not lost at its end.
+    # Check the path now, so that a long measurement is not lost at its end.
+    if cfg.output is not None:
         file = local_path(cfg.output)
         check(not file.is_dir(), f"output={cfg.output} is a folder; it must be the name of a file")
         folder = file.parent

@@ -1,4 +1,4 @@
-"""Settings of `train.bench`: a run's settings, and the number of steps to measure."""
+"""Settings of `baretrain bench`: a run's settings, and the number of steps to measure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ MOST_WINDOWS = 5  # The median and extremes are taken over at most this many win
 
 @dataclass(kw_only=True)
 class BenchConfig(TrainConfig):
-    """The settings of a measurement. `python -m train.bench --cfg job` prints them."""
+    """The settings of a measurement. `baretrain bench --cfg job` prints them."""
 
-    steps: int = setting(50, above=0)  # The number of optimizer steps that are timed.
-    warmup: int = setting(
-        10, least=1
-    )  # The minimum number of steps before the timed ones, for compiling graphs.
-    output: str | None = None  # The JSON file for all figures; None only prints the table.
+    # The number of optimizer steps that are timed.
+    steps: int = setting(50, above=0)
+    # The minimum number of steps before the timed ones, for compiling graphs.
+    warmup: int = setting(10, least=1)
+    # The JSON file for all figures; None only prints the table.
+    output: str | None = None
 
     @property
     def window(self) -> int:

@@ -37,13 +37,14 @@ from train.tools.bench.speeds import Peak, TimedSteps, cost, speeds, table
 
 logger = logging.getLogger("train")
 MEASURED = "measured"  # the reason why the run stops
+# n of the n x n matrices that are multiplied to measure the peak
 SIZES = (
     512,
     1024,
     2048,
     4096,
     8192,
-)  # n of the n x n matrices that are multiplied to measure the peak
+)
 LONG_ENOUGH_S = 0.05  # If a product takes more seconds than this, larger matrices would not reach a higher speed.
 REPEATS = 8
 
@@ -89,9 +90,8 @@ def write(cfg: BenchConfig, content: dict[str, Any]) -> None:
 
 def short_run(cfg: BenchConfig, folder: str) -> TrainConfig:
     """Return the run's settings with a log line after each window, and without evaluations, saves and exports."""
-    enough = (
-        cfg.untimed + cfg.steps + 2
-    )  # The run is asked to stop in the last timed step, and stops one step later.
+    # The run is asked to stop in the last timed step, and stops one step later.
+    enough = cfg.untimed + cfg.steps + 2
     return replace(
         cfg,
         run_dir=folder,
