@@ -1,78 +1,91 @@
 """The command `baretrain ami neuron | cuda key=value ...`: it plans a machine image, and builds it with build=true.
 
-The subcommands list, verify, promote, prune and clean are in ami/commands.py.
+`promote` lets launches use an image; `manifest` and `restore` run on an image while it is built.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from ami import commands
-from ami.build import build
+from ami import manifest, promote
+from ami.build import plan_and_build
 from ami.config import IMAGES, AmiConfig
-from ami.plan import make_plan, plan_lines
-from launch.ec2.api import Api
 from train.config import InputError
-from train.machine.console import say
 from train.run import compose as cli
-from train.run.command import guarded
+from train.run.command import Parser, command_parser, guarded
 
-USED = ("base", "build", "regions", "subnet", "compile_cache", "wheel")
+USED = ("base", "build", "regions", "subnet", "compile_cache")
+EXAMPLES = ("neuron", "neuron base=ubuntu regions=[us-east-1,us-west-2] build=true")
+IMAGE = "ami-0123456789abcdef0"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if arguments and arguments[0] in commands.COMMANDS:
-        return commands.main(arguments)
-    cli.add_schema(AmiConfig, "ami", [])
-    others = list(commands.COMMANDS)[:5]  # the remaining commands are for use on an image
-    parser = cli.settings_parser(
-        "ami",
-        AmiConfig,
-        "Plan a machine image, neuron or cuda; build=true builds it (needs Packer). Other commands: "
-        f"{' | '.join(others)}.",
-        examples=(
-            "neuron",
-            "neuron base=ubuntu regions=[us-east-1,us-west-2] build=true",
-            "promote ami-... --yes",
-        ),
-        keys=USED,
-    )
-    names = [each for each in arguments if each in IMAGES]
-    rest = [each for each in arguments if each not in IMAGES]
-    given = [f"image={names[0]}", f"instance={IMAGES[names[0]]}"] if len(names) == 1 else []
-    is_help = any(each in ("-h", "--help", "--version") for each in rest)
+@dataclass(frozen=True)
+class Command:
+    purpose: str
+    examples: tuple[str, ...]
+    add_flags: Callable[[Parser], None]
+    act: Callable[[argparse.Namespace], int]
 
-    def reject() -> int:
-        words = " ".join(arguments) or "nothing"
-        raise InputError(
-            f"{words}: name one image, {' or '.join(IMAGES)}, or one of {', '.join(others)}"
+
+COMMANDS = {
+    "promote": Command(
+        "Make launch use an image; to go back, promote an older one.",
+        (IMAGE, f"{IMAGE} --region us-east-1 --region us-west-2 --yes"),
+        promote.add_flags,
+        promote.promote,
+    ),
+    "manifest": Command(
+        "On an image: write the installed versions.",
+        ("manifest.json",),
+        manifest.manifest_flags,
+        manifest.write_manifest,
+    ),
+    "restore": Command(
+        "On an image: copy a compile cache from S3.",
+        ("s3://bucket/cache /tmp/cache",),
+        manifest.restore_flags,
+        manifest.restore,
+    ),
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    words = list(arguments)
+    first = words[0] if words else "nothing"
+    if first in COMMANDS:
+        return act(first, words[1:])
+    if first in IMAGES:
+        given = [f"image={first}", f"instance={IMAGES[first]}"]
+        return cli.run(
+            AmiConfig, plan_and_build, settings_parser(), arguments=words[1:], given=given
         )
+    if first in ("-h", "--help", "--version"):
+        return cli.run(AmiConfig, plan_and_build, settings_parser(), arguments=words)
+    return guarded(lambda: reject(first))
 
-    if not given and not is_help:
-        return guarded(reject)
-    return cli.run(AmiConfig, plan_and_build, parser, arguments=rest, given=given)
 
-
-def plan_and_build(cfg: AmiConfig) -> int:
-    """Show the plan of a build and, with build=true, run it."""
-    api = Api()
-    plan = make_plan(api, cfg, datetime.now(UTC))
-    say(*plan_lines(plan))
-    if not cfg.build:
-        say("nothing was started; build=true builds the image")
-        return cli.DONE
-    images = build(api, plan)
-    for region, image in images.items():
-        say(f"made {image} in {region}")
-    regions = " ".join(f"--region {region}" for region in images)
-    say(
-        f"to let launch use it: baretrain ami promote {images[plan.variables['region']]} {regions} --yes"
+def settings_parser() -> Parser:
+    cli.add_schema(AmiConfig, "ami", [])
+    purpose = (
+        "Plan a machine image, neuron or cuda; build=true builds it (needs Packer). Then: promote."
     )
-    return cli.DONE
+    return cli.settings_parser("ami", AmiConfig, purpose, examples=EXAMPLES, keys=USED)
+
+
+def act(name: str, arguments: Sequence[str]) -> int:
+    """Run one of COMMANDS; return the exit code."""
+    command = COMMANDS[name]
+    parser = command_parser(f"ami {name}", command.purpose, examples=command.examples)
+    command.add_flags(parser)
+    return guarded(lambda: command.act(parser.parse_args(arguments)))
+
+
+def reject(first: str) -> int:
+    raise InputError(f"{first}: name an image, {' or '.join(IMAGES)}, or a command, promote")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

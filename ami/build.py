@@ -1,111 +1,129 @@
-"""Building an image with Packer, and removing resources that a build leaves behind."""
+"""The plan of an image, and its build with Packer."""
 
 from __future__ import annotations
 
 import json
-import time
-from functools import partial
+import shutil
+import subprocess
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
-from ami import packer
-from ami.config import MAX_MINUTES
+from ami.config import MAX_MINUTES, AmiConfig
 from ami.files import HERE, write_files
-from ami.images import MINUTES, TAG, faults, find_by_name
-from ami.plan import BUILD, ImagePlan
+from launch.ec2.account import KIND_TAG, SDK_TAG
 from launch.ec2.api import Api
-from launch.ec2.sweep import GONE, Resource, delete, find, sweep
-from train.config import Failure
+from train.config import Failure, InputError
+from train.machine.console import say
+from train.machine.environment import commit
 from train.machine.versions import read_versions
-from train.storage.aws_errors import Rejected
+from train.run.command import DONE
 from train.storage.folders import scratch_folder
 
-# kinds of EC2 resources that Packer makes
-KINDS = (
-    "instance",
-    "volume",
-    "security-group",
-    "key-pair",
-)
-ROLE = "packer-"  # prefix of the roles that Packer makes
+DEPRECATE_DAYS = 365  # EC2 marks the image as deprecated after this time
+PACKER = "Packer 1.10 or newer is needed: https://developer.hashicorp.com/packer/install"
 
 
-def build(api: Api, plan: ImagePlan) -> dict[str, str]:
-    """Build the image; return its ids by region. The build's temporary resources are removed afterwards."""
-    program, values, started = packer.find_packer(), plan.variables, time.monotonic()
+def plan_and_build(cfg: AmiConfig) -> int:
+    """Print what would be built, without asking AWS. With build=true, build it."""
+    values = variables(cfg, datetime.now(UTC))
+    say(*plan_lines(cfg, values))
+    if not cfg.build:
+        say("nothing was started; build=true builds the image")
+        return DONE
+    packer = shutil.which("packer")
+    if packer is None:
+        raise InputError(f"packer is not installed. {PACKER}")
+    api = Api()
+    regions = api.regions(cfg.regions)
+    base = base_image(api, regions[0], cfg)
+    values |= {"region": regions[0], "copy_regions": regions[1:], "base_image": base}
     with scratch_folder() as folder:
+        files = write_files(folder, cfg, base, read_versions(), commit() or "none")
         file = folder / "values.pkrvars.json"
-        files = write_files(
-            folder, plan.cfg, values["base_image"], read_versions(), values["tags"][f"{TAG}commit"]
-        )
         file.write_text(json.dumps({**values, "files": str(files)}))
-        packer.run([program, "init", "."], HERE)
-        try:
-            command = [program, "build", "-color=false", f"-var-file={file}", "."]
-            packer.run(command, HERE, limit_s=MAX_MINUTES * 60)
-        finally:
-            remove_left(api, values["region"], values["build_tags"][BUILD])
-    minutes, made = (time.monotonic() - started) / 60, dict[str, str]()
-    for region in (values["region"], *values["copy_regions"]):
-        image = find_by_name(api, region, plan.cfg.image, values["name"])
-        if image is None:
-            raise Failure(
-                f"Packer succeeded, but there is no {values['name']} in {region}; see baretrain ami list"
-            )
-        for fault in faults(image):
-            raise Failure(f"the image {image.id} in {region} {fault}")
-        api.ask(
-            region,
-            "create_tags",
-            Resources=[image.id],
-            Tags=[{"Key": MINUTES, "Value": f"{minutes:.0f}"}],
+        run([packer, "init", "."], HERE)
+        run([packer, "build", "-color=false", f"-var-file={file}", "."], HERE)
+    say(
+        "Packer has printed the ids of the images; baretrain ami promote ID --yes lets launch use one"
+    )
+    return DONE
+
+
+def variables(cfg: AmiConfig, now: datetime) -> dict[str, Any]:
+    """Return the variables of ami/variables.pkr.hcl, except those that only AWS or the files decide."""
+    versions = read_versions()
+    revision = commit() or "none"
+    cache = (cfg.compile_cache or "").removeprefix("s3://")
+    bucket, _, prefix = cache.partition("/")
+    arns = [f"arn:aws:s3:::{bucket}", f"arn:aws:s3:::{bucket}/{prefix}*"]
+    tags = {
+        KIND_TAG: cfg.image,
+        "baretrain:version": versions["baretrain"],
+        "baretrain:commit": revision,
+        "baretrain:torch": versions["torch"],
+    }
+    if cfg.image == "neuron":
+        tags[SDK_TAG] = versions.sdk.name
+    return {
+        "image": cfg.image,
+        "name": f"baretrain-{cfg.image}-{now:%Y%m%d-%H%M%S}-{revision.rstrip('+')[:8]}",
+        "instance_type": cfg.instance.name,
+        "subnet": cfg.subnet or "",
+        "cache_arns": arns if bucket else [],
+        "deprecate_at": f"{now + timedelta(days=DEPRECATE_DAYS):%Y-%m-%dT%H:%M:00Z}",
+        "tags": tags,
+        "max_minutes": MAX_MINUTES,
+    }
+
+
+def plan_lines(cfg: AmiConfig, values: dict[str, Any]) -> list[str]:
+    regions = ", then copied to ".join(cfg.regions) or "the AWS profile's region"
+    limit = f"at most {MAX_MINUTES} minutes"
+    price = cfg.instance.usd_per_hour
+    if price is not None:
+        limit += f", ${price * MAX_MINUTES / 60:.2f} at ${price:.2f} an hour"
+    tags = ", ".join(
+        f"{name.removeprefix('baretrain:')} {value}" for name, value in values["tags"].items()
+    )
+    return [
+        f"image      {values['name']}, encrypted, deprecated from {values['deprecate_at'][:10]}",
+        f"base       {base_parameter(cfg) or cfg.base}",
+        f"region     {regions}",
+        f"builder    {cfg.instance.name}, reached through SSM, without public address or inbound port",
+        f"cost       {limit}; plus its snapshots, in every region, for as long as they are kept",
+        f"tags       {tags}",
+    ]
+
+
+def base_parameter(cfg: AmiConfig) -> str:
+    """Return the SSM parameter that holds the id of the base image; "" if the settings name an image."""
+    if cfg.base.startswith("ami-"):
+        return ""
+    name = "ubuntu" if cfg.base == "ubuntu" else f"{cfg.image}-dlami"
+    return read_versions().bases[name].version
+
+
+def base_image(api: Api, region: str, cfg: AmiConfig) -> str:
+    parameter = base_parameter(cfg)
+    if not parameter:
+        return cfg.base
+    answer = api.ask(region, "get_parameters", service="ssm", Names=[parameter])["Parameters"]
+    if not answer:
+        raise InputError(
+            f"{region} has no SSM parameter {parameter}: AWS may have withdrawn the image; give base=ubuntu, or "
+            "base=ami-... of an older one"
         )
-        made[region] = image.id
-    return made
+    return str(answer[0]["Value"])
 
 
-def find_left(api: Api, region: str, build_id: str | None) -> list[Resource]:
-    """Return the resources with the tag of one build or, if `build_id` is None, of any build."""
-    by = {"tag-key": [BUILD]} if build_id is None else {f"tag:{BUILD}": [build_id]}
-    left = [each for each in find(api, region, by, KINDS) if each.state not in GONE]
-    for role in api.pages(region, "list_roles", "Roles", service="iam"):
-        name = role["RoleName"]
-        if name.startswith(ROLE):
-            tags = api.pages(region, "list_role_tags", "Tags", service="iam", RoleName=name)
-            if any(tag["Key"] == BUILD and build_id in (None, tag["Value"]) for tag in tags):
-                left.append(Resource(region, "role", name, "there"))
-    return left
-
-
-def remove_left(api: Api, region: str, build_id: str | None) -> None:
-    """Remove a build's resources until two searches in a row find none. Raises Failure if some remain."""
-    # One search is not enough, since EC2 may not list new resources immediately.
-
-    def remove(left: list[Resource]) -> None:
-        delete(api, [each for each in left if each.kind != "role"])
-        for each in left:
-            if each.kind == "role":
-                remove_role(api, region, each.id)
-
-    look = partial(find_left, api, region, build_id)
-    if left := sweep(look, remove, looks=2):
-        listed = ", ".join(map(str, left))
-        raise Failure(
-            f"a build left {listed}: remove these by hand, and check with baretrain ami clean"
-        )
-
-
-def remove_role(api: Api, region: str, name: str) -> None:
-    def ask(operation: str, **parameters: Any) -> Any:
-        return api.ask(region, operation, service="iam", **parameters)
-
+def run(command: list[str], folder: Path) -> None:
+    """Run Packer. After Ctrl-C, which Packer receives too, wait until Packer has removed its resources."""
+    process = subprocess.Popen(command, cwd=folder)
     try:
-        for profile in ask("list_instance_profiles_for_role", RoleName=name)["InstanceProfiles"]:
-            its_name = profile["InstanceProfileName"]
-            ask("remove_role_from_instance_profile", InstanceProfileName=its_name, RoleName=name)
-            ask("delete_instance_profile", InstanceProfileName=its_name)
-        for policy in ask("list_role_policies", RoleName=name)["PolicyNames"]:
-            ask("delete_role_policy", RoleName=name, PolicyName=policy)
-        ask("delete_role", RoleName=name)
-    except Rejected as error:  # IAM may not yet see earlier removals; the next search repeats this
-        if error.code not in ("NoSuchEntity", "DeleteConflict"):
-            raise
+        code = process.wait()
+    except KeyboardInterrupt:
+        process.wait()
+        raise
+    if code:
+        raise Failure(f"packer {command[1]} failed (exit code {code}), see above. {PACKER}")

@@ -12,9 +12,8 @@ from pathlib import Path
 import ami
 from ami.config import AmiConfig
 from ami.packages import write_packages
-from train.config import Failure, InputError, check
+from train.config import Failure, check
 from train.machine.versions import INDEX, Versions
-from train.storage.folders import local_path, sha256_file
 
 HERE = Path(ami.__file__).parent
 ROOT = HERE.parent
@@ -32,45 +31,34 @@ def write_files(
     target = folder / FOLDER
     target.mkdir()
     shutil.copy(HERE / "provision/functions.sh", target)
-    (target / "image.env").write_text(shell_values(image_values(cfg, base_id, versions, commit)))
-    if cfg.wheel is not None:
-        shutil.copy(local_path(cfg.wheel), target)
-    else:
-        command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(target)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            raise Failure(
-                f"the wheel cannot be built ({last}); pip install hatchling, or give wheel=FILE"
-            )
-    (wheel,) = target.glob("*.whl")
-    check(
-        re.match(rf"baretrain-{re.escape(versions['baretrain'])}-", wheel.name) is not None,
-        f"{wheel.name} is not baretrain {versions['baretrain']}, the version in ami/versions.yaml",
-    )
-    write_packages(
-        target,
-        cfg.image,
-        wheel,
-        sha256_file(wheel),
-        image_constraints(cfg.image, versions),
-        versions,
-    )
+    values = image_values(cfg, base_id, versions, commit)
+    (target / "image.env").write_text(shell_values(values))
+    wheel = write_wheel(target)
+    constraints = folder / "constraints.txt"
+    constraints.write_text(image_constraints(cfg.image, versions))
+    write_packages(target, cfg.image, wheel, constraints, versions)
     return target
+
+
+def write_wheel(folder: Path) -> Path:
+    """Build baretrain's wheel from this checkout."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Failure(f"the wheel cannot be built (pip install hatchling): {done.stderr.strip()}")
+    (wheel,) = folder.glob("*.whl")
+    return wheel
 
 
 def image_constraints(image: str, versions: Versions) -> str:
     """Return the constraints: each package's tested version or, for Trainium's packages, that of Neuron's SDK."""
-    # numpy is not pinned for Trainium, since it is not known which version neuronx-cc requires.
     tested = (ROOT / "constraints.txt").read_text()
     if image == "cuda":
         return tested
+    # numpy is not pinned for Trainium, since it is not known which version neuronx-cc requires.
     own = {*versions.python_packages(), "numpy"}
-    rest = [
-        line
-        for line in tested.splitlines()
-        if line.partition("==")[0] not in own and not line.startswith("#")
-    ]
+    lines = [line for line in tested.splitlines() if not line.startswith("#")]
+    rest = [line for line in lines if line.partition("==")[0] not in own]
     return neuron_constraints(versions) + "\n".join([*rest, ""])
 
 
@@ -106,8 +94,8 @@ def image_values(cfg: AmiConfig, base_id: str, versions: Versions, commit: str) 
 def shell_values(values: Mapping[str, str]) -> str:
     """Return lines of NAME='value' for a shell. Raises InputError if a value has special characters."""
     for name, value in values.items():
-        if re.fullmatch(r"[\w.:/+-]*", value, re.ASCII) is None:
-            raise InputError(
-                f"{name}={value!r} has characters not allowed in image.env: use letters, digits, _.:/+-"
-            )
+        check(
+            re.fullmatch(r"[\w.:/+-]*", value, re.ASCII) is not None,
+            f"{name}={value!r} has characters not allowed in image.env: use letters, digits, _.:/+-",
+        )
     return "".join(f"{name}='{value}'\n" for name, value in values.items())

@@ -51,24 +51,23 @@ source "amazon-ebs" "machine" {
 
   encrypt_boot = true
   launch_block_device_mappings {
-    device_name           = var.root_device
+    device_name           = "/dev/sda1" # of all Ubuntu images
     volume_type           = "gp3"
-    volume_size           = var.disk_gib
+    volume_size           = 150 # GiB, which EC2 rejects if the base image's volume is larger. Snapshots hold only data
     throughput            = 500
     iops                  = 4000
     encrypted             = true
     delete_on_termination = true
   }
 
-  # The builder shuts down even if Packer, or the machine on which Packer runs, is gone.
+  # The builder shuts down, and EC2 then removes it, even if Packer or the machine on which Packer runs is gone.
   user_data         = "#!/bin/sh\nshutdown -P +${var.max_minutes}\n"
   shutdown_behavior = "terminate"
 
   ami_name        = var.name
   ami_description = "baretrain"
   ami_regions     = var.copy_regions
-  tags            = var.tags
+  tags            = merge(var.tags, { "baretrain:base" = var.base_image })
   snapshot_tags   = var.tags
-  run_tags        = var.build_tags
-  run_volume_tags = var.build_tags
+  run_tags        = { Name = "${var.name} (builder)" }
 }

@@ -1,7 +1,8 @@
-"""The versions installed on an image, for /etc/baretrain/manifest.json. This module runs on the image."""
+"""Commands that run on an image while it is built: they write its versions, and fetch compiled graphs."""
 
 from __future__ import annotations
 
+import argparse
 import platform
 import re
 import subprocess
@@ -11,21 +12,57 @@ from pathlib import Path
 from typing import Any
 
 import train
-from train.config import InputError
-from train.machine.versions import Versions
+from train.config import InputError, S3Config, check
+from train.machine.console import say
+from train.machine.versions import Versions, read_versions
+from train.run.command import DONE, Parser
+from train.storage.folders import canonical_json, local_path, open_folder
 
 ENVIRONMENT = Path("/etc/baretrain/image.env")
 SYSTEM = r"aws-neuronx|efa|libfabric|linux-image|linux-aws|mdadm|nvidia|libnccl-ofi|openmpi"  # package prefixes
 EFA = Path("/opt/amazon/efa_installed_packages")
 
 
+def manifest_flags(parser: Parser) -> None:
+    parser.add_argument("file", metavar="FILE", help="file to write")
+
+
+def write_manifest(options: argparse.Namespace) -> int:
+    """Write the installed versions. Raises InputError if they differ from ami/versions.yaml."""
+    manifest = installed()
+    check_installed(manifest, read_versions())
+    local_path(options.file).write_bytes(canonical_json(manifest))
+    return DONE
+
+
+def restore_flags(parser: Parser) -> None:
+    parser.add_argument("source", metavar="URL", help="s3://bucket/prefix")
+    parser.add_argument("folder", metavar="FOLDER", help="folder to write to")
+
+
+def restore(options: argparse.Namespace) -> int:
+    """Copy a compile cache from S3."""
+    source = open_folder(options.source, S3Config())
+    target = open_folder(options.folder, S3Config())
+    names = source.names()
+    check(
+        bool(names), f"{options.source} has no files: fill the compile cache with train.precompile"
+    )
+    for name in names:
+        if target.size(name) != source.size(name):
+            target.write(name, source.read(name))
+    say(f"{len(names)} files of {options.source} are in {options.folder}")
+    return DONE
+
+
+# ---- versions --------------------------------------------------------------------------------------------------------
+
+
 def installed(environment: Path = ENVIRONMENT, efa: Path = EFA) -> dict[str, Any]:
     """Return the versions on this machine, without times, so that equal machines have equal manifests."""
     values = dict(re.findall(r"^([A-Z_]+)='(.*)'$", environment.read_text(), re.MULTILINE))
-    query = ["dpkg-query", "-W", "-f=${db:Status-Abbrev} ${Package} ${Version}\\n"]
-    listed = subprocess.run(query, capture_output=True, text=True, check=True).stdout
-    rows = [row.split() for row in listed.splitlines()]
-    version = re.search(r"EFA installer version: (\S+)", efa.read_text() if efa.is_file() else "")
+    text = efa.read_text() if efa.is_file() else ""
+    version = re.search(r"EFA installer version: (\S+)", text)
     return {
         "schema": 1,
         "image": values.get("IMAGE", ""),
@@ -35,35 +72,34 @@ def installed(environment: Path = ENVIRONMENT, efa: Path = EFA) -> dict[str, Any
         "system": platform.freedesktop_os_release().get("PRETTY_NAME", ""),
         "python": platform.python_version(),
         "efa_installer": version[1] if version else None,
-        "system_packages": {
-            row[1]: row[2] for row in rows if len(row) == 3 and re.match(SYSTEM, row[1])
-        },
-        "packages": {
-            each.name.lower(): each.version for each in metadata.distributions() if each.name
-        },
+        "system_packages": system_packages(),
+        "packages": {each.name.lower(): each.version for each in metadata.distributions()},
     }
+
+
+def system_packages() -> dict[str, str]:
+    query = ["dpkg-query", "-W", "-f=${Package} ${Version}\\n"]
+    listed = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    rows = [line.partition(" ") for line in listed.splitlines()]
+    return {name: version for name, _, version in rows if version and re.match(SYSTEM, name)}
 
 
 def check_installed(manifest: Mapping[str, Any], versions: Versions) -> None:
     """Raise InputError if a version differs from ami/versions.yaml."""
-    is_neuron, has, system = (
-        manifest["image"] == "neuron",
-        manifest["packages"],
-        manifest["system_packages"],
-    )
-    wanted = versions.python_packages() if is_neuron else {"torch": versions["torch"]}
-    begins = versions.system_packages() if is_neuron else {}
-    wrong = [
-        f"{name} {has.get(name, 'is missing')}, not {version}"
-        for name, version in wanted.items()
-        if has.get(name, "").split("+")[0] != version
-    ]
-    wrong += [
-        f"{name} {system.get(name, 'is missing')}, not {version}"
-        for name, version in begins.items()
-        if not f"{system.get(name, '')}.".startswith(f"{version}.")
-    ]
+    wanted = {"torch": versions["torch"]}
+    prefixes = dict[str, str]()
+    if manifest["image"] == "neuron":
+        wanted = versions.python_packages()
+        prefixes = versions.system_packages()
+    wrong = []
+    for name, version in wanted.items():
+        found = manifest["packages"].get(name, "is missing")
+        if found.split("+")[0] != version:
+            wrong.append(f"{name} {found}, not {version}")
+    for name, version in prefixes.items():
+        found = manifest["system_packages"].get(name, "is missing")
+        if not f"{found}.".startswith(f"{version}."):
+            wrong.append(f"{name} {found}, not {version}")
     if wrong:
-        raise InputError(
-            f"this image differs from ami/versions.yaml: {'; '.join(wrong)}; build it again"
-        )
+        listed = "; ".join(wrong)
+        raise InputError(f"this image differs from ami/versions.yaml: {listed}; build it again")

@@ -16,9 +16,11 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from train.config import Failure, InputError, check
 from train.machine.versions import INDEX, Versions
+from train.storage.folders import sha256_file
 
 NEURON = ("libneuronxla", "neuronx-cc", "torch-neuronx")  # installed only from Neuron's index
 BUILDER = "setuptools"  # builds packages that have no wheel, so it needs a hash, too
@@ -40,28 +42,21 @@ class Package:
 
 
 def write_packages(
-    folder: Path, image: str, wheel: Path, sha256: str, constraints: str, versions: Versions
+    folder: Path, image: str, wheel: Path, constraints: Path, versions: Versions
 ) -> None:
     """Write two requirements files to `folder`: the packages from PyPI, with `wheel`, and those from Neuron's index.
 
     Raises Failure if a package cannot be resolved, InputError if this machine cannot resolve packages for the image.
     """
-    python, of_neuron = find_python(versions["python"]), list[Package]()
+    python = find_python(versions["python"])
+    of_neuron = list[Package]()
     if image == "neuron":
         pinned = versions.python_packages()
-        of_neuron = resolve(
-            python,
-            "--no-deps",
-            "--index-url",
-            INDEX,
-            *(f"{name}=={pinned[name]}" for name in NEURON),
-        )
+        wanted = [f"{name}=={pinned[name]}" for name in NEURON]
+        of_neuron = resolve(python, "--no-deps", "--index-url", INDEX, *wanted)
     given = [f"{each.name} @ {each.url}#sha256={each.sha256}" for each in of_neuron]
-    file = folder.parent / "constraints.txt"
-    file.write_text(constraints)
-    found = resolve(
-        python, "--constraint", str(file), BUILDER, f"{wheel}[{EXTRAS[image]}]", *given
-    )
+    own = f"{wheel}[{EXTRAS[image]}]"
+    found = resolve(python, "--constraint", str(constraints), BUILDER, own, *given)
     known = {"baretrain", *(each.name for each in of_neuron)}
     public = [each for each in found if each.name not in known]
     for each in public:
@@ -70,9 +65,9 @@ def write_packages(
             not is_neurons,
             f"{each.name} is Neuron's, but pip found it on PyPI: add it to NEURON in ami/packages.py",
         )
-    (folder / PUBLIC).write_text(
-        f"./{wheel.name} --hash=sha256:{sha256}\n" + "".join(each.line for each in public)
-    )
+    lines = [f"./{wheel.name} --hash=sha256:{sha256_file(wheel)}\n"]
+    lines += [each.line for each in public]
+    (folder / PUBLIC).write_text("".join(lines))
     (folder / OF_NEURON).write_text("".join(each.line for each in of_neuron))
 
 
@@ -83,12 +78,14 @@ def this_python() -> str:
 
 def find_python(version: str) -> str:
     """Return the path of Python in the image's version. Raises InputError if it is missing, or on another platform."""
-    here, wanted = (sys.platform, platform.machine()), ("linux", "x86_64")
+    here = f"{sys.platform} {platform.machine()}"
     check(
-        here == wanted,
-        f"images are for {' '.join(wanted)}, not {' '.join(here)}: start the build on such a machine",
+        here == "linux x86_64",
+        f"images are for linux x86_64, not {here}: start the build on such a machine",
     )
-    path = sys.executable if this_python() == version else shutil.which(f"python{version}")
+    if this_python() == version:
+        return sys.executable
+    path = shutil.which(f"python{version}")
     if path is None:
         needed = f"the image has Python {version}, for which its packages are resolved"
         raise InputError(f"{needed}: install python{version} here")
@@ -97,46 +94,29 @@ def find_python(version: str) -> str:
 
 def resolve(python: str, *arguments: str) -> list[Package]:
     """Return the packages that pip would install. It reads no configuration file, which could name another index."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "--dry-run",
-        "--ignore-installed",
-        "--quiet",
-    ]
-    environment = {
-        **os.environ,
-        "PIP_CONFIG_FILE": os.devnull,
-        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-    }
+    command = [sys.executable, "-m", "pip", "--python", python, "install", "--dry-run"]
+    command += ["--ignore-installed", "--quiet", "--report", "-", *arguments]
+    environment = {**os.environ, "PIP_CONFIG_FILE": os.devnull}
+    environment["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
     environment.pop("PIP_EXTRA_INDEX_URL", None)
-    command += ["--report", "-", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
-        last = (
-            errors[-1].removeprefix("ERROR: ")
-            if errors
-            else (done.stderr.strip().splitlines() or ["no output"])[-1]
-        )
+        said = "".join(errors[-1:]).removeprefix("ERROR: ") or done.stderr.strip()
         raise Failure(
-            f"the packages of the image cannot be resolved ({last}); nothing was started"
+            f"the packages of the image cannot be resolved ({said}); nothing was started"
         )
-    packages = []
-    for each in json.loads(done.stdout)["install"]:
-        about, source = each["metadata"], each["download_info"]
-        digest = source.get("archive_info", {}).get("hashes", {}).get("sha256", "")
-        name = re.sub(r"[-_.]+", "-", about["name"]).lower()
-        is_plain = re.fullmatch(
-            r"[a-z0-9-]+ [\w.!+-]+ [0-9a-f]{64}", f"{name} {about['version']} {digest}", re.ASCII
-        )
-        if is_plain is None and name != "baretrain":
-            raise Failure(
-                f"{name} {about['version']!r} has an unusual version or no sha256: nothing was started"
-            )
-        packages.append(Package(name, about["version"], digest, source["url"]))
-    return packages
+    return [package_of(each) for each in json.loads(done.stdout)["install"]]
+
+
+def package_of(entry: dict[str, Any]) -> Package:
+    """Return a package of pip's report. Raises Failure if it has no sha256, or characters that mean more to pip."""
+    about = entry["metadata"]
+    source = entry["download_info"]
+    digest = source.get("archive_info", {}).get("hashes", {}).get("sha256", "")
+    name = re.sub(r"[-_.]+", "-", about["name"]).lower()
+    shown = f"{name} {about['version']} {digest}"
+    is_plain = re.fullmatch(r"[a-z0-9-]+ [\w.!+-]+ [0-9a-f]{64}", shown, re.ASCII)
+    if is_plain is None and name != "baretrain":
+        raise Failure(f"{shown!r} has an unusual version or no sha256: nothing was started")
+    return Package(name, about["version"], digest, source["url"])

@@ -252,7 +252,7 @@ def ours(run: Run) -> Result:
     words += [f"max_steps={FINE_TUNING if run.work.classifies else LONG_RUN}"]
     words += [f"steps={run.timed}", f"warmup={run.skipped}", f"output={output}"]
     if code := main([*run.work.settings(run.folder), *words]):
-        raise RuntimeError(f"train.bench ended with {code}")
+        raise RuntimeError(f"baretrain bench ended with {code}")
     result = json.loads(output.read_text())
     memory = result["peak_device_bytes"]
     return {

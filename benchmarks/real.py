@@ -16,8 +16,8 @@ bf16 with batches of similar lengths, which is our default on a CPU. All have th
 peak learning rate. Each run is a separate process with one thread; the sides take turns.
 
 The exported folder of a run is evaluated by plain transformers in fp32, with metrics that share no code with ours. The
-answers of `baretrain predict` are compared with those of transformers. At the end, the Trainer continues to train our first
-export for the tweets, and then `baretrain train` continues to train the Trainer's result.
+answers of `baretrain predict` are compared with those of transformers. At the end, the Trainer continues to train our
+first export for the tweets, and then `baretrain train` continues to train the Trainer's result.
 """
 
 from __future__ import annotations

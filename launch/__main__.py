@@ -60,8 +60,8 @@ EXAMPLES = (
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+def main(arguments: Sequence[str]) -> int:
+    arguments = list(arguments)
     if arguments and arguments[0] in commands.COMMANDS:
         return commands.main(arguments)
     if arguments and re.fullmatch(r"[A-Za-z][\w-]*", arguments[0]):
@@ -251,4 +251,4 @@ def plan_lines(job: Job, request: Sequence[str], bundle_bytes: int) -> list[str]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

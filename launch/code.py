@@ -37,8 +37,8 @@ from pathlib import Path
 here = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, here)  # needed if PYTHONSAFEPATH is set
 if __name__ == "__main__":  # spawned processes import this file, too
-    module = sys.argv.pop(1)
-    if module == "train":
+    module = sys.argv.pop(1) if "." in sys.argv[1] else "train"  # a module of launch, or a command
+    if sys.argv[1] == "train":
         sys.argv += [f"--import={path}" for path in sorted(Path(here, "imports").glob("*.py"))]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 """

@@ -193,7 +193,7 @@ def preflight(node: Node) -> int:
     command = [
         job.python,
         node.start_py(),
-        "train.doctor",
+        "doctor",
         "--json",
         f"--ranks-per-machine={job.processes_per_node}",
     ]
@@ -212,7 +212,7 @@ def preflight(node: Node) -> int:
         answer = canonical_json(
             {
                 "ok": False,
-                "fault": f"train.doctor ended with exit code {code}; its time limit is {DOCTOR_S:g} s",
+                "fault": f"baretrain doctor ended with exit code {code}; its time limit is {DOCTOR_S:g} s",
             }
         )
     node.answer(answer)
@@ -227,9 +227,9 @@ def collectives(node: Node) -> int:
         if each.partition("=")[0].split(".")[0] in ("backend", "instance")
     ]
     code = node.run(
-        node.torchrun("train.doctor", ["--collectives", *settings]), f"{node.name}.collectives.txt"
+        node.torchrun("doctor", ["--collectives", *settings]), f"{node.name}.collectives.txt"
     )
-    fault = f"train.doctor --collectives ended with exit code {code}, see its log"
+    fault = f"baretrain doctor --collectives ended with exit code {code}, see its log"
     node.answer(canonical_json({"ok": code == 0, "fault": fault}))
     return code
 

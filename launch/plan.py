@@ -166,8 +166,8 @@ def environment(
 
     `baretrain train` sets the variables for network cards, huge pages, open files and processors
     (train.machine.rank_setup), and for Neuron's runtime and compiler (train.machine.machine), before the ranks join.
-    FI_EFA_FORK_SAFE is not set, since only kernels before 5.15 need it (baretrain doctor warns of these), nor are variables
-    for which PyTorch's default is right, such as TORCH_NCCL_ASYNC_ERROR_HANDLING.
+    FI_EFA_FORK_SAFE is not set, since only kernels before 5.15 need it (`baretrain doctor` warns of these), nor
+    are variables for which PyTorch's default is right, such as TORCH_NCCL_ASYNC_ERROR_HANDLING.
     """
     variables = {}
     if nodes > 1 and instance.efa_interfaces:

@@ -63,7 +63,7 @@ def failure_of(record: Record, name: str) -> str:
     try:
         answer = read_object(record.folder.read(name))
     except FileNotFoundError:
-        return f"no answer in {record.location}: the machine cannot access that folder, or cannot start train.doctor"
+        return f"no answer in {record.location}: the machine cannot access that folder, or cannot start the doctor"
     except BadContent as error:  # other programs may have written to the doctor's output
         return f"its answer cannot be read: {error}"
     if answer.get("ok") is True:
@@ -74,7 +74,7 @@ def failure_of(record: Record, name: str) -> str:
         if isinstance(each, dict) and each.get("state") == "bad"
     ]
     texts = [f"{each.get('name')}: {each.get('text')} ({each.get('cure')})" for each in red]
-    return "; ".join(texts) or str(answer.get("fault") or "train.doctor reported no findings")
+    return "; ".join(texts) or str(answer.get("fault") or "baretrain doctor reported no findings")
 
 
 def too_few(nodes: Sequence[str], failed: Mapping[str, str], job: Job) -> str:

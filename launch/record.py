@@ -36,7 +36,7 @@ from train.storage.folders import (
 from train.storage.schema import BadContent, FileName, Sha256, read_object, record
 
 FORMAT = 2
-MODULES = {"train": "train", "prepare": "train.prepare"}
+MODULES = {"train": "train", "prepare": "prepare"}
 SUFFIX = ".launch"
 JOB, PLAN, CONFIG = "job.json", "plan.json", "config.yaml"
 EVENTS = "events/"

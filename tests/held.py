@@ -43,7 +43,8 @@ def hold():
 if __name__ == "__main__":
     if sys.argv[1] == "train":  # the other modules start without torch
         hold()
-    runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+    module = sys.argv.pop(1) if "." in sys.argv[1] else "train"
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 
 

@@ -110,13 +110,15 @@ def run(
     env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """`baretrain train ...`, alone or on several ranks of this machine under torchrun, in forks (see there)."""
-    words = [module, *arguments] if ranks == 1 else launch(module, arguments, ranks=ranks)
+    words = ["train", module, *arguments]
+    if ranks > 1:
+        words = launch("train", words[1:], ranks=ranks)
     return run_forked(words, {**os.environ, **(env or {})})
 
 
 def command(arguments: list[str], *, ranks: int = 1, module: str = "train") -> list[str]:
     if ranks == 1:
-        return [sys.executable, "-m", module, *arguments]
+        return [sys.executable, "-m", "train", module, *arguments]
     launcher = [
         sys.executable,
         "-m",
@@ -124,7 +126,7 @@ def command(arguments: list[str], *, ranks: int = 1, module: str = "train") -> l
         f"--nproc-per-node={ranks}",
         f"--master-port={free_port()}",
     ]
-    return [*launcher, "-m", module, *arguments]
+    return [*launcher, "-m", "train", module, *arguments]
 
 
 def train_here(run_dir: Path, data: Path, *overrides: str) -> tuple[str, int]:

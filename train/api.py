@@ -98,8 +98,8 @@ def final_scores(run: Run) -> dict[str, float]:
 def prepare(settings: Sequence[str]) -> str:
     """Prepare a corpus as `baretrain prepare` does. Returns the location of the shards, for data.path."""
     settings = values(settings)
-    done("train.prepare", settings)
-    return str(composed("train.prepare", settings)["output"])
+    done("prepare", settings)
+    return str(composed("prepare", settings)["output"])
 
 
 def predict(
@@ -142,7 +142,7 @@ def predict(
             *flags(imports),
         ]
         try:
-            done("train.predict", arguments)
+            done("predict", arguments)
         except (InputError, Failure) as error:
             raise type(error)(
                 str(error).replace(f"{folder}/", "")
@@ -157,7 +157,7 @@ def evaluate(
     with TemporaryDirectory() as folder:
         output = Path(folder, "metrics.json")
         arguments = [*values([model, *listed(settings)]), f"--output={output}", *flags(imports)]
-        done("train.evaluate", arguments, ranks=ranks)
+        done("evaluate", arguments, ranks=ranks)
         metrics: dict[str, float] = json.loads(output.read_bytes())["metrics"]
         return metrics
 
@@ -251,24 +251,24 @@ def options_of(given: Iterable[str]) -> list[str]:
     return texts
 
 
-def composed(module: str, arguments: Sequence[str]) -> dict[str, Any]:
+def composed(command: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Return the complete settings that a command composes from these arguments."""
-    command = [sys.executable, "-m", module, *arguments, "--cfg=job"]
+    words = [sys.executable, "-m", "train", command, *arguments, "--cfg=job"]
     env = processes.with_this_code(os.environ)
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    ended = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
     judged(ended.returncode, ended.stderr)
     settings: dict[str, Any] = yaml.safe_load(ended.stdout)
     return settings
 
 
-def done(module: str, arguments: Sequence[str], *, ranks: int = 1) -> None:
+def done(command: str, arguments: Sequence[str], *, ranks: int = 1) -> None:
     """Run a command to its end. Raises Failure if it fails."""
-    code, said = call(module, arguments, ranks=ranks)
+    code, said = call(command, arguments, ranks=ranks)
     if code != DONE:
         raise Failure(said)
 
 
-def call(module: str, arguments: Sequence[str], *, ranks: int) -> tuple[int, str]:
+def call(command: str, arguments: Sequence[str], *, ranks: int) -> tuple[int, str]:
     """Run a command and print its output. Returns its exit code and its last error line."""
     with TemporaryDirectory() as logs:
         torchrun = [
@@ -277,9 +277,9 @@ def call(module: str, arguments: Sequence[str], *, ranks: int) -> tuple[int, str
             f"--nproc-per-node={ranks}",
             f"--log-dir={logs}",
         ]
-        command = [sys.executable, *(torchrun if ranks > 1 else []), "-m", module, *arguments]
+        words = [*(torchrun if ranks > 1 else []), "-m", "train", command, *arguments]
         env = {**processes.with_this_code(os.environ), "PYTHONUNBUFFERED": "1"}
-        process = processes.start(command, env=env, output=subprocess.PIPE)
+        process = processes.start([sys.executable, *words], env=env, output=subprocess.PIPE)
         said = deque[str](maxlen=LINES)
         try:
             show(process, said)

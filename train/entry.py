@@ -51,7 +51,17 @@ USED += (
 USED += ("data.num_workers", "export", "s3.endpoint")
 
 
-def run_command_line(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
+    """Run the command `baretrain train`, and return the exit code."""
+    code = run_command_line(arguments)
+    from train.observe.trackers import unended  # imported late, as what a run needs
+
+    if unended:
+        leave_at_once(code)
+    return code
+
+
+def run_command_line(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
     parser = cli.settings_parser(
         "train",

@@ -38,7 +38,7 @@ fi
 
 timeout 600 "$python" -m train prepare corpus=text corpus.path=/usr/share/common-licenses/GPL-3 output=data \
     seq_len=32 tokenizer.vocab_size=500 validation_fraction=0.1 >prepare.log 2>&1 ||
-    fail "train.prepare failed: $(tail -1 prepare.log)"
+    fail "baretrain prepare failed: $(tail -1 prepare.log)"
 timeout 600 "$python" -m train experiment=demo backend=ddp backend.device=cpu data.path=data run_dir=run \
     max_steps=20 eval_every=20 checkpoint.every=20 >train.log 2>&1 ||
     fail "training on the CPU failed: $(tail -1 train.log)"

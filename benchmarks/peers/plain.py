@@ -3,8 +3,8 @@
     python -m benchmarks.peers.plain SETTINGS                  train with the Trainer; SETTINGS is a JSON object
     python -m benchmarks.peers.plain --score TASK DATA FOLDER  print the scores of FOLDER/export as JSON
 
-If FOLDER is one of our runs, `baretrain predict` answers the same rows. The scores then include the share of its answers
-that equal those of plain transformers, and the largest difference between scores (probabilities or values).
+If FOLDER is one of our runs, `baretrain predict` answers the same rows. The scores then include the share of its
+answers that equal those of plain transformers, and the largest difference between scores (probabilities or values).
 """
 
 from __future__ import annotations
@@ -253,12 +253,13 @@ def measured(task: str, rows: list[Row], found: list[Any]) -> Row:
 
 
 def predicted(task: str, data: Path, run: Path) -> tuple[list[Any], list[Any]]:
-    """Return the answers and scores of `baretrain predict` for the validation rows, in the form that `answers` returns."""
+    """Return the answers and scores of `baretrain predict` for the validation rows, in the form of `answers`."""
     path, output = next(data.glob("validation.*")), run / "predicted.jsonl"
     harness.run(
         sys.executable,
         "-m",
-        "train.predict",
+        "train",
+        "predict",
         str(run),
         "--input",
         str(path),

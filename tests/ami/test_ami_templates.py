@@ -9,7 +9,6 @@ import hcl2
 import pytest
 from running import ROOT
 
-from ami.packer import LEAST, version_of
 from train.machine.versions import read_versions
 
 AMI = ROOT / "ami"
@@ -42,9 +41,7 @@ def test_the_versions_of_packer_and_its_plugin_are_pinned():
         "version": f"= {read_versions()['packer-amazon']}",
         "source": "github.com/hashicorp/amazon",
     }
-    assert (
-        plugins["amazon"] == amazon and block["required_version"] == f">= {LEAST[0]}.{LEAST[1]}.0"
-    )
+    assert plugins["amazon"] == amazon and block["required_version"] == ">= 1.10.0"
 
 
 def test_the_builder_is_closed_and_encrypted_and_so_is_the_image():
@@ -62,8 +59,7 @@ def test_the_builder_is_closed_and_encrypted_and_so_is_the_image():
         "shutdown_behavior": "terminate",
         "source_ami": "${var.base_image}",
         "deprecate_at": "${var.deprecate_at}",
-        **dict.fromkeys(("run_tags", "run_volume_tags"), "${var.build_tags}"),
-        **dict.fromkeys(("tags", "snapshot_tags"), "${var.tags}"),
+        "snapshot_tags": "${var.tags}",
     }
     assert (
         machine.items() >= wanted.items()
@@ -104,7 +100,8 @@ def test_packer_validates_all_but_the_lines_that_1_6_does_not_know(tmp_path):
     packer = shutil.which("packer")
     if packer is None:
         pytest.skip("no Packer to test with: apt-get install packer")
-    if version_of(packer) >= (1, 7):
+    said = subprocess.run([packer, "version"], capture_output=True, text=True, check=True).stdout
+    if "v1.6" not in said:
         pytest.skip(f"{packer} needs its plugins for this; Debian's 1.6 has them built in")
     folder, dropped = tmp_path / "ami", []
     shutil.copytree(AMI / "provision", folder / "provision")
@@ -129,7 +126,6 @@ def test_packer_validates_all_but_the_lines_that_1_6_does_not_know(tmp_path):
     }
     values |= {
         "base_image": "ami-0123456789abcdef0",
-        "root_device": "/dev/sda1",
         "name": "image-1",
     }
     (folder / "values.pkrvars.json").write_text(json.dumps(values))

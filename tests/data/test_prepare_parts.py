@@ -335,7 +335,7 @@ def test_processes_end_with_the_one_that_started_them(corpus, ready, tmp_path):
         ready,
         "processes=2",
     ]
-    parent = start_forked(["train.prepare", *overrides], os.environ)
+    parent = start_forked(["train", "prepare", *overrides], os.environ)
     try:
         # multiprocessing has one more, which tracks resources
         children = eventually(lambda: len(found := spawned(parent)) == 2 and found, 90)

@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import platform
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -406,10 +405,8 @@ def command(raw, monkeypatch, capsys):
 
     def run(*overrides):
         given = ["task=classify", "data=records", f"data.path={raw}", *files, *overrides]
-        monkeypatch.setattr(
-            sys, "argv", ["records", *tuning(raw.parent / "run", raw.parent / "tokenizer", *given)]
-        )
-        return records.main(), capsys.readouterr().out
+        words = tuning(raw.parent / "run", raw.parent / "tokenizer", *given)
+        return records.main(words), capsys.readouterr().out
 
     return run
 

@@ -19,9 +19,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -32,6 +30,7 @@ from running import ROOT, prepare_config, write_corpus
 from ami.config import AmiConfig
 from launch.config import LaunchConfig
 from launch.schedulers import SETTINGS
+from train.__main__ import COMMANDS
 from train.config import PrepareConfig, TrainConfig
 from train.machine import processes
 from train.run import compose
@@ -58,16 +57,12 @@ NEEDS = {
 LANGUAGES = {"bash", "python", "text", "yaml", "json", "csv"}
 PLACEHOLDERS = re.compile(r"\b(RUN|DATA|MODEL|FOLDER|ADDRESS)\b|\.\.\.")
 FENCE = re.compile(r"^(?: *<!-- needs: ([^\n]*) -->\n)? *```([^\n]*)\n(.*?)^ *```$", re.S | re.M)
-PYTHON = r"(?:[A-Z_]+=\S* )*(?:\.venv/bin/)?python -m (?:train|launch|ami)[.\w]* \S"
-COMMAND = re.compile(rf"{PYTHON}|(?:[A-Z_]+=\S* )*torchrun \S.* -m train[.\w]* \S")
-SCHEMAS: dict[str, type] = dict.fromkeys(
-    ("train", "train.records", "train.precompile", "train.doctor"), TrainConfig
-)
+COMMAND = re.compile(r"(?:[A-Z_]+=\S* )*(?:baretrain [a-z]+ \S|torchrun \S.* -m train \S)")
+SCHEMAS: dict[str, type] = dict.fromkeys(("train", "records", "doctor", "evaluate"), TrainConfig)
 SCHEMAS |= {
-    "train.evaluate": TrainConfig,
-    "train.prepare": PrepareConfig,
-    "train.bench": BenchConfig,
-    "train.compare": CompareConfig,
+    "prepare": PrepareConfig,
+    "bench": BenchConfig,
+    "compare": CompareConfig,
 }
 SCHEMAS |= {"launch": LaunchConfig, "ami": AmiConfig}
 # What stands for things of the reader's own.
@@ -78,27 +73,23 @@ HERE = {
     "29500": str(free_port()),
 }
 # What needs no process of its own.
-HERE_TOO = [
-    f"train.{name}"
-    for name in "prepare records report shards checkpoints evaluate predict doctor settings".split()
-]
-BARETRAIN = "from train.baretrain import main; raise SystemExit(main())"
+HERE_TOO = "prepare records report shards checkpoints evaluate predict doctor settings".split()
 # What makes a run short, by module. The demo's model learns in a second.
 SHORT = {
     "train": "max_steps=4 max_epochs=null eval_every=2 checkpoint.every=2 log_every=2 data.num_workers=0".split(),
-    "train.bench": ["steps=2", "warmup=1"],
-    "train.compare": ["max_steps=2", "eval_every=2", "log_every=1"],
-    "train.prepare": ["tokenizer.vocab_size=120", "validation_fraction=0.25"],
+    "bench": ["steps=2", "warmup=1"],
+    "compare": ["max_steps=2", "eval_every=2", "log_every=1"],
+    "prepare": ["tokenizer.vocab_size=120", "validation_fraction=0.25"],
 }
 # What a run must have, for commands of which the page says only what is special.
 REQUIRED = {
     "train": "run_dir=runs/any data.path=any model.init_from=any max_steps=2 micro_batch_size=1".split()
 }
 REQUIRED |= dict.fromkeys(
-    ("train.precompile", "train.bench", "train.compare", "train.doctor", "train.evaluate"),
+    ("bench", "compare", "doctor", "evaluate"),
     REQUIRED["train"],
 )
-REQUIRED["train.prepare"] = []
+REQUIRED["prepare"] = []
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 ENVIRONMENT["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
@@ -114,7 +105,7 @@ class Program(NamedTuple):
 
     env: dict[str, str]
     torchrun: list[str] | None
-    module: str
+    command: str
     arguments: list[str]
 
 
@@ -153,11 +144,15 @@ def parse(command: str) -> Program:
         command = command.replace(theirs, ours)
     command = re.sub(r" \[[^=]*\]", "", command).replace("-...", "-0123456789abcdef0")
     given = [each for each in shlex.split(command, comments=True) if each not in ("...", "&")]
-    at = given.index("-m")
     program = next(i for i, each in enumerate(given) if "=" not in each)
     env = dict(each.split("=", 1) for each in given[:program])
-    options = given[program + 1 : at] if given[program] == "torchrun" else None
-    return Program(env, options, given[at + 1], given[at + 2 :])
+    options, words = None, given[program + 1 :]
+    if given[program] == "torchrun":
+        at = words.index("train")  # after -m
+        options, words = words[: at - 1], words[at + 1 :]
+    if words[0] not in COMMANDS:
+        words = ["train", *words]
+    return Program(env, options, words[0], words[1:])
 
 
 def unquoted(command: str) -> str:
@@ -181,11 +176,11 @@ def forked(command: str) -> tuple[list[str], dict[str, str]]:
     """The words of a command that is made short, for a fork, and its environment."""
     given = parse(command)
     is_run = (
-        given.module == "launch"
+        given.command == "launch"
         and "--" in given.arguments
         and "prepare=true" not in given.arguments
     )
-    short = SHORT["train"] if is_run else SHORT.get(given.module, [])
+    short = SHORT["train"] if is_run else SHORT.get(given.command, [])
     keys = {word.partition("=")[0] for word in given.arguments}
     short = [
         word
@@ -194,9 +189,9 @@ def forked(command: str) -> tuple[list[str], dict[str, str]]:
     ]
     sets_warmup = "optim.warmup_steps" in keys or "experiment=albert_pretrain" in given.arguments
     short += ["optim.warmup_steps=2"] if sets_warmup else []
-    words = [given.module, *given.arguments, *short]
+    words = ["train", given.command, *given.arguments, *short]
     if given.torchrun is not None:
-        words = torchrun(given.module, words[1:], ranks=1)
+        words = torchrun("train", words[1:], ranks=1)
         words[4:4] = given.torchrun  # of two values the last counts
     return words, ENVIRONMENT | given.env
 
@@ -205,11 +200,9 @@ def run(folder: Path, command: str) -> subprocess.CompletedProcess[str]:
     """Run a command in a folder, made short if it is of this project and alone; a shell runs others."""
     if COMMAND.match(command) and not re.search(r"[|>]", unquoted(command)):
         words, env = forked(command)
-        return run_here(words, folder) if words[0] in HERE_TOO else run_forked(words, env, folder)
-    if command.startswith("baretrain "):  # not every environment has the script
-        return run_forked(
-            ["-c", BARETRAIN, *shlex.split(command, comments=True)[1:]], ENVIRONMENT, folder
-        )
+        if words[1] in HERE_TOO:
+            return run_here(words[1:], folder)
+        return run_forked(words, env, folder)
     for theirs, ours in HERE.items():
         command = command.replace(theirs, ours)
     shell = ["bash", "-o", "pipefail", "-c", command]
@@ -225,14 +218,13 @@ def run_here(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]
     )
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.chdir(folder)
-        code = module_of(words[0]).main(words[1:])
+        code = run_command(words[0], words[1:])
     out.seek(0)
     return subprocess.CompletedProcess(words, code, out.read(), err.getvalue())
 
 
-def module_of(name: str) -> ModuleType:
-    package = find_spec(name).submodule_search_locations
-    return import_module(f"{name}.__main__" if package else name)
+def run_command(name: str, arguments: list[str]) -> int:
+    return import_module(COMMANDS[name][0]).main(arguments)
 
 
 @pytest.fixture(scope="module")
@@ -320,7 +312,7 @@ def run_lines(folder: Path, commands: list[str]) -> None:
             if command not in beside:
                 ended = run(folder, command)
                 # it finds faults of this machine
-                good = (0, 1) if "train.doctor" in command else (0,)
+                good = (0, 1) if "baretrain doctor" in command else (0,)
                 assert ended.returncode in good, f"{command}\n{ended.stdout}\n{ended.stderr}"
         for command, process in beside.items():
             process.join()
@@ -341,14 +333,12 @@ def test_the_settings_and_flags_of_what_is_only_read_exist(
         flags = [each for each in own if each.startswith("-")]
         settings = [each for each in own if "=" in each]
         compose_settings(module, settings)
-        compose_settings("train.prepare" if "prepare=true" in own else "train", of_run)
+        compose_settings("prepare" if "prepare=true" in own else "train", of_run)
         if flags or not settings:
             before = own[: own.index(flags[0])] if flags else own[:1]
-            monkeypatch.setattr(
-                sys, "argv", [module, *(each for each in before if "=" not in each), "--help"]
-            )
+            words = [*(each for each in before if "=" not in each), "--help"]
             with pytest.raises(SystemExit, match="^0$"):
-                module_of(module).main()
+                run_command(module, words)
             said = capsys.readouterr().out
             assert [each for each in flags if each not in said] == [], command
 

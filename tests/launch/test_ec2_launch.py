@@ -15,10 +15,10 @@ from typing import Any
 
 import boto3
 import pytest
+from ami.images import wanted_tags
 from ec2_launching import OWN, RUN, Killed, set_time, trial
 from services.fake_ec2 import UBUNTU, FakeEc2, fake_ec2
 
-from ami.images import wanted_tags
 from launch.__main__ import main
 from launch.ec2.account import OWN_IMAGE, check_image, resolve
 from launch.ec2.api import Api
@@ -84,28 +84,21 @@ def test_the_image_is_the_projects_own_and_stays_when_the_job_resumes(ec2, monke
     assert resolve(run.job, run.cluster, run.record, run.api).sites == before.sites
 
 
-NATIVE = read_versions().native.name
-
-
 @pytest.mark.parametrize(
-    ("instance", "changed", "line"),
+    ("changed", "line"),
     [
-        ("trn1.32xlarge", {}, ""),
+        ({}, ""),
         (
-            "trn1.32xlarge",
             {"image": "cuda"},
             "was built for cuda, but the machines need one for neuron",
         ),
         (
-            "trn1.32xlarge",
             {"neuron-sdk": "2.20.0"},
             "has Neuron SDK 2.20.0, but this version of baretrain needs",
         ),
-        ("trn2.48xlarge", {"neuron-sdk": NATIVE}, ""),  # native PyTorch has an SDK of its own
-        ("trn2.48xlarge", {}, f"needs {NATIVE} on trn2.48xlarge: .*cluster.image"),
     ],
 )
-def test_an_image_is_one_for_these_machines(ec2, instance, changed, line):
+def test_an_image_is_one_for_these_machines(ec2, changed, line):
     """By the tags that baretrain ami writes."""
     tags = wanted_tags("neuron", read_versions())
     tags |= {
@@ -117,7 +110,7 @@ def test_an_image_is_one_for_these_machines(ec2, instance, changed, line):
         Resources=[UBUNTU], Tags=[{"Key": key, "Value": tags[key]} for key in tags]
     )
     with pytest.raises(InputError, match=line) if line else nullcontext():
-        assert check_image(Api(), "us-east-1", UBUNTU, "neuron", instance) == "/dev/sda1"
+        assert check_image(Api(), "us-east-1", UBUNTU, "neuron") == "/dev/sda1"
 
 
 def test_a_reservation_decides_the_zone(ec2, resolved):

@@ -136,7 +136,7 @@ def test_one_signal_ends_the_preparation_of_data(monkeypatch, capsys, tmp_path, 
 
     monkeypatch.setattr(loop, "build_task", prepare)
     monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared)])
-    assert entry.run_command_line() == cli.STOPPED
+    assert entry.run_command_line(sys.argv[1:]) == cli.STOPPED
     said = (
         "stopped on SIGINT before there was anything to save; the same command starts it again\n"
     )
@@ -344,15 +344,13 @@ def test_what_ends_for_good_ends_torchrun_too(
     assert "not started again" not in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("module", "restarts"), [("train", 3), ("train.compare", 0), ("train.precompile", 0)]
-)
+@pytest.mark.parametrize(("module", "restarts"), [("train", 3), ("compare", 0)])
 def test_a_rejection_under_torchrun_is_said_once_above_its_traceback(module, restarts):
     words = command(["stepz=1"], ranks=2, module=module)
     words.insert(words.index(TORCHRUN) + 1, f"--max-restarts={restarts}")
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     above, traceback, _ = done.stderr.partition("Traceback")
-    reason = "stepz is not" if module != "train.precompile" else "without torchrun"
+    reason = "stepz is not"
     assert (
         done.returncode == 1
         and traceback

@@ -368,7 +368,7 @@ def test_what_the_hub_does_not_take_is_pushed_again_by_the_line_in_the_error(
     assert "\n" not in str(failed.value)
     assert not any(repo.files for repo in the_hub.repos.values())  # all or nothing
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
-    again = str(failed.value).split("train.hub ")[1].split()
+    again = str(failed.value).split("baretrain hub ")[1].split()
     assert hub_command.main(again) == 1
     assert re.search(
         r"error: .* the Hub cannot be reached .*; try again later\n$", capsys.readouterr().err

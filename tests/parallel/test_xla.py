@@ -4,7 +4,6 @@ Counts are taken in processes of their own: within one, a second run finds the g
 """
 
 import itertools
-import json
 
 import pytest
 import torch

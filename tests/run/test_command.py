@@ -31,10 +31,15 @@ def shown(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize("command", MAINS)
 def test_help_has_purpose_examples_and_exit_codes_and_the_version_is_ours(command, capsys):
     text = shown(command, "--help", capsys)
-    name = "train" if command == "train" else f"train.{command}"
+    under_torchrun = "-m train " if command == "train" else f"-m train {command} "
     _, purpose, examples, *_ = text.split("\n\n")
     assert len(purpose) > 20
-    assert len([line for line in examples.splitlines() if f"-m {name}" in line]) == 3
+    spelled = [
+        line
+        for line in examples.splitlines()
+        if f"baretrain {command}" in line or under_torchrun in line
+    ]
+    assert len(spelled) == 3
     assert "exit codes:\n  0    " in text
     assert "hydra" not in text.lower() and "_schema" not in text
     assert shown(command, "--version", capsys) == f"baretrain {train.__version__}\n"
@@ -182,7 +187,7 @@ def test_a_reader_that_leaves_hides_no_error_and_is_none(length, code, expected,
 
 def test_a_reader_that_leaves_changes_nothing_at_the_end_of_the_process(prepared, tmp_path):
     process = start(
-        ["train.shards", "stats", str(prepared), "-n", "100000"], tmp_path, HOME=str(tmp_path)
+        ["train", "shards", "stats", str(prepared), "-n", "100000"], tmp_path, HOME=str(tmp_path)
     )
     process.stdout.close()
     _, err = process.communicate(timeout=90)
@@ -195,7 +200,7 @@ def test_output_that_nobody_takes_ends_no_work(prepared, tmp_path):
         assert guarded(lambda: print("a message", file=sys.stderr, flush=True) or DONE) == DONE
     with Path("/dev/full").open("w") as full:
         process = start(
-            ["train.shards", "stats", str(prepared)], tmp_path, stdout=full, HOME=str(tmp_path)
+            ["train", "shards", "stats", str(prepared)], tmp_path, stdout=full, HOME=str(tmp_path)
         )
         _, err = process.communicate(timeout=90)
     assert (process.returncode, err) == (FAILED, "error: No space left on device\n")
@@ -322,9 +327,14 @@ def test_an_interrupt_is_said_once_and_other_errors_keep_their_report(
     assert sys.excepthook is not train.show  # importing the package changes nothing for others
 
 
-@pytest.mark.parametrize("command", ["train", "launch", "ami"])
+@pytest.mark.parametrize("command", ["train report", "launch", "ami"])
 def test_python_without_the_environment_is_one_line(command):
-    words = [sys.executable, "-S", "-m", command]  # -S: without the packages of the environment
+    words = [
+        sys.executable,
+        "-S",
+        "-m",
+        *command.split(),
+    ]  # -S: without the packages of the environment
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 1 and "has no module " in line

@@ -483,7 +483,7 @@ def test_an_s3_that_cannot_be_used_is_reported_in_one_line(
     monkeypatch.setattr(sys, "argv", ["train", *arguments])
     monkeypatch.setattr(entry.logger, "handlers", [])
     monkeypatch.setattr(entry.logger, "propagate", False)  # as in a process that has not begun
-    assert entry.run_command_line() == code
+    assert entry.run_command_line(sys.argv[1:]) == code
     err = capsys.readouterr().err
     assert re.fullmatch(f"(starting [^\n]*\n)?(waiting for S3: [^\n]*\n)?{words}[^\n]*\n", err), (
         err

@@ -14,12 +14,12 @@ from types import SimpleNamespace
 import pytest
 from rejections import rejects
 from running import ROOT
-from train.parallel.auto_compile import compile_fault
 
 from train.config import BackendConfig, RecordsConfig, S3Config
 from train.data.records.sources import layout
 from train.machine import machine
 from train.machine.home import own_folder, settle
+from train.parallel.compiled import compile_fault
 from train.parallel.ddp import DDP
 from train.run_folder.identity import check_layout
 from train.storage import atomic_io, caches
@@ -36,7 +36,6 @@ def home(tmp_path, monkeypatch):
     """No variable names a cache, and the home and TMPDIR are new."""
     for name in (
         *caches.KERNELS,
-        machine.NATIVE_CACHE,
         "NEURON_COMPILE_CACHE_URL",
         "NEURON_CC_FLAGS",
     ):
@@ -204,30 +203,19 @@ def test_neurons_graphs_lie_below_our_cache_and_begin_with_the_images(home, monk
     (home / "image/neuronxcc-2").mkdir(parents=True)
     (home / "image/neuronxcc-2/model.done").touch()
     for _ in range(2):
-        own = caches.place_graphs({}, is_native=False)
+        own = caches.place_graphs({})
         assert own == {"NEURON_COMPILE_CACHE_URL": f"{home}/xdg/baretrain/neuron"}
     graphs = home / "xdg/baretrain/neuron"
     assert (graphs / "neuronxcc-2/model.done").is_file() and mode(graphs) == 0o700
-    assert (
-        caches.place_graphs({"NEURON_CC_FLAGS": "--cache_dir=s3://bucket/x"}, is_native=False)
-        == {}
-    )
-    assert caches.place_graphs({}, is_native=True) == {
-        machine.NATIVE_CACHE: f"{home}/xdg/baretrain/neff"
-    }
+    assert caches.place_graphs({"NEURON_CC_FLAGS": "--cache_dir=s3://bucket/x"}) == {}
 
 
-@pytest.mark.parametrize(
-    "name", ["NEURON_COMPILE_CACHE_URL", "NEURON_CC_FLAGS", machine.NATIVE_CACHE]
-)
+@pytest.mark.parametrize("name", ["NEURON_COMPILE_CACHE_URL", "NEURON_CC_FLAGS"])
 def test_graphs_that_others_could_have_made_are_refused(home, monkeypatch, name):
     (home / "planted").mkdir()
     (home / "planted").chmod(0o777)
     monkeypatch.setenv(name, f"{'--cache_dir=' if 'FLAGS' in name else ''}{home}/planted")
-    is_native = name == machine.NATIVE_CACHE
-    rejects(
-        "planted can be written to by others", caches.place_graphs, os.environ, is_native=is_native
-    )
+    rejects("planted can be written to by others", caches.place_graphs, os.environ)
 
 
 # ---- what is another user's -----------------------------------------------------------------------------------------

@@ -163,7 +163,6 @@ def test_one_length_needs_no_buckets_and_several_know_which_row_needs_which(make
         ([], True, 8, 64),
         (["backend.compile=layers"], False, 16, 3),
         (["backend=xla"], False, 16, 3),
-        (["backend=neuron", "backend.device=neuron"], False, 16, 3),
     ],
 )
 def test_by_default_lengths_keep_padding_low_or_are_few_graphs(

@@ -409,7 +409,7 @@ def test_what_a_variant_lacks_is_found_before_the_first_one_starts(tmp_path, pre
 def test_ctrl_c_stops_the_variant_that_runs_and_starts_no_other(tmp_path, prepared):
     endless = ["max_steps=100000", "checkpoint.every=100000", "log_every=20"]
     words = training(tmp_path / "runs", prepared, VARIANTS, *endless)
-    words = ["train.compare", *words, "compare.run=[fp32,bf16]"]
+    words = ["train", "compare", *words, "compare.run=[fp32,bf16]"]
     process, first = (
         start_forked(words, os.environ, err=tmp_path / "said"),
         tmp_path / "runs" / "fp32",

@@ -84,7 +84,7 @@ def push(folder: RunFolder, to: str) -> str:
 
 def command(location: str, to: str, s3: S3Config) -> str:
     """Return the command line that pushes a run later."""
-    arguments = ["python", "-m", "train", "hub", location, "--to", to]
+    arguments = ["baretrain", "hub", location, "--to", to]
     return shlex.join([*arguments, *(s3.flags() if is_s3(location) else [])])
 
 

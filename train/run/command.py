@@ -88,7 +88,7 @@ def command_parser(
     imports: bool = False,
 ) -> Parser:
     """Make a parser. Each example is a command line that begins with torchrun, or only the command's arguments."""
-    prog = f"python -m {name}"
+    prog = f"baretrain {name}"
     shown = [
         example if example.startswith("torchrun") else f"{prog} {example}".rstrip()
         for example in examples

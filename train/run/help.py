@@ -132,21 +132,19 @@ def allowed(item: Field) -> str:
 def comments(kind: type) -> dict[str, str]:
     """Return the comments of a dataclass's fields, including inherited fields.
 
-    A comment begins on its field's line and may continue below. A field that is defined again without a comment keeps
-    the comment of the base class.
+    A comment stands above its field. A field that is defined again without a comment keeps the comment of the base
+    class.
     """
     texts: dict[str, str] = {}
     for base in reversed(kind.__mro__):
-        name = ""
+        above: list[str] = []
         for line in inspect.getsource(base).splitlines() if is_dataclass(base) else ():
-            if match := re.match(r"    (\w+): .*?(?:  # (.*))?$", line):
-                # the next lines do not continue an inherited comment
-                name = match[1] if match[2] else ""
-                texts[match[1]] = match[2] or texts.get(match[1], "")
-            elif line.startswith("    # ") and texts.get(name):
-                texts[name] += line.removeprefix("    #")
-            else:
-                name = ""
+            if line.startswith("    # "):
+                above.append(line.removeprefix("    # "))
+                continue
+            if match := re.match(r"    (\w+): ", line):
+                texts[match[1]] = " ".join(above) or texts.get(match[1], "")
+            above = []
     return texts
 
 

@@ -222,9 +222,9 @@ def chosen(store: Store, step: int | None) -> tuple[int, str]:
 # ---- command line --------------------------------------------------------------------------------------------------
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = command_parser(
-        "train.checkpoints",
+        "checkpoints",
         "Inspect the checkpoints of a run, on disk or in S3.",
         examples=(
             "runs/mine",

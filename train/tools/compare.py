@@ -35,17 +35,14 @@ USED: tuple[str, ...] = (
 USED += ("max_steps", "max_epochs", "micro_batch_size", "seq_len")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+def main(arguments: Sequence[str]) -> int:
     given = [each for each in arguments if SETTING.fullmatch(each)]
     if not given and not {"--cfg", "--help", "-h"} & set(arguments):
         return report(arguments)
     from train.run import compose as cli
 
     cli.add_schema(CompareConfig, "compare", [])
-    parser = cli.settings_parser(
-        "train.compare", CompareConfig, PURPOSE, examples=EXAMPLES, keys=USED
-    )
+    parser = cli.settings_parser("compare", CompareConfig, PURPOSE, examples=EXAMPLES, keys=USED)
     return cli.run(
         CompareConfig, functools.partial(run_variants, given), parser, arguments=arguments
     )

@@ -25,7 +25,7 @@ from train.machine import rank_setup
 from train.machine.console import say
 from train.machine.launched import launched
 from train.machine.runtime import search_rarely
-from train.machine.torchrun import die_with_torchrun, end_torchrun
+from train.machine.torchrun import end_torchrun
 from train.run import compose as cli
 from train.run.command import printable
 from train.run.names import LABELS, TABLES
@@ -274,9 +274,9 @@ def as_text(key: str, value: Any) -> str:
 # ---- command line --------------------------------------------------------------------------------------------------
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = cli.settings_parser(
-        "train.evaluate",
+        "evaluate",
         TrainConfig,
         "Evaluate a trained model on labelled rows or prepared text, with the same metrics as in training.",
         examples=(
@@ -295,7 +295,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="step of a run (default: the exported or best)",
     )
     parser.add_argument("--output", metavar="FILE", help="file for a JSON object with the metrics")
-    die_with_torchrun()
     found: list[Model] = []
 
     def given(options: Namespace) -> list[str]:

@@ -21,9 +21,9 @@ from train.run.command import (
 from train.run_folder.run_folder import RunFolder
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = command_parser(
-        "train.hub",
+        "hub",
         "Push a run that has ended to the Hugging Face Hub: model, tokenizer, card, metrics and curves.",
         examples=(
             "runs/tweets --to jane/tweets-bert --dry-run",

@@ -275,7 +275,7 @@ def csv_lines(lines: Iterable[Row], columns: Sequence[str]) -> bytes:
 # ---- command line --------------------------------------------------------------------------------------------------
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     def act() -> int:
         first = Parser(prog="baretrain predict", add_help=False)
         add_import_flag(first)
@@ -295,7 +295,7 @@ def build_parser() -> Parser:
         'RUN --question "Who?" --context "Ann."',
     )
     exits = {**EXITS, REJECTED: "arguments or input rejected, and no output file written"}
-    parser = command_parser("train.predict", purpose, examples=examples, exits=exits, imports=True)
+    parser = command_parser("predict", purpose, examples=examples, exits=exits, imports=True)
     parser.add_argument(
         "model", metavar="MODEL", help="run_dir of a run, a transformers folder, or a Hub id"
     )
@@ -346,7 +346,8 @@ def build_parser() -> Parser:
 def check_flags(options: argparse.Namespace) -> Path | None:
     """Return the path of the file to write, if any. Raises InputError if flags contradict each other or are invalid."""
     check(
-        launched().world_size == 1, "train.predict runs in one process: start it without torchrun"
+        launched().world_size == 1,
+        "baretrain predict runs in one process: start it without torchrun",
     )
     check(options.batch_size > 0, f"--batch-size {options.batch_size} must be above 0")
     check(

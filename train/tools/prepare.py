@@ -109,9 +109,9 @@ USED += (
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = cli.settings_parser(
-        "train.prepare",
+        "prepare",
         PrepareConfig,
         "Turn text into token shards for pretraining. A killed preparation resumes; a finished one is left unchanged.",
         examples=(

@@ -39,9 +39,9 @@ USED += ("data.labels", "data.label_map", "data.max_bad_rows", "data.lengths", "
 USED += ("seq_len", "model.pretrained", "model.init_from", "model.tokenizer")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = cli.settings_parser(
-        "train.records",
+        "records",
         TrainConfig,
         "Prepare labelled examples as train would with the same settings, and show classes, lengths and bad rows.",
         examples=(

@@ -19,9 +19,9 @@ from train.run.command import DONE, add_s3_flags, command_parser, run_flags
 from train.storage.folders import is_s3, local_path, open_folder
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     parser = command_parser(
-        "train.report",
+        "report",
         "Write an HTML report on training runs: curves, a table, settings. Several runs are compared with the first.",
         examples=("runs/mine", "runs/demo runs/mine", "runs/mine --output reports/mine"),
         imports=True,

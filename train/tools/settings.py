@@ -212,11 +212,9 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     purpose = "Print all settings of all commands (type, default, values and meaning), and the options of all groups."
-    parser = command_parser(
-        "train.settings", purpose, examples=("", "| less", "> docs/settings.md")
-    )
+    parser = command_parser("settings", purpose, examples=("", "| less", "> docs/settings.md"))
 
     def act() -> int:
         parser.parse_args(arguments)

@@ -110,9 +110,9 @@ def describe(data: PreparedData, split: str, number: int) -> Iterator[str]:
         yield f"{text[token]:12,}  {text[token] / text.sum():6.2%}  {tokenizer.convert_ids_to_tokens(int(token))}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = command_parser(
-        "train.shards",
+        "shards",
         "Show prepared data, on disk or in S3: its files, checksums, sequences, or lengths and token frequencies.",
         examples=(
             "ls data/mine",

@@ -48,8 +48,8 @@ with torch.no_grad():
 first, last = output.start_logits.argmax(), output.end_logits.argmax()
 print(tokenizer.decode(inputs["input_ids"][0, first : last + 1]))"""
 
-NOTE = """train.predict reads long contexts in windows, and takes the span with the highest sum of its two logits. There
-is no answer if the sum for the first token is higher by more than the threshold, which Training lists."""
+NOTE = """baretrain predict reads long contexts in windows, and takes the span with the highest sum of its two logits.
+There is no answer if the sum for the first token is higher by more than the threshold, which Training lists."""
 
 SPEC = TaskSpec(
     settings=QAConfig,

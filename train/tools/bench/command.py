@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 
 from train.config import Failure, check
 from train.machine import rank_setup
 from train.machine.launched import launched
 from train.machine.runtime import search_rarely
-from train.machine.torchrun import die_with_torchrun, end_torchrun
+from train.machine.torchrun import end_torchrun
 from train.run import compose as cli
 from train.storage.folders import local_path
 from train.tools.bench.config import BenchConfig
@@ -26,12 +25,12 @@ USED: tuple[str, ...] = (
 USED += ("backend.device", "backend.precision")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    given = list(arguments or sys.argv[1:])
+def main(arguments: Sequence[str]) -> int:
+    given = list(arguments)
     settings = [each for each in given if "=" in each and not each.startswith("-")]
     cli.add_schema(BenchConfig, "bench", [])
     parser = cli.settings_parser(
-        "train.bench",
+        "bench",
         BenchConfig,
         "Measure how fast a run would train on this machine. It trains for a few steps and saves nothing.",
         examples=(
@@ -41,7 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ),
         keys=USED,
     )
-    die_with_torchrun()
     code = cli.run(BenchConfig, lambda cfg: act(cfg, settings), parser, arguments=given)
     if code != cli.DONE:
         end_torchrun()
