@@ -1,4 +1,4 @@
-"""How ranks meet: who is missing is named, and ranks that train with something else are rejected."""
+"""How ranks join: who is missing is named, and ranks that train with something else are rejected."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def test_a_rank_that_waits_names_those_that_are_missing_and_gives_up(monkeypatch
 
 def test_a_start_after_a_restart_reads_no_keys_of_the_one_before(monkeypatch):
     be_alone(monkeypatch, 0, 1)
-    first = rendezvous.meet(launched(), 60)
+    first = rendezvous.await_ranks(launched(), 60)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    second = rendezvous.meet(launched(), 60)
+    second = rendezvous.await_ranks(launched(), 60)
     first.set("address", "old")
     assert not second.check(["address"])
 

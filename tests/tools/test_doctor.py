@@ -27,7 +27,7 @@ GPUS = "NVIDIA A100-SXM4-40GB, 570.133.20\n" * 8
 
 
 def machine(root, *, says=None, files=(), **facts):
-    """A machine with these files, on which every tool gives the same answer."""
+    """A machine with these files, on which every tool has the same answer."""
     for path, text in dict(files).items():
         file = root / path
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,8 @@ def trn1(root, says=CHIPS, **facts):
 
 
 def p4d(root, says=GPUS, **facts):
-    return machine(root, says=says, instance=read_instance("p4d.24xlarge"), **facts)
+    usual = {"instance": read_instance("p4d.24xlarge"), "files": {"dev/nvidia0": ""}}
+    return machine(root, says=says, **{**usual, **facts})
 
 
 def pci(vendor, device, kind):
@@ -87,8 +88,8 @@ CASES = [
         p4d,
         {"says": GPUS[: len(GPUS) // 4], "files": {"dev/nvidia0": ""}},
     ),
-    ("devices", "bad", "lists no GPU", p4d, {"says": "", "files": {"dev/nvidia0": ""}}),
-    ("devices", "bad", "has 8 devices, but this machine has none", p4d, {}),
+    ("devices", "bad", "lists no GPU", p4d, {"says": ""}),
+    ("devices", "bad", "has 8 devices, but this machine has none", p4d, {"files": {}}),
     ("ranks", "bad", "trn1.32xlarge runs 1 or 2 or 8 or 32", trn1, {"num_ranks": 16}),
     ("ranks", "bad", "64 ranks for 32 devices", trn1, {"num_ranks": 64}),
     ("EFA", "bad", "0 of 8 interfaces", trn1, {"files": {"dev/neuron0": ""}}),
@@ -99,7 +100,7 @@ CASES = [
         "bad",
         "built without CUDA",
         p4d,
-        {"versions": {"torch": "2.9.1+cpu"}, "files": {"dev/nvidia0": ""}},
+        {"versions": {"torch": "2.9.1+cpu"}},
     ),
     ("packages", "bad", "torch-xla missing", trn1, {"versions": {**SDK, "torch-xla": None}}),
     (

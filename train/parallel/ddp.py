@@ -74,7 +74,7 @@ class DDP(Backend):
             store = rendezvous.join(backends, timeout_s=self.timeout_s)
             rendezvous.check_alike(world, f"ddp on {self.device.type}, {self.precision}")
         self.compiler = open_compiler(cfg, self.device.type, work or Workload(), world)
-        # Whether to drop the attention mask of batches without padding: a compiled model would need another graph.
+        # If True, batches without padding lose their attention mask: a compiled model would need another graph.
         self.drops_masks = self.compiler is None
         if self.compiler is not None:
             self.compilers = Compilers(self.compiler.is_busy, store)

@@ -1,4 +1,4 @@
-"""The meeting of ranks: they find one another through a store, form a process group, and compare what they train with.
+"""The joining of ranks: they find one another through a store, form a process group, and compare what they train with.
 
 torchrun hosts the store, or rank 0 does. On one machine the store listens on the loopback address only, because whoever
 reaches it decides what the ranks unpickle.
@@ -31,7 +31,7 @@ ALL_HERE = "all_here"  # key that rank 0 sets once every rank has reached the st
 def join(backends: str, *, timeout_s: float, join_timeout_s: float = JOIN_TIMEOUT_S) -> dist.Store:
     """Wait for the other ranks, then make the default process group. Returns the store in which the ranks met."""
     launch = launched()
-    store = meet(launch, join_timeout_s)
+    store = await_ranks(launch, join_timeout_s)
     store.set_timeout(timedelta(seconds=timeout_s))
     with without_stdout():  # gloo prints how many ranks have connected
         dist.init_process_group(
@@ -44,7 +44,7 @@ def join(backends: str, *, timeout_s: float, join_timeout_s: float = JOIN_TIMEOU
     return store
 
 
-def meet(launch: Launched, timeout_s: float) -> dist.Store:
+def await_ranks(launch: Launched, timeout_s: float) -> dist.Store:
     """Open the store and wait until every rank has. Raises Failure, which names the ranks that did not come."""
     where = f"{launch.master_addr}:{launch.master_port} (MASTER_ADDR, MASTER_PORT)"
     try:

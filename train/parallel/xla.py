@@ -115,7 +115,7 @@ class XLA(Backend):
             store = rendezvous.join("gloo", timeout_s=timeout_s)
         else:
             # PyTorch/XLA would name its store after this machine's restart count, which can differ between machines.
-            store = rendezvous.meet(launched(), JOIN_TIMEOUT_S)
+            store = rendezvous.await_ranks(launched(), JOIN_TIMEOUT_S)
             xla_rendezvous._store = store
             joining = timedelta(seconds=JOIN_TIMEOUT_S)
             dist.init_process_group("xla", init_method="xla://", timeout=joining)

@@ -100,7 +100,7 @@ def whole_config(folder: Folder) -> TrainConfig:
         schema.parallel = {name: kind for group, name, kind in cli.SCHEMAS if group == "parallel"}[
             saved.parallel.name
         ]
-        schema.backend = XLAConfig if saved.backend.name == "xla" else BackendConfig
+        schema.backend = XLAConfig if saved.backend.name == XLAConfig.name else BackendConfig
         config = OmegaConf.to_object(OmegaConf.merge(schema, saved))
     except FileNotFoundError as error:
         raise InputError(f"{config_path} is missing: it has the model's sizes") from error
