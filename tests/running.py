@@ -110,9 +110,12 @@ def run(
     env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """`baretrain train ...`, alone or on several ranks of this machine under torchrun, in forks (see there)."""
-    words = ["train", module, *arguments]
+    program = module if module.endswith(".py") else "train"
+    if program == "train":
+        arguments = [module, *arguments]
+    words = [program, *arguments]
     if ranks > 1:
-        words = launch("train", words[1:], ranks=ranks)
+        words = launch(program, arguments, ranks=ranks)
     return run_forked(words, {**os.environ, **(env or {})})
 
 

@@ -8,7 +8,6 @@ from forks import free_port
 from rejections import rejects
 
 from train.config import Failure, InputError
-from train.machine.launched import launched
 from train.parallel import rendezvous
 
 
@@ -42,16 +41,6 @@ def test_a_rank_that_waits_names_those_that_are_missing_and_gives_up(monkeypatch
         assert log.messages and all(
             text.startswith("waiting for rank 1, 2 of 3") for text in log.messages
         )
-
-
-def test_a_start_after_a_restart_reads_no_keys_of_the_one_before(monkeypatch):
-    be_alone(monkeypatch, 0, 1)
-    first = rendezvous.await_ranks(launched(), 60)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    second = rendezvous.await_ranks(launched(), 60)
-    first.set("address", "old")
-    assert not second.check(["address"])
 
 
 def test_ranks_that_train_with_something_else_than_rank_0_are_rejected():

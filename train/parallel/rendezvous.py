@@ -6,6 +6,7 @@ reaches it decides what the ranks unpickle.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import socket
 import time
@@ -25,6 +26,7 @@ from train.parallel.ranks import World
 logger = logging.getLogger("train")
 REPORT_EVERY_S = 10.0
 POLL_S = 0.1
+JOINS = itertools.count()  # numbers the times that this process joins
 ALL_HERE = "all_here"  # key that rank 0 sets once every rank has reached the store
 
 
@@ -92,7 +94,7 @@ def wait_for_others(store: dist.Store, launch: Launched, where: str, timeout_s: 
 
 
 def open_store(launch: Launched, timeout_s: float) -> dist.Store:
-    """Connect to the store. torchrun keeps it over restarts, so each start of the ranks has its own keys in it."""
+    """Connect to the store. torchrun keeps it over restarts, so the ranks use other keys each time they join."""
     is_host = launch.rank == 0 and not launch.uses_agent_store
     store = dist.TCPStore(
         launch.master_addr,
@@ -104,7 +106,7 @@ def open_store(launch: Launched, timeout_s: float) -> dist.Store:
         wait_for_workers=False,
         master_listen_fd=listener(launch) if is_host else None,
     )
-    return dist.PrefixStore(f"attempt_{launch.restart_count}", store)
+    return dist.PrefixStore(f"start_{launch.restart_count}_{next(JOINS)}", store)
 
 
 def listener(launch: Launched) -> int | None:
