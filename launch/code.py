@@ -22,13 +22,7 @@ from train.storage.caches import private_folder
 from train.storage.folders import sha256_bytes
 from train.storage.schema import FileName, Sha256
 
-# ami is needed because train.machine.versions reads ami/versions.yaml
-PACKAGES = [
-    "train",
-    "conf",
-    "launch",
-    "ami",
-]
+PACKAGES = ["train", "conf", "launch", "ami"]  # train.machine.versions reads ami/versions.yaml
 START = "start.py"  # the program that nodes run; it is in the bundle's root, where Python then looks first for modules
 IMPORTS = "imports"  # the bundle's folder for the files of `launch --import`
 START_CODE = b"""import os, runpy, sys
@@ -51,15 +45,13 @@ def pack() -> tuple[bytes, Code]:
     Raises InputError if the files are too large.
     """
     files = dict[str, Path]()
+    root = Path(launch.__file__).parent.parent
     for package in PACKAGES:
-        top = Path(launch.__file__).parent.parent / package
-        found = (
-            path
-            for path in sorted(top.rglob("*"))
-            if path.is_file() and "__pycache__" not in path.parts
-        )
-        files |= {f"{package}/{path.relative_to(top).as_posix()}": path for path in found}
-    files |= {f"{IMPORTS}/{name}": each.path for name, each in imported.IMPORTED.items()}
+        for path in sorted((root / package).rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                files[path.relative_to(root).as_posix()] = path
+    for name, each in imported.IMPORTED.items():
+        files[f"{IMPORTS}/{name}"] = each.path
     sizes = {path: path.stat().st_size for path in files.values()}
     largest = max(sizes, key=sizes.__getitem__)
     check(

@@ -17,13 +17,14 @@ from launch.ec2 import calls, launcher, scheduler, sweep
 from launch.ec2 import request as request_module
 from launch.ec2.account import Resolved, last_resolved, resolve
 from launch.ec2.api import Api
-from launch.ec2.calls import remove
+from launch.ec2.calls import Call, remove
 from launch.ec2.config import Ec2Config
 from launch.ec2.launcher import Launcher
 from launch.ec2.request import RUN_TAG, run_id
 from launch.ec2.sweep import Resource
-from launch.record import Job, Record
+from launch.record import CANCEL, END, Attempt, Job, Record
 from launch.schedulers import cluster_of
+from launch.supervise import Decision, conclude
 from train.config import S3Config
 from train.storage.folders import LocalFolder
 
@@ -67,10 +68,11 @@ class Trial:
         """What a launch does before it is attended; what its settings come to is found out unless it is given."""
         self.record.write(self.job, plan={}, config=PRICES, bundle=self.bundle)
         self.record.job_sha256 = self.job.sha256
-        self.record.append_event("submitting")
+        submission = self.record.claim(self.record.next_submission(), "ec2", self.job.nodes)
+        assert submission is not None
         resolved = resolved or resolve(self.job, self.cluster, self.record, self.api)
         handle = {"submission": str(resolved.id), "resolved": dataclasses.asdict(resolved)}
-        self.record.append_event("submitted", handle=handle)
+        self.record.keep_answer(dataclasses.replace(submission, handle=handle))
         launched.keep(self.record, handle)
 
     def launcher(self) -> Launcher:
@@ -80,11 +82,18 @@ class Trial:
 
     def clean(self) -> list[Resource]:
         """What `launch clean --yes` does."""
-        self.record.append_event("cancelled")
+        self.record.ask(CANCEL)
         return remove(self.api, self.record, ["us-east-1"])
 
-    def events_of(self, kind: str) -> list[dict[str, Any]]:
-        return [event.details for event in self.record.events() if event.kind == kind]
+    @property
+    def ended(self) -> Attempt | None:
+        return self.record.history().ended
+
+    @property
+    def requests(self) -> list[Call]:
+        """The calls that have made machines."""
+        found = calls.read_calls(self.record)
+        return [each for each in found if each.operation == calls.RUN and each.made]
 
     def made(self) -> list[Any]:
         """All machines that the run ever had."""
@@ -103,8 +112,8 @@ class Trial:
 
 def done(run: Trial) -> None:
     """The machines train, and the first one notes the end."""
-    if run.events_of("machines") and not run.events_of("ended"):
-        run.record.append_event("ended", outcome="done", reason="the last step")
+    if run.requests and run.ended is None:
+        conclude(run.record, Decision(END, "done", "the last step"))
 
 
 def trial(

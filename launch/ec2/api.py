@@ -34,7 +34,7 @@ NEVER = (
 # EC2 does not know the profile, or not yet
 NO_PROFILE = "InvalidParameterValue (instance profile)"
 CURES = {
-    **dict.fromkeys(QUOTA, "baretrain launch quota shows the quota to ask for"),
+    **dict.fromkeys(QUOTA, "Service Quotas in the console shows the quota, and takes requests"),
     **dict.fromkeys(
         NOT_ALLOWED,
         "your user's or role's policy does not allow it: baretrain launch iam prints one that does (docs/ec2.md)",

@@ -18,13 +18,11 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
 
 from launch.ec2.api import Api
 from launch.ec2.request import RUN_TAG, run_id
 from launch.ec2.sweep import GONE, UNANSWERED, UNLISTED, Resource, delete, find, sweep
-from launch.record import Event, Record
-from launch.values import table
+from launch.record import SUBMISSIONS, Record, Request, Submission, file_of
 from train.config import Failure
 from train.machine.processes import is_gone, owner_name
 from train.storage.folders import at_once, canonical_json
@@ -47,7 +45,6 @@ BY_ID = {
     "placement-group": "group-name",
     "security-group": "group-id",
 }
-STOPS = ("ended", "cancelled")  # events after which no resource is made
 SIGNED_S = 900.0  # how long EC2 accepts a signed request (EC2 API reference, RequestExpired)
 LISTS_S = 300.0  # how long EC2 may take to list new resources (EC2 API reference, "Eventual consistency")
 
@@ -84,24 +81,40 @@ class Call:
     def write(self, run: Record) -> None:
         run.folder.write(self.file, canonical_json(asdict(self)))
 
-    def listed_unix_s(self, events: Iterable[Event]) -> float:
+    def listed_unix_s(self, run: Record) -> float:
         """Return the time by which EC2 lists all resources of the call; infinity while its launch may still send it."""
         if self.answered_unix_s is not None:
             return self.answered_unix_s + LISTS_S
-        stopped_unix_s, is_submitted = None, False  # state since the call's launch began
-        for event in events:
-            # this launch or an earlier one begins
-            if event.kind == "submitting" and not is_submitted:
-                stopped_unix_s = None
-            elif event.kind in ("submitting", *STOPS) and stopped_unix_s is None:
-                stopped_unix_s = event.time_unix_s
-            handle = table(event.details, "handle") if event.kind == "submitted" else {}
-            is_submitted |= handle.get("submission") == self.submission
-        if stopped_unix_s is None:
+        stopped = stopped_unix_s(run, self.submission)
+        if stopped is None:
             return float("inf")
         signed_s = 0.0 if is_gone(self.process) else SIGNED_S
         # the later one, because clocks differ
-        return max(stopped_unix_s, self.sent_unix_s) + signed_s + LISTS_S
+        return max(stopped, self.sent_unix_s) + signed_s + LISTS_S
+
+
+def stopped_unix_s(run: Record, ident: str) -> float | None:
+    """Return when a launch with this id of resolved settings ended, was cancelled or was followed by another."""
+    of_launch, later = None, list[float]()
+    for name in run.numbered(SUBMISSIONS).values():
+        each = run.sound(Submission, name)
+        if each is None:
+            continue
+        if of_launch is not None:
+            later.append(each.time_unix_s)
+        elif each.handle.get("submission") == ident:
+            of_launch = each
+    if of_launch is None:
+        of_launch = run.last_submission()
+    if of_launch is None:
+        return None
+    request = run.sound(Request, file_of("requests", of_launch.number))
+    if request is not None and request.what == "cancel":
+        later.append(request.time_unix_s)
+    for attempt in run.history().attempts:
+        if attempt.submission == of_launch.number and attempt.next == "end":
+            later.append(attempt.ended_unix_s or 0.0)
+    return min(later, default=None)
 
 
 def read_calls(run: Record) -> list[Call]:
@@ -126,24 +139,16 @@ def begin(run: Record, operation: str, region: str, *, submission: str) -> Call:
 
 
 def check(run: Record, submission: str) -> None:
-    """Raise Superseded if another launch has begun, Cancelled if this launch has ended or was cancelled.
-
-    This launch may be cancelled even before its submission is recorded.
-    """
-    stop, handle = "", dict[str, Any]()
-    for event in run.events():
-        if event.kind == "submitting":
-            stop, handle = "", {}
-        elif event.kind == "submitted":
-            handle = table(event.details, "handle")
-        elif event.kind in STOPS:
-            stop = event.kind
-    if stop:
-        raise Cancelled(f"{run.run_dir}: no more resources are made, since the record says {stop}")
-    if handle.get("submission") != submission:
+    """Raise Superseded if another launch has begun, Cancelled if this launch has ended or was cancelled."""
+    history = run.history()
+    last = history.submission
+    if last is None or last.handle.get("submission") != submission:
         raise Superseded(
             f"another launch of {run.run_dir} has begun, or its record is gone; this one ends"
         )
+    if history.has_end:
+        stop = "cancelled" if history.is_cancelled else "ended"
+        raise Cancelled(f"{run.run_dir}: no more resources are made, since the record says {stop}")
 
 
 # ---- resources -------------------------------------------------------------------------------------------------------
@@ -182,9 +187,9 @@ def is_of_others(api: Api, record: Record, what: Resource) -> bool:
 
 def unlisted(record: Record, seen: set[str]) -> list[Resource]:
     """Return the requested resources that EC2 may not list yet."""
-    events, left = record.events(), list[Resource]()
+    left = list[Resource]()
     for call in read_calls(record):
-        until_s, kind = call.listed_unix_s(events), MADE[call.operation]
+        until_s, kind = call.listed_unix_s(record), MADE[call.operation]
         if time.time() >= until_s:
             continue
         if call.answered_unix_s is None:

@@ -1,4 +1,4 @@
-"""The commands `baretrain launch clean | iam | quota` for EC2. boto3 is imported only when a command needs it."""
+"""The commands `baretrain launch clean | iam` for EC2. boto3 is imported only when a command needs it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,15 @@ from typing import Any
 
 import yaml
 
-from launch.ec2.config import MARKETS
-from launch.record import CONFIG, JOB, PLAN, SUFFIX, Record
+from launch.record import CANCEL, CONFIG, JOB, PLAN, SUFFIX, Record
 from train.config import InputError, S3Config, check
 from train.machine.console import say
 from train.run.command import DONE, FAILED, Parser
 
 POLICIES = Path(__file__).with_name("policies.yaml")
 # Files of a record that decide which code runs, or which machines exist: the run's machines must not write them.
-OPERATORS = (JOB, "code-*", PLAN, CONFIG, "ec2/calls/*")
+OPERATORS = (JOB, "code-*", PLAN, CONFIG, "submissions/*", "requests/*", "ec2/calls/*")
 WRITES = ("s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload")
-QUOTAS = {
-    "on-demand": re.compile(r"Running On-Demand (.+) instances"),
-    "spot": re.compile(r"All (.+) Spot Instance Requests"),
-}
 
 
 def region_list(text: str) -> list[str]:
@@ -73,10 +68,9 @@ def clean(options: argparse.Namespace, s3: S3Config) -> int:
             else "--yes waits until nothing more can appear",
         )
         return FAILED if left else DONE
-    is_known = bool(record.event_names())
+    is_known = record.last_submission() is not None
     if is_known and not record.history().has_end:
-        # written first: a running launch then stops
-        record.append_event("cancelled", reason="launch clean")
+        record.ask(CANCEL)  # written first: a running launch then stops
     left = calls.remove(api, record, regions)
     if left:
         say(*(f"still there: {each}" for each in left))
@@ -156,69 +150,3 @@ def folder_statement(sid: str, *folders: str) -> list[dict[str, Any]]:
         {"Sid": sid, "Effect": "Allow", **read},
         {"Sid": f"{sid}List", "Effect": "Allow", **listing, **condition},
     ]
-
-
-# ---- quota -----------------------------------------------------------------------------------------------------------
-
-
-def quota_flags(parser: Parser) -> None:
-    parser.add_argument("instance", metavar="TYPE", help="instance type such as trn1.32xlarge")
-    parser.add_argument("--nodes", metavar="N", type=int, default=1, help="number of machines (1)")
-    parser.add_argument(
-        "--market", choices=MARKETS[:2], default=MARKETS[0], help="capacity blocks need no quota"
-    )
-    parser.add_argument(
-        "--regions",
-        metavar="A,B",
-        type=region_list,
-        default=[],
-        help="regions whose quota to show",
-    )
-
-
-def quota(options: argparse.Namespace, s3: S3Config) -> int:
-    """Say whether the account's quota allows the machines; return FAILED if it is too low in all regions."""
-    from launch.ec2.api import Api
-
-    instance, nodes, pattern = options.instance, options.nodes, QUOTAS[options.market]
-    api, is_enough = Api(s3.profile, s3.region), False
-    for region in api.regions(options.regions):
-        # p5 of p5en.48xlarge
-        info, family = (
-            api.instance_type(region, instance),
-            re.findall(r"[a-z]+\d+", instance)[0],
-        )
-        needed = nodes * int(info["VCpuInfo"]["DefaultVCpus"])
-        listed = api.pages(
-            region, "list_service_quotas", "Quotas", service="service-quotas", ServiceCode="ec2"
-        )
-        matches = [
-            (match, each) for each in listed if (match := pattern.fullmatch(each["QuotaName"]))
-        ]
-        ranked = [(covers(match[1], family), each) for match, each in matches]
-        rank, quota = max(ranked, key=lambda each: each[0], default=(0, dict[str, Any]()))
-        check(
-            rank > 0,
-            f"Service Quotas of {region} shows no {options.market} quota for {instance}; see the console",
-        )
-        vcpus, code = float(quota["Value"]), quota["QuotaCode"]
-        line = (
-            f"{region}: {quota['QuotaName']} ({code}): {vcpus:,.0f} vCPUs, {needed:,} are needed"
-        )
-        is_enough = is_enough or vcpus >= needed
-        cure = (
-            f"too few; aws service-quotas request-service-quota-increase --service-code ec2 --quota-code {code} "
-            f"--desired-value {needed} --region {region} (takes hours to days)"
-        )
-        say(
-            f"{line}; the account's other machines count, too"
-            if vcpus >= needed
-            else f"{line}: {cure}"
-        )
-    return DONE if is_enough else FAILED
-
-
-def covers(families: str, family: str) -> int:
-    """Return how a quota ("P4 and P3", "Standard (A, C, ...)") names a family: not (0), by letter (1), exactly (2)."""
-    words = {word.lower() for word in re.findall(r"[A-Za-z]+\d*", families)} - {"and", "standard"}
-    return 2 if family in words else 1 if family.rstrip("0123456789") in words else 0

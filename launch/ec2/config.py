@@ -15,7 +15,6 @@ MARKETS = ("on-demand", "spot", "capacity-block")
 class Ec2Config(ClusterConfig):
     """Machines on EC2. A YAML file in conf/cluster/ sets an account's values that differ from these defaults."""
 
-    finds_types: ClassVar[bool] = True
     has_check: ClassVar[bool] = True
     shares_disks: ClassVar[bool] = False
 

@@ -16,12 +16,12 @@ from launch.ec2.account import Resolved, Site
 from launch.ec2.api import LATER, NEVER, Api, growing
 from launch.ec2.calls import PLACEMENT, RUN, SECURITY, Call, Cancelled, Superseded
 from launch.ec2.config import Ec2Config
-from launch.ec2.machine import REGISTERED, conclude
+from launch.ec2.machine import MAX_RUN, REGISTERED, settle
 from launch.ec2.request import name_of, placement_name, run_instances, tags
 from launch.ec2.sweep import say
-from launch.record import CONFIG, Event, Job, Record
+from launch.record import CONFIG, END, REQUEUE, Attempt, Job, Record
 from launch.run_progress import read_progress
-from launch.supervise import CODES, Decision
+from launch.supervise import CODES, Decision, conclude
 from launch.values import shown_duration, shown_moment, text
 from train.config import Failure, InputError, Unreachable
 from train.run.command import FAILED
@@ -63,6 +63,7 @@ class Launcher:
         self.usd_per_hour: float | None = read_yaml(record.folder.read(CONFIG))["instance"][price]
         self.cost_usd, self.line, self.seen_s = 0.0, "", time.time()
         self.is_training = False  # whether machines have been made and are not known to have ended
+        self.attempts_before = 0  # number of attempts when the machines were made
 
     def run(self) -> int:
         """Train, remove all resources, and return the run's exit code."""
@@ -79,7 +80,7 @@ class Launcher:
                     f"this launch ends here; its machines continue to train, and then shut down. {undo(self.record)}"
                 )
                 raise
-            self.record.append_event("ended", outcome="failed", reason=str(error))
+            conclude(self.record, Decision(END, "failed", str(error)))
             with suppress(BadCredentials, Unreachable):  # the earlier error already reports it
                 self.remove(leaves=False)
             raise
@@ -97,20 +98,18 @@ class Launcher:
         if not reason:
             return False
         say(f"interrupted: {reason}")
-        # the first machine has recorded its decision
-        is_decided = "requeued" in self.events_since_machines()
+        last = self.attempt_since_machines()
+        is_decided = last is not None and last.next == REQUEUE  # the first machine has decided
         # The groups are kept for the next machines.
         self.remove(leaves=is_decided, only=("instance", "spot-instances-request"))
         self.is_training = False
-        if not is_decided and not conclude(
-            self.record, self.cluster, Decision("requeue", "failed", reason)
+        if not is_decided and not settle(
+            self.record, self.cluster, Decision(REQUEUE, "failed", reason)
         ):
             return False
         calls.check(self.record, self.resolved.id)
         if time.time() >= self.ends_unix_s:
-            self.record.append_event(
-                "ended", outcome="stopped", reason="cluster.max_run_s has passed"
-            )
+            conclude(self.record, Decision(END, "stopped", MAX_RUN))
             return False
         return True
 
@@ -140,6 +139,7 @@ class Launcher:
 
     def make_machines(self, site: Site) -> Call:
         group, placement = self.security_group(site), self.placement_group(site)
+        self.attempts_before = len(self.record.history().attempts)
         left_s = max(60, int(self.ends_unix_s - time.time()))
         request = partial(
             run_instances,
@@ -155,7 +155,6 @@ class Launcher:
             site.region,
             lambda call: request(number=call.number, group=group, placement=placement),
         )
-        self.record.append_event("machines", request=call.number, instances=call.made)
         say(
             f"{len(call.made)} x {self.job.instance} in {site.subnet} ({site.zone}): {', '.join(call.made)}"
         )
@@ -269,14 +268,14 @@ class Launcher:
             each.id: each
             for each in calls.resources(self.api, self.record, [call.region], "instance")
         }
-        # read after EC2's answer: a machine records its reason before it ends
-        since = self.events_since_machines()
-        if "ended" in since:
+        # Read after EC2's answer: a machine records its reason before it ends.
+        last = self.attempt_since_machines()
+        if self.record.history().ended is not None:
             return ""
         calls.check(self.record, self.resolved.id)
-        if "requeued" in since:
-            return text(since["requeued"].details, "reason") or "its machines were taken back"
-        is_listed = now_s > call.listed_unix_s(())
+        if last is not None and last.next == REQUEUE:
+            return last.reason or "its machines were taken back"
+        is_listed = now_s > call.listed_unix_s(self.record)
         for ident in call.made:
             machine = seen.get(ident)
             if not (machine.is_alive if machine else not is_listed):
@@ -286,12 +285,10 @@ class Launcher:
         self.show(call)
         return None
 
-    def events_since_machines(self) -> dict[str, Event]:
-        """Return the last event of each kind since machines were last made."""
-        since = dict[str, Event]()
-        for event in self.record.events():
-            since = {} if event.kind == "machines" else {**since, event.kind: event}
-        return since
+    def attempt_since_machines(self) -> Attempt | None:
+        """Return the last attempt on the machines that were made last; None if there is none yet."""
+        attempts = self.record.history().attempts
+        return attempts[-1] if len(attempts) > self.attempts_before else None
 
     def reason_of(self, ident: str, seen: Mapping[str, Any]) -> str:
         with suppress(FileNotFoundError):

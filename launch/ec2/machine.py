@@ -25,10 +25,19 @@ import launch
 from launch import code
 from launch.ec2.config import Ec2Config
 from launch.node import LIMITS_S, PREFLIGHT, join_flags
-from launch.preflight import is_shared, run_preflight, too_few
-from launch.record import Job, Record, add_record_flags, attempt_name
+from launch.preflight import run_preflight
+from launch.record import END as END_JOB
+from launch.record import REQUEUE, Job, Record, add_record_flags, attempt_name
 from launch.schedulers import cluster_of
-from launch.supervise import Decision, StopFile, recording_failure, retry, settled, supervise
+from launch.supervise import (
+    Decision,
+    StopFile,
+    conclude,
+    exhausted,
+    recording_failure,
+    retry,
+    supervise,
+)
 from train.config import InputError, S3Config, Unreachable
 from train.machine import processes
 from train.machine.console import say
@@ -39,6 +48,7 @@ from train.storage.schema import FileName
 
 REGISTERED, STEPS = "ec2/machines/{:04d}/", "ec2/steps/{:04d}/{:04d}.json"
 END = "end"
+MAX_RUN = "cluster.max_run_s has passed"
 # seconds between reads of the record, signs of life, uploads of logs
 POLL_S, SIGN_S, LOGS_S = (
     2.0,
@@ -67,7 +77,6 @@ class Registration:
 class Step:
     command: str  # a command of launch.node, or END
     name: FileName  # the step's name, for logs and answers
-    group: int = 0  # number of neighbouring machines that join; 0: all
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,21 +97,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_flags(parser, arguments, act)
 
 
-def conclude(record: Record, cluster: Ec2Config, decision: Decision) -> bool:
+def settle(record: Record, cluster: Ec2Config, decision: Decision) -> bool:
     """Record the decision after the last attempt; return whether to ask for all machines again."""
-    decision = settled(decision, record, cluster)
-    if decision.next == "requeue" and cluster.again:
-        retry(record.append_event, "requeued", reason=decision.reason)
-        return True
-    hint = (
-        f"; baretrain launch resume {record.run_dir} continues it"
-        if decision.next == "requeue"
-        else ""
-    )
-    retry(
-        record.append_event, "ended", outcome=decision.outcome, reason=f"{decision.reason}{hint}"
-    )
-    return False
+    if decision.next == REQUEUE and not cluster.again:
+        hint = f"{decision.reason}; baretrain launch resume {record.run_dir} continues it"
+        decision = Decision(END_JOB, decision.outcome, hint)
+    history = retry(record.history)
+    if decision.next != END_JOB or history.ended is None:
+        conclude(record, decision)
+    if decision.next != REQUEUE:
+        return False
+    history = retry(record.history)
+    limit = exhausted(history, cluster)
+    if history.is_stop_asked:
+        conclude(record, Decision(END_JOB, "stopped", "stopped as asked"))
+    elif limit:
+        conclude(record, Decision(END_JOB, "failed", f"{limit}; {decision.reason}"))
+    return not (history.is_stop_asked or limit)
 
 
 def act(options: argparse.Namespace, s3: S3Config) -> int:
@@ -173,7 +184,7 @@ class Machine:
         reason = f"{len(came)} of {self.job.nodes} machines registered in {BOOT_S:.0f} s"
         say(reason)
         if came[0] == own:  # only one machine records the failure
-            retry(self.record.append_event, "ended", outcome="failed", reason=reason)
+            conclude(self.record, Decision(END_JOB, "failed", reason))
         return False
 
     def has(self, name: str) -> bool:
@@ -193,24 +204,30 @@ class Machine:
 
     def lead(self) -> None:
         """Examine all machines, train on them, and record the decision about what to do next."""
-        hosts, failed = [str(each.host) for each in self.all], dict[str, str]()
+        hosts = [str(each.host) for each in self.all]
+        examine = None
         if self.cluster.gate:
             name = f"gate_{self.request:04d}"
-            _, failed = run_preflight(self.record, self.job, hosts, self.examine, name=name)
-        if failed:
-            what = "end" if is_shared(failed, hosts) else "requeue"
-            decision = Decision(what, "failed", too_few(hosts, failed, self.job))
-        else:
-            decision = supervise(
-                self.record, self.cluster, self.attempt, nodes=hosts, stop=self.stop
-            )
-        conclude(self.record, self.cluster, decision)
+            examine = partial(run_preflight, self.record, self.job, hosts, self.examine, name=name)
+        decision = supervise(
+            self.record,
+            self.cluster,
+            self.attempt,
+            nodes=hosts,
+            stop=self.stop,
+            examine=examine,
+        )
+        if decision.next == REQUEUE and self.stop.reason == MAX_RUN:
+            decision = Decision(END_JOB, "stopped", MAX_RUN)
+        settle(self.record, self.cluster, decision)
         self.step(Step(END, FileName(END)))
 
-    def examine(self, command: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
+    def examine(self, command: str, name: str) -> int:
         """Run a part of the preflight on all machines; return this machine's exit code, once all have answered."""
-        answers = [PREFLIGHT.format(name, node) for node in nodes]
-        result = self.step(Step(command, FileName(name), group))
+        answers = [
+            PREFLIGHT.format(name, each.host) for each in self.all if command == "preflight"
+        ]
+        result = self.step(Step(command, FileName(name)))
         self.wait(lambda: all(map(self.has, answers)), LIMITS_S[command])
         return result
 
@@ -243,11 +260,11 @@ class Machine:
 
     def do(self, step: Step) -> int:
         """Run a step's command, and end it at its time limit or once the first machine has written the next step."""
-        hosts, addresses = [each.host for each in self.all], [each.address for each in self.all]
+        hosts = [each.host for each in self.all]
         start = str(Path(launch.__file__).parents[1] / code.START)  # start.py of the running code
         command = [self.job.python, start, "launch.node", step.command, self.record.run_dir]
         command += join_flags(
-            hosts, addresses, job=self.request, step=self.number, name=step.name, group=step.group
+            hosts, self.all[0].address, job=self.request, step=self.number, name=step.name
         )
         processes.adopt_orphans()
         process, ends_s = (
@@ -282,9 +299,8 @@ class Machine:
         self.sign_s = now_s
         try:
             if now_s > self.stops_s:
-                self.record.append_event("stop_asked", reason="cluster.max_run_s has passed")
                 self.stops_s = math.inf
-                self.stop.ask("cluster.max_run_s has passed")
+                self.stop.ask(MAX_RUN)
             self.stop.write()
             self.record.exists()
             (self.state / ALIVE).touch()

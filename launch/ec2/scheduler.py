@@ -33,11 +33,11 @@ from launch.ec2.api import Api
 from launch.ec2.config import Ec2Config
 from launch.ec2.launcher import Launcher, undo
 from launch.ec2.request import MOST_BYTES, SPARE_S, name_of, placement_name, run_instances
-from launch.record import Job, Record, read_history
+from launch.record import Job, Record
 from launch.schedulers import cluster_of
 from launch.spec import Handle, State
 from launch.values import shown_duration, text
-from train.config import Failure, S3Config, check
+from train.config import Failure, check
 from train.config.backend import CUDA
 from train.machine.console import say
 from train.machine.processes import is_gone, owner_name
@@ -54,37 +54,6 @@ class Scheduler(spec.Scheduler):
 
     def preview(self, job: Job, record: Record, cfg: LaunchConfig, hours: float | None) -> str:
         return "\n".join(plan_lines(job, cluster_of(job, Ec2Config), record, cfg, hours))
-
-    def found_type(self, cfg: LaunchConfig, s3: S3Config) -> list[str]:
-        """Return instance settings from EC2's description of a type. The only accelerators included are NVIDIA GPUs."""
-        cluster, api, name = cfg.cluster, Api(s3.profile, s3.region), cfg.instance.name
-        assert isinstance(cluster, Ec2Config)
-        info = api.instance_type(api.regions(cluster.regions)[0], name)
-        gpus = [
-            each
-            for each in info.get("GpuInfo", {}).get("Gpus", ())
-            if each["Manufacturer"] == "NVIDIA"
-        ]
-        check(
-            bool(gpus) or cfg.processes_per_node is not None,
-            f"EC2 lists no NVIDIA GPU for {name}: set processes_per_node and, if it has other devices, instance.device "
-            "and instance.devices",
-        )
-        network = info["NetworkInfo"]
-        found: dict[str, Any] = {
-            "efa_interfaces": network.get("EfaInfo", {}).get("MaximumEfaInterfaces", 0),
-            "vcpus": info["VCpuInfo"]["DefaultVCpus"],
-            "network_cards": len(network.get("NetworkCards", ())) or "null",
-        }
-        if gpus:
-            found["device"] = CUDA
-            found["devices"] = sum(
-                int(each["Count"] or each.get("LogicalGpuCount", 1)) for each in gpus
-            )
-            found["device_memory_gib"] = round(
-                min(each["MemoryInfo"]["SizeInMiB"] for each in gpus) / 1024, 2
-            )
-        return [f"instance.{key}={value}" for key, value in found.items()]
 
     def submit(self, job: Job, record: Record) -> Handle:
         """Resolve the settings. The machines are made later, by `attend`."""
@@ -159,22 +128,13 @@ class Scheduler(spec.Scheduler):
 
 def check_job(job: Job, cluster: Ec2Config, record: Record) -> None:
     """Raise InputError if no AWS account could run a job with these settings."""
-    s3, spares, where, profile = (
-        record.s3,
-        f"spares={job.spares}",
-        f"run_dir={record.run_dir}",
-        record.s3.profile,
-    )
+    s3, where, profile = record.s3, f"run_dir={record.run_dir}", record.s3.profile
     is_type = re.fullmatch(INSTANCE_TYPE, job.instance) is not None
     no_region = "s3.region is missing: machines have no ~/.aws with the bucket's region"
     no_role = "cluster.instance_profile is missing: the name of the machines' role, without which they cannot use S3"
     check(
         job.kind == "train",
         "cluster=ec2 can only train; prepare=true is for cluster=local and cluster=slurm",
-    )
-    check(
-        job.spares == 0,
-        f"{spares}: cluster=ec2 does not replace single machines; cluster=slurm does",
     )
     check(
         record.is_remote,
@@ -200,19 +160,16 @@ def open_api(record: Record) -> Api:
 
 def asks_text(record: Record, handle: Handle) -> str:
     """Say how long ago the launch asked for machines; "" if it has machines or is known to have ended."""
-    events, kinds = record.events(), ("submitted", "requeued", "machines")
-    last = next((each for each in reversed(events) if each.kind in kinds), None)
-    if (
-        last is None
-        or last.kind == "machines"
-        or read_history(events).has_end
-        or is_gone(text(handle, "process"))
-    ):
+    history = record.history()
+    submission = history.submission
+    if submission is None or history.has_end or is_gone(text(handle, "process")):
         return ""
     asked = [
         call for call in calls.read_calls(record) if call.submission == handle.get("submission")
     ]
-    age_s = time.time() - max([last.time_unix_s, *(call.sent_unix_s for call in asked)])
+    if any(call.operation == calls.RUN and call.made for call in asked[-1:]):
+        return ""  # it has machines
+    age_s = time.time() - max([submission.time_unix_s, *(call.sent_unix_s for call in asked)])
     if age_s > 2 * calls.LISTS_S:  # a running launch asks more often
         return ""
     error = (

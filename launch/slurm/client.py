@@ -52,7 +52,7 @@ CURES = (  # pattern of sbatch's error, and the cure; the first match counts
 )
 COMMAND_S = 60.0  # time limit of a command, which may wait for minutes if slurmctld is down
 HOST = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-OVER: tuple[str, ...] = (
+OVER = [
     "BOOT_FAIL",
     "CANCELLED",
     "COMPLETED",
@@ -60,8 +60,10 @@ OVER: tuple[str, ...] = (
     "FAILED",
     "NODE_FAIL",
     "OUT_OF_MEMORY",
-)
-OVER += ("PREEMPTED", "REVOKED", "TIMEOUT")
+    "PREEMPTED",
+    "REVOKED",
+    "TIMEOUT",
+]
 UNKNOWN = ("", "(null)", "N/A", "NONE", "None", "None assigned", "Unknown")
 SQUEUE = "%A|%i|%T|%r|%N"  # the columns, for squeue --format
 JOB_LINE = re.compile(
@@ -147,11 +149,10 @@ class Slurm:
             raise Unreachable(
                 f"{error}; `squeue --me` shows whether the job was submitted anyway"
             ) from error
-        line = one_line(said or out)
-        cure = next(
-            (f"; {cure}" for pattern, cure in CURES if re.search(pattern, line, re.IGNORECASE)), ""
-        )
-        check(code == 0, f"Slurm rejects the job: {line}{cure}")
+        if code != 0:
+            line = one_line(said or out)
+            cures = [cure for pattern, cure in CURES if re.search(pattern, line, re.IGNORECASE)]
+            raise InputError("; ".join([f"Slurm rejects the job: {line}", *cures[:1]]))
         return out, said
 
     def tasks(self, job_id: int, name: str) -> list[SlurmJob]:
@@ -185,17 +186,6 @@ class Slurm:
         # A job that has ended starts again after about two minutes (cred_expire).
         self.answer("scontrol", "requeue", str(job_id))
 
-    def excluded(self, job_id: int) -> tuple[str, ...]:
-        """Return the nodes on which a job must not run."""
-        said = self.answer("squeue", "--noheader", f"--jobs={job_id}", "--format=%x").strip()
-        return () if said in UNKNOWN else self.hostnames(said)
-
-    def exclude(self, job_id: int, nodes: Sequence[str]) -> None:
-        """Set the nodes on which a waiting job must not run. Slurm rejects this for a running job: requeue it first."""
-        self.answer(
-            "scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(check_hosts(nodes))}"
-        )
-
     # ---- nodes and partitions --------------------------------------------------------------------------------------
 
     def hostnames(self, hosts: str) -> tuple[str, ...]:
@@ -206,7 +196,11 @@ class Slurm:
             bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._,\[\]-]*", hosts)),
             f"{shown(hosts)} is not a host list",
         )
-        return check_hosts(self.answer("scontrol", "show", "hostnames", hosts).split())
+        names = self.answer("scontrol", "show", "hostnames", hosts).split()
+        for name in names:
+            if not re.fullmatch(HOST, name):
+                raise BadContent(f"{shown(name)} is not a host name")
+        return tuple(names)
 
     def address(self, node: str) -> str:
         """Return the address at which other nodes reach a node. The site configures it in Slurm (NodeAddr)."""
@@ -220,15 +214,19 @@ class Slurm:
 
     def check_time_limit(self, time_limit: str, partition: str | None) -> None:
         """Raise InputError if a time limit exceeds the partition's. Slurm would accept the job and never start it."""
+        limit_s = time_limit_s(time_limit)
         for line in self.answer("sinfo", "--all", "--noheader", "--format=%P|%l").splitlines():
             name, _, longest = line.strip().partition("|")
-            is_asked_for = name.rstrip("*") == partition if partition else name.endswith("*")
-            limit_s, longest_s = time_limit_s(time_limit), time_limit_s(longest)
-            check(
-                not is_asked_for or limit_s is None or longest_s is None or limit_s <= longest_s,
-                f"cluster.time_limit={time_limit} is more than the {longest} of partition {name.rstrip('*')}; ask for "
-                "at most that, and resume the run in further jobs",
-            )
+            is_default = name.endswith("*")
+            name = name.rstrip("*")
+            longest_s = time_limit_s(longest)
+            is_asked_for = name == partition if partition else is_default
+            if is_asked_for and limit_s is not None and longest_s is not None:
+                check(
+                    limit_s <= longest_s,
+                    f"cluster.time_limit={time_limit} is more than the {longest} of partition {name}; ask for at most "
+                    "that, and resume the run in further jobs",
+                )
 
     # ---- commands --------------------------------------------------------------------------------------------------
 
@@ -241,31 +239,27 @@ class Slurm:
 
     def run(self, *command: str) -> tuple[int, str, str]:
         """Run a command; return its exit code, standard output and standard error."""
-        environ = {
-            name: value
-            for name, value in os.environ.items()
-            if name in KEPT or not name.startswith(OWN)
-        }
-        environ |= READING if command[0] != "sbatch" else {}
-        options = {
-            "stdin": subprocess.DEVNULL,
-            "env": environ,
-            "check": False,
-            "timeout": COMMAND_S,
-        }
+        code: int | None = None  # if it hangs
+        out = ""
         try:
-            done = subprocess.run(command, capture_output=True, **options)  # type: ignore[call-overload]
-            code, out, said = (
-                done.returncode,
-                *(text.decode(errors="replace") for text in (done.stdout, done.stderr)),
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                stdin=subprocess.DEVNULL,
+                env=environment(command[0]),
+                check=False,
+                timeout=COMMAND_S,
             )
+            code = done.returncode
+            out = done.stdout.decode(errors="replace")
+            said = done.stderr.decode(errors="replace")
         except FileNotFoundError as error:
             raise NoSlurm(
                 f"{command[0]} is not on the PATH; start this on a login node of the cluster (it may need `module load "
                 "slurm`), or choose another cluster=..."
             ) from error
         except subprocess.TimeoutExpired as error:
-            code, out, said = None, "", (error.stderr or b"").decode(errors="replace")
+            said = (error.stderr or b"").decode(errors="replace")
         if code != 0 and UNCONFIGURED.search(said):
             raise NoSlurm(
                 f"this machine has no Slurm configuration: {one_line(said)}; start this on a login node of the cluster"
@@ -278,20 +272,23 @@ class Slurm:
         return code, out, said
 
 
-def check_hosts(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names. Raises BadContent if they include something that is not a host name."""
-    for name in names:
-        if not re.fullmatch(HOST, name):
-            raise BadContent(f"{shown(name)} is not a host name")
-    return tuple(names)
+def environment(command: str) -> dict[str, str]:
+    """Return the environment in which a command of Slurm runs."""
+    environ = {}
+    for name, value in os.environ.items():
+        if name in KEPT or not name.startswith(OWN):
+            environ[name] = value
+    if command != "sbatch":
+        environ |= READING
+    return environ
 
 
 def one_line(said: str) -> str:
     """Return a Slurm command's message as one line, without the prefixes of its lines and without repetitions."""
-    lines = [
-        re.sub(r"^\w+: (?:(?:error|fatal): )?", "", line.strip()) for line in said.splitlines()
-    ]
-    lines = [
-        re.sub(r"^(Batch job submission failed|allocation failure): ", "", line) for line in lines
-    ]
-    return printable("; ".join(dict.fromkeys(line for line in lines if line)))[:400] or "nothing"
+    lines = []
+    for line in said.splitlines():
+        text = re.sub(r"^\w+: (?:(?:error|fatal): )?", "", line.strip())
+        text = re.sub(r"^(Batch job submission failed|allocation failure): ", "", text)
+        if text and text not in lines:
+            lines.append(text)
+    return printable("; ".join(lines))[:400] or "nothing"

@@ -395,7 +395,6 @@ def test_a_part_opens_no_other_file_and_decodes_no_other_bytes(tmp_path, suffix)
 
 
 def test_parts_of_data_sets_share_the_files_and_hold_each_document_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_module, "BLOCK_DOCUMENTS", 4)
     folder = several_files(tmp_path / "set", ".parquet")
     corpus = hub(
         HFDataset(path=str(folder), rows_per_document=2),

@@ -78,7 +78,6 @@ def test_ordinary_text_gives_the_same_shards_as_ever(
 ) -> None:
     # documents are held out by their hash alone
     monkeypatch.setattr(preparation, "MOST_WEIGHED_CHARS", 0)
-    monkeypatch.setattr(preparation, "LONG_CHARS", MAX_LINE_CHARS)
     pieces = [*PIECES, *SYLLABLES, *(f"##{syllable}" for syllable in SYLLABLES), "."]
     model = models.WordPiece(
         {piece: number for number, piece in enumerate(pieces)}, unk_token="<unk>"

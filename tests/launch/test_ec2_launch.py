@@ -9,7 +9,7 @@ import re
 import subprocess
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -25,7 +25,8 @@ from launch.ec2.api import Api
 from launch.ec2.calls import read_calls
 from launch.ec2.launcher import allow_itself
 from launch.ec2.request import RUN_TAG
-from launch.record import Record
+from launch.record import END, Record, Submission
+from launch.supervise import Decision, conclude
 from train.config import InputError, S3Config
 from train.machine.processes import read_process
 from train.machine.versions import read_versions
@@ -211,7 +212,7 @@ class Cli:
 
     def end(self) -> None:
         if self.ec2.machines():
-            self.record.append_event("ended", outcome="done", reason="the last step")
+            conclude(self.record, Decision(END, "done", "the last step"))
 
     def kill(self) -> None:
         """Interrupt the launch while it waits, as soon as EC2 has machines."""
@@ -245,30 +246,8 @@ def test_a_plan_asks_ec2_nothing_and_shows_the_request(cli, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("instance", "ranks"),
-    [
-        ("g5.24xlarge", "4 ranks each, 8 in all"),
-        ("g7.48xlarge", "8 ranks each, 16 in all"),
-        ("g4dn.xlarge", "1 rank each, 2 in all"),
-    ],
-)
-def test_a_type_that_conf_does_not_have_is_asked_for(ec2, cli, capsys, instance, ranks):
-    own = [f"instance={instance}", f"cluster.subnets=[{','.join(ec2.private_subnets())}]"]
-    assert cli.launch(*own) == 2
-    assert f"how many devices {instance} has: set check=true to ask EC2" in capsys.readouterr().err
-    assert cli.launch(*own, "check=true") == 0
-    assert f"2 x {instance}, {ranks}" in capsys.readouterr().out
-    assert cli.launch(*own, "instance.devices=2") == 0
-    assert "2 ranks each" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
     ("own", "line"),
     [
-        (["instance=c7i.xlarge", "check=true"], "EC2 lists no NVIDIA GPU for c7i.xlarge"),
-        (["instance=p3.8xlarge"], "has V100s, .* Use g6.12xlarge"),
-        (["instance=p3dn.24xlarge"], "has V100s"),
-        (["instance=g3s.xlarge"], "has M60s"),
         (
             ["instance=trn1.32xlarge"],
             "the default VPC's subnets.*cluster.subnets",
@@ -394,23 +373,6 @@ def test_machines_that_no_record_knows_are_not_doubled(ec2, cli, capsys):
     assert cli.do("clean", "--yes") == 0 and ec2.anything() == []
 
 
-@pytest.mark.parametrize(("vcpus", "code"), [(0.0, 1), (512.0, 0)])
-def test_quota_says_what_is_lacking(ec2, capsys, vcpus, code):
-    standard = "Running On-Demand Standard (A, C, D, H, I, M, R, T, Z) instances"
-    quotas = {
-        "Running On-Demand Trn instances": vcpus,
-        standard: 9.0,
-        "All Trn Spot Instance Requests": 9999.0,
-    }
-    ec2.quotas = [
-        {"QuotaName": name, "QuotaCode": f"L-{of:g}", "Value": of} for name, of in quotas.items()
-    ]
-    assert main(["quota", "trn1.32xlarge", "--nodes", "4", "--regions", "us-east-1"]) == code
-    shown = capsys.readouterr().out
-    assert "512 are needed" in shown and f"L-{vcpus:g}" in shown
-    assert ("request-service-quota-increase" in shown) == (code == 1)
-
-
 def may(policy: dict[str, Any], action: str, resource: str, **keys: str) -> bool:
     """Return what IAM decides by a policy: denied by any statement, else allowed by one whose conditions hold."""
 
@@ -460,13 +422,14 @@ def test_a_role_is_for_one_run_and_an_operator_ends_only_what_is_of_their_folder
     record, objects = "alice/mine.launch", "arn:aws:s3:::bucket/{}".format
     for name in (
         "alice/mine/metrics.jsonl",
-        f"{record}/events/00001.json",
+        f"{record}/attempts/0001.json",
         f"{record}/logs/a.txt",
     ):
         assert may(machine, "s3:PutObject", objects(name)) and may(
             operator, "s3:PutObject", objects(name)
         )
-    for name in ("job.json", "code-0.tar.gz", "config.yaml", "plan.json", "ec2/calls/0001.json"):
+    records = ("submissions/0001.json", "requests/0001.json", "ec2/calls/0001.json")
+    for name in ("job.json", "code-0.tar.gz", "config.yaml", "plan.json", *records):
         assert may(machine, "s3:GetObject", objects(f"{record}/{name}"))
         assert not may(machine, "s3:PutObject", objects(f"{record}/{name}"))
         assert not may(machine, "s3:DeleteObject", objects(f"{record}/{name}"))
@@ -474,7 +437,7 @@ def test_a_role_is_for_one_run_and_an_operator_ends_only_what_is_of_their_folder
     for name in (
         "alice/other/a",
         "alice/mine2/a",
-        "alice/other.launch/events/00001.json",
+        "alice/other.launch/attempts/0001.json",
         "alice/mine2.launch/job.json",
     ):
         assert not may(machine, "s3:GetObject", objects(name)) and not may(
@@ -564,11 +527,12 @@ def test_a_job_of_another_computer_needs_its_checksum(killed, capsys, monkeypatc
 
 
 def test_what_machines_write_decides_neither_image_nor_what_is_ended(killed, capsys):
-    """They may add events, and with a broader role calls."""
-    [event] = [each for each in killed.record.events() if each.kind == "submitted"]
-    for site in event.details["handle"]["resolved"]["sites"]:
+    """With a broader role, they may add submissions and calls."""
+    submission = killed.record.last_submission()
+    forged = json.loads(json.dumps(asdict(submission)))
+    for site in forged["handle"]["resolved"]["sites"]:
         site["image"] = "ami-f4cf1d8d"
-    killed.record.append_event("submitted", **event.details)
+    killed.record.keep_answer(Submission(**forged))
     assert killed.do("resume") == 0
     assert [each["ImageId"] for each in killed.ec2.requests] == [UBUNTU]
     other = killed.ec2.client().run_instances(ImageId=UBUNTU, MinCount=1, MaxCount=1)["Instances"][
@@ -579,14 +543,13 @@ def test_what_machines_write_decides_neither_image_nor_what_is_ended(killed, cap
     assert killed.do("clean", "--yes") == 0 and [each.id for each in killed.ec2.machines()] == [
         other
     ]
-    killed.record.append_event("submitting", scheduler="local")
     with subprocess.Popen(["sleep", "60"]) as victim:
         process = {
             "host": platform.node(),
             "pid": victim.pid,
             "started": read_process(victim.pid).started,
         }
-        killed.record.append_event("submitted", scheduler="local", handle=process)
+        killed.record.keep_answer(Submission(9, "local", 1, 0.0, process))
         assert (
             killed.do("cancel", "--yes") == 1 and "names cluster=local" in capsys.readouterr().err
         )
@@ -597,7 +560,6 @@ def test_what_machines_write_decides_neither_image_nor_what_is_ended(killed, cap
 def test_machines_cannot_hide_from_a_cancel(ec2, cli):
     cli.acts.append(cli.kill)
     assert cli.launch("submit=true") == 130 and len(ec2.machines()) == 2
-    cli.record.append_event("submitted", scheduler="ec2", handle={})
-    cli.record.append_event("ended", outcome="done", reason="")
+    conclude(cli.record, Decision(END, "done", ""))
     assert cli.status()["answer"]["text"].endswith(": 2")
     assert cli.do("cancel", "--yes") == 0 and ec2.machines() == []

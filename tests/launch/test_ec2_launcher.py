@@ -63,7 +63,12 @@ def test_without_capacity_in_the_first_subnets_it_takes_the_next(ec2, begin):
             15,
             "no capacity for .* launch resume",
         ),  # of 2 subnets; the pauses grow
-        ("VcpuLimitExceeded", 2, 2, "no subnet can provide .* launch quota"),  # each is asked once
+        (
+            "VcpuLimitExceeded",
+            2,
+            2,
+            "no subnet can provide .* Service Quotas",
+        ),  # each is asked once
         ("UnauthorizedOperation", 1, 1, "launch iam"),
         ("ExpiredToken", 1, 1, "aws sso login"),
         ("InternalError", 2, 99, "cluster.max_wait_s"),
@@ -81,8 +86,8 @@ def test_an_error_ends_the_launch_and_stands_in_the_record(ec2, begin, code, lea
     with pytest.raises((InputError, Failure), match=words):
         run.launcher().run()
     assert least <= len(ec2.requests) <= most and ec2.passed_s < 3000
-    [ended] = run.events_of("ended")
-    assert code in ended["reason"] and re.search(words, ended["reason"])
+    assert run.ended is not None
+    assert code in run.ended.reason and re.search(words, run.ended.reason)
     # else nobody knows what was made: it is asked again with the same token
     is_answered = code != "InternalError"
     assert len({each["ClientToken"] for each in ec2.requests}) == (
@@ -99,8 +104,8 @@ def test_a_launch_that_waits_says_what_it_has_cost_at_the_price_of_its_market(
         """For half an hour, in which one of two machines starts; then the end."""
         if run.running() and not run.record.folder.names("ec2/machines/"):
             run.ec2.passed_s += 1780
-            [made] = run.events_of("machines")
-            run.record.folder.write(f"ec2/machines/{made['request']:04d}/0000.json", b"{}")
+            number = run.requests[0].number
+            run.record.folder.write(f"ec2/machines/{number:04d}/0000.json", b"{}")
         else:
             done(run)
 
@@ -127,9 +132,9 @@ def test_a_call_whose_answer_is_lost_is_sent_again_and_makes_nothing_twice(ec2, 
 
 
 def once(run: Trial) -> None:
-    if run.running() and len(run.events_of("machines")) == 1:
+    if run.running() and len(run.requests) == 1:
         run.interrupt()
-    elif len(run.events_of("machines")) > 1:
+    elif len(run.requests) > 1:
         done(run)
 
 
@@ -172,10 +177,8 @@ def test_after_an_interruption_all_machines_are_asked_for_again_if_that_is_wante
     run = begin(*own)
     run.happens = happens
     assert run.launcher().run() == code
-    assert reason in run.events_of("ended")[0]["reason"]
-    assert len(run.made()) == machines and len(run.events_of("requeued")) == int(
-        "cluster.again=true" in own
-    )
+    assert run.ended is not None and reason in run.ended.reason
+    assert len(run.made()) == machines
     assert ec2.anything() == []
 
 
@@ -202,9 +205,7 @@ def test_what_does_not_answer_while_machines_train_ends_the_launch_and_not_the_r
     with pytest.raises(Unreachable, match="cluster.max_wait_s"):
         launcher.run()
     assert (
-        len(run.running()) == 2
-        and not run.events_of("ended")
-        and "launch clean" in capsys.readouterr().out
+        len(run.running()) == 2 and run.ended is None and "launch clean" in capsys.readouterr().out
     )
 
 

@@ -83,13 +83,10 @@ class Cloud(Trial):
                 self.ended.add(machine.id)
             elif number is not None and self.machines.shutdowns(number)[-1:] == ["-P now"]:
                 self.ec2.client().terminate_instances(InstanceIds=[machine.id])
-        began, saved = self.events_of("attempt_began"), newest_checkpoint(self.record.run) or 0
+        began = [each for each in self.record.history().attempts if each.is_training]
+        saved = newest_checkpoint(self.record.run) or 0
         due = self.interrupted < len(began) <= len(self.interruptions)
-        if (
-            due
-            and saved > began[-1]["checkpoint"]
-            and self.hold.reached(HELD_BEFORE[self.interrupted])
-        ):
+        if due and saved > began[-1].begun_at and self.hold.reached(HELD_BEFORE[self.interrupted]):
             self.interrupted = len(began)
             self.interrupt_one(self.interruptions[self.interrupted - 1])
 
@@ -106,7 +103,7 @@ class Cloud(Trial):
             self.hold.let_go(50)
 
     def says(self) -> str:
-        events = [f"{event.kind} {event.details}" for event in self.record.events()]
+        events = [str(attempt) for attempt in self.record.history().attempts]
         logs = [
             f"== {name}\n{self.record.folder.read(name).decode()}"
             for name in self.record.folder.names("logs/")
@@ -185,13 +182,13 @@ def test_an_interrupted_run_resumes_on_new_machines_to_the_same_losses(
     assert losses(run.record.run.read("metrics.jsonl")) == pytest.approx(
         undisturbed_losses, rel=1e-5
     )
-    first, second, third = (each["checkpoint"] for each in run.events_of("attempt_began"))
-    assert 0 == first < second < third and len(run.events_of("machines")) == 3, run.says()
-    notice, loss = (each["reason"] for each in run.events_of("requeued"))
-    assert "spot notice" in notice and "spot notice" not in loss and "has ended" in loss
+    first, second, third = run.record.history().attempts
+    assert 0 == first.begun_at < second.begun_at < third.begun_at, run.says()
+    assert len(run.requests) == 3
+    assert "spot notice" in first.reason and "has ended" in second.reason
     assert run.ec2.anything() == []
     names = run.record.folder.names("logs/")
-    assert f"logs/machines/{run.events_of('machines')[-1]['instances'][0]}.txt" in names
+    assert f"logs/machines/{run.requests[-1].made[0]}.txt" in names
     assert any(name.startswith("logs/attempt_0003/machine") for name in names)
 
 
@@ -199,12 +196,9 @@ def test_machines_that_are_not_fit_end_the_run(cloud):
     """Each knows itself by 127.0.1.1, which baretrain doctor takes for a fault."""
     run = cloud("cluster.gate=true")
     assert run.launcher().run() == FAILED
-    [ended] = run.events_of("ended")
-    assert (
-        ended["outcome"] == "failed" and "0 of 2 nodes passed the preflight" in ended["reason"]
-    ), run.says()
-    [preflight] = run.events_of("gate")
-    assert set(preflight["failed"]) == {"machine0", "machine1"} and run.ec2.anything() == []
+    assert run.ended is not None and run.ended.outcome == "failed", run.says()
+    assert "2 of 2 machines failed the preflight; machine0: " in run.ended.reason
+    assert run.ec2.anything() == []
 
 
 # ---- one machine -----------------------------------------------------------------------------------------------------
@@ -250,11 +244,8 @@ def test_a_machine_whose_others_do_not_come_ends_the_run(monkeypatch, tmp_path):
     record = Record(str(tmp_path / "run"), S3Config())
     own = Registration(FileName("i-00000000"), FileName("machine0"), FileName("10.0.0.1"), 0)
     assert Machine(record, job, own, 1, tmp_path).run(math.inf) == FAILED
-    [ended] = record.events()
-    assert (
-        ended.details["outcome"] == "failed"
-        and "1 of 2 machines registered" in ended.details["reason"]
-    )
+    [ended] = record.history().attempts
+    assert ended.outcome == "failed" and "1 of 2 machines registered" in ended.reason
 
 
 def test_a_machine_whose_node_program_hangs_ends(cloud, ec2):

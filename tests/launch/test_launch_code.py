@@ -100,20 +100,27 @@ def test_a_damaged_job_is_rejected(tmp_path, changes):
     job = plan(["cluster=local"], ["experiment=demo", "run_dir=runs/mine"])[1]
     values = {**json.loads(job.to_json()), **changes}
     record.folder.write("job.json", json.dumps(values).encode())
-    rejects("has format 1; this version reads 2" if "format" in changes else "job", record.job)
+    rejects("has format 1; this version reads 3" if "format" in changes else "job", record.job)
 
 
-def test_a_record_is_beside_the_run_and_keeps_every_event(tmp_path):
+def test_a_record_is_beside_the_run_and_skips_what_is_damaged(tmp_path):
     record = Record(f"{tmp_path}/run/", S3Config())
-    assert (
-        record.location == f"{tmp_path}/run.launch" == Record(record.location, S3Config()).location
-    )
+    assert record.location == f"{tmp_path}/run.launch"
+    assert Record(record.location, S3Config()).location == record.location
     rejects("was not launched", record.job)
-    for number in range(3):
-        record.append_event("gate", number=number, failed={"n1": "x\n$(touch y)"})
-    Record(record.run_dir, S3Config()).append_event("ended")
-    assert record.events()[2].details == {"number": 2, "failed": {"n1": "x\n$(touch y)"}}
-    record.folder.write("events/00002.json", b"{}")
-    assert [event.kind for event in record.events()] == ["gate", "damaged", "gate", "ended"]
+    for _ in range(3):
+        record.begin(["n1"], 0)
+    record.folder.write("attempts/0002.json", b"{}")
+    record.reject("attempt_0003", "x\n$(touch y)")
+    assert [attempt.number for attempt in record.history().attempts] == [1, 3]
+    assert record.rejection(3) == "x $(touch y)"
+    rejects("is not the name of a file", record.reject, "../../job", "")
     for name in ("/", ".", "..", ".launch"):
         rejects("not the name of a run folder", Record, name, S3Config())
+
+
+def test_of_two_supervisors_one_begins(tmp_path, monkeypatch):
+    record = Record(f"{tmp_path}/run", S3Config())
+    numbers = {"attempts": {}, "submissions": {}}
+    monkeypatch.setattr(record, "numbered", numbers.__getitem__)
+    assert record.begin(["n1"], 0) is not None and record.begin(["n1"], 0) is None

@@ -24,7 +24,7 @@ from train.config import S3Config
 from train.storage.schema import FileName, Sha256
 
 GOLDEN = Path(__file__).parent.parent / "golden/launch"
-OWN = ["cluster=slurm", "instance=trn1.32xlarge", "nodes=2", "spares=1", "cluster.partition=trn1"]
+OWN = ["cluster=slurm", "instance=trn1.32xlarge", "nodes=2", "cluster.partition=trn1"]
 OWN += [
     'cluster.sbatch_args=["--constraint=efa&nvme","--chdir=/fsx"]',
     "cluster.time_limit=2-00:00:00",

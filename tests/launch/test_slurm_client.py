@@ -174,11 +174,6 @@ def test_a_time_limit_with_which_a_job_would_wait_for_ever_is_rejected(slurm):
         rejects(said, Slurm().check_time_limit, "24:00:01", partition)
 
 
-def test_the_nodes_that_a_job_shall_not_get_are_known(slurm, tmp_path):
-    assert Slurm().excluded(sleeps(tmp_path)) == ()
-    assert Slurm().excluded(sleeps(tmp_path, "--exclude=n[2-3]")) == ("n2", "n3")
-
-
 def test_a_configuration_that_is_not_there_is_named(slurm, monkeypatch):
     monkeypatch.setenv("SLURM_CONF", "/nowhere/slurm.conf")
     monkeypatch.setattr("launch.slurm.client.COMMAND_S", 3)

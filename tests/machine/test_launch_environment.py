@@ -47,7 +47,7 @@ NEURON = {"MALLOC_ARENA_MAX": "64", "OMP_NUM_THREADS": "4"}
         ("trn1.2xlarge", 1, 99, NEURON | {"OMP_NUM_THREADS": "1"}),
         ("trn1.32xlarge", 16, 32, NEURON | {"FI_PROVIDER": "efa"}),
         ("p4d.24xlarge", 2, 8, ALLOCATOR | {"FI_PROVIDER": "efa", "OMP_NUM_THREADS": "12"}),
-        ("p3.16xlarge", 2, 8, ALLOCATOR | {"OMP_NUM_THREADS": "8"}),  # no EFA
+        ("g5.xlarge", 2, 1, ALLOCATOR | {"OMP_NUM_THREADS": "4"}),  # no EFA
     ],
 )
 def test_a_job_gets_what_its_machines_need(

@@ -267,7 +267,8 @@ def estimated(cfg):
 def test_the_published_recipe_is_planned():
     given = [
         "experiment=mnli_roberta_large",
-        "instance=p3dn.24xlarge",
+        "instance=g4dn.12xlarge",
+        "instance.devices=8",
         *pipeline(4, 4, "interleaved"),
     ]
     cfg = cli.load_config(TrainConfig, [*given, "backend.precision=fp32"])

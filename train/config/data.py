@@ -48,11 +48,6 @@ class ShardsConfig(DataConfig):
 
     # The disk space for local copies in GB (1e9 bytes); None uses 90 % of the free space.
     cache_gb: float | None = setting(None, above=0)
-    # The number of seconds without data after which a download is restarted with a new client.
-    attempt_s: float = setting(60.0, above=0)
-    # The number of seconds that a run waits for a shard while no data arrives at all; then it ends with an error that
-    # names the shard.
-    deadline_s: float = setting(300.0, above=0)
 
 
 @dataclass(kw_only=True)

@@ -26,7 +26,7 @@ from train.data.records.table_folder import Facts
 from train.data.records.tables import open_tables
 from train.data.records.token_rows import TokenRows
 from train.data.shards.order import spread
-from train.data.text.coverage import unknown_share, unused_capitals
+from train.data.text.coverage import unknown_share
 from train.machine.console import visible_json
 from train.models.heads import (
     PaddedEncoder,
@@ -374,8 +374,6 @@ def shares(facts: Mapping[str, Any]) -> dict[str, float]:
 
 def remarks(tokenizer: PreTrainedTokenizerFast, facts: Facts) -> Iterator[str]:
     """Yield remarks on how well the tokenizer reads the texts. Raises InputError if it cannot read them."""
-    if capitals := unused_capitals(tokenizer):
-        yield f"warning: tokenizer {tokenizer.name_or_path} {capitals}"
     for split, entry in facts["splits"].items():
         unknown, tokens = (
             entry["notes"].get(name, 0) for name in ("unknown_tokens", "text_tokens")

@@ -54,7 +54,7 @@ class MaskedLMTask(Task):
         self.token_loss: Callable[..., Tensor] = loss_sum
         self.model = model = resolved(cfg.model, cfg.s3, cache_dir(cfg.data))
         self.data = PreparedData(cfg.data, cfg.s3)
-        self.open_split, self.verify = self.data.split, self.data.verify
+        self.verify = self.data.verify
         self.folder, self.manifest = self.data.folder, self.data.manifest
         self.seq_len, self.data_id = self.manifest.seq_len, self.manifest.id
         self.manifest.check_length(cfg.seq_len, cfg.data.path)
@@ -155,7 +155,7 @@ class MaskedLMTask(Task):
 
     def only_evaluates(self) -> None:
         """Make `verify_data` fetch and verify only the validation data."""
-        self.open_split, self.verify = self.data.brought, partial(self.data.bring, "validation")
+        self.verify = partial(self.data.bring, self.manifest.splits["validation"])
 
     def window_shards(self, order: ShardSampler) -> int:
         return self.data.window_shards(order)
@@ -186,7 +186,7 @@ class MaskedLMTask(Task):
         return self._eval_rows(self.swapper)
 
     def _eval_rows(self, swapper: Swapper | None) -> MaskedRows:
-        shards, sample = self.open_split("validation"), self.eval_sample
+        shards, sample = self.data.split("validation"), self.eval_sample
         return MaskedRows(
             shards, self.eval_masker, is_training=False, swapper=swapper, sample=sample
         )
