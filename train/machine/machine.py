@@ -150,16 +150,6 @@ def cache_fault(environ: Mapping[str, str]) -> str | None:
     )
 
 
-def cached_graphs(cache: str, name: str = "model.done") -> set[str] | None:
-    """Return the graphs in a local compile cache that have a file called `name`; None if the cache is in S3.
-
-    The files are model.done (compiled), model.log (failed) and *.lock (being compiled, or left by a killed process).
-    They are in folders neuronxcc-<version>/MODULE_<graph>+<flags> (optimum-neuron's cache guide).
-    """
-    files = Path(cache).expanduser().glob(f"neuronxcc-*/MODULE_*/{name}")
-    return None if "://" in cache else {str(Path(*path.parts[-3:-1])) for path in files}
-
-
 # ---- environment of PyTorch on Trainium ----------------------------------------------------------------------------
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -32,7 +31,6 @@ from torch_xla.utils.checkpoint import checkpoint
 
 from train.config import BackendConfig, XLAConfig, check
 from train.config.backend import DEFAULT_TIMEOUT_S, JOIN_TIMEOUT_S, NEURON_TIMEOUT_S
-from train.machine import machine
 from train.machine.launched import launched
 from train.parallel import guards, nonfinite, rendezvous
 from train.parallel.backend import (
@@ -54,7 +52,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("train")
 BUCKET_MB = 50  # torch_xla's value on Neuron, unless ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB is set
 HOST_PREFETCH, DEVICE_PREFETCH = 8, 4  # micro batches kept ready on the host, and on the device
-MOST_NAMED = 8  # at most this many machines are named in a message
 HINT = (  # how to find the cause of an extra graph
     "look for a Python number that becomes 0 or 1, or for control flow that depends on values (PT_XLA_DEBUG_LEVEL=2 "
     "prints the line)"
@@ -153,30 +150,6 @@ class XLA(Backend):
                 f"torchrun's rank {self.world.rank} is rank {xr.global_ordinal()} of the device runtime"
             )
         rendezvous.check_alike(self.world, f"xla on {opened}, {self.precision}")
-        self.compare_caches()
-
-    def compare_caches(self) -> None:
-        """Warn if a machine's cache lacks graphs that others have, because all ranks wait while a machine compiles."""
-        if self.collects:
-            return
-        own = None
-        if self.world.local_rank == 0:
-            own = machine.cached_graphs(machine.cache_location(os.environ))
-        answers = self.world.gather((socket.gethostname(), own))
-        caches = {host: graphs for host, graphs in answers if graphs is not None}
-        known = set().union(*caches.values())
-        lacking = [
-            f"{host} lacks {len(known - graphs)}"
-            for host, graphs in caches.items()
-            if graphs != known
-        ]
-        if lacking:
-            logger.warning(
-                "of %d compiled graphs on this run's machines, %s. All ranks wait while a machine compiles: run "
-                "baretrain precompile on each machine first, or keep the cache in S3",
-                len(known),
-                ", ".join(lacking[:MOST_NAMED]),
-            )
 
     def all_reduce(self, tensors: list[Tensor]) -> None:
         if not self.reduces_on_host:
