@@ -46,8 +46,11 @@ class DataParallel(Engine):
         accumulation: int,
         lengths: int = 1,
     ) -> None:
-        self.backend, self.model, self.loss = backend, model, loss
-        self.data_rank, self.data_size = backend.world.rank, backend.world.size
+        self.backend = backend
+        self.model = model
+        self.loss = loss
+        self.data_rank = backend.world.rank
+        self.data_size = backend.world.size
         self.max_grad_norm = optim.max_grad_norm
         backend.setup_model(model, accumulation=accumulation, lengths=lengths)
         self.sync = self.build_sync(accumulation)
@@ -120,7 +123,8 @@ class Captured(DataParallel):
     def forward_backward(self, batch: Batch, *, is_last: bool) -> None:
         self.backend.try_graphs(lambda: self._gradients(batch))
         with self.backend.work.timed():
-            self.graphs.run(self._step if self.is_whole else self._micro_batch, batch["inputs"])
+            run = self._step if self.is_whole else self._micro_batch
+            self.graphs.run(run, batch["inputs"])
 
     def reduce_and_clip(self) -> Tensor:
         if not self.is_whole:
