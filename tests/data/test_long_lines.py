@@ -156,7 +156,7 @@ def test_a_line_is_read_up_to_a_limit_that_is_named(
         path.write_bytes(gzip.compress(form.format(text).encode(), 1))
         if kind in ("rows", "conll", "squad"):
             data = RecordsConfig(path="x")
-            return sum(1 for _ in file_table(path, data, ["text"], tmp_path).rows())
+            return sum(1 for _ in file_table(path, path.name, data, ["text"]).rows())
         return sum(
             1
             for _ in open_corpus(

@@ -248,7 +248,7 @@ COMMENTED = (
 )
 IN_COLUMNS = {  # a file, settings, and its words with their tags
     "german": (GERMAN, {"tokens": "1", "tags": "2"}, "Anna/B-PER 99/O Uni/B-ORG Bonn/I-ORG"),
-    "german, inner": (GERMAN, {"tokens": "1"}, "Anna/O 99/O Uni/O Bonn/B-LOC"),
+    "german, the last": (GERMAN, {"tokens": "1"}, "Anna/O 99/O Uni/O Bonn/B-LOC"),
     "universal": (UNIVERSAL, {"tokens": "1", "tags": "-7"}, "in/ADP dem/DET #/SYM"),
     "commented": (COMMENTED, {}, "#/O Anna/B-PER #/O"),
     "few numbers": ("2024 O\n", {}, "2024/O"),
@@ -261,7 +261,7 @@ IN_COLUMNS = {  # a file, settings, and its words with their tags
 
 
 @pytest.mark.parametrize("case", IN_COLUMNS)
-def test_words_and_tags_are_in_the_columns_of_the_settings(case, caplog):
+def test_words_and_tags_are_in_the_columns_of_the_settings(case):
     content, columns, wanted = IN_COLUMNS[case]
     rows = [
         row
@@ -270,44 +270,21 @@ def test_words_and_tags_are_in_the_columns_of_the_settings(case, caplog):
         )
     ]
     assert " ".join(map("/".join, zip(rows[0]["tokens"], rows[0]["tags"], strict=True))) == wanted
-    note = [
-        "a.conll: tags are read from column 3; column 2 also contains tags: see data.columns.tags"
-    ]
-    assert caplog.messages == (note if case == "german, inner" else [])
     if case == "commented":
         assert rows[1] == {"tokens": ["#", "Bonn"], "tags": ["O", "L-LOC"]}
 
 
-NO_WORDS = [
-    (
-        GERMAN,
-        {},
-        r"a\.conll: column 0 has the same value in all words of a sentence, or counts: set .*tokens=1",
-    ),
-    (
-        "s7 Anna B-PER\ns7 rests O\n\ns8 She O\ns8 too O\n",
-        {},
-        "column 0 has the same value .*tokens=1",
-    ),
-    ("s7.1 Anna B-PER\ns7.2 rests O\ns7.3 too O\n", {}, "column 0 has the same value .*tokens=1"),
-    ("".join(f"1.5 O\n{n} O\n\n" for n in range(9)), {}, "column 0 has no letters"),
-    (
-        GERMAN,
-        {"tokens": "4"},
-        r"a\.conll:1: data.columns.tokens=4 is not a column: columns are 0 to 3",
-    ),
-    (GERMAN, {"tags": "x"}, "data.columns.tags=x is not a column"),
-    (GERMAN, {"tokens": "-1"}, "both column 3"),
+NO_COLUMNS = [
+    ({"tokens": "4"}, r"a\.conll:1: data.columns.tokens=4 is not a column: columns are 0 to 3"),
+    ({"tags": "x"}, "data.columns.tags=x is not a column"),
+    ({"tokens": "-1"}, "both column 3"),
 ]
 
 
-@pytest.mark.parametrize(("content", "columns", "message"), NO_WORDS)
-def test_columns_that_hold_no_words_are_rejected_with_the_setting(content, columns, message):
-    rejects(
-        message,
-        list,
-        conll_rows(content.splitlines(True), "a.conll", "utf-8", ColumnsConfig(**columns)),
-    )
+@pytest.mark.parametrize(("columns", "message"), NO_COLUMNS)
+def test_columns_that_a_file_lacks_are_rejected_with_the_setting(columns, message):
+    rows = conll_rows(GERMAN.splitlines(True), "a.conll", "utf-8", ColumnsConfig(**columns))
+    rejects(message, list, rows)
 
 
 TEXT = "Mira Lund, Bonn: $5"
@@ -390,7 +367,7 @@ def test_a_token_beyond_the_vocabulary_of_the_model_is_rejected_before_the_first
 
 def test_a_map_of_some_tags_leaves_the_others(overrides, tmp_path):
     task = task_of(overrides(tmp_path / "run", "data.label_map={B-LOC: B-PLACE, I-LOC: I-PLACE}"))
-    assert task.labels == ["B-ORG", "B-PER", "B-PLACE", "I-ORG", "I-PER", "I-PLACE", "O"]
+    assert task.labels == ["B-PLACE", "I-PLACE", "B-ORG", "B-PER", "I-ORG", "I-PER", "O"]
 
 
 def test_tags_without_prefixes_are_scored_by_the_word(words_folder, tmp_path, capsys):
@@ -456,7 +433,7 @@ GOOD = "Anna B-PER\nsings O\n\nBonn B-LOC\n\n"
         ),
         (GOOD + "To\0m O\n", r"a\.conll:6: a NUL character"),
         ("Anna\nsings\n", r"a\.conll:1: no column tags"),
-        ("", r"train: no row is left: there is none in .*a\.conll"),
+        ("", r"train: no row is left: of .*a\.conll"),
         (
             {"tokens": ["Tom"], "tags": [["O"]]},
             r"dev\.jsonl:1: word 1, 'Tom': \['O'\] instead of a tag: task=ner learns one",

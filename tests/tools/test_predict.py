@@ -51,7 +51,7 @@ def labelled(texts, tokenizer_folder, tmp_path_factory):
         "data.columns.id=name",
         "data.columns.text=body",
         "data.columns.label=stars",
-        r"data.escape='\\'",
+        "data.quotes=escaped",
     ]
     given = [
         "task=classify",

@@ -174,7 +174,9 @@ def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
         composed = copy.deepcopy(
             compose_options(CONFIGS[schema], options, tuple(CONFIGS.items()), tuple(schemas()))
         )
-        for value in map(parsed, (each for each in overrides if each not in options)):
+        values = [parsed(each) for each in overrides if each not in options]
+        choose_form(composed, values)
+        for value in values:
             OmegaConf.update(composed, value.key_or_group, value.value(), merge=True)
         for key, value in preferred(schema, overrides).items():
             OmegaConf.update(composed, key, value)
@@ -189,6 +191,16 @@ def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(explain(error, schema, given)) from error
     return composed
+
+
+def choose_form(composed: DictConfig, overrides: Sequence[Override]) -> None:
+    """Replace the data's settings by those of its form that data.format names, if there is one."""
+    for each in overrides:
+        if each.key_or_group == "data.format":
+            form = OmegaConf.select(composed, f"data.forms.{each.value()}")
+            if form is not None:
+                for key, value in form.items():
+                    OmegaConf.update(composed, f"data.{key}", value, merge=True, force_add=True)
 
 
 @functools.lru_cache(maxsize=32)

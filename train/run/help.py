@@ -117,6 +117,8 @@ def type_name(hint: Any) -> str:
     if not inner:
         return TYPES.get(hint, "table")
     held = type_name(inner[-1]).removesuffix(" or null")
+    if held == TYPES[Any]:
+        held = "value"
     return f"{'table' if typing.get_origin(hint) is dict else 'list'} of {held}s"
 
 

@@ -38,7 +38,7 @@ OF_RUN = (
     "eval_examples",
 )
 HOW_ROWS_ARE_READ = (
-    *("label_map", "label_separator", "delimiter", "quote", "escape", "header", "encoding"),
+    *("label_map", "label_separator", "delimiter", "quotes", "header", "encoding"),
     "max_bad_rows",
 )
 OF_ROWS = ("format", "columns", "labels", "lengths", *HOW_ROWS_ARE_READ)

@@ -22,8 +22,7 @@ from train.data.random_bits import EVAL_STREAM, hash_uniform
 from train.data.records.featurizer import Featurizer
 from train.data.records.sources import NO_ROWS
 from train.data.records.table_facts import column, cut_words, padding_share
-from train.data.records.table_folder import Facts
-from train.data.records.tables import open_tables
+from train.data.records.tables import Facts, open_tables
 from train.data.records.token_rows import TokenRows
 from train.data.shards.order import spread
 from train.data.text.coverage import unknown_share

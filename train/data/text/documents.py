@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config import InputError, check, plural, shortlist
-from train.data.files.errors import listed, naming
+from train.data.files.errors import columns_shown, naming
 from train.data.files.find import matching, walk
 from train.data.random_bits import text_uniform
 from train.storage.folders import local_path
@@ -99,7 +99,7 @@ def clean(text: str) -> str:
 
 def check_column(column: str, columns: Iterable[str], where: str) -> None:
     if column not in columns:
-        there = f"the columns are: {listed(columns, column)}"
+        there = f"the columns are: {columns_shown(columns)}"
         raise InputError(f"{where}: no column={column}; {there}")
 
 

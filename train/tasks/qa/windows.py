@@ -11,8 +11,8 @@ from datasets import List, Value
 from train.config import check
 from train.data.files.errors import BadRow
 from train.data.records.featurizer import Featurizer
-from train.data.records.formats import answers_of
 from train.data.records.kinds import NUMBER, NUMBERS, STRING, Row, RowKind
+from train.data.records.squad import answers_of
 from train.tasks.qa import QAConfig
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from train.config import RecordsConfig, TrainConfig, check, shortlist
 from train.data.files.errors import BadRow
+from train.data.records.content_checks import PLAIN_NUMBER, is_number
 from train.data.records.kinds import STRING, RowKind
-from train.data.records.label_checks import PLAIN_NUMBER, is_number
 from train.data.records.sources import NO_ROWS
 from train.data.records.table_facts import column
 from train.data.records.token_rows import TokenRows

@@ -9,7 +9,14 @@ import pytest
 from rejections import rejects
 
 from train.config import ColumnsConfig, RecordsConfig, S3Config
-from train.data.records.label_checks import LabelColumn, check_column, items_of
+from train.data.records.content_checks import (
+    LABEL_CHECKS,
+    ROW_CHECKS,
+    TableFacts,
+    items_of,
+    remarks_on,
+    shortages,
+)
 from train.data.records.raw import read_raw
 from train.tasks.classify.task import CLASSIFY_ROWS
 from train.tasks.multilabel.task import MULTILABEL_ROWS
@@ -116,7 +123,11 @@ ACCEPTED = {
 
 
 def column_of(labels, **facts):
-    return LabelColumn("label", "label", Counter(labels), **facts)
+    return TableFacts("label", "label", counts=Counter(labels), **facts)
+
+
+def check_column(facts):
+    return remarks_on(facts, LABEL_CHECKS)
 
 
 @pytest.mark.parametrize(("labels", "message"), REJECTED.values(), ids=REJECTED)
@@ -138,6 +149,55 @@ def test_names_of_classes_are_accepted_without_a_word(labels):
 def test_tags_may_contain_any_sign():
     tags = ["NN|NNS", "NN", "NNS", ",", ";", "-LRB-", "``", "$", "Case=Nom|Number=Sing"]
     assert check_column(column_of(tags, takes_words=True)) == []
+
+
+NO_WORDS = {
+    "numbers": [["1", "2", "3"], ["1", "2"]],
+    "ids": [["s7", "s7"], ["s8", "s8"]],
+    "ids with numbers": [["s7.1", "s7.2", "s7.3"]],
+    "signs and numbers": [["1.5", "2"], ["3", "99"]],
+}
+WORDS = {
+    "words": [["Anna", "sings"], ["She", "too"]],
+    "numbers among words": [["1", "2", "3"], ["Anna", "99"]],
+    "few": [["2024", "1"]],
+    "sentences of one word": [["2024"]] * 9,
+}
+
+
+@pytest.mark.parametrize("sentences", [*NO_WORDS.values(), *WORDS.values()], ids=str)
+def test_sentences_whose_words_are_numbers_or_ids_are_rejected(sentences):
+    facts = TableFacts("tags", "tags", takes_words=True)
+    for sentence in sentences:
+        facts.add_words(sentence)
+    if sentences in NO_WORDS.values():
+        rejects("nothing but digits and signs.*data.columns.tokens", remarks_on, facts, ROW_CHECKS)
+    else:
+        assert remarks_on(facts, ROW_CHECKS) == []
+
+
+def test_lines_that_fields_have_swallowed_and_labels_without_a_name_are_remarked_on():
+    facts = TableFacts("label", "label", rows=160, lines=200, unmapped={"b", "a"})
+    said = remarks_on(facts, ROW_CHECKS)
+    assert said == [
+        "data.label_map does not name a, b: these labels are left unchanged",
+        "200 lines were read as 160 rows: if no text has line ends, set data.quotes=none",
+    ]
+    facts = TableFacts("label", "label", rows=160, lines=160)
+    assert remarks_on(facts, ROW_CHECKS) == []
+
+
+def test_labels_that_are_not_learnt_or_not_measured_and_few_examples_are_remarked_on():
+    train = {"examples": 99, "label_counts": {"n": 99, "p": 1, "q": 0}}
+    held_out = {"examples": 10, "label_counts": {"n": 10, "p": 0, "q": 0}}
+    few = "validation has only 10 examples: one answer moves a score by 10%; hold out at least 30"
+    lacks = "validation has no row with the label {}: its scores do not measure it"
+    assert list(shortages({"train": train, "validation": held_out})) == [
+        "no training row has the label q: it cannot be learnt",
+        few,
+        lacks.format("p"),
+    ]
+    assert list(shortages({"validation": held_out})) == [few, lacks.format("p, q")]
 
 
 def test_long_labels_are_looked_at_in_no_time():
@@ -194,15 +254,12 @@ LISTS = [
 ]
 
 
-@pytest.mark.parametrize("separator", [None, ",", "|"])
+@pytest.mark.parametrize("separator", [None, ","])
 @pytest.mark.parametrize("text", LISTS)
 def test_a_list_as_text_is_the_list(tmp_path, text, separator):
     labels = [text, "['rude']", "[]"]
-    assert read_lists(tmp_path, labels, label_separator=separator) == [
-        ["rude", "loud"],
-        ["rude"],
-        [],
-    ]
+    wanted = [["rude", "loud"], ["rude"], []]
+    assert read_lists(tmp_path, labels, label_separator=separator) == wanted
 
 
 def test_a_name_in_brackets_is_no_list(tmp_path):
@@ -237,6 +294,6 @@ def test_composed_and_decomposed_letters_are_the_same_label(tmp_path):
         "bar",
     ]
     assert read(tmp_path, labels, kind=CLASSIFY_ROWS, label_map={"cafe\u0301": "inn"}).labels == [
-        "bar",
         "inn",
+        "bar",
     ]
