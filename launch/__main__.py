@@ -215,7 +215,7 @@ def plan_lines(job: Job, request: Sequence[str], bundle_bytes: int) -> list[str]
     variables = [f"{name}={value}" for name, value in sorted(job.environment.items())]
     kilobytes = f"{bundle_bytes / 1e3:.0f} kB"
     return [
-        line("run", f"{job.run_dir} ({job.module})"),
+        line("run", f"{job.run_dir} ({job.kind})"),
         line("settings", f"sha256 {job.config_sha256[:16]}: {shlex.join(job.overrides)}"),
         line("machines", machines),
         line("cluster", ", ".join(chosen)),

@@ -36,14 +36,10 @@ if __name__ == "__main__":  # spawned processes import this file, too
         sys.argv += [f"--import={path}" for path in sorted(Path(here, "imports").glob("*.py"))]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
-MOST_BYTES = 64 * 2**20  # maximum size of a job's code, which every node fetches
 
 
 def pack() -> tuple[bytes, Code]:
-    """Pack PACKAGES and the files of --import. Equal files result in equal bytes.
-
-    Raises InputError if the files are too large.
-    """
+    """Pack PACKAGES and the files of --import. Equal files result in equal bytes."""
     files = dict[str, Path]()
     root = Path(launch.__file__).parent.parent
     for package in PACKAGES:
@@ -52,13 +48,6 @@ def pack() -> tuple[bytes, Code]:
                 files[path.relative_to(root).as_posix()] = path
     for name, each in imported.IMPORTED.items():
         files[f"{IMPORTS}/{name}"] = each.path
-    sizes = {path: path.stat().st_size for path in files.values()}
-    largest = max(sizes, key=sizes.__getitem__)
-    check(
-        len(START_CODE) + sum(sizes.values()) <= MOST_BYTES,
-        f"the code has {sum(sizes.values()) / 1e6:.0f} MB, but a job may have at most {MOST_BYTES / 1e6:.0f} MB; the "
-        f"largest file is {largest} ({sizes[largest] / 1e6:.0f} MB): move it elsewhere",
-    )
     packed = io.BytesIO()
     with (
         gzip.GzipFile(fileobj=packed, mode="wb", filename="", mtime=0) as compressed,

@@ -142,18 +142,12 @@ def logs_flags(parser: Parser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--rank", type=int, metavar="N", help="only this rank")
     which.add_argument("--node", metavar="HOST", help="only this machine")
-    parser.add_argument(
-        "--attempt",
-        type=int,
-        metavar="K",
-        help="only this attempt (default: the last and later ones)",
-    )
     last = f"number of lines to print from the end of each file ({logs.LINES})"
     parser.add_argument("--lines", type=int, metavar="N", default=logs.LINES, help=last)
 
 
 def show_logs(options: argparse.Namespace, s3: S3Config) -> int:
-    wanted = logs.Wanted(options.attempt, options.rank, options.node, options.lines)
+    wanted = logs.Wanted(options.rank, options.node, options.lines)
     record = Record(options.run, s3)
     record.job()  # raises InputError if the run was not launched
     if options.follow:
@@ -263,14 +257,14 @@ def end(record: Record, seen: Status) -> None:
 
 def lost(seen: Status) -> str:
     """Say what a run loses if it ends now."""
-    step, checkpoint = seen.progress.step, seen.progress.checkpoint
     if seen.kind == "prepare":
         return "finished shards are kept, and launch resume continues from them"
-    if step is None or seen.history.running_attempt is None:
+    if seen.progress.step is None or seen.history.running_attempt is None:
         return "no step is lost"
-    if checkpoint is None:
-        return f"all {step:,} steps may be lost: there is no checkpoint yet"
-    return f"step {step:,} was reached, but the newest checkpoint is from step {checkpoint:,}: later steps may be lost"
+    saved = "there is no checkpoint yet"
+    if seen.progress.checkpoint is not None:
+        saved = f"the newest checkpoint is from step {seen.progress.checkpoint:,}"
+    return f"step {seen.progress.step:,} was reached, but {saved}: later steps may be lost"
 
 
 # ---- table -----------------------------------------------------------------------------------------------------------

@@ -71,6 +71,10 @@ class LaunchConfig(Section):
         super().__post_init__()
         check(self.prepare or self.parts is None, "parts needs prepare=true")
         check(
+            not (self.prepare and self.cluster.is_here),
+            "prepare=true is for cluster=slurm; on this machine, run baretrain prepare",
+        )
+        check(
             self.nodes == 1 or not self.cluster.is_here,
             f"cluster=local uses only this machine, not {self.nodes}; choose cluster=slurm or cluster=ec2",
         )

@@ -82,32 +82,23 @@ def estimate(
         for each in sorted({*counts, nodes})
     ]
     notes = [source]
-    if seq_len is None:
-        notes.append(
-            "the time and the price are open: the length of the sequences is unknown; set seq_len after --"
-        )
-    elif shape is None:
-        name = cfg.model.init_from or cfg.model.pretrained or cfg.model.architecture
-        notes.append(f"the time is not estimated: no formula for {name} and task={cfg.task.kind}")
+    if shape is None or seq_len is None:
+        notes.append(note_of_open_time(cfg, seq_len))
     else:
         flops = flops_per_sequence(cfg, shape, seq_len)
+        notes.append(f"{flops / 1e9:,.4g} GFLOP to train on a sequence of {seq_len} tokens")
         if flops_per_s is not None:
             sequence_s = flops / flops_per_s / (1 - cfg.parallel.bubble)
             table = [timed(each, cfg.instance, sequence_s, seq_len) for each in table]
             notes += notes_of_ranks(cfg)
         at = next(each for each in table if each.nodes == nodes)
-        notes = [f"{flops / 1e9:,.4g} GFLOP to train on a sequence of {seq_len} tokens", *notes]
         notes += notes_of_memory(cfg, shape, at, seq_len)
     if shape is not None and not knows_vocabulary(cfg.model, vocab_size=vocab_size):
         notes.append(
             f"a vocabulary of {shape.vocab_size:,} tokens, the default of {shape.model_type}, is assumed"
         )
-    if isinstance(cfg.data, RecordsConfig) and seq_len is not None:
-        notes.append(f"each row counts as {seq_len} tokens (seq_len); shorter rows take less time")
-    if rows is None and cfg.max_epochs is not None:
-        notes.append(f"max_epochs={cfg.max_epochs:g} is ignored: the size of the data is unknown")
+    notes += notes_of_data(cfg, rows, seq_len)
     notes += notes_of_price(cfg.instance)
-    notes.append("hours count only steps, not starts, compilation, evaluations or saves")
     return Estimate(tuple(table), tuple(notes))
 
 
@@ -161,6 +152,22 @@ def price(hours: float, usd_per_hour: float | None) -> float | None:
 # ---- assumptions -----------------------------------------------------------------------------------------------------
 
 
+def note_of_open_time(cfg: TrainConfig, seq_len: int | None) -> str:
+    if seq_len is None:
+        return "the time and the price are open: the length of the sequences is unknown; set seq_len after --"
+    name = cfg.model.init_from or cfg.model.pretrained or cfg.model.architecture
+    return f"the time is not estimated: no formula for {name} and task={cfg.task.kind}"
+
+
+def notes_of_data(cfg: TrainConfig, rows: int | None, seq_len: int | None) -> list[str]:
+    notes = []
+    if isinstance(cfg.data, RecordsConfig) and seq_len is not None:
+        notes.append(f"each row counts as {seq_len} tokens (seq_len); shorter rows take less time")
+    if rows is None and cfg.max_epochs is not None:
+        notes.append(f"max_epochs={cfg.max_epochs:g} is ignored: the size of the data is unknown")
+    return notes
+
+
 def notes_of_ranks(cfg: TrainConfig) -> list[str]:
     """Return notes on the time in which ranks wait for one another."""
     bubble = cfg.parallel.bubble
@@ -206,7 +213,7 @@ def notes_of_price(instance: InstanceConfig) -> list[str]:
         notes.append(f"a {instance.name} costs {' and '.join(known)}{date}")
     if unknown:
         notes.append(f"the price {' and '.join(unknown)} is unknown")
-    return notes
+    return [*notes, "hours count only steps, not starts, compilation, evaluations or saves"]
 
 
 # ---- as text ---------------------------------------------------------------------------------------------------------

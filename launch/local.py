@@ -24,7 +24,6 @@ from launch.supervise import (
     Decision,
     StopFile,
     conclude,
-    prepared,
     recording_failure,
     supervise,
 )
@@ -138,24 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_job(record: Record) -> int:
     job = record.job()
     with recording_failure(record):
-        if job.kind == "prepare":
-            decision = prepare(record, job)
-            conclude(record, decision)
-        else:
-            decision = train(record, job)
+        decision = train(record, job)
     return CODES[decision.outcome]
-
-
-def prepare(record: Record, job: Job) -> Decision:
-    """Prepare the parts one after another, since each may use several processes; then merge them."""
-    steps = [["--part", str(part)] for part in range(1, job.parts + 1)]
-    if job.parts > 1:
-        steps.append(["--merge"])
-    for step in steps:
-        code = on_this_machine(record, job, "prepare", *step)
-        if code:
-            return prepared(code, " ".join(step).removeprefix("--"))
-    return Decision(END, "done", "prepared")
 
 
 def train(record: Record, job: Job) -> Decision:

@@ -32,7 +32,8 @@ OF_RANK = r"(?:.+/)?attempt_\d+/{}/(?:stdout|stderr)\.log"  # below HOST/
 
 @dataclass(frozen=True)
 class Wanted:
-    attempt: int | None = None  # None: the newest attempt, and any that start later
+    """The logs to show: those of the job and of all machines of its last attempt, or only of a rank or a machine."""
+
     rank: int | None = None
     node: str | None = None
     lines: int = LINES
@@ -90,53 +91,44 @@ def all_logs(record: Record) -> dict[str, Log]:
 
 
 def select(record: Record, wanted: Wanted, history: History) -> list[Log]:
-    """Return the logs to show now. Raises InputError if the job has no such attempt, machine or rank."""
+    """Return the logs to show now. Raises InputError if the last attempt has no such machine or rank."""
     logs = all_logs(record)
-    nodes = {each.number: each.nodes for each in history.attempts if each.is_training}
-    attempt = wanted.attempt
-    if attempt is None:
-        attempt = max(nodes, default=0)
-    else:
-        available = ", ".join(map(str, nodes)) or "none yet"
-        check(attempt in nodes, f"there is no attempt {attempt}; available: {available}")
-    hosts = nodes.get(attempt, [])
-    folder = f"{attempt_name(attempt)}/"
+    trained = [attempt for attempt in history.attempts if attempt.is_training]
+    hosts, folder = list[str](), ""
+    if trained:
+        hosts, folder = trained[-1].nodes, attempt_name(trained[-1].number)
     if wanted.rank is not None:
-        return of_rank(record, logs, wanted, attempt, hosts)
+        return of_rank(record, logs, folder, hosts, wanted.rank)
     of_nodes = {
-        name.removeprefix(folder).removesuffix(".txt"): log
+        name.removeprefix(f"{folder}/").removesuffix(".txt"): log
         for name, log in logs.items()
-        if re.fullmatch(rf"{folder}[^/]+\.txt", name)
+        if re.fullmatch(rf"{folder}/[^/]+\.txt", name)
     }
     if wanted.node is not None:
         known = sorted({*of_nodes, *hosts})
         check(
             wanted.node in known,
-            f"there is no machine {wanted.node} in attempt {attempt}; available: {', '.join(known) or 'none yet'}",
+            f"there is no machine {wanted.node} in the last attempt; available: {', '.join(known) or 'none yet'}",
         )
         return [log for node, log in of_nodes.items() if node == wanted.node]
-    shown = []
-    if wanted.attempt is None:
-        shown = [log for name, log in logs.items() if re.fullmatch(r"[^/]+\.txt", name)]
-    return [*shown, *(of_nodes.values() or of_trainer(record, 0))]
+    of_job = [log for name, log in logs.items() if re.fullmatch(r"[^/]+\.txt", name)]
+    return [*of_job, *(of_nodes.values() or of_trainer(record, 0))]
 
 
 def of_rank(
-    record: Record, logs: dict[str, Log], wanted: Wanted, attempt: int, hosts: list[str]
+    record: Record, logs: dict[str, Log], folder: str, hosts: list[str], rank: int
 ) -> list[Log]:
-    """Return a rank's logs from torchrun and, for the last attempt, its trainer's log of all attempts."""
+    """Return a rank's logs from torchrun in the last attempt, and from its trainer in all attempts."""
     per_node = record.job().processes_per_node
     ranks = len(hosts) * per_node
-    rank = wanted.rank or 0
     check(
-        0 <= rank < ranks, f"there is no rank {rank} in attempt {attempt}, which has {ranks} ranks"
+        0 <= rank < ranks,
+        f"there is no rank {rank} in the last attempt, which has {ranks} ranks",
     )
-    below = re.escape(f"{attempt_name(attempt)}/{hosts[rank // per_node]}/")
+    below = re.escape(f"{folder}/{hosts[rank // per_node]}/")
     pattern = re.compile(below + OF_RANK.format(rank % per_node))
-    shown = [log for name, log in logs.items() if pattern.fullmatch(name)]
-    if wanted.attempt is None:
-        shown += of_trainer(record, rank)
-    return shown
+    of_torchrun = [log for name, log in logs.items() if pattern.fullmatch(name)]
+    return [*of_torchrun, *of_trainer(record, rank)]
 
 
 def of_trainer(record: Record, rank: int) -> list[Log]:

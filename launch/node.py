@@ -227,7 +227,7 @@ def prepare(node: Node) -> int:
         which, log = ["merge=true"], "merge"
     elif job.parts > 1:
         which, log = [f"part={node.options.part}/{job.parts}"], f"part_{node.options.part:05d}"
-    command = [job.python, node.start_py(), job.module, *job.overrides, *which]
+    command = [job.python, node.start_py(), job.kind, *job.overrides, *which]
     return node.run(command, f"{log}.{node.name}.txt")
 
 

@@ -41,7 +41,7 @@ from train.storage.folders import (
 from train.storage.schema import BadContent, FileName, Sha256, read_object, record
 
 FORMAT = 3
-MODULES = {"train": "train", "prepare": "prepare"}
+KINDS = ("train", "prepare")  # what a job can do: commands of baretrain
 SUFFIX = ".launch"
 JOB, PLAN, CONFIG = "job.json", "plan.json", "config.yaml"
 SUBMISSIONS, REQUESTS, ATTEMPTS = "submissions", "requests", "attempts"
@@ -100,12 +100,8 @@ class Job:
             f"the job has format {values.get('format')!r}; this version reads {FORMAT}: use the version that wrote it",
         )
         job = record(cls, values)
-        check(job.kind in MODULES, f"the job's kind {job.kind!r} is not known")
+        check(job.kind in KINDS, f"the job's kind {job.kind!r} is not known")
         return job
-
-    @property
-    def module(self) -> str:
-        return MODULES[self.kind]
 
 
 @dataclass(frozen=True)
@@ -374,8 +370,12 @@ class Record:
             began_unix_s=now_unix_s(),
             begun_at=begun_at,
         )
-        is_first = self.folder.create(file_of(ATTEMPTS, attempt.number), to_json(attempt))
-        return attempt if is_first else None
+        name = file_of(ATTEMPTS, attempt.number)
+        if self.folder.create(name, to_json(attempt)):
+            return attempt
+        # S3's answer to the first request may have been lost, and the request repeated.
+        there = self.sound(Attempt, name)
+        return there if there == attempt else None
 
     def keep(self, attempt: Attempt) -> None:
         """Write the status of an attempt again."""

@@ -160,26 +160,29 @@ def of_job(status: Status) -> list[tuple[str, str]]:
     return rows
 
 
+# Figures of a run's progress, and how they are shown.
+FIGURES = {
+    "loss": "{:.4f}",
+    "tokens_per_s": "{:,.0f}",
+    "mfu": "{:.1%}",
+    "goodput": "{:.1%}",
+    "checkpoint": "step {:,}",
+    "cost_usd": "${:,.2f}",
+}
+
+
 def of_run(status: Status) -> list[tuple[str, str]]:
     progress = status.progress
     rows = [("step", shown_step(status))]
-    if progress.loss is not None:
-        rows.append(("loss", f"{progress.loss:.4f}"))
+    for name, form in FIGURES.items():
+        figure = getattr(progress, name)
+        if figure is not None:
+            rows.append((name, form.format(figure)))
     if progress.scores:
         scores = "  ".join(f"{name} {value:.4f}" for name, value in progress.scores.items())
         rows.append(("evaluation", f"step {progress.evaluated_step or 0:,}: {scores}"))
-    if progress.tokens_per_s is not None:
-        rows.append(("speed", f"{progress.tokens_per_s:,.0f} tokens/s"))
-    if progress.mfu is not None:
-        rows.append(("MFU", f"{progress.mfu:.1%}"))
-    if progress.goodput is not None:
-        rows.append(("goodput", f"{progress.goodput:.1%}"))
     if status.time_left_s is not None:
         rows.append(("time left", shown_duration(status.time_left_s)))
-    if progress.checkpoint is not None:
-        rows.append(("checkpoint", f"step {progress.checkpoint:,}"))
-    if progress.cost_usd is not None:
-        rows.append(("cost", f"${progress.cost_usd:,.2f}"))
     if status.line_age_s is not None:
         rows.append(("last line", f"{shown_duration(status.line_age_s)} ago"))
     end = progress.outcome

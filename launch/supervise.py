@@ -104,13 +104,6 @@ def decide(
     return Decision(AGAIN if was_killed else REQUEUE, ended, asked or reason)
 
 
-def prepared(code: int, what: str) -> Decision:
-    """Return the decision after a preparation, or a part of one, from the exit code of baretrain prepare."""
-    outcome = {DONE: "done", REJECTED: "refused"}.get(code, "failed")
-    log = "; see its log" if code else ""
-    return Decision(END, outcome, f"{what} ended with exit code {code}{log}")
-
-
 def exhausted(history: History, cluster: ClusterConfig) -> str:
     """Return which limit the attempts of a submission have reached; "" if none."""
     if history.faults >= cluster.attempts:

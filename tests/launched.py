@@ -143,8 +143,9 @@ class Launched:
             {"kind": "checkpoint", "step": step - 10, "save_s": 2.0},
             {"kind": "train", "step": step, "loss": 3.0, **numbers},
         ]
+        began_unix_s = time.time() - 30
         full = [
-            {"attempt": 1, "time_unix_s": time.time() - 30 + 10 * at, **line}
+            {"attempt": 1, "time_unix_s": began_unix_s + 10 * at, **line}
             for at, line in enumerate(lines)
         ]
         self.describe().record.run.write(

@@ -21,7 +21,7 @@ from train.data.batches.loader import Batch
 from train.machine.launched import check_launch, launched
 from train.machine.memory import total_memory_bytes
 from train.machine.runtime import search_as_usual
-from train.models.memory_estimate import GIB, advice, memory_of, on_cpu
+from train.models.memory_estimate import GIB, advice, memory_of
 from train.models.model_sizes import check_layers, shape_of_model
 from train.observe.metrics import Recorder
 from train.observe.monitor import open_monitor
@@ -337,38 +337,33 @@ def describe(attempt: Attempt, backend: Backend, model: nn.Module) -> None:
 def memory_note(attempt: Attempt, backend: Backend, model: nn.Module) -> str | None:
     """Return a note on the memory that a rank needs; None for a model whose sizes are unknown.
 
-    On CPUs, raises InputError if this machine has less memory than its ranks need, not counting what `on_cpu` adds.
+    On CPUs, raises InputError if this machine has less memory than its ranks need.
     """
-    cfg, plan, seq_len, num_ranks = (
-        attempt.cfg,
-        attempt.plan,
-        attempt.task.seq_len,
-        backend.world.local_size,
-    )
-    if (shape := shape_of_model(model)) is None:
+    cfg, plan = attempt.cfg, attempt.plan
+    shape = shape_of_model(model)
+    if shape is None:
         return None
-    sizes = {
-        name: getattr(plan, name) for name in ("world_size", "micro_batch_size", "accumulation")
-    }
-    needed = memory_of(cfg, shape, seq_len=seq_len, precision=backend.precision, **sizes)
-    if backend.monitor_kind != "cpu":
-        copy = f"; each rank that writes checkpoints needs {needed.state / GIB:.3g} GiB of host memory for a save"
-        return f"{needed}{copy if attempt.saves else ''}"
-    network: Any = model.network
-    values = network.config.to_dict()
-    has_dropout = any(
-        values.get(name) for name in ("attention_probs_dropout_prob", "attention_dropout")
+    needed = memory_of(
+        cfg,
+        shape,
+        world_size=plan.world_size,
+        micro_batch_size=plan.micro_batch_size,
+        accumulation=plan.accumulation,
+        seq_len=attempt.task.seq_len,
+        precision=backend.precision,
     )
-    layers = 1 if cfg.backend.activation_checkpointing else shape.num_hidden_layers
-    heads = layers * (values.get("num_attention_heads") or 1) * has_dropout
-    held = on_cpu(needed, scores=plan.micro_batch_size * seq_len**2 * heads, saves=attempt.saves)
-    limit_bytes = total_memory_bytes()
-    check(
-        num_ranks * needed.total < limit_bytes,
-        f"{held}; this machine or container has too little, {limit_bytes / GIB:,.3g} GiB for "
-        f"{plural(num_ranks, 'rank')}; {advice(cfg, world_size=plan.world_size)}",
-    )
-    return str(held)
+    note = str(needed)
+    if backend.monitor_kind == "cpu":
+        num_ranks, limit_bytes = backend.world.local_size, total_memory_bytes()
+        check(
+            num_ranks * needed.total < limit_bytes,
+            f"{note}; this machine or container has too little, {limit_bytes / GIB:,.3g} GiB for "
+            f"{plural(num_ranks, 'rank')}; {advice(cfg, world_size=plan.world_size)}",
+        )
+    elif attempt.saves:
+        state_gib = needed.state / GIB
+        note += f"; each rank that writes checkpoints needs {state_gib:.3g} GiB of host memory for a save"
+    return note
 
 
 def export(attempt: Attempt, checkpoints: CheckpointManager, model: nn.Module) -> None:

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from launch.node import LIMITS_S, join_flags
 from launch.preflight import run_preflight
-from launch.record import REQUEUE, Job, Record, add_record_flags, attempt_name
+from launch.record import END, REQUEUE, Job, Record, add_record_flags, attempt_name
 from launch.schedulers import cluster_of
 from launch.slurm.client import Slurm
 from launch.slurm.config import SlurmConfig
@@ -32,14 +32,13 @@ from launch.supervise import (
     NeverBegan,
     StopFile,
     conclude,
-    prepared,
     recording_failure,
     retry,
     supervise,
 )
 from train.config import Failure, S3Config, check
 from train.machine import processes
-from train.run.command import STOPPED, command_parser, printable, run_flags
+from train.run.command import DONE, REJECTED, STOPPED, command_parser, printable, run_flags
 
 REQUEUED_S = 600.0  # how long to wait for Slurm to end this process after a requeue; it usually takes much less
 # srun prints NO_STEP if slurmctld creates no step, for example on a node that was lost and returned before its job was
@@ -84,10 +83,8 @@ class Batch:
         self.stop = StopFile(record)
         self.nodes = list(retry(self.slurm.hostnames, os.environ["SLURM_JOB_NODELIST"]))
         self.steps = 0  # number of srun steps so far, which determines each step's port
-        # time.monotonic() at the time limit; it is set once the limit is near
-        self.limit_s = math.inf
-        self.is_ending = False  # whether Slurm is ending the job
-        self.is_overdue = False  # whether the limit was reached before the run had stopped
+        # Whether Slurm is ending the job; it may then start the job again by itself.
+        self.is_ending = False
 
     # ---- training ----
 
@@ -123,27 +120,11 @@ class Batch:
         the job for good (scancel) or restarts it (preemption, a lost node). It also sends TERM at the time limit if the
         run has not stopped by then, and does not restart the job.
         """
-        now_s = time.monotonic()
         if number == signal.SIGUSR1:
-            # The limit may be a minute later (man sbatch, --signal).
-            self.limit_s = now_s + self.cluster.stop_before_s
             self.stop.ask("the time limit is near")
-            return
-        if now_s < self.limit_s:
-            self.is_ending = True
         else:
-            self.is_overdue = True
-        self.stop.ask("SIGTERM from Slurm")
-
-    def meanwhile(self) -> None:
-        """Do the periodic work while srun runs."""
-        if self.is_overdue and not retry(self.record.history).is_stop_asked:
-            reason = (
-                f"the run did not stop in {self.cluster.stop_before_s} s (cluster.stop_before_s)"
-            )
-            conclude(self.record, Decision(REQUEUE, "failed", reason))
-            self.requeue()
-        self.stop.write()
+            self.is_ending = True
+            self.stop.ask("SIGTERM from Slurm")
 
     def attempt(self, number: int) -> int:
         return self.on_nodes("train", attempt_name(number))
@@ -170,7 +151,7 @@ class Batch:
             f"--nodelist={','.join(self.nodes)}",
             f"--kill-on-bad-exit={int(ends_together)}",
             "--label",
-            *container(self.cluster),
+            *self.cluster.container,
             *[self.job.python, "-m", "launch.node", command, self.record.run_dir],
             *joined,
         ]
@@ -184,7 +165,7 @@ class Batch:
         log = self.log()
         before = log.stat().st_size if log is not None else 0
         process = processes.start(["srun", *command, *self.record.flags()], env=os.environ)
-        code = processes.exit_code(process, meanwhile=self.meanwhile, limit_s=limit_s)
+        code = processes.exit_code(process, meanwhile=self.stop.write, limit_s=limit_s)
         if code == 0 or log is None or self.stop.reason is not None:
             return code
         said = log.read_bytes()[before:]
@@ -229,29 +210,17 @@ class Batch:
             which, what = [f"--part={part}"], f"part {part}"
         node = [self.job.python, "-m", "launch.node", "prepare", self.record.run_dir, *which]
         try:
-            code = self.srun(["--ntasks=1", *container(self.cluster), *node])
+            code = self.srun(["--ntasks=1", *self.cluster.container, *node])
         except NeverBegan:
             self.requeue()
         # If one part fails, Slurm does not start the merge.
         is_last = merge or not part
         if code or is_last:
-            conclude(self.record, prepared(code, what))
+            outcome = {DONE: "done", REJECTED: "refused"}.get(code, "failed")
+            reason = f"{what} ended with exit code {code}"
+            conclude(self.record, Decision(END, outcome, reason))
         self.upload()
         return code
-
-
-def container(cluster: SlurmConfig) -> list[str]:
-    """Return what makes srun start its command in the container of the settings; [] without one."""
-    image, mounts = cluster.container, cluster.container_mounts
-    if image is None:
-        return []
-    if image.endswith(".sif") or "://" in image:
-        bound = [f"--bind={folder}" for folder in mounts]
-        return ["apptainer", "exec", *bound, image]
-    options = [f"--container-image={image}"]
-    if mounts:
-        options.append(f"--container-mounts={','.join(f'{each}:{each}' for each in mounts)}")
-    return options
 
 
 if __name__ == "__main__":

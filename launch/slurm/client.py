@@ -13,7 +13,6 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from launch.slurm.config import time_limit_s
 from train.config import Failure, InputError, Unreachable, check
 from train.run.command import printable
 from train.storage.schema import BadContent, shown
@@ -116,23 +115,17 @@ class Slurm:
 
     # ---- jobs ------------------------------------------------------------------------------------------------------
 
-    def submit(self, words: Sequence[str], *, name: str, known: Sequence[int] = ()) -> int:
-        """Submit a job and return its id.
-
-        `words` are arguments of sbatch, including --job-name=`name`. `known` has the ids of earlier jobs of this name.
-        """
+    def submit(self, words: Sequence[str]) -> int:
+        """Submit a job with arguments of sbatch; return its id."""
         out, _ = self.sbatch("--parsable", *words)
-        last = out.strip().rpartition("\n")[2]  # some sites print extra lines before the id
-        job_id = last.strip().partition(";")[0]  # the cluster's name may follow
-        if re.fullmatch(r"[1-9]\d{0,9}", job_id, re.ASCII):
-            return int(job_id)
-        found = set(self.job_ids(name)) - set(known)
-        if len(found) != 1:
+        # Some sites print extra lines before the id; the cluster's name may follow it.
+        last = out.strip().rpartition("\n")[2]
+        job_id = last.strip().partition(";")[0]
+        if not re.fullmatch(r"[1-9]\d{0,9}", job_id, re.ASCII):
             raise Failure(
-                f"sbatch printed {shown(out)}, which does not end in a job id, and squeue shows {len(found)} new jobs "
-                f"named {name}; `squeue --me` shows your jobs"
+                f"sbatch printed {shown(out)}, which does not end in a job id; `squeue --me` shows your jobs"
             )
-        return found.pop()
+        return int(job_id)
 
     def estimate(self, words: Sequence[str]) -> str:
         """Return when and where Slurm expects the job to start. Nothing is submitted.
@@ -211,22 +204,6 @@ class Slurm:
         if len(set(said)) != 1 or not re.fullmatch(rf"{HOST}|[0-9a-fA-F:.]+", said[0]):
             raise Failure(f"sinfo shows no address of node {node}: {shown(said)}")
         return said[0]
-
-    def check_time_limit(self, time_limit: str, partition: str | None) -> None:
-        """Raise InputError if a time limit exceeds the partition's. Slurm would accept the job and never start it."""
-        limit_s = time_limit_s(time_limit)
-        for line in self.answer("sinfo", "--all", "--noheader", "--format=%P|%l").splitlines():
-            name, _, longest = line.strip().partition("|")
-            is_default = name.endswith("*")
-            name = name.rstrip("*")
-            longest_s = time_limit_s(longest)
-            is_asked_for = name == partition if partition else is_default
-            if is_asked_for and limit_s is not None and longest_s is not None:
-                check(
-                    limit_s <= longest_s,
-                    f"cluster.time_limit={time_limit} is more than the {longest} of partition {name}; ask for at most "
-                    "that, and resume the run in further jobs",
-                )
 
     # ---- commands --------------------------------------------------------------------------------------------------
 

@@ -27,32 +27,30 @@ class Scheduler(spec.Scheduler):
         return ["sbatch", *options(job, record), *script(job, record)]
 
     def preview(self, job: Job, record: Record, cfg: LaunchConfig, hours: float | None) -> str:
-        slurm, cluster = Slurm(), cluster_of(job, SlurmConfig)
         try:
-            if cluster.time_limit is not None:
-                slurm.check_time_limit(cluster.time_limit, cluster.partition)
-            return slurm.estimate([*options(job, record), *script(job, record)])
+            return Slurm().estimate([*options(job, record), *script(job, record)])
         except NoSlurm as error:
             if cfg.submit:
                 raise
             return f"Slurm was not asked: {error}. Not checked: the partition, its limits, and when the job would start"
 
     def submit(self, job: Job, record: Record) -> Handle:
-        slurm, asked, started = Slurm(), options(job, record), script(job, record)
-        name = job_name(job.run_dir)
-        if there := slurm.job_ids(name):  # Slurm's answer to an earlier submission was lost
+        slurm = Slurm()
+        asked, started = options(job, record), script(job, record)
+        there = slurm.job_ids(job_name(job.run_dir))
+        if there:  # Slurm's answer to an earlier submission was lost
             raise InputError(
                 f"Slurm has job {there[0]} of this run, which is in no record: scancel {there[0]} ends it"
             )
         if not record.is_remote:
             make_alike(record.local_folder() / "logs")
-        job_id = slurm.submit([*asked, *started], name=name)
+        job_id = slurm.submit([*asked, *started])
         if job.kind == "train" or job.parts == 1:
             return {"job_id": job_id}
         merge = [each for each in asked if not each.startswith("--array")]
         merge += [f"--dependency=afterok:{job_id}", "--kill-on-invalid-dep=yes"]
         try:
-            merge_id = slurm.submit([*merge, *started, "--merge"], name=name, known=[job_id])
+            merge_id = slurm.submit([*merge, *started, "--merge"])
         except BaseException:
             slurm.cancel(job_id)  # otherwise the parts would run without a record
             raise

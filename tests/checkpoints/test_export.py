@@ -93,7 +93,7 @@ def test_it_answers_and_is_a_start_without_its_data(finetuned, unexported, tmp_p
     capsys.readouterr()
     result = []
     for run in (unexported, finetuned[1]):
-        assert predict.main([str(run), *row, "--cache-dir", str(tmp_path / "cache"), *FP32]) == 0
+        assert predict.main([str(run), *row, f"data.cache_dir={tmp_path}/cache", *FP32]) == 0
         result.append(capsys.readouterr().out)
     assert result[0] == result[1] != ""
 

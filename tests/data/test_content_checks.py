@@ -18,8 +18,8 @@ from train.data.records.content_checks import (
     shortages,
 )
 from train.data.records.raw import read_raw
-from train.tasks.classify.task import CLASSIFY_ROWS
-from train.tasks.multilabel.task import MULTILABEL_ROWS
+from train.tasks.classify import CLASSIFY_ROWS
+from train.tasks.multilabel import MULTILABEL_ROWS
 
 REGRESS, CLASSES = "task=regress.*data.labels", "list all classes in data.labels"
 REJECTED = {

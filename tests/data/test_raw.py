@@ -14,13 +14,13 @@ import pytest
 from rejections import rejects
 
 from train.config import ColumnsConfig, RecordsConfig, S3Config
+from train.config.tasks import QAConfig
 from train.data.files.find import is_match, matching
 from train.data.records import sources
 from train.data.records.raw import read_raw, read_texts
 from train.data.records.sources import version
-from train.tasks.classify.task import CLASSIFY_ROWS
-from train.tasks.multilabel.task import MULTILABEL_ROWS
-from train.tasks.qa import QAConfig
+from train.tasks.classify import CLASSIFY_ROWS
+from train.tasks.multilabel import MULTILABEL_ROWS
 from train.tasks.qa.windows import qa_rows
 
 S3 = S3Config()

@@ -21,7 +21,7 @@ from train.data.records.table_facts import best_lengths, length_histogram, paddi
 from train.data.records.tables import Tables, once_per_machine, open_tables
 from train.machine import progress
 from train.run import compose as cli
-from train.tasks.classify.task import CLASSIFY_ROWS, ClassifyFeaturizer
+from train.tasks.classify import CLASSIFY_ROWS, ClassifyFeaturizer
 from train.tools import records
 
 WORDS = "good bad day sun rain very so and the not".split()

@@ -17,10 +17,8 @@ from running import ROOT
 from launch import local
 from launch.__main__ import main
 from train.config import S3Config
-from train.data.shards.format import read_manifest
 from train.run.command import DONE, REJECTED, STOPPED
 from train.run_folder.outcome import read_outcome
-from train.storage.folders import LocalFolder
 
 
 def words(run: LaunchedRun, data: Path, *own: str, of_run: tuple[str, ...] = ()) -> list[str]:
@@ -125,18 +123,6 @@ def test_what_the_trainer_rejects_ends_the_job_at_once(launched, prepared, tmp_p
     capfd.readouterr()
     assert main(["logs", launched.run_dir]) == DONE
     assert ended.reason.removeprefix("rejected: ") in capfd.readouterr().out
-
-
-def test_a_corpus_is_prepared_in_parts_and_merged(tmp_path, corpus, prepared, capfd):
-    of_run = ["corpus=text", f"corpus.path={corpus}", f"output={tmp_path}/data", "seq_len=32"]
-    of_run += ["tokenizer.vocab_size=120", "validation_fraction=0.25"]
-    assert main(["cluster=local", "prepare=true", "parts=2", "submit=true", "--", *of_run]) == DONE
-    said = capfd.readouterr().out
-    assert all(f"==> {log}." in said for log in ("part_00001", "part_00002", "merge"))
-    made, whole = (read_manifest(LocalFolder(path)) for path in (tmp_path / "data", prepared))
-    assert abs(made.rows("validation") - whole.rows("validation")) <= 1
-    # each part fills its last sequence by itself
-    assert abs(made.rows("train") - whole.rows("train")) <= 1
 
 
 ORPHANS = """

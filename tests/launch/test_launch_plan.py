@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 from ec2_launching import OWN as EC2
@@ -18,7 +19,7 @@ from running import eventually
 from torch.distributed.run import parse_args
 
 from launch.__main__ import expect, main
-from launch.plan import absolute, check_unchanged, located, run_overrides
+from launch.plan import absolute, check_unchanged, located
 from launch.record import Job, Record
 from launch.schedulers import scheduler
 from train.config import InputError, S3Config, TrainConfig
@@ -45,22 +46,6 @@ def test_640_000_examples_on_n_machines():
     assert (rows[2], rows[4]) == ((16, 2500), (32, 1250))
 
 
-def test_the_run_gets_the_instance_of_the_launch_unless_it_has_its_own():
-    own = [
-        "cluster=slurm",
-        "nodes=2",
-        "instance=trn1.32xlarge",
-        "instance.usd_per_hour=1",
-        "submit=true",
-    ]
-    assert run_overrides(["a=1"], own) == [
-        "instance=trn1.32xlarge",
-        "instance.usd_per_hour=1",
-        "a=1",
-    ]
-    assert run_overrides(["instance=local"], own) == ["instance.usd_per_hour=1", "instance=local"]
-
-
 def test_a_location_means_the_same_everywhere(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
@@ -81,38 +66,22 @@ def test_a_location_means_the_same_everywhere(monkeypatch, tmp_path):
     ]
 
 
-def test_what_a_run_learns_may_not_change_and_where_and_how_long_it_runs_may():
-    kept = {
-        "task": {"kind": "mlm"},
-        "model": {"name": "a"},
-        "optim": {"lr": 0.1},
-        "seed": 1,
-        "global_batch_size": 8,
-    }
-    kept |= {
-        "seq_len": 32,
-        "data": {"path": "a", "num_workers": 1},
-        "max_steps": 6,
-        "backend": {"name": "ddp"},
-    }
-    for now in (
-        *({key: {}} for key in ("task", "model", "optim", "data")),
-        {"seed": 2},
-        {"seq_len": None},
-    ):
-        with pytest.raises(
-            InputError, match=f"^the settings of runs/mine have changed .*{next(iter(now))}.* -> "
-        ):
-            check_unchanged(kept, {**kept, **now}, run_dir="runs/mine")
-    kept["optim"]["decay_fraction"] = 0.1
-    free = {"optim": {"lr": 0.1, "decay_fraction": 0.2}}
-    for now in (
-        {"max_steps": 9},
-        {"backend": {}},
-        {"data": {"path": "a", "num_workers": 4}},
-        free,
-    ):
-        check_unchanged(kept, {**kept, **now}, run_dir="runs/mine")
+@pytest.mark.parametrize(
+    ("changed", "is_free"),
+    [
+        ({"optim": {"lr": 0.2}}, False),
+        ({"optim": {"lr": 0.1, "decay_fraction": 0.2}}, True),
+        ({"data": {"path": "b"}}, False),
+        ({"data": {"path": "a", "num_workers": 4}}, True),
+        ({"seq_len": None}, False),
+        ({"max_steps": 9, "backend": {}}, True),
+    ],
+)
+def test_what_a_run_learns_may_not_change_and_how_it_runs_may(changed, is_free):
+    kept = {"optim": {"lr": 0.1}, "seq_len": 32, "data": {"path": "a"}, "max_steps": 6}
+    key = next(iter(changed))
+    with nullcontext() if is_free else pytest.raises(InputError, match=rf"have changed .*{key}"):
+        check_unchanged(kept, {**kept, **changed}, run_dir="runs/mine")
 
 
 @pytest.mark.parametrize(
@@ -168,24 +137,12 @@ def sbatch(argument: str) -> str:
     return f'cluster.sbatch_args=["{argument}"]'
 
 
-LOCAL = (  # settings of a run that name what only this computer has
-    *(
-        [each]
-        for each in (
-            "data.path=/data/albert",
-            "data.path=data/albert",
-            "data.path=~/albert",
-            "data.path=file:///a",
-        )
-    ),
-    *(
-        [each]
-        for each in (
-            "model.init_from=/runs/mine",
-            "model.init_from=./mine",
-            "model.tokenizer=runs/mine/export",
-        )
-    ),
+# Settings of a run that name what only this computer has.
+LOCAL = (
+    ["data.path=/data/albert"],
+    ["data.path=data/albert"],
+    ["data.path=file:///a"],
+    ["model.init_from=./mine"],
     ["model=pretrained", "model.pretrained=../models/mine"],
 )
 CSV = ["experiment=glue_bert", "data=csv", *RUN[2:]]
@@ -215,29 +172,18 @@ def others(words: list[str]) -> list[str]:
         (["instance=p9.9xlarge"], OF_RUN, "there is no such instance; choose one of: "),
         (["cluster=skypilot"], OF_RUN, "no such cluster; choose one of: ec2, local, slurm"),
         (
-            ["cluster.kind=lsf"],
-            OF_RUN,
-            "scheduler 'lsf' is not known; available: local, slurm, ec2",
-        ),
-        (
             ["cluster.partition=x"],
             OF_RUN,
             "cluster.partition is not a setting of the cluster chosen here",
         ),
         ([], [*OF_RUN, "run_dir=runs/${oc.env:HOME}"], "references are not resolved"),
-        ([], [*OF_RUN, "run_dir=/"], "/ is not the name of a run folder"),
         (["nodes=2"], OF_RUN, "cluster=local uses only this machine, not 2; choose cluster=slurm"),
         ([*SLURM, "parts=2"], OF_RUN, "parts needs prepare=true"),
-        (["calibrate=runs/nowhere"], OF_RUN, "calibrate=runs/nowhere is not a run folder"),
+        (["prepare=true"], PREPARE, "on this machine, run baretrain prepare"),
         (
             ["instance=trn1.32xlarge", "processes_per_node=16"],
             OF_RUN,
             "trn1.32xlarge runs 1 or 2 or 8 or 32",
-        ),
-        (
-            [*SLURM, "instance=trn1.32xlarge", "processes_per_node=8"],
-            OF_RUN,
-            "each trn1.32xlarge runs 32",
         ),
         ([f"processes_per_node={TOO_MANY}"], OF_RUN, f"processes_per_node={TOO_MANY}"),
         (
@@ -250,7 +196,6 @@ def others(words: list[str]) -> list[str]:
             OF_RUN,
             "local runs at most 8 ranks, 4 per CPU",
         ),
-        (["zzz"], OF_RUN, "no subcommand zzz; available: list, status"),
         (
             ["experiment=demo"],
             [],
@@ -261,11 +206,6 @@ def others(words: list[str]) -> list[str]:
             [*OF_RUN, "backend=xla"],
             "backend=xla does not run on p5.48xlarge; leave it out",
         ),
-        (
-            [*SLURM, 'cluster.container_mounts=["/a,/etc:/b"]'],
-            OF_RUN,
-            "has '/a,/etc:/b': use absolute paths",
-        ),
         (SLURM, [*OF_RUN, 'run_dir="a\\\\b"'], "Slurm drops backslashes from the names of logs"),
         ([*SLURM, "prepare=true"], PREPARE, "nodes=2 is for training: a preparation uses parts=2"),
         (
@@ -274,19 +214,9 @@ def others(words: list[str]) -> list[str]:
             "has '-p trn1': an option is one line, --name=value or --name",
         ),
         (
-            [*SLURM, sbatch("--comment=a\n--wait")],
-            OF_RUN,
-            "must be one line without control characters",
-        ),
-        (
             [*SLURM, sbatch("--part=trn1")],
             OF_RUN,
             "--partition is set only by launch; set cluster.partition",
-        ),
-        (
-            [*SLURM, sbatch("--output=/etc/x")],
-            OF_RUN,
-            "has '--output=/etc/x': --output is set only by launch",
         ),
         # EC2
         (EC2, [*RUN, "run_dir=runs/mine"], "must be in S3"),
@@ -297,11 +227,6 @@ def others(words: list[str]) -> list[str]:
             (EC2, [*RUN, *words], f"{words[-1]}: the machines do not see this computer's folders")
             for words in LOCAL
         ),
-        (
-            EC2,
-            [*RUN[:1], *RUN[2:]],
-            "data.path=data/wiki_books: the machines do not see",
-        ),  # from the recipe
         (EC2, [*CSV, "data.path=mine.csv"], "data.path=mine.csv: the machines do not see"),
         (
             EC2,
@@ -315,11 +240,6 @@ def others(words: list[str]) -> list[str]:
             "spot cannot use a reservation",
         ),
         (["check=true"], OF_RUN, "check=true is for cluster=ec2"),
-        (
-            ["processes_per_node=2"],
-            [*OF_RUN, "global_batch_size=33"],
-            "global_batch_size=32 or global_batch_size=34",
-        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -9,10 +9,11 @@ import pytest
 from planning import plan, script, two_nodes
 
 from launch.preflight import run_preflight
-from launch.record import CANCEL, Record
+from launch.record import Record
 from launch.slurm import batch as module
 from launch.slurm.batch import Batch
 from train.config import Failure, S3Config
+from train.run.command import STOPPED
 
 
 @pytest.fixture
@@ -38,28 +39,15 @@ def answering(tmp_path: Path, answer: str) -> None:
     script(tmp_path / "bin" / "scontrol", f"echo \"$*\" >> '{tmp_path}/bin/said'; {answer}")
 
 
-def test_a_run_that_does_not_stop_before_the_limit_comes_back(batch, tmp_path):
+def test_near_its_limit_a_job_comes_back_and_one_that_slurm_ends_is_left_to_slurm(batch, tmp_path):
     answering(tmp_path, "exit 0")
-    batch.ask(signal.SIGUSR1, None)
-    batch.ask(signal.SIGTERM, None)  # before the limit: somebody else ends the job
-    batch.meanwhile()
-    assert batch.is_ending and not requests(tmp_path)
-    batch.limit_s = 0.0  # it has come
     batch.ask(signal.SIGTERM, None)
-    batch.record.begin(["n1", "n2"], 0)
+    assert batch.train() == STOPPED and not requests(tmp_path)
+    batch.is_ending = False
+    batch.ask(signal.SIGUSR1, None)
     with pytest.raises(Failure, match="was asked to requeue this job, but did not end it"):
-        batch.meanwhile()
+        batch.train()
     assert requests(tmp_path) == "requeue 7\n"
-    (attempt,) = batch.record.history().attempts
-    assert attempt.next == "requeue" and "did not stop in 60 s" in attempt.reason
-
-
-def test_a_cancelled_job_that_does_not_stop_before_the_limit_does_not_come_back(batch, tmp_path):
-    answering(tmp_path, "exit 0")
-    batch.record.ask(CANCEL)
-    batch.is_overdue = True
-    batch.meanwhile()
-    assert not requests(tmp_path)
 
 
 def test_a_node_that_never_answers_does_not_hold_the_others(batch, monkeypatch, tmp_path):

@@ -40,6 +40,7 @@ from train.config import (
     flat,
     to_dict,
 )
+from train.config.tasks import ClassifyConfig
 from train.data.files.data_sets import BUILDERS
 from train.data.records.formats import dataset_table, parquet_table
 from train.data.records.saved import load_saved
@@ -54,7 +55,6 @@ from train.run import compose as cli
 from train.run.saved import read_config
 from train.storage.folders import LocalFolder
 from train.storage.s3 import S3Folder
-from train.tasks.classify import ClassifyConfig
 from train.tasks.state import TaskState, files_beside
 from train.tools import checkpoints, predict
 
@@ -65,7 +65,7 @@ SMALL = {
     "num_attention_heads": 2,
     "intermediate_size": 8,
 }
-ASK = ["--text", "the cat", "--device", "cpu", "--precision", "fp32"]
+ASK = ["--text", "the cat", "backend.device=cpu"]
 
 
 # ---- models --------------------------------------------------------------------------------------------------------

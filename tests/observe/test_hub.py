@@ -122,7 +122,7 @@ def test_a_pushed_model_loads_by_its_id(the_hub, finished, capsys):
     assert torch.equal(*result)
     assert huggingface_hub.ModelCard.load(TO).data.model_name == "demo"
     assert any("/resolve/" in request.path for request in the_hub.requests)
-    ask = [TO, "--text", "good bad good", "--device", "cpu"]
+    ask = [TO, "--text", "good bad good", "backend.device=cpu"]
     assert predict.main(ask) == 0
     repo = the_hub.repos["models", TO]
     tokenizer = json.loads(repo.files["tokenizer_config.json"])

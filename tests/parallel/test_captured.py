@@ -23,7 +23,7 @@ from train.parallel.data import Captured, DataParallel
 from train.parallel.engines import build_engine, sent
 from train.run.stopping import StopRequest
 from train.storage import imported
-from train.tasks.mlm.task import MaskedLMTask
+from train.tasks.mlm import MaskedLMTask
 
 OFF = "backend.cuda_graphs=false"
 

@@ -66,11 +66,15 @@ def test_a_run_is_trained_and_asked_with_its_progress_in_the_cell(
     ].keys()
     assert "step 1/2 " in cell.getvalue() and "done at step 2" in cell.getvalue()
     monkeypatch.setattr(api.processes, "start", Forked)  # the first was a process of its own
-    answers = api.predict(run.run_dir, ["so good", "é — bad"], options=["--device", DEVICE])
+    answers = api.predict(
+        run.run_dir, ["so good", "é — bad"], options=[f"backend.device={DEVICE}"]
+    )
     assert [answer["id"] for answer in answers] == ["0", "1"] and set(
         answers[0]["probabilities"]
     ) == {"0", "1", "2"}
-    known = api.predict("run", [{"labels": "1", "text": "so good"}], options=["--device", DEVICE])
+    known = api.predict(
+        "run", [{"labels": "1", "text": "so good"}], options=[f"backend.device={DEVICE}"]
+    )
     assert [(answer["label"], answer["prediction"]) for answer in known] == [
         ("1", answers[0]["prediction"])
     ]
@@ -93,12 +97,12 @@ def test_a_run_is_trained_and_asked_with_its_progress_in_the_cell(
         api.predict,
         "run",
         [{"other": "so good"}],
-        options=["--device", DEVICE],
+        options=[f"backend.device={DEVICE}"],
     )
-    (one,) = api.predict("run", "so good", options=["--device", DEVICE])
+    (one,) = api.predict("run", "so good", options=[f"backend.device={DEVICE}"])
     assert one["probabilities"] == pytest.approx(answers[0]["probabilities"])
     frame = pandas.DataFrame({"labels": np.array([1], np.int64), "text": ["so good"]})
-    assert api.predict("run", frame, options=["--device", DEVICE]) == known
+    assert api.predict("run", frame, options=[f"backend.device={DEVICE}"]) == known
     rejects(
         r"^max_stepz is not a setting; did you mean max_steps\?$",
         api.train,
@@ -172,7 +176,7 @@ def test_what_is_no_rows_is_rejected_before_a_process_starts(given: Any, message
     "call",
     [
         lambda flag: api.predict(flag, ["x"]),
-        lambda flag: api.predict("run", ["x"], options=["--device=cpu", *flag.split("=")]),
+        lambda flag: api.predict("run", ["x"], options=["backend.device=cpu", *flag.split("=")]),
         lambda flag: api.predict("run", ["x"], options=[flag]),
         lambda flag: api.evaluate(flag),
         lambda flag: api.evaluate("run", [flag]),

@@ -2,9 +2,6 @@
 
 import csv
 import json
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +10,13 @@ import torch.nn.functional as F
 from finetuning import task_of, tuning
 from rejections import rejects
 
+from train.config.tasks import ClassifyConfig
 from train.data.batches.buckets import BUCKET_SHIFT
 from train.data.records.table_facts import best_lengths, padding_share
 from train.data.shards.order import PADDING
 from train.storage.folders import LocalFolder
-from train.tasks.classify import ClassifyConfig
-from train.tasks.classify.task import ClassifyFeaturizer, class_weights, scores, tables
-from train.tasks.texts import lengths_up_to, resolved_lengths
+from train.tasks.classify import ClassifyFeaturizer, class_weights, scores, tables
+from train.tasks.texts import lengths_up_to
 
 LABELS = ["bad", "fair", "good"]
 
@@ -133,29 +130,6 @@ def test_the_last_length_is_that_of_the_longest_row_up_to_what_the_model_can_rea
     rejects("data.lengths has 128, which is more than seq_len=64", lengths_up_to, 64, [16, 128])
 
 
-def test_one_length_needs_no_buckets_and_several_know_which_row_needs_which(make, task):
-    assert make("data.lengths=[]").buckets is None
-    buckets = task.buckets
-    assert buckets.lengths == (16, 32, 64)
-    assert (
-        len(buckets.train) == task.train_rows == 90
-        and len(buckets.evaluation) == task.eval_rows == 32
-    )
-    assert (np.array(buckets.lengths)[buckets.train] >= task.train_data().row_lengths).all()
-    assert set(buckets.train) == {0, 1, 2}
-    padded = np.array(buckets.lengths)[buckets.train].sum()
-    assert task.facts["padding_share"] == pytest.approx(
-        1 - task.train_data().row_lengths.sum() / padded
-    )
-    assert task.facts["padding_share"] < make("data.lengths=[]").facts["padding_share"]
-    assert set(task.facts) == {
-        "padding_share",
-        "truncated_share",
-        "tokens_cut_share",
-        "unknown_tokens_share",
-    }
-
-
 @pytest.mark.parametrize(
     ("settings", "gpus", "step", "most"),
     [
@@ -176,21 +150,12 @@ def test_by_default_lengths_keep_padding_low_or_are_few_graphs(
     every = best_lengths(rows, task.lengths[-1], most, step=step, shortest=8)
     assert padding_share(rows, task.lengths) < max(0.1, padding_share(rows, every) + 0.02)
     assert padding_share(rows, [*shorter[1:], task.lengths[-1]]) > 0.1  # none is superfluous
-    lengths = ", ".join(map(str, shorter))
-    said = f"batches of {lengths} or {task.lengths[-1]} tokens (data.lengths=auto); in training "
+    lengths = ", ".join(map(str, task.lengths))
+    said = f"batches of {lengths} tokens (data.lengths=auto); in training "
     assert (
         task.summary()
         == f"{said}{padding_share(rows, task.lengths):.1%} of the tokens are padding"
     )
-
-
-def test_one_very_long_row_does_not_pad_the_short_ones(make):
-    rows = np.array([12] * 5000 + [8190])
-    tables: Any = SimpleNamespace(facts={"splits": {"train": {}}}, lengths=lambda split: rows)
-    task = make()
-    assert resolved_lengths(
-        task.run_cfg, tables, replace(task.sizes, seq_len=8192), shortest=8
-    ) == (16, 8192)
 
 
 def test_what_lies_behind_the_end_is_said(make):

@@ -19,8 +19,8 @@ from train.checkpoints.manifest import step_name
 from train.config import InputError
 from train.observe.report.run import read_run
 from train.run.stopping import StopRequest
-from train.tasks import TASKS, Metric, classify
-from train.tasks.classify.task import Classification
+from train.tasks import TASKS, Metric
+from train.tasks.classify import Classification
 from train.tasks.finetune import TextTask
 
 TWEETS = ROOT / "tests" / "inputs" / "tweets.csv"
@@ -152,8 +152,9 @@ def test_the_task_declares_which_direction_of_a_metric_is_the_better_one(
     train, tmp_path, monkeypatch, lower, wanted
 ):
     evaluate, rises = Classification.evaluate, count(1)
-    declared = (*classify.SPEC.metrics, Metric("brier", higher_is_better=not lower))
-    monkeypatch.setitem(TASKS, "classify", replace(classify.SPEC, metrics=declared))
+    spec = TASKS["classify"]
+    declared = (*spec.metrics, Metric("brier", higher_is_better=not lower))
+    monkeypatch.setitem(TASKS, "classify", replace(spec, metrics=declared))
     monkeypatch.setattr(Classification, "metric_names", (*Classification.metric_names, "brier"))
     monkeypatch.setattr(
         Classification,
@@ -170,9 +171,9 @@ def test_the_task_declares_which_direction_of_a_metric_is_the_better_one(
     train(tmp_path / "run", *given)
     assert best_step(tmp_path / "run") == wanted
     assert read_run(tmp_path / "run").summary["scores"]["brier"]["best"][1] == wanted
-    monkeypatch.setitem(TASKS, "classify", classify.SPEC)
+    monkeypatch.setitem(TASKS, "classify", spec)
     rejects(
-        "best.metric=brier has no direction: declare in the task's SPEC",
+        "best.metric=brier has no direction: declare in the task's TaskSpec",
         train,
         tmp_path / "other",
         *given,

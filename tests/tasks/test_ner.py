@@ -5,7 +5,6 @@ import shutil
 from functools import partial
 from types import SimpleNamespace
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -20,13 +19,13 @@ from train.data.batches.masking import IGNORE_INDEX
 from train.data.files.errors import BadRow
 from train.data.records.conll import conll_rows
 from train.data.records.spans import words_of
-from train.tasks.ner.task import NERFeaturizer, TokenClassification, first_tokens, tables
+from train.tasks.ner import NERFeaturizer, TokenClassification, first_tokens, scores, tables
 from train.tasks.texts import Sizes
 from train.tools import predict
 
 ENTITIES = ROOT / "tests" / "inputs" / "entities.conll"
 STEPS = 60
-score = partial(TokenClassification.score, SimpleNamespace(has_entities=True))
+score = partial(scores, has_entities=True)
 
 
 @pytest.fixture(scope="module")
@@ -138,16 +137,6 @@ def test_the_loss_counts_words_and_statistics_keep_tags_and_probabilities():
     assert torch.allclose(rows[:, 8:13], logits.softmax(-1).amax(-1))
 
 
-def test_the_loss_of_a_batch_is_divided_by_its_words(overrides, tmp_path):
-    task = task_of(overrides(tmp_path / "run"))
-    # of the longer bucket
-    batch = task.train_data().draw(np.array([[0, 1, 2], [3, 4, 5]]) + 2**48)
-    assert batch["count"] == [
-        (row != IGNORE_INDEX).sum().item() for row in batch["inputs"]["labels"]
-    ]
-    assert batch["inputs"]["labels"].shape == batch["inputs"]["input_ids"].shape == (2, 3, 48)
-
-
 def test_entities_are_right_as_a_whole():
     truth = [["B-PER", "I-PER", "O", "B-LOC"], ["O"]]
     predicted = [["B-PER", "O", "O", "B-LOC"], ["B-ORG"]]
@@ -188,39 +177,17 @@ def test_it_learns(trained, predictions):
 
 def test_new_words_are_tagged(trained, predictions, tmp_path, capsys):
     (tmp_path / "new.jsonl").write_text("".join(json.dumps(line) + "\n" for line in predictions))
-    files = ["--input", str(tmp_path / "new.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    files = [f"data.path={tmp_path}/new.jsonl", "--output", str(tmp_path / "out.jsonl")]
     assert predict.main([str(trained), *FP32, *files]) == 0
     found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [line["prediction"] for line in found] == [line["prediction"] for line in predictions]
-    f1 = max(line["f1"] for line in lines(trained, "eval"))
-    assert f"f1 {f1:.4f}" in capsys.readouterr().out
+    capsys.readouterr()
     assert predict.main([str(trained), *FP32, "--tokens", "Anna Meier lives in Bonn ."]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert len(answer["prediction"]) == 6
     for entity in answer["entities"]:
         assert entity["text"] == " ".join(answer["tokens"][entity["first"] : entity["last"] + 1])
         assert 0 < entity["probability"] <= 1
-
-
-def test_numbered_tags_of_a_data_set_have_its_names(overrides, tmp_path):
-    names = ["O", "B-X", "I-X"]
-    features = datasets.Features(
-        {
-            "tokens": datasets.List(datasets.Value("string")),
-            "ner_tags": datasets.List(datasets.ClassLabel(names=names)),
-        }
-    )
-    words = list(
-        dict.fromkeys(line.split()[0] for line in ENTITIES.read_text().splitlines() if line)
-    )
-    rows = {
-        "tokens": [[words[n], words[-1]] for n in range(20)],
-        "ner_tags": [[n % 3, 0] for n in range(20)],
-    }
-    datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "set"))
-    given = [f"data.path={tmp_path / 'set'}", "data.columns.tags=ner_tags"]
-    task = task_of(overrides(tmp_path / "run", *given))
-    assert task.labels == names
 
 
 def sentence_of(*lines, end="\n\n"):

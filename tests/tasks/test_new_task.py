@@ -71,7 +71,7 @@ def trained(code, settings, tmp_path_factory):
     return run_dir
 
 
-def test_a_task_that_resembles_none_is_a_package_a_line_and_a_yaml():
+def test_a_task_that_resembles_none_is_a_module_settings_an_entry_and_a_yaml():
     """Nothing else knows of named entities than the recipes that train on them."""
     names = re.compile(r"\bner(_schema)?\b|\bNER|TokenClassif")
     files = (path for folder in ("train", "launch", "conf") for path in (ROOT / folder).rglob("*"))
@@ -85,14 +85,8 @@ def test_a_task_that_resembles_none_is_a_package_a_line_and_a_yaml():
         for name, text in texts.items()
         if names.search(text) and not name.startswith("conf/experiment/")
     }
-    package = {name for name in found if name.startswith("train/tasks/ner/")}
-    assert package and found == {*package, "train/tasks/__init__.py", "conf/task/ner.yaml"}
-    lines = [
-        line
-        for line in texts["train/tasks/__init__.py"].splitlines()
-        if "ner" in re.split(r"\W+", line)
-    ]
-    assert len(lines) == 2  # the import, and the line of the table
+    code = {f"train/{name}.py" for name in ("config/tasks", "tasks/table", "tasks/ner")}
+    assert found == {*code, "conf/task/ner.yaml"}
 
 
 def test_it_learns_on_two_ranks_and_on_xla_as_on_one(code, settings, trained, tmp_path):
@@ -158,7 +152,7 @@ def test_its_checkpoint_is_exported_and_asked(code, trained, tmp_path):
         own_code,
         module="checkpoints",
     )
-    answer = done(own_code, str(trained), "--text", "x", "--device", "cpu", module="predict")
+    answer = done(own_code, str(trained), "--text", "x", "backend.device=cpu", module="predict")
     assert set(json.loads(answer)["probabilities"]) == {"0", "1", "2"}
     weights = [
         (folder / "model.safetensors").read_bytes()
@@ -199,7 +193,7 @@ def no_code(monkeypatch):
         ("TASKS = {'a': 3}", r"TASKS: a must be a TaskSpec, not 3"),
         ("SCHEDULES = {'linear': max}", r"SCHEDULES: optim.schedule=linear exists already"),
         (
-            "from train.tasks import classify\nTASKS = {'a': classify.SPEC}",
+            "from train.tasks import TASKS as KNOWN\nTASKS = {'a': KNOWN['classify']}",
             r"TASKS: ClassifyConfig must have kind: str",
         ),
     ],

@@ -7,18 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rejections import rejects
-from run_results import TOLERANCE
-from running import lines, prepare_config, run, train_config, train_here, train_overrides
+from running import lines, prepare_config, train_config, train_here
 from transformers import AlbertForPreTraining, AutoModelForMaskedLM
 
-from train.config import ModelConfig, TrainConfig
+from train.config import ModelConfig
 from train.data.batches.loader import MaskedRows, Swapper
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.shards.order import PADDING
 from train.models.encoder import build_masked_lm
-from train.run.compose import compose_config
 from train.tasks import build_task
-from train.tasks.mlm import MLMConfig
 from train.tools import prepare
 
 S, B = 16, 400
@@ -146,20 +143,6 @@ def test_the_accuracy_of_the_order_is_reported_and_the_export_has_the_head(whole
     )
 
 
-def test_any_number_of_ranks_and_any_backend_trains_the_same(whole, prepared, tmp_path):
-    done = run(train_overrides(tmp_path / "run", prepared, SOP, "backend=xla"), ranks=2)
-    assert done.returncode == 0, done.stderr
-    for kind, keys in {
-        "train": ["loss"],
-        "eval": ["mlm_loss", "sop_loss", "sop_accuracy"],
-    }.items():
-        for key in keys:
-            values = [
-                [line[key] for line in lines(folder, kind)] for folder in (tmp_path / "run", whole)
-            ]
-            assert values[0] == pytest.approx(values[1], rel=TOLERANCE), key
-
-
 def test_only_models_with_a_head_for_the_order_can_learn_it():
     sizes = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "intermediate_size": 32}
     fit = {"vocab_size": 50, "pad_id": 0, "seq_len": 16, "predicts_order": True}
@@ -184,8 +167,3 @@ def test_data_whose_documents_are_shorter_than_a_sequence_has_no_order_to_learn(
     prepare.prepare(prepare_config(tmp_path / "data", text))
     says = "task.sop=true, but in .*/data no validation sequence has two segments of the same"
     rejects(says, build_task, train_config(tmp_path / "run", tmp_path / "data", SOP))
-
-
-def test_the_published_recipe_predicts_the_order():
-    cfg = compose_config(TrainConfig, ["experiment=albert_pretrain"])
-    assert cfg.task.sop and not MLMConfig().sop

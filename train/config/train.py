@@ -20,8 +20,9 @@ from train.config.attempt import (
 from train.config.backend import BackendConfig, InstanceConfig
 from train.config.checks import Section, Unset, check, check_choice, setting
 from train.config.data import DataConfig, RecordsConfig, S3Config, ShardsConfig
-from train.config.learning import ModelConfig, OptimConfig, TaskConfig
+from train.config.learning import ModelConfig, OptimConfig
 from train.config.parallel import ParallelConfig
+from train.config.tasks import TaskConfig
 
 MAX_EVAL_BATCH = 2**20  # sequences
 MAX_SAMPLES = 32

@@ -9,14 +9,14 @@ hidden size, 8 of the values belong to the feed-forward layers. Autocast keeps 8
 are fp32, and queries, keys and values each have a 16-bit copy of their input. CPUs keep less: their norms are bf16.
 
 The paper also counts attention scores, 5 bytes for each head and pair of tokens. PyTorch's SDPA recomputes them
-instead of keeping them, except scores with dropout on CPUs. Temporary memory of the backward pass is not counted,
-except on CPUs, where a factor accounts for it.
+instead of keeping them, except scores with dropout on CPUs, which are not counted. Neither are temporary memory of the
+backward pass and, on CPUs, the program and its libraries.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from train.config import TrainConfig
 from train.config.parallel import Held
@@ -25,23 +25,11 @@ from train.models.model_sizes import Shape
 GIB = 2**30
 STATE_BYTES = 4  # bytes of an fp32 weight, gradient or moment
 # a bf16 weight alone, or with its fp32 master copy
-WEIGHT_BYTES = {
-    "bf16_stochastic": 2,
-    "bf16_master": 6,
-}
+WEIGHT_BYTES = {"bf16_stochastic": 2, "bf16_master": 6}
 # bytes of an operand of a matrix product; 2 in other precisions
-PRODUCT_BYTES = {
-    "fp32": 4,
-    "tf32": 4,
-}
+PRODUCT_BYTES = {"fp32": 4, "tf32": 4}
 AUTOCAST = ("bf16", "fp16")
 MASK_BYTES, AUTOCAST_BYTES, ATTENTION_VALUES = 2, 8, 8  # per layer, token and hidden unit
-# With these constants, estimates for CPUs are within 7 % of the peaks of seven runs (five are in benchmarks/notes.md).
-# bytes of a process that has imported torch and transformers but has no model
-CPU_PROCESS_BYTES = int(0.85 * GIB)
-# factor for activations, which includes temporary memory of the backward pass
-CPU_ACTIVATIONS = 1.25
-CPU_SCORE_BYTES = 14  # bytes per head and pair of tokens, if attention has dropout
 # bytes per logit in addition to the logit itself: an fp32 copy, and the log-softmax
 LOGIT_BYTES = 8
 
@@ -53,13 +41,9 @@ class Memory:
     weights: float
     gradients: float
     moments: float
-    copies: (
-        float  # copies of weights: gathered from other ranks, or in the dtype of matrix products
-    )
+    # copies of weights: gathered from other ranks, or in the dtype of matrix products
+    copies: float
     activations: float
-    # host copy from which a checkpoint is written; 0 unless the device is the host
-    saving: float = 0
-    process: float = 0  # the program and its libraries; 0 unless the device is the host
 
     @property
     def total(self) -> float:
@@ -118,17 +102,6 @@ def memory_of(
             cfg, shape, held, micro_batch_size * seq_len, seq_len, precision
         ),
     )
-
-
-def on_cpu(needed: Memory, *, scores: float, saves: bool) -> Memory:
-    """Return the memory of a rank whose device is the host.
-
-    `scores` is the number of attention scores with dropout for a micro batch, in all heads and layers. `saves`: whether
-    the run writes checkpoints.
-    """
-    activations = CPU_ACTIVATIONS * needed.activations + CPU_SCORE_BYTES * scores
-    saving = needed.state if saves else 0
-    return replace(needed, activations=activations, saving=saving, process=CPU_PROCESS_BYTES)
 
 
 def layers_of_rank(shape: Shape, held: Held) -> int:

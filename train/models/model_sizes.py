@@ -1,16 +1,18 @@
 """An encoder's sizes, number of parameters, and training FLOPs, from its configuration. It does not import torch.
 
-The default sizes are transformers', and published models' sizes are from their config.json on the Hub (2026-11).
+The default sizes are transformers'.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from train.config import HeadSize, ModelConfig, TrainConfig, check
 from train.data.files.errors import naming
 from train.storage.folders import Folder, LocalFolder, is_s3, local_path
+from train.storage.hub_access import asking_hub, fetched, is_at_hub
 from train.storage.schema import BadContent, of_type, read_object
 
 NO_RATES = "optim.layer_decay: the layers of {} share their weights, so they cannot have different rates; leave it out"
@@ -124,52 +126,26 @@ DEFAULTS = {  # transformers' default sizes, by architecture
     "distilbert": Shape("distilbert", 30_522, 768, 3072, 6, type_vocab_size=0),
     "modernbert": Shape("modernbert", 50_368, 768, 1152, 22, 8192, type_vocab_size=0),
 }
-LIKE_ROBERTA = {"max_position_embeddings": 514, "type_vocab_size": 1}
-OTHERS = {  # published models' sizes that differ from the defaults of Shape
-    **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), LIKE_ROBERTA),
-    "albert": {"embedding_size": 128},
-    "distilbert": {"type_vocab_size": 0},
+# transformers' names of sizes, where an architecture has others than those of Shape.
+THEIR_NAMES = {
+    "distilbert": {
+        "hidden_size": "dim",
+        "intermediate_size": "hidden_dim",
+        "num_hidden_layers": "n_layers",
+    }
 }
-PUBLISHED = {  # sizes by Hub id without the organisation, which is one of OWNERS
-    f"{architecture}-{name}": Shape(
-        architecture, vocab, hidden, 4 * hidden, layers, **OTHERS.get(architecture, {})
-    )
-    for architecture, names, vocab, hidden, layers in (
-        ("albert", "base-v1 base-v2", 30_000, 768, 12),
-        ("albert", "large-v1 large-v2", 30_000, 1024, 24),
-        ("albert", "xlarge-v1 xlarge-v2", 30_000, 2048, 24),
-        ("albert", "xxlarge-v1 xxlarge-v2", 30_000, 4096, 12),
-        ("bert", "base-uncased", 30_522, 768, 12),
-        ("bert", "base-cased", 28_996, 768, 12),
-        ("bert", "base-multilingual-cased", 119_547, 768, 12),
-        ("bert", "large-uncased large-uncased-whole-word-masking", 30_522, 1024, 24),
-        ("bert", "large-cased large-cased-whole-word-masking", 28_996, 1024, 24),
-        ("distilbert", "base-uncased", 30_522, 768, 6),
-        ("distilbert", "base-cased", 28_996, 768, 6),
-        ("distilbert", "base-multilingual-cased", 119_547, 768, 6),
-        ("roberta", "base", 50_265, 768, 12),
-        ("roberta", "large", 50_265, 1024, 24),
-        ("xlm-roberta", "base", 250_002, 768, 12),
-        ("xlm-roberta", "large", 250_002, 1024, 24),
-        ("camembert", "base", 32_005, 768, 12),
-    )
-    for name in names.split()
-}
-OWNERS = ("", "albert", "google-bert", "distilbert", "FacebookAI", "almanach")
 
 
 def find_shape(cfg: ModelConfig, *, vocab_size: int | None = None) -> Shape | None:
-    """Return the sizes of the model that a run would train; None if only transformers or the Hub knows them.
+    """Return the sizes of the model that a run would train; None if only transformers knows them.
 
-    `vocab_size` is the tokenizer's; None if unknown. A new model has this size unless cfg sets `vocab_size`.
+    A model at the Hub is asked for its config.json; without an answer, its sizes are unknown. `vocab_size` is the
+    tokenizer's; None if unknown. A new model has this size unless cfg sets `vocab_size`.
     """
     source = cfg.init_from or cfg.pretrained
     if source is not None:
-        is_here = not is_s3(source) and local_path(source).is_dir()
-        if is_here:
-            return read_shape(LocalFolder(local_path(source)))
-        owner, _, name = source.rpartition("/")
-        return PUBLISHED.get(name) if owner in OWNERS else None
+        folder = folder_of(source)
+        return None if folder is None else read_shape(LocalFolder(folder))
     default = DEFAULTS.get(cfg.architecture)
     if default is None:
         return None
@@ -182,6 +158,20 @@ def find_shape(cfg: ModelConfig, *, vocab_size: int | None = None) -> Shape | No
         "num_hidden_layers": cfg.num_layers,
     }
     return replace(default, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+
+def folder_of(source: str) -> Path | None:
+    """Return the folder of a model on this machine, or one with the config.json of a model at the Hub."""
+    if is_s3(source):
+        return None
+    if not is_at_hub(source):
+        path = local_path(source)
+        return path if path.is_dir() else None
+    try:
+        with asking_hub(source):
+            return fetched(source, CONFIGS[:1])
+    except (OSError, ValueError):  # There is no such model, or the Hub does not answer.
+        return None
 
 
 def check_layers(cfg: TrainConfig) -> None:
@@ -220,17 +210,9 @@ def shape_of(values: dict[str, Any]) -> Shape | None:
     default = DEFAULTS.get(str(values.get("model_type")))
     if default is None:
         return None
-    theirs = {
-        "distilbert": {
-            "hidden_size": "dim",
-            "intermediate_size": "hidden_dim",
-            "num_hidden_layers": "n_layers",
-        }
-    }
-    names = theirs.get(default.model_type, {})
+    names = THEIR_NAMES.get(default.model_type, {})
     sizes = {}
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings",
-                 "type_vocab_size", "embedding_size", "num_hidden_groups"):  # fmt: skip
+    for name in (item.name for item in fields(Shape) if item.name != "model_type"):
         value = values.get(names.get(name, name), values.get(name))
         if value is not None:
             number = of_type(int, value, name)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -277,13 +276,19 @@ class Network(nn.Module):
         return
 
 
-def with_unread_masks(*, given: bool) -> AbstractContextManager[object]:
-    """Return a context in which transformers makes a mask if one is `given`, and none otherwise.
+@contextmanager
+def with_unread_masks(*, given: bool) -> Iterator[None]:
+    """Make transformers use a mask if one is `given`, and none otherwise, without reading it.
 
     Otherwise it would read which tokens are padding in order to drop masks that hide nothing, except while a CUDA graph
     is recorded. Reading waits for the device, so a CUDA graph cannot contain it.
     """
-    return patch.object(import_utils, "is_cuda_stream_capturing", lambda: given, create=True)
+    is_recording = getattr(import_utils, "is_cuda_stream_capturing", lambda: False)
+    import_utils.is_cuda_stream_capturing = lambda: given
+    try:
+        yield
+    finally:
+        import_utils.is_cuda_stream_capturing = is_recording
 
 
 def is_norm(module: nn.Module) -> bool:

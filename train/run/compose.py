@@ -6,7 +6,7 @@ import copy
 import functools
 import re
 from argparse import Namespace
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -83,6 +83,7 @@ CONFIGS: dict[type, str] = {
 }
 
 Config = TypeVar("Config")
+Given = tuple[Sequence[str], Mapping[str, Any]]  # overrides, and values by key
 
 
 def schemas() -> list[Schema]:
@@ -115,9 +116,14 @@ def add_schema(schema: type, name: str, options: Sequence[tuple[str, str, type]]
     SCHEMAS.extend(option for option in options if option not in SCHEMAS)
 
 
-def load_config(schema: type[Config], overrides: Sequence[str]) -> Config:
-    """Compose the schema's file in conf/ with the overrides. Raises InputError if a key, option or value is wrong."""
-    return checked(compose_config(schema, overrides), schema, overrides)
+def load_config(
+    schema: type[Config], overrides: Sequence[str], values: Mapping[str, Any] | None = None
+) -> Config:
+    """Compose the schema's file in conf/ with the overrides. Raises InputError if a key, option or value is wrong.
+
+    `values` are values by key, which replace those of the files; the overrides take precedence.
+    """
+    return checked(compose_config(schema, overrides, values), schema, overrides)
 
 
 def load_backend(overrides: Sequence[str]) -> tuple[BackendConfig, InstanceConfig]:
@@ -157,7 +163,9 @@ def check_typed(schema: type, typed: Sequence[str]) -> None:
         check(len(options) < 2, f"{' and '.join(options)} choose the same thing; give one of them")
 
 
-def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
+def compose_config(
+    schema: type[Config], given: Sequence[str], values: Mapping[str, Any] | None = None
+) -> DictConfig:
     """Compose the settings and check names, options and types; values may still be missing."""
     overrides, users_own = opened(given)
     for override in overrides:
@@ -174,9 +182,11 @@ def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
         composed = copy.deepcopy(
             compose_options(CONFIGS[schema], options, tuple(CONFIGS.items()), tuple(schemas()))
         )
-        values = [parsed(each) for each in overrides if each not in options]
-        choose_form(composed, values)
-        for value in values:
+        for key, known in (values or {}).items():
+            OmegaConf.update(composed, key, known, force_add=True)
+        typed = [parsed(each) for each in overrides if each not in options]
+        choose_form(composed, typed)
+        for value in typed:
             OmegaConf.update(composed, value.key_or_group, value.value(), merge=True)
         for key, value in preferred(schema, overrides).items():
             OmegaConf.update(composed, key, value)
@@ -418,12 +428,12 @@ def run(
     parser: Parser,
     *,
     arguments: Sequence[str] | None = None,
-    given: Sequence[str] | Callable[[Namespace], Sequence[str]] = (),
+    given: Sequence[str] | Callable[[Namespace], Given] = (),
 ) -> int:
     """Read and check the command line, call `action` with the settings, and return the exit code.
 
-    `given` are further overrides, or a function that returns them for the parsed flags; the command line takes
-    precedence.
+    `given` are further overrides, or a function that returns them, and values by key, for the parsed flags; the command
+    line takes precedence.
     """
 
     def act() -> int:
@@ -439,19 +449,20 @@ def run(
             raise InputError(f"{flag} is not a flag; {hint}")
         keys = {override.partition("=")[0] for override in options.settings}
         check_typed(schema, options.settings)
-        first = given(options) if callable(given) else given
+        first, values = given(options) if callable(given) else (given, {})
+        values = {key: value for key, value in values.items() if key not in keys}
         overrides = [
             override for override in first if override.partition("=")[0] not in keys
         ] + options.settings
         if options.cfg is None:
             try:
-                cfg = load_config(schema, overrides)
+                cfg = load_config(schema, overrides, values)
             except InputError:
                 # the unknown name may be in a file that the run's first start imported
                 check_imports(overrides)
                 raise
             return action(cfg)
-        composed = compose_config(schema, overrides)
+        composed = compose_config(schema, overrides, values)
         shown = OmegaConf.to_yaml(composed)
         if "???" not in shown:  # no required setting is missing
             checked(composed, schema, overrides)

@@ -107,7 +107,7 @@ def write_samples(attempt: Attempt, step: int) -> None:
     """Write some validation examples with the answers of the model exported at `step`. Only rank 0 calls this."""
     folder, most = attempt.folder, attempt.cfg.samples
     with side_channel("could not write samples of the model's answers"):
-        answered = attempt.task.samples(folder.export, folder.folder, most) if most else []
+        answered = attempt.task.samples(folder.export, most) if most else []
         samples.write(folder.folder, samples.Samples(step, answered))
 
 

@@ -20,7 +20,7 @@ from train.storage.folders import canonical_json
 from train.storage.foreign import read_whole
 from train.storage.hub_access import asking_hub, fetched
 from train.storage.schema import read_object, record, shown
-from train.tasks import TASKS
+from train.tasks.table import TASKS
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 

@@ -9,11 +9,11 @@ import numpy as np
 from datasets import List, Value
 
 from train.config import check
+from train.config.tasks import QAConfig
 from train.data.files.errors import BadRow
 from train.data.records.featurizer import Featurizer
 from train.data.records.kinds import NUMBER, NUMBERS, STRING, Row, RowKind
 from train.data.records.squad import answers_of
-from train.tasks.qa import QAConfig
 
 if TYPE_CHECKING:
     from tokenizers import Encoding

@@ -10,17 +10,19 @@ same: if some of a sequence's P positions are unused, the order loss weighs slig
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.config import InputError, ModelConfig, ShardsConfig, TrainConfig, check, shortlist
+from train.config import InputError, ShardsConfig, TrainConfig, check, shortlist
+from train.config.tasks import MLMConfig
 from train.data.batches.loader import MaskedRows, Swapper
 from train.data.batches.masking import IGNORE_INDEX, Masker
 from train.data.shards.cache import cache_dir
@@ -28,21 +30,18 @@ from train.data.shards.order import ShardSampler, eval_sample, eval_shards, spre
 from train.data.shards.prefetch import Prefetcher
 from train.data.shards.prepared import PreparedData
 from train.data.text.coverage import unknown_share
-from train.data.text.encoding import starts_of
 from train.data.text.tokenizer import check_same_vocabulary, open_tokenizer
 from train.data.text.words import word_edges
-from train.models.encoder import MaskedLM, build_masked_lm, fitting_config
+from train.models.encoder import MaskedLM, build_masked_lm, fitting_config, mask_filler
 from train.models.source import resolved
-from train.run_folder.samples import MOST_CHARS, MOST_GUESSES, Answer, Guess, Sample, excerpt
+from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
 from train.storage.folders import Folder
-from train.tasks.mlm import MLMConfig
 from train.tasks.spec import Task
 from train.tasks.state import TaskState, files_beside
 from train.tasks.topk import topk
 
-MOST_BLANKS = 4  # maximum in a sample
-TOKENS_BEFORE = 12  # tokens that a sample shows before its first blank
-SPACE = "\N{OPEN BOX}"
+FACTS = ("unigram_entropy", "neighbour_accuracy")  # counts of the manifest, for metrics and report
+TOKENS_SHOWN = 16  # tokens of a sample on each side of its blank
 NO_PAIRS = "no validation sequence has two segments of the same document; set task.sop=false"
 
 
@@ -52,7 +51,7 @@ class MaskedLMTask(Task):
     def __init__(self, cfg: TrainConfig) -> None:
         assert isinstance(cfg.task, MLMConfig) and isinstance(cfg.data, ShardsConfig)
         self.token_loss: Callable[..., Tensor] = loss_sum
-        self.model = model = resolved(cfg.model, cfg.s3, cache_dir(cfg.data))
+        self.model = resolved(cfg.model, cfg.s3, cache_dir(cfg.data))
         self.data = PreparedData(cfg.data, cfg.s3)
         self.verify = self.data.verify
         self.folder, self.manifest = self.data.folder, self.data.manifest
@@ -61,71 +60,78 @@ class MaskedLMTask(Task):
         self.state = TaskState.of(cfg.task, seq_len=self.seq_len, seed=cfg.seed)
         self.head = cfg.task.head_size(self.seq_len)
         self.predictions = self.head.predictions
-        for name, slots in (
-            ("mask_rate", self.predictions),
-            ("eval_mask_rate", self.head.eval_predictions),
-        ):
-            check(
-                slots <= self.seq_len - 3,
-                f"task.{name}={getattr(cfg.task, name)} leaves no tokens to read in sequences of {self.seq_len}",
-            )
         info = self.manifest.tokenizer
         self.fit = {"vocab_size": info.vocab_size, "pad_id": info.pad_id, "seq_len": self.seq_len}
         self.new_rows = self._new_rows()
         known = {**self.fit, "vocab_size": info.vocab_size - len(self.new_rows)}
-        size = fitting_config(model, **known).vocab_size
-        self.masker = Masker(
-            seed=cfg.seed,
-            mask_rate=cfg.task.mask_rate,
+        size = fitting_config(self.model, **known).vocab_size
+        self.masker, self.eval_masker = self._maskers(cfg.task, seed=cfg.seed)
+        self.swapper = Swapper(cfg.seed) if cfg.task.sop else None
+        self.shard_rows = [shard.rows for shard in self.manifest.splits["train"]]
+        self.train_rows = self.manifest.rows("train")
+        self.facts = {name: self.manifest.counts.get(name, math.nan) for name in FACTS}
+        self._check_data(cfg.data.path)
+        self.remarks = [*self._remarks(cfg.data.path, size)]
+        num_validation = self.manifest.rows("validation")
+        self.eval_sample = eval_sample(num_validation, cfg.eval_examples, seed=cfg.seed)
+        self.eval_rows, self.num_shown = len(self.eval_sample), cfg.samples
+        self.metrics = ("loss", "perplexity", "masked_accuracy")
+        if cfg.task.sop:
+            self.metrics += ("mlm_loss", "sop_loss", "sop_accuracy")
+
+    def _maskers(self, cfg: MLMConfig, *, seed: int) -> tuple[Masker, Masker]:
+        """Return the masker of training and that of evaluations. Raises InputError if they leave no tokens to read."""
+        slots = {"mask_rate": self.predictions, "eval_mask_rate": self.head.eval_predictions}
+        for name, number in slots.items():
+            check(
+                number <= self.seq_len - 3,
+                f"task.{name}={getattr(cfg, name)} leaves no tokens to read in sequences of {self.seq_len}",
+            )
+        info = self.manifest.tokenizer
+        masker = Masker(
+            seed=seed,
+            mask_rate=cfg.mask_rate,
             max_predictions=self.predictions,
-            max_ngram=cfg.task.max_ngram,
+            max_ngram=cfg.max_ngram,
             mask_id=info.mask_id,
             special_ids=tuple(info.special_ids),
             vocab_size=info.vocab_size,
-            words=word_edges(self.folder / "tokenizer") if cfg.task.whole_word else None,
+            words=word_edges(self.folder / "tokenizer") if cfg.whole_word else None,
         )
-        self.eval_masker = self.masker
-        if (rate := cfg.task.eval_mask_rate) is not None:
-            self.eval_masker = replace(
-                self.masker, mask_rate=rate, max_predictions=self.head.eval_predictions
-            )
-        self.swapper = Swapper(cfg.seed) if cfg.task.sop else None
-        has_none = self.manifest.counts.get("validation_pairs") == 0
-        check(not (cfg.task.sop and has_none), f"task.sop=true, but in {cfg.data.path} {NO_PAIRS}")
-        self.shard_rows = [shard.rows for shard in self.manifest.splits["train"]]
-        self.train_rows, self.eval_rows = (
-            self.manifest.rows("train"),
-            self.manifest.rows("validation"),
+        if cfg.eval_mask_rate is None:
+            return masker, masker
+        in_evaluations = replace(
+            masker,
+            mask_rate=cfg.eval_mask_rate,
+            max_predictions=self.head.eval_predictions,
         )
-        unknown, tokens = (
-            self.manifest.counts.get(name, 0) for name in ("unknown_tokens", "tokens")
-        )
-        self.remarks = [
-            unknown_share(
-                unknown, tokens, f"data.path={cfg.data.path}: the tokenizer reads the text"
-            )
-        ]
-        if self.new_rows:
-            names = shortlist(
-                f"{number} {token!r}" for number, token in sorted(self.new_rows.items())
-            )
-            grown = f"the embeddings grow from {size:,} rows to {max(size, info.vocab_size):,}"
-            self.remarks.append(
-                f"{grown}; new rows, which start as the mean of the others: {names}"
-            )
-        self.facts = {
-            name: self.manifest.counts.get(name, math.nan)
-            for name in ("unigram_entropy", "neighbour_accuracy")
-        }
+        return masker, in_evaluations
+
+    def _check_data(self, path: str) -> None:
+        """Raise InputError if the prepared data lacks what an evaluation needs."""
+        has_no_pairs = self.manifest.counts.get("validation_pairs") == 0
+        check(self.swapper is None or not has_no_pairs, f"task.sop=true, but in {path} {NO_PAIRS}")
+        is_whole = all(map(math.isfinite, self.facts.values()))
         check(
-            self.eval_rows > 0 and all(map(math.isfinite, self.facts.values())),
-            f"data.path={cfg.data.path} has no validation sequences, or lacks {' or '.join(self.facts)}, as does "
-            "data from an earlier version; prepare the data again",
+            self.manifest.rows("validation") > 0 and is_whole,
+            f"data.path={path} has no validation sequences, or lacks {' or '.join(FACTS)}, as does data from an "
+            "earlier version; prepare the data again",
         )
-        self.eval_sample = eval_sample(self.eval_rows, cfg.eval_examples, seed=cfg.seed)
-        self.eval_rows, self.num_shown = len(self.eval_sample), cfg.samples
-        of_order = ("mlm_loss", "sop_loss", "sop_accuracy") if cfg.task.sop else ()
-        self.metrics = ("loss", "perplexity", "masked_accuracy", *of_order)
+
+    def _remarks(self, path: str, size: int) -> Iterator[str]:
+        """Yield remarks on the tokenizer; `size` is the vocabulary of the pretrained model."""
+        counts, info = self.manifest.counts, self.manifest.tokenizer
+        yield unknown_share(
+            counts.get("unknown_tokens", 0),
+            counts.get("tokens", 0),
+            f"data.path={path}: the tokenizer reads the text",
+        )
+        if self.new_rows:
+            names = [f"{number} {token!r}" for number, token in sorted(self.new_rows.items())]
+            yield (
+                f"the embeddings grow from {size:,} rows to {max(size, info.vocab_size):,}; new rows, which start as "
+                f"the mean of the others: {shortlist(names)}"
+            )
 
     def _new_rows(self) -> dict[int, str]:
         """Return the tokens that the data's tokenizer adds to the tokenizer of the weights, by embedding row.
@@ -146,8 +152,10 @@ class MaskedLMTask(Task):
         frozen = [
             f"model.{key}" for key in ("freeze_embeddings", "freeze_layers") if getattr(model, key)
         ]
-        says = f"{' and '.join(frozen)}: {len(new)} added tokens need new embeddings, but the embeddings are frozen"
-        check(not (new and frozen), says)
+        check(
+            not (new and frozen),
+            f"{' and '.join(frozen)}: {len(new)} added tokens need new embeddings, but the embeddings are frozen",
+        )
         return new
 
     def verify_data(self) -> None:
@@ -168,11 +176,11 @@ class MaskedLMTask(Task):
         return self.data.prefetcher(order, is_first_on_machine=is_first_on_machine)
 
     def build_model(self) -> MaskedLM:
-        return self._model(self.model, new_rows=list(self.new_rows))
-
-    def _model(self, cfg: ModelConfig, new_rows: Sequence[int] = ()) -> MaskedLM:
         model = build_masked_lm(
-            cfg, **self.fit, predicts_order=self.swapper is not None, new_rows=new_rows
+            self.model,
+            **self.fit,
+            predicts_order=self.swapper is not None,
+            new_rows=list(self.new_rows),
         )
         model.head_share = self.predictions / self.seq_len
         return model
@@ -240,12 +248,13 @@ class MaskedLMTask(Task):
         assert isinstance(model, MaskedLM)
         return model.train_flops(self.head, seq_len)
 
+    def files_beside(self, model: MaskedLM) -> dict[str, bytes]:
+        """Return the files of an export beside its weights and configuration, by name."""
+        return files_beside(self.folder / "tokenizer", inputs=model.inputs, state=self.state)
+
     def describe_model(self, model: nn.Module, folder: Folder) -> None:
         assert isinstance(model, MaskedLM)
         model.describe(folder, self.files_beside(model))
-
-    def files_beside(self, model: MaskedLM) -> dict[str, bytes]:
-        return files_beside(self.folder / "tokenizer", inputs=model.inputs, state=self.state)
 
     def export(self, model: nn.Module, folder: Path) -> None:
         assert isinstance(model, MaskedLM)
@@ -253,37 +262,19 @@ class MaskedLMTask(Task):
         for name, content in self.files_beside(model).items():
             (folder / name).write_bytes(content)
 
-    @torch.inference_mode()
-    def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
-        # In these validation sequences every token to predict is masked. The model runs on the host.
-        info = self.manifest.tokenizer
+    def samples(self, export: Path, most: int) -> list[Sample]:
+        # In each of these validation sequences, the first token to predict is masked. The model runs on the host.
+        fill = mask_filler(export)
         drawn = self._eval_rows(None).draw(spread(self.eval_rows, most)[None])["inputs"]
-        inputs = {name: tensor[0] for name, tensor in drawn.items()}
-        positions, labels = inputs["positions"], inputs["labels"]
-        last = positions.amax(1, keepdim=True)  # unused slots get the last position
-        inputs["input_ids"].scatter_(
-            1, torch.where(labels == IGNORE_INDEX, last, positions), info.mask_id
-        )
-        model = self._model(replace(self.model, pretrained=str(export), attention="auto")).eval()
-        shares, guesses = (
-            self._logits(model, inputs)[0]
-            .float()
-            .softmax(-1)
-            .unflatten(0, labels.shape)
-            .topk(MOST_GUESSES)
-        )
-        spelling = Spelling(
-            self.folder / "tokenizer", mask_id=info.mask_id, special_ids=info.special_ids
-        )
-        sequences = zip(
-            inputs["input_ids"].numpy(),
-            map(blanks_of, positions, labels, guesses, shares),
-            strict=True,
-        )
-        return [spelling.sample(tokens, blanks) for tokens, blanks in sequences if blanks]
-
-
-TASK = MaskedLMTask
+        ids, positions, labels = (drawn[name][0] for name in ("input_ids", "positions", "labels"))
+        found = []
+        for tokens, places, hidden in zip(ids, positions, labels, strict=True):
+            is_used = hidden != IGNORE_INDEX
+            tokens[places[is_used]] = hidden[is_used]
+            if is_used.any():
+                at = int(places[is_used][0])
+                found.append(sample_of(fill, tokens.tolist(), at))
+        return found
 
 
 def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
@@ -300,66 +291,13 @@ def scores(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([losses, right.float(), (labels != IGNORE_INDEX).float()], -1)
 
 
-# ---- samples: validation sequences with blanks, and what the model fills in ------------------------------------------
-
-
-@dataclass(frozen=True)
-class Blank:
-    # the index in the sequence
-    position: int
-    # the hidden token
-    token: int
-    # tokens with their probabilities, the highest first
-    guesses: list[tuple[int, float]]
-
-
-def blanks_of(positions: Tensor, labels: Tensor, guesses: Tensor, shares: Tensor) -> list[Blank]:
-    """Return the blanks of a sequence from its positions and tokens [P], the guesses and their probabilities [P, n]."""
-    pairs = (
-        list(zip(*pair, strict=True))
-        for pair in zip(guesses.tolist(), shares.tolist(), strict=True)
-    )
-    blanks = zip(positions.tolist(), labels.tolist(), pairs, strict=True)
-    return [Blank(*blank) for blank in blanks if blank[1] != IGNORE_INDEX]
-
-
-class Spelling:
-    """A converter of tokens to readable text, with the tokenizer of a prepared data set."""
-
-    def __init__(self, folder: Path, *, mask_id: int, special_ids: Sequence[int]) -> None:
-        self.tokenizer = open_tokenizer(folder)
-        self.starts = starts_of(self.tokenizer)
-        self.mask_id, self.hidden = mask_id, set(special_ids) - {mask_id}
-
-    def piece(self, token: int) -> str:
-        spelled = self.tokenizer.id_to_token(token) or f"token {token}"
-        # shown, since without them it is another token
-        spaces = len(spelled) - len(spelled.lstrip("▁Ġ"))
-        return excerpt(SPACE * spaces + self.tokenizer.decode([token]).strip() or spelled)
-
-    def sample(self, tokens: np.ndarray, blanks: Sequence[Blank]) -> Sample:
-        """Return the part of a sequence [S] around its first blanks."""
-        first = max(0, blanks[0].position - TOKENS_BEFORE)
-        last = blanks[MOST_BLANKS].position if len(blanks) > MOST_BLANKS else len(tokens)
-        while True:
-            known = [blank for blank in blanks[:MOST_BLANKS] if blank.position < last]
-            text = self.text(tokens[first:last], known)
-            if len(text) <= MOST_CHARS:
-                return Sample(text, [self.answer(blank) for blank in known])
-            first, last = min(first + 1, blanks[0].position), last - 1
-
-    def text(self, tokens: np.ndarray, blanks: Sequence[Blank]) -> str:
-        """Return the text with its masks numbered: [1], [2], ..."""
-        ids = [token for token in tokens.tolist() if token not in self.hidden]
-        mask = self.tokenizer.id_to_token(self.mask_id)
-        begin, *others = self.tokenizer.decode(ids, skip_special_tokens=False).split(mask)
-        spaces = [" " if self.starts[blank.token] else "" for blank in blanks]
-        parts = [
-            f"{space}[{number}]{part}"
-            for number, (space, part) in enumerate(zip(spaces, others, strict=True), 1)
-        ]
-        return " ".join((begin + "".join(parts)).split())
-
-    def answer(self, blank: Blank) -> Answer:
-        guesses = [Guess(self.piece(token), min(1.0, share)) for token, share in blank.guesses]
-        return Answer(self.piece(blank.token), guesses, float(blank.guesses[0][0] == blank.token))
+def sample_of(fill: Any, tokens: Sequence[int], at: int) -> Sample:
+    """Return the text around the token `at` of a sequence, with the answers of transformers' pipeline `fill`."""
+    read = fill.tokenizer
+    before = read.decode(tokens[max(0, at - TOKENS_SHOWN) : at], skip_special_tokens=True)
+    behind = read.decode(tokens[at + 1 : at + TOKENS_SHOWN], skip_special_tokens=True)
+    answers = fill(f"{before} {read.mask_token} {behind}", top_k=MOST_GUESSES)
+    guesses = [Guess(excerpt(each["token_str"]), each["score"]) for each in answers]
+    is_right = answers[0]["token"] == tokens[at]
+    answer = Answer(excerpt(read.decode([tokens[at]])), guesses, float(is_right))
+    return Sample(excerpt(f"{before} [1] {behind}", len(before)), [answer])

@@ -8,7 +8,8 @@ Shapes: B texts, C targets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from datasets import Dataset, List, Value
 from torch import Tensor
 
 from train.config import RecordsConfig, TrainConfig, check, shortlist
+from train.config.tasks import RegressConfig
 from train.data.files.errors import BadRow
 from train.data.records.content_checks import PLAIN_NUMBER, is_number
 from train.data.records.kinds import STRING, RowKind
@@ -26,10 +28,9 @@ from train.data.records.table_facts import column
 from train.data.records.token_rows import TokenRows
 from train.data.shards.order import spread
 from train.models.heads import PaddedEncoder, Scale, default_names, learn_scaled, names_of_head
-from train.run_folder.samples import Answer, Guess, Sample, excerpt
-from train.tasks.classify.task import ClassifyFeaturizer, read_texts
-from train.tasks.finetune import Entry, Results, TextTask, examples_of, json_lines, mean_loss
-from train.tasks.regress import RegressConfig
+from train.run_folder.samples import Sample
+from train.tasks.classify import ClassifyFeaturizer, read_texts
+from train.tasks.finetune import Entry, TextTask, examples_of, mean_loss
 from train.tasks.state import read_state
 from train.tasks.texts import Sizes
 
@@ -46,21 +47,27 @@ MOST_PAIRS = 500  # pairs of truth and prediction per target in evaluation.json
 
 def number_of(value: Any, name: str) -> float:
     """Return a target, which may be given as text. Raises BadRow if it is not a number that float32 can represent."""
-    ok = (
-        PLAIN_NUMBER.fullmatch(value.strip())
-        if isinstance(value, str)
-        else isinstance(value, int | float | Decimal)
-    )
-    if not ok or isinstance(value, bool):
-        what = "not a number"
-        if isinstance(value, list):
-            what = "a list: each number needs a column"
-        elif isinstance(value, str) and is_number(value):
-            what = "not a number in this form: write 0.64, without a decimal comma, thousands or signs"
-        raise BadRow(f"{name} holds {value!r:.40}, {what}")
-    if not abs(value := float(value)) <= MOST:  # rejects NaN too
-        raise BadRow(f"{name} holds {value}, not a number up to {MOST:.2g}")
-    return value
+    reason = why_no_number(value)
+    if reason:
+        raise BadRow(f"{name} holds {value!r:.40}, {reason}")
+    number = float(value)
+    if not abs(number) <= MOST:  # rejects NaN too
+        raise BadRow(f"{name} holds {number}, not a number up to {MOST:.2g}")
+    return number
+
+
+def why_no_number(value: Any) -> str:
+    """Return why a value is not a number; "" if it is one."""
+    if isinstance(value, list):
+        return "a list: each number needs a column"
+    if isinstance(value, str):
+        if PLAIN_NUMBER.fullmatch(value.strip()):
+            return ""
+        if is_number(value):
+            return "not a number in this form: write 0.64, without a decimal comma, thousands or signs"
+    elif isinstance(value, int | float | Decimal) and not isinstance(value, bool):
+        return ""
+    return "not a number"
 
 
 def regress_rows(names: Sequence[str]) -> RowKind:
@@ -71,7 +78,7 @@ def regress_rows(names: Sequence[str]) -> RowKind:
         try:
             if not isinstance(values, list) or len(values) != len(names):
                 raise BadRow(f"{value!r:.40} in place of the numbers {', '.join(names)}")
-            return [number_of(*pair) for pair in zip(values, names, strict=True)]
+            return [number_of(each, name) for each, name in zip(values, names, strict=True)]
         except BadRow:
             if is_learnt:
                 raise
@@ -113,7 +120,7 @@ class Regression(TextTask):
 
     columns = {"labels": "label"}
     metric_names = ("loss", *NAMES)
-    # the scale of the head's outputs; None: they are in the units of the data
+    # The scale of the head's outputs; None: they are in the units of the data.
     scale: Scale | None = None
 
     def __init__(self, cfg: RegressConfig, sizes: Sizes) -> None:
@@ -132,19 +139,20 @@ class Regression(TextTask):
 
     @property
     def csv_columns(self) -> list[str]:  # type: ignore[override]
-        several = [f"{key}_{name}" for key in ("label", "prediction") for name in self.targets]
-        return ["id", *(several if len(self.targets) > 1 else ("label", "prediction"))]
+        if len(self.targets) == 1:
+            return ["id", "label", "prediction"]
+        labels = [f"label_{name}" for name in self.targets]
+        return ["id", *labels, *(f"prediction_{name}" for name in self.targets)]
 
     def open(self, cfg: TrainConfig) -> None:
         assert isinstance(cfg.data, RecordsConfig)
-        names = cfg.data.columns.label
         check(
             not (cfg.data.labels or cfg.data.label_map),
             "data.labels and data.label_map name classes; task=regress learns numbers: leave them out",
         )
-        # the model's config names the target
+        names = cfg.data.columns.label
         if cfg.data.train == NO_ROWS and self.sizes.config.num_labels == 1:
-            names = names_of_head(self.sizes.config)
+            names = names_of_head(self.sizes.config)  # the model's config names the target
         self.use_targets(names if isinstance(names, list) else [names])
         super().open(cfg)
 
@@ -153,35 +161,34 @@ class Regression(TextTask):
         numbers = train_table.values["labels"].astype(np.float64)
         mean, deviation = numbers.mean(0), numbers.std(0)
         for name, value, apart in zip(self.targets, mean, np.ptp(numbers, 0), strict=True):
-            same = f"train: all {len(numbers):,} rows have the number {value:g} in {name}"
-            check(apart > 0, f"{same}, so there is nothing to learn; is data.columns.label right?")
-        if self.cfg.standardize:
-            self.standardize(
-                Scale(mean.tolist(), deviation.tolist()), train_table, self.eval_table
+            check(
+                apart > 0,
+                f"train: all {len(numbers):,} rows have the number {value:g} in {name}, so there is nothing to learn; "
+                "is data.columns.label right?",
             )
+        if self.cfg.standardize:
+            scale = Scale(mean.tolist(), deviation.tolist())
+            self.standardize(scale, train_table, self.eval_table)
 
     def standardize(self, scale: Scale, *tables: TokenRows) -> None:
-        self.scale, mean, deviation = scale, np.array(scale.mean), np.array(scale.deviation)
+        self.scale = scale
+        mean, deviation = np.array(scale.mean), np.array(scale.deviation)
         for table in tables:
-            table.values["labels"] = ((table.values["labels"] - mean) / deviation).astype(
-                np.float32
-            )
+            numbers = (table.values["labels"] - mean) / deviation
+            table.values["labels"] = numbers.astype(np.float32)
 
     def only_evaluates(self) -> None:
         """Standardise the targets as the run did, because the loss is that of standardised targets."""
         super().only_evaluates()
-        state = read_state(str(self.sizes.model.pretrained))
-        if (
-            state is not None
-            and state.scale is not None
-            and self.cfg.standardize
-            and self.scale is None
-        ):
-            ok = len(state.scale.mean) == len(self.targets)
-            check(
-                ok,
-                f"{self.sizes.model.pretrained}: its scale is not that of the targets {shortlist(self.targets)}",
-            )
+        source = str(self.sizes.model.pretrained)
+        state = read_state(source)
+        if self.scale is not None or state is None or state.scale is None:
+            return
+        check(
+            len(state.scale.mean) == len(self.targets),
+            f"{source}: its scale is not that of the targets {shortlist(self.targets)}",
+        )
+        if self.cfg.standardize:
             self.standardize(state.scale, self.eval_table)
 
     def build_model(self) -> PaddedEncoder:
@@ -195,16 +202,15 @@ class Regression(TextTask):
     def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         # [B, 1 + C]: the loss, averaged over the targets, and the head's outputs [B, C].
         logits = logits.float()
-        return torch.cat(
-            [squared_errors(logits, inputs["labels"]).mean(1, keepdim=True), logits], 1
-        )
+        losses = squared_errors(logits, inputs["labels"]).mean(1, keepdim=True)
+        return torch.cat([losses, logits], 1)
 
     def numbers(self, statistics: np.ndarray) -> np.ndarray:
         """Return the predictions [rows, C] float64, in the units of the data."""
         computed = statistics[:, 1:].astype(np.float64)
-        return (
-            computed if self.scale is None else computed * self.scale.deviation + self.scale.mean
-        )
+        if self.scale is None:
+            return computed
+        return computed * self.scale.deviation + self.scale.mean
 
     def truth(self, examples: Dataset, features: Dataset) -> np.ndarray:
         """Return the targets [rows, C] float64 of the features' examples."""
@@ -213,39 +219,26 @@ class Regression(TextTask):
     def evaluate(
         self, examples: Dataset, features: Dataset, statistics: np.ndarray
     ) -> dict[str, float]:
-        return {
-            "loss": mean_loss(statistics),
-            **self.score(self.truth(examples, features), self.numbers(statistics)),
-        }
-
-    def score(self, truth: Any, predicted: Any) -> dict[str, float]:
         # Each metric is the mean over the targets.
-        each = scores(np.asarray(truth, np.float64), np.asarray(predicted, np.float64))
-        return {name: float(values.mean()) for name, values in each.items()}
+        each = scores(self.truth(examples, features), self.numbers(statistics))
+        metrics = {name: float(values.mean()) for name, values in each.items()}
+        return {"loss": mean_loss(statistics), **metrics}
 
-    def results(
-        self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray
-    ) -> Results:
-        # A line per text, pairs of truth and prediction for some rows, and each target's metrics if there are several.
+    def scores_by_name(
+        self, examples: Dataset, features: Dataset, statistics: np.ndarray
+    ) -> dict[str, Any]:
+        # Pairs of truth and prediction for some rows, and each target's metrics if there are several.
         truth, predicted = self.truth(examples, features), self.numbers(statistics)
-        rows = zip(examples_of(examples, features)["id"], truth.tolist(), strict=True)
-        lines = self.predictions(
-            [{"id": name, "label": numbers} for name, numbers in rows], features, statistics
-        )
         pairs = np.stack([truth, predicted], -1)[spread(len(truth), MOST_PAIRS)]
         pairs = pairs[np.isfinite(pairs).all((1, 2))]
-        tables: dict[str, Any] = {
+        found: dict[str, Any] = {
             "pairs": {name: pairs[:, at].tolist() for at, name in enumerate(self.targets)}
         }
         if len(self.targets) > 1:
-            for name, values in scores(truth, predicted).items():
-                tables |= {
-                    f"{target}_{name}": value
-                    for target, value in zip(self.targets, values.tolist(), strict=True)
-                }
-        return {f"{split}.jsonl": json_lines(lines)}, tables
-
-    # ---- predictions -----------------------------------------------------------------------------------------------
+            for metric, values in scores(truth, predicted).items():
+                for target, value in zip(self.targets, values.tolist(), strict=True):
+                    found[f"{target}_{metric}"] = value
+        return found
 
     def labels_of(self, source: str, config: PreTrainedConfig) -> list[str]:
         problem = getattr(config, "problem_type", None)
@@ -257,55 +250,42 @@ class Regression(TextTask):
         return []  # its outputs are not labels
 
     def settings_of_outputs(self) -> dict[str, Any]:
-        has_names = self.targets != default_names(len(self.targets))
-        return (
-            {"data.columns.label": self.targets if len(self.targets) > 1 else self.targets[0]}
-            if has_names
-            else {}
-        )
+        names = self.targets
+        if names == default_names(len(names)):
+            return {}
+        return {"data.columns.label": names if len(names) > 1 else names[0]}
 
     def named(self, numbers: Sequence[float]) -> Any:
         """Return the number of a single target, or numbers by name if there are several targets."""
-        return (
-            dict(zip(self.targets, numbers, strict=True)) if len(self.targets) > 1 else numbers[0]
-        )
+        if len(self.targets) == 1:
+            return numbers[0]
+        return dict(zip(self.targets, numbers, strict=True))
 
     def predictions(
-        self, rows: list[Entry], features: Dataset, statistics: np.ndarray
+        self, rows: Iterable[Entry], features: Dataset, statistics: np.ndarray
     ) -> Iterator[Entry]:
         for row, numbers in zip(rows, self.numbers(statistics).tolist(), strict=True):
-            known = {} if row.get("label") is None else {"label": self.named(row["label"])}
-            yield {"id": row["id"], **known, "prediction": self.named(numbers)}
-
-    def known(self, row: Entry, prediction: Entry) -> tuple[list[float], list[float]] | None:
-        if row.get("label") is None:
-            return None
-        answer = prediction["prediction"]
-        return row["label"], [*answer.values()] if len(self.targets) > 1 else [answer]
+            line = {"id": row["id"]}
+            if row.get("label") is not None:
+                line["label"] = self.named(row["label"])
+            line["prediction"] = self.named(numbers)
+            yield line
 
     def sample(self, row: Entry, prediction: Entry) -> Sample:
-        truth, answer = self.named(row["label"]), prediction["prediction"]
-        answers = [
-            Answer(
-                in_words(truth), [Guess(in_words(answer), None)], 1.0 if truth == answer else 0.5
-            )
-        ]
-        return Sample(excerpt(row["text"]), answers, excerpt(row.get("text_pair") or ""))
+        sample = super().sample({**row, "label": self.named(row["label"])}, prediction)
+        answer = replace(sample.answers[0], score=0.5)  # a number is neither right nor wrong
+        return replace(sample, answers=[answer])
 
-
-TASK = Regression
+    def in_words(self, row: Entry, answer: Any) -> str:
+        if not isinstance(answer, dict):
+            return f"{answer:.4g}"
+        return ", ".join(f"{name} {number:.4g}" for name, number in answer.items())
 
 
 def squared_errors(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the losses [B, C] float32. Padding rows, whose targets are NaN, have a loss of 0."""
     is_known = ~targets.isnan()
     return torch.where(is_known, logits.float() - targets.nan_to_num(), 0.0).square()
-
-
-def in_words(numbers: Any) -> str:
-    if isinstance(numbers, dict):
-        return excerpt(", ".join(f"{name} {number:.4g}" for name, number in numbers.items()))
-    return f"{numbers:.4g}"
 
 
 # ---- metrics -------------------------------------------------------------------------------------------------------
@@ -317,15 +297,13 @@ def scores(truth: np.ndarray, predicted: np.ndarray) -> dict[str, np.ndarray]:
 
     errors = predicted - truth
     mse = np.square(errors).mean(0)
-    ranks = [rankdata(numbers, axis=0) for numbers in (truth, predicted)]
-    values = (
-        mse,
-        np.abs(errors).mean(0),
-        np.sqrt(mse),
-        correlations(truth, predicted),
-        correlations(*ranks),
-    )
-    return dict(zip(NAMES, values, strict=True))
+    return {
+        "mse": mse,
+        "mae": np.abs(errors).mean(0),
+        "rmse": np.sqrt(mse),
+        "pearson": correlations(truth, predicted),
+        "spearman": correlations(rankdata(truth, axis=0), rankdata(predicted, axis=0)),
+    }
 
 
 def correlations(first: np.ndarray, second: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ Shapes: B sentences, S tokens, M tokens of the longest batches, C tags.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from datasets import Dataset, List
 from torch import Tensor
 
 from train.config import check
+from train.config.tasks import NERConfig
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.files.errors import BadRow
 from train.data.records.conll import TAG
@@ -29,9 +30,7 @@ from train.data.records.spans import words_of
 from train.data.records.table_facts import column
 from train.data.records.token_rows import Lists
 from train.models.heads import names_of_head
-from train.run_folder.samples import Answer, Guess, Sample, excerpt
-from train.tasks.finetune import Entry, Results, TextTask, examples_of, json_lines, table_of
-from train.tasks.ner import NERConfig
+from train.tasks.finetune import Entry, TextTask, examples_of, table_of
 from train.tasks.texts import Sizes
 from train.tasks.topk import topk
 
@@ -92,9 +91,8 @@ class NERFeaturizer(Featurizer):
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, scheme: str = "entities"
     ) -> None:
-        super().__init__(
-            tokenizer, seq_len=seq_len, **({} if scheme == "entities" else {"scheme": scheme})
-        )
+        settings = {} if scheme == "entities" else {"scheme": scheme}
+        super().__init__(tokenizer, seq_len=seq_len, **settings)
         self.kind = ner_rows(scheme)
 
     def features(
@@ -140,8 +138,8 @@ def first_tokens(encoding: Encoding, words: Sequence[str]) -> tuple[np.ndarray, 
 class TokenClassification(TextTask):
     """A tag for each word.
 
-    A prediction is {"id", "tokens", "prediction": [tag of each word], "entities": [{"type", "text", "first", "last",
-    "probability"}]}. `first` and `last` are indices of words, `probability` is the mean over the words.
+    A prediction is {"id", "tokens", "tags" (if known), "prediction": [tag of each word], "entities": [{"type", "text",
+    "first", "last", "probability"}]}. `first` and `last` are indices of words; `probability` is the mean over words.
     """
 
     columns = {"labels": "labels"}
@@ -160,18 +158,18 @@ class TokenClassification(TextTask):
         self.featurizer = NERFeaturizer(
             self.sizes.tokenizer, seq_len=self.sizes.seq_len, scheme=scheme
         )
-        self.metric_names = ("loss", *(NAMES if self.has_entities else ("accuracy",)))
-        self.csv_columns = [
-            "id",
-            "tokens",
-            "prediction",
-            *(["entities"] if self.has_entities else []),
-        ]
+        self.metric_names = ("loss", "accuracy")
+        self.csv_columns = ["id", "tokens", "prediction"]
+        if self.has_entities:
+            self.metric_names = ("loss", *NAMES)
+            self.csv_columns.append("entities")
 
     def loss_of(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        flat = logits.flatten(0, 1).float()
         return F.cross_entropy(
-            flat, inputs["labels"].flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+            logits.flatten(0, 1).float(),
+            inputs["labels"].flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
         )
 
     def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
@@ -180,29 +178,27 @@ class TokenClassification(TextTask):
         losses = F.cross_entropy(
             logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
         )
+        loss = losses.view(labels.shape).sum(1, keepdim=True)
         tags, shares = topk(logits)[1].squeeze(-1), logits.softmax(-1).amax(-1)
         padding = (0, self.sizes.lengths[-1] - labels.size(1))
-        loss = losses.view(labels.shape).sum(1, keepdim=True)
         return torch.cat([loss, F.pad(tags, padding), F.pad(shares, padding)], 1)
 
     def evaluate(
         self, examples: Dataset, features: Dataset, statistics: np.ndarray
     ) -> dict[str, float]:
-        _, truth, predicted = self.tags(examples, features, statistics)
+        truth, predicted = self.tags(examples, features, statistics)
         num_labels = max(1, int((column(features, "labels") != IGNORE_INDEX).sum()))
         loss = float(statistics[:, 0].sum(dtype=np.float64)) / num_labels
-        return {"loss": loss, **self.score(truth, predicted)}
+        return {"loss": loss, **scores(truth, predicted, has_entities=self.has_entities)}
 
-    def tags(
-        self, examples: Dataset, features: Dataset, statistics: np.ndarray
-    ) -> tuple[Dataset, list[list[str]], list[list[str]]]:
-        """Return the sentences of the features, the right tags of their words, and the predicted tags."""
-        examples = examples_of(examples, features)
-        truth = [[self.labels[number] for number in numbers] for numbers in examples["tags"]]
-        return examples, truth, [tags for tags, _ in self.tagged(statistics, features, truth)]
+    def tags(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> list[Tags]:
+        """Return the right tags of the words of the features' sentences, and the predicted tags."""
+        numbers = examples_of(examples, features)["tags"]
+        truth = [[self.labels[number] for number in sentence] for sentence in numbers]
+        return [truth, [tags for tags, _ in self.tagged(statistics, features, truth)]]
 
     def tagged(
-        self, rows: np.ndarray, features: Dataset, sentences: Sequence[Sequence[Any]]
+        self, rows: np.ndarray, features: Dataset, sentences: Iterable[Sequence[Any]]
     ) -> Iterator[tuple[list[str], list[float]]]:
         """Yield the tags and probabilities of the words of `sentences`, from statistics [sentences, 1 + 2 * M].
 
@@ -211,47 +207,24 @@ class TokenClassification(TextTask):
         unread = "O" if self.has_entities else ""
         arrow = features.with_format("arrow")[:]
         every = np.arange(len(features))
-        targets, words = (Lists(arrow.column(name)).take(every) for name in ("labels", "words"))
+        labels = Lists(arrow.column("labels")).take(every)
+        words_read = Lists(arrow.column("words")).take(every)
         tags_of_tokens, shares_of_tokens = np.split(rows[:, 1:], 2, axis=1)
         for row, sentence in enumerate(sentences):
             tags, shares = [unread] * len(sentence), [0.0] * len(sentence)
-            for word, token in zip(
-                words[row], np.flatnonzero(targets[row] != IGNORE_INDEX), strict=True
-            ):
+            first_tokens_of_words = np.flatnonzero(labels[row] != IGNORE_INDEX)
+            for word, token in zip(words_read[row], first_tokens_of_words, strict=True):
                 tags[word] = self.labels[int(tags_of_tokens[row, token])]
                 shares[word] = float(shares_of_tokens[row, token])
             yield tags, shares
 
-    def score(self, truth: Tags, predicted: Tags) -> dict[str, float]:
-        # Precision, recall and F1 cover the entities of all types, and are 0 without entities. Accuracy covers words.
-        from seqeval.metrics.sequence_labeling import (
-            accuracy_score,
-            precision_recall_fscore_support,
-        )
-
-        if not self.has_entities:
-            return {"accuracy": float(accuracy_score(truth, predicted))}
-        truth, predicted = bioes(truth), bioes(predicted)
-        scores = precision_recall_fscore_support(
-            truth, predicted, average="micro", zero_division=0
-        )
-        values = (*scores[:3], accuracy_score(truth, predicted))
-        return {name: float(value) for name, value in zip(NAMES, values, strict=True)}
-
-    def results(
-        self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray
-    ) -> Results:
-        examples, truth, predicted = self.tags(examples, features, statistics)
-        values = zip(examples["id"], examples["tokens"], truth, predicted, strict=True)
-        lines = (
-            dict(zip(("id", "tokens", "tags", "prediction"), each, strict=True)) for each in values
-        )
-        table = (
-            tables(truth, predicted)
-            if self.has_entities
-            else table_of_tags(truth, predicted, self.labels)
-        )
-        return {f"{split}.jsonl": json_lines(lines)}, table
+    def scores_by_name(
+        self, examples: Dataset, features: Dataset, statistics: np.ndarray
+    ) -> dict[str, Any]:
+        truth, predicted = self.tags(examples, features, statistics)
+        if self.has_entities:
+            return tables(truth, predicted)
+        return table_of_tags(truth, predicted, self.labels)
 
     # ---- predictions -----------------------------------------------------------------------------------------------
 
@@ -259,9 +232,9 @@ class TokenClassification(TextTask):
         labels = names_of_head(config)
         if not any(map(TAG.fullmatch, labels)):
             self.use_scheme("none")
-        strange = [label for label in labels if self.has_entities and not TAG.fullmatch(label)]
+        strange = [label for label in labels if not TAG.fullmatch(label)]
         check(
-            not strange,
+            not (self.has_entities and strange),
             f"{source} must predict tags such as O, B-PER and I-PER; it has {', '.join(strange[:3])}",
         )
         return labels
@@ -270,42 +243,53 @@ class TokenClassification(TextTask):
         return {"tokens": texts["tokens"].split()}
 
     def predictions(
-        self, rows: list[Entry], features: Dataset, statistics: np.ndarray
+        self, rows: Iterable[Entry], features: Dataset, statistics: np.ndarray
     ) -> Iterator[Entry]:
+        rows = list(rows)
         answers = self.tagged(statistics, features, [row["tokens"] for row in rows])
         for row, (tags, shares) in zip(rows, answers, strict=True):
-            answer = {"id": row["id"], "tokens": row["tokens"], "prediction": tags}
-            if not self.has_entities:
-                yield answer
-                continue
-            found = [
-                {
-                    "type": kind,
-                    "text": " ".join(row["tokens"][first : last + 1]),
-                    "first": first,
-                    "last": last,
-                    "probability": float(np.mean(shares[first : last + 1])),
-                }
-                for kind, first, last in entities(tags)
-            ]
-            yield {**answer, "entities": found}
+            line: Entry = {
+                key: row[key] for key in ("id", "tokens", "tags") if row.get(key) is not None
+            }
+            line["prediction"] = tags
+            if self.has_entities:
+                line["entities"] = [
+                    {
+                        "type": kind,
+                        "text": " ".join(row["tokens"][first : last + 1]),
+                        "first": first,
+                        "last": last,
+                        "probability": float(np.mean(shares[first : last + 1])),
+                    }
+                    for kind, first, last in entities(tags)
+                ]
+            yield line
 
-    def known(self, row: Entry, prediction: Entry) -> tuple[list[str], list[str]] | None:
-        return None if row.get("tags") is None else (row["tags"], prediction["prediction"])
-
-    def sample(self, row: Entry, prediction: Entry) -> Sample:
-        words, tags = row["tokens"], prediction["prediction"]
-        named = named_entities if self.has_entities else tagged_words
-        truth, answer = named(words, row["tags"]), named(words, tags)
-        surest = min([1.0, *(entity["probability"] for entity in prediction.get("entities", ()))])
-        score = float(row["tags"] == tags)
-        return Sample(
-            excerpt(" ".join(words)),
-            [Answer(excerpt(truth), [Guess(excerpt(answer), surest)], score)],
-        )
+    def in_words(self, row: Entry, answer: Any) -> str:
+        words = row["tokens"]
+        if not self.has_entities:
+            return " ".join(f"{word}/{tag}" for word, tag in zip(words, answer, strict=True))
+        found = entities(answer)
+        named = [f"{' '.join(words[first : last + 1])} ({kind})" for kind, first, last in found]
+        return ", ".join(named)
 
 
-TASK = TokenClassification
+def scores(truth: Tags, predicted: Tags, *, has_entities: bool) -> dict[str, float]:
+    """Return precision, recall and F1 over the entities of all types, and the accuracy over words."""
+    from seqeval.metrics.sequence_labeling import accuracy_score, precision_recall_fscore_support
+
+    if not has_entities:
+        return {"accuracy": float(accuracy_score(truth, predicted))}
+    truth, predicted = bioes(truth), bioes(predicted)
+    precision, recall, f1, _ = precision_recall_fscore_support(
+        truth, predicted, average="micro", zero_division=0
+    )
+    return {
+        "precision": float(precision),
+        "recall": float(recall),
+        "f1": float(f1),
+        "accuracy": float(accuracy_score(truth, predicted)),
+    }
 
 
 # ---- tags to entities ----------------------------------------------------------------------------------------------
@@ -346,14 +330,3 @@ def entities(tags: list[str]) -> list[tuple[str, int, int]]:
 
     found: list[tuple[str, int, int]] = get_entities(*bioes([tags]))
     return found
-
-
-def named_entities(words: list[str], tags: list[str]) -> str:
-    """Return the entities of a sentence as text; "" if it has none."""
-    return ", ".join(
-        f"{' '.join(words[first : last + 1])} ({kind})" for kind, first, last in entities(tags)
-    )
-
-
-def tagged_words(words: list[str], tags: list[str]) -> str:
-    return " ".join(f"{word}/{tag}" for word, tag in zip(words, tags, strict=True))

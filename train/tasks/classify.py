@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from datasets import Dataset, Value
 from torch import Tensor
 
 from train.config import check, shortlist
+from train.config.tasks import ClassifyConfig
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.files.errors import BadRow
 from train.data.records.featurizer import Featurizer
@@ -19,34 +20,26 @@ from train.data.records.kinds import STRING, Row, RowKind
 from train.data.records.table_facts import column
 from train.data.records.token_rows import TokenRows
 from train.models.heads import names_of_head
-from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
-from train.tasks.classify import ClassifyConfig
-from train.tasks.finetune import (
-    Entry,
-    Results,
-    TextTask,
-    examples_of,
-    json_lines,
-    mean_loss,
-    table_of,
-)
+from train.tasks.finetune import Entry, TextTask, mean_loss, table_of
 from train.tasks.texts import Sizes
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from transformers import PreTrainedConfig
 
+MOST_CONFUSED = 2000  # labels of a confusion matrix, whose size is their square
+
 
 def read_texts(row: Row) -> dict[str, str]:
-    texts: dict[str, str] = {
-        key: row.text(key) for key in ("text", "text_pair") if key in row.columns
-    }
+    texts: dict[str, str] = {}
+    for key in ("text", "text_pair"):
+        if key in row.columns:
+            texts[key] = row.text(key)
     if not any(text.strip() for text in texts.values()):
         raise BadRow(f"an empty {row.columns['text']}")
     return texts
 
 
-MOST_CONFUSED = 2000  # labels of a confusion matrix, whose size is their square
 CLASSIFY_ROWS = RowKind(
     "classify",
     columns={"text": STRING, "text_pair": STRING, "label": STRING},
@@ -78,14 +71,8 @@ class Classification(TextTask):
     """One of several labels for a text. A prediction has "id", "label" (if known), "prediction", "probabilities"."""
 
     columns = {"labels": "label"}
-    # and f1 with two labels
-    metric_names = (
-        "loss",
-        "accuracy",
-        "f1_macro",
-        "f1_weighted",
-        "matthews_correlation",
-    )
+    # With two labels, there is also "f1".
+    metric_names = ("loss", "accuracy", "f1_macro", "f1_weighted", "matthews_correlation")
 
     def __init__(self, cfg: ClassifyConfig, sizes: Sizes) -> None:
         super().__init__(cfg, sizes)
@@ -99,9 +86,8 @@ class Classification(TextTask):
     def begin(self, train_table: TokenRows) -> None:
         counts = np.bincount(train_table.values["labels"], minlength=len(self.labels))
         train_table.weights = class_weights(self.cfg, self.labels, counts)
-        self.weights = (
-            None if train_table.weights is None else torch.from_numpy(train_table.weights)
-        )
+        if train_table.weights is not None:
+            self.weights = torch.from_numpy(train_table.weights)
         if len(self.labels) == 2:
             self.metrics += tuple(f"{split.prefix}f1" for split in self.splits)
 
@@ -129,24 +115,17 @@ class Classification(TextTask):
     def evaluate(
         self, examples: Dataset, features: Dataset, statistics: np.ndarray
     ) -> dict[str, float]:
-        return {
-            "loss": mean_loss(statistics),
-            **self.score(column(features, "label"), statistics[:, 1:].argmax(1)),
-        }
+        metrics = self.score(column(features, "label"), statistics[:, 1:].argmax(1))
+        return {"loss": mean_loss(statistics), **metrics}
 
     def score(self, truth: ArrayLike, predicted: ArrayLike) -> dict[str, float]:
+        """Return metrics of labels [rows] and predicted labels [rows]."""
         return scores(truth, predicted, num_labels=len(self.labels))
 
-    def results(
-        self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray
-    ) -> Results:
-        labels = column(features, "label")
-        named = zip(examples_of(examples, features)["id"], labels, strict=True)
-        rows = [{"id": name, "label": self.labels[label]} for name, label in named]
-        lines = json_lines(self.predictions(rows, features, statistics))
-        return {f"{split}.jsonl": lines}, tables(labels, statistics[:, 1:].argmax(1), self.labels)
-
-    # ---- predictions -----------------------------------------------------------------------------------------------
+    def scores_by_name(
+        self, examples: Dataset, features: Dataset, statistics: np.ndarray
+    ) -> dict[str, Any]:
+        return tables(column(features, "label"), statistics[:, 1:].argmax(1), self.labels)
 
     def labels_of(self, source: str, config: PreTrainedConfig) -> list[str]:
         labels = names_of_head(config)
@@ -158,43 +137,15 @@ class Classification(TextTask):
         return labels
 
     def predictions(
-        self, rows: list[Entry], features: Dataset, statistics: np.ndarray
+        self, rows: Iterable[Entry], features: Dataset, statistics: np.ndarray
     ) -> Iterator[Entry]:
-        shares = probabilities(statistics[:, 1:]).tolist()
-        for row, answer, share in zip(
-            rows, statistics[:, 1:].argmax(1).tolist(), shares, strict=True
-        ):
-            yield {
-                **{key: row[key] for key in ("id", "label") if key in row},
-                "prediction": self.labels[answer],
-                "probabilities": dict(zip(self.labels, share, strict=True)),
-            }
-
-    def known(self, row: Entry, prediction: Entry) -> tuple[int, int] | None:
-        names = row.get("label"), prediction["prediction"]
-        return (
-            None
-            if names[0] is None
-            else (self.labels.index(names[0]), self.labels.index(names[1]))
-        )
-
-    def sample(self, row: Entry, prediction: Entry) -> Sample:
-        shares = sorted(prediction["probabilities"].items(), key=lambda pair: -pair[1])[
-            :MOST_GUESSES
-        ]
-        guesses = [Guess(excerpt(label), min(1.0, share)) for label, share in shares]
-        answer = Answer(
-            excerpt(row["label"]), guesses, float(prediction["prediction"] == row["label"])
-        )
-        return Sample(excerpt(row["text"]), [answer], excerpt(row.get("text_pair") or ""))
-
-
-TASK = Classification
-
-
-def probabilities(logits: np.ndarray) -> np.ndarray:
-    """Return the probabilities [rows, C] float64 for logits [rows, C]."""
-    return torch.from_numpy(logits).double().softmax(-1).numpy()
+        logits = statistics[:, 1:]
+        shares = torch.from_numpy(logits).double().softmax(-1).tolist()
+        for row, best, share in zip(rows, logits.argmax(1), shares, strict=True):
+            line: Entry = {key: row[key] for key in ("id", "label") if key in row}
+            line["prediction"] = self.labels[best]
+            line["probabilities"] = dict(zip(self.labels, share, strict=True))
+            yield line
 
 
 def class_weights(
@@ -212,8 +163,8 @@ def class_weights(
         not absent,
         f"task.class_weights=balanced: no training row has the label {shortlist(absent)}; give numbers",
     )
-    # as scikit-learn's "balanced"
-    return (counts.sum() / (len(labels) * counts)).astype(np.float32)
+    weights = counts.sum() / (len(labels) * counts)  # as scikit-learn's "balanced"
+    return weights.astype(np.float32)
 
 
 def check_each(key: str, values: Sequence[float], labels: Sequence[str]) -> None:

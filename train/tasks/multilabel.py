@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,30 +11,21 @@ import torch.nn.functional as F
 from datasets import Dataset, List, Value
 from torch import Tensor
 
-from train.config import RecordsConfig, check, shortlist
+from train.config import check, shortlist
+from train.config.tasks import CHOSEN_THRESHOLDS, MultiLabelConfig
 from train.data.records.featurizer import TOKENS
 from train.data.records.kinds import STRING, RowKind
 from train.data.records.table_facts import column
 from train.data.records.token_rows import TokenRows
 from train.models.heads import names_of_head
-from train.run_folder.samples import Answer, Guess, Sample, excerpt
-from train.tasks.classify.task import ClassifyFeaturizer, check_each, read_texts
-from train.tasks.finetune import (
-    Entry,
-    Results,
-    TextTask,
-    examples_of,
-    json_lines,
-    mean_loss,
-    table_of,
-)
-from train.tasks.multilabel import CHOSEN, MultiLabelConfig
+from train.tasks.classify import ClassifyFeaturizer, check_each, read_texts
+from train.tasks.finetune import Entry, TextTask, mean_loss, table_of
 from train.tasks.texts import Sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-USUAL = 0.5
+USUAL = 0.5  # the threshold of evaluations, while the best one is not chosen yet
 
 MULTILABEL_ROWS = RowKind(
     "multilabel",
@@ -77,7 +68,6 @@ class MultiLabel(TextTask):
     def __init__(self, cfg: MultiLabelConfig, sizes: Sizes) -> None:
         super().__init__(cfg, sizes)
         self.featurizer = MultiLabelFeaturizer(sizes.tokenizer, seq_len=sizes.seq_len)
-        self.threshold: float | None = None  # for all labels; None: the settings' threshold
 
     @property
     def csv_columns(self) -> list[str]:  # type: ignore[override]
@@ -85,18 +75,21 @@ class MultiLabel(TextTask):
 
     def begin(self, train_table: TokenRows) -> None:
         self.limits()
-        weights = positive_weights(
-            self.cfg.positive_weights, self.labels, train_table.values["labels"]
-        )
-        self.weights = None if weights is None else torch.from_numpy(weights)
+        given, has_label = self.cfg.positive_weights, train_table.values["labels"]
+        weights = positive_weights(given, self.labels, has_label)
+        if weights is not None:
+            self.weights = torch.from_numpy(weights)
 
     def limits(self) -> list[float]:
-        """Return the minimum probability at which each label is predicted, [C]."""
-        # Evaluations use USUAL if thresholds are chosen on the same rows: the chosen ones would make scores too good.
-        given = self.threshold or (USUAL if self.cfg.threshold in CHOSEN else self.cfg.threshold)
-        limits = given if isinstance(given, list) else [given] * len(self.labels)
-        check_each("task.threshold", limits, self.labels)
-        return limits
+        """Return the minimum probability at which each label is predicted, [C]. Raises InputError if one is missing."""
+        threshold = self.cfg.threshold
+        if threshold in CHOSEN_THRESHOLDS:
+            # Thresholds that are chosen on the same rows would make an evaluation's scores too good.
+            threshold = USUAL
+        if not isinstance(threshold, list):
+            return [threshold] * len(self.labels)
+        check_each("task.threshold", threshold, self.labels)
+        return threshold
 
     def loss_of(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         # The engine divides this sum by texts * labels ("count"). The result is torch's mean.
@@ -112,109 +105,72 @@ class MultiLabel(TextTask):
     def evaluate(
         self, examples: Dataset, features: Dataset, statistics: np.ndarray
     ) -> dict[str, float]:
-        return {
-            "loss": mean_loss(statistics),
-            **self.score(self.truth(features), probabilities(statistics[:, 1:])),
-        }
+        metrics = self.score(self.truth(features), probabilities(statistics[:, 1:]))
+        return {"loss": mean_loss(statistics), **metrics}
 
     def truth(self, features: Dataset) -> np.ndarray:
         """Return a mask of the labels that the texts have, [rows, C]."""
         return column(features, "label").reshape(-1, len(self.labels)).astype(bool)
 
-    def score(self, truth: Any, predicted: Any) -> dict[str, float]:
-        # `predicted` has probabilities. Average precision is the mean over the labels that occur.
+    def score(self, truth: np.ndarray, shares: np.ndarray) -> dict[str, float]:
+        """Return metrics of a mask and of probabilities [rows, C]."""
+        # Average precision is the mean over the labels that occur.
         from sklearn.metrics import accuracy_score, average_precision_score, f1_score
 
-        truth, shares = np.asarray(truth, bool), np.asarray(predicted, np.float64)
         answers = shares >= self.limits()
-        f1_of = {
-            f"f1_{how}": f1_score(truth, answers, average=how, zero_division=0)
-            for how in ("micro", "macro")
-        }
         present = np.flatnonzero(truth.any(0))
         precisions = [
             average_precision_score(truth[:, label], shares[:, label]) for label in present
         ]
         return {
-            **{name: float(value) for name, value in f1_of.items()},
-            "average_precision": float(np.mean(precisions)) if precisions else 0.0,
+            "f1_micro": float(f1_score(truth, answers, average="micro", zero_division=0)),
+            "f1_macro": float(f1_score(truth, answers, average="macro", zero_division=0)),
+            "average_precision": float(np.mean(precisions or [0.0])),
             "subset_accuracy": float(accuracy_score(truth, answers)),
         }
 
-    def results(
-        self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray
-    ) -> Results:
-        # One line per text. For each label: its scores at the thresholds in use, and the threshold with the best F1.
+    def scores_by_name(
+        self, examples: Dataset, features: Dataset, statistics: np.ndarray
+    ) -> dict[str, Any]:
+        # For each label: its scores at the thresholds in use, and the threshold with the best F1.
         from sklearn.metrics import precision_recall_fscore_support
 
         truth, shares = self.truth(features), probabilities(statistics[:, 1:])
-        names = examples_of(examples, features)["id"]
-        rows = [
-            {"id": name, "label": self.named(has)} for name, has in zip(names, truth, strict=True)
-        ]
-        lines = json_lines(self.predictions(rows, features, statistics))
-        scores = precision_recall_fscore_support(
-            truth, shares >= self.limits(), average=None, zero_division=0
-        )
+        answers = shares >= self.limits()
+        scores = precision_recall_fscore_support(truth, answers, average=None, zero_division=0)
         table = table_of(self.labels, scores)
         for number in np.flatnonzero(truth.any(0)):
             table[self.labels[number]] |= best_threshold(truth[:, number], shares[:, number])
-        return {f"{split}.jsonl": lines}, {"labels": self.labels, "per_class": table}
+        return {"labels": self.labels, "per_class": table}
 
     def choose(self, rows: np.ndarray, metrics: Mapping[str, float]) -> dict[str, Any]:
-        if self.cfg.threshold not in CHOSEN:
+        if self.cfg.threshold not in CHOSEN_THRESHOLDS:
             return {}
         validation = self.splits[0]
         truth, shares = self.truth(validation.features), probabilities(validation.of(rows)[:, 1:])
-        return {"threshold": chosen(truth, shares, each=self.cfg.threshold == CHOSEN[1])}
-
-    # ---- predictions -----------------------------------------------------------------------------------------------
-
-    def use(self, data: RecordsConfig, options: Mapping[str, Any]) -> None:
-        self.threshold = given = options["threshold"]
-        check(given is None or 0 < given < 1, f"--threshold {given} must be between 0 and 1")
-        self.limits()
+        return {"threshold": chosen(truth, shares, each=self.cfg.threshold == "best_per_label")}
 
     def labels_of(self, source: str, config: PreTrainedConfig) -> list[str]:
-        labels, problem = names_of_head(config), getattr(config, "problem_type", None)
-        ok = problem == "multi_label_classification"
+        problem = getattr(config, "problem_type", None)
         check(
-            ok,
+            problem == "multi_label_classification",
             f"{source} is not a multi-label model: problem_type is {problem}, not multi_label_classification",
         )
-        return labels
-
-    def named(self, has_label: Sequence[Any]) -> list[str]:
-        return [label for label, has in zip(self.labels, has_label, strict=True) if has]
+        return names_of_head(config)
 
     def predictions(
-        self, rows: list[Entry], features: Dataset, statistics: np.ndarray
+        self, rows: Iterable[Entry], features: Dataset, statistics: np.ndarray
     ) -> Iterator[Entry]:
         shares = probabilities(statistics[:, 1:])
-        for row, share, answer in zip(rows, shares.tolist(), shares >= self.limits(), strict=True):
-            yield {
-                **{key: row[key] for key in ("id", "label") if row.get(key) is not None},
-                "prediction": self.named(answer),
-                "probabilities": dict(zip(self.labels, share, strict=True)),
-            }
+        answers = shares >= self.limits()
+        for row, share, answer in zip(rows, shares.tolist(), answers, strict=True):
+            line: Entry = {key: row[key] for key in ("id", "label") if row.get(key) is not None}
+            line["prediction"] = [self.labels[number] for number in np.flatnonzero(answer)]
+            line["probabilities"] = dict(zip(self.labels, share, strict=True))
+            yield line
 
-    def known(self, row: Entry, prediction: Entry) -> tuple[list[bool], list[float]] | None:
-        if (truth := row.get("label")) is None:
-            return None
-        return [label in truth for label in self.labels], [*prediction["probabilities"].values()]
-
-    def sample(self, row: Entry, prediction: Entry) -> Sample:
-        truth, answer = set(row["label"]), set(prediction["prediction"])
-        score = len(truth & answer) / len(truth | answer) if truth | answer else 1.0
-        words = [
-            excerpt(", ".join(labels) or "(no label)")
-            for labels in (row["label"], prediction["prediction"])
-        ]
-        answers = [Answer(words[0], [Guess(words[1], None)], score)]
-        return Sample(excerpt(row["text"]), answers, excerpt(row.get("text_pair") or ""))
-
-
-TASK = MultiLabel
+    def in_words(self, row: Entry, answer: Any) -> str:
+        return ", ".join(sorted(answer, key=self.labels.index)) or "(no label)"
 
 
 def losses_of(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
@@ -266,11 +222,11 @@ def best_threshold(truth: np.ndarray, shares: np.ndarray) -> dict[str, float]:
 
 def chosen(truth: np.ndarray, shares: np.ndarray, *, each: bool) -> list[float]:
     """Return the thresholds [C] with the best F1 on truth and probabilities [rows, C]; all are equal unless `each`."""
-    columns = (
-        list(zip(truth.T, shares.T, strict=True)) if each else [(truth.ravel(), shares.ravel())]
-    )
-    limits = [
-        best_threshold(*column)["best_threshold"] if column[0].any() else USUAL
-        for column in columns
-    ]
-    return limits if each else limits * truth.shape[1]
+    num_labels = truth.shape[1]
+    if not each:  # all labels as one
+        truth, shares = truth.reshape(-1, 1), shares.reshape(-1, 1)
+    limits = []
+    for has_label, share in zip(truth.T, shares.T, strict=True):
+        best = best_threshold(has_label, share)["best_threshold"] if has_label.any() else USUAL
+        limits.append(best)
+    return limits if each else limits * num_labels
