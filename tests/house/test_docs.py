@@ -150,6 +150,8 @@ def parse(command: str) -> Program:
     if given[program] == "torchrun":
         at = words.index("train")  # after -m
         options, words = words[: at - 1], words[at + 1 :]
+    if words[0] == "precompile":  # before the command of a run
+        words = words[words.index("train") + 1 :]
     if words[0] not in COMMANDS:
         words = ["train", *words]
     return Program(env, options, words[0], words[1:])
