@@ -34,7 +34,6 @@ from train.machine.console import say
 from train.machine.memory import usable_cpus
 from train.machine.processes import is_alive, read_process
 from train.run.command import DONE, FAILED, command_parser, run_flags
-from train.storage.atomic_io import make_alike, open_alike
 
 ORPHANS_S = 600.0  # time for ranks to save and end after their torchrun is killed
 
@@ -48,8 +47,8 @@ class Scheduler(spec.Scheduler):
 
     def submit(self, job: Job, record: Record) -> Handle:
         logs = record.local_folder() / "logs"
-        make_alike(logs)
-        with open_alike(logs / "job.txt", "ab") as output:
+        logs.mkdir(parents=True, exist_ok=True)
+        with (logs / "job.txt").open("ab") as output:
             process = subprocess.Popen(
                 supervisor(job, record),
                 stdin=subprocess.DEVNULL,

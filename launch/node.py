@@ -22,10 +22,9 @@ from launch import code
 from launch.record import Job, Record, add_record_flags
 from train.config import InputError, S3Config, check
 from train.machine import local_torchrun, processes
-from train.machine.machine import cache_root
+from train.machine.host import cache_root
 from train.machine.torchrun import REJECTION
 from train.run.command import DONE, command_parser, run_flags
-from train.storage.atomic_io import make_alike, open_alike
 from train.storage.folders import canonical_json
 from train.storage.schema import FileName
 
@@ -136,8 +135,8 @@ class Node:
 
     def run(self, command: Sequence[str], log: str) -> int:
         """Run a command with its output in a log file; return its exit code. Upload logs if the record is in S3."""
-        make_alike(self.logs)
-        with open_alike(self.logs / log, "ab") as output:
+        self.logs.mkdir(parents=True, exist_ok=True)
+        with (self.logs / log).open("ab") as output:
             process = processes.start(command, env=self.environment, output=output)
             for number in processes.FORWARDED:
                 # Schedulers signal all processes, but `kill` signals only this one.

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 from train.config import InputError, S3Config, check
 from train.config.checks import LAST_UNIX_S
-from train.machine.machine import cache_root
+from train.machine.host import cache_root
 from train.run.command import Parser, add_s3_flags, printable
 from train.storage.folders import (
     LocalFolder,

@@ -9,8 +9,8 @@ from typing import Any
 from launch.values import count, number, table
 from train.observe.lines import read_back
 from train.run_folder.identity import ENVIRONMENT
-from train.run_folder.lease import newest, parse
 from train.run_folder.outcome import read_outcome
+from train.run_folder.ownership import newest_lease, parse_lease
 from train.storage.folders import Folder
 from train.storage.schema import BadContent, read_object
 from train.tasks import scores_of
@@ -90,8 +90,8 @@ def newest_step(run: Folder, lines: list[Line], *, has_lease: bool) -> int | Non
     step = next((line["step"] for line in lines if line["kind"] != "fault"), 0)
     if has_lease:
         # If the run is in S3, its lease may have a newer step.
-        lease = parse(newest(run)[1]) or {}
-        step = max(step, count(lease, "step") or 0)
+        lease = parse_lease(newest_lease(run)[1])
+        step = max(step, lease.step if lease else 0)
     return step or None
 
 

@@ -10,6 +10,7 @@ from train.config import InputError, RecordsConfig, S3Config, TrainConfig, check
 from train.models.model_sizes import Shape, find_shape, knows_vocabulary, read_shape
 from train.observe.lines import read_back
 from train.run.saved import read_config, whole_config
+from train.run_folder.metrics_files import files_of
 from train.storage.folders import Folder, open_folder
 from train.storage.schema import BadContent, of_type, shown
 
@@ -44,7 +45,7 @@ def read_calibration(location: str, s3: S3Config) -> Calibration:
     """Read the speed of a finished run from its folder, local or in S3. Raises InputError if it has none."""
     folder = open_folder(location, s3)
     check(
-        folder.size("metrics.jsonl") is not None,
+        bool(files_of(folder)),
         f"calibrate={location} is not a run folder: metrics.jsonl is missing",
     )
     cfg = read_config(folder)

@@ -23,7 +23,6 @@ from train.config import S3Config
 HANDLE = {"job_id": 7}
 NODES = ["n1", "n2"]
 LEASE = {
-    "number": 1,
     "owner": "x",
     "host": "n1",
     "pid": 5,
@@ -31,7 +30,14 @@ LEASE = {
     "boot_id": None,
     "pid_namespace": None,
 }
-LEASE |= {"job": "mine-1.1", "started": "", "ttl_s": 30, "beats": 1, "step": 0, "released": False}
+LEASE |= {
+    "job": "mine-1.1",
+    "started": "",
+    "ttl_s": 30,
+    "heartbeats": 1,
+    "step": 0,
+    "released": False,
+}
 
 
 @dataclass

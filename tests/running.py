@@ -110,12 +110,10 @@ def run(
     env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """`baretrain train ...`, alone or on several ranks of this machine under torchrun, in forks (see there)."""
-    program = module if module.endswith(".py") else "train"
-    if program == "train":
-        arguments = [module, *arguments]
-    words = [program, *arguments]
+    words = [module] if module.endswith(".py") else ["train", module]
+    words += arguments
     if ranks > 1:
-        words = launch(program, arguments, ranks=ranks)
+        words = launch(words[0], words[1:], ranks=ranks)
     return run_forked(words, {**os.environ, **(env or {})})
 
 

@@ -17,7 +17,7 @@ from train.machine.runtime import search_rarely
 from train.machine.torchrun import end_torchrun, first_to
 from train.run import compose as cli
 from train.run.stopping import StoppedEarly, StopRequest
-from train.run_folder.outcome import may_continue, what_is_over
+from train.run_folder.outcome import may_continue, read_outcome, what_is_over
 from train.run_folder.run_folder import RunFolder
 from train.storage.folders import is_s3
 
@@ -85,7 +85,7 @@ def attempt(cfg: TrainConfig) -> int:
     use_console("stdout")
     launch = launched()
     if launch.restart_count > 0 and (
-        over := what_is_over(RunFolder(cfg.run_dir, cfg.s3).last_outcome())
+        over := what_is_over(read_outcome(RunFolder(cfg.run_dir, cfg.s3).storage))
     ):
         with first_to("over") as is_first:  # one rank per machine prints this and ends torchrun
             if is_first:

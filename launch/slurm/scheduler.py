@@ -16,7 +16,6 @@ from launch.slurm.config import SlurmConfig
 from launch.spec import Handle, State
 from launch.values import count
 from train.config import InputError, check
-from train.storage.atomic_io import make_alike
 from train.storage.folders import sha256_bytes
 
 SCRIPT = Path(__file__).with_name("job.sh")
@@ -43,7 +42,7 @@ class Scheduler(spec.Scheduler):
                 f"Slurm has job {there[0]} of this run, which is in no record: scancel {there[0]} ends it"
             )
         if not record.is_remote:
-            make_alike(record.local_folder() / "logs")
+            (record.local_folder() / "logs").mkdir(parents=True, exist_ok=True)
         job_id = slurm.submit([*asked, *started])
         if job.kind == "train" or job.parts == 1:
             return {"job_id": job_id}

@@ -1,12 +1,9 @@
 """Settings: what is rejected, in which words, and what follows from those that are given."""
 
 import re
-import shutil
-import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from omegaconf import OmegaConf
 
 from train.config import InputError, PrepareConfig, TrainConfig, make_plan
@@ -92,21 +89,6 @@ NAMES = [
 def test_names_of_the_users_own_may_hold_any_character(override, expected):
     data = load("micro_batch_size=null", "task=classify", "data=csv", override).data
     assert getattr(data, override.partition("=")[0].removeprefix("data.")) == expected
-
-
-def test_a_recipe_may_name_norwegian(tmp_path, monkeypatch):
-    shutil.copytree(CONF, tmp_path / "conf")
-    recipe = "defaults: [csv]\nlabels: [de, no, en]\nlabel_map: {off: no}\nname: no\nheader: no\npath: x\n"
-    (tmp_path / "conf/data/reviews.yaml").write_text(recipe)
-    monkeypatch.delitem(sys.modules, "conf")
-    # it knows the files of before
-    monkeypatch.setattr(cli, "compose_options", cli.compose_options.__wrapped__)
-    monkeypatch.syspath_prepend(tmp_path)
-    given = ["task=classify", "data=reviews", "run_dir=r", "max_steps=1", "micro_batch_size=1"]
-    data = cli.load_config(TrainConfig, given).data
-    assert (data.labels, data.label_map, data.name) == (["de", "no", "en"], {"off": "no"}, "no")
-    assert data.header is False  # where a setting is true or false, the word is one
-    assert yaml.safe_load("no") is False  # elsewhere YAML is as it was
 
 
 def test_a_wrong_setting_is_named_under_a_debugger_too(monkeypatch):

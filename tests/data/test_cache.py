@@ -113,10 +113,10 @@ def test_whatever_a_step_reads_is_wanted_and_space_is_kept(lanes, window, batch,
 
 
 def test_where_the_cache_is(monkeypatch, tmp_path):
-    monkeypatch.setattr(cache.machine, "instance_stores", list)
+    monkeypatch.setattr(cache.host, "instance_stores", list)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_dir(ShardsConfig(path="")) == tmp_path / "baretrain"
-    monkeypatch.setattr(cache.machine, "instance_stores", lambda: [tmp_path / "nvme"])
+    monkeypatch.setattr(cache.host, "instance_stores", lambda: [tmp_path / "nvme"])
     assert cache_dir(ShardsConfig(path="")) == tmp_path / "nvme" / f"baretrain-{os.getuid()}"
     assert cache_dir(ShardsConfig(path="", cache_dir=str(tmp_path / "mine"))) == tmp_path / "mine"
 

@@ -174,8 +174,8 @@ UNUSABLE = [
     (b"t\xe9xt,label\na,1\n", {}, r"a\.csv:1: no header: byte 0xe9 is not utf-8"),
     ("text,label\n", {}, r"train: no row is left: of .*/a\.csv, .* 0 rows are bad"),
     ("", {"format": "csv"}, r"of .*/a\.csv, read as data\.format=csv, 0 rows"),
-    ("text,label\na,1\nb,1\n", {"validation_fraction": 1e-9}, "validation: .* leaves none"),
-    (csv_of([(text, "1") for text in TEXTS]), {}, "train: all .* rows have the label 1"),
+    ("text,label\na,1\nb,0\n", {"validation_fraction": 1e-9}, "validation: .* leaves none"),
+    (csv_of([(text, "1") for text in TEXTS]), {}, "^all rows have the label 1, so"),
     (
         csv_of(ROWS),
         {"label_map": {"0": None, "1": None}},
@@ -191,15 +191,11 @@ def test_unusable_data_is_one_line(folder, content, settings, message):
     rejects(message, read, put(folder, "a.csv", content), **settings)
 
 
-@pytest.mark.parametrize("header", ["text,label", "Text,Label", "\ufefftext, label"])
+@pytest.mark.parametrize("header", ["text,label", "Text,Label", "\ufefftext, label", "label,text"])
 def test_files_that_were_joined_have_another_header(folder, header):
     rows = csv_of(ROWS).removeprefix("text,label\n")
     path = put(folder, "a.csv", f"text,label\n{rows}{header}\n{rows}")
-    rejects(r"1 bad row.*a\.csv:42: the header again", read, path)
-    swapped = ",".join(reversed(header.split(",")))
-    path = put(folder, "b.csv", f"text,label\n{rows}{swapped}\n{rows}")
-    says = r"b\.csv:42: a second header, with columns in another order"
-    rejects(says, read, path, max_bad_rows=99)
+    rejects(r"a\.csv:42: a second header, as if files had been joined", read, path, max_bad_rows=9)
 
 
 def test_lines_may_end_in_carriage_returns_alone(folder):
@@ -346,8 +342,8 @@ def test_any_number_of_labels_for_a_row(folder):
     given = [["fun", "art"], [], ["art", "art"], ["art", "old"]]
     assert labels_of(*given) == [["fun", "art"], [], ["art"], ["art"]]
     assert labels_of(["art"], []) == [["art"], []]
-    rejects("train: no row has a label, so there is nothing to learn", labels_of, [], [])
-    rejects("train: all 3 rows have the label art", labels_of, *[["art"]] * 3)
+    rejects("^no row has a label, so there is nothing to learn", labels_of, [], [])
+    rejects("^all rows have the label art", labels_of, *[["art"]] * 3)
 
 
 @pytest.mark.parametrize("label", [["bad", "boat"], [], {"value": "bad"}], ids=str)
@@ -448,8 +444,8 @@ def test_names_of_labels_in_the_data(folder, kind):
     assert mapped.labels == ["neg", "good"]  # in their order
     many = [f"label {number}" for number in range(1500)]
     for message, more in (
-        ("its labels are neg, pos, but data.labels are good", {"labels": ["good", "bad"]}),
-        (r"data.labels are label 0, .*label 9, ... \(1,500\); use", {"labels": many}),
+        ("unknown label neg; the labels are good, bad", {"labels": ["good", "bad"]}),
+        (r"unknown label neg; the labels are label 0, .*label 9, ... \(1,500\)", {"labels": many}),
         ("no column body .*; the columns are: text, label", {"columns": {"text": "body"}}),
     ):
         rejects(message, read, path, **settings, **more)
@@ -469,8 +465,8 @@ def test_a_folder_that_does_not_hold_the_split_or_is_broken_is_one_line(folder):
         ("two", {"validation": "dev"}, "has no split dev; there are train, test"),
         ("three", {"format": "hub"}, f"data.path={folder}/three cannot be read: "),
         ("nowhere", {}, "there is no such file or folder"),
-        ("pipe.csv", {}, "pipe.csv is neither a regular file nor a folder .a pipe"),
-        ("four", {}, "four/train.csv is neither a regular file nor a folder"),
+        ("pipe.csv", {}, "pipe.csv cannot be read: Not a directory"),
+        ("four", {}, "four/train.csv is no regular file .a pipe"),
     ):
         rejects(message, read, folder / name, **settings)
 

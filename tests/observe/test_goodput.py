@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ from train.observe import stragglers
 from train.observe.stragglers import Stragglers
 from train.run import goodput
 from train.run.goodput import newest_saved, suggested_interval_s
+from train.run_folder.ownership import own_lease
 from train.run_folder.run_folder import RunFolder
 from train.storage.folders import LocalFolder
 
@@ -36,18 +38,18 @@ def trained(step, **more):
 RECOVERY = {"kind": "fault", "step": 31, "reason": "", "steps_lost": 20, "recover_s": 9.0}
 
 
-def test_an_attempt_without_an_exit_record_has_lost_what_came_after_its_checkpoint(metrics):
+def test_an_attempt_without_an_outcome_has_lost_what_came_after_its_checkpoint(metrics):
     run = metrics(
         trained(10), {"kind": "checkpoint", "step": 10}, trained(20), rest='[1, 2]\n{"kind": "tra'
     )
     lost = goodput.lost(run, {}, None, attempt=2, step=10)
     assert (lost.steps, lost.last_sign_unix_s, newest_saved(run)) == (10, 100.0, 10)
-    assert "killed, without an exit record" in lost.reason and "step 20 or later" in lost.reason
+    assert "killed, without an outcome" in lost.reason and "step 20 or later" in lost.reason
 
 
 @pytest.mark.parametrize(("released", "steps"), [(False, 7), (True, 0)])
 def test_the_lease_knows_of_steps_that_no_line_states(metrics, released, steps):
-    lease = {"step": 17, "released": released}
+    lease = replace(own_lease(1.0), step=17, released=released)
     assert goodput.lost(metrics(trained(10)), {}, lease, attempt=2, step=10).steps == steps
 
 

@@ -37,7 +37,7 @@ from train.config import (
 )
 from train.data.batches import loader
 from train.data.batches.loader import MaskedRows
-from train.machine import machine, rank_setup
+from train.machine import host, neuron, rank_setup
 from train.machine.launched import check_launch, launched
 from train.machine.versions import read_versions
 from train.parallel import guards, xla_environment
@@ -106,11 +106,13 @@ def rejection(result):
 
 @pytest.fixture
 def machine_has(monkeypatch):
-    """What this machine has, by names of functions of `machine`; nothing of Neuron's or NVIDIA's to begin with."""
+    """What this machine has, by names of functions; nothing of Neuron's or NVIDIA's to begin with."""
 
     def has(**facts):
         for name, value in facts.items():
-            monkeypatch.setattr(machine, name, lambda *_, value=value: value)
+            monkeypatch.setattr(
+                neuron if name == "neuron_devices" else host, name, lambda *_, value=value: value
+            )
 
     has(neuron_devices=[], nvidia_gpus=[])
     return has
@@ -186,8 +188,8 @@ def test_a_gpu_is_known_by_the_bus_without_a_driver(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "vendor").write_text(f"0x{vendor}\n")
         (tmp_path / name / "class").write_text(f"0x{kind}\n")
-    assert machine.nvidia_gpus(tmp_path) == ["a"]  # b is a sound card, c another maker's
-    assert machine.nvidia_gpus(tmp_path / "no bus") == []
+    assert host.nvidia_gpus(tmp_path) == ["a"]  # b is a sound card, c another maker's
+    assert host.nvidia_gpus(tmp_path / "no bus") == []
 
 
 RANKS = {  # of an instance, in all and on each machine: what is said if they hang, or None
@@ -259,7 +261,7 @@ def test_processes_that_would_each_train_alone_are_rejected(variables, is_reject
 def test_variables_that_change_what_is_computed_are_rejected_and_those_without_effect_named(
     monkeypatch, log
 ):
-    for knob in machine.KNOBS:
+    for knob in neuron.KNOBS:
         said = f"{knob.name}=1 {knob.why}"
         with monkeypatch.context() as patch:
             patch.setenv(knob.name, "1")
@@ -305,7 +307,7 @@ def test_a_compile_cache_that_breaks_or_that_others_can_write_to_is_rejected(
 ):
     nfs = "1 1 0:1 / / rw - ext4 /dev/a rw\n2 1 0:2 / /shared rw - nfs4 server:/ rw\n"
     (tmp_path / "mountinfo").write_text(nfs)
-    monkeypatch.setattr(machine, "MOUNTINFO", tmp_path / "mountinfo")
+    monkeypatch.setattr(host, "MOUNTINFO", tmp_path / "mountinfo")
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
     cache = cache.replace("TMP", str(tmp_path))
@@ -325,7 +327,7 @@ def test_the_runtime_is_told_before_it_is_loaded(on_trainium, monkeypatch, log):
     xla_environment.ready(XLAConfig(precision="bf16_stochastic"))
     assert pinned == ["chip of core 1"]
     assert os.environ["PJRT_DEVICE"] == "NEURON"
-    assert os.environ["NEURON_RT_ROOT_COMM_ID"] == f"head:{machine.ROOT_COMM_PORT}"
+    assert os.environ["NEURON_RT_ROOT_COMM_ID"] == f"head:{neuron.ROOT_COMM_PORT}"
     assert os.environ["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == "1"
     assert os.environ["NEURON_CC_FLAGS"].startswith("-O1 --model-type=transformer")
     assert "s3://bucket/cache" in log.messages[-1]
@@ -524,13 +526,8 @@ def test_a_rank_that_cannot_read_the_data_of_an_evaluation_ends_the_run_with_the
     arguments = ["evaluation", *train_overrides(tmp_path / "run", prepared, *options)]
     done = run(arguments, ranks=2, module=__file__)
     assert done.returncode != 0
-    exits = [
-        json.loads((tmp_path / f"run/log/exit_rank_{rank:04d}.json").read_bytes())
-        for rank in (0, 1)
-    ]
-    assert [result["reason"] for result in exits] == ["rejected: validation.bin is short"] * 2, (
-        done.stderr
-    )
+    ended = json.loads((tmp_path / "run/outcome.json").read_bytes())
+    assert ended["reason"] == "rejected: validation.bin is short", done.stderr
     # the trial of an evaluation met it before the first step
     assert not lines(tmp_path / "run", "train")
     assert not LocalStore(tmp_path / "run/checkpoints").steps()

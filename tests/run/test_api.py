@@ -17,7 +17,7 @@ import pytest
 from finetuning import tuning
 from forks import DEVICE, Forked
 from rejections import rejects
-from running import ROOT, outcome
+from running import ROOT
 
 from train import api
 
@@ -194,41 +194,3 @@ def test_no_value_is_read_as_a_flag_that_runs_a_file(
         "--import=./evil.py",
     )
     assert not (tmp_path / "executed").exists()
-
-
-def test_an_interrupt_of_two_ranks_stops_them_with_a_checkpoint(
-    cell: Notebook, prepared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = tuning(Path("run"), prepared / "tokenizer", *TWEETS)
-    rejects(
-        r"^data\.path=nowhere.csv: ",
-        api.train,
-        [*settings, "run_dir=other", "data.path=nowhere.csv"],
-        ranks=2,
-    )
-    cell.truncate(0)  # where torchrun has told of ranks that were rejected
-    cell.at = " 3/500 "
-    with pytest.raises(KeyboardInterrupt):
-        api.train([*settings, "max_steps=500"], ranks=2)
-    stopped = outcome(Path("run"))
-    assert "2 ranks" in cell.getvalue() and "torchrun ended on SIGINT" in cell.getvalue()
-    assert "Traceback" not in cell.getvalue()
-    assert (stopped["outcome"], stopped["kind"]) == ("stopped", "SIGINT") and stopped[
-        "checkpoint"
-    ] == stopped["step"]
-    monkeypatch.setattr(api.processes, "start", Forked)
-    run = api.train([*settings, f"max_steps={stopped['step'] + 1}"])
-    assert (run.outcome, run.step) == ("done", stopped["step"] + 1)
-
-
-def test_a_corpus_is_prepared(cell: Notebook, corpus: Path) -> None:
-    given = [
-        "corpus=text",
-        f"corpus.path={corpus}",
-        "output=data/mine",
-        "seq_len=32",
-        "tokenizer.vocab_size=120",
-    ]
-    assert api.prepare([*given, "validation_fraction=0.25"]) == "data/mine"
-    assert Path("data/mine/manifest.json").is_file() and "unigram entropy" in cell.getvalue()
-    rejects("^seq_len=a: ", api.prepare, [*given[:-2], "seq_len=a"])

@@ -66,7 +66,7 @@ def test_the_value_of_a_header_is_not_shown():
 
 
 CURES_OF = {  # what stands in the line, and for which codes
-    "baretrain launch quota": "VcpuLimitExceeded MaxSpotInstanceCountExceeded InstanceLimitExceeded",
+    "Service Quotas in the console": "VcpuLimitExceeded MaxSpotInstanceCountExceeded InstanceLimitExceeded",
     "name other subnets": "Unsupported",
     "name a larger subnet": "InsufficientFreeAddressesInSubnet",
     "baretrain launch iam prints": "UnauthorizedOperation AccessDenied InvalidIamInstanceProfileName.NotFound",

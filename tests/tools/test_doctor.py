@@ -9,7 +9,7 @@ import pytest
 from forks import launch, run_forked
 from running import ROOT, run
 
-from train.machine.machine import read_neuron_ls
+from train.machine.neuron import read_neuron_ls
 from train.run import compose as cli
 from train.tools import doctor
 from train.tools.probe import Answer, Probe, ask_tool, read_instance

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from train.config import TrainConfig
-from train.machine import machine
+from train.machine import neuron
 from train.parallel.xla_environment import COLLECTS
 from train.run import compose as cli
 from train.tools import precompile
@@ -32,7 +32,7 @@ def tool(tmp_path, monkeypatch):
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "cache"))
-    monkeypatch.setattr(machine, "NETWORK_FILESYSTEMS", ("nfs",))
+    monkeypatch.setattr(neuron, "NETWORK_FILESYSTEMS", ("nfs",))
     monkeypatch.chdir(tmp_path)
     return lambda: json.loads((tmp_path / "call.json").read_text())
 

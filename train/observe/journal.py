@@ -18,7 +18,6 @@ from train.observe import trackers
 from train.observe.lines import read_back
 from train.run_folder.outcome import ENDS
 from train.run_folder.run_folder import RunFolder, side_channel
-from train.storage.atomic_io import make_alike, open_alike
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -47,7 +46,7 @@ class Journal:
         self.attempt = 1 + (newest["attempt"] if newest else 0)
         # the previous attempt was killed
         self.owes_summary = newest is not None and newest["kind"] != "summary"
-        open_alike(folder.metrics, "ab").close()
+        folder.metrics.touch()
         self.writer: SummaryWriter | None = None
         self.waiting: deque[tuple[dict[str, Any], Callable[[], None]]] = deque()
         self.has_lines, self.writing, self.is_closed = threading.Event(), threading.Lock(), False
@@ -123,7 +122,7 @@ class Journal:
                         SummaryWriter,
                     )
 
-                    make_alike(self.folder.tensorboard)
+                    self.folder.tensorboard.mkdir(parents=True, exist_ok=True)
                     self.writer = SummaryWriter(
                         str(self.folder.tensorboard), purge_step=self.first_step
                     )
@@ -146,7 +145,8 @@ class Journal:
         self.is_closed = True
         self.has_lines.set()
         if self.folder.lines.kept and self.folder.ownership.may_append():
-            self.folder.at_end(self.folder.lines.append)
+            with self.folder.logging_failures():
+                self.folder.lines.append()
         self.folder.lines.close()
         if self.writer is not None:
             with side_channel("TensorBoard's files are not written"):

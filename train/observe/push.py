@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from train.config import Failure, InputError, S3Config, TrainConfig, Unreachable, check
-from train.machine import machine
+from train.machine import host
 from train.machine.launched import launched
 from train.observe import card
 from train.observe.lines import read_lines
@@ -143,7 +143,7 @@ def run_here(folder: RunFolder, cache_dir: str | None) -> Iterator[Path]:
     if not folder.is_remote:
         yield folder.path
         return
-    cache = make_folder(local_path(cache_dir) if cache_dir else machine.cache_root())
+    cache = make_folder(local_path(cache_dir) if cache_dir else host.cache_root())
     with tempfile.TemporaryDirectory(
         prefix="hub-", dir=cache, ignore_cleanup_errors=True
     ) as scratch:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from train.config import BackendConfig, InstanceConfig, TrainConfig, check
-from train.machine import machine
+from train.machine import host, neuron
 from train.parallel.backend import Backend
 from train.parallel.compiled import Workload
 
@@ -24,7 +24,7 @@ def name_of(cfg: BackendConfig, instance: InstanceConfig) -> str:
     if cfg.name != "auto":
         return cfg.name
     device = instance.device or cfg.device
-    if device == "neuron" or (device == "auto" and machine.neuron_devices()):
+    if device == "neuron" or (device == "auto" and neuron.neuron_devices()):
         return "xla"
     return "ddp"
 
@@ -47,7 +47,7 @@ def check_attention(cfg: TrainConfig) -> None:
         return
     # If the package is missing, transformers downloads code from the Hub.
     check(
-        bool(machine.installed_versions("flash-attn")),
+        bool(host.installed_versions("flash-attn")),
         f"{key} needs its package: pip install flash-attn",
     )
     precision = cfg.backend.precision
@@ -95,11 +95,11 @@ def open_backend(
 
 def check_trainium(cfg: BackendConfig, instance: InstanceConfig) -> None:
     """Raise InputError on a Trainium machine whose driver is not loaded; warn if no instance is set."""
-    kind = machine.instance_type()
+    kind = host.instance_type()
     if not kind.startswith("trn"):
         return
     check(
-        cfg.device == "cpu" or bool(machine.neuron_devices()),
+        cfg.device == "cpu" or bool(neuron.neuron_devices()),
         f"this is a {kind} without /dev/neuron0: its driver is not loaded (see baretrain doctor); set "
         "backend.device=cpu to train on the CPU",
     )

@@ -152,6 +152,15 @@ class World:
             raise failure
         raise first
 
+    def run_and_gather(self, action: Callable[[], Result]) -> list[Result]:
+        """Run an action on every rank. Returns all results on rank 0. Failures are raised as in `agree`."""
+        return self.gather(self.agree(action))
+
+    def run_and_broadcast(self, action: Callable[[], Result]) -> Result:
+        """Run an action on rank 0 and return its result on all ranks. Failures are raised as in `agree`."""
+        is_first = self.rank == 0
+        return self.broadcast(cast(Result, self.agree(lambda: action() if is_first else None)))
+
     def run_on_rank0(
         self, action: Callable[[], Result], on_wait: Callable[[], None] = no_wait
     ) -> Result:

@@ -8,7 +8,7 @@ import sys
 
 from train.config import BackendConfig, check
 from train.config.backend import NEURON_TIMEOUT_S
-from train.machine import machine, rank_setup
+from train.machine import host, neuron, rank_setup
 from train.machine.launched import launched
 from train.machine.versions import read_versions
 from train.storage.caches import place_graphs
@@ -22,7 +22,7 @@ def ready(cfg: BackendConfig) -> None:
     """Choose the device and set the variables that the runtime reads. Raises InputError if a run would fail."""
     kind = choose_device(cfg.device)
     check_packages(kind)
-    for knob in machine.bad_knobs(os.environ):
+    for knob in neuron.bad_knobs(os.environ):
         if knob.name == "NEURON_EXTRACT_GRAPHS_ONLY" and os.environ.get(COLLECTS) == "1":
             continue
         message = f"{knob.name}={os.environ[knob.name]} {knob.why}"
@@ -35,8 +35,8 @@ def ready(cfg: BackendConfig) -> None:
 
 def check_packages(kind: str) -> None:
     """Raise InputError if packages are missing, do not fit together, or were imported too early."""
-    versions = machine.installed_versions(*PACKAGES)
-    faults = machine.package_faults(versions)
+    versions = host.installed_versions(*PACKAGES)
+    faults = neuron.package_faults(versions)
     check(not faults, "; ".join(faults))
     check(
         "torch-xla" in versions,
@@ -54,12 +54,12 @@ def check_packages(kind: str) -> None:
 
 def prepare_neuron(cfg: BackendConfig) -> None:
     """Set the variables of the Neuron runtime and compiler, and bind this rank to the processors near its core."""
-    fault = machine.cache_fault(os.environ)
+    fault = neuron.cache_fault(os.environ)
     check(fault is None, fault or "")
     os.environ.update(place_graphs(os.environ))
     launch = launched()
     rank_setup.pin(rank_setup.neuron_address(os.environ, launch.local_rank))
-    wanted = machine.neuron_environment(
+    wanted = neuron.neuron_environment(
         os.environ,
         nodes=launch.world_size // launch.local_world_size,
         stochastic_rounding=cfg.precision == "bf16_stochastic",
@@ -69,13 +69,13 @@ def prepare_neuron(cfg: BackendConfig) -> None:
     logger.info(
         "NEURON_CC_FLAGS=%s, cache %s",
         os.environ["NEURON_CC_FLAGS"],
-        machine.cache_location(os.environ),
+        neuron.cache_location(os.environ),
     )
 
 
 def choose_device(name: str) -> str:
     """Return NEURON or CPU. `auto` chooses the device in PJRT_DEVICE, else Trainium if there is one, else CPU."""
-    devices = machine.neuron_devices()
+    devices = neuron.neuron_devices()
     asked = os.environ.get("PJRT_DEVICE")
     check(
         not (devices and asked == "CPU" and name == "auto"),

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from train.config import InputError, check, plural
-from train.machine import machine, rank_setup
+from train.machine import host, neuron, rank_setup
 from train.machine.console import say
 from train.machine.launched import Launched, check_launch, launched
 from train.machine.memory import usable_cpus
@@ -63,7 +63,7 @@ def trainium_cores(probe: Probe) -> Finding:
     if answer.fault:
         return bad(answer.fault, cure=f"sudo apt-get install aws-neuronx-tools; {RELOAD}")
     try:
-        chips = machine.read_neuron_ls(answer.out)
+        chips = neuron.read_neuron_ls(answer.out)
     except ValueError as error:
         return bad(
             f"the output of neuron-ls -j cannot be read ({error})",
@@ -133,7 +133,7 @@ def packages(probe: Probe) -> Finding:
     torch = versions.get("torch")
     if torch is None:
         return bad("torch is not installed", cure="pip install .")
-    faults = machine.package_faults(versions)
+    faults = neuron.package_faults(versions)
     if faults:
         whats, _, cures = zip(*(fault.partition("; ") for fault in faults), strict=True)
         return bad("; ".join(whats), cure="; ".join(cures))
@@ -206,12 +206,12 @@ CHECKS: dict[str, Callable[[Probe], Finding]] = {
 
 def here(options: argparse.Namespace) -> Probe:
     """Probe this machine. Without --instance, its type is the one that the firmware names, if conf/instance has it."""
-    name = options.instance or machine.instance_type()
-    if name not in machine.instance_names():
+    name = options.instance or host.instance_type()
+    if name not in host.instance_names():
         name = "local"
-    places = [Path.cwd(), Path(tempfile.gettempdir()), machine.compile_root().parent]
+    places = [Path.cwd(), Path(tempfile.gettempdir()), host.compile_root().parent]
     return Probe(
-        versions=machine.installed_versions(*PACKAGES),
+        versions=host.installed_versions(*PACKAGES),
         cpus=usable_cpus(),
         free_memory=psutil.virtual_memory().available,
         free_disk={str(place): free_bytes(place) for place in places if place.is_dir()},
@@ -299,7 +299,7 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--instance",
-        choices=machine.instance_names(),
+        choices=host.instance_names(),
         help="instance type (default: as the firmware says)",
     )
     parser.add_argument(

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from train.config import check
-from train.machine import machine
+from train.machine import neuron
 from train.machine.console import say
 from train.machine.versions import read_versions
 from train.parallel.xla_environment import COLLECTS
@@ -75,7 +75,7 @@ def precompile(options: argparse.Namespace) -> int:
         options.command[:1] == ["torchrun"],
         "give the command of the run: baretrain precompile torchrun --nproc-per-node=32 -m train ...",
     )
-    fault = machine.cache_fault(os.environ)
+    fault = neuron.cache_fault(os.environ)
     check(fault is None, fault or "")
     added = environment(os.environ)
     run_dir = Path(tempfile.gettempdir()) / f"precompile-{os.getpid()}"
@@ -105,11 +105,11 @@ def precompile(options: argparse.Namespace) -> int:
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that the tool needs. Compiler flags are appended to the user's."""
-    wanted = machine.neuron_environment(environ, nodes=1, stochastic_rounding=False)
+    wanted = neuron.neuron_environment(environ, nodes=1, stochastic_rounding=False)
     return {
         "NEURON_CC_FLAGS": wanted["NEURON_CC_FLAGS"],
         # Neuron's default folder may belong to another user.
-        "NEURON_COMPILE_CACHE_URL": machine.cache_location(environ),
+        "NEURON_COMPILE_CACHE_URL": neuron.cache_location(environ),
         # Neuron advises one retry for a trn1.2xlarge, whose 32 GiB may not hold all parallel compilers.
         "NEURON_PARALLEL_COMPILE_MAX_RETRIES": environ.get(
             "NEURON_PARALLEL_COMPILE_MAX_RETRIES", "1"

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -62,9 +62,6 @@ from train.run_folder.identity import differences
 from train.storage.folders import (
     Folder,
     canonical_json,
-    empty_folders_removed,
-    is_s3,
-    local_path,
     open_folder,
     sha256_json,
 )
@@ -124,8 +121,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(cfg: PrepareConfig) -> int:
-    made = nullcontext() if is_s3(cfg.output) else empty_folders_removed(local_path(cfg.output))
-    with progress.reported(), made:
+    with progress.reported():
         manifest = prepare(cfg)
     if manifest is None:
         then = "when all parts are done, run this command with merge=true instead of part"

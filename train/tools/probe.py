@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from train.config import InstanceConfig
-from train.machine.machine import nvidia_gpus
+from train.machine.host import nvidia_gpus
 from train.machine.rank_setup import AMAZON, efa_devices
 
 TOOL_FOLDERS = "/opt/aws/neuron/bin:/opt/amazon/efa/bin:/usr/local/sbin:/usr/sbin:/sbin:/usr/bin"

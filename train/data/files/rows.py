@@ -18,6 +18,7 @@ Records = Iterator[tuple[int, list[str] | BadRow]]  # first line number and fiel
 BATCH_ROWS = 256  # Parquet rows decoded together
 # read at a time of a Parquet file; by default, pyarrow reads whole row groups
 BUFFER_BYTES = 2**20
+SECOND_HEADER = "a second header, as if files had been joined: join them by the names of columns"
 QUOTES = "quote fields that contain commas, quotes or line ends, and double the quotes in them"
 
 
@@ -86,7 +87,7 @@ def csv_rows(
 
     def rows() -> Iterator[tuple[int, Values]]:
         columns = names or []
-        again = folded(columns)
+        again = sorted(folded(columns))
         for line, fields in records:
             if isinstance(fields, BadRow):
                 yield line, fields
@@ -98,8 +99,9 @@ def csv_rows(
                 found = plural(len(fields), "field")
                 hint = delimiter_hint(columns)
                 bad = BadRow(f"{found} where the {first} has {len(columns)}{hint}")
-            if bad is None and header:
-                bad = second_header(folded(fields), again, f"{name}:{line}")
+            if bad is None and len(again) > 1:
+                is_header = sorted(folded(fields)) == again
+                check(not is_header, f"{name}:{line}: {SECOND_HEADER}")
             yield line, bad or dict(zip(columns, fields, strict=True))
 
     return names, rows()
@@ -119,15 +121,6 @@ def header_of(records: Records, name: str, encoding: str, settings: str) -> list
 
 def folded(names: list[str]) -> list[str]:
     return [name.strip("\ufeff \t").casefold() for name in names]
-
-
-def second_header(fields: list[str], header: list[str], where: str) -> BadRow | None:
-    """Return a BadRow if a row is the header again. Raises InputError if its columns are in another order."""
-    if fields == header:
-        return BadRow("the header again, as if files had been joined; remove this line")
-    other = sorted(fields) == sorted(header)
-    check(not other, f"{where}: a second header, with columns in another order: join by names")
-    return None
 
 
 def csv_records(

@@ -221,6 +221,31 @@ LABEL_CHECKS: tuple[Check, ...] = (
 )
 
 
+# ---- rows for training -----------------------------------------------------------------------------------------------
+
+
+def no_label(facts: TableFacts) -> Fault | None:
+    """Reject lists of labels that are all empty."""
+    if not facts.takes_lists or facts.counts or not facts.rows:
+        return None
+    return Fault(
+        f"no row has a label, so there is nothing to learn; is data.columns.{facts.key} right?"
+    )
+
+
+def one_label(facts: TableFacts) -> Fault | None:
+    """Reject a single label. If a row may have any number of labels, some rows may lack it."""
+    some_lack_it = facts.takes_lists and facts.counts.total() < facts.rows
+    if len(facts.counts) != 1 or some_lack_it:
+        return None
+    (name,) = facts.counts
+    nothing = f"all rows have the label {name}, so there is nothing to learn"
+    return Fault(f"{nothing}; is data.columns.{facts.key} right?")
+
+
+TRAIN_CHECKS: tuple[Check, ...] = (no_label, one_label)
+
+
 # ---- any rows --------------------------------------------------------------------------------------------------------
 
 
@@ -254,27 +279,19 @@ ROW_CHECKS: tuple[Check, ...] = (no_words, left_unmapped, lines_in_rows)
 
 
 def shortages(splits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield remarks on labels without training rows, and on small or incomplete validation splits.
+    """Yield remarks on labels without rows, and on small validation splits.
 
     `splits`: the number of "examples" and the "label_counts" of each split.
     """
-    trained: Mapping[str, int] = {}
-    if "train" in splits:
-        trained = splits["train"]["label_counts"]
-    unlearnt = [name for name, count in trained.items() if not count]
-    if unlearnt:
-        yield f"no training row has the label {shortlist(unlearnt)}: it cannot be learnt"
     for split, facts in splits.items():
-        if split == "train":
-            continue
+        missing = [name for name, count in facts["label_counts"].items() if not count]
+        if missing:
+            cannot = {"train": "cannot be learnt"}.get(split, "is not measured")
+            yield f"{split} has no row with the label {shortlist(missing)}: it {cannot}"
         rows = facts["examples"]
-        if rows < FEW_EXAMPLES:
+        if split != "train" and rows < FEW_EXAMPLES:
             what = f"{split} has only {plural(rows, 'example')}"
             yield f"{what}: one answer moves a score by {1 / rows:.0%}; hold out at least {FEW_EXAMPLES}"
-        missing = [name for name, count in facts["label_counts"].items() if not count]
-        absent = [name for name in missing if name not in unlearnt]
-        if absent:
-            yield f"{split} has no row with the label {shortlist(absent)}: its scores do not measure it"
 
 
 # ---- spellings -------------------------------------------------------------------------------------------------------

@@ -32,7 +32,6 @@ from train.data.records.squad import is_squad, squad_rows
 from train.storage.foreign import open_inside
 
 PARQUET_START = b"PAR1"
-NO_FILE = "neither a regular file nor a folder (a pipe can be read only once, and may not end): save it as a file"
 MAX_FIELD_CHARS = 2**20  # maximum in CSV; limits what an unclosed quote can swallow
 
 LocatedRow = tuple[str, Values]  # the location of a row, such as file.csv:17, and its values
@@ -116,7 +115,9 @@ def rows_of_csv(
 def format_of(path: Path, name: str, cfg: RecordsConfig) -> str:
     """Return a file's format, one of FILE_FORMATS. `data.format`, the suffix or, for .json, the content decides."""
     # Parquet is recognised whatever the settings are: read as text, it would have no rows.
-    check(path.is_file(), f"{name} is {NO_FILE}")
+    check(
+        path.is_file(), f"{name} is no regular file (a pipe can be read only once): save it as one"
+    )
     with naming(f"{name} cannot be read", (OSError,)), open_inside(path) as file:
         if file.read(len(PARQUET_START)) == PARQUET_START:
             return "parquet"

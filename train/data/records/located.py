@@ -12,7 +12,6 @@ from train.config import InputError, S3Config, check, shortlist
 from train.config.data import SUFFIXES, is_named
 from train.data.files.errors import naming
 from train.data.files.find import check_links, is_match, matching, walk
-from train.data.records.formats import NO_FILE
 from train.storage.folders import is_s3, local_path, sha256_json
 from train.storage.schema import Head, RelativePath, checked
 
@@ -97,7 +96,6 @@ def find(location: str, key: str, pattern: str | None, s3: S3Config) -> list[Fil
         return find_in_s3(location, key, pattern, s3)
     root = local_path(location)
     check(root.exists(), f"data.path={location}: there is no such file or folder")
-    check(root.is_file() or root.is_dir(), f"data.path={location} is {NO_FILE}")
     with naming(f"data.path={location} cannot be read", (OSError,)):
         if pattern is not None:
             return find_beside(root, key, str(local_path(pattern)))
@@ -132,9 +130,7 @@ def find_in_s3(location: str, key: str, pattern: str | None, s3: S3Config) -> li
     if pattern is None:
         names = [only_one(folder.location, key, list(filter(is_named, folder.names())))]
     elif glob.has_magic(pattern):
-        listed = folder.names()
-        names = [name for name in listed if name == pattern]
-        names = names or [name for name in listed if is_match(name, pattern)]
+        names = [name for name in folder.names() if name == pattern or is_match(name, pattern)]
         check(bool(names), f"{key}={pattern}: there is no such file in {folder.location}")
     else:
         names = [checked(RelativePath, pattern, key)]  # needs no permission to list

@@ -22,6 +22,7 @@ from train.data.random_bits import draw_rows, text_uniform
 from train.data.records.content_checks import (
     LABEL_CHECKS,
     ROW_CHECKS,
+    TRAIN_CHECKS,
     remarks_on,
 )
 from train.data.records.examples import Dropped, learnt_examples, new_examples
@@ -30,7 +31,6 @@ from train.data.records.kinds import STRING, RowKind, names_in
 from train.data.records.labels import LabelNames
 from train.data.records.located import MAX_LISTED
 from train.data.records.sources import layout, open_source
-from train.data.records.table_facts import column
 from train.machine import progress
 from train.machine.progress import Phase
 from train.storage.folders import scratch_folder
@@ -70,8 +70,6 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
     for split in raw.splits:
         check_size(raw, split, cfg, tables.get(split, []))
     draw_samples(raw, cfg, seed)
-    if kind.has_labels and "train" in raw.splits:
-        check_variety(raw, kind)
     return raw
 
 
@@ -85,17 +83,16 @@ def read_split(
     table = write_table(learnt_examples(parts, cfg, kind, names, dropped), cfg, kind, path)
     dropped.check()
     raw.dropped[split] = dropped
-    checks = ROW_CHECKS
     is_first = kind.has_labels and not raw.labels
+    checks = ROW_CHECKS
+    if split == "train":
+        checks = (*TRAIN_CHECKS, *checks)
     if is_first:
-        checks = (*LABEL_CHECKS, *ROW_CHECKS)
+        checks = (*LABEL_CHECKS, *checks)
     said = remarks_on(names.facts, checks)
     raw.remarks += [remark for remark in said if remark not in raw.remarks]
     if is_first:
         raw.labels = names.in_order()
-        right = f"is data.columns.{kind.target} right?"
-        nothing = f"{split}: no row has a label, so there is nothing to learn; {right}"
-        check(bool(raw.labels) or not len(table), nothing)
     if raw.labels:
         label: Any = datasets.ClassLabel(names=raw.labels)
         if kind.takes_lists or kind.takes_words:
@@ -142,19 +139,12 @@ def hold_out(
 
 def given_labels(cfg: RecordsConfig, kind: RowKind, table: Table) -> list[str]:
     """Return the label names from the settings or from the data's description; [] if they must be found in the rows."""
-    target = kind.columns_of(cfg.columns)[kind.target]
-    names = table.names_of(target)
-    if names is None:
+    names = table.names_of(kind.columns_of(cfg.columns)[kind.target])
+    if cfg.labels or names is None:
         return list(cfg.labels)
     labels = LabelNames(cfg, kind)
-    mapped = dict.fromkeys(labels.look_up(number, names)[1] for number in range(len(names)))
-    mapped.pop(None, None)
-    if not cfg.labels:
-        return [str(name) for name in mapped]
-    have = f"its labels are {shortlist(names)}, but data.labels are {shortlist(cfg.labels)}"
-    cure = "use the same names, or map the data's with data.label_map"
-    check(mapped.keys() <= set(cfg.labels), f"{table.where}: {have}; {cure}")
-    return list(cfg.labels)
+    mapped = [labels.look_up(number, names)[1] for number in range(len(names))]
+    return list(dict.fromkeys(filter(None, mapped)))
 
 
 def check_size(raw: Raw, split: str, cfg: RecordsConfig, tables: list[Table]) -> None:
@@ -184,17 +174,6 @@ def draw_samples(raw: Raw, cfg: RecordsConfig, seed: int) -> None:
             most = cfg.max_train_examples
         if most is not None and most < len(table):
             raw.splits[split] = table.select(draw_rows(len(table), most, seed, number))
-
-
-def check_variety(raw: Raw, kind: RowKind) -> None:
-    """Raise InputError if all training rows have the same label."""
-    num_rows, numbers = len(raw.splits["train"]), column(raw.splits["train"], kind.target)
-    found = [raw.labels[number] for number in np.unique(numbers)] or ["none"]
-    # A single label can be learnt if some rows lack it.
-    some_lack_it = kind.takes_lists and 0 < len(numbers) < num_rows
-    what = f"train: all {num_rows:,} rows have the label {found[0]}, so there is nothing to learn"
-    ok = len(found) > 1 or some_lack_it
-    check(ok, f"{what}; is data.columns.{kind.target} right?")
 
 
 def read_texts(

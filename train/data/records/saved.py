@@ -22,15 +22,18 @@ def saved_splits(
 ) -> dict[str, datasets.Dataset]:
     """Return the splits in `names`. A data set without splits stands for each. Raises InputError if one is missing."""
     saved = load_saved(folder, location)
-    if isinstance(saved, datasets.Dataset):
-        given = ", ".join(filter(None, names.values()))
-        check(not given, f"data.path={location} is one data set without splits; leave out {given}")
-        return dict.fromkeys(names, saved)
-    wanted = {split: name or split for split, name in names.items()}
-    missing = shortlist(sorted(set(wanted.values()) - set(saved)))
-    known = f"there are {shortlist(saved)}"
-    check(not missing, f"data.path={location} has no split {missing}; {known}")
-    return {split: saved[name] for split, name in wanted.items()}
+    found = {}
+    for split, name in names.items():
+        if isinstance(saved, datasets.Dataset):
+            alone = "is one data set without splits"
+            check(name is None, f"data.path={location} {alone}; leave out {name}")
+            found[split] = saved
+        else:
+            name = name or split
+            known = f"there are {shortlist(saved)}"
+            check(name in saved, f"data.path={location} has no split {name}; {known}")
+            found[split] = saved[name]
+    return found
 
 
 def load_saved(folder: Path, name: str | None = None) -> Any:

@@ -10,14 +10,8 @@ import numpy as np
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# the share of rows up to each length
-QUANTILES = {
-    "median": 0.5,
-    "p90": 0.9,
-    "p95": 0.95,
-    "p99": 0.99,
-    "longest": 1.0,
-}
+# The share of rows up to each length.
+QUANTILES = {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "longest": 1.0}
 SHORTEST_EDGE = 4
 STEP = 16  # tokens; lengths are multiples of this, which suits matrix units
 LEAST_GAIN = 0.01  # share of computed tokens that one more length must save; each one makes batches less mixed
@@ -27,9 +21,9 @@ MOST_GRAPHS = 3  # maximum number of lengths from data.lengths=auto if each need
 def column(table: Dataset, name: str) -> np.ndarray:
     """Return a column of numbers, [rows]. If it has lists of numbers, they are concatenated."""
     values = table.select_columns(name).with_format("arrow")[:].column(name).combine_chunks()
-    numbers: np.ndarray = (
-        values.flatten() if hasattr(values.type, "value_type") else values
-    ).to_numpy()
+    if hasattr(values.type, "value_type"):
+        values = values.flatten()
+    numbers: np.ndarray = values.to_numpy()
     return numbers
 
 
@@ -44,18 +38,16 @@ def facts_of_split(
 ) -> dict[str, Any]:
     """Return a split's facts for tables.json and the report. `target`: the column of the labels in `examples`."""
     lengths = column(features, "length")
-    counts = (
-        np.bincount(column(examples, target), minlength=len(labels)).tolist() if labels else []
-    )
+    counts: list[int] = []
+    if labels:
+        counts = np.bincount(column(examples, target), minlength=len(labels)).tolist()
+    quantiles = np.quantile(lengths, list(QUANTILES.values()), method="higher").tolist()
     return {
         "examples": len(examples),
         "rows": len(features),
         "tokens": int(lengths.sum()),
         "label_counts": dict(zip(labels, counts, strict=True)),
-        "length_quantiles": {
-            name: int(np.quantile(lengths, share, method="higher"))
-            for name, share in QUANTILES.items()
-        },
+        "length_quantiles": dict(zip(QUANTILES, map(int, quantiles), strict=True)),
         "length_histogram": length_histogram(lengths, seq_len),
         "padding_share": round(padding_share(lengths, [seq_len]), 6),
         "notes": notes,

@@ -25,7 +25,7 @@ from train.config import DataConfig, InputError, ShardsConfig, Unreachable, chec
 from train.data.files.errors import naming
 from train.data.shards.format import DataManifest, Shard
 from train.data.shards.order import ShardSampler
-from train.machine import machine
+from train.machine import host
 from train.machine.launched import launched
 from train.machine.processes import is_gone, owner_name
 from train.storage.atomic_io import free_bytes, write_atomic
@@ -49,7 +49,7 @@ class FetcherState(TypedDict):
 
 def cache_dir(cfg: DataConfig) -> Path:
     """Return the cache folder that the settings name, or the machine's default one."""
-    return machine.cache_root() if cfg.cache_dir is None else local_path(cfg.cache_dir)
+    return host.cache_root() if cfg.cache_dir is None else local_path(cfg.cache_dir)
 
 
 def launch_name() -> str:

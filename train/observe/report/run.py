@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config import InputError, check, flatten
-from train.observe.lines import NAME, read_back
+from train.observe.lines import read_back
 from train.observe.report.data import Records, read_mapping, read_records
 from train.observe.report.lines import (
     Attempt,
@@ -33,6 +33,7 @@ from train.observe.report.lines import (
 )
 from train.observe.report.texts import printable
 from train.run_folder.exported import marked
+from train.run_folder.metrics_files import NAME, files_of
 from train.run_folder.outcome import WRITTEN_UNIX_S, read_outcome
 from train.storage.folders import Folder, LocalFolder
 from train.storage.schema import read_json, read_yaml
@@ -132,7 +133,7 @@ def read_run(folder: Folder | Path) -> Run:
     newest = next(lines, None)
     if newest is None:
         check(
-            folder.size(NAME) is not None,
+            bool(files_of(folder)),
             f"{folder.location} is not a run folder: it has no {NAME}",
         )
         raise InputError(

@@ -1,4 +1,4 @@
-"""Facts about a machine and its environment, read without opening a device. Importing this does not import torch.
+"""Neuron's environment, caches, packages and devices, read without opening a device. Does not import torch.
 
 Sources: the Neuron SDK's guides for PyTorch/XLA (training-troubleshooting, torch-neuron-envvars, neuron-caching) in
 SDK 2.31, the last with PyTorch/XLA.
@@ -10,24 +10,19 @@ import itertools
 import json
 import math
 import os
-import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib import metadata, resources
 from pathlib import Path
 
-from train.config import InputError, check, check_printable
+from train.config import InputError, check
 from train.config.backend import NEURON_TIMEOUT_S
-from train.machine.home import is_own
+from train.machine.host import LOCAL_ROOT, NETWORK_FILESYSTEMS, compile_root, filesystem
 from train.machine.versions import read_versions, release
 
-LOCAL_ROOT = "/var/tmp/baretrain-{}"  # `compile_root` if the cache is on a network file system
-MOUNTINFO, SYS_BLOCK = Path("/proc/self/mountinfo"), Path("/sys/class/block")
-NETWORK_FILESYSTEMS = ("nfs", "efs", "lustre", "smb", "cifs", "ceph", "beegfs", "gpfs", "fuse.s3")
 # port of Neuron's collectives, as in torch_xla; above Linux's ephemeral ports
 ROOT_COMM_PORT = 62182
+FLAGS = ("--model-type=transformer", "--auto-cast=none", "--retry_failed_compilation")
 
 
 @dataclass(frozen=True)
@@ -58,12 +53,6 @@ KNOBS = (
         "leaves the ranks without a store through which they connect; unset it",
         True,
     ),
-    Knob("XRT_TPU_CONFIG", "belongs to XRT, which torch-xla dropped in 2.7; unset it"),
-    Knob("XRT_WORKERS", "belongs to XRT, which torch-xla dropped in 2.7; unset it"),
-    Knob("XRT_DEVICE_MAP", "belongs to XRT, which torch-xla dropped in 2.7; unset it"),
-    Knob(
-        "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS", "has had no effect since SDK 2.31; unset it"
-    ),
     Knob("BUCKET_CAP_MB", "is not read; set ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB instead"),
     Knob("FI_EFA_FORK_SAFE", "is only for kernels before 5.15; unset it on newer ones"),
 )
@@ -80,23 +69,21 @@ def bad_knobs(environ: Mapping[str, str]) -> list[Knob]:
 def with_flags(flags: str, wanted: Iterable[str]) -> str:
     """Append the `wanted` options to NEURON_CC_FLAGS, except options that the user already gave."""
     given = {part.split("=")[0] for part in split_flags(flags)}
-    return " ".join(
-        [*([flags] if flags.strip() else []), *(f for f in wanted if f.split("=")[0] not in given)]
-    )
+    words = [flags] if flags.strip() else []
+    words += [flag for flag in wanted if flag.split("=")[0] not in given]
+    return " ".join(words)
 
 
 def cache_location(environ: Mapping[str, str]) -> str:
     """Return where compiled graphs are kept: --cache_dir, else NEURON_COMPILE_CACHE_URL, else in `compile_root`."""
     flags = split_flags(environ.get("NEURON_CC_FLAGS", ""))
     given = [
-        flag.removeprefix("--cache_dir=") for flag in flags if flag.startswith("--cache_dir=")
+        each.removeprefix("--cache_dir=") for each in flags if each.startswith("--cache_dir=")
     ]
     given += [value for flag, value in itertools.pairwise(flags) if flag == "--cache_dir"]
-    return (
-        given[-1]
-        if given
-        else environ.get("NEURON_COMPILE_CACHE_URL") or str(compile_root() / "neuron")
-    )
+    if given:
+        return given[-1]
+    return environ.get("NEURON_COMPILE_CACHE_URL") or str(compile_root() / "neuron")
 
 
 def split_flags(flags: str) -> list[str]:
@@ -109,38 +96,13 @@ def split_flags(flags: str) -> list[str]:
         ) from error
 
 
-def filesystem(path: str | Path) -> str:
-    """Return the type of a path's file system ("ext4", "nfs4", "lustre"), "" if unknown. The path need not exist."""
-    real_path, best, kind = Path(os.path.realpath(Path(path).expanduser().absolute())), -1, ""
-    for point, type_, source in mounts():
-        # later mounts hide earlier ones
-        if real_path.is_relative_to(point) and len(point.parts) >= best:
-            best = len(point.parts)
-            # both are of type "fuse"
-            kind = f"{type_}.s3" if source in ("mountpoint-s3", "s3fs") else type_
-    return kind
-
-
-def mounts() -> Iterator[tuple[Path, str, str]]:
-    """Yield the mount point, type and source of each file system (see proc(5)). Names may contain any bytes."""
-    for line in filter(None, os.fsdecode(MOUNTINFO.read_bytes()).split("\n")):
-        left, _, right = line.partition(" - ")
-        # \040 is a space
-        point = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), left.split(" ")[4])
-        type_, source = right.split(" ")[:2]
-        yield Path(point), type_, source
-
-
 def cache_fault(environ: Mapping[str, str]) -> str | None:
     """Return why the compile cache must be moved; None if its location is fine."""
     location = cache_location(environ)
+    if location.startswith("s3://"):
+        return None
     if "://" in location:
-        is_usable = location.startswith("s3://")
-        return (
-            None
-            if is_usable
-            else f"compile cache {location} must be a folder or s3://bucket/folder"
-        )
+        return f"compile cache {location} must be a folder or s3://bucket/folder"
     kind = filesystem(location)
     if not kind.startswith(NETWORK_FILESYSTEMS):
         return None
@@ -185,39 +147,34 @@ def neuron_environment(
             "away; unset it or choose another precision",
         )
     if "MASTER_ADDR" in environ:
-        host = environ["MASTER_ADDR"]
-        wanted["NEURON_RT_ROOT_COMM_ID"] = (
-            f"{f'[{host}]' if ':' in host else host}:{ROOT_COMM_PORT}"
-        )
-        address = environ.get("NEURON_RT_ROOT_COMM_ID", wanted["NEURON_RT_ROOT_COMM_ID"])
-        check(
-            address.rpartition(":")[2] != environ.get("MASTER_PORT"),
-            f"NEURON_RT_ROOT_COMM_ID={address} has torchrun's port (MASTER_PORT); give torchrun another --master-port",
-        )
-        check(
-            nodes == 1 or not address.startswith(("localhost", "127.", "[::1]")),
-            f"NEURON_RT_ROOT_COMM_ID={address} means a different machine on each of the {nodes} machines; give "
-            "torchrun the address of one machine by --master-addr",
-        )
+        wanted["NEURON_RT_ROOT_COMM_ID"] = root_address(environ, nodes=nodes)
     if nodes > 1:
         wanted["FI_PROVIDER"] = "efa"
         wanted["FI_EFA_USE_DEVICE_RDMA"] = "1"
         wanted["ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB"] = "512"
-    flags = ("--model-type=transformer", "--auto-cast=none", "--retry_failed_compilation")
     missing = {name: value for name, value in wanted.items() if name not in environ}
-    return {**missing, "NEURON_CC_FLAGS": with_flags(environ.get("NEURON_CC_FLAGS", ""), flags)}
+    return {**missing, "NEURON_CC_FLAGS": with_flags(environ.get("NEURON_CC_FLAGS", ""), FLAGS)}
 
 
-# ---- packages ------------------------------------------------------------------------------------------------------
+def root_address(environ: Mapping[str, str], *, nodes: int) -> str:
+    """Return the address of Neuron's collectives. Raises InputError if it cannot work."""
+    host = environ["MASTER_ADDR"]
+    if ":" in host:
+        host = f"[{host}]"
+    address = environ.get("NEURON_RT_ROOT_COMM_ID", f"{host}:{ROOT_COMM_PORT}")
+    check(
+        address.rpartition(":")[2] != environ.get("MASTER_PORT"),
+        f"NEURON_RT_ROOT_COMM_ID={address} has torchrun's port (MASTER_PORT); give torchrun another --master-port",
+    )
+    check(
+        nodes == 1 or not address.startswith(("localhost", "127.", "[::1]")),
+        f"NEURON_RT_ROOT_COMM_ID={address} means a different machine on each of the {nodes} machines; give "
+        "torchrun the address of one machine by --master-addr",
+    )
+    return address
 
 
-def installed_versions(*names: str) -> dict[str, str]:
-    """Return the versions of those packages among `names` that are installed."""
-    versions = {}
-    for name in names:
-        with suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return versions
+# ---- packages and devices ------------------------------------------------------------------------------------------
 
 
 def package_faults(versions: Mapping[str, str]) -> list[str]:
@@ -237,7 +194,9 @@ def package_faults(versions: Mapping[str, str]) -> list[str]:
     elif neuronx and release(neuronx) < (2, 9):
         faults.append(f"torch-neuronx {neuronx} is older than 2.9; {install}")
     elif neuronx and release(neuronx) > (2, 9):
-        faults.append(f"torch-neuronx {neuronx} has no PyTorch/XLA; {install}")
+        faults.append(
+            f"torch-neuronx {neuronx} is the native build for trn2 and trn3 (backend=neuron); on trn1: {install}"
+        )
     compiler = versions.get("neuronx-cc", "")
     if compiler and compiler.split(".")[0] in ("0", "1"):
         faults.append(
@@ -281,89 +240,3 @@ def read_neuron_ls(text: str) -> list[Chip]:
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     return chips
-
-
-def nvidia_gpus(bus: Path = Path("/sys/bus/pci/devices")) -> list[str]:
-    """Return the PCI addresses of NVIDIA GPUs (vendor 10de, class 03: display or 3D), with or without a driver."""
-    gpus = []
-    for device in sorted(bus.glob("*")):
-        vendor, kind = device / "vendor", device / "class"
-        if vendor.is_file() and kind.is_file() and vendor.read_text().strip() == "0x10de":
-            gpus += [device.name] if kind.read_text().startswith("0x03") else []
-    return gpus
-
-
-def is_ec2(kind: str) -> bool:
-    """Return whether a machine's name has the form of an EC2 instance type, family.size."""
-    return re.fullmatch(r"[a-z0-9-]+\.[a-z0-9-]+", kind) is not None
-
-
-def instance_names() -> list[str]:
-    """Return the names of the known instance types, from the files conf/instance/*.yaml."""
-    folder = resources.files("conf") / "instance"
-    return sorted(
-        file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml")
-    )
-
-
-def instance_type(product: Path = Path("/sys/devices/virtual/dmi/id/product_name")) -> str:
-    """Return this machine's EC2 instance type ("trn1.32xlarge"); elsewhere the product's name or an empty string."""
-    return product.read_text().strip() if product.is_file() else ""
-
-
-def instance_stores() -> list[Path]:
-    """Return the writable mount points of this EC2 machine's local NVMe disks, or of a RAID of these disks.
-
-    A local disk is recognised by its model, "Amazon EC2 NVMe Instance Storage" (EC2 user guide, "Instance store
-    volumes").
-    """
-
-    def is_instance_store(device: str) -> bool:
-        model = SYS_BLOCK / device / "device" / "model"
-        members = SYS_BLOCK / device / "slaves"
-        if model.is_file():
-            return "Instance Storage" in model.read_text()
-        parts = [path.name for path in members.iterdir()] if members.is_dir() else []
-        return bool(parts) and all(map(is_instance_store, parts))
-
-    return [
-        point
-        for point, _, source in mounts()
-        if Path(source).parent == Path("/dev")
-        and is_instance_store(Path(source).name)
-        and os.access(point, os.W_OK)
-    ]
-
-
-def cache_root() -> Path:
-    """Return the folder for large local files that may be lost: on a local NVMe disk, or in the user's cache.
-
-    It is private to this user, since the files in it may contain private texts.
-    """
-    stores = instance_stores()
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    check_printable(home, "XDG_CACHE_HOME=")
-    # Several users may share an instance store, and another user may have made the folder.
-    roots = [
-        *(store / f"baretrain-{os.geteuid()}" for store in stores),
-        Path(home).expanduser() / "baretrain",
-    ]
-    for root in roots:
-        with suppress(OSError):  # the first write to the folder will report the error
-            root.mkdir(0o700, parents=True, exist_ok=True)
-            root.chmod(0o700)
-        if is_own(root):
-            return root
-    raise InputError(
-        f"{root} belongs to another user; remove it, or set XDG_CACHE_HOME to a folder of your own"
-    )
-
-
-def compile_root() -> Path:
-    """Return the folder for compiled graphs and kernels. It is on a local disk: file locks over a network may fail."""
-    root = cache_root()
-    return (
-        Path(LOCAL_ROOT.format(os.geteuid()))
-        if filesystem(root).startswith(NETWORK_FILESYSTEMS)
-        else root
-    )

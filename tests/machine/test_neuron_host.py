@@ -7,7 +7,7 @@ import pytest
 from rejections import rejects
 
 from train.config import InputError
-from train.machine import machine
+from train.machine import host, neuron
 
 # A trn1 with its own disk, a cluster's home over NFS, a scratch file system, a disk under a name with a space, and
 # /data mounted twice: first from the network, then from a disk of its own over it.
@@ -29,7 +29,7 @@ MOUNTS += "370 22 259:6 / /\udca0usb\u2028\u00a0x rw - vfat /dev/sda1 rw\n"
 @pytest.fixture
 def mounts(tmp_path, monkeypatch):
     (tmp_path / "mountinfo").write_bytes(os.fsencode(MOUNTS))
-    monkeypatch.setattr(machine, "MOUNTINFO", tmp_path / "mountinfo")
+    monkeypatch.setattr(host, "MOUNTINFO", tmp_path / "mountinfo")
 
 
 # ---- compiler flags ------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def mounts(tmp_path, monkeypatch):
     ],
 )
 def test_flags_are_appended_to_those_of_the_user_which_stay(given, expected):
-    assert machine.with_flags(given, ["--a=1", "--b"]) == expected
+    assert neuron.with_flags(given, ["--a=1", "--b"]) == expected
 
 
 # ---- the compile cache ---------------------------------------------------------------------------------------------
@@ -69,42 +69,9 @@ def test_the_cache_is_where_the_flags_the_url_or_the_default_say(
     monkeypatch.setenv("XDG_CACHE_HOME", "/home/me/local/xdg")
     given = {"NEURON_CC_FLAGS": flags, "NEURON_COMPILE_CACHE_URL": url}
     assert (
-        machine.cache_location({name: value for name, value in given.items() if value is not None})
+        neuron.cache_location({name: value for name, value in given.items() if value is not None})
         == location
     )
-
-
-def test_a_quote_that_is_not_closed_is_rejected():
-    rejects("fix its quotes", machine.cache_location, {"NEURON_CC_FLAGS": "--x='a"})
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [
-        ("/var/tmp/not/made/yet", "ext4"),
-        ("/dev/shm", "tmpfs"),
-        ("/home/me/cache", "nfs4"),
-        ("/homes/me", "ext4"),  # a name is no prefix of another
-        ("/home/me/local/cache", "xfs"),  # a disk inside of it
-        ("/home/me/local/../cache", "nfs4"),
-        ("/my disk/cache", "ext4"),
-        ("/data/cache", "ext4"),  # the later mount hides the first
-        ("/données/cache", "nfs4"),
-        (
-            "/\udca0usb\u2028\u00a0x/cache",
-            "vfat",
-        ),  # not UTF-8, and letters at which Python would split lines
-        ("/s3/cache", "fuse.s3"),
-        ("~/cache", "nfs4"),
-    ],
-)
-def test_the_file_system_of_a_path_is_that_of_its_nearest_mount(
-    mounts, monkeypatch, tmp_path, path, kind
-):
-    monkeypatch.setenv("HOME", "/home/me")
-    assert machine.filesystem(path) == kind
-    (tmp_path / "link").symlink_to("/fsx/me")
-    assert machine.filesystem(tmp_path / "link" / "cache") == "lustre"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +88,7 @@ def test_the_file_system_of_a_path_is_that_of_its_nearest_mount(
 )
 def test_a_cache_must_be_a_folder_of_this_machine_or_s3(mounts, monkeypatch, location, says):
     monkeypatch.setenv("XDG_CACHE_HOME", "/home/me/cache")
-    fault = machine.cache_fault({"NEURON_COMPILE_CACHE_URL": location})
+    fault = neuron.cache_fault({"NEURON_COMPILE_CACHE_URL": location})
     assert (
         fault is None if says is None else says in fault and f"compile cache {location}" in fault
     )
@@ -131,24 +98,10 @@ def test_a_cache_must_be_a_folder_of_this_machine_or_s3(mounts, monkeypatch, loc
 
 
 def wanted(environ, *, nodes=1, stochastic_rounding=False):
-    return machine.neuron_environment(
-        environ, nodes=nodes, stochastic_rounding=stochastic_rounding
-    )
+    return neuron.neuron_environment(environ, nodes=nodes, stochastic_rounding=stochastic_rounding)
 
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}  # as torchrun calls a run without --rdzv-id
-
-
-def test_the_environment_of_one_machine():
-    assert (
-        wanted(TORCHRUN)
-        == {
-            "NEURON_RT_EXEC_TIMEOUT": "7200",  # as long as a collective may take, since peers may compile
-            "XLA_TRANSFER_SEED_ASYNC": "1",
-            "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0",
-            "NEURON_CC_FLAGS": "--model-type=transformer --auto-cast=none --retry_failed_compilation",
-        }
-    )
 
 
 def test_several_machines_join_at_the_first_by_another_port_than_torchruns():
@@ -160,23 +113,17 @@ def test_several_machines_join_at_the_first_by_another_port_than_torchruns():
     }
     one = wanted({"MASTER_ADDR": "head", "MASTER_PORT": "29500"})
     assert result == one | several and not several.keys() & one.keys()
-    assert result["NEURON_RT_ROOT_COMM_ID"] == f"head:{machine.ROOT_COMM_PORT}"
-    assert machine.ROOT_COMM_PORT > 60_999  # Linux takes those up to here for outgoing connections
+    assert result["NEURON_RT_ROOT_COMM_ID"] == f"head:{neuron.ROOT_COMM_PORT}"
+    assert neuron.ROOT_COMM_PORT > 60_999  # Linux takes those up to here for outgoing connections
     assert (
         wanted({"MASTER_ADDR": "fd00::7"})["NEURON_RT_ROOT_COMM_ID"]
-        == f"[fd00::7]:{machine.ROOT_COMM_PORT}"
+        == f"[fd00::7]:{neuron.ROOT_COMM_PORT}"
     )
-
-
-def test_a_process_without_torchrun_takes_one_core_unless_the_user_chose():
-    assert wanted({})["NEURON_RT_NUM_CORES"] == "1"
-    for environ in (TORCHRUN, {"NEURON_RT_VISIBLE_CORES": "4-7"}, {"NEURON_RT_NUM_CORES": "2"}):
-        assert "NEURON_RT_NUM_CORES" not in wanted(environ)
 
 
 def test_the_port_of_torchrun_is_taken():
     users = {"MASTER_PORT": "29500", "NEURON_RT_ROOT_COMM_ID": "head:29500"}
-    for environ in ({"MASTER_PORT": str(machine.ROOT_COMM_PORT)}, users):
+    for environ in ({"MASTER_PORT": str(neuron.ROOT_COMM_PORT)}, users):
         with pytest.raises(
             InputError, match=r"ROOT_COMM_ID=head:\d+ has torchrun's port .* --master-port"
         ):
@@ -211,24 +158,6 @@ def test_stochastic_rounding_is_on_only_when_asked_for_and_the_user_may_not_turn
         wanted(off, stochastic_rounding=True)
     wanted(off)
     wanted(on, stochastic_rounding=True)
-
-
-def test_what_the_user_set_is_not_set_again_and_flags_are_kept():
-    user = {
-        "NEURON_RT_EXEC_TIMEOUT": "30",
-        "FI_PROVIDER": "tcp",
-        "NEURON_RT_ROOT_COMM_ID": "other:1",
-        "NEURON_RT_STOCHASTIC_ROUNDING_EN": "1",
-        "NEURON_RT_STOCHASTIC_ROUNDING_SEED": "5",
-        "MASTER_ADDR": "head",
-    }
-    result = wanted(user, nodes=2, stochastic_rounding=True)
-    assert not user.keys() & result.keys()
-    user = {"NEURON_CC_FLAGS": "--model-type generic --cache_dir=/x"}
-    once = {**user, **wanted(user, nodes=2)}
-    flags = "--model-type generic --cache_dir=/x --auto-cast=none --retry_failed_compilation"
-    assert once["NEURON_CC_FLAGS"] == flags
-    assert {**once, **wanted(once, nodes=2)} == once  # made twice it is the same
 
 
 # ---- variables, packages, devices ----------------------------------------------------------------------------------
@@ -274,22 +203,8 @@ TRN1 = {
     ],
 )
 def test_packages_that_do_not_fit_are_named_with_their_cure(changed, message):
-    (fault,) = machine.package_faults({**TRN1, **changed})
+    (fault,) = neuron.package_faults({**TRN1, **changed})
     assert message in fault and "pip install " in fault
-
-
-def test_packages_that_fit_have_no_fault_and_of_several_faults_all_are_named():
-    for versions in ({}, {"torch": "2.15.0"}, {"torch": "2.9.1", "torch-xla": "2.9.0"}, TRN1):
-        assert machine.package_faults(versions) == []
-    assert (
-        len(
-            machine.package_faults(
-                {**TRN1, "torch": "2.15.0", "torch-neuronx": "1.0", "neuronx-cc": "1.0"}
-            )
-        )
-        == 3
-    )
-    assert machine.installed_versions("torch", "no-such-package-anywhere").keys() == {"torch"}
 
 
 def test_the_driver_makes_the_neuron_devices_and_the_machine_says_what_it_is(
@@ -298,39 +213,8 @@ def test_the_driver_makes_the_neuron_devices_and_the_machine_says_what_it_is(
     for name in ("neuron0", "neuron1", "neuron_control", "neuron", "null"):
         (tmp_path / name).touch()
     with monkeypatch.context() as patch:
-        patch.setattr(machine, "Path", lambda path: tmp_path / Path(path).relative_to("/dev"))
-        assert machine.neuron_devices() == [str(tmp_path / "neuron0"), str(tmp_path / "neuron1")]
-    assert machine.instance_type(tmp_path / "product_name") == ""
+        patch.setattr(neuron, "Path", lambda path: tmp_path / Path(path).relative_to("/dev"))
+        assert neuron.neuron_devices() == [str(tmp_path / "neuron0"), str(tmp_path / "neuron1")]
+    assert host.instance_type(tmp_path / "product_name") == ""
     (tmp_path / "product_name").write_text("trn1.32xlarge\n")
-    assert machine.instance_type(tmp_path / "product_name") == "trn1.32xlarge"
-
-
-def test_an_nvme_disk_of_the_machine_is_told_from_a_volume_and_a_raid_of_them_counts(
-    tmp_path, monkeypatch
-):
-    def device(name, *, model=None, slaves=()):
-        folder = tmp_path / "block" / name
-        (folder / "slaves").mkdir(parents=True)
-        if model:
-            (folder / "device").mkdir()
-            (folder / "device" / "model").write_text(model + "\n")
-        for slave in slaves:
-            (folder / "slaves" / slave).mkdir()
-
-    device("nvme0n1", model="Amazon Elastic Block Store")
-    device("nvme1n1", model="Amazon EC2 NVMe Instance Storage")
-    device("nvme2n1", model="Amazon EC2 NVMe Instance Storage")
-    device("md0", slaves=["nvme1n1", "nvme2n1"])
-    device("md1", slaves=["nvme1n1", "nvme0n1"])
-    lines = []
-    for number, (name, path) in enumerate(
-        [("nvme0n1", "root"), ("nvme1n1", "one"), ("md0", "ra id"), ("md1", "mix")]
-    ):
-        (tmp_path / path).mkdir()
-        where = str(tmp_path / path).replace(" ", "\\040")
-        lines.append(f"{number} 1 0:1 / {where} rw,relatime shared:1 - ext4 /dev/{name} rw")
-    lines.append("9 1 0:1 / /proc rw - proc proc rw")
-    (tmp_path / "mountinfo").write_text("\n".join(lines))
-    monkeypatch.setattr(machine, "MOUNTINFO", tmp_path / "mountinfo")
-    monkeypatch.setattr(machine, "SYS_BLOCK", tmp_path / "block")
-    assert machine.instance_stores() == [tmp_path / "one", tmp_path / "ra id"]
+    assert host.instance_type(tmp_path / "product_name") == "trn1.32xlarge"
