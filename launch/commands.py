@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from launch import logs, submit
 from launch.ec2 import commands as ec2
+from launch.ec2 import setup
 from launch.record import CANCEL, JOB, STOP, SUFFIX, Record
 from launch.schedulers import scheduler
 from launch.status import Status, clean, lines_of, shown_step, status, watch
@@ -290,16 +291,16 @@ TABLE = {
         cancel,
     ),
     "clean": Command(
-        "Remove all resources of a run on EC2, and verify that none is left.",
+        "End all machines of a run on EC2, and verify that none is left.",
         ("s3://bucket/runs/mine", "s3://bucket/runs/mine --yes"),
         ec2.clean_flags,
         ec2.clean,
     ),
-    "iam": Command(
-        "Print the minimal IAM policies for you and for the machines of a run on EC2.",
-        ("s3://bucket/runs/mine --data s3://bucket/albert --account 123456789012",),
-        ec2.iam_flags,
-        ec2.iam,
+    "setup": Command(
+        "Make what all runs on EC2 share: the machines' role, security group and placement groups.",
+        ("s3://bucket/runs --data s3://bucket/albert --region us-east-1",),
+        setup.add_flags,
+        setup.setup,
     ),
 }
 COMMANDS = tuple(TABLE)
