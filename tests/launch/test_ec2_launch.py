@@ -84,7 +84,7 @@ def test_the_image_is_the_projects_own_and_stays_when_the_job_resumes(ec2, monke
     [
         ("trn1.32xlarge", {}, ""),
         ("trn1.32xlarge", {"image": "cuda"}, "was built for cuda, but .* need one for neuron"),
-        # Native PyTorch has an SDK of its own.
+        ("trn1.32xlarge", {"neuron-sdk": "2.20.0"}, "has Neuron SDK 2.20.0, but .* needs"),
     ],
 )
 def test_an_image_is_one_for_these_machines(ec2, instance, changed, line):
