@@ -53,7 +53,7 @@ EXAMPLES = (
     "cluster=local -- experiment=demo data.path=data/mine run_dir=runs/mine",
     "cluster=slurm instance=trn1.32xlarge nodes=16 submit=true -- experiment=albert_pretrain run_dir=runs/a",
     (
-        "cluster=ec2 cluster.instance_profile=baretrain-machine-a instance=g6.xlarge nodes=4 -- "
+        "cluster=ec2 instance=g6.xlarge nodes=4 -- "
         "experiment=albert_pretrain data.path=s3://bucket/albert run_dir=s3://bucket/runs/a s3.region=us-east-1"
     ),
     "status runs/mine",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from launch import logs, submit
 from launch.ec2 import commands as ec2
+from launch.ec2 import setup
 from launch.record import CANCEL, JOB, STOP, SUFFIX, Record
 from launch.schedulers import scheduler
 from launch.status import Status, clean, lines_of, shown_step, status, watch
@@ -18,7 +19,7 @@ from train.config import Failure, InputError, S3Config, check
 from train.machine.console import say
 from train.run.command import DONE, Parser, add_s3_flags, command_parser, run_flags
 from train.run_folder.outcome import STOP_FILE
-from train.storage.folders import LocalFolder, open_folder
+from train.storage.folders import open_folder
 from train.storage.schema import is_path
 
 EVERY_S = 5.0  # default interval of status --watch
@@ -65,7 +66,8 @@ def list_flags(parser: Parser) -> None:
 
 def list_runs(options: argparse.Namespace, s3: S3Config) -> int:
     folder = options.folder.rstrip("/") or options.folder
-    names = record_names(folder, s3)
+    there = open_folder(folder, s3).names_here()
+    names = sorted(name for name in there if name.endswith(SUFFIX) and is_path(name))
     if not names:
         say(f"no run was launched in {folder}", file=sys.stderr)
     rows = [("run", "state", "step", "nodes", "submitted")]
@@ -83,18 +85,6 @@ def list_runs(options: argparse.Namespace, s3: S3Config) -> int:
     if len(rows) > 1:
         say(*columns(rows, str.ljust))
     return DONE
-
-
-def record_names(folder: str, s3: S3Config) -> list[str]:
-    """Return the names of the records in a folder. Raises InputError if there is no such folder."""
-    place = open_folder(folder, s3)
-    names = place.names_here()
-    is_empty_folder = isinstance(place, LocalFolder) and place.path.is_dir()
-    check(
-        bool(names) or is_empty_folder,
-        f"there is no folder {folder}: name the parent of the run folders",
-    )
-    return sorted(name for name in names if name.endswith(SUFFIX) and is_path(name))
 
 
 def row(seen: Status) -> tuple[str, str, str, str, str]:
@@ -301,16 +291,16 @@ TABLE = {
         cancel,
     ),
     "clean": Command(
-        "Remove all resources of a run on EC2, and verify that none is left.",
+        "End all machines of a run on EC2, and verify that none is left.",
         ("s3://bucket/runs/mine", "s3://bucket/runs/mine --yes"),
         ec2.clean_flags,
         ec2.clean,
     ),
-    "iam": Command(
-        "Print the minimal IAM policies for you and for the machines of a run on EC2.",
-        ("s3://bucket/runs/mine --data s3://bucket/albert --account 123456789012",),
-        ec2.iam_flags,
-        ec2.iam,
+    "setup": Command(
+        "Make what all runs on EC2 share: the machines' role, security group and placement groups.",
+        ("s3://bucket/runs --data s3://bucket/albert --region us-east-1",),
+        setup.add_flags,
+        setup.setup,
     ),
 }
 COMMANDS = tuple(TABLE)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -28,12 +28,14 @@ from train.config import Failure, InputError, S3Config, check
 from train.machine import processes
 from train.machine.torchrun import REJECTION
 from train.observe.lines import read_lines
-from train.observe.report.run import Run, read_run, settled
 from train.run.command import DONE, REJECTED
 from train.run.names import quoted
 from train.run_folder.outcome import read_outcome
 from train.storage.folders import open_folder
 from train.storage.imported import FLAG
+
+if TYPE_CHECKING:
+    from train.observe.report.run import Run
 
 KINDS = (
     "give texts, or mappings from column names to values, in a list, a data frame or a data set"
@@ -84,7 +86,11 @@ def train(settings: Sequence[str], *, ranks: int = 1, imports: Sequence[str] = (
         if line["kind"] == "eval"
     ]
     export = f"{location.rstrip('/')}/export" if folder.names("export/") else None
-    scores = final_scores(read_run(folder)) if evaluations else {}
+    scores = {}
+    if evaluations:
+        from train.observe.report.run import read_run  # imported late: it imports pandas
+
+        scores = final_scores(read_run(folder))
     return Result(
         location, str(now["outcome"]), int(now["step"] or 0), evaluations, scores, export
     )
@@ -92,6 +98,8 @@ def train(settings: Sequence[str], *, ranks: int = 1, imports: Sequence[str] = (
 
 def final_scores(run: Run) -> dict[str, float]:
     """Return the value of each score by which a run is judged; NaN if it is not finite."""
+    from train.observe.report.run import settled
+
     values = {name: settled(points)[0] for name, points in run.summary["scores"].items()}
     return {name: math.nan if value is None else value for name, value in values.items()}
 

@@ -55,12 +55,7 @@ USED += ("data.num_workers", "export", "s3.endpoint")
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command `baretrain train`, and return the exit code."""
-    code = run_command_line(arguments)
-    from train.observe.trackers import unended  # imported late, as what a run needs
-
-    if unended:
-        leave_at_once(code)
-    return code
+    return run_command_line(arguments)
 
 
 def run_command_line(arguments: Sequence[str], *, collects: bool = False) -> int:

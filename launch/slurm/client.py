@@ -33,36 +33,16 @@ SILENT = re.compile(
     re.IGNORECASE,
 )
 UNCONFIGURED = re.compile("configuration (source|file)|cannot stat file")
-CURES = (  # pattern of sbatch's error, and the cure; the first match counts
-    ("partition", "`sinfo --summarize` shows the partitions"),
-    ("account", "`sacctmgr show associations user=$USER` shows your accounts"),
-    ("qos", "`sacctmgr show associations user=$USER format=account,qos` shows what you may use"),
-    ("reservation", "`scontrol show reservations` shows the existing ones"),
-    ("feature", "`sinfo --format='%N %f'` shows the nodes' features"),
-    ("gres", "`sinfo --format='%N %G'` shows what the nodes have"),
-    (
-        "node (configuration|name|count)",
-        "`sinfo --Node --long` shows the nodes; ask for fewer, or for less of each",
-    ),
-    (
-        "job array",
-        "`scontrol show config | grep MaxArraySize` shows the limit; ask for fewer parts",
-    ),
+CURE = (
+    "`sinfo --summarize` shows the partitions, `sinfo --Node --long` the nodes, and `sacctmgr show associations "
+    "user=$USER` your accounts"
 )
 COMMAND_S = 60.0  # time limit of a command, which may wait for minutes if slurmctld is down
 HOST = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-OVER = [
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "REVOKED",
-    "TIMEOUT",
-]
+OVER = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED"),
+    *("NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
+)
 UNKNOWN = ("", "(null)", "N/A", "NONE", "None", "None assigned", "Unknown")
 SQUEUE = "%A|%i|%T|%r|%N"  # the columns, for squeue --format
 JOB_LINE = re.compile(
@@ -142,10 +122,7 @@ class Slurm:
             raise Unreachable(
                 f"{error}; `squeue --me` shows whether the job was submitted anyway"
             ) from error
-        if code != 0:
-            line = one_line(said or out)
-            cures = [cure for pattern, cure in CURES if re.search(pattern, line, re.IGNORECASE)]
-            raise InputError("; ".join([f"Slurm rejects the job: {line}", *cures[:1]]))
+        check(code == 0, f"Slurm rejects the job: {one_line(said or out)}; {CURE}")
         return out, said
 
     def tasks(self, job_id: int, name: str) -> list[SlurmJob]:

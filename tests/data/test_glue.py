@@ -16,7 +16,7 @@ from train.tasks import best_metric
 from train.tasks.classify import CLASSIFY_ROWS
 from train.tasks.regress import regress_rows
 from train.tools import predict
-from train.tools.variants import make_variants
+from train.tools.compare import make_variants
 
 SENTENCES = ["sentence1", "sentence2"]
 SHAPES = {  # the Hub's columns of texts, its labels in order, and header and lines of GLUE's own files

@@ -33,6 +33,7 @@ ONLY_IN = {  # heavy or device libraries, and the files that may import them
     "pynvml": "observe/monitor tools/doctor/checks",
     "matplotlib": "observe/report/figures",
     "jinja2": "observe/report/page",
+    "pandas": "observe/report/run",
     "huggingface_hub": "observe/push observe/card storage/hub_access",
     "sklearn": "tasks/classify tasks/multilabel tasks/ner",
     "seqeval": "tasks/ner",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import os
 import signal
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ec2_launching import OWN, Trial, set_time
+from ec2_launching import OWN, Trial, set_time, set_up
 from held import HELD
 from launching import losses, settings_of_run
 from planning import plan
@@ -28,15 +27,12 @@ from services.fake_imds import SPOT
 from services.machines import Machines
 
 from launch import code
-from launch.ec2 import machine as machine_module
 from launch.ec2 import request as request_module
-from launch.ec2.machine import Machine, Registration
 from launch.ec2.request import user_data
 from launch.record import Record
 from launch.run_progress import newest_checkpoint
 from train.config import S3Config
-from train.run.command import DONE, FAILED
-from train.storage.schema import FileName
+from train.run.command import DONE
 
 
 @pytest.fixture
@@ -120,7 +116,10 @@ def cloud(ec2, bucket, prepared, hold, monkeypatch) -> Iterator[Any]:
         fake_ec2(monkeypatch) as fake,
         ExitStack() as stack,
     ):
-        for name, value in {**keys, "AWS_ENDPOINT_URL_EC2": fake.endpoint}.items():
+        set_up()
+        for service in ("EC2", "CLOUDFORMATION"):
+            monkeypatch.setenv(f"AWS_ENDPOINT_URL_{service}", fake.endpoint)
+        for name, value in keys.items():
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("AWS_ENDPOINT_URL")
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "false")  # the machines read notices
@@ -184,21 +183,12 @@ def test_an_interrupted_run_resumes_on_new_machines_to_the_same_losses(
     )
     first, second, third = run.record.history().attempts
     assert 0 == first.begun_at < second.begun_at < third.begun_at, run.says()
-    assert len(run.requests) == 3
+    assert len(run.made()) == 6
     assert "spot notice" in first.reason and "has ended" in second.reason
     assert run.ec2.anything() == []
     names = run.record.folder.names("logs/")
-    assert f"logs/machines/{run.requests[-1].made[0]}.txt" in names
+    assert f"logs/machines/{run.made()[-1].id}.txt" in names
     assert any(name.startswith("logs/attempt_0003/machine") for name in names)
-
-
-def test_machines_that_are_not_fit_end_the_run(cloud):
-    """Each knows itself by 127.0.1.1, which baretrain doctor takes for a fault."""
-    run = cloud("cluster.gate=true")
-    assert run.launcher().run() == FAILED
-    assert run.ended is not None and run.ended.outcome == "failed", run.says()
-    assert "2 of 2 machines failed the preflight; machine0: " in run.ended.reason
-    assert run.ec2.anything() == []
 
 
 # ---- one machine -----------------------------------------------------------------------------------------------------
@@ -236,16 +226,6 @@ def test_a_machine_that_cannot_start_says_so_and_ends(cloud, ec2, changed, line)
     )
     if "python" not in changed:  # there is a Python that can write into the record
         assert line in json.loads(run.record.folder.read("ec2/failed/i-00000000.json"))["reason"]
-
-
-def test_a_machine_whose_others_do_not_come_ends_the_run(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine_module, "BOOT_S", -1.0)  # it is over
-    _, job = plan(OWN, settings_of_run("s3://bucket/runs/mine", "s3://bucket/data"))
-    record = Record(str(tmp_path / "run"), S3Config())
-    own = Registration(FileName("i-00000000"), FileName("machine0"), FileName("10.0.0.1"), 0)
-    assert Machine(record, job, own, 1, tmp_path).run(math.inf) == FAILED
-    [ended] = record.history().attempts
-    assert ended.outcome == "failed" and "1 of 2 machines registered" in ended.reason
 
 
 def test_a_machine_whose_node_program_hangs_ends(cloud, ec2):

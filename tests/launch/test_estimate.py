@@ -15,7 +15,8 @@ from train.config import S3Config, TrainConfig, make_plan, to_dict
 from train.run import compose as cli
 
 GIVEN = ["run_dir=x", "data.path=x"]
-BERT_LARGE = [*GIVEN, "model=pretrained", "model.pretrained=google-bert/bert-large-uncased"]
+BERT_LARGE = [*GIVEN, "model=any", "model.architecture=bert", "model.vocab_size=30522"]
+BERT_LARGE += ["model.hidden_size=1024", "model.intermediate_size=4096", "model.num_layers=24"]
 TRN1 = [*BERT_LARGE, "backend=xla", "instance=trn1.32xlarge"]
 SMALL = [
     "model.hidden_size=32",

@@ -114,9 +114,9 @@ def test_a_plan_says_whether_the_run_will_finish_and_what_it_costs_at_most(
         says is None or re.search(says, out)
     ), out
     most = re.search(r"cost: at most \$([\d,]+):", out)
-    assert (most is None) == ("cluster.max_run_s=3600" in own)
-    assert most is None or int(most[1].replace(",", "")) > 2 * 13.7 * 55.04
-    assert len(re.findall(r'"on network card', out)) == 3  # not one line for each of 33 interfaces
+    is_part = "that is for a part of the run" in out
+    assert most is not None and is_part == ("cluster.max_run_s=3600" in own)
+    assert is_part or int(most[1].replace(",", "")) > 2 * 13.7 * 55.04
 
 
 def test_a_plan_of_what_cannot_run_is_rejected_without_submitting(capsys):
@@ -222,7 +222,6 @@ def others(words: list[str]) -> list[str]:
         (EC2, [*RUN, "run_dir=runs/mine"], "must be in S3"),
         ([*others(EC2), "instance=local"], RUN, "instance=local is not an EC2 instance type"),
         (EC2, [*RUN, "s3.profile=mine"], "machines have a role but no ~/.aws"),
-        ([*EC2, "cluster.instance_profile=null"], RUN, "cluster.instance_profile is missing"),
         *(
             (EC2, [*RUN, *words], f"{words[-1]}: the machines do not see this computer's folders")
             for words in LOCAL

@@ -124,17 +124,8 @@ def test_variables_of_the_environment_add_no_options(slurm, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (
-            ["--partition=nosuch"],
-            "invalid partition specified: nosuch; .*`sinfo --summarize` shows",
-        ),
-        (["--constraint=fast"], "Invalid feature specification; `sinfo --format='%N %f'`"),
-        (["--reservation=x"], "Requested reservation is invalid; `scontrol show reservations`"),
-        (["--nodelist=n9"], "Invalid node name specified; `sinfo --Node"),
-        (
-            ["--gres=gpu:1"],
-            "Invalid generic resource .gres. specification; `sinfo --format='%N %G'`",
-        ),
+        (["--partition=nosuch"], "invalid partition specified: nosuch; `sinfo --summarize` shows"),
+        (["--nodelist=n9"], "Invalid node name specified; .*`sinfo --Node"),
         (["--bogus"], "unrecognized option '--bogus'"),
     ],
 )

@@ -1,7 +1,6 @@
 """Heads for labels and spans: padding is not seen, on CPU and XLA; checkpoints load or are rejected."""
 
 import json
-import logging
 import shutil
 
 import pytest
@@ -308,30 +307,6 @@ def test_continued_pretraining_says_that_it_drops_the_pooler_and_has_dropout(lab
     assert log.messages[0].endswith("not used by this model: bert.pooler.dense, classifier)")
 
 
-def test_an_encoder_of_our_own_gets_a_new_head_and_says_so(
-    encoder_folder, log, capfd, monkeypatch
-):
-    # which a run of another test has left
-    monkeypatch.setattr(logging.getLogger("train"), "handlers", [])
-    model = build("label", ModelConfig(pretrained=str(encoder_folder)), sharp=False)
-    new, unused = "randomly initialised: bert.pooler.dense, classifier", "cls.predictions"
-    assert log.messages == [f"loaded {encoder_folder} ({new}; not used by this model: {unused})"]
-    assert capfd.readouterr() == ("", "")  # transformers' own tables
-    theirs = load_file(encoder_folder / "model.safetensors")
-    for name, parameter in model.network.named_parameters():
-        if name in theirs:
-            assert torch.equal(parameter, theirs[name])
-    new = {name for name, _ in model.network.named_parameters()} - set(theirs)
-    named = dict(model.network.named_parameters())
-    assert {id(p) for p in model.head_parameters()} == {id(named[name]) for name in new} and len(
-        new
-    ) == 4
-    assert all(
-        parameter.dtype == torch.float32 and parameter.any()
-        for parameter in model.head_parameters()[::2]
-    )
-
-
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize(
     "architecture", ["albert", "bert", "deberta-v2", "distilbert", "electra", "roberta"]
@@ -489,23 +464,6 @@ def test_a_checkpoint_that_does_not_hold_the_encoder_is_rejected(
     encoder_folder, tmp_path, change, says
 ):
     rejects(says, build, "label", changed(encoder_folder, tmp_path, change))
-
-
-@pytest.mark.parametrize("change", [dict, bare])
-def test_buffers_and_heads_may_remain_unread(encoder_folder, tmp_path, change):
-    inside = [
-        "bert.embeddings.position_ids",
-        "bert.pooler.extra.weight",
-        "bert.rotary_emb.inv_freq",
-    ]
-    heads = ["cls.seq_relationship.weight", "lm_head.dense.weight"]
-
-    def more(weights):
-        weights = change(weights | {name: torch.zeros(7) for name in inside})
-        return weights | {name: torch.zeros(7) for name in heads}
-
-    cfg = changed(encoder_folder, tmp_path, more)
-    build("label", cfg)
 
 
 def test_sizes_that_do_not_fit_are_rejected(encoder_folder):

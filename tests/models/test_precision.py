@@ -1,13 +1,11 @@
 """Precisions of GPUs, and their clock. fp16 runs on the CPU as well, which is how its scaled losses are tested."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 from forks import DEVICE
 from rejections import rejects
-from toy import NAN
 from toy import toy as toy
 
 from train.config import BackendConfig, ModelConfig, NeuronConfig, XLAConfig
@@ -151,17 +149,6 @@ def test_an_overflow_is_skipped_and_halves_the_scale_and_is_no_sign_of_a_broken_
     assert len(toy.faults()) == 3 and all("skipped steps: 1;" in fault for fault in toy.faults())
 
 
-def test_gradients_that_no_scale_makes_finite_are_those_of_a_broken_run(toy, monkeypatch):
-    monkeypatch.setattr(checkpoint_manager, "MAX_ROLLBACKS", 0)
-    toy.scale = lambda call: NAN if call > 4 else SMALL
-    with pytest.raises(
-        FloatingPointError, match="3 steps in a row had no finite gradient, up to step 23"
-    ):
-        toy.train(max_steps=50, eval_every=None, backend=FP16)
-    # From 65536 to 1 in 16 steps, then three that the scale does not excuse.
-    assert toy.values("train", "loss_scale")[-4:] == [1.0, 0.5, 0.25, 0.125]
-
-
 def test_a_run_that_was_stopped_goes_on_with_its_scale_bit_for_bit(toy):
     """The first scales are too large for the toy: a run that forgot its own would skip steps again."""
     settings = {"max_steps": 32, "backend": FP16, "checkpoint": {"every": 16}}
@@ -184,13 +171,6 @@ def test_a_run_that_was_stopped_goes_on_with_its_scale_bit_for_bit(toy):
 
 def killed():
     raise RuntimeError("killed")
-
-
-def test_a_checkpoint_without_a_scale_goes_on_in_fp16_and_back(toy):
-    for precision, steps in (("fp32", 3), ("fp16", 6), ("fp32", 9)):
-        toy.train(max_steps=steps, backend=BackendConfig(device=DEVICE, precision=precision))
-    assert [line["step"] for line in toy.lines("train") if "loss_scale" in line] == [4, 5, 6]
-    assert all(map(math.isfinite, toy.weights(9)))
 
 
 @pytest.fixture

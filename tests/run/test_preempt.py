@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import platform
-import re
 import signal
 import subprocess
 import sys
@@ -355,14 +354,14 @@ def test_a_notice_to_one_rank_stops_all_with_a_checkpoint_and_torchrun_starts_no
         "checkpoint.every=100000",
         "export=false",
     ]
-    slow = "import train.observe.stragglers as s; s.WINDOWS = 2; time.sleep(0.05 * int(os.environ['RANK']))"
+    slow = "time.sleep(0.05 * int(os.environ['RANK']))"
     process = start_changed(
         tmp_path, slow, train_overrides(run_dir, prepared, *options), restarts=3
     )
     try:
         metrics = run_dir / "metrics.jsonl"
         eventually(
-            lambda: not process.is_alive() or (metrics.exists() and lines(run_dir, "fault"))
+            lambda: not process.is_alive() or (metrics.exists() and lines(run_dir, "train")[5:])
         )
         imds.say(SPOT, SPOT_NOTICE)
         process.join(90)
@@ -382,6 +381,4 @@ def test_a_notice_to_one_rank_stops_all_with_a_checkpoint_and_torchrun_starts_no
     )
     assert stderr.count("not started again: outcome stopped") == 1
     assert json.loads((run_dir / "lease/00000001.json").read_text())["released"]
-    assert re.search(
-        "^rank 1 on .* slows the other ranks down", lines(run_dir, "fault")[0]["reason"]
-    )
+    assert all(line["slowest_ratio"] >= 1 for line in lines(run_dir, "train"))

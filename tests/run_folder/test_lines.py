@@ -167,6 +167,16 @@ def test_tensorboard_that_cannot_be_imported_is_warned_of_once(folder, monkeypat
     )
 
 
+def test_curves_that_the_disk_does_not_take_cost_one_warning(folder, caplog):
+    folder.tensorboard.write_text("a file where the folder would be")
+    journal = open_journal(folder, tensorboard=True)
+    for step in (1, 2, 3):
+        journal.write("eval", {"step": step, "loss": 2.0})
+    journal.close()
+    assert caplog.text.count("TensorBoard's files") == 1
+    assert [line["loss"] for line in read_lines(folder.local)] == [2.0] * 3
+
+
 @pytest.mark.parametrize(
     "bad", ["{", "[" * 99_999, "[1]", {"step": -1}, {"step": 2**63}, {"kind": 3}, {"attempt": "1"}]
 )

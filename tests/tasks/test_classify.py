@@ -11,7 +11,6 @@ from finetuning import task_of, tuning
 from rejections import rejects
 
 from train.config.tasks import ClassifyConfig
-from train.data.batches.buckets import BUCKET_SHIFT
 from train.data.records.table_facts import best_lengths, padding_share
 from train.data.shards.order import PADDING
 from train.storage.folders import LocalFolder
@@ -286,23 +285,6 @@ def certain(labels, *, wrong=()):
     ).astype(np.float32)
 
 
-def test_statistics_are_the_plain_loss_and_the_logits(task):
-    model = task.build_model().eval()
-    # the longest
-    drawn = task.eval_data().draw(
-        np.array([[2 << BUCKET_SHIFT, (2 << BUCKET_SHIFT) + 1, PADDING]])
-    )
-    inputs = {name: tensor[0] for name, tensor in drawn["inputs"].items()}
-    with torch.no_grad():
-        result = task.eval_statistics(model, inputs)
-        logits = model(inputs["input_ids"], inputs["attention_mask"], inputs["token_type_ids"])
-    assert result.shape == (3, 4) and result.dtype == torch.float32
-    torch.testing.assert_close(result[:, 1:], logits)
-    torch.testing.assert_close(
-        result[:2, 0], F.cross_entropy(logits[:2], inputs["labels"][:2], reduction="none")
-    )
-
-
 def test_an_evaluation_of_each_split_is_written_in_the_order_of_the_data(task, tmp_path):
     labels = task.eval_data().values["labels"]
     rows = certain(labels, wrong=[0, 25])
@@ -334,31 +316,3 @@ def test_an_evaluation_of_each_split_is_written_in_the_order_of_the_data(task, t
     assert result["splits"]["validation"]["accuracy"] == pytest.approx(19 / 20)
     assert sum(row["support"] for row in result["splits"]["other"]["per_class"].values()) == 12
     assert np.trace(result["splits"]["validation"]["confusion"]) == 19
-
-
-def test_a_part_of_each_split_is_drawn_by_the_seed(make, tmp_path):
-    task = make("eval_examples=15")
-    assert task.eval_rows == 15 + 12 and len(task.eval_data()) == 27
-    labels = task.eval_data().values["labels"]
-    rows, others = (
-        list(each.splits[0].features["row"]) for each in (task, make("eval_examples=15", "seed=1"))
-    )
-    assert (
-        rows == sorted(set(rows)) != list(range(15))
-        and len(rows) == len(set(others)) == 15
-        and rows != others
-    )
-    assert (labels == make().eval_data().values["labels"][[*rows, *range(20, 32)]]).all()
-    rows = certain(labels, wrong=[14, 15])
-    result = task.eval_metrics(rows)
-    assert (result["accuracy"], result["other_accuracy"]) == (
-        pytest.approx(14 / 15),
-        pytest.approx(11 / 12),
-    )
-    task.write_evaluation(rows, LocalFolder(tmp_path), step=1)
-    lines = [
-        json.loads(line)["id"]
-        for line in (tmp_path / "predictions/other.jsonl").read_text().splitlines()
-    ]
-    assert lines == [f"row{i}" for i in range(110, 122)]
-    assert task.details["splits"]["validation"]["used_rows"] == 15

@@ -39,13 +39,6 @@ SPECIAL = [
     "[SEP]",
     "[MASK]",
 ]
-OF_WORDS = [
-    "BertTokenizer",
-    "DistilBertTokenizer",
-    "ElectraTokenizer",
-    "FunnelTokenizer",
-    "MPNetTokenizer",
-]
 OF_PIECES = ["AlbertTokenizer", "RemBertTokenizer", "DebertaV2Tokenizer", "XLMRobertaTokenizer"]
 ARCHITECTURES = {  # and the class of the tokenizer in transformers; None: the generic one
     "albert": "AlbertTokenizer",

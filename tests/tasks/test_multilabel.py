@@ -18,7 +18,7 @@ from train.run.stopping import StopRequest
 from train.run_folder import exported
 from train.storage.folders import LocalFolder
 from train.tasks.multilabel import best_threshold, chosen, positive_weights
-from train.tools import checkpoints, evaluate, predict
+from train.tools import checkpoints, predict
 
 NAMES = ["long", "rude", "warm"]
 GIVEN = [
@@ -186,23 +186,6 @@ def test_thresholds_that_the_validation_data_chose_are_those_of_exports_and_pred
         [name for name, share in line["probabilities"].items() if share >= 0.5]
         for line in evaluated
     ]
-    # baretrain evaluate judges by what the export keeps, as baretrain predict does.
-    (tmp_path / "all.jsonl").write_text(
-        "".join(json.dumps({"text": a, "label": b}) + "\n" for a, b in rows)
-    )
-    other, scores = f"data.path={tmp_path}/all.jsonl", []
-    for settings in ([], [other], [other, f"task.threshold={limits}"]):
-        command = [
-            str(run_dir),
-            *settings,
-            f"--output={tmp_path}/scores.json",
-            f"data.cache_dir={tmp_path}/cache",
-        ]
-        assert evaluate.main(command) == 0
-        scores.append(json.loads((tmp_path / "scores.json").read_text())["metrics"])
-    last = lines(run_dir, "eval")[-1]
-    assert scores[0]["loss"] == last["loss"] and scores[0]["f1_macro"] > last["f1_macro"]
-    assert scores[1] == scores[2]
 
 
 @pytest.mark.parametrize("best", [True, False])

@@ -139,15 +139,6 @@ def test_questions_are_stripped_on_the_left_and_cut():
     assert few.cut("\u6771\u4eac\u6771\u4eac") == "\u6771"
 
 
-def test_the_first_answer_is_learnt_and_one_that_no_window_holds_is_counted(tokenizer, texts):
-    one, answers = featurizer(tokenizer), [{"text": ["na", "ba"], "answer_start": [3, 0]}]
-    assert text_at(windows_of(one, ["be"], ["ba na"], answers=answers), 0, "ba na") == "na"
-    context = " ".join(texts[:6])
-    answers = [{"text": [context], "answer_start": [0]}]
-    assert not any(windows_of(one, ["ba"], [context], answers=answers)["end"])
-    assert one.notes("x")["answers_in_no_window"] == 1
-
-
 # the second with its space, two of one character
 OFFSETS = np.array([[0, 3], [3, 7], [8, 9], [8, 9], [9, 12]])
 

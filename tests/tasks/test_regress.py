@@ -14,13 +14,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from train.checkpoints.manifest import step_name
 from train.data.files.errors import BadRow
-from train.observe.report.data import read_records
-from train.observe.report.data_figures import data_figures
-from train.run_folder import samples
-from train.storage.folders import LocalFolder
 from train.tasks.regress import number_of, scores
 from train.tools import checkpoints, predict
-from train.tools.report import main as report
 
 ROWS = [
     (f"{'ba ' * (row % 7)}be na{' ti' * (row % 3)}", f"{1000 + 50 * (row % 7)}", 0.1 * (row % 3))
@@ -262,24 +257,3 @@ def test_bad_rows_and_settings_are_rejected(given, tmp_path):
         rejects(
             says, task_of, [*given(tmp_path / "run", *settings), f"data.path={tmp_path / name}"]
         )
-
-
-def test_the_report_shows_truth_and_prediction(several, tmp_path):
-    records = read_records(LocalFolder(several))
-    names = [name for name, _, _ in data_figures(records)]
-    assert names == ["lengths_by_split", "scatter_1_validation", "scatter_2_validation"]
-    assert {"size_pearson", "price_mse"} <= set(
-        records.evaluated[0].metrics
-    ) and records.labels == ["price", "size"]
-    shown = samples.read(LocalFolder(several)).samples
-    assert (
-        shown[0].answers[0].truth.startswith("price 1")
-        and shown[0].answers[0].guesses[0].probability is None
-    )
-    assert report([str(several), "--output", str(tmp_path)]) == 0
-    page = (tmp_path / "report.html").read_text()
-    assert "price: validation" in page and shown[0].answers[0].guesses[0].text in page
-    assert (
-        "predicts numbers for a text, or a pair of texts: price, size"
-        in (several / "export/README.md").read_text()
-    )

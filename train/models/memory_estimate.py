@@ -72,36 +72,47 @@ def memory_of(
     precision: str,
 ) -> Memory:
     """Return the memory of the rank that needs most. Micro batches have `micro_batch_size` rows of `seq_len` tokens."""
-    model, held, head = cfg.model, cfg.parallel.held(world_size), cfg.task.head_size(seq_len)
-    separate = shape.num_hidden_groups if shape.is_albert else shape.num_hidden_layers
-    in_layers = separate * shape.layer_parameters()
+    model, held = cfg.model, cfg.parallel.held(world_size)
+    head = cfg.task.head_size(seq_len)
     every = shape.trained_parameters(head)
-    # A pipeline stage holds its share of the layers, or all weights if layers share them. The stage that needs most
-    # memory also holds the embedding or the head.
-    depth, own_layers = shape.num_hidden_layers, layers_of_rank(shape, held)
-    here = every - in_layers * (depth - own_layers) / depth if separate == depth else every
     unfrozen = shape.trained_parameters(
         head, freeze_embeddings=model.freeze_embeddings, freeze_layers=model.freeze_layers
     )
+    here = every - parameters_elsewhere(shape, held)
     trained = unfrozen * here / every
-    value = PRODUCT_BYTES.get(precision, 2)
-    gathered = {
-        "nothing": here if precision in AUTOCAST else 0,
-        "layer": here
-        if separate < shape.num_hidden_layers
-        else here - in_layers + 2 * shape.layer_parameters(),
-        "model": here,
-    }
-    sums = trained if held.sums_whole and accumulation > 1 else 0
+    gradients = trained * held.gradients
+    if held.sums_whole and accumulation > 1:
+        gradients += trained
+    copied = copied_parameters(shape, held, here, precision)
+    tokens = micro_batch_size * seq_len
     return Memory(
         weights=WEIGHT_BYTES.get(precision, STATE_BYTES) * here * held.weights,
-        gradients=STATE_BYTES * (trained * held.gradients + sums),
+        gradients=STATE_BYTES * gradients,
         moments=2 * STATE_BYTES * trained * held.moments,
-        copies=value * gathered[held.gathers],
-        activations=activation_bytes(
-            cfg, shape, held, micro_batch_size * seq_len, seq_len, precision
-        ),
+        copies=PRODUCT_BYTES.get(precision, 2) * copied,
+        activations=activation_bytes(cfg, shape, held, tokens, seq_len, precision),
     )
+
+
+def parameters_elsewhere(shape: Shape, held: Held) -> float:
+    """Return the number of parameters that only other pipeline stages hold; 0 if layers share their weights.
+
+    The stage that needs most memory holds its share of the layers, and the embedding or the head.
+    """
+    depth = shape.num_hidden_layers
+    if shape.num_layer_weights < depth:
+        return 0
+    return depth * shape.layer_parameters() * (depth - layers_of_rank(shape, held)) / depth
+
+
+def copied_parameters(shape: Shape, held: Held, here: float, precision: str) -> float:
+    """Return how many of a rank's `here` parameters are in its memory once more."""
+    if held.gathers == "nothing" and precision not in AUTOCAST:
+        return 0
+    has_layers_alone = shape.num_layer_weights == shape.num_hidden_layers
+    if held.gathers == "layer" and has_layers_alone:
+        return here - (shape.num_layer_weights - 2) * shape.layer_parameters()
+    return here
 
 
 def layers_of_rank(shape: Shape, held: Held) -> int:
@@ -120,10 +131,8 @@ def activation_bytes(
     value_bytes = PRODUCT_BYTES.get(precision, 2)
     other_bytes = MASK_BYTES + AUTOCAST_BYTES * (precision in AUTOCAST)
     # Frozen layers come first, so the stage that needs most memory may hold none of them.
-    num_layers = (
-        min(layers_of_rank(shape, held), shape.num_hidden_layers - cfg.model.freeze_layers)
-        * held.activations
-    )
+    unfrozen = shape.num_hidden_layers - cfg.model.freeze_layers
+    num_layers = min(layers_of_rank(shape, held), unfrozen) * held.activations
     # The activation's input and output, both doubled if it is gated.
     ffn_values = 2 * (shape.ffn_products - 1)
     layer = tokens * (
@@ -143,8 +152,9 @@ def activation_bytes(
 
 def advice(cfg: TrainConfig, *, world_size: int) -> str:
     """Return the settings that would save memory, the cheapest first."""
-    layers = (
-        [] if cfg.backend.activation_checkpointing else ["backend.activation_checkpointing=true"]
-    )
-    split = [cfg.parallel.frees] if world_size > 1 else []
-    return ", ".join(["lower micro_batch_size (the global batch stays the same)", *layers, *split])
+    found = ["lower micro_batch_size (the global batch stays the same)"]
+    if not cfg.backend.activation_checkpointing:
+        found.append("backend.activation_checkpointing=true")
+    if world_size > 1:
+        found.append(cfg.parallel.frees)
+    return ", ".join(found)

@@ -55,6 +55,11 @@ class Shape:
         return 3 if self.is_modern else 2
 
     @property
+    def num_layer_weights(self) -> int:
+        """Number of layers with weights of their own."""
+        return self.num_hidden_groups if self.is_albert else self.num_hidden_layers
+
+    @property
     def embedding_width(self) -> int:
         return self.embedding_size if self.is_albert else self.hidden_size
 
@@ -69,23 +74,23 @@ class Shape:
         hidden, ffn = self.hidden_size, self.intermediate_size
         # The last term is two LayerNorms.
         weights = 4 * hidden**2 + self.ffn_products * hidden * ffn + 2 * hidden
-        biases = 0 if self.is_modern else 7 * hidden + ffn
-        return weights + biases
+        if self.is_modern:
+            return weights
+        return weights + 7 * hidden + ffn
 
     def trained_parameters(
         self, head: HeadSize, *, freeze_embeddings: bool = False, freeze_layers: int = 0
     ) -> int:
         """Return the number of parameters with a gradient, not counting a label head's last layer (a few thousand)."""
         hidden = self.hidden_size
-        layers = (
-            self.num_hidden_groups
-            if self.is_albert
-            else max(0, self.num_hidden_layers - freeze_layers)
-        )
-        total = layers * self.layer_parameters()
+        layers = self.num_layer_weights
+        total = 0
         if self.is_albert:
             # the projection from the embedding to the layers
             total += self.embedding_size * hidden + hidden
+        else:
+            layers = max(0, layers - freeze_layers)
+        total += layers * self.layer_parameters()
         if not (freeze_embeddings or freeze_layers):
             total += self.embedding_parameters()
         # A dense layer, a LayerNorm and the logits' bias. The logits' weight is the embedding.
@@ -93,8 +98,9 @@ class Shape:
             width = self.embedding_width
             total += hidden * width + 3 * width + self.vocab_size
         # The head has a dense layer or a pooler.
-        dense = head.labels or (self.is_modern and head.token_labels)
-        return total + (hidden**2 + hidden if dense else 0)
+        if head.labels or (self.is_modern and head.token_labels):
+            total += hidden**2 + hidden
+        return total
 
     def train_flops(self, head: HeadSize, *, seq_len: int, frozen: int = 0) -> float:
         """Return the floating-point operations needed to train on one sequence of `seq_len` tokens, padding included.
@@ -108,13 +114,16 @@ class Shape:
             6 * (4 * hidden**2 + self.ffn_products * hidden * self.intermediate_size)
             + 12 * seq_len * hidden
         )
-        encoder = (self.num_hidden_layers - frozen * 2 / 3) * layer
-        projection = 6 * width * hidden if self.is_albert else 0
-        tokens = head.predictions * 6 * width * (hidden + self.vocab_size)
-        label = 6 * hidden * (hidden + head.labels) if head.labels else 0
-        dense = hidden if self.is_modern and head.token_labels else 0
-        token_labels = seq_len * 6 * hidden * (dense + head.token_labels)
-        return seq_len * (encoder + projection) + tokens + label + token_labels
+        flops = seq_len * (self.num_hidden_layers - frozen * 2 / 3) * layer
+        flops += head.predictions * 6 * width * (hidden + self.vocab_size)
+        flops += seq_len * 6 * hidden * head.token_labels
+        if self.is_albert:
+            flops += seq_len * 6 * width * hidden
+        if head.labels:
+            flops += 6 * hidden * (hidden + head.labels)
+        if self.is_modern and head.token_labels:
+            flops += seq_len * 6 * hidden * hidden
+        return flops
 
 
 DEFAULTS = {  # transformers' default sizes, by architecture
@@ -177,11 +186,15 @@ def folder_of(source: str) -> Path | None:
 def check_layers(cfg: TrainConfig) -> None:
     """Raise InputError if a pipeline has more parts than layers, or if optim.layer_decay is set for shared layers."""
     is_cut, has_rates = cfg.parallel.num_parts > 1, cfg.optim.layer_decay is not None
-    shape = find_shape(cfg.model) if is_cut or has_rates else None
-    if shape is not None and is_cut:
+    if not (is_cut or has_rates):
+        return
+    shape = find_shape(cfg.model)
+    if shape is None:
+        return
+    if is_cut:
         cfg.parallel.check_layers(shape.num_hidden_layers)
-    if shape is not None and has_rates:
-        shares = shape.is_albert and shape.num_hidden_groups < shape.num_hidden_layers
+    if has_rates:
+        shares = shape.num_layer_weights < shape.num_hidden_layers
         check(not shares, NO_RATES.format(shape.model_type))
 
 
@@ -216,7 +229,8 @@ def shape_of(values: dict[str, Any]) -> Shape | None:
         value = values.get(names.get(name, name), values.get(name))
         if value is not None:
             number = of_type(int, value, name)
-            if not (0 if name == "type_vocab_size" else 1) <= number <= MOST:
+            is_possible = number > 0 or name == "type_vocab_size"
+            if not is_possible or number > MOST:
                 raise BadContent(f"{name}={number} is not a possible size")
             sizes[name] = number
     return replace(default, **sizes)

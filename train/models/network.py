@@ -89,13 +89,13 @@ class Network(nn.Module):
         """
         if self.attention in OWN_MASKS:
             return real
-        kind, dtype = (
-            self.network.config.model_type,
-            self.network.get_input_embeddings().weight.dtype,
-        )
+        kind = self.network.config.model_type
+        dtype = self.network.get_input_embeddings().weight.dtype
         if kind in ADDING:
             return (1 - real[:, None, None].to(self.mask_dtype or dtype)) * HIDDEN
-        return real[:, None, None].to(dtype) if kind in CHOOSING else real
+        if kind in CHOOSING:
+            return real[:, None, None].to(dtype)
+        return real
 
     def head_parameters(self) -> list[nn.Parameter]:
         """Return trained parameters that are outside the encoder, or that the checkpoint lacked (the pooler's)."""
@@ -116,8 +116,9 @@ class Network(nn.Module):
             for module in base.modules()
             if isinstance(module, nn.ModuleList) and len(module) == depth
         ]
-        unknown = "optim.layer_decay: the layers of {} are not known; leave it out"
-        why = NO_RATES if hasattr(self.network.config, "num_hidden_groups") else unknown
+        why = "optim.layer_decay: the layers of {} are not known; leave it out"
+        if hasattr(self.network.config, "num_hidden_groups"):
+            why = NO_RATES
         check(bool(stacks), why.format(self.network.config.model_type))
         result = {weight: depth + 1 for name, weight in base.named_parameters() if "emb" in name}
         # a list inside a layer may have the same length; the outer list overrides it
@@ -175,7 +176,9 @@ class Network(nn.Module):
 
         The weights are concatenated in each pass and remain three parameters. Only architectures in ADDING are changed.
         """
-        for module in self.network.modules() if self.network.config.model_type in ADDING else ():
+        if self.network.config.model_type not in ADDING:
+            return
+        for module in self.network.modules():
             for names in (("query", "key", "value"), ("q_lin", "k_lin", "v_lin")):
                 parts = [getattr(module, name, None) for name in names]
                 if all(type(part) is nn.Linear for part in parts):

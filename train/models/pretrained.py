@@ -284,9 +284,7 @@ def check_weights(folder: Path) -> list[str]:
 
 
 def unavailable(source: str, error: Exception) -> str:
-    hint = (
-        ""
-        if "trust_remote_code" in str(error)
-        else "; give a folder or the id of a model on the Hub"
-    )
-    return f"model.pretrained={source} cannot be loaded: {why_missing(source, error)}{hint}"
+    said = f"model.pretrained={source} cannot be loaded: {why_missing(source, error)}"
+    if "trust_remote_code" in str(error):
+        return said
+    return f"{said}; give a folder or the id of a model on the Hub"

@@ -199,10 +199,9 @@ class TextTask(Task):
         self.sizes = replace(self.sizes, lengths=self.lengths)
         self.seq_len = self.lengths[-1]
         note = self.sizes.note()
-        self.remarks = [
-            *remarks(self.sizes.tokenizer, self.tables.facts),
-            *([note] if note else []),
-        ]
+        self.remarks = [*remarks(self.sizes.tokenizer, self.tables.facts)]
+        if note:
+            self.remarks.append(note)
         if self.outputs:
             check_labels(self.sizes.model, self.sizes.config, self.outputs)
         self.splits = list(self._splits(cfg))

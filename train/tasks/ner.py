@@ -54,8 +54,9 @@ def check_tag(tag: str) -> None:
 
 def read_words(row: Row) -> dict[str, Any]:
     """Return the words of a row. If it has a text in their place, the spans in the column of tags become tags."""
-    column = str(row.columns["tags"])
-    spans = row.value("tags") if row.has("tags") else None
+    column, spans = str(row.columns["tags"]), None
+    if row.has("tags"):
+        spans = row.value("tags")
     are_tags = isinstance(spans, list) and any(isinstance(each, str) for each in spans)
     if are_tags or not isinstance(row.value("tokens"), str):
         return {"tokens": row.texts("tokens")}

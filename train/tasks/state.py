@@ -84,7 +84,9 @@ def read_state(source: str) -> TaskState | None:
             path = fetched(source, ("config.json", NAME)) / NAME
     except BAD_FILES as error:
         raise InputError(unavailable(source, error)) from error
-    return TaskState.from_json(read_whole(path, path.parent), str(path)) if path.exists() else None
+    if not path.exists():
+        return None
+    return TaskState.from_json(read_whole(path, path.parent), str(path))
 
 
 def files_beside(tokenizer: Path, *, inputs: Sequence[str], state: TaskState) -> dict[str, bytes]:

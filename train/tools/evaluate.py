@@ -30,7 +30,7 @@ from train.run.rejection import inform_others
 from train.run.saved import WHERE, read_data
 from train.run_folder.exported import is_outdated, marked, saved_steps
 from train.storage.folders import Folder
-from train.storage.schema import read_object
+from train.storage.schema import of_type, read_object
 from train.tools.checkpoints import chosen, fetch, opened
 from train.tools.trained import Trained, find_trained, output_path, settings_of, typed_keys
 
@@ -113,9 +113,8 @@ def settings_of_run(
     facts: dict[str, Any] = {}
     if run.size("environment.json") is not None:
         facts = read_object(run.read("environment.json"))
-    plan, identity = (
-        facts[name] if isinstance(facts.get(name), dict) else {} for name in ("plan", "identity")
-    )
+    plan = of_type(dict[str, Any], facts.get("plan", {}), "plan")
+    identity = of_type(dict[str, Any], facts.get("identity", {}), "identity")
     for name in ("norms", "compile"):
         yield f"backend.{name}", getattr(cfg.backend, name)
     yield "backend.precision", facts.get("precision", cfg.backend.precision)

@@ -90,8 +90,11 @@ class QuestionAnswering(TextTask):
         self.featurizer = QAFeaturizer(sizes.tokenizer, seq_len=sizes.seq_len, task=cfg)
         self.shortest = N_BEST  # tokens; shorter batches would keep fewer candidates
         # The `null_odds` above which no answer is given. SQuAD v1 has no threshold: its models always answer.
-        self.threshold = (cfg.null_threshold or 0.0) if cfg.unanswerable else None
-        self.metric_names = ("loss", *(spans.V2_NAMES if cfg.unanswerable else spans.V1_NAMES))
+        self.threshold: float | None = None
+        self.metric_names = ("loss", *spans.V1_NAMES)
+        if cfg.unanswerable:
+            self.threshold = cfg.null_threshold or 0.0
+            self.metric_names = ("loss", *spans.V2_NAMES)
 
     @property
     def k(self) -> int:
