@@ -71,22 +71,13 @@ def make_job(
     folder: str,
 ) -> Job:
     """Return the job for `run`, made from `overrides`. Raises InputError if the machines cannot run that many ranks."""
-    ranks = cfg.ranks_per_node
+    check_machines(cfg, run)
     if isinstance(run, TrainConfig):
-        kind, key = "train", "run_dir"
-        where = absolute(run.run_dir)
-        check_ranks(cfg, uses_devices=run.backend.device != "cpu")
-        check_backend(run.backend, cfg.instance)
+        kind, key, where = "train", "run_dir", absolute(run.run_dir)
     else:
-        kind, key = "prepare", "output"
-        where = absolute(run.output)
-        check(
-            cfg.nodes == 1,
-            f"nodes={cfg.nodes} is for training: a preparation uses parts={cfg.nodes}, with one machine per part",
-        )
+        kind, key, where = "prepare", "output", absolute(run.output)
+    ranks = cfg.ranks_per_node
     settings = to_dict(run)
-    if not cfg.cluster.shares_disks:
-        check_reachable(run)
     return Job(
         id=FileName(f"{safe_name(where)}-{sha256_json([where, settings, code.sha256])[:8]}"),
         kind=kind,
@@ -105,6 +96,20 @@ def make_job(
         s3=asdict(run.s3),
         parts=cfg.parts or 1,
     )
+
+
+def check_machines(cfg: LaunchConfig, run: TrainConfig | PrepareConfig) -> None:
+    """Raise InputError if the machines cannot run this."""
+    if isinstance(run, TrainConfig):
+        check_ranks(cfg, uses_devices=run.backend.device != "cpu")
+        check_backend(run.backend, cfg.instance)
+    else:
+        check(
+            cfg.nodes == 1,
+            f"nodes={cfg.nodes} is for training: a preparation uses parts={cfg.nodes}, with one machine per part",
+        )
+    if not cfg.cluster.shares_disks:
+        check_reachable(run)
 
 
 def check_reachable(run: TrainConfig | PrepareConfig) -> None:

@@ -100,9 +100,11 @@ def test_a_plan_says_whether_the_run_will_finish_and_what_it_costs_at_most(
     capsys, own, of_run, says
 ):
     words = [*EC2, "instance=p5.48xlarge", "cluster.subnets=[subnet-a]", *own]
-    # no S3 to ask
+    # Neither S3 nor the Hub is asked.
     run = [
         "experiment=glue_bert",
+        "model=any",
+        "model.architecture=bert",
         *RUN[2:4],
         "max_epochs=null",
         "max_steps=10000000",

@@ -172,17 +172,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--output", metavar="FILE", help="a .jsonl or .csv file (default: JSON lines to stdout)"
     )
-    found: list[tuple[Namespace, Trained]] = []
+    found: list[tuple[Namespace, Trained, Path | None]] = []
 
     def given(options: Namespace) -> cli.Given:
         check(launched().world_size == 1, "predict runs in one process: start it without torchrun")
         typed = typed_keys(options.settings)
+        output = check_output(options.output, typed.get("data.path", NO_FILE))
         check(
             ("data.path" in typed) != bool(texts_of(options)),
             f"give data.path=FILE, or texts with {', '.join(map(flag, INPUTS))}",
         )
         trained = find_trained(options.model, options.settings)
-        found.append((options, trained))
+        found.append((options, trained, output))
         task = task_of(trained, typed)
         check(
             bool(TASKS[task].inputs),
@@ -201,9 +202,8 @@ def main(arguments: Sequence[str]) -> int:
     return cli.run(TrainConfig, act, parser, arguments=arguments, given=given)
 
 
-def predict(cfg: TrainConfig, options: Namespace, trained: Trained) -> int:
+def predict(cfg: TrainConfig, options: Namespace, trained: Trained, output: Path | None) -> int:
     assert isinstance(cfg.data, RecordsConfig)
-    path = check_output(options.output, cfg.data.path)
     is_here = cfg.backend.name in ("auto", "ddp")
     check(is_here, f"backend={cfg.backend.name}: predict runs on the CPU and CUDA devices")
     # Torch takes seconds to import, so the flags are checked first.
@@ -223,11 +223,11 @@ def predict(cfg: TrainConfig, options: Namespace, trained: Trained) -> int:
     predictor = Predictor(task, cfg.data.lengths, device=backend.device, autocast=backend.autocast)
     backend.place(predictor.model)
     columns = [*task.csv_columns, "tokens_cut"]
-    is_csv = path is not None and path.suffix == ".csv"
+    is_csv = output is not None and output.suffix == ".csv"
     num_rows = num_cut = 0
     with (
         tqdm(unit=" sequences", unit_scale=True, disable=None) as bar,
-        written_whole(path) as file,
+        written_whole(output) as file,
     ):
         if is_csv:
             file.write(csv_lines([{name: name for name in columns}], columns))
