@@ -7,14 +7,16 @@ import torch.nn.functional as F
 from sklearn.metrics import cohen_kappa_score
 
 from train.config import OptimConfig, setting
+from train.config.tasks import ClassifyConfig
 from train.data.batches.masking import IGNORE_INDEX
 from train.parallel.optimizer_spec import OptimizerSpec, add_moments
-from train.tasks import Metric, classify
-from train.tasks.classify.task import Classification
+from train.tasks import TASKS as KNOWN
+from train.tasks import Metric
+from train.tasks.classify import Classification
 
 
 @dataclass(kw_only=True)
-class FocalConfig(classify.ClassifyConfig):
+class FocalConfig(ClassifyConfig):
     kind: str = "focal"
     # the higher, the less a text counts whose label is certain already
     gamma: float = setting(2.0, least=0)
@@ -49,11 +51,10 @@ def sgd(cfg, groups, _):
     return optimizer
 
 
-METRICS = (Metric("kappa"), *classify.SPEC.metrics)  # the first one leads the report
+CLASSIFY = KNOWN["classify"]
+METRICS = (Metric("kappa"), *CLASSIFY.metrics)  # the first one leads the report
 TASKS = {
-    "focal": replace(
-        classify.SPEC, settings=FocalConfig, module=f"{__name__}:Focal", metrics=METRICS
-    )
+    "focal": replace(CLASSIFY, settings=FocalConfig, module=f"{__name__}:Focal", metrics=METRICS)
 }
 OPTIMIZERS = {"sgd": OptimizerSpec(sgd, settings=SGDConfig)}
 # of the peak, by the share of the run that is left

@@ -22,13 +22,7 @@ from train.storage.caches import private_folder
 from train.storage.folders import sha256_bytes
 from train.storage.schema import FileName, Sha256
 
-# ami is needed because train.machine.versions reads ami/versions.yaml
-PACKAGES = [
-    "train",
-    "conf",
-    "launch",
-    "ami",
-]
+PACKAGES = ["train", "conf", "launch", "ami"]  # train.machine.versions reads ami/versions.yaml
 START = "start.py"  # the program that nodes run; it is in the bundle's root, where Python then looks first for modules
 IMPORTS = "imports"  # the bundle's folder for the files of `launch --import`
 START_CODE = b"""import os, runpy, sys
@@ -42,31 +36,18 @@ if __name__ == "__main__":  # spawned processes import this file, too
         sys.argv += [f"--import={path}" for path in sorted(Path(here, "imports").glob("*.py"))]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
-MOST_BYTES = 64 * 2**20  # maximum size of a job's code, which every node fetches
 
 
 def pack() -> tuple[bytes, Code]:
-    """Pack PACKAGES and the files of --import. Equal files result in equal bytes.
-
-    Raises InputError if the files are too large.
-    """
+    """Pack PACKAGES and the files of --import. Equal files result in equal bytes."""
     files = dict[str, Path]()
+    root = Path(launch.__file__).parent.parent
     for package in PACKAGES:
-        top = Path(launch.__file__).parent.parent / package
-        found = (
-            path
-            for path in sorted(top.rglob("*"))
-            if path.is_file() and "__pycache__" not in path.parts
-        )
-        files |= {f"{package}/{path.relative_to(top).as_posix()}": path for path in found}
-    files |= {f"{IMPORTS}/{name}": each.path for name, each in imported.IMPORTED.items()}
-    sizes = {path: path.stat().st_size for path in files.values()}
-    largest = max(sizes, key=sizes.__getitem__)
-    check(
-        len(START_CODE) + sum(sizes.values()) <= MOST_BYTES,
-        f"the code has {sum(sizes.values()) / 1e6:.0f} MB, but a job may have at most {MOST_BYTES / 1e6:.0f} MB; the "
-        f"largest file is {largest} ({sizes[largest] / 1e6:.0f} MB): move it elsewhere",
-    )
+        for path in sorted((root / package).rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                files[path.relative_to(root).as_posix()] = path
+    for name, each in imported.IMPORTED.items():
+        files[f"{IMPORTS}/{name}"] = each.path
     packed = io.BytesIO()
     with (
         gzip.GzipFile(fileobj=packed, mode="wb", filename="", mtime=0) as compressed,

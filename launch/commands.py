@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from launch import logs, submit
 from launch.ec2 import commands as ec2
-from launch.record import JOB, SUFFIX, Record
+from launch.ec2 import setup
+from launch.record import CANCEL, JOB, STOP, SUFFIX, Record
 from launch.schedulers import scheduler
 from launch.status import Status, clean, lines_of, shown_step, status, watch
 from launch.values import columns, shown_moment
@@ -18,7 +19,7 @@ from train.config import Failure, InputError, S3Config, check
 from train.machine.console import say
 from train.run.command import DONE, Parser, add_s3_flags, command_parser, run_flags
 from train.run_folder.outcome import STOP_FILE
-from train.storage.folders import LocalFolder, open_folder
+from train.storage.folders import open_folder
 from train.storage.schema import is_path
 
 EVERY_S = 5.0  # default interval of status --watch
@@ -65,12 +66,11 @@ def list_flags(parser: Parser) -> None:
 
 def list_runs(options: argparse.Namespace, s3: S3Config) -> int:
     folder = options.folder.rstrip("/") or options.folder
-    place = open_folder(folder, s3)
-    found = place.names_here()
-    is_there = bool(found) or (isinstance(place, LocalFolder) and place.path.is_dir())
-    check(is_there, f"there is no folder {folder}: name the parent of the run folders")
-    names = sorted(name for name in found if name.endswith(SUFFIX) and is_path(name))
-    table: list[tuple[str, ...]] = [("run", "state", "step", "nodes", "submitted")]
+    there = open_folder(folder, s3).names_here()
+    names = sorted(name for name in there if name.endswith(SUFFIX) and is_path(name))
+    if not names:
+        say(f"no run was launched in {folder}", file=sys.stderr)
+    rows = [("run", "state", "step", "nodes", "submitted")]
     for name in names:
         record = Record(f"{folder}/{name}", s3)
         try:
@@ -81,19 +81,20 @@ def list_runs(options: argparse.Namespace, s3: S3Config) -> int:
         if options.json:
             say(seen.to_json())
         else:
-            table.append(row(seen))
-    if len(table) > 1:
-        say(*columns(table, str.ljust))
-    elif not names:
-        say(f"no run was launched in {folder}", file=sys.stderr)
+            rows.append(row(seen))
+    if len(rows) > 1:
+        say(*columns(rows, str.ljust))
     return DONE
 
 
-def row(seen: Status) -> tuple[str, ...]:
+def row(seen: Status) -> tuple[str, str, str, str, str]:
+    nodes: int | str = len(seen.answer.nodes)
     submission = seen.history.submission
-    nodes = len(seen.answer.nodes) or (submission and submission.nodes) or "-"
-    when = shown_moment(submission.time_unix_s if submission else None)
-    return clean(seen.run_dir), seen.state, shown_step(seen) or "-", str(nodes), when
+    when = "-"
+    if submission is not None:
+        nodes = nodes or submission.nodes
+        when = shown_moment(submission.time_unix_s)
+    return clean(seen.run_dir), seen.state, shown_step(seen) or "-", str(nodes or "-"), when
 
 
 def status_flags(parser: Parser) -> None:
@@ -110,13 +111,16 @@ def status_flags(parser: Parser) -> None:
 
 def show_status(options: argparse.Namespace, s3: S3Config) -> int:
     record = Record(options.run, s3)
-    if options.watch is None:
-        seen = status(record)
-        say(*[seen.to_json()] if options.json else lines_of(seen))
-    else:
+    if options.watch is not None:
         check(options.watch > 0, f"--watch {options.watch:g} must be above 0")
         with suppress(KeyboardInterrupt):  # Ctrl-C is the usual way to leave
             watch(record, options.watch)
+        return DONE
+    seen = status(record)
+    if options.json:
+        say(seen.to_json())
+    else:
+        say(*lines_of(seen))
     return DONE
 
 
@@ -128,21 +132,18 @@ def logs_flags(parser: Parser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--rank", type=int, metavar="N", help="only this rank")
     which.add_argument("--node", metavar="HOST", help="only this machine")
-    parser.add_argument(
-        "--attempt",
-        type=int,
-        metavar="K",
-        help="only this attempt (default: the last and later ones)",
-    )
     last = f"number of lines to print from the end of each file ({logs.LINES})"
     parser.add_argument("--lines", type=int, metavar="N", default=logs.LINES, help=last)
 
 
 def show_logs(options: argparse.Namespace, s3: S3Config) -> int:
-    wanted = logs.Wanted(options.attempt, options.rank, options.node, options.lines)
+    wanted = logs.Wanted(options.rank, options.node, options.lines)
     record = Record(options.run, s3)
     record.job()  # raises InputError if the run was not launched
-    (logs.follow if options.follow else logs.show)(record, wanted)
+    if options.follow:
+        logs.follow(record, wanted)
+    else:
+        logs.show(record, wanted)
     return DONE
 
 
@@ -158,16 +159,17 @@ def stop(options: argparse.Namespace, s3: S3Config) -> int:
         seen.kind == "train",
         f"a preparation keeps finished shards, so cancel it instead: baretrain launch cancel {record.run_dir} --yes",
     )
-    # the trainer rejects a folder that contains only STOP
-    if not (seen.answer.nodes and seen.progress.exists):
+    # The trainer rejects a folder that contains only STOP.
+    has_begun = bool(seen.answer.nodes) and seen.progress.exists
+    if not has_begun:
         end(record, seen)
         say(
             f"{record.run_dir}: the job was cancelled, since training had not begun ({seen.answer.text})"
         )
         return DONE
-    if seen.history.stop_asked_unix_s is None:
-        # Write the event first: a supervisor removes a STOP file for which there is no event.
-        record.append_event("stop_asked", reason="launch stop")
+    if not seen.history.is_stop_asked:
+        # Record the request first: a supervisor removes a STOP file for which there is no request.
+        record.ask(STOP)
     record.run.write(STOP_FILE, b"")
     say(f"{record.run_dir} was asked to save a checkpoint and stop after its next step")
     say(f"baretrain launch status {record.run_dir} --watch shows when it has stopped")
@@ -201,12 +203,14 @@ def cancel_flags(parser: Parser) -> None:
 def cancel(options: argparse.Namespace, s3: S3Config) -> int:
     record = Record(options.run, s3)
     seen = active(record, "cancel")
-    if seen is not None and options.yes:
+    if seen is None:
+        return DONE
+    if options.yes:
         end(record, seen)
         say(f"{record.run_dir}: the job was cancelled; {lost(seen)}")
-    elif seen is not None:
-        say(f"{record.run_dir}: the job would end immediately ({seen.answer.text}); {lost(seen)}")
-        say("nothing was cancelled: --yes cancels the job; launch stop ends it with a checkpoint")
+        return DONE
+    say(f"{record.run_dir}: the job would end immediately ({seen.answer.text}); {lost(seen)}")
+    say("nothing was cancelled: --yes cancels the job; launch stop ends it with a checkpoint")
     return DONE
 
 
@@ -218,9 +222,9 @@ def active(record: Record, name: str) -> Status | None:
     seen = status(record)
     submission = seen.history.submission
     if submission is not None and submission.scheduler != record.job().scheduler:
-        # The run's machines can write events, but must neither end another job nor hide this one.
+        # Whoever can write to the record must neither end another job nor hide this one.
         raise Failure(
-            f"{record.location}/events names cluster={submission.scheduler}, but {JOB} names "
+            f"{record.location}/submissions names cluster={submission.scheduler}, but {JOB} names "
             f"cluster={record.job().scheduler}: nothing was done"
         )
     if seen.answer.is_active is None:
@@ -234,8 +238,8 @@ def active(record: Record, name: str) -> Status | None:
 def end(record: Record, seen: Status) -> None:
     submission = seen.history.submission
     assert submission is not None
-    # Write the event first: it keeps supervisors from starting attempts, and launches on EC2 from starting machines.
-    record.append_event("cancelled", step=seen.progress.step, checkpoint=seen.progress.checkpoint)
+    # Record the request first: it keeps supervisors from starting attempts, and launches on EC2 from starting machines.
+    record.ask(CANCEL)
     if record.run.size(STOP_FILE) is not None:
         record.run.remove(STOP_FILE)  # otherwise it would stop the next job
     scheduler(submission.scheduler).cancel(record, submission.handle)
@@ -243,14 +247,14 @@ def end(record: Record, seen: Status) -> None:
 
 def lost(seen: Status) -> str:
     """Say what a run loses if it ends now."""
-    step, checkpoint = seen.progress.step, seen.progress.checkpoint
     if seen.kind == "prepare":
         return "finished shards are kept, and launch resume continues from them"
-    if step is None or seen.history.running_attempt is None:
+    if seen.progress.step is None or seen.history.running_attempt is None:
         return "no step is lost"
-    if checkpoint is None:
-        return f"all {step:,} steps may be lost: there is no checkpoint yet"
-    return f"step {step:,} was reached, but the newest checkpoint is from step {checkpoint:,}: later steps may be lost"
+    saved = "there is no checkpoint yet"
+    if seen.progress.checkpoint is not None:
+        saved = f"the newest checkpoint is from step {seen.progress.checkpoint:,}"
+    return f"step {seen.progress.step:,} was reached, but {saved}: later steps may be lost"
 
 
 # ---- table -----------------------------------------------------------------------------------------------------------
@@ -287,22 +291,16 @@ TABLE = {
         cancel,
     ),
     "clean": Command(
-        "Remove all resources of a run on EC2, and verify that none is left.",
+        "End all machines of a run on EC2, and verify that none is left.",
         ("s3://bucket/runs/mine", "s3://bucket/runs/mine --yes"),
         ec2.clean_flags,
         ec2.clean,
     ),
-    "iam": Command(
-        "Print the minimal IAM policies for you and for the machines of a run on EC2.",
-        ("s3://bucket/runs/mine --data s3://bucket/albert --account 123456789012",),
-        ec2.iam_flags,
-        ec2.iam,
-    ),
-    "quota": Command(
-        "Say whether the account's EC2 quota allows these machines.",
-        ("trn1.32xlarge --nodes 16 --regions us-east-1,us-west-2",),
-        ec2.quota_flags,
-        ec2.quota,
+    "setup": Command(
+        "Make what all runs on EC2 share: the machines' role, security group and placement groups.",
+        ("s3://bucket/runs --data s3://bucket/albert --region us-east-1",),
+        setup.add_flags,
+        setup.setup,
     ),
 }
 COMMANDS = tuple(TABLE)

@@ -8,13 +8,7 @@ from typing import ClassVar
 
 from train.config import InstanceConfig, Section, check, setting
 
-# EC2 instance families that our images do not support
-OLD_GPUS = {
-    "p3": "V100s",
-    "p2": "K80s",
-    "g3": "M60s",
-}
-# the form of an EC2 instance type, such as trn1.32xlarge
+# The form of an EC2 instance type, such as trn1.32xlarge.
 INSTANCE_TYPE = r"[a-z][a-z0-9-]*\.[a-z0-9-]+"
 
 
@@ -22,12 +16,9 @@ INSTANCE_TYPE = r"[a-z][a-z0-9-]*\.[a-z0-9-]+"
 class ClusterConfig(Section, prefix="cluster."):
     """Settings of the scheduler that provides the machines. Other code tests the class variables, never `kind`."""
 
-    # whether the job runs on this machine
+    # whether the job runs on this machine Whether a SIGTERM to ranks alone means that machines are taken away.
     is_here: ClassVar[bool] = False
-    # whether a SIGTERM to ranks alone means that machines are taken away
     signals_ranks: ClassVar[bool] = False
-    # whether the scheduler knows machine types that conf/instance does not list
-    finds_types: ClassVar[bool] = False
     # whether check=true is supported
     has_check: ClassVar[bool] = False
     # whether the machines see the folders of this one
@@ -63,8 +54,6 @@ class LaunchConfig(Section):
     instance: InstanceConfig = field(default_factory=InstanceConfig)
     # The number of machines.
     nodes: int = setting(1, least=1, most=4096)
-    # The number of extra machines that can replace those that fail the preflight.
-    spares: int = setting(0, least=0)
     # The number of ranks per machine; None starts one per device.
     processes_per_node: int | None = setting(None, above=0, most=1024)
     # Start the job; false prints the plan and starts nothing.
@@ -81,26 +70,17 @@ class LaunchConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         check(self.prepare or self.parts is None, "parts needs prepare=true")
-        is_local = self.cluster.is_here
         check(
-            not is_local or (self.nodes == 1 and self.spares == 0),
-            f"cluster=local uses only this machine, not {self.nodes + self.spares}; choose cluster=slurm or "
-            "cluster=ec2",
+            not (self.prepare and self.cluster.is_here),
+            "prepare=true is for cluster=slurm; on this machine, run baretrain prepare",
         )
-        gpus = OLD_GPUS.get(self.instance.name[:2])
         check(
-            is_local or gpus is None,
-            f"instance={self.instance.name} has {gpus}, which neither our image's open driver nor CUDA 13 (used by "
-            "current PyTorch builds) supports; ParallelCluster has rejected p3 since 3.9. Use g6.12xlarge, "
-            "g6e.12xlarge or p4d.24xlarge",
+            self.nodes == 1 or not self.cluster.is_here,
+            f"cluster=local uses only this machine, not {self.nodes}; choose cluster=slurm or cluster=ec2",
         )
         check(
             not self.check or self.cluster.has_check,
             "check=true is for cluster=ec2; plans for Slurm always ask it",
-        )
-        check(
-            self.spares == 0 or self.cluster.gate,
-            f"spares={self.spares} can only replace machines that fail the preflight: set cluster.gate=true",
         )
 
     @property

@@ -19,19 +19,18 @@ from train.storage.schema import BadContent, read_object
 
 
 def file_of(record: Record) -> tuple[LocalFolder, str]:
-    root = (
-        Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
-        / "baretrain"
-        / "launched"
-    )
-    return LocalFolder(root), f"{sha256_bytes(record.location.encode())[:32]}.json"
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    name = f"{sha256_bytes(record.location.encode())[:32]}.json"
+    return LocalFolder(state / "baretrain" / "launched"), name
 
 
 def read(record: Record) -> dict[str, Any]:
     """Return the content of the file about the run's last launch from this computer; {} if there was none."""
     folder, name = file_of(record)
+    if folder.size(name) is None:
+        return {}
     try:
-        return read_object(folder.read(name)) if folder.size(name) is not None else {}
+        return read_object(folder.read(name))
     except BadContent as error:
         raise InputError(f"{folder.location}/{name} cannot be read: {error}; remove it") from error
 
@@ -40,13 +39,12 @@ def keep(record: Record, handle: dict[str, Any] | None = None) -> None:
     """Store the checksum of the job that is about to start and, once known, the scheduler's answer."""
     folder, name = file_of(record)
     folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle = last_handle(record) if handle is None else handle
-    folder.write(
-        name,
-        canonical_json(
-            {"location": record.location, "job_sha256": record.job_sha256, "handle": handle}
-        ),
-    )
+    values = {
+        "location": record.location,
+        "job_sha256": record.job_sha256,
+        "handle": last_handle(record) if handle is None else handle,
+    }
+    folder.write(name, canonical_json(values))
 
 
 def last_handle(record: Record) -> dict[str, Any]:
@@ -60,20 +58,19 @@ def job_to_start(record: Record) -> Job:
     Raises InputError if the record is in S3, this computer did not launch the job, and the user gave no checksum.
     """
     job = record.job()
-    if not record.job_sha256:
-        record.job_sha256 = (
-            text(read(record), "job_sha256")
-            if record.is_remote
-            else sha256_bytes(record.folder.read(JOB))
-        )
-        check(
-            bool(record.job_sha256),
-            f"this computer has not launched {record.run_dir}, and anybody who can write to {record.location} may have "
-            f"changed its {JOB}: resume the run on the computer that launched it, or give the checksum that the launch "
-            "printed: --job-sha256=DIGEST",
-        )
-        job = record.job()
-    return job
+    if record.job_sha256:
+        return job
+    if record.is_remote:
+        record.job_sha256 = text(read(record), "job_sha256")
+    else:
+        record.job_sha256 = sha256_bytes(record.folder.read(JOB))
+    check(
+        bool(record.job_sha256),
+        f"this computer has not launched {record.run_dir}, and anybody who can write to {record.location} may have "
+        f"changed its {JOB}: resume the run on the computer that launched it, or give the checksum that the launch "
+        "printed: --job-sha256=DIGEST",
+    )
+    return record.job()
 
 
 def launched_as(record: Record) -> str:

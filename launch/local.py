@@ -8,22 +8,23 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from types import FrameType
 
 from launch import spec
 from launch.config import ClusterConfig, LaunchConfig
 from launch.launched import launched_as
 from launch.preflight import run_preflight
-from launch.record import Job, Record, add_record_flags, attempt_name
+from launch.record import END, Job, Record, add_record_flags, attempt_name
 from launch.schedulers import cluster_of
 from launch.spec import Handle, State
 from launch.supervise import (
     CODES,
     Decision,
     StopFile,
-    prepared,
+    conclude,
     recording_failure,
-    retry,
     supervise,
 )
 from launch.values import count
@@ -33,7 +34,6 @@ from train.machine.console import say
 from train.machine.memory import usable_cpus
 from train.machine.processes import is_alive, read_process
 from train.run.command import DONE, FAILED, command_parser, run_flags
-from train.storage.atomic_io import make_alike, open_alike
 
 ORPHANS_S = 600.0  # time for ranks to save and end after their torchrun is killed
 
@@ -47,8 +47,8 @@ class Scheduler(spec.Scheduler):
 
     def submit(self, job: Job, record: Record) -> Handle:
         logs = record.local_folder() / "logs"
-        make_alike(logs)
-        with open_alike(logs / "job.txt", "ab") as output:
+        logs.mkdir(parents=True, exist_ok=True)
+        with (logs / "job.txt").open("ab") as output:
             process = subprocess.Popen(
                 supervisor(job, record),
                 stdin=subprocess.DEVNULL,
@@ -58,11 +58,8 @@ class Scheduler(spec.Scheduler):
                 start_new_session=True,  # Ctrl-C in the terminal must not reach the supervisor
             )
         seen = read_process(process.pid)
-        return {
-            "host": platform.node(),
-            "pid": process.pid,
-            "started": seen.started if seen else 0,
-        }
+        started = seen.started if seen else 0
+        return {"host": platform.node(), "pid": process.pid, "started": started}
 
     def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
         """Show the logs until the job ends. Ctrl-C asks the run to save and stop; a second Ctrl-C cancels the job."""
@@ -77,44 +74,43 @@ class Scheduler(spec.Scheduler):
             except KeyboardInterrupt:
                 commands.main([*command, record.run_dir, *record.s3.flags()])
         ended = record.history().ended
-        said = (
-            f"{ended.outcome}, {ended.reason}" if ended else "the job ended and recorded no reason"
-        )
+        said = "the job ended and recorded no reason"
+        code = FAILED
+        if ended is not None:
+            said = f"{ended.outcome}, {ended.reason}"
+            code = CODES.get(ended.outcome, FAILED)
         say(f"{record.run_dir}: {said}; baretrain launch status {record.run_dir} shows more")
-        return CODES.get(ended.outcome, FAILED) if ended else FAILED
+        return code
 
     def state(self, record: Record, handle: Handle) -> State:
-        host, pid, started = (
-            handle.get("host"),
-            count(handle, "pid") or 0,
-            count(handle, "started"),
-        )
+        host = handle.get("host")
+        pid = count(handle, "pid") or 0
         check(pid > 1, f"the record names no process: {handle.get('pid')!r}")
         if host != platform.node():
             raise Unreachable(
                 f"the job runs on {host}, but this is {platform.node()}: run the command there; if that machine is "
                 "gone, remove the record (the folder RUN.launch) and launch the run again"
             )
-        if is_alive(pid, started) and is_supervisor(pid, record):
+        if is_alive(pid, count(handle, "started")) and is_supervisor(pid, record):
             return State(True, f"process {pid} on {host}", [str(host)])
         return State(False, "the supervisor has ended")
 
     def cancel(self, record: Record, handle: Handle) -> None:
         if self.state(record, handle).is_active:
             pid = int(handle["pid"])
-            # torchrun puts ranks into separate sessions
+            # torchrun puts ranks into separate sessions.
             processes.kill([pid, *processes.descendants(pid)])
 
 
 def is_supervisor(pid: int, record: Record) -> bool:
-    """Return whether a process is this user's supervisor of the run: others may have written the handle's event."""
+    """Return whether a process is this user's supervisor of the run: others may have written the handle."""
     process = Path("/proc", str(pid))
     try:
         is_own = process.stat().st_uid == os.geteuid()
         words = [os.fsdecode(word) for word in (process / "cmdline").read_bytes().split(b"\0")]
     except OSError:
         return False
-    return is_own and words[1:3] == ["-m", "launch.local"] and words[3:4] == [launched_as(record)]
+    return is_own and words[1:4] == ["-m", "launch.local", launched_as(record)]
 
 
 def supervisor(job: Job, record: Record) -> list[str]:
@@ -140,31 +136,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_job(record: Record) -> int:
     job = record.job()
     with recording_failure(record):
-        decision = prepare(record, job) if job.kind == "prepare" else train(record, job)
-    retry(record.append_event, "ended", outcome=decision.outcome, reason=decision.reason)
+        decision = train(record, job)
     return CODES[decision.outcome]
-
-
-def prepare(record: Record, job: Job) -> Decision:
-    """Prepare the parts one after another, since each may use several processes; then merge them."""
-    steps = [["--part", str(part)] for part in range(1, job.parts + 1)] + (
-        [["--merge"]] if job.parts > 1 else []
-    )
-    for step in steps:
-        if code := on_this_machine(record, job, "prepare", *step):
-            return prepared(code, " ".join(step).removeprefix("--"))
-    return Decision("end", "done", "prepared")
 
 
 def train(record: Record, job: Job) -> Decision:
     cluster: ClusterConfig = cluster_of(job)
-    stop, node = StopFile(record), platform.node()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(
-            number, lambda number, _: stop.ask(f"{signal.Signals(number).name} to the supervisor")
-        )
+    stop = StopFile(record)
+    node = platform.node()
 
-    def examine(command: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
+    def ask(number: int, _: FrameType | None) -> None:
+        stop.ask(f"{signal.Signals(number).name} to the supervisor")
+
+    def examine(command: str, name: str) -> int:
         return on_this_machine(record, job, command, f"--attempt={name}")
 
     def attempt(number: int) -> int:
@@ -172,11 +156,16 @@ def train(record: Record, job: Job) -> Decision:
             record, job, "train", f"--attempt={attempt_name(number)}", stop=stop
         )
 
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, ask)
+    preflight = None
     if cluster.gate:
-        _, failed = run_preflight(record, job, [node], examine, name=f"gate_{os.getpid()}")
-        for reason in failed.values():
-            return Decision("end", "failed", f"this machine is not fit to train: {reason}")
-    return supervise(record, cluster, attempt, nodes=[node], stop=stop)
+        name = f"gate_{os.getpid()}"
+        preflight = partial(run_preflight, record, job, [node], examine, name=name)
+    decision = supervise(record, cluster, attempt, nodes=[node], stop=stop, examine=preflight)
+    if decision.next != END:  # nobody requeues a job on this machine
+        conclude(record, Decision(END, decision.outcome, decision.reason))
+    return decision
 
 
 def on_this_machine(
@@ -186,8 +175,11 @@ def on_this_machine(
     processes.adopt_orphans()
     words = [job.python, "-m", "launch.node", command, record.run_dir, *arguments, *record.flags()]
     process = processes.start(words, env=os.environ)
-    code = processes.exit_code(process, meanwhile=stop.write if stop is not None else lambda: None)
-    # ranks whose torchrun is gone could still write to the run folder
+    if stop is None:
+        code = processes.exit_code(process)
+    else:
+        code = processes.exit_code(process, meanwhile=stop.write)
+    # Ranks whose torchrun is gone could still write to the run folder.
     processes.end_orphans(ORPHANS_S)
     return code
 

@@ -10,13 +10,12 @@ If the run is in S3, logs of other machines may be missing until an attempt ends
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 import time
 from dataclasses import dataclass
 
-from launch.record import History, Record
+from launch.record import History, Record, attempt_name
 from launch.status import ask
 from train.config import Unreachable, check
 from train.machine.console import say
@@ -25,22 +24,16 @@ from train.storage.schema import is_path
 
 LINES = 100  # number of lines shown from the end of each file
 MAX_BYTES = 2**20  # bytes read from the end of a new file
-# seconds between reads of local files, of S3, and of the job's state
-POLL_S, POLL_S3_S, ASK_S = (
-    1.0,
-    5.0,
-    10.0,
-)
-LOGS = "logs/"
-OF_NODE = re.compile(r"attempt_(\d{4,9})/([^/]+)\.txt")
-OF_RANK = re.compile(
-    r"attempt_(\d{4,9})/([^/]+)/(?:.+/)?attempt_\d+/(\d{1,5})/(?:stdout|stderr)\.log"
-)
+POLL_S = 1.0  # pause between reads of local files
+POLL_S3_S = 5.0  # pause between reads of S3
+ASKS = 10  # number of reads for each question to the scheduler about the job's state
+OF_RANK = r"(?:.+/)?attempt_\d+/{}/(?:stdout|stderr)\.log"  # below HOST/
 
 
 @dataclass(frozen=True)
 class Wanted:
-    attempt: int | None = None  # None: the newest attempt, and any that start later
+    """The logs to show: those of the job and of all machines of its last attempt, or only of a rank or a machine."""
+
     rank: int | None = None
     node: str | None = None
     lines: int = LINES
@@ -61,102 +54,88 @@ class Log:
     def take(self, *, is_last: bool = False, lines: int | None = None) -> list[str]:
         """Return the new lines, or the last `lines` of them. `is_last` adds an unfinished line."""
         size = self.folder.size(self.name) or 0
-        # a shorter file has replaced this one
-        self.position = 0 if size < self.position else self.position
-        begin = self.position if lines is None else max(self.position, size - MAX_BYTES)
+        if size < self.position:
+            self.position = 0  # another file has replaced this one
+        begin = self.position
+        if lines is not None:
+            begin = max(begin, size - MAX_BYTES)
         if begin == size:
             return []
         with self.folder.open(self.name) as file:
             file.seek(begin)
             content = file.read(size - begin)
-        end = len(content) if is_last else content.rfind(b"\n") + 1
-        self.position = begin + end
-        taken = content[:end].removesuffix(b"\n").split(b"\n") if end else []
-        return list(map(as_text, taken if lines is None else taken[max(0, len(taken) - lines) :]))
+        if not is_last:
+            content = content[: content.rfind(b"\n") + 1]
+        self.position = begin + len(content)
+        taken = content.splitlines()
+        if lines is not None:
+            taken = taken[max(0, len(taken) - lines) :]
+        return [line.decode(errors="backslashreplace") for line in taken]
 
 
-def as_text(line: bytes) -> str:
-    return line.removesuffix(b"\r").decode(errors="backslashreplace")
+def all_logs(record: Record) -> dict[str, Log]:
+    """Return the logs on this machine and in S3, by name. A local log replaces its copy in S3, which is older."""
+    logs = {}
+    if record.is_remote:
+        for name in record.folder.names("logs/"):
+            title = name.removeprefix("logs/")
+            logs[title] = Log(title, record.folder, name)
+    here = LocalFolder(record.local_folder() / "logs")
+    for name in here.names():
+        if is_path(name):
+            logs[name] = Log(name, here, name)
+    return logs
 
 
 # ---- selection -------------------------------------------------------------------------------------------------------
 
 
-def all_logs(record: Record) -> dict[str, Log]:
-    """Return the logs on this machine and in S3, by name. A local log replaces its copy in S3, which is older."""
-    here, there = (
-        LocalFolder(record.local_folder() / "logs"),
-        record.folder.names(LOGS) if record.is_remote else [],
-    )
-    logs = [Log(name.removeprefix(LOGS), record.folder, name) for name in there]
-    logs += [Log(name, here, name) for name in here.names() if is_path(name)]
-    return {log.title: log for log in logs}
-
-
 def select(record: Record, wanted: Wanted, history: History) -> list[Log]:
-    """Return the logs to show now. Raises InputError if the job has no such attempt, machine or rank."""
-    logs, begun = all_logs(record), {each.number: each.nodes for each in history.attempts}
-    known = sorted(
-        {*begun, *(int(match[1]) for name in logs if (match := OF_NODE.fullmatch(name)))}
-    )
-    check(
-        wanted.attempt in (None, *known),
-        f"there is no attempt {wanted.attempt}; available: {', '.join(map(str, known)) or 'none yet'}",
-    )
-    attempt = (
-        wanted.attempt if wanted.attempt is not None else [0, *known[-1:], *[*begun][-1:]][-1]
-    )
-    hosts = begun.get(attempt, [])
+    """Return the logs to show now. Raises InputError if the last attempt has no such machine or rank."""
+    logs = all_logs(record)
+    trained = [attempt for attempt in history.attempts if attempt.is_training]
+    hosts, folder = list[str](), ""
+    if trained:
+        hosts, folder = trained[-1].nodes, attempt_name(trained[-1].number)
     if wanted.rank is not None:
-        return of_rank(record, logs, attempt, hosts, wanted.rank, is_last=wanted.attempt is None)
-    nodes = {
-        match[2]: name
-        for name in logs
-        if (match := OF_NODE.fullmatch(name)) and int(match[1]) == attempt
+        return of_rank(record, logs, folder, hosts, wanted.rank)
+    of_nodes = {
+        name.removeprefix(f"{folder}/").removesuffix(".txt"): log
+        for name, log in logs.items()
+        if re.fullmatch(rf"{folder}/[^/]+\.txt", name)
     }
     if wanted.node is not None:
-        there = sorted({*nodes, *hosts})
-        given = f"there is no machine {wanted.node} in attempt {attempt}; available: {', '.join(there) or 'none yet'}"
-        check(wanted.node in there, given)
-        return [logs[nodes[wanted.node]]] if wanted.node in nodes else []
-    of_job = [
-        log
-        for name, log in logs.items()
-        if "/" not in name and name.endswith(".txt") and wanted.attempt is None
-    ]
-    return [*of_job, *([logs[name] for name in nodes.values()] or of_trainer(record, 0))]
+        known = sorted({*of_nodes, *hosts})
+        check(
+            wanted.node in known,
+            f"there is no machine {wanted.node} in the last attempt; available: {', '.join(known) or 'none yet'}",
+        )
+        return [log for node, log in of_nodes.items() if node == wanted.node]
+    of_job = [log for name, log in logs.items() if re.fullmatch(r"[^/]+\.txt", name)]
+    return [*of_job, *(of_nodes.values() or of_trainer(record, 0))]
 
 
 def of_rank(
-    record: Record,
-    logs: dict[str, Log],
-    attempt: int,
-    hosts: list[str],
-    rank: int,
-    *,
-    is_last: bool,
+    record: Record, logs: dict[str, Log], folder: str, hosts: list[str], rank: int
 ) -> list[Log]:
-    """Return a rank's logs from torchrun and, for the last attempt, its trainer's log of all attempts."""
+    """Return a rank's logs from torchrun in the last attempt, and from its trainer in all attempts."""
     per_node = record.job().processes_per_node
     ranks = len(hosts) * per_node
     check(
-        0 <= rank < ranks, f"there is no rank {rank} in attempt {attempt}, which has {ranks} ranks"
+        0 <= rank < ranks,
+        f"there is no rank {rank} in the last attempt, which has {ranks} ranks",
     )
-    place = (attempt, hosts[rank // per_node], rank % per_node)
-    matches = {name: OF_RANK.fullmatch(name) for name in logs}
-    of_torchrun = [
-        logs[name]
-        for name, at in matches.items()
-        if at and (int(at[1]), at[2], int(at[3])) == place
-    ]
-    return [*of_torchrun, *(of_trainer(record, rank) if is_last else [])]
+    below = re.escape(f"{folder}/{hosts[rank // per_node]}/")
+    pattern = re.compile(below + OF_RANK.format(rank % per_node))
+    of_torchrun = [log for name, log in logs.items() if pattern.fullmatch(name)]
+    return [*of_torchrun, *of_trainer(record, rank)]
 
 
 def of_trainer(record: Record, rank: int) -> list[Log]:
     name = f"log/rank_{rank:04d}.txt"
-    return (
-        [Log(f"the run's {name}", record.run, name)] if record.run.size(name) is not None else []
-    )
+    if record.run.size(name) is None:
+        return []
+    return [Log(f"the run's {name}", record.run, name)]
 
 
 # ---- showing ---------------------------------------------------------------------------------------------------------
@@ -166,27 +145,34 @@ class Printer:
     """A printer that remembers how much of each log it has shown, and prints a title before lines of another log."""
 
     def __init__(self, record: Record, wanted: Wanted) -> None:
-        self.record, self.wanted, self.title = record, wanted, ""
+        self.record = record
+        self.wanted = wanted
+        self.title = ""  # of the log that was printed last
         self.logs: dict[str, Log] = {}
-        # None after the first call: later files are shown in full
-        self.lines: int | None = wanted.lines
+        self.is_first = True
 
     def show_new(self, history: History, *, is_over: bool) -> None:
         """Print new lines. A log that is no longer selected is printed to its end."""
         selected = {log.title: log for log in select(self.record, self.wanted, history)}
-        for title, log in {**selected, **self.logs}.items():
-            is_last, lines = (
-                is_over or title not in selected,
-                None if title in self.logs else self.lines,
-            )
-            for line in log.take(is_last=is_last, lines=lines):
-                if title != self.title:
-                    say(f"==> {title} <==")
-                    self.title = title
-                say(line, keep="\t")
+        for title, log in self.logs.items():
+            if title in selected:
+                selected[title] = log
+            else:
+                self.print(log, log.take(is_last=True))
+        for log in selected.values():
+            # Files that appear later are shown in full.
+            lines = self.wanted.lines if self.is_first else None
+            self.print(log, log.take(is_last=is_over, lines=lines))
+        self.logs = selected
+        self.is_first = False
         sys.stdout.flush()
-        self.logs = {title: self.logs.get(title, log) for title, log in selected.items()}
-        self.lines = None
+
+    def print(self, log: Log, lines: list[str]) -> None:
+        if lines and log.title != self.title:
+            say(f"==> {log.title} <==")
+            self.title = log.title
+        for line in lines:
+            say(line, keep="\t")
 
 
 def show(record: Record, wanted: Wanted) -> None:
@@ -199,21 +185,27 @@ def show(record: Record, wanted: Wanted) -> None:
 
 def follow(record: Record, wanted: Wanted) -> None:
     """Print the logs of all attempts as they grow, until the job has ended."""
-    printer, is_over, asked_s, problem = Printer(record, wanted), False, -math.inf, ""
+    printer = Printer(record, wanted)
+    problem = ""
+    reads = 0
+    is_over = False
     while not is_over:
         before = problem
         try:
-            history = record.history()
             # Ask the scheduler before reading the files: once it says that the job has ended, the files are complete.
-            if history.has_end or time.monotonic() - asked_s >= ASK_S:
-                answer, asked_s = ask(record, history.submission), time.monotonic()
-                is_unanswered = history.submission is not None and not history.submission.handle
-                is_over, problem = answer.is_active is False or is_unanswered, answer.failure
+            history = record.history()
+            if history.has_end or reads % ASKS == 0:
+                answer = ask(record, history.submission)
+                problem = answer.failure
+                is_over = answer.is_active is False
                 history = record.history()
             printer.show_new(history, is_over=is_over)
         except Unreachable as error:
-            is_over, problem = False, str(error)
+            problem = str(error)
+            is_over = False
         if problem and problem != before:
-            say(f"{problem}{'' if is_over else '; asking again'}", file=sys.stderr)
+            ending = "" if is_over else "; asking again"
+            say(f"{problem}{ending}", file=sys.stderr)
+        reads += 1
         if not is_over:
             time.sleep(POLL_S3_S if record.is_remote else POLL_S)

@@ -29,22 +29,13 @@ from train.storage.folders import is_s3, local_path, sha256_json
 from train.storage.hub_access import is_at_hub
 from train.storage.schema import FileName, Sha256
 
-# prefixes of settings that a run must keep, see train/run_folder/identity.py
-FIXED = (
-    "task.",
-    "model.",
-    "optim.",
-)
+# Settings that a run must keep, see train/run_folder/identity.py.
+FIXED = ("task.", "model.", "optim.")  # prefixes
 FIXED_KEYS = ("seed", "global_batch_size", "data.path", "seq_len")
 # the start of a path, in settings that may be any text
 PATH = re.compile(r"(/|~|\.\.?/|file:)[^\n]")
-# S3, the Hub, or a folder
-PLACES = (
-    "data.path",
-    "model.pretrained",
-    "model.init_from",
-    "model.tokenizer",
-)
+# Settings that name a place in S3, at the Hub or in a folder.
+PLACES = ("data.path", "model.pretrained", "model.init_from", "model.tokenizer")
 OF_MACHINE = ("run_dir", "data.cache_dir")  # folders that each machine makes
 RANKS_PER_CPU = 4  # more ranks would only wait for one another
 
@@ -52,8 +43,12 @@ RANKS_PER_CPU = 4  # more ranks would only wait for one another
 def run_overrides(given: Sequence[str], launch: Sequence[str]) -> list[str]:
     """Return the run's overrides: the launch's instance settings, except those in `given`, and then `given`."""
     keys = {override.partition("=")[0] for override in given}
-    instance = [each for each in launch if each.partition("=")[0].split(".")[0] == "instance"]
-    return [*(each for each in instance if each.partition("=")[0] not in keys), *given]
+    overrides = []
+    for override in launch:
+        key = override.partition("=")[0]
+        if key.split(".")[0] == "instance" and key not in keys:
+            overrides.append(override)
+    return [*overrides, *given]
 
 
 def located(overrides: Sequence[str], key: str, location: str) -> list[str]:
@@ -76,18 +71,13 @@ def make_job(
     folder: str,
 ) -> Job:
     """Return the job for `run`, made from `overrides`. Raises InputError if the machines cannot run that many ranks."""
-    ranks = cfg.ranks_per_node
+    check_machines(cfg, run)
     if isinstance(run, TrainConfig):
         kind, key, where = "train", "run_dir", absolute(run.run_dir)
-        check_ranks(cfg, uses_devices=run.backend.device != "cpu")
-        check_backend(run.backend, cfg.instance)
     else:
         kind, key, where = "prepare", "output", absolute(run.output)
-        message = f"nodes={cfg.nodes} is for training: a preparation uses parts={cfg.nodes}, with one machine per part"
-        check(cfg.nodes == 1, message)
+    ranks = cfg.ranks_per_node
     settings = to_dict(run)
-    if not cfg.cluster.shares_disks:
-        check_reachable(run)
     return Job(
         id=FileName(f"{safe_name(where)}-{sha256_json([where, settings, code.sha256])[:8]}"),
         kind=kind,
@@ -101,7 +91,6 @@ def make_job(
         cluster=asdict(cfg.cluster),
         instance=cfg.instance.name,
         nodes=cfg.nodes,
-        spares=cfg.spares,
         processes_per_node=ranks,
         environment=environment(cfg.instance, nodes=cfg.nodes, processes_per_node=ranks),
         s3=asdict(run.s3),
@@ -109,22 +98,31 @@ def make_job(
     )
 
 
+def check_machines(cfg: LaunchConfig, run: TrainConfig | PrepareConfig) -> None:
+    """Raise InputError if the machines cannot run this."""
+    if isinstance(run, TrainConfig):
+        check_ranks(cfg, uses_devices=run.backend.device != "cpu")
+        check_backend(run.backend, cfg.instance)
+    else:
+        check(
+            cfg.nodes == 1,
+            f"nodes={cfg.nodes} is for training: a preparation uses parts={cfg.nodes}, with one machine per part",
+        )
+    if not cfg.cluster.shares_disks:
+        check_reachable(run)
+
+
 def check_reachable(run: TrainConfig | PrepareConfig) -> None:
     """Raise InputError if a setting names a file or folder of this computer, which the machines do not see."""
+    has_shards = isinstance(run, TrainConfig) and isinstance(run.data, ShardsConfig)
     local = []
     for key, value in flatten(to_dict(run)):
-        values = value if isinstance(value, list) else [value]
-        texts = [each for each in values if isinstance(each, str) and key not in OF_MACHINE]
-        is_shards = (
-            key == "data.path"
-            and isinstance(run, TrainConfig)
-            and isinstance(run.data, ShardsConfig)
-        )
-        local += [
-            f"{key}={each}"
-            for each in texts
-            if is_here(key, each) or (is_shards and not is_s3(each))
-        ]
+        if key in OF_MACHINE:
+            continue
+        for each in value if isinstance(value, list) else [value]:
+            is_shards = key == "data.path" and has_shards
+            if isinstance(each, str) and (is_here(key, each) or (is_shards and not is_s3(each))):
+                local.append(f"{key}={each}")
     check(
         not local,
         f"{' '.join(local)}: the machines do not see this computer's folders; copy them to S3",
@@ -144,8 +142,9 @@ def check_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> None:
     """Raise InputError if a machine cannot run this number of ranks: one per device, or up to RANKS_PER_CPU per CPU."""
     instance, ranks = cfg.instance, cfg.ranks_per_node
     if instance.rank_counts is not None:
-        valid = instance.rank_counts if cfg.nodes == 1 else [max(instance.rank_counts)]
-        name = instance.name if cfg.nodes == 1 else f"with several machines, each {instance.name}"
+        valid, name = instance.rank_counts, instance.name
+        if cfg.nodes > 1:
+            valid, name = [max(valid)], f"with several machines, each {name}"
         check(
             ranks in valid,
             f"processes_per_node={ranks}: {name} runs {' or '.join(map(str, valid))}",
@@ -153,8 +152,11 @@ def check_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> None:
         return
     most, share = instance.devices, "one per device"
     if not uses_devices or instance.device is None or most is None:
-        cpus = usable_cpus() if instance.vcpus is None and cfg.cluster.is_here else instance.vcpus
-        most, share = None if cpus is None else RANKS_PER_CPU * cpus, f"{RANKS_PER_CPU} per CPU"
+        cpus = instance.vcpus
+        if cpus is None and cfg.cluster.is_here:
+            cpus = usable_cpus()
+        most = None if cpus is None else RANKS_PER_CPU * cpus
+        share = f"{RANKS_PER_CPU} per CPU"
     too_many = f"processes_per_node={ranks}: {instance.name} runs at most {most} ranks, {share}"
     check(most is None or ranks <= most, too_many)
 
@@ -165,9 +167,9 @@ def environment(
     """Return the environment variables of every process of a job. Variables that the user sets take precedence.
 
     `baretrain train` sets the variables for network cards, huge pages, open files and processors
-    (train.machine.rank_setup), and for Neuron's runtime and compiler (train.machine.machine), before the ranks join.
-    FI_EFA_FORK_SAFE is not set, since only kernels before 5.15 need it (`baretrain doctor` warns of these), nor
-    are variables for which PyTorch's default is right, such as TORCH_NCCL_ASYNC_ERROR_HANDLING.
+    (train.machine.rank_setup), and for Neuron's runtime and compiler (train.machine.neuron), before the ranks join.
+    FI_EFA_FORK_SAFE is not set, since only kernels before 5.15 need it (baretrain doctor warns of these), nor are
+    variables for which PyTorch's default is right, such as TORCH_NCCL_ASYNC_ERROR_HANDLING.
     """
     variables = {}
     if nodes > 1 and instance.efa_interfaces:
@@ -195,12 +197,11 @@ def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], *, run_di
     """Raise InputError if a setting that is fixed for a run has changed: task, model, optimizer, data or batch."""
 
     def fixed(settings: Mapping[str, Any]) -> dict[str, Any]:
-        pairs = dict(flatten(settings)).items()
-        return {
-            key: value
-            for key, value in pairs
-            if key in FIXED_KEYS or (key.startswith(FIXED) and key not in FREE)
-        }
+        kept = {}
+        for key, value in flatten(settings):
+            if key in FIXED_KEYS or (key.startswith(FIXED) and key not in FREE):
+                kept[key] = value
+        return kept
 
     changed = differences(fixed(before), fixed(now))
     check(

@@ -5,8 +5,14 @@ runs/mine.launch/     job.json      the job, which the scheduler's script and ev
                       plan.json     the plan that was printed
                       config.yaml   the resolved settings of the run
                       code-....tar.gz
-                      events/       requests and answers, each a small file that never changes
+                      submissions/  0001.json: a request to the scheduler, and the scheduler's answer
+                      requests/     0001.json: what the user asked of submission 1, to stop or to be cancelled
+                      attempts/     0001.json: the status of an attempt; 0001.txt: why the trainer rejected it
                       logs/         output of the scheduler's script, and of every node and rank
+
+The user's computer writes submissions and requests. The supervisor of the job writes an attempt's file when the attempt
+begins, and again when it ends. If the supervisor is lost, the file keeps no end: the next supervisor adds it, and until
+then the scheduler says whether the job still exists.
 """
 
 from __future__ import annotations
@@ -15,16 +21,15 @@ import os
 import platform
 import re
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from launch.values import count, table, text, texts
 from train.config import InputError, S3Config, check
 from train.config.checks import LAST_UNIX_S
-from train.machine.machine import cache_root
-from train.run.command import Parser, add_s3_flags
+from train.machine.host import cache_root
+from train.run.command import Parser, add_s3_flags, printable
 from train.storage.folders import (
     LocalFolder,
     at_once,
@@ -35,13 +40,19 @@ from train.storage.folders import (
 )
 from train.storage.schema import BadContent, FileName, Sha256, read_object, record
 
-FORMAT = 2
-MODULES = {"train": "train", "prepare": "prepare"}
+FORMAT = 3
+KINDS = ("train", "prepare")  # what a job can do: commands of baretrain
 SUFFIX = ".launch"
 JOB, PLAN, CONFIG = "job.json", "plan.json", "config.yaml"
-EVENTS = "events/"
-Kind = TypeVar("Kind")
+SUBMISSIONS, REQUESTS, ATTEMPTS = "submissions", "requests", "attempts"
+ATTEMPT = "attempt_"  # the start of an attempt's name
+STOP, CANCEL = "stop", "cancel"  # what the user can ask of a job
 ENDS = ("done", "stopped", "failed", "refused")
+AGAIN, REQUEUE, END = "again", "requeue", "end"  # what follows an attempt
+Kind = TypeVar("Kind")
+
+
+# ---- files of a record -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,6 @@ class Job:
     cluster: dict[str, Any]  # the scheduler's settings
     instance: str
     nodes: int
-    spares: int
     processes_per_node: int
     environment: dict[str, str] = field(default_factory=dict)
     s3: dict[str, Any] = field(default_factory=dict)
@@ -90,24 +100,147 @@ class Job:
             f"the job has format {values.get('format')!r}; this version reads {FORMAT}: use the version that wrote it",
         )
         job = record(cls, values)
-        check(job.kind in MODULES, f"the job's kind {job.kind!r} is not known")
+        check(job.kind in KINDS, f"the job's kind {job.kind!r} is not known")
         return job
-
-    @property
-    def module(self) -> str:
-        return MODULES[self.kind]
 
 
 @dataclass(frozen=True)
-class Event:
-    kind: str  # submitting, submitted, attempt_began, attempt_ended, gate, stop_asked, requeued, ended, ...
+class Submission:
+    """A request to a scheduler to start a job, and the scheduler's identifier of the job."""
+
+    number: int
+    scheduler: str
+    nodes: int
     time_unix_s: float
-    host: str
-    details: dict[str, Any] = field(default_factory=dict)
+    handle: dict[str, Any] = field(default_factory=dict)  # empty before the scheduler answers
+    rejection: str = ""  # why the job could not be started; empty if it could
 
     def __post_init__(self) -> None:
-        if not 0 <= self.time_unix_s < LAST_UNIX_S:  # also true for NaN
-            raise BadContent("time_unix_s is not a time that can be shown")
+        check_time(self.time_unix_s)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request of the user about a submission: STOP or CANCEL."""
+
+    what: str
+    time_unix_s: float
+
+    def __post_init__(self) -> None:
+        check_time(self.time_unix_s)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The status of an attempt of a job. The first one of a job on its machines includes their preflight."""
+
+    number: int  # counted over all submissions
+    submission: int
+    nodes: list[str]
+    host: str  # the supervisor's machine and process
+    began_unix_s: float
+    begun_at: int  # step of the newest checkpoint when the attempt began
+    is_training: bool = False  # whether the preflight is over
+    ended_unix_s: float | None = None
+    outcome: str = ""  # done | stopped | failed | refused
+    reason: str = ""
+    exit_code: int | None = None
+    step: int | None = None
+    checkpoint: int | None = None
+    next: str = ""  # again | requeue | end
+    never_began: bool = False  # whether the scheduler did not start the trainer
+
+    def __post_init__(self) -> None:
+        check_time(self.began_unix_s)
+        check_time(self.ended_unix_s or 0.0)
+        if self.outcome not in ("", *ENDS):
+            raise BadContent("outcome is not known")
+
+    @property
+    def is_over(self) -> bool:
+        return self.ended_unix_s is not None
+
+    @property
+    def has_saved(self) -> bool:
+        """True if the attempt left a newer checkpoint."""
+        return (self.checkpoint or 0) > self.begun_at
+
+
+def check_time(unix_s: float) -> None:
+    if not 0 <= unix_s < LAST_UNIX_S:  # also true for NaN
+        raise BadContent("a time in it cannot be shown")
+
+
+def attempt_name(number: int) -> str:
+    """Return the name of an attempt, which is also the name of its folder in logs/."""
+    return f"{ATTEMPT}{number:04d}"
+
+
+# ---- history ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class History:
+    """All attempts of a run, its last submission, and what the user asked of this submission."""
+
+    submission: Submission | None = None
+    request: Request | None = None
+    attempts: list[Attempt] = field(default_factory=list)
+
+    @property
+    def of_submission(self) -> list[Attempt]:
+        number = self.submission.number if self.submission is not None else 0
+        return [attempt for attempt in self.attempts if attempt.submission == number]
+
+    @property
+    def last_attempt(self) -> Attempt | None:
+        """The last attempt of the last submission."""
+        attempts = self.of_submission
+        return attempts[-1] if attempts else None
+
+    @property
+    def running_attempt(self) -> Attempt | None:
+        last = self.last_attempt
+        return last if last is not None and not last.is_over else None
+
+    @property
+    def ended(self) -> Attempt | None:
+        """The attempt with which the last submission's job ended; None if it has not ended."""
+        last = self.last_attempt
+        return last if last is not None and last.next == END else None
+
+    @property
+    def is_stop_asked(self) -> bool:
+        """True if the user wants no further attempt."""
+        return self.request is not None
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.request is not None and self.request.what == CANCEL
+
+    @property
+    def has_end(self) -> bool:
+        return self.ended is not None or self.is_cancelled
+
+    @property
+    def faults(self) -> int:
+        """The number of the submission's attempts that failed or saved nothing new."""
+        over = [attempt for attempt in self.of_submission if attempt.is_over]
+        return sum(attempt.outcome != "stopped" or not attempt.has_saved for attempt in over)
+
+    @property
+    def idle(self) -> int:
+        """The number of last attempts in a row that saved nothing new. Those that never began are not counted."""
+        number = 0
+        for attempt in reversed(self.of_submission):
+            if attempt.is_over and attempt.has_saved:
+                break
+            if attempt.is_over and not attempt.never_began:
+                number += 1
+        return number
+
+
+# ---- the record ------------------------------------------------------------------------------------------------------
 
 
 def add_record_flags(parser: Parser) -> None:
@@ -126,7 +259,8 @@ class Record:
         self.run_dir = run_dir.rstrip("/").removesuffix(SUFFIX)
         check(bool(self.run_dir.strip("/.")), f"{run_dir} is not the name of a run folder")
         self.location = f"{self.run_dir}{SUFFIX}"
-        self.s3, self.job_sha256 = s3, job_sha256
+        self.s3 = s3
+        self.job_sha256 = job_sha256
         self.folder = open_folder(self.location, s3)
         self.run = open_folder(self.run_dir, s3)
 
@@ -142,10 +276,12 @@ class Record:
 
     def flags(self) -> list[str]:
         """Return the flags of `add_record_flags` with which another program opens this record."""
-        return [
-            *self.s3.flags(),
-            *([f"--job-sha256={self.job_sha256}"] if self.job_sha256 else []),
-        ]
+        flags = list(self.s3.flags())
+        if self.job_sha256:
+            flags.append(f"--job-sha256={self.job_sha256}")
+        return flags
+
+    # ---- the job ----
 
     def exists(self) -> bool:
         return self.folder.size(JOB) is not None
@@ -185,198 +321,106 @@ class Record:
         self.folder.write(PLAN, canonical_json(plan))
         self.folder.write(JOB, job.to_json())
 
-    def append_event(self, kind: str, /, **details: Any) -> None:
-        while not self.append_event_as(self.next_number(), kind, **details):
-            pass  # another process took the number
+    # ---- submissions and requests ----
 
-    def next_number(self) -> int:
-        return 1 + max(
-            (int(name[len(EVENTS) :].removesuffix(".json")) for name in self.event_names()),
-            default=0,
+    def numbered(self, folder: str) -> dict[int, str]:
+        """Return the names of the files folder/0001.json, folder/0002.json, ..., by number, in order."""
+        pattern = re.compile(rf"{folder}/(\d{{4,9}})\.json", re.ASCII)
+        matches = map(pattern.fullmatch, self.folder.names(f"{folder}/"))
+        return dict(sorted((int(match[1]), match[0]) for match in matches if match is not None))
+
+    def next_submission(self) -> int:
+        return 1 + max(self.numbered(SUBMISSIONS), default=0)
+
+    def claim(self, number: int, scheduler: str, nodes: int) -> Submission | None:
+        """Record a submission before the scheduler is asked; return None if another launch has taken the number."""
+        submission = Submission(number, scheduler, nodes, now_unix_s())
+        is_first = self.folder.create(file_of(SUBMISSIONS, number), to_json(submission))
+        return submission if is_first else None
+
+    def keep_answer(self, submission: Submission) -> None:
+        """Write a submission again, with the scheduler's answer."""
+        self.folder.write(file_of(SUBMISSIONS, submission.number), to_json(submission))
+
+    def last_submission(self) -> Submission | None:
+        """Return the last submission. A damaged one counts as missing, so that it hides no job."""
+        for name in reversed(self.numbered(SUBMISSIONS).values()):
+            submission = self.sound(Submission, name)
+            if submission is not None:
+                return submission
+        return None
+
+    def ask(self, what: str) -> None:
+        """Record that the user wants the last submission's job to stop (STOP) or to be cancelled (CANCEL)."""
+        submission = self.last_submission()
+        if submission is not None:
+            request = Request(what, now_unix_s())
+            self.folder.write(file_of(REQUESTS, submission.number), to_json(request))
+
+    # ---- attempts ----
+
+    def begin(self, nodes: list[str], begun_at: int) -> Attempt | None:
+        """Record a new attempt; return None if another program has taken its number."""
+        submission = self.last_submission()
+        attempt = Attempt(
+            number=1 + max(self.numbered(ATTEMPTS), default=0),
+            submission=submission.number if submission is not None else 0,
+            nodes=nodes,
+            host=f"{platform.node()}:{os.getpid()}",
+            began_unix_s=now_unix_s(),
+            begun_at=begun_at,
         )
+        name = file_of(ATTEMPTS, attempt.number)
+        if self.folder.create(name, to_json(attempt)):
+            return attempt
+        # S3's answer to the first request may have been lost, and the request repeated.
+        there = self.sound(Attempt, name)
+        return there if there == attempt else None
 
-    def append_event_as(self, number: int, kind: str, /, **details: Any) -> bool:
-        """Add an event with this number; return False if the number is taken."""
-        event = Event(kind, round(time.time(), 3), f"{platform.node()}:{os.getpid()}", details)
-        return self.folder.create(f"{EVENTS}{number:05d}.json", canonical_json(asdict(event)))
+    def keep(self, attempt: Attempt) -> None:
+        """Write the status of an attempt again."""
+        self.folder.write(file_of(ATTEMPTS, attempt.number), to_json(attempt))
 
-    def event_names(self) -> list[str]:
-        return [
-            name
-            for name in self.folder.names(EVENTS)
-            if re.fullmatch(r"events/\d{5,}\.json", name)
-        ]
+    def reject(self, attempt: str, reason: str) -> None:
+        """Record why the trainer rejected the attempt with this name. Any machine of the attempt may do so."""
+        name = FileName(f"{attempt.removeprefix(ATTEMPT)}.txt")
+        self.folder.write(f"{ATTEMPTS}/{name}", reason.encode())
+
+    def rejection(self, number: int) -> str:
+        """Return why the trainer rejected an attempt; "" if it did not."""
+        try:
+            content = self.folder.read(f"{ATTEMPTS}/{number:04d}.txt")
+        except FileNotFoundError:
+            return ""
+        return printable(content.decode(errors="replace"))
+
+    # ---- history ----
 
     def history(self) -> History:
-        return read_history(self.events())
+        """Read the history of the run. Damaged files count as missing: the run's machines may have written them."""
+        submission = self.last_submission()
+        request = None
+        if submission is not None:
+            request = self.sound(Request, file_of(REQUESTS, submission.number))
+        read = partial(self.sound, Attempt)
+        attempts = at_once(read, self.numbered(ATTEMPTS).values())
+        return History(submission, request, [each for each in attempts if each is not None])
 
-    def events(self) -> list[Event]:
-        """Return all events in order. Damaged events get the kind "damaged", so that `launch stop` still works."""
-        return list(at_once(self.event, self.event_names()))
-
-    def event(self, name: str) -> Event:
+    def sound(self, kind: type[Kind], name: str) -> Kind | None:
+        """Return the content of a file; None if the file is missing or damaged."""
         try:
-            return record(Event, read_object(self.folder.read(name)))
-        except BadContent:
-            return Event("damaged", 0.0, "")
+            return record(kind, read_object(self.folder.read(name)))
+        except (FileNotFoundError, BadContent):
+            return None
 
 
-# ---- history, from the events ----------------------------------------------------------------------------------------
+def now_unix_s() -> float:
+    return round(time.time(), 3)
 
 
-@dataclass
-class Submission:
-    """A request to a scheduler to start a job, and the scheduler's identifier of the job."""
-
-    scheduler: str
-    time_unix_s: float
-    nodes: int | None = None
-    # the job's identifier; empty before the scheduler answers
-    handle: dict[str, Any] = field(default_factory=dict)
-    rejection: str = ""  # why the job could not be started; empty if it could
+def file_of(folder: str, number: int) -> str:
+    return f"{folder}/{number:04d}.json"
 
 
-def attempt_name(number: int) -> str:
-    """Return the name of an attempt, which is also the name of its folder in logs/."""
-    return f"attempt_{number:04d}"
-
-
-@dataclass
-class AttemptEntry:
-    number: int
-    nodes: list[str]
-    began_unix_s: float
-    ended_unix_s: float | None = None
-    exit_code: int | None = None
-    outcome: str = ""
-    reason: str = ""
-    step: int | None = None
-    checkpoint: int | None = None
-    begun_at: int = 0  # step of the newest checkpoint when the attempt began
-    next: str = ""  # again | requeue | end
-    is_over: bool = False
-
-
-@dataclass
-class Ended:
-    outcome: str
-    reason: str
-    time_unix_s: float
-
-
-@dataclass
-class History:
-    """All attempts of a run, and the state of its last submission."""
-
-    submissions: int = 0
-    submission: Submission | None = None
-    attempts: list[AttemptEntry] = field(default_factory=list)
-    attempts_before: int = 0  # number of attempts of earlier submissions
-    failed_gate: dict[str, str] = field(default_factory=dict)  # reasons by node
-    stop_asked_unix_s: float | None = None
-    cancelled_unix_s: float | None = None
-    # nodes on which the requeued job must not run
-    excluded: list[str] = field(default_factory=list)
-    ended: Ended | None = None
-    # number of attempts that failed or saved nothing new, plus requeues without an attempt
-    faults: int = 0
-    idle: int = 0  # number of attempts in a row that saved nothing new; those that never began are not counted
-    requeued: str = ""  # why the job was requeued; empty once an attempt begins or the job ends
-    is_tried: bool = False  # whether an attempt was made since the last requeue
-
-    @property
-    def has_end(self) -> bool:
-        return self.ended is not None or self.cancelled_unix_s is not None
-
-    @property
-    def is_stop_asked(self) -> bool:
-        """True if the user wants no further attempt."""
-        return self.stop_asked_unix_s is not None or self.cancelled_unix_s is not None
-
-    @property
-    def last_attempt(self) -> AttemptEntry | None:
-        """The last attempt of the last submission."""
-        return self.attempts[-1] if len(self.attempts) > self.attempts_before else None
-
-    @property
-    def running_attempt(self) -> AttemptEntry | None:
-        last = self.last_attempt
-        return None if last is None or last.is_over or self.ended is not None else last
-
-    def add(self, event: Event) -> None:
-        details, last, at_unix_s = event.details, self.last_attempt, event.time_unix_s
-        match event.kind:
-            case "submitted":
-                self.submission = submission_of(event)
-            case "not_submitted" if self.submission is not None:
-                self.submission.rejection = text(details, "reason") or "rejected"
-            case "attempt_began":
-                begun_at = count(details, "checkpoint") or 0
-                # its machine was lost; only checkpoints show its progress
-                if last is not None and not last.is_over:
-                    self.add_try(progressed=begun_at > last.begun_at)
-                number, nodes = count(details, "number") or 0, texts(details, "nodes")
-                self.attempts.append(AttemptEntry(number, nodes, at_unix_s, begun_at=begun_at))
-                self.ended, self.is_tried, self.requeued = None, True, ""
-            case "refused" if last is not None and details.get("attempt") == attempt_name(
-                last.number
-            ):
-                last.reason = last.reason or text(details, "reason")
-            case "attempt_ended" if last is not None:
-                last.ended_unix_s, last.exit_code, last.is_over = (
-                    at_unix_s,
-                    count(details, "exit_code"),
-                    True,
-                )
-                last.step, last.checkpoint = count(details, "step"), count(details, "checkpoint")
-                last.outcome, last.reason = text(details, "outcome"), text(details, "reason")
-                last.next = text(details, "next")
-                self.add_try(
-                    progressed=details.get("made_progress") is True,
-                    in_order=last.outcome == "stopped",
-                    never_began=details.get("never_began") is True,
-                )
-            case "gate":
-                self.failed_gate = {
-                    node: str(reason) for node, reason in table(details, "failed").items()
-                }
-            case "stop_asked":
-                self.stop_asked_unix_s = at_unix_s
-            case "cancelled":
-                self.cancelled_unix_s = at_unix_s
-            case "requeued":
-                if not self.is_tried:
-                    self.add_try(progressed=False, never_began=details.get("never_began") is True)
-                self.requeued = text(details, "reason")
-                self.excluded = sorted({*self.excluded, *texts(details, "excluded")})
-                self.is_tried = False
-            case "ended":
-                outcome, self.requeued = text(details, "outcome"), ""
-                self.ended = Ended(
-                    outcome if outcome in ENDS else "ended", text(details, "reason"), at_unix_s
-                )
-
-    def add_try(
-        self, *, progressed: bool, in_order: bool = False, never_began: bool = False
-    ) -> None:
-        # an attempt that never began does not count
-        self.idle = 0 if progressed else self.idle + (not never_began)
-        self.faults += not (progressed and in_order)
-
-
-def read_history(events: Sequence[Event]) -> History:
-    """Return the history from the events. Details of a wrong type count as missing; unknown events are skipped."""
-    history = History()
-    for event in events:
-        if event.kind == "submitting":
-            before = history.attempts
-            history = History(history.submissions + 1, submission_of(event), before, len(before))
-        else:
-            history.add(event)
-    return history
-
-
-def submission_of(event: Event) -> Submission:
-    details = event.details
-    nodes, handle = count(details, "nodes"), table(details, "handle")
-    return Submission(text(details, "scheduler"), event.time_unix_s, nodes, handle)
+def to_json(values: Any) -> bytes:
+    return canonical_json(asdict(values))

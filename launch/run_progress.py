@@ -9,16 +9,17 @@ from typing import Any
 from launch.values import count, number, table
 from train.observe.lines import read_back
 from train.run_folder.identity import ENVIRONMENT
-from train.run_folder.lease import newest, parse
 from train.run_folder.outcome import read_outcome
+from train.run_folder.ownership import newest_lease, parse_lease
 from train.storage.folders import Folder
 from train.storage.schema import BadContent, read_object
 from train.tasks import scores_of
 
-# bytes read from the end of metrics.jsonl: about 10,000 lines, probably including an evaluation
+# Bytes read from the end of metrics.jsonl: about 10,000 lines, probably including an evaluation.
 TAIL_BYTES = 2**22
 COMMITTED = re.compile(r"checkpoints/step_([0-9]{1,18})/manifest\.json")
 MAX_SCORES = 6
+Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class RunProgress:
     loss: float | None = None
     tokens_per_s: float | None = None
     mfu: float | None = None
-    # share of the time since the first start that was spent in steps that were not lost
+    # share of the time since the first start spent in steps that were not lost
     goodput: float | None = None
     cost_usd: float | None = None  # cost of all attempts, up to the last line
     evaluated_step: int | None = None
@@ -46,58 +47,83 @@ class RunProgress:
 def read_progress(run: Folder) -> RunProgress:
     """Read the progress of a run from its folder, which need not exist yet. Damaged files count as missing."""
     names = run.names_here()
-    lines = list(read_back(run, limit_bytes=TAIL_BYTES))[::-1]
-    trained, evaluated, ended = (
-        [line for line in lines if line["kind"] == k] for k in ("train", "eval", "summary")
-    )
-    last, score = (trained or [{}])[-1], (evaluated or [{}])[-1]
-    try:
-        environment = read_object(run.read(ENVIRONMENT))
-    except (FileNotFoundError, BadContent):
-        environment = {}
-    planned = count(table(environment, "plan"), "total_steps") or None
-    declared = scores_of(str(table(environment, "identity").get("task.kind")))
-    scores = [(key, number(score, key)) for key in score if key in declared]
-    # Skip fault lines: a fault may occur before the first step. If the run is in S3, its lease may have a newer step.
-    lease = parse(newest(run)[1]) if "lease" in names else None
-    steps = [line["step"] for line in lines if line["kind"] != "fault"][-1:]
-    figures = [(key, number(line, key)) for line in lines for key in ("goodput", "cost_usd")]
-    newest_of = {key: figure for key, figure in figures if figure is not None}
+    lines = list(read_back(run, limit_bytes=TAIL_BYTES))  # the newest comes first
+    trained = of_kind(lines, "train")
+    last = trained[0] if trained else {}
+    evaluation = next(iter(of_kind(lines, "eval")), {})
+    summary = next(iter(of_kind(lines, "summary")), {})
+    newest_line = lines[0] if lines else {}
+    environment = read_environment(run)
+    planned = count(table(environment, "plan"), "total_steps")
     return RunProgress(
         exists=ENVIRONMENT in names,
-        attempt=lines[-1]["attempt"] if lines else None,
-        step=max(0, *steps, count(lease or {}, "step") or 0) or None,
-        total_steps=(count(ended[-1], "steps_total") if ended else None) or planned,
+        attempt=newest_line.get("attempt"),
+        step=newest_step(run, lines, has_lease="lease" in names),
+        total_steps=count(summary, "steps_total") or planned or None,
         loss=number(last, "loss"),
         tokens_per_s=number(last, "tokens_per_s"),
         mfu=number(last, "mfu"),
-        goodput=newest_of.get("goodput"),
-        cost_usd=newest_of.get("cost_usd"),
-        evaluated_step=score.get("step"),
-        scores=dict([(key, found) for key, found in scores if found is not None][:MAX_SCORES]),
+        goodput=newest_figure(lines, "goodput"),
+        cost_usd=newest_figure(lines, "cost_usd"),
+        evaluated_step=evaluation.get("step"),
+        scores=scores(environment, evaluation),
         step_s=mean_step_s([line for line in trained if line["attempt"] == last["attempt"]]),
-        line_unix_s=number(lines[-1], "time_unix_s") if lines else None,
+        line_unix_s=number(newest_line, "time_unix_s"),
         checkpoint=newest_checkpoint(run),
         outcome=read_outcome(run) or None,
     )
 
 
+def of_kind(lines: list[Line], kind: str) -> list[Line]:
+    return [line for line in lines if line["kind"] == kind]
+
+
+def read_environment(run: Folder) -> dict[str, Any]:
+    try:
+        return read_object(run.read(ENVIRONMENT))
+    except (FileNotFoundError, BadContent):
+        return {}
+
+
+def newest_step(run: Folder, lines: list[Line], *, has_lease: bool) -> int | None:
+    # Skip fault lines: a fault may occur before the first step.
+    step = next((line["step"] for line in lines if line["kind"] != "fault"), 0)
+    if has_lease:
+        # If the run is in S3, its lease may have a newer step.
+        lease = parse_lease(newest_lease(run)[1])
+        step = max(step, lease.step if lease else 0)
+    return step or None
+
+
+def newest_figure(lines: list[Line], key: str) -> float | None:
+    figures = (number(line, key) for line in lines)
+    return next((figure for figure in figures if figure is not None), None)
+
+
+def scores(environment: dict[str, Any], evaluation: Line) -> dict[str, float]:
+    """Return the values that the run's task declares as scores, in the order of the line."""
+    declared = scores_of(str(table(environment, "identity").get("task.kind")))
+    found = dict[str, float]()
+    for key in evaluation:
+        figure = number(evaluation, key)
+        if key in declared and figure is not None and len(found) < MAX_SCORES:
+            found[key] = figure
+    return found
+
+
 def newest_checkpoint(run: Folder) -> int | None:
     """Return the step of the newest committed checkpoint, according to file names. No content is verified."""
-    matches = (COMMITTED.fullmatch(name) for name in run.names("checkpoints/step_"))
+    matches = map(COMMITTED.fullmatch, run.names("checkpoints/step_"))
     return max((int(match[1]) for match in matches if match), default=None)
 
 
-def mean_step_s(trained: list[dict[str, Any]]) -> float | None:
-    """Return the mean seconds per step in an attempt's newest lines, including evaluations and saves."""
+def mean_step_s(trained: list[Line]) -> float | None:
+    """Return the mean seconds per step in an attempt's lines, newest first, including evaluations and saves."""
     if not trained:
         return None
-    first, last = trained[0], trained[-1]
-    begin_s, end_s, steps = (
-        number(first, "time_unix_s"),
-        number(last, "time_unix_s"),
-        last["step"] - first["step"],
-    )
+    first, last = trained[-1], trained[0]
+    begin_s, end_s = number(first, "time_unix_s"), number(last, "time_unix_s")
+    steps = last["step"] - first["step"]
     if begin_s is not None and end_s is not None and end_s > begin_s and steps > 0:
         return (end_s - begin_s) / steps
     return number(last, "step_s") or None

@@ -13,9 +13,8 @@ from launch.spec import Scheduler
 from train.config import InputError
 from train.storage.schema import record
 
-SCHEDULERS: dict[
-    str, tuple[type[ClusterConfig], str]
-] = {  # the settings class, and the module with a class Scheduler
+# The settings class, and the module with a class Scheduler.
+SCHEDULERS: dict[str, tuple[type[ClusterConfig], str]] = {
     "local": (LocalConfig, "launch.local"),
     "slurm": (SlurmConfig, "launch.slurm.scheduler"),
     "ec2": (Ec2Config, "launch.ec2.scheduler"),

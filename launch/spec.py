@@ -9,7 +9,6 @@ from typing import Any
 
 from launch.config import LaunchConfig
 from launch.record import Job, Record
-from train.config import S3Config
 from train.run.command import DONE
 
 Handle = Mapping[str, Any]  # a scheduler's identifier of a job, as plain JSON
@@ -19,11 +18,11 @@ Handle = Mapping[str, Any]  # a scheduler's identifier of a job, as plain JSON
 class State:
     """The current state of a job, as its scheduler reports it."""
 
-    # whether the job is waiting or running, so no other may start; None: unknown
+    # True if the job is waiting or running, so that no other may start; None if that is unknown.
     is_active: bool | None = None
     text: str = ""  # the state in the scheduler's terms, such as "PENDING (Resources)"
     nodes: list[str] = field(default_factory=list)
-    # cancelled | failed; empty if the job is active, or if the scheduler reports neither
+    # cancelled | failed; empty if the job is active or the scheduler reports neither
     outcome: str = ""
     scheduler: str = ""
     failure: str = ""  # why the scheduler did not answer; empty if it did
@@ -40,10 +39,6 @@ class Scheduler(ABC):
 
         `hours` is the expected duration; None if it is unknown.
         """
-
-    def found_type(self, cfg: LaunchConfig, s3: S3Config) -> list[str]:
-        """Return instance settings for a machine type that conf/instance does not list."""
-        raise NotImplementedError
 
     @abstractmethod
     def submit(self, job: Job, record: Record) -> Handle:

@@ -10,25 +10,23 @@ from train.config import InputError, RecordsConfig, S3Config, TrainConfig, check
 from train.models.model_sizes import Shape, find_shape, knows_vocabulary, read_shape
 from train.observe.lines import read_back
 from train.run.saved import read_config, whole_config
+from train.run_folder.metrics_files import files_of
 from train.storage.folders import Folder, open_folder
 from train.storage.schema import BadContent, of_type, shown
 
-WITHOUT_BF16 = ("V100", "T4")
+WITHOUT_BF16 = ("T4",)
 # Shares of the peak FLOP/s, from published speeds of BERT-large with 128 tokens. According to AWS's formula, which does
 # not count the head, a sequence takes 236.8 GFLOP.
-IN_16_BITS = {
-    "Trainium": (
-        0.288,
-        "AWS: 3,697.71 sequences/s on a trn1.32xlarge (aws-neuron-sdk, Neuron 2.26)",
-    ),
-    "A100": (0.44, "NVIDIA: 580 sequences/s on an A100-80GB (DeepLearningExamples)"),
-    "V100": (0.42, "NVIDIA: 224 sequences/s on a V100-32GB (DeepLearningExamples)"),
-}
-IN_FP32 = {
-    "Trainium": (
-        0.63,
-        "AWS: 32,362.7 sequences/s on 16 trn1.32xlarge (aws-neuron-sdk, Neuron 2.28)",
-    )
+TRAINIUM = (0.288, "AWS: 3,697.71 sequences/s on a trn1.32xlarge (aws-neuron-sdk, Neuron 2.26)")
+TRAINIUM_FP32 = (
+    0.63,
+    "AWS: 32,362.7 sequences/s on 16 trn1.32xlarge (aws-neuron-sdk, Neuron 2.28)",
+)
+A100 = (0.44, "NVIDIA: 580 sequences/s on an A100-80GB (DeepLearningExamples)")
+PUBLISHED = {  # chip, and whether products of matrices are in 16 bits
+    ("Trainium", True): TRAINIUM,
+    ("Trainium", False): TRAINIUM_FP32,
+    ("A100", True): A100,
 }
 
 
@@ -40,17 +38,14 @@ class Calibration:
     instance: str
     precision: str
     world_size: int
-    seq_len: int  # tokens
-    sequences_per_s: float  # over all ranks
     flops_per_s: float  # per rank while it does not wait in a pipeline, counting only the model's arithmetic
-    mfu: float | None  # share of a device's peak; None if the peak is unknown
 
 
 def read_calibration(location: str, s3: S3Config) -> Calibration:
     """Read the speed of a finished run from its folder, local or in S3. Raises InputError if it has none."""
     folder = open_folder(location, s3)
     check(
-        folder.size("metrics.jsonl") is not None,
+        bool(files_of(folder)),
         f"calibrate={location} is not a run folder: metrics.jsonl is missing",
     )
     cfg = read_config(folder)
@@ -72,53 +67,45 @@ def measured(cfg: TrainConfig, folder: Folder) -> Calibration:
     end = next((line for line in lines if line["kind"] == "summary"), None)
     if end is None:
         raise BadContent("it has no summary: the run has not ended yet, or was killed")
-    of_end = takewhile(lambda line: line["attempt"] == end["attempt"], lines)
-    trained: list[dict[str, Any]] = []  # the first and the last train line
-    for line in of_end:
-        if line["kind"] == "train":
-            trained = [line, *trained[-1:]]
+    of_attempt = takewhile(lambda line: line["attempt"] == end["attempt"], lines)
+    trained = [line for line in of_attempt if line["kind"] == "train"]  # the newest comes first
     if len(trained) < 2:
         raise BadContent(
             f"its last attempt has {len(trained)} train lines, but 2 are needed: lower log_every"
         )
-    sequences, seconds, tokens = (
-        increase(trained, name) for name in ("examples", "train_s", "tokens")
-    )
+    first, last = trained[-1], trained[0]
+    sequences = increase(first, last, "examples")
+    seconds = increase(first, last, "train_s")
+    seq_len = cfg.seq_len or round(increase(first, last, "tokens") / sequences)
     world = of_type(int, end.get("world_size"), "world_size")
-    precision = of_type(str, end.get("precision"), "precision")
-    seq_len = cfg.seq_len or round(tokens / sequences)
-    shape = read_shape(folder) or (find_shape(cfg.model) if knows_vocabulary(cfg.model) else None)
-    flops = None if shape is None else flops_per_sequence(cfg, shape, seq_len)
-    if not flops:
+    shape = read_shape(folder)
+    if shape is None and knows_vocabulary(cfg.model):
+        shape = find_shape(cfg.model)
+    if shape is None:
         raise InputError(
             f"calibrate={folder.location}: the size of its model is unknown, so its speed cannot be applied to other "
             "models; use a run with an export, or a run of a published model"
         )
-    peak = cfg.instance.peak_flops_per_s(precision)
-    bubble = whole_config(
-        folder
-    ).parallel.bubble  # not one of the settings that apply to the model
-    flops_per_s = sequences / seconds * flops / world / (1 - bubble)
+    flops = sequences * flops_per_sequence(cfg, shape, seq_len)
+    bubble = whole_config(folder).parallel.bubble  # not one of the settings that `cfg` has
     return Calibration(
         location=folder.location,
         instance=cfg.instance.name,
-        precision=precision,
+        precision=of_type(str, end.get("precision"), "precision"),
         world_size=world,
-        seq_len=seq_len,
-        sequences_per_s=sequences / seconds,
-        flops_per_s=flops_per_s,
-        mfu=None if peak is None else flops_per_s / peak,
+        flops_per_s=flops / seconds / world / (1 - bubble),
     )
 
 
-def increase(lines: list[dict[str, Any]], name: str) -> float:
-    """Return the increase of a number from the first line to the last one."""
-    first, last = (of_type(float, line.get(name), name) for line in (lines[0], lines[-1]))
-    if not 0 <= first < last:
+def increase(first: dict[str, Any], last: dict[str, Any], name: str) -> float:
+    """Return the increase of a number from one line to another."""
+    before = of_type(float, first.get(name), name)
+    after = of_type(float, last.get(name), name)
+    if not 0 <= before < after:
         raise BadContent(
-            f"{name} goes from {shown(first)} to {shown(last)}: the run was rolled back"
+            f"{name} goes from {shown(before)} to {shown(after)}: the run was rolled back"
         )
-    return float(last - first)
+    return float(after - before)
 
 
 def flops_per_sequence(cfg: TrainConfig, shape: Shape, seq_len: int) -> float:
@@ -140,37 +127,38 @@ def precision_of(cfg: TrainConfig) -> str:
 def speed(cfg: TrainConfig, run: Calibration | None) -> tuple[float | None, str]:
     """Return the FLOP/s of a rank (None if unknown) and the source of this figure.
 
-    Raises InputError if the run used another instance, and the peak of one of the two instances is unknown.
+    Raises InputError if `run` used another instance or precision.
     """
+    if run is None:
+        return published(cfg)
+    instance, precision = cfg.instance, precision_of(cfg)
+    # The precision that a machine with an unknown device chooses is unknown, too.
+    is_alike = run.instance == instance.name and (
+        run.precision == precision or instance.device is None
+    )
+    check(
+        is_alike,
+        f"calibrate={run.location} ran on instance={run.instance} in {run.precision}, but this run uses "
+        f"instance={instance.name} in {precision}; use a run with the same instance and precision",
+    )
+    note = f"as fast as {run.location}: {run.flops_per_s / 1e12:.3g} TFLOP/s per rank in {run.precision}"
+    return run.flops_per_s, f"{note}, {run.world_size} ranks on {run.instance}"
+
+
+def published(cfg: TrainConfig) -> tuple[float | None, str]:
+    """Return the FLOP/s of a rank according to the makers of chips, and the source."""
     instance, precision = cfg.instance, precision_of(cfg)
     peak = instance.peak_flops_per_s(precision)
-    if run is not None:
-        note = f"as fast as {run.location}: {run.flops_per_s / 1e12:.3g} TFLOP/s per rank in {run.precision}"
-        note += f", {run.world_size} ranks on {run.instance}"
-        if run.instance == instance.name and (run.mfu is None or run.precision == precision):
-            return run.flops_per_s, note
-        if run.mfu is None or peak is None:
-            raise InputError(
-                f"calibrate={run.location} ran on instance={run.instance}, whose speed cannot be converted to "
-                f"instance={instance.name}, since the peak of one of them is unknown; use a run on that instance"
-            )
-        return (
-            run.mfu * peak,
-            f"{note}; its {run.mfu:.1%} of the peak is applied to {instance.name} in {precision}",
-        )
     if peak is None or instance.device is None:
         lacks = "the peak" if peak is None else "the accelerator"
-        return (
-            None,
-            f"no time estimate: {lacks} of instance={instance.name} is unknown; calibrate=RUN uses RUN's speed",
-        )
-    chip, published = (
-        instance.accelerator or "this chip",
-        IN_FP32 if precision in ("fp32", "tf32") else IN_16_BITS,
-    )
-    nearest = "Trainium" if instance.device == "neuron" else "A100"
-    share, source = published.get(chip, IN_16_BITS[nearest])
-    note = f"{share:.1%} of the peak of {precision}, measured for BERT-large by {source}"
-    if chip not in published:
-        note += f"; this is the {nearest}'s figure in bf16, since none is published for {chip} in {precision}"
+        note = f"no time estimate: {lacks} of instance={instance.name} is unknown; calibrate=RUN uses RUN's speed"
+        return None, note
+    chip = instance.accelerator or "this chip"
+    found = PUBLISHED.get((chip, precision not in ("fp32", "tf32")))
+    nearest = ""
+    if found is None:
+        name, found = ("Trainium", TRAINIUM) if instance.device == "neuron" else ("A100", A100)
+        nearest = f"; this is the {name}'s figure in bf16, since none is published for {chip} in {precision}"
+    share, source = found
+    note = f"{share:.1%} of the peak of {precision}, measured for BERT-large by {source}{nearest}"
     return peak * share, note

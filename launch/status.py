@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
-from launch.record import AttemptEntry, History, Record, Submission
+from launch.record import Attempt, History, Record, Submission
 from launch.run_progress import RunProgress, read_progress
 from launch.schedulers import scheduler
 from launch.spec import State
@@ -41,21 +39,19 @@ class Status:
 
 
 def status(record: Record) -> Status:
-    """Return the status of a run. Raises InputError if it was not launched, or if its record is damaged."""
+    """Return the status of a run. Raises InputError if it was not launched, or if its job is damaged."""
     now_unix_s = time.time()
-    job, history = record.job(), record.history()
+    job = record.job()
+    history = record.history()
     answer = ask(record, history.submission)
-    # the job may have ended after the record was read
     if answer.is_active is False and not history.has_end:
-        history = record.history()
-    progress = read_progress(record.run) if job.kind == "train" else RunProgress()
-    total, step, step_s, line_unix_s = (
-        progress.total_steps,
-        progress.step,
-        progress.step_s,
-        progress.line_unix_s,
-    )
-    has_pace = answer.is_active and total is not None and step is not None and step_s is not None
+        history = record.history()  # the job may have ended after the record was read
+    progress = RunProgress()
+    if job.kind == "train":
+        progress = read_progress(record.run)
+    line_age_s = None
+    if progress.line_unix_s is not None:
+        line_age_s = max(0.0, now_unix_s - progress.line_unix_s)
     return Status(
         run_dir=record.run_dir,
         kind=job.kind,
@@ -66,9 +62,16 @@ def status(record: Record) -> Status:
         answer=answer,
         history=history,
         progress=progress,
-        time_left_s=max(0, total - step) * step_s if has_pace else None,  # type: ignore[operator]
-        line_age_s=None if line_unix_s is None else max(0.0, now_unix_s - line_unix_s),
+        time_left_s=time_left_s(progress) if answer.is_active else None,
+        line_age_s=line_age_s,
     )
+
+
+def time_left_s(progress: RunProgress) -> float | None:
+    total, step, step_s = progress.total_steps, progress.step, progress.step_s
+    if total is None or step is None or step_s is None:
+        return None
+    return max(0, total - step) * step_s
 
 
 def ask(record: Record, submission: Submission | None) -> State:
@@ -79,10 +82,11 @@ def ask(record: Record, submission: Submission | None) -> State:
     if submission.rejection:
         return State(False, f"not started: {submission.rejection}", scheduler=name)
     try:
-        asked, handle = scheduler(name), submission.handle
-        return replace(
-            asked.state(record, handle) if handle else asked.unanswered(record), scheduler=name
-        )
+        if submission.handle:
+            answer = scheduler(name).state(record, submission.handle)
+        else:
+            answer = scheduler(name).unanswered(record)
+        return replace(answer, scheduler=name)
     except (Failure, InputError) as error:
         return State(scheduler=name, failure=str(error))
 
@@ -90,28 +94,34 @@ def ask(record: Record, submission: Submission | None) -> State:
 def state_of(kind: str, answer: State, history: History) -> str:
     """Return one term for the state of a run.
 
-    An active job is waiting, starting, running, stopping or ending. Any other is done, stopped, failed, refused, ended
-    (with an unknown outcome), cancelled, vanished (no end is recorded) or not submitted. The state is unknown if the
-    scheduler does not answer.
+    An active job is waiting, starting, running, stopping or ending. Any other is done, stopped, failed, refused,
+    cancelled, vanished (no end is recorded) or not submitted. The state is unknown if the scheduler does not answer.
     """
     submission, ended = history.submission, history.ended
     if submission is None or submission.rejection:
         return "not submitted"
     if answer.is_active:
-        if ended is not None:
-            return "ending"
-        if history.is_stop_asked:
-            return "stopping"
-        if not answer.nodes:  # a node may be lost while the record still has a running attempt
-            return "waiting"
-        return (
-            "running" if kind == "prepare" or history.running_attempt is not None else "starting"
-        )
-    if history.cancelled_unix_s is not None:
+        return state_of_active(kind, answer, history)
+    if history.is_cancelled:
         return "cancelled"
     if ended is not None:
-        return ended.outcome
-    return "unknown" if answer.is_active is None else answer.outcome or "vanished"
+        return ended.outcome or "vanished"
+    if answer.is_active is None:
+        return "unknown"
+    return answer.outcome or "vanished"
+
+
+def state_of_active(kind: str, answer: State, history: History) -> str:
+    running = history.running_attempt
+    if history.ended is not None:
+        return "ending"
+    if history.is_stop_asked:
+        return "stopping"
+    if not answer.nodes:  # a node may be lost while the record still has a running attempt
+        return "waiting"
+    if kind == "prepare" or (running is not None and running.is_training):
+        return "running"
+    return "starting"
 
 
 # ---- as text ---------------------------------------------------------------------------------------------------------
@@ -124,100 +134,85 @@ def clean(text: str) -> str:
 
 
 def lines_of(status: Status) -> list[str]:
-    attempts = [
-        (f"attempt {each.number}", attempt_text(each))
-        for each in status.history.attempts[-MAX_ATTEMPTS:]
-    ]
-    facts = [*of_job(status), *of_run(status), *attempts]
-    rows = [(label, clean(text)) for label, text in facts if text]
-    width = max(len(label) for label, _ in rows)
-    return [
-        f"{clean(status.run_dir)}: {status.state}",
-        *(f"{label:{width}}  {text}" for label, text in rows),
-    ]
+    rows = [*of_job(status), *of_run(status)]
+    for attempt in status.history.attempts[-MAX_ATTEMPTS:]:
+        rows.append((f"attempt {attempt.number}", attempt_text(attempt)))
+    shown = [(label, clean(text)) for label, text in rows if text]
+    width = max(len(label) for label, _ in shown)
+    lines = [f"{label:{width}}  {text}" for label, text in shown]
+    return [f"{clean(status.run_dir)}: {status.state}", *lines]
 
 
 def of_job(status: Status) -> list[tuple[str, str]]:
     answer, history = status.answer, status.history
-    submission, ended = history.submission, history.ended
-    handle = submission.handle if submission else {}
-    named = ", ".join(
-        f"{key} {value}" for key, value in handle.items() if not isinstance(value, dict)
-    )
-    says = f"does not answer: {answer.failure}" if answer.failure else f"{answer.text} ({named})"
-    asked = (
-        f"{submission.nodes} requested"
-        if submission and submission.nodes and answer.is_active
-        else ""
-    )
-    times = f", {history.submissions} times" if history.submissions > 1 else ""
-    end = f"{shown_moment(ended.time_unix_s)}: {ended.outcome}, {ended.reason}" if ended else ""
-    if status.state == "vanished":
-        end = f"no record of the reason; baretrain launch resume {status.run_dir} continues from what was saved"
-    return [
-        ("scheduler", f"{answer.scheduler}: {says}" if answer.scheduler else says),
-        ("machines", ", ".join(answer.nodes) or asked),
-        ("submitted", f"{shown_moment(submission.time_unix_s)}{times}" if submission else ""),
-        ("stop requested", shown(history.stop_asked_unix_s, shown_moment)),
-        ("cancelled", shown(history.cancelled_unix_s, shown_moment)),
-        (
-            "preflight",
-            "; ".join(f"{node} failed: {reason}" for node, reason in history.failed_gate.items()),
-        ),
-        ("requeued", history.requeued),
-        ("ended", end),
+    rows = [
+        ("job", status.job_id),
+        ("scheduler", f"{answer.scheduler}: {answer.failure or answer.text}"),
+        ("nodes", ", ".join(answer.nodes)),
     ]
+    if history.submission is not None:
+        rows.append(("submitted", shown_moment(history.submission.time_unix_s)))
+    if history.request is not None:
+        asked = f"{history.request.what}, {shown_moment(history.request.time_unix_s)}"
+        rows.append(("asked for", asked))
+    if status.state == "vanished":
+        rows.append(("resume", f"baretrain launch resume {status.run_dir} continues it"))
+    return rows
+
+
+# Figures of a run's progress, and how they are shown.
+FIGURES = {
+    "loss": "{:.4f}",
+    "tokens_per_s": "{:,.0f}",
+    "mfu": "{:.1%}",
+    "goodput": "{:.1%}",
+    "checkpoint": "step {:,}",
+    "cost_usd": "${:,.2f}",
+}
 
 
 def of_run(status: Status) -> list[tuple[str, str]]:
-    progress, end = status.progress, status.progress.outcome
-    scores = "  ".join(f"{name} {value:.4f}" for name, value in progress.scores.items())
-    speed = [
-        shown(progress.tokens_per_s, "{:,.0f} tokens/s".format),
-        shown(progress.mfu, "MFU {:.1%}".format),
-    ]
-    return [
-        ("step", shown_step(status)),
-        ("loss", shown(progress.loss, "{:.4f}".format)),
-        ("evaluation", f"step {progress.evaluated_step or 0:,}: {scores}" if scores else ""),
-        ("speed", ", ".join(filter(None, speed))),
-        ("goodput", shown(progress.goodput, "{:.1%}".format)),
-        ("time left", shown(status.time_left_s, shown_duration)),
-        ("checkpoint", shown(progress.checkpoint, "step {:,}".format)),
-        ("cost", shown(progress.cost_usd, "${:,.2f}".format)),
-        ("last line", shown(status.line_age_s, lambda age_s: f"{shown_duration(age_s)} ago")),
-        (
-            "outcome",
-            f"{end['outcome']}: {end['reason']}"
-            if end and not status.history.running_attempt
-            else "",
-        ),
-    ]
+    progress = status.progress
+    rows = [("step", shown_step(status))]
+    for name, form in FIGURES.items():
+        figure = getattr(progress, name)
+        if figure is not None:
+            rows.append((name, form.format(figure)))
+    if progress.scores:
+        scores = "  ".join(f"{name} {value:.4f}" for name, value in progress.scores.items())
+        rows.append(("evaluation", f"step {progress.evaluated_step or 0:,}: {scores}"))
+    if status.time_left_s is not None:
+        rows.append(("time left", shown_duration(status.time_left_s)))
+    if status.line_age_s is not None:
+        rows.append(("last line", f"{shown_duration(status.line_age_s)} ago"))
+    end = progress.outcome
+    if end and status.history.running_attempt is None:
+        rows.append(("outcome", f"{end['outcome']}: {end['reason']}"))
+    return rows
 
 
-def shown(value: Any, form: Callable[[Any], str]) -> str:
-    return "" if value is None else form(value)
-
-
-def attempt_text(attempt: AttemptEntry) -> str:
-    if attempt.is_over:
-        step = f" at step {attempt.step:,}" if attempt.step else ""
-        return f"{attempt.outcome}{step}, {attempt.reason}{f'; then: {attempt.next}' if attempt.next else ''}"
-    where = f" on {', '.join(attempt.nodes)}" if attempt.nodes else ""
-    return f"since {shown_moment(attempt.began_unix_s)}{where}"
+def attempt_text(attempt: Attempt) -> str:
+    if not attempt.is_over:
+        where = f" on {', '.join(attempt.nodes)}" if attempt.nodes else ""
+        return f"since {shown_moment(attempt.began_unix_s)}{where}"
+    step = f" at step {attempt.step:,}" if attempt.step else ""
+    return f"{attempt.outcome}{step}, {attempt.reason}; then: {attempt.next}"
 
 
 def shown_step(status: Status) -> str:
     step, total = status.progress.step, status.progress.total_steps
+    if total is None:
+        return "" if step is None else f"{step:,}"
     if step is None:
-        return "" if total is None else f"none of {total:,} yet"
-    return f"{step:,}" if total is None else f"{step:,} of {total:,} ({step / total:.1%})"
+        return f"none of {total:,} yet"
+    return f"{step:,} of {total:,} ({step / total:.1%})"
 
 
 def watch(record: Record, every_s: float) -> None:
     """Print a line for each change of a job's state or step, until the job has ended."""
     # If S3 or the scheduler does not answer, the next round asks again.
-    line, is_over = "", False
+    line = ""
+    is_over = False
     while not is_over:
         before = line
         try:

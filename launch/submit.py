@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import yaml
@@ -10,7 +11,7 @@ import yaml
 from launch import launched
 from launch.launched import job_to_start
 from launch.plan import check_unchanged
-from launch.record import CONFIG, Job, Record
+from launch.record import CONFIG, Job, Record, Submission
 from launch.schedulers import cluster_of, scheduler
 from launch.spec import Handle
 from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check, to_dict
@@ -35,55 +36,50 @@ def submit(
     settings = to_dict(run)
     number = check_idle(record)
     if record.exists() and record.run.size(ENVIRONMENT) is not None:
-        check_unchanged(
-            read_yaml(record.folder.read(CONFIG)) or {}, settings, run_dir=record.run_dir
-        )
-    # the trainer makes these checks too, but only after the machines have started
+        before = read_yaml(record.folder.read(CONFIG)) or {}
+        check_unchanged(before, settings, run_dir=record.run_dir)
     if isinstance(run, TrainConfig):
-        check_is_run_folder(record.run, record.run.names_here())
-        if isinstance(run.data, ShardsConfig) and (
-            cluster_of(job).is_here or is_s3(str(run.data.path))
-        ):
-            read_manifest(open_folder(str(run.data.path), run.s3))
-    claim(record, job, number)
-    record.write(
-        job,
-        plan=plan,
-        config=yaml.safe_dump(settings, sort_keys=False, allow_unicode=True),
-        bundle=bundle,
-    )
-    return start(record, job)
+        check_run(record, job, run)
+    submission = claim(record, job, number)
+    text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+    record.write(job, plan=plan, config=text, bundle=bundle)
+    return start(record, job, submission)
+
+
+def check_run(record: Record, job: Job, run: TrainConfig) -> None:
+    """Raise InputError if the trainer would reject the run folder or the data, after the machines have started."""
+    check_is_run_folder(record.run, record.run.names_here())
+    if isinstance(run.data, ShardsConfig):
+        path = str(run.data.path)
+        if is_s3(path) or cluster_of(job).is_here:
+            read_manifest(open_folder(path, run.s3))
 
 
 def resume(record: Record) -> tuple[Job, Handle]:
     """Start the last job again, unchanged. Raises InputError if it is active, is done, or may have been forged."""
-    number, job = check_idle(record), job_to_start(record)
+    number = check_idle(record)
+    job = job_to_start(record)
     outcome = read_outcome(record.run)
     is_done = outcome.get("outcome") == "done"
     check(
         not is_done,
         f"{record.run_dir} is done ({outcome.get('reason')}); there is nothing to resume",
     )
-    claim(record, job, number)
-    return job, start(record, job)
+    submission = claim(record, job, number)
+    return job, start(record, job, submission)
 
 
-def claim(record: Record, job: Job, number: int) -> None:
-    """Record the submission as event `number`. Raises InputError if another launch has taken that number."""
-    details = {
-        "scheduler": job.scheduler,
-        "nodes": job.nodes,
-        "config_sha256": job.config_sha256,
-        "id": job.id,
-    }
-    is_first = record.append_event_as(number, "submitting", **details)
-    check(
-        is_first,
-        f"another launch of {record.run_dir} came first: see baretrain launch status {record.run_dir}",
-    )
+def claim(record: Record, job: Job, number: int) -> Submission:
+    """Record the submission. Raises InputError if another launch has taken its number."""
+    submission = record.claim(number, job.scheduler, job.nodes)
+    if submission is None:
+        raise InputError(
+            f"another launch of {record.run_dir} came first: see baretrain launch status {record.run_dir}"
+        )
+    return submission
 
 
-def start(record: Record, job: Job) -> Handle:
+def start(record: Record, job: Job, submission: Submission) -> Handle:
     if record.run.size(STOP_FILE) is not None:
         record.run.remove(STOP_FILE)  # the file asked an earlier job to stop
     if record.is_remote:
@@ -91,30 +87,31 @@ def start(record: Record, job: Job) -> Handle:
     try:
         handle = scheduler(job.scheduler).submit(job, record)
     except InputError as error:  # after any other error the job may exist
-        record.append_event("not_submitted", reason=str(error))
+        record.keep_answer(replace(submission, rejection=str(error) or "rejected"))
         raise
-    record.append_event("submitted", scheduler=job.scheduler, handle=dict(handle), nodes=job.nodes)
+    record.keep_answer(replace(submission, handle=dict(handle)))
     if record.is_remote:
         launched.keep(record, dict(handle))
     return handle
 
 
 def check_idle(record: Record) -> int:
-    """Return the number of the run's next event. Raises InputError if its last job is still waiting or running."""
-    number, history = record.next_number(), record.history()
-    asked = history.submission
-    if asked is None or asked.rejection:
+    """Return the number of the run's next submission. Raises InputError if its last job is still waiting or running."""
+    number = record.next_submission()
+    history = record.history()
+    last = history.submission
+    if last is None or last.rejection:
         return number
-    # the answer was lost or has not arrived: only the scheduler knows whether there is a job
-    if not asked.handle:
-        age_s = max(0.0, time.time() - asked.time_unix_s)
+    if not last.handle:
+        # The answer was lost or has not arrived: only the scheduler knows whether there is a job.
+        age_s = max(0.0, time.time() - last.time_unix_s)
         check(
             history.has_end or age_s >= SUBMITTING_S,
             f"{record.run_dir} has been waiting for an answer to its submission for {age_s:.0f} s: try again in "
             f"{SUBMITTING_S - age_s:.0f} s",
         )
         return number
-    state = scheduler(asked.scheduler).state(record, asked.handle)
+    state = scheduler(last.scheduler).state(record, last.handle)
     check(
         not state.is_active,
         f"{record.run_dir} has a job: {state.text}; watch it (baretrain launch status {record.run_dir}) or stop it "

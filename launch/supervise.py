@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from launch.config import ClusterConfig
-from launch.record import Event, History, Record, read_history
+from launch.record import AGAIN, END, ENDS, REQUEUE, Attempt, History, Record, now_unix_s
 from launch.run_progress import newest_checkpoint
 from train.config import Failure, InputError, Unreachable
 from train.machine.console import say
@@ -28,39 +28,37 @@ CODES = {"done": DONE, "stopped": STOPPED, "failed": FAILED, "refused": REJECTED
 # Kinds of stops (train/run/stopping.py). KILLED: torchrun got a signal or died. TAKEN_BACK: machines may be lost.
 KILLED = "SIGTERM"
 TAKEN_BACK = (KILLED, "spot_notice", "scheduled_event", "capacity_block")
-# after this number of attempts in a row without a new checkpoint, the run is given up
+# number of attempts in a row without a new checkpoint after which a run is given up
 IDLE_ATTEMPTS = 2
-# how long to retry S3 or Slurm, whose outages may be long; the pause between tries
-RETRIES_S, ASKS_S = (
-    900.0,
-    5.0,
-)
+RETRIES_S = 900.0  # how long to retry S3 or Slurm, whose outages may be long
+ASKS_S = 5.0  # pause between two tries
 PAUSE_S = 5.0  # pause between two attempts, during which a failed service may recover
 
 
 def retry(act: Callable[..., Answer], *arguments: Any, **named: Any) -> Answer:
     """Call `act`, and call it again for up to RETRIES_S while a service does not answer."""
-    again = retrying((Unreachable, OSError), RETRIES_S, ASKS_S)
-    again.before_sleep = lambda state: say(
-        f"trying again: {state.outcome and state.outcome.exception()}"
+    again = Retrying(
+        retry=retry_if_exception_type((Unreachable, OSError)),
+        stop=stop_after_delay(RETRIES_S),
+        wait=wait_fixed(ASKS_S),
+        before_sleep=lambda state: say(
+            f"trying again: {state.outcome and state.outcome.exception()}"
+        ),
+        reraise=True,
     )
     return again(act, *arguments, **named)
-
-
-def retrying(
-    kinds: type[Exception] | tuple[type[Exception], ...], limit_s: float, pause_s: float
-) -> Retrying:
-    stop, wait = stop_after_delay(limit_s), wait_fixed(pause_s)
-    return Retrying(retry=retry_if_exception_type(kinds), stop=stop, wait=wait, reraise=True)
 
 
 class NeverBegan(Failure):
     """An error raised because the scheduler did not start a step of a job. It contains the scheduler's message."""
 
 
+# ---- decisions -------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Decision:
-    """The next action: another attempt here ("again"), one on other machines or later ("requeue"), or none ("end")."""
+    """The next action: another attempt here (AGAIN), one on other machines or later (REQUEUE), or none (END)."""
 
     next: str
     outcome: str  # done | stopped | failed | refused
@@ -76,43 +74,38 @@ def decide(
     asked: str | None = None,
     rejection: str = "",
 ) -> Decision:
-    """Decide what to do after an attempt.
+    """Decide what to do after an attempt, which is the last one in `history`.
 
     `outcome` is the content of outcome.json, or {} if the attempt wrote none. `asked` says why the scheduler wants the
     machines back, if it does. `rejection` says why the trainer rejected the run, if it did; `outcome` may then be from
     an earlier attempt.
     """
     if rejection:
-        return Decision("end", "refused", f"rejected: {rejection}")
-    ended, reason, kind = (str(outcome.get(key, "")) for key in ("outcome", "reason", "kind"))
-    if not outcome:
-        ended, reason = "failed", f"ended with exit code {exit_code} and left no outcome"
-    if ended in ("done", "refused") or (ended == "failed" and outcome and not outcome["goes_on"]):
-        return Decision("end", ended, reason)
+        return Decision(END, "refused", f"rejected: {rejection}")
+    if outcome:
+        ended, reason, kind = outcome["outcome"], outcome["reason"], outcome["kind"]
+    else:
+        ended, kind = "failed", ""
+        reason = f"ended with exit code {exit_code} and left no outcome"
+    if ended in ("done", "refused") or (ended == "failed" and not outcome.get("goes_on", True)):
+        return Decision(END, ended, reason)
     if history.is_stop_asked:
-        return Decision("end", "stopped", "stopped as asked")
-    if ended == "stopped" and asked is None and kind not in TAKEN_BACK:
-        return Decision("end", "stopped", reason)
+        return Decision(END, "stopped", "stopped as asked")
+    is_taken_back = asked is not None or kind in TAKEN_BACK
+    if ended == "stopped" and not is_taken_back:
+        return Decision(END, "stopped", reason)
     # An attempt that stopped as asked lost nothing. It counts as a fault only if it saved nothing new.
-    if limit := exhausted(history, cluster):
-        return Decision("end", "failed", f"{limit}; the last one {ended}: {reason}")
-    is_here = asked is None and (
-        ended == "failed" or (kind == KILLED and not cluster.signals_ranks)
-    )
-    return Decision(
-        "again" if is_here else "requeue", ended, reason if ended == "failed" else asked or reason
-    )
-
-
-def prepared(code: int, what: str) -> Decision:
-    """Return the decision after a preparation, or a part of one, from the exit code of baretrain prepare."""
-    outcome = {DONE: "done", REJECTED: "refused"}.get(code, "failed")
-    return Decision(
-        "end", outcome, f"{what} ended with exit code {code}{'; see its log' if code else ''}"
-    )
+    limit = exhausted(history, cluster)
+    if limit:
+        return Decision(END, "failed", f"{limit}; the last one {ended}: {reason}")
+    if ended == "failed":
+        return Decision(AGAIN if asked is None else REQUEUE, ended, reason)
+    was_killed = asked is None and kind == KILLED and not cluster.signals_ranks
+    return Decision(AGAIN if was_killed else REQUEUE, ended, asked or reason)
 
 
 def exhausted(history: History, cluster: ClusterConfig) -> str:
+    """Return which limit the attempts of a submission have reached; "" if none."""
     if history.faults >= cluster.attempts:
         return f"{history.faults} attempts failed, which is the limit (cluster.attempts)"
     if history.idle >= IDLE_ATTEMPTS:
@@ -120,20 +113,34 @@ def exhausted(history: History, cluster: ClusterConfig) -> str:
     return ""
 
 
-def settled(
-    decision: Decision, record: Record, cluster: ClusterConfig, **details: Any
-) -> Decision:
-    """Return the decision; a requeue becomes an end if the user asked for a stop, or if a limit is reached.
+# ---- the status of attempts ------------------------------------------------------------------------------------------
 
-    `details` are those of the event that will record the requeue.
+
+def close(record: Record, attempt: Attempt, decision: Decision) -> None:
+    """Write the end of an attempt."""
+    ended = replace(
+        attempt,
+        ended_unix_s=now_unix_s(),
+        outcome=decision.outcome,
+        reason=decision.reason,
+        next=decision.next,
+    )
+    retry(record.keep, ended)
+
+
+def conclude(record: Record, decision: Decision) -> None:
+    """Record a decision that was not made by `supervise`: in the running attempt, or else in a new one.
+
+    An end is recorded in the job's last attempt, even if that is over.
     """
-    if decision.next != "requeue":
-        return decision
-    history = read_history([*retry(record.events), Event("requeued", 0.0, "", details)])
-    if history.is_stop_asked:
-        return replace(decision, next="end")
-    limit = exhausted(history, cluster)
-    return Decision("end", "failed", f"{limit}; {decision.reason}") if limit else decision
+    history = retry(record.history)
+    attempt = history.last_attempt if decision.next == END else history.running_attempt
+    if attempt is None:
+        attempt = retry(record.begin, [], 0)
+    if attempt is None:  # another part of a preparation ends at the same time
+        conclude(record, decision)
+        return
+    close(record, attempt, decision)
 
 
 @contextmanager
@@ -143,7 +150,7 @@ def recording_failure(record: Record) -> Iterator[None]:
         yield
     except Exception as error:
         reason = f"the launcher failed: {error or type(error).__name__}"
-        retry(record.append_event, "ended", outcome="failed", reason=reason)
+        conclude(record, Decision(END, "failed", reason))
         raise
 
 
@@ -164,16 +171,17 @@ class StopFile:
 
         The trainer rejects a folder that contains only STOP, since it looks like another program's.
         """
+        if self.reason is None or self.is_written:
+            return
         try:
-            if (
-                self.reason
-                and not self.is_written
-                and self.record.run.size(ENVIRONMENT) is not None
-            ):
+            if self.record.run.size(ENVIRONMENT) is not None:
                 self.record.run.write(STOP_FILE, b"")
                 self.is_written = True
         except (InputError, Unreachable, OSError) as error:
             say(f"the run cannot be asked to stop: {error}; trying again")
+
+
+# ---- the supervisor --------------------------------------------------------------------------------------------------
 
 
 def supervise(
@@ -183,66 +191,106 @@ def supervise(
     *,
     nodes: list[str],
     stop: StopFile,
+    examine: Callable[[], str] | None = None,
 ) -> Decision:
-    """Make attempts, and record their events, until the decision is not "again".
+    """Make attempts, and record their status, until the decision is not AGAIN.
 
-    `start(number)` makes an attempt, numbered over the whole run, and returns its exit code. If it raises NeverBegan,
-    the job is requeued. `stop` has a reason once the scheduler has requested a stop.
+    `start(number)` makes an attempt, numbered over the whole run, and returns its exit code. `examine()` runs before
+    the first attempt and returns why the machines cannot train, "" if they can. If one of both raises NeverBegan, the
+    job is requeued. `stop` has a reason once the scheduler has requested a stop.
     """
-    run = record.run
     while True:
-        # read before the events: `stop` writes its event first
-        has_stop_file = retry(run.size, STOP_FILE) is not None
-        history = retry(record.history)
-        if history.is_stop_asked:
-            return Decision("end", "stopped", "stopped as asked")
-        if stop.reason is not None:  # the request came between two attempts, or before the first
-            return Decision("requeue", "stopped", stop.reason)
-        if has_stop_file:
-            # it was meant for an attempt that died before it could stop
-            retry(run.remove, STOP_FILE)
-        number, before, saved = (
-            len(history.attempts) + 1,
-            retry(read_outcome, run),
-            retry(newest_checkpoint, run) or 0,
-        )
-        began = {"number": number, "nodes": nodes, "checkpoint": saved}
-        history.add(Event("attempt_began", 0.0, "", began))
-        # an attempt whose machine was lost is counted only now
-        if limit := exhausted(history, cluster):
-            return Decision("end", "failed", limit)
-        retry(record.append_event, "attempt_began", **began)
-
-        code, never_began = FAILED, ""
+        attempt = begin(record, nodes)
+        decision = reason_not_to_train(record, cluster, stop)
+        if decision is not None:
+            attempt = replace(attempt, never_began=True)
         try:
-            code = start(number)
+            if decision is None and examine is not None:
+                decision = preflight(examine, stop)
+                examine = None
+            if decision is None:
+                attempt, decision = train(record, cluster, attempt, start, stop)
         except NeverBegan as error:
-            never_began = str(error)
-        outcome, checkpoint = retry(read_outcome, run), retry(newest_checkpoint, run) or 0
-        outcome = {} if outcome == before else outcome  # an earlier attempt wrote it
-        ended: dict[str, Any] = {
-            "number": number,
-            "exit_code": code,
-            "made_progress": checkpoint > saved,
-        }
-        ended |= {
-            "never_began": bool(never_began),
-            "checkpoint": checkpoint,
-            "step": outcome.get("step"),
-        }
-        ended |= {"outcome": outcome.get("outcome", "failed")}
-        history = retry(record.history)
-        # recorded by a machine
-        rejection = history.last_attempt.reason if history.last_attempt else ""
-        history.add(Event("attempt_ended", time.time(), "", ended))
-        decision = decide(
-            outcome, history, cluster, exit_code=code, asked=stop.reason, rejection=rejection
+            attempt = replace(attempt, never_began=True)
+            decision = Decision(REQUEUE, "failed", str(error))
+        close(record, attempt, decision)
+        say(
+            f"attempt {attempt.number}: {decision.outcome}, {decision.reason}; next: {decision.next}"
         )
-        if never_began and decision.next == "again":
-            decision = replace(decision, next="requeue", reason=never_began)
-        ended |= {"next": decision.next, "outcome": decision.outcome, "reason": decision.reason}
-        retry(record.append_event, "attempt_ended", **ended)
-        say(f"attempt {number}: {decision.outcome}, {decision.reason}; next: {decision.next}")
-        if decision.next != "again":
+        if decision.next != AGAIN:
             return decision
         time.sleep(PAUSE_S)
+
+
+def begin(record: Record, nodes: list[str]) -> Attempt:
+    """Record a new attempt, and the end of the one before if its supervisor was lost with its machine."""
+    saved = retry(newest_checkpoint, record.run) or 0
+    lost = retry(record.history).running_attempt
+    if lost is not None:
+        reason = "its machine was lost, or its supervisor was killed"
+        close(record, replace(lost, checkpoint=saved), Decision(AGAIN, "failed", reason))
+    attempt = retry(record.begin, nodes, saved)
+    if attempt is None:
+        raise Failure(f"another supervisor of {record.run_dir} has begun; this one ends")
+    return attempt
+
+
+def reason_not_to_train(record: Record, cluster: ClusterConfig, stop: StopFile) -> Decision | None:
+    """Return a decision if the user or the scheduler wants no attempt, or if a limit is reached; otherwise None."""
+    # Look for STOP first: who asks for a stop records the request before writing the file.
+    has_stop_file = retry(record.run.size, STOP_FILE) is not None
+    history = retry(record.history)
+    if history.is_stop_asked:
+        return Decision(END, "stopped", "stopped as asked")
+    if stop.reason is not None:
+        return Decision(REQUEUE, "stopped", stop.reason)
+    limit = exhausted(history, cluster)
+    if limit:
+        return Decision(END, "failed", limit)
+    if has_stop_file:
+        # The file was meant for an attempt that died before it could stop.
+        retry(record.run.remove, STOP_FILE)
+    return None
+
+
+def preflight(examine: Callable[[], str], stop: StopFile) -> Decision | None:
+    """Return a decision if the machines cannot train, or if the scheduler has requested a stop meanwhile."""
+    reason = examine()
+    if stop.reason is not None:
+        return Decision(REQUEUE, "stopped", stop.reason)
+    if reason:
+        return Decision(END, "failed", reason)
+    return None
+
+
+def train(
+    record: Record,
+    cluster: ClusterConfig,
+    attempt: Attempt,
+    start: Callable[[int], int],
+    stop: StopFile,
+) -> tuple[Attempt, Decision]:
+    """Run the trainer; return the status of the attempt with its result, and the decision."""
+    run = record.run
+    before = retry(read_outcome, run)
+    attempt = replace(attempt, is_training=True)
+    retry(record.keep, attempt)
+    code = start(attempt.number)
+    outcome = retry(read_outcome, run)
+    if outcome == before or outcome.get("outcome") not in ENDS:
+        outcome = {}  # an earlier attempt or another program wrote it
+    attempt = replace(
+        attempt,
+        exit_code=code,
+        outcome=outcome.get("outcome", "failed"),
+        step=outcome.get("step"),
+        checkpoint=retry(newest_checkpoint, run) or 0,
+        ended_unix_s=now_unix_s(),
+    )
+    history = retry(record.history)
+    history = replace(history, attempts=[*history.attempts[:-1], attempt])
+    rejection = retry(record.rejection, attempt.number)
+    decision = decide(
+        outcome, history, cluster, exit_code=code, asked=stop.reason, rejection=rejection
+    )
+    return attempt, decision

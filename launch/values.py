@@ -25,9 +25,10 @@ def value(hint: Any, values: Object, key: str, default: Any = None) -> Any:
 
 def number(values: Object, key: str) -> float | None:
     """Return the value of a key if it is a finite number, else None."""
-    found = value(float, values, key)
-    # NaN compares as false
-    return found if found is not None and abs(found) < LARGEST_FLOAT else None
+    found: float | None = value(float, values, key)
+    if found is None or not abs(found) < LARGEST_FLOAT:  # NaN compares as false
+        return None
+    return found
 
 
 def count(values: Object, key: str) -> int | None:
@@ -41,10 +42,6 @@ def text(values: Object, key: str) -> str:
     return str(value(str, values, key, ""))
 
 
-def texts(values: Object, key: str) -> list[str]:
-    return list(value(list[str], values, key, []))
-
-
 def table(values: Object, key: str) -> dict[str, Any]:
     """Return the value of a key if it is an object, else an empty object."""
     return dict(value(dict[str, Any], values, key, {}))
@@ -53,8 +50,8 @@ def table(values: Object, key: str) -> dict[str, Any]:
 # ---- display --------------------------------------------------------------------------------------------------------
 
 
-def shown_moment(unix_s: float | None) -> str:
-    return "-" if unix_s is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix_s))
+def shown_moment(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix_s))
 
 
 def shown_duration(seconds: float) -> str:
@@ -68,7 +65,8 @@ def line(head: str, text: str) -> str:
 
 def paragraph(head: str, text: str) -> list[str]:
     """Return the lines of a text, indented, with `head` in front of the first."""
-    return [line("" if index else head, each) for index, each in enumerate(text.splitlines())]
+    heads = [head, *[""] * text.count("\n")]
+    return [line(*each) for each in zip(heads, text.splitlines(), strict=False)]
 
 
 def columns(
@@ -79,9 +77,10 @@ def columns(
     widths = [max(map(len, cells)) for cells in zip(*whole, strict=True)]
     lines = []
     for row in rows:
-        num_aligned = len(row) if len(row) == len(widths) else len(row) - 1
-        cells = [
-            align(cell, width) for cell, width in zip(row[:num_aligned], widths, strict=False)
-        ]
-        lines.append("  ".join([*cells, *row[num_aligned:]]).rstrip())
+        remark = []
+        if len(row) < len(widths):
+            *row, last = row
+            remark = [last]
+        cells = [align(cell, width) for cell, width in zip(row, widths, strict=False)]
+        lines.append("  ".join([*cells, *remark]).rstrip())
     return lines

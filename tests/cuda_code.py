@@ -34,7 +34,7 @@ from triton.backends.compiler import GPUTarget
 from train.config import ModelConfig
 from train.models.encoder import MaskedLM, build_masked_lm
 from train.parallel.precision import set_deterministic
-from train.tasks.mlm.task import loss_sum
+from train.tasks.mlm import loss_sum
 
 B, S, H, P, V = 128, 128, 768, 20, 1000  # sequences, tokens, width, predictions, vocabulary
 BF16 = torch.bfloat16

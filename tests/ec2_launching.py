@@ -10,33 +10,42 @@ from types import SimpleNamespace
 from typing import Any
 
 from planning import plan
-from services.fake_ec2 import ALIVE, UBUNTU, FakeEc2
+from services.fake_ec2 import ALIVE, REGION, UBUNTU, FakeEc2
 
 from launch import launched, record
-from launch.ec2 import calls, launcher, scheduler, sweep
+from launch.ec2 import instances, launcher, setup
 from launch.ec2 import request as request_module
 from launch.ec2.account import Resolved, last_resolved, resolve
 from launch.ec2.api import Api
-from launch.ec2.calls import remove
 from launch.ec2.config import Ec2Config
+from launch.ec2.instances import Instance, end_all
 from launch.ec2.launcher import Launcher
 from launch.ec2.request import RUN_TAG, run_id
-from launch.ec2.sweep import Resource
-from launch.record import Job, Record
+from launch.record import CANCEL, END, Attempt, Job, Record
 from launch.schedulers import cluster_of
+from launch.supervise import Decision, conclude
 from train.config import S3Config
 from train.storage.folders import LocalFolder
 
-OWN = ["cluster=ec2", "instance=trn1.2xlarge", "nodes=2", "cluster.instance_profile=machine"]
-OWN += [f"cluster.image={UBUNTU}"]
+OWN = ["cluster=ec2", "instance=trn1.2xlarge", "nodes=2", f"cluster.image={UBUNTU}"]
 RUN = [
     "experiment=albert_pretrain",
     "data.path=s3://bucket/albert",
     "run_dir=s3://bucket/runs/mine",
+    "s3.region=us-east-1",
+    "seq_len=null",
 ]
-RUN += ["s3.region=us-east-1", "seq_len=null"]
 USER_DATA = b"#!/bin/bash\n"
 PRICES = "{instance: {usd_per_hour: 36.0, usd_per_hour_spot: 12.0}}"
+
+
+def set_up() -> None:
+    """What `launch setup --yes` makes."""
+    api = Api()
+    parameters = setup.folder_parameters("s3://bucket/runs", ["s3://bucket/albert"])
+    vpc = setup.default_vpc(api, REGION)
+    setup.make_stack(api, REGION, {**parameters, "Vpc": vpc})
+    setup.make_placement_groups(api, REGION)
 
 
 class Killed(BaseException):
@@ -67,10 +76,11 @@ class Trial:
         """What a launch does before it is attended; what its settings come to is found out unless it is given."""
         self.record.write(self.job, plan={}, config=PRICES, bundle=self.bundle)
         self.record.job_sha256 = self.job.sha256
-        self.record.append_event("submitting")
+        submission = self.record.claim(self.record.next_submission(), "ec2", self.job.nodes)
+        assert submission is not None
         resolved = resolved or resolve(self.job, self.cluster, self.record, self.api)
-        handle = {"submission": str(resolved.id), "resolved": dataclasses.asdict(resolved)}
-        self.record.append_event("submitted", handle=handle)
+        handle = {"resolved": dataclasses.asdict(resolved)}
+        self.record.keep_answer(dataclasses.replace(submission, handle=handle))
         launched.keep(self.record, handle)
 
     def launcher(self) -> Launcher:
@@ -78,20 +88,20 @@ class Trial:
         assert resolved is not None
         return Launcher(self.record, self.job, self.cluster, resolved, self.api)
 
-    def clean(self) -> list[Resource]:
+    def clean(self) -> list[Instance]:
         """What `launch clean --yes` does."""
-        self.record.append_event("cancelled")
-        return remove(self.api, self.record, ["us-east-1"])
+        self.record.ask(CANCEL)
+        return end_all(self.api, self.record, [REGION])
 
-    def events_of(self, kind: str) -> list[dict[str, Any]]:
-        return [event.details for event in self.record.events() if event.kind == kind]
+    @property
+    def ended(self) -> Attempt | None:
+        return self.record.history().ended
 
     def made(self) -> list[Any]:
         """All machines that the run ever had."""
         seen = self.ec2.machines(*ALIVE, "shutting-down", "stopping", "stopped", "terminated")
-        return [
-            each for each in seen if self.ec2.tags(each.id).get(RUN_TAG) == run_id(self.record)
-        ]
+        own = run_id(self.record)
+        return [each for each in seen if self.ec2.tags(each.id).get(RUN_TAG) == own]
 
     def running(self) -> list[Any]:
         return [each for each in self.made() if each.state == "running"]
@@ -103,8 +113,8 @@ class Trial:
 
 def done(run: Trial) -> None:
     """The machines train, and the first one notes the end."""
-    if run.events_of("machines") and not run.events_of("ended"):
-        run.record.append_event("ended", outcome="done", reason="the last step")
+    if run.running() and run.record.history().ended is None:
+        conclude(run.record, Decision(END, "done", "the last step"))
 
 
 def trial(
@@ -114,16 +124,15 @@ def trial(
     monkeypatch.setattr(request_module, "user_data", lambda *_, **__: USER_DATA)
     _, job = plan([*OWN, *own], RUN)
     job = dataclasses.replace(job, run_dir=str(folder))
-    made = Trial(
-        ec2, Record(job.run_dir, S3Config(region="us-east-1")), job, api or Api(), happens=done
-    )
+    run = Record(job.run_dir, S3Config(region=REGION), job.sha256)
+    made = Trial(ec2, run, job, api or Api(), happens=done)
     set_time(monkeypatch, ec2.now, made.sleep)
     return made
 
 
 def set_time(monkeypatch: Any, now: Callable[[], float], sleep: Callable[[float], None]) -> None:
     """A time that tests make, for all that launches on EC2."""
-    for module in (calls, launcher, record, scheduler, sweep):
+    for module in (instances, launcher, record):
         monkeypatch.setattr(module, "time", SimpleNamespace(time=now, sleep=sleep))
 
 
@@ -131,7 +140,8 @@ class KillAt:
     """Ends the process at the n-th moment: before and after each call of EC2, and each file of the record."""
 
     def __init__(self, monkeypatch: Any) -> None:
-        self.api, self.passed = Api(), list[str]()
+        self.api = Api()
+        self.passed: list[str] = []
         self.moment: int | None = None
         for event in ("before-call", "after-call"):
             self.api.session.events.register(f"{event}.*.*", self.pass_by)
@@ -152,7 +162,8 @@ class KillAt:
             self.reach(f"{event_name.split('.')[0]} {model.name}")
 
     def arm(self, moment: int | None) -> None:
-        self.moment, self.passed = moment, []
+        self.moment = moment
+        self.passed = []
 
     def reach(self, name: str) -> None:
         self.passed.append(name)

@@ -19,7 +19,7 @@ from train.run import compose as cli
 from train.run.stopping import StopRequest
 from train.tasks import Task, build_task
 
-FP32 = ["--device", DEVICE, "--precision", "fp32"]  # flags of predict
+FP32 = [f"backend.device={DEVICE}", "backend.precision=fp32"]
 
 
 def tuning(run_dir: Path, tokenizer: Path, *overrides: str) -> list[str]:

@@ -159,7 +159,7 @@ def launch(program: str, arguments: list[str], *, ranks: int, restarts: int = 0)
 # `baretrain train`, in which something happens before each loss.
 CHANGED = """
 import itertools, os, signal, sys, time
-from train.tasks.mlm.task import MaskedLMTask
+from train.tasks.mlm import MaskedLMTask
 calls, before = itertools.count(1), MaskedLMTask.loss
 def loss(self, *arguments):
     {}

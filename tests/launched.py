@@ -15,7 +15,7 @@ import pytest
 from planning import plan
 
 from launch.config import ClusterConfig
-from launch.record import Record
+from launch.record import Attempt, Record
 from launch.schedulers import SCHEDULERS
 from launch.spec import Scheduler, State
 from train.config import S3Config
@@ -23,7 +23,6 @@ from train.config import S3Config
 HANDLE = {"job_id": 7}
 NODES = ["n1", "n2"]
 LEASE = {
-    "number": 1,
     "owner": "x",
     "host": "n1",
     "pid": 5,
@@ -31,7 +30,14 @@ LEASE = {
     "boot_id": None,
     "pid_namespace": None,
 }
-LEASE |= {"job": "mine-1.1", "started": "", "ttl_s": 30, "beats": 1, "step": 0, "released": False}
+LEASE |= {
+    "job": "mine-1.1",
+    "started": "",
+    "ttl_s": 30,
+    "heartbeats": 1,
+    "step": 0,
+    "released": False,
+}
 
 
 @dataclass
@@ -73,7 +79,7 @@ def fake_scheduler() -> Iterator[FakeScheduler]:
 
 @dataclass
 class Launched:
-    """`note` adds events, `line` lines of the metrics, `log` a log file."""
+    """`submit`, `begin` and `end` write the record, `trained` the run folder, `log` a log file."""
 
     run_dir: str
     scheduler: FakeScheduler
@@ -96,16 +102,32 @@ class Launched:
         )
         return self
 
-    def submit(self, **details: Any) -> Launched:
-        given = {"scheduler": "fake", "nodes": 2, **details}
-        return self.note("submitting", **given).note("submitted", **{"handle": HANDLE, **given})
-
-    def note(self, kind: str, **details: Any) -> Launched:
-        self.record.append_event(kind, **details)
+    def submit(self, scheduler: str = "fake", nodes: int = 2, **answer: Any) -> Launched:
+        """A submission with the scheduler's answer: a handle, or a rejection."""
+        claimed = self.record.claim(self.record.next_submission(), scheduler, nodes)
+        assert claimed is not None
+        self.record.keep_answer(replace(claimed, **(answer or {"handle": HANDLE})))
         return self
 
-    def begin(self, number: int = 1) -> Launched:
-        return self.note("attempt_began", number=number, nodes=NODES)
+    def begin(self, *, is_training: bool = True, begun_at: int = 0) -> Launched:
+        attempt = self.record.begin(NODES, begun_at)
+        assert attempt is not None
+        self.record.keep(replace(attempt, is_training=is_training))
+        return self
+
+    def end(self, outcome: str = "done", next: str = "end", **more: Any) -> Launched:
+        """The end of the last attempt."""
+        attempt = replace(self.last, outcome=outcome, next=next, ended_unix_s=time.time(), **more)
+        self.record.keep(attempt)
+        return self
+
+    def ask(self, what: str) -> Launched:
+        self.record.ask(what)
+        return self
+
+    @property
+    def last(self) -> Attempt:
+        return self.record.history().attempts[-1]
 
     def describe(self) -> Launched:
         content = {"identity": {"task.kind": "mlm"}, "plan": {"total_steps": 100}}
@@ -127,8 +149,9 @@ class Launched:
             {"kind": "checkpoint", "step": step - 10, "save_s": 2.0},
             {"kind": "train", "step": step, "loss": 3.0, **numbers},
         ]
+        began_unix_s = time.time() - 30
         full = [
-            {"attempt": 1, "time_unix_s": time.time() - 30 + 10 * at, **line}
+            {"attempt": 1, "time_unix_s": began_unix_s + 10 * at, **line}
             for at, line in enumerate(lines)
         ]
         self.describe().record.run.write(

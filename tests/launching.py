@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from running import eventually, run, train_overrides
 
-from launch.record import Event, Record
+from launch.record import Attempt, Record
 from launch.run_progress import newest_checkpoint
 from launch.schedulers import scheduler
 from launch.spec import State
@@ -54,12 +54,15 @@ def settings_of_run(run_dir: object, data: object, *overrides: str) -> list[str]
 class LaunchedRun(Record):
     """The record of a launch, and what becomes of it."""
 
-    def of_kind(self, kind: str) -> list[Event]:
-        return [event for event in self.events() if event.kind == kind]
+    @property
+    def attempts(self) -> list[Attempt]:
+        return self.history().attempts
 
     @property
     def handle(self) -> dict[str, Any]:
-        return dict(self.of_kind("submitted")[-1].details["handle"])
+        submission = self.last_submission()
+        assert submission is not None
+        return submission.handle
 
     @property
     def state(self) -> State:
@@ -73,13 +76,15 @@ class LaunchedRun(Record):
         files = sorted((self.local_folder() / "logs").rglob("*.txt"))
         return "\n".join(f"== {path}\n{path.read_text()}" for path in files)
 
-    def wait_for(self, kind: str, number: int = 1) -> Event:
-        """The event of this kind and number."""
+    def wait_for(self, number: int, *, is_over: bool = False) -> Attempt:
+        """The attempt with this number, once it trains, or once it is over."""
 
-        def come() -> Event | None:
-            ended = self.of_kind("ended")
-            assert kind == "ended" or not ended, (ended, self.logs())
-            return (self.of_kind(kind) + [None] * number)[number - 1]
+        def come() -> Attempt | None:
+            found = [each for each in self.attempts if each.number == number]
+            if found and (found[0].is_over if is_over else found[0].is_training):
+                return found[0]
+            assert self.history().ended is None, (self.attempts, self.logs())
+            return None
 
         return eventually(come)
 
@@ -87,8 +92,8 @@ class LaunchedRun(Record):
         """A committed step beyond `after`."""
         return eventually(lambda: max(0, (newest_checkpoint(self.run) or 0) - after)) + after
 
-    def ended(self, number: int = 1) -> dict[str, Any]:
-        """How the job ended, once it has."""
-        details = self.wait_for("ended", number).details
+    def ended(self) -> Attempt:
+        """The attempt with which the last job ended, once it has."""
+        ended = eventually(lambda: self.history().ended)
         eventually(lambda: not self.state.is_active)
-        return details
+        return ended

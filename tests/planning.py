@@ -25,7 +25,7 @@ from train.storage.schema import FileName, Sha256
 
 CODE = Code(FileName(f"code-{'0' * 16}.tar.gz"), Sha256("0" * 64), "0123456789ab")
 PYTHON = "/opt/venv/bin/python"
-ADDRESSES, PORT = "10.0.0.1,10.0.0.2", 20_707
+ADDRESS, PORT = "10.0.0.1", 20_707
 
 
 def plan(own: list[str], of_run: list[str]) -> tuple[LaunchConfig, Job]:
@@ -87,16 +87,14 @@ def node(
     name: str,
     *,
     hosts: str = "n1,n2",
-    group: int = 0,
 ) -> Node:
     """What the machine `name` of a job makes of its record."""
     monkeypatch.setenv("SLURMD_NODENAME", name)
     names = {
         "command": "train",
         "hosts": hosts,
-        "addresses": ADDRESSES,
+        "address": ADDRESS,
         "port": PORT,
         "attempt": "attempt_0001",
     }
-    options = argparse.Namespace(**names, group=group)
-    return Node(record, record.job(), options)
+    return Node(record, record.job(), argparse.Namespace(**names))

@@ -110,9 +110,10 @@ def run(
     env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """`baretrain train ...`, alone or on several ranks of this machine under torchrun, in forks (see there)."""
-    words = ["train", module, *arguments]
+    words = [module] if module.endswith(".py") else ["train", module]
+    words += arguments
     if ranks > 1:
-        words = launch("train", words[1:], ranks=ranks)
+        words = launch(words[0], words[1:], ranks=ranks)
     return run_forked(words, {**os.environ, **(env or {})})
 
 

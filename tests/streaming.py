@@ -3,15 +3,17 @@
 import pytest
 from running import prepare_config, train_overrides
 
-from train.data.shards import cache, download
+from train.data.shards import cache, download, prefetch
 from train.data.shards.format import read_manifest
 from train.tools import prepare
 
 
 @pytest.fixture
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(download, "FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(download, "LONGEST_PAUSE_S", 0.5)
+    monkeypatch.setattr(prefetch, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(prefetch, "LONGEST_PAUSE_S", 0.5)
+    monkeypatch.setattr(prefetch, "DEADLINE_S", 20.0)
+    monkeypatch.setattr(download, "ATTEMPT_S", 2.0)
 
 
 @pytest.fixture(scope="session")
@@ -31,9 +33,9 @@ def upload(bucket, folder, prefix="data"):
 
 
 def overrides(bucket, run_dir, data, *more):
-    """The settings of a run that reads from the bucket, with short times and a cache of its own."""
-    short = ["data.attempt_s=2", "data.deadline_s=20", f"data.cache_dir={run_dir}-cache"]
-    return [*train_overrides(run_dir, data, "max_epochs=9", *short, *bucket.overrides()), *more]
+    """The settings of a run that reads from the bucket, with a cache of its own."""
+    own = f"data.cache_dir={run_dir}-cache"
+    return [*train_overrides(run_dir, data, "max_epochs=9", own, *bucket.overrides()), *more]
 
 
 def windowed(shards):

@@ -37,7 +37,7 @@ from train.parallel import ranks
 from train.run import stopping
 from train.run.stopping import StopRequest
 from train.run_folder.samples import Sample
-from train.tasks import TASKS, Task, TaskSpec, mlm
+from train.tasks import TASKS, Task, TaskSpec
 
 ROWS, EVAL_ROWS = 160, 10
 NAN = float("nan")
@@ -116,7 +116,7 @@ class ToyTask(Task):
     def export(self, model: nn.Module, folder: Path) -> None:
         torch.save(model.state_dict(), folder / "model.pt")
 
-    def samples(self, export: Path, run: object, most: int) -> list[Sample]:
+    def samples(self, export: Path, most: int) -> list[Sample]:
         return []
 
 
@@ -208,8 +208,9 @@ def spoilt(calls: Iterable[int]) -> Callable[[int], float]:
 
 def spec_of(make: Callable[[], ToyTask]) -> TaskSpec:
     """The entry of a task in the table, whose module makes it so."""
-    sys.modules["toy_task"] = SimpleNamespace(TASK=SimpleNamespace(of_run=lambda cfg: make()))  # type: ignore[assignment]
-    return replace(mlm.SPEC, settings=ToyConfig, module="toy_task")
+    made = SimpleNamespace(of_run=lambda cfg: make())
+    sys.modules["toy_task"] = SimpleNamespace(Toy=made)  # type: ignore[assignment]
+    return replace(TASKS["mlm"], settings=ToyConfig, module="toy_task:Toy")
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -28,11 +28,14 @@ from train.config import Failure, InputError, S3Config, check
 from train.machine import processes
 from train.machine.torchrun import REJECTION
 from train.observe.lines import read_lines
-from train.observe.report.run import Run, read_run, settled
 from train.run.command import DONE, REJECTED
+from train.run.names import quoted
 from train.run_folder.outcome import read_outcome
 from train.storage.folders import open_folder
 from train.storage.imported import FLAG
+
+if TYPE_CHECKING:
+    from train.observe.report.run import Run
 
 KINDS = (
     "give texts, or mappings from column names to values, in a list, a data frame or a data set"
@@ -83,7 +86,11 @@ def train(settings: Sequence[str], *, ranks: int = 1, imports: Sequence[str] = (
         if line["kind"] == "eval"
     ]
     export = f"{location.rstrip('/')}/export" if folder.names("export/") else None
-    scores = final_scores(read_run(folder)) if evaluations else {}
+    scores = {}
+    if evaluations:
+        from train.observe.report.run import read_run  # imported late: it imports pandas
+
+        scores = final_scores(read_run(folder))
     return Result(
         location, str(now["outcome"]), int(now["step"] or 0), evaluations, scores, export
     )
@@ -91,6 +98,8 @@ def train(settings: Sequence[str], *, ranks: int = 1, imports: Sequence[str] = (
 
 def final_scores(run: Run) -> dict[str, float]:
     """Return the value of each score by which a run is judged; NaN if it is not finite."""
+    from train.observe.report.run import settled
+
     values = {name: settled(points)[0] for name, points in run.summary["scores"].items()}
     return {name: math.nan if value is None else value for name, value in values.items()}
 
@@ -112,8 +121,8 @@ def predict(
     """Return a model's prediction for each row, as `baretrain predict` makes it.
 
     `model` is a run, a transformers folder or a Hub id. `rows` are texts, or mappings from column names to values: one,
-    or a list, generator, array, data frame or data set of them. A Path names a file of rows. `options` are further
-    flags of the command.
+    or a list, generator, array, data frame or data set of them. A Path names a file of rows. `options` are settings of
+    the command.
     """
     lines = [] if isinstance(rows, Path) else lines_of(rows)
     if not isinstance(rows, Path) and not lines:
@@ -121,7 +130,7 @@ def predict(
     with TemporaryDirectory() as folder:
         output = Path(folder, "answers.jsonl")
         if isinstance(rows, Path):
-            given = [f"--input={rows}"]
+            given = [f"data.path={quoted(str(rows))}"]
         else:
             file = Path(folder, "rows.jsonl")
             texts = [line for line in lines if isinstance(line, str)]
@@ -133,7 +142,7 @@ def predict(
             file.write_text(
                 "".join(f"{json_line(record)}\n" for record in records), encoding="utf-8"
             )
-            given = [f"--input={file}", *(["--text-column=text"] if texts else [])]
+            given = [f"data.path={file}", *(["data.columns.text=text"] if texts else [])]
         arguments = [
             *values([model]),
             *given,
@@ -244,7 +253,7 @@ def values(given: Iterable[str]) -> list[str]:
 
 
 def options_of(given: Iterable[str]) -> list[str]:
-    """Return the flags of a command. Raises InputError if one would import a file, which only `imports` may name."""
+    """Return the settings of a command. Raises InputError if one would import a file, which only `imports` may name."""
     texts = listed(given)
     wrong = next((text for text in texts if text.partition("=")[0] == FLAG), None)
     check(wrong is None, f"options has {wrong!r}: name files to import with imports=[...]")

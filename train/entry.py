@@ -19,7 +19,7 @@ from train.machine.torchrun import end_torchrun, first_to
 from train.run import compose as cli
 from train.run.rejection import inform_others
 from train.run.stopping import StoppedEarly, StopRequest
-from train.run_folder.outcome import may_continue, what_is_over
+from train.run_folder.outcome import may_continue, read_outcome, what_is_over
 from train.run_folder.run_folder import RunFolder
 from train.storage.folders import is_s3
 
@@ -55,12 +55,7 @@ USED += ("data.num_workers", "export", "s3.endpoint")
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command `baretrain train`, and return the exit code."""
-    code = run_command_line(arguments)
-    from train.observe.trackers import unended  # imported late, as what a run needs
-
-    if unended:
-        leave_at_once(code)
-    return code
+    return run_command_line(arguments)
 
 
 def run_command_line(arguments: Sequence[str], *, collects: bool = False) -> int:
@@ -88,7 +83,7 @@ def attempt(cfg: TrainConfig, *, collects: bool = False) -> int:
     use_console("stdout")
     launch = launched()
     if launch.restart_count > 0 and (
-        over := what_is_over(RunFolder(cfg.run_dir, cfg.s3).last_outcome())
+        over := what_is_over(read_outcome(RunFolder(cfg.run_dir, cfg.s3).storage))
     ):
         with first_to("over") as is_first:  # one rank per machine prints this and ends torchrun
             if is_first:

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
 from functools import cache, partial
 from typing import Any
 
@@ -16,13 +15,11 @@ import torch
 from torch import nn
 
 from train.checkpoints.manifest import Progress
-from train.config import DataParallelConfig, Plan, TrainConfig, check, make_plan, plural
+from train.config import DataParallelConfig, Plan, TrainConfig, make_plan
 from train.data.batches.loader import Batch
 from train.machine.launched import check_launch, launched
-from train.machine.memory import total_memory_bytes
 from train.machine.runtime import search_as_usual
-from train.models.memory_estimate import GIB, advice, memory_of, on_cpu
-from train.models.model_sizes import check_layers, shape_of_model
+from train.models.model_sizes import check_layers
 from train.observe.metrics import Recorder
 from train.observe.monitor import open_monitor
 from train.observe.trackers import check_trackers
@@ -32,6 +29,7 @@ from train.parallel.optimizers import learning_rate
 from train.parallel.ranks import AGREED
 from train.run.attempt import ENDS, Attempt, begin, record_end
 from train.run.checkpoint_manager import CheckpointManager
+from train.run.description import describe
 from train.run.evaluation import evaluate, try_evaluation, write_samples
 from train.run.feed import TrainData, check_same_code, check_same_data
 from train.run.stopping import StopRequest, Votes
@@ -105,7 +103,7 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
     if cfg.data.verify:
         # this sends no heartbeats, so the watchdog ends it if it hangs
         world.run_on_local_rank0(task.verify_data)
-    world.agree(lambda: check_same_code(world.gather(imported.identity())))
+    world.agree(lambda: check_same_code(world.gather(imported.checksums())))
     world.agree(lambda: check_same_data(world.gather(task.data_id)))
     torch.manual_seed(cfg.seed)  # all ranks need the same initial weights
     model = world.agree(task.build_model)
@@ -281,97 +279,6 @@ def who_asked(attempt: Attempt, votes: Votes) -> str:
     attempt.kind = asked[0][2]
     logger.info("stopping: %s", attempt.asked)
     return asked[0][1]
-
-
-def describe(attempt: Attempt, backend: Backend, model: nn.Module) -> None:
-    """Describe the run in its folder and the log. Raises InputError if a rank does not see the folder."""
-    cfg, plan, task, folder, world = (
-        attempt.cfg,
-        attempt.plan,
-        attempt.task,
-        attempt.folder,
-        backend.world,
-    )
-    facts = {  # the resolved configuration, for environment.json
-        "plan": asdict(plan),
-        "seq_len": task.seq_len,
-        "parameters": sum(weight.numel() for weight in model.parameters() if weight.requires_grad),
-        "device": backend.device_name,
-        "precision": backend.precision,
-        "backend": backend.name,
-        "compile": backend.compiles,
-        "world_size": world.size,
-        "threads": torch.get_num_threads(),
-        **task.facts,
-    }
-
-    memory = memory_note(attempt, backend, model)
-
-    def write() -> None:
-        folder.describe(cfg, attempt.identity, facts, task.details)
-        task.describe_model(model, folder.folder)
-
-    if attempt.saves and not folder.is_remote:
-        num_blind = world.sum([not attempt.sees_owner()])[0]
-        where = f"run_dir={cfg.run_dir} of rank 0; it must be a shared folder"
-        check(num_blind == 0, f"{num_blind:g} ranks do not see {where}")
-    attempt.is_described = True
-    world.run_on_rank0(write)
-    for remark in task.remarks:
-        logger.info(remark)
-    each = (
-        "rank" if plan.replicas == world.size else f"group of {world.size // plan.replicas} ranks"
-    )
-    logger.info(
-        f"{backend.name} on {backend.device_name}, {backend.precision}: {world.num_machines} x {world.local_size} "
-        f"ranks, {plan.global_batch_size} sequences per step ({plan.micro_batch_size} x {plan.accumulation} per {each})"
-    )
-    if summary := task.summary():
-        logger.info(summary)
-    if left := task.train_rows % plan.global_batch_size:
-        logger.info(
-            f"an epoch is {plan.steps_per_epoch:,} steps: {left:,} of {task.train_rows:,} rows do not fill a batch and "
-            "are left out; each epoch leaves out different rows"
-        )
-    if memory is not None:
-        logger.info(memory)
-
-
-def memory_note(attempt: Attempt, backend: Backend, model: nn.Module) -> str | None:
-    """Return a note on the memory that a rank needs; None for a model whose sizes are unknown.
-
-    On CPUs, raises InputError if this machine has less memory than its ranks need, not counting what `on_cpu` adds.
-    """
-    cfg, plan, seq_len, num_ranks = (
-        attempt.cfg,
-        attempt.plan,
-        attempt.task.seq_len,
-        backend.world.local_size,
-    )
-    if (shape := shape_of_model(model)) is None:
-        return None
-    sizes = {
-        name: getattr(plan, name) for name in ("world_size", "micro_batch_size", "accumulation")
-    }
-    needed = memory_of(cfg, shape, seq_len=seq_len, precision=backend.precision, **sizes)
-    if backend.monitor_kind != "cpu":
-        copy = f"; each rank that writes checkpoints needs {needed.state / GIB:.3g} GiB of host memory for a save"
-        return f"{needed}{copy if attempt.saves else ''}"
-    network: Any = model.network
-    values = network.config.to_dict()
-    has_dropout = any(
-        values.get(name) for name in ("attention_probs_dropout_prob", "attention_dropout")
-    )
-    layers = 1 if cfg.backend.activation_checkpointing else shape.num_hidden_layers
-    heads = layers * (values.get("num_attention_heads") or 1) * has_dropout
-    held = on_cpu(needed, scores=plan.micro_batch_size * seq_len**2 * heads, saves=attempt.saves)
-    limit_bytes = total_memory_bytes()
-    check(
-        num_ranks * needed.total < limit_bytes,
-        f"{held}; this machine or container has too little, {limit_bytes / GIB:,.3g} GiB for "
-        f"{plural(num_ranks, 'rank')}; {advice(cfg, world_size=plan.world_size)}",
-    )
-    return str(held)
 
 
 def export(attempt: Attempt, checkpoints: CheckpointManager, model: nn.Module) -> None:

@@ -261,8 +261,7 @@ def predicted(task: str, data: Path, run: Path) -> tuple[list[Any], list[Any]]:
         "train",
         "predict",
         str(run),
-        "--input",
-        str(path),
+        f"data.path={path}",
         "--output",
         str(output),
     )

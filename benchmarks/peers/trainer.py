@@ -51,7 +51,7 @@ def run(variant: str, folder: Path, seed: int) -> dict[str, Any]:
     import transformers
     from datasets import load_from_disk
 
-    from train.tasks.classify.task import scores
+    from train.tasks.classify import scores
 
     facts = json.loads((folder / "facts.json").read_text())
     seen: dict[str, Any] = {"tokens": 0, "slots": 0}

@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import botocore
 
 from launch import launched
+from launch.ec2 import setup
 from launch.ec2.api import Api
 from launch.ec2.config import Ec2Config
 from launch.record import Job, Record
 from train.config import check
 from train.config.backend import CUDA, NEURON
-from train.machine.machine import is_native
+from train.machine.neuron import is_native
 from train.machine.versions import read_versions
 from train.storage.schema import record
 
-# types of network interfaces; efa-only has no IP address
-INTERFACE, EFA, EFA_ONLY = (
-    "interface",
-    "efa",
-    "efa-only",
-)
-# tags of images: the kind (neuron or cuda), and the SDK
-KIND_TAG, SDK_TAG = (
-    "baretrain:image",
-    "baretrain:neuron-sdk",
-)
-# SSM parameters with the ids of this account's promoted images
+# Types of network interfaces; efa-only has no IP address.
+INTERFACE, EFA, EFA_ONLY = "interface", "efa", "efa-only"
+KIND_TAG = "baretrain:image"  # tag of images: neuron or cuda
+SDK_TAG = "baretrain:neuron-sdk"
+# SSM parameters with the ids of this account's promoted images.
 OWN_IMAGE = "/baretrain/ami/{}/latest"
 AMI = re.compile(r"ami-[0-9a-f]{8,17}")
 
@@ -45,69 +39,108 @@ class Interface:
 
 @dataclass(frozen=True)
 class Site:
-    """A subnet for all machines of the run, and the image from which they start."""
+    """A subnet for all machines of the run, and what they have there."""
 
     region: str
     subnet: str
     zone: str
-    vpc: str
     image: str
     root_device: str
+    security_group: str
+    profile: str  # name of the instance profile
+    placement_group: str  # "" for none
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """The resolved settings of a job, recorded in the event of its submission."""
+    """The resolved settings of a job, recorded in its submission."""
 
     id: str  # random id of this submission, which makes its client tokens unique
-    job_id: str
-    image_setting: str  # cluster.image, which determines the images
+    job_sha256: str
     sites: list[Site]  # in the order in which they are tried
     interfaces: list[Interface]  # network interfaces of each machine
-
-    @property
-    def regions(self) -> list[str]:
-        return list(dict.fromkeys(site.region for site in self.sites))
 
 
 def last_resolved(run: Record) -> Resolved | None:
     """Return the resolved settings of the run's last submission from this computer; None if there was none."""
-    # They are not read from the events, since the run's machines could change the image there.
+    # They are not read from the record, where the run's machines could change the image.
     handle = launched.last_handle(run)
-    return record(Resolved, handle["resolved"]) if "resolved" in handle else None
+    if "resolved" not in handle:
+        return None
+    return record(Resolved, handle["resolved"])
 
 
 def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:
     """Resolve the settings by asking AWS. Raises InputError, with the cure, if a launch would fail or waste money."""
     # Mistakes that RunInstances reports clearly are not checked here.
-    before, setting = last_resolved(run), cluster.image or ""
-    pinned = dict[str, str]()  # a resumed job keeps its images
-    if before is not None and (before.job_id, before.image_setting) == (job.id, setting):
+    pinned = dict[str, str]()
+    before = last_resolved(run)
+    if before is not None and before.job_sha256 == run.job_sha256:
+        # a resumed job keeps its images
         pinned = {site.region: site.image for site in before.sites}
-    sites, interfaces = list[Site](), list[Interface]()
+    sites = list[Site]()
+    interfaces = list[Interface]()
     for region in api.regions(cluster.regions):
         info = api.instance_type(region, job.instance)
-        # EC2 reports no NeuronInfo for trn2u
-        is_neuron = "NeuronInfo" in info or job.instance.startswith("trn")
-        accelerators = NEURON if is_neuron else CUDA
-        image = pinned.get(region) or image_id(
-            api, region, cluster.image or OWN_IMAGE.format(accelerators)
-        )
-        root_device = check_image(api, region, image, accelerators, job.instance)
         interfaces = layout(info, cluster, job.nodes)
-        for each in subnets(api, region, cluster, job.instance, cards=len(interfaces)):
-            subnet, zone, vpc = (
-                str(each[key]) for key in ("SubnetId", "AvailabilityZone", "VpcId")
+        image, root_device = image_of(api, region, job, cluster, info, pinned.get(region))
+        group, profile = shared(api, region, cluster)
+        if cluster.security_group is not None and job.nodes > 1:
+            check_rules(api, region, group)
+        for subnet in subnets(api, region, cluster, job.instance, interfaces):
+            site = Site(
+                region=region,
+                subnet=subnet["SubnetId"],
+                zone=subnet["AvailabilityZone"],
+                image=image,
+                root_device=root_device,
+                security_group=group,
+                profile=profile,
+                placement_group=placement_group(cluster, job, subnet["AvailabilityZone"]),
             )
-            sites.append(Site(region, subnet, zone, vpc, image, root_device))
-    if cluster.capacity_reservation is not None:
-        sites = beside_reservation(api, cluster.capacity_reservation, sites)
-    if cluster.security_group is not None and job.nodes > 1:
-        described = api.ask(
-            sites[0].region, "describe_security_groups", GroupIds=[cluster.security_group]
+            sites.append(site)
+    return Resolved(secrets.token_hex(16), run.job_sha256, sites, interfaces)
+
+
+# ---- what runs share -------------------------------------------------------------------------------------------------
+
+
+def shared(api: Api, region: str, cluster: Ec2Config) -> tuple[str, str]:
+    """Return the security group and the instance profile of the settings, or else those of the stack."""
+    group = cluster.security_group
+    profile = cluster.instance_profile
+    if group is None or profile is None:
+        stack = setup.outputs(api, region)
+        group = group or stack["Group"]
+        profile = profile or stack["Profile"]
+    return group, profile
+
+
+def placement_group(cluster: Ec2Config, job: Job, zone: str) -> str:
+    """Return the name of a zone's placement group; "" if the machines need none, or must not have one.
+
+    A capacity block accepts none, and a reservation accepts only the group with which it was made.
+    """
+    if cluster.placement_group not in ("true", "false"):
+        return cluster.placement_group
+    is_wanted = cluster.placement_group == "true" and job.nodes > 1
+    if not is_wanted or cluster.capacity_reservation is not None:
+        return ""
+    return setup.placement_group(zone)
+
+
+def check_rules(api: Api, region: str, group: str) -> None:
+    """Raise InputError if a security group's machines cannot reach one another over EFA: collectives would hang."""
+    (seen,) = api.ask(region, "describe_security_groups", GroupIds=[group])["SecurityGroups"]
+    for way, key in {"ingress": "IpPermissions", "egress": "IpPermissionsEgress"}.items():
+        rules = [rule for rule in seen[key] if rule["IpProtocol"] == "-1"]
+        allowed = [pair["GroupId"] for rule in rules for pair in rule["UserIdGroupPairs"]]
+        check(
+            group in allowed,
+            f"security group {group} does not allow all traffic with itself, which EFA needs even if 0.0.0.0/0 is "
+            f"allowed: aws ec2 authorize-security-group-{way} --region {region} --group-id {group} --ip-permissions "
+            f"'IpProtocol=-1,UserIdGroupPairs=[{{GroupId={group}}}]'",
         )
-        check_rules(described["SecurityGroups"][0])
-    return Resolved(secrets.token_hex(16), job.id, setting, sites, interfaces)
 
 
 # ---- network ---------------------------------------------------------------------------------------------------------
@@ -122,17 +155,23 @@ def layout(info: Mapping[str, Any], cluster: Ec2Config, machines: int) -> list[I
     device 0 of card 0 and device 1 of the others, so that IP packets leave through card 0. With only one card, a single
     `efa` interface is enough.
     """
-    network, made = info["NetworkInfo"], [Interface(0, 0, INTERFACE)]
+    network = info["NetworkInfo"]
+    made = [Interface(0, 0, INTERFACE)]
     cards = sorted(network.get("NetworkCards", ()), key=lambda card: int(card["NetworkCardIndex"]))
-    most = int(network.get("EfaInfo", {}).get("MaximumEfaInterfaces", 0)) if machines > 1 else 0
+    most = 0
+    if machines > 1:
+        most = int(network.get("EfaInfo", {}).get("MaximumEfaInterfaces", 0))
     able = [each for each in cards if EFA in each.get("InterfaceTypes", ())][:most]
     for card in able:
-        index, fits = int(card["NetworkCardIndex"]), int(card["MaximumNetworkInterfaces"])
+        index = int(card["NetworkCardIndex"])
+        fits = int(card["MaximumNetworkInterfaces"])
         is_apart = len(cards) > 1 and EFA_ONLY in card["InterfaceTypes"]
         if index == 0 and not (is_apart and fits > 1):
             made = [Interface(0, 0, EFA)]
+        elif index == 0:
+            made.append(Interface(0, 1, EFA_ONLY))
         elif is_apart:
-            made.append(Interface(index, 1 if index == 0 else 0, EFA_ONLY))
+            made.append(Interface(index, 0, EFA_ONLY))
         else:
             made.append(Interface(index, min(1, fits - 1), EFA))
     # Older versions of botocore silently drop the cards' interface types from EC2's answer.
@@ -149,116 +188,79 @@ def layout(info: Mapping[str, Any], cluster: Ec2Config, machines: int) -> list[I
     return made
 
 
-def subnets(api: Api, region: str, cluster: Ec2Config, instance: str, *, cards: int) -> list[Any]:
+def subnets(
+    api: Api, region: str, cluster: Ec2Config, instance: str, interfaces: list[Interface]
+) -> list[Any]:
     """Return the region's subnets in zones that offer the instance type, in the order of the settings."""
-    by = {"subnet-id": cluster.subnets} if cluster.subnets else {"default-for-az": ["true"]}
+    by = {"default-for-az": ["true"]}
+    if cluster.subnets:
+        by = {"subnet-id": cluster.subnets}
     there = api.pages(region, "describe_subnets", "Subnets", by=by)
-    order = {ident: index for index, ident in enumerate(cluster.subnets)}
-    there.sort(key=lambda each: (order.get(each["SubnetId"], 0), each["AvailabilityZone"]))
-    query = ("describe_instance_type_offerings", "InstanceTypeOfferings")
+    if cluster.subnets:
+        there.sort(key=lambda each: cluster.subnets.index(each["SubnetId"]))
+    else:
+        there.sort(key=lambda each: each["AvailabilityZone"])
     offers = api.pages(
-        region, *query, by={"instance-type": [instance]}, LocationType="availability-zone"
+        region,
+        "describe_instance_type_offerings",
+        "InstanceTypeOfferings",
+        by={"instance-type": [instance]},
+        LocationType="availability-zone",
     )
     zones = {str(each["Location"]) for each in offers}
     offered = [each for each in there if each["AvailabilityZone"] in zones]
-    named = (
-        f"cluster.subnets={cluster.subnets}" if cluster.subnets else "the subnets of a default VPC"
-    )
-    check(
-        bool(there),
-        f"{region} has none of {named}: name subnets in every region (cluster.subnets)",
-    )
     check(
         bool(offered),
-        f"{region} offers {instance} in {', '.join(sorted(zones)) or 'no zone'}, but your subnets are in "
-        f"{', '.join(sorted({each['AvailabilityZone'] for each in there}))}: name others (cluster.subnets)",
+        f"{region} offers {instance} in {', '.join(sorted(zones)) or 'no zone'}, where "
+        f"cluster.subnets={cluster.subnets or 'those of the default VPC'} has no subnet: name others",
     )
-    check_addresses(cards, [str(each["SubnetId"]) for each in offered if each.get("DefaultForAz")])
+    public = [each["SubnetId"] for each in offered if each.get("DefaultForAz")]
+    check(
+        len(interfaces) == 1 or not public,
+        f"a machine with {len(interfaces)} network interfaces gets no public address, without which it cannot reach S3 "
+        f"from subnets of a default VPC ({', '.join(public)}): name private subnets with a NAT gateway, or with "
+        "endpoints for S3 and SSM (cluster.subnets)",
+    )
     return offered
-
-
-def check_addresses(interfaces: int, public: Sequence[str]) -> None:
-    """Raise InputError if machines with several interfaces would be in `public` subnets without a public address."""
-    check(
-        interfaces == 1 or not public,
-        f"a machine with {interfaces} network interfaces gets no public address, without which it cannot reach S3 from "
-        f"subnets of a default VPC ({', '.join(public)}): name private subnets with a NAT gateway, or with endpoints "
-        "for S3 and SSM (cluster.subnets)",
-    )
-
-
-def beside_reservation(api: Api, ident: str, sites: list[Site]) -> list[Site]:
-    """Return the sites in the zone of an active capacity reservation. Raises InputError if there is none."""
-    query, by = (
-        ("describe_capacity_reservations", "CapacityReservations"),
-        {"capacity-reservation-id": [ident]},
-    )
-    states = {
-        (region, str(each["AvailabilityZone"])): str(each["State"])
-        for region in {site.region for site in sites}
-        for each in api.pages(region, *query, by=by)
-    }
-    beside = [site for site in sites if states.get((site.region, site.zone)) == "active"]
-    found = (
-        ", ".join(f"{state} in {zone}" for (_, zone), state in states.items())
-        or "in none of the regions"
-    )
-    check(
-        bool(beside),
-        f"cluster.capacity_reservation={ident} is {found}: it must be active (a block begins at its start date), and "
-        f"one of the subnets must be in its zone; they are in {', '.join(sorted({site.zone for site in sites}))}",
-    )
-    return beside
-
-
-def check_rules(seen: Mapping[str, Any]) -> None:
-    """Raise InputError if a security group's machines cannot reach one another over EFA: collectives would hang."""
-    group, cures = seen["GroupId"], []
-    for way, key in {"ingress": "IpPermissions", "egress": "IpPermissionsEgress"}.items():
-        rules = [rule for rule in seen.get(key, ()) if rule.get("IpProtocol") == "-1"]
-        if group not in [
-            pair.get("GroupId") for rule in rules for pair in rule.get("UserIdGroupPairs", ())
-        ]:
-            command = f"aws ec2 authorize-security-group-{way} --group-id {group} --ip-permissions"
-            cures.append(f"{command} 'IpProtocol=-1,UserIdGroupPairs=[{{GroupId={group}}}]'")
-    check(
-        not cures,
-        f"security group {group} does not allow all traffic with itself, which EFA needs even if 0.0.0.0/0 is allowed: "
-        f"{' && '.join(cures)}",
-    )
 
 
 # ---- image -----------------------------------------------------------------------------------------------------------
 
 
-def image_id(api: Api, region: str, given: str) -> str:
-    if AMI.fullmatch(given):
-        return given
-    value = str(api.ask(region, "get_parameter", service="ssm", Name=given)["Parameter"]["Value"])
-    check(
-        AMI.fullmatch(value) is not None,
-        f"the SSM parameter {given} in {region} is {value!r}, not an image's id",
-    )
-    return value
+def image_of(
+    api: Api,
+    region: str,
+    job: Job,
+    cluster: Ec2Config,
+    info: Mapping[str, Any],
+    pinned: str | None,
+) -> tuple[str, str]:
+    """Return the id of the image in a region, and its root device."""
+    # EC2 reports no NeuronInfo for trn2u.
+    is_neuron = "NeuronInfo" in info or job.instance.startswith("trn")
+    accelerators = NEURON if is_neuron else CUDA
+    image = pinned or cluster.image or OWN_IMAGE.format(accelerators)
+    if AMI.fullmatch(image) is None:
+        answer = api.ask(region, "get_parameter", service="ssm", Name=image)
+        image = str(answer["Parameter"]["Value"])
+    return image, check_image(api, region, image, accelerators, job.instance)
 
 
 def check_image(api: Api, region: str, image: str, accelerators: str, instance: str) -> str:
     """Return an image's root device. Raises InputError if baretrain ami built it for other machines or another SDK."""
-    described, versions = api.image(region, image), read_versions()
+    described = api.image(region, image)
     tags = {tag["Key"]: tag["Value"] for tag in described.get("Tags", ())}
-    wanted, cure = versions["neuron-sdk"], "baretrain ami neuron builds one"
-    if is_native(instance):
-        wanted, cure = (
-            versions.native.name,
-            "name one with native PyTorch (cluster.image, docs/trainium.md)",
-        )
-    kind, sdk = tags.get(KIND_TAG, accelerators), tags.get(SDK_TAG, wanted)
+    kind = tags.get(KIND_TAG, accelerators)
     check(
         kind == accelerators,
         f"image {image} was built for {kind}, but the machines need one for {accelerators}",
     )
+    versions = read_versions()
+    wanted = versions.native.name if is_native(instance) else versions.sdk.name
+    sdk = tags.get(SDK_TAG, wanted)
     check(
         accelerators != NEURON or sdk == wanted,
-        f"image {image} has Neuron SDK {sdk}, but this version of baretrain needs {wanted} on {instance}: {cure}",
+        f"image {image} has Neuron SDK {sdk}, but this version of baretrain needs {wanted} on {instance}: name another "
+        "(cluster.image, docs/trainium.md)",
     )
     return str(described.get("RootDeviceName", ""))

@@ -1,224 +1,49 @@
-"""The commands `baretrain launch clean | iam | quota` for EC2. boto3 is imported only when a command needs it."""
+"""The command `launch clean`: it ends a run's machines on EC2. boto3 is imported only when the command needs it."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import re
-from pathlib import Path
-from string import Template
-from typing import Any
 
-import yaml
-
-from launch.ec2.config import MARKETS
-from launch.record import CONFIG, JOB, PLAN, SUFFIX, Record
-from train.config import InputError, S3Config, check
+from launch.record import CANCEL, Record
+from train.config import S3Config
 from train.machine.console import say
 from train.run.command import DONE, FAILED, Parser
-
-POLICIES = Path(__file__).with_name("policies.yaml")
-# Files of a record that decide which code runs, or which machines exist: the run's machines must not write them.
-OPERATORS = (JOB, "code-*", PLAN, CONFIG, "ec2/calls/*")
-WRITES = ("s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload")
-QUOTAS = {
-    "on-demand": re.compile(r"Running On-Demand (.+) instances"),
-    "spot": re.compile(r"All (.+) Spot Instance Requests"),
-}
-
-
-def region_list(text: str) -> list[str]:
-    regions = text.split(",")
-    for each in regions:
-        check(
-            re.fullmatch(r"[a-z]{2}(-[a-z]+)+-[0-9]", each) is not None,
-            f"{each!r} is not a region (e.g. us-east-1)",
-        )
-    return regions
-
-
-# ---- clean -----------------------------------------------------------------------------------------------------------
 
 
 def clean_flags(parser: Parser) -> None:
     run = "run_dir of a launched run: s3://bucket/prefix; its record may be gone"
+    yes = "end the machines; without --yes, only list them"
+    more = "further regions to search"
     parser.add_argument("run", metavar="RUN", help=run)
-    parser.add_argument(
-        "--yes", action="store_true", help="remove the resources; without --yes, only list them"
-    )
-    parser.add_argument(
-        "--regions", metavar="A,B", type=region_list, default=[], help="further regions to search"
-    )
+    parser.add_argument("--yes", action="store_true", help=yes)
+    parser.add_argument("--regions", metavar="A,B", default="", help=more)
 
 
 def clean(options: argparse.Namespace, s3: S3Config) -> int:
-    """Remove a run's resources on EC2 until none can appear. Prints those that remain, and returns FAILED if any do."""
-    from launch.ec2 import calls
+    """End a run's machines on EC2 until none can appear. Prints those that remain, and returns FAILED if any do."""
     from launch.ec2.api import Api
+    from launch.ec2.instances import end_all, find, regions_of
 
-    record, api = Record(options.run, s3), Api(s3.profile, s3.region)
-    regions = api.regions(
-        calls.regions_of(record, [*options.regions, *filter(None, [api.default_region])])
-    )
+    record = Record(options.run, s3)
+    api = Api(s3.profile, s3.region)
+    more = [*options.regions.split(","), api.default_region]
+    regions = api.regions(regions_of(record, more))
     where = ", ".join(regions)
     if not options.yes:
-        left = calls.left_over(api, record, regions)
-        lines = [f"found: {each}" for each in left] or [
-            f"EC2 lists nothing of {record.run_dir} in {where}"
-        ]
+        left = [each for each in find(api, record, regions) if each.is_left]
+        say(*(f"found {each}" for each in left))
         say(
-            *lines,
-            "nothing was removed; --yes removes it"
-            if left
-            else "--yes waits until nothing more can appear",
+            f"EC2 lists {len(left) or 'no'} machines of {record.run_dir} in {where}; --yes ends them"
         )
         return FAILED if left else DONE
-    is_known = bool(record.event_names())
-    if is_known and not record.history().has_end:
-        # written first: a running launch then stops
-        record.append_event("cancelled", reason="launch clean")
-    left = calls.remove(api, record, regions)
+    history = record.history()
+    if not history.has_end:
+        record.ask(CANCEL)  # first: a running launch then asks for no more machines
+    left = end_all(api, record, regions)
     if left:
         say(*(f"still there: {each}" for each in left))
         return FAILED
-    if not is_known:
-        say(f"{record.location} is gone: resources requested in the last minutes may still appear")
-    say(f"nothing of {record.run_dir} is left in {where}")
+    if history.submission is None:
+        say(f"{record.location} is gone: machines requested in the last minutes may still appear")
+    say(f"no machine of {record.run_dir} is left in {where}")
     return DONE
-
-
-# ---- iam -------------------------------------------------------------------------------------------------------------
-
-
-def iam_flags(parser: Parser) -> None:
-    run = "run_dir of the run whose machines get the role: s3://bucket/runs/mine; the operator gets its parent folder"
-    parser.add_argument("run", metavar="RUN", help=run)
-    parser.add_argument(
-        "--data", metavar="FOLDER", action="append", default=[], help="data folder; repeatable"
-    )
-    role = "NAME in the name of each run's role, NAME-RUN (baretrain-machine)"
-    parser.add_argument("--role", metavar="NAME", default="baretrain-machine", help=role)
-    parser.add_argument("--account", default="*", help="account number (any)")
-
-
-def iam(options: argparse.Namespace, s3: S3Config) -> int:
-    """Print, as JSON, the minimal policies for the operator of a runs folder and for the machines of one run."""
-    run = options.run.rstrip("/").removesuffix(SUFFIX)
-    runs = f"{run.rpartition('/')[0]}/"
-    data = [folder_statement(f"Data{number}", each) for number, each in enumerate(options.data)]
-    of_run, own = (
-        folder_statement("Run", f"{run}/", f"{run}{SUFFIX}/"),
-        folder_statement("Runs", runs),
-    )
-    of_run[0]["Action"] = own[0]["Action"] = ["s3:GetObject", *WRITES]
-    [record] = [each for each in of_run[0]["Resource"] if each.endswith(f"{SUFFIX}/*")]
-    kept = [f"{record[:-1]}{name}" for name in OPERATORS]
-    of_run.append(
-        {
-            "Sid": "NoJob",
-            "Effect": "Deny",
-            "Action": ["s3:PutObject*", "s3:DeleteObject*"],
-            "Resource": kept,
-        }
-    )
-    text = Template(POLICIES.read_text()).substitute(
-        account=options.account, role=options.role, runs=f"{runs}*"
-    )
-    policies = {}
-    for name, statements in yaml.safe_load(text).items():
-        folders = {"operator": [*data, own], "machine": [*data, of_run]}.get(name, [])
-        statements += [statement for each in folders for statement in each]
-        policies[name] = {"Version": "2012-10-17", "Statement": statements}
-    say(*json.dumps(policies, indent=2).splitlines())
-    return DONE
-
-
-def folder_statement(sid: str, *folders: str) -> list[dict[str, Any]]:
-    """Return statements that allow reading and listing folders of one bucket."""
-    bucket, below = "", []
-    for each in folders:
-        match = re.fullmatch(
-            r"s3://([a-z0-9][a-z0-9.-]+[a-z0-9])((?:/[\w.+=@-]+)*)/*", each, re.ASCII
-        )
-        if match is None:
-            raise InputError(
-                f"{each} is not a folder in S3 with plain characters, such as s3://bucket/runs/mine"
-            )
-        bucket, prefix = match[1], match[2].strip("/")
-        below.append(f"{prefix}/*" if prefix else "*")
-    read = {
-        "Action": ["s3:GetObject"],
-        "Resource": [f"arn:aws:s3:::{bucket}/{each}" for each in below],
-    }
-    listing = {"Action": ["s3:ListBucket"], "Resource": [f"arn:aws:s3:::{bucket}"]}
-    condition = {"Condition": {"StringLike": {"s3:prefix": below}}}
-    return [
-        {"Sid": sid, "Effect": "Allow", **read},
-        {"Sid": f"{sid}List", "Effect": "Allow", **listing, **condition},
-    ]
-
-
-# ---- quota -----------------------------------------------------------------------------------------------------------
-
-
-def quota_flags(parser: Parser) -> None:
-    parser.add_argument("instance", metavar="TYPE", help="instance type such as trn1.32xlarge")
-    parser.add_argument("--nodes", metavar="N", type=int, default=1, help="number of machines (1)")
-    parser.add_argument(
-        "--market", choices=MARKETS[:2], default=MARKETS[0], help="capacity blocks need no quota"
-    )
-    parser.add_argument(
-        "--regions",
-        metavar="A,B",
-        type=region_list,
-        default=[],
-        help="regions whose quota to show",
-    )
-
-
-def quota(options: argparse.Namespace, s3: S3Config) -> int:
-    """Say whether the account's quota allows the machines; return FAILED if it is too low in all regions."""
-    from launch.ec2.api import Api
-
-    instance, nodes, pattern = options.instance, options.nodes, QUOTAS[options.market]
-    api, is_enough = Api(s3.profile, s3.region), False
-    for region in api.regions(options.regions):
-        # p5 of p5en.48xlarge
-        info, family = (
-            api.instance_type(region, instance),
-            re.findall(r"[a-z]+\d+", instance)[0],
-        )
-        needed = nodes * int(info["VCpuInfo"]["DefaultVCpus"])
-        listed = api.pages(
-            region, "list_service_quotas", "Quotas", service="service-quotas", ServiceCode="ec2"
-        )
-        matches = [
-            (match, each) for each in listed if (match := pattern.fullmatch(each["QuotaName"]))
-        ]
-        ranked = [(covers(match[1], family), each) for match, each in matches]
-        rank, quota = max(ranked, key=lambda each: each[0], default=(0, dict[str, Any]()))
-        check(
-            rank > 0,
-            f"Service Quotas of {region} shows no {options.market} quota for {instance}; see the console",
-        )
-        vcpus, code = float(quota["Value"]), quota["QuotaCode"]
-        line = (
-            f"{region}: {quota['QuotaName']} ({code}): {vcpus:,.0f} vCPUs, {needed:,} are needed"
-        )
-        is_enough = is_enough or vcpus >= needed
-        cure = (
-            f"too few; aws service-quotas request-service-quota-increase --service-code ec2 --quota-code {code} "
-            f"--desired-value {needed} --region {region} (takes hours to days)"
-        )
-        say(
-            f"{line}; the account's other machines count, too"
-            if vcpus >= needed
-            else f"{line}: {cure}"
-        )
-    return DONE if is_enough else FAILED
-
-
-def covers(families: str, family: str) -> int:
-    """Return how a quota ("P4 and P3", "Standard (A, C, ...)") names a family: not (0), by letter (1), exactly (2)."""
-    words = {word.lower() for word in re.findall(r"[A-Za-z]+\d*", families)} - {"and", "standard"}
-    return 2 if family in words else 1 if family.rstrip("0123456789") in words else 0

@@ -15,7 +15,6 @@ MARKETS = ("on-demand", "spot", "capacity-block")
 class Ec2Config(ClusterConfig):
     """Machines on EC2. A YAML file in conf/cluster/ sets an account's values that differ from these defaults."""
 
-    finds_types: ClassVar[bool] = True
     has_check: ClassVar[bool] = True
     shares_disks: ClassVar[bool] = False
 
@@ -25,9 +24,9 @@ class Ec2Config(ClusterConfig):
     regions: list[str] = field(default_factory=list)
     # The subnets to try, in order; [] uses the default VPC's.
     subnets: list[str] = field(default_factory=list)
-    # The id of a security group; None makes one for the run and removes it later.
+    # The id of a security group; None uses that of the stack (`baretrain launch setup`).
     security_group: str | None = None
-    # The machines' role; `baretrain launch iam` prints the policy it needs.
+    # The name of the machines' instance profile; None uses that of the stack.
     instance_profile: str | None = None
     # The image, ami-... or an SSM parameter with its id; None uses the promoted image.
     image: str | None = None
@@ -37,7 +36,7 @@ class Ec2Config(ClusterConfig):
     market: str = setting("on-demand", among=MARKETS)
     # The id of a reservation or a capacity block.
     capacity_reservation: str | None = None
-    # The name of a placement group; true makes one, false uses none.
+    # The name of a placement group; true uses that of the zone (`baretrain launch setup`), false none.
     placement_group: str = "true"
     # Give machines public addresses; needs a type with only one network interface.
     public_address: bool = False

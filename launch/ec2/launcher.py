@@ -5,38 +5,34 @@ Only this process makes machines. If it is killed, its machines train to the end
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from launch.ec2 import calls
 from launch.ec2.account import Resolved, Site
 from launch.ec2.api import LATER, NEVER, Api, growing
-from launch.ec2.calls import PLACEMENT, RUN, SECURITY, Call, Cancelled, Superseded
 from launch.ec2.config import Ec2Config
-from launch.ec2.machine import REGISTERED, conclude
-from launch.ec2.request import name_of, placement_name, run_instances, tags
-from launch.ec2.sweep import say
-from launch.record import CONFIG, Event, Job, Record
+from launch.ec2.instances import ASKED, LISTS_S, Instance, end_all, find, regions_of
+from launch.ec2.machine import MAX_RUN, REGISTERED, settle
+from launch.ec2.request import run_instances
+from launch.record import CONFIG, END, REQUEUE, Attempt, Job, Record
 from launch.run_progress import read_progress
-from launch.supervise import CODES, Decision
+from launch.supervise import CODES, Decision, conclude
 from launch.values import shown_duration, shown_moment, text
 from train.config import Failure, InputError, Unreachable
+from train.machine.console import say
 from train.run.command import FAILED
 from train.storage.aws_errors import BadCredentials, Rejected
 from train.storage.schema import read_object, read_yaml
 
 POLL_S = 20.0
-# first and longest pause between rounds over all subnets, and between tries of a call
-FIRST_S, MOST_S = (
-    10.0,
-    300.0,
-)
+FIRST_S, MOST_S = 10.0, 300.0  # first and longest pause between rounds over all subnets
 LEAVE_S = 180.0  # time for machines to upload their logs and shut down, once the run has ended
-VISIBLE_S = 10.0  # time for EC2 to recognise a new group
 FAILED_START = "ec2/failed/{}.json"  # the reason why a machine could not start, see boot.sh
+REQUESTS = 1000  # more than a submission ever makes
 Result = TypeVar("Result")
 
 
@@ -44,31 +40,41 @@ class NoCapacity(Failure):
     """An error raised because no subnet has capacity for the machines at present."""
 
 
+class Cancelled(Failure):
+    """An error raised because, according to the record, this launch must not make any more machines."""
+
+
+class Superseded(Failure):
+    """An error raised because another launch of the run has begun, to which the run's machines now belong."""
+
+
 class Launcher:
     def __init__(
         self, record: Record, job: Job, cluster: Ec2Config, resolved: Resolved, api: Api
     ) -> None:
-        self.record, self.job, self.cluster, self.resolved, self.api = (
-            record,
-            job,
-            cluster,
-            resolved,
-            api,
-        )
-        api.before_create = lambda: calls.check(record, resolved.id)
-        submission = record.history().submission
+        self.record = record
+        self.job = job
+        self.cluster = cluster
+        self.resolved = resolved
+        self.api = api
+        submission = record.last_submission()
         assert submission is not None
+        self.submission = submission
         self.ends_unix_s = submission.time_unix_s + cluster.max_run_s
         price = "usd_per_hour_spot" if cluster.market == "spot" else "usd_per_hour"
         self.usd_per_hour: float | None = read_yaml(record.folder.read(CONFIG))["instance"][price]
-        self.cost_usd, self.line, self.seen_s = 0.0, "", time.time()
         self.is_training = False  # whether machines have been made and are not known to have ended
+        self.request = 0  # number of the last request for machines, counted over all submissions
+        self.asks = 0  # how often EC2 was asked for machines
+        self.machines: list[str] = []  # ids of the machines that were made last
+        self.made_unix_s = 0.0
+        self.attempts_before = 0  # number of attempts when the machines were made
+        self.line = ""
 
     def run(self) -> int:
-        """Train, remove all resources, and return the run's exit code."""
+        """Train, end all machines, and return the run's exit code."""
         try:
-            while self.is_interrupted():
-                say("asking for all machines again (cluster.again)")
+            self.train()
         except Superseded:
             raise
         except Cancelled as error:
@@ -79,129 +85,108 @@ class Launcher:
                     f"this launch ends here; its machines continue to train, and then shut down. {undo(self.record)}"
                 )
                 raise
-            self.record.append_event("ended", outcome="failed", reason=str(error))
+            conclude(self.record, Decision(END, "failed", str(error)))
             with suppress(BadCredentials, Unreachable):  # the earlier error already reports it
-                self.remove(leaves=False)
+                self.end_machines()
             raise
         ended = self.record.history().ended
-        self.remove(leaves=ended is not None and self.is_training)
-        say("nothing of the run is left on EC2")
+        is_ending = ended is not None and self.is_training
+        self.end_machines(LEAVE_S if is_ending else 0.0)
+        say("no machine of the run is left on EC2")
         return CODES.get(ended.outcome, FAILED) if ended else FAILED
 
-    def is_interrupted(self) -> bool:
-        """Make machines and wait for the end of the run. Returns whether it was interrupted and has to restart."""
-        call = self.acquire()
-        self.is_training, self.seen_s = True, time.time()
-        while (reason := self.retried(lambda: self.look(call))) is None:
-            time.sleep(POLL_S)
-        if not reason:
-            return False
-        say(f"interrupted: {reason}")
-        # the first machine has recorded its decision
-        is_decided = "requeued" in self.events_since_machines()
-        # The groups are kept for the next machines.
-        self.remove(leaves=is_decided, only=("instance", "spot-instances-request"))
-        self.is_training = False
-        if not is_decided and not conclude(
-            self.record, self.cluster, Decision("requeue", "failed", reason)
-        ):
-            return False
-        calls.check(self.record, self.resolved.id)
-        if time.time() >= self.ends_unix_s:
-            self.record.append_event(
-                "ended", outcome="stopped", reason="cluster.max_run_s has passed"
+    def train(self) -> None:
+        """Make machines and wait for the end of the run. After an interruption, make new ones if that is wanted."""
+        for number in itertools.count(REQUESTS * self.submission.number + 1):
+            self.request = number
+            self.retried(self.make_machines, NoCapacity)
+            reason = self.wait_for_end()
+            if not reason:
+                return
+            say(f"interrupted: {reason}")
+            last = self.attempt_on_machines()
+            is_decided = last is not None and last.next == REQUEUE  # the first machine has decided
+            self.end_machines(LEAVE_S if is_decided else 0.0)
+            self.is_training = False
+            decision = Decision(REQUEUE, "failed", reason)
+            if not is_decided and not settle(self.record, self.cluster, decision):
+                return
+            self.check()
+            if time.time() >= self.ends_unix_s:
+                conclude(self.record, Decision(END, "stopped", MAX_RUN))
+                return
+            say("asking for all machines again (cluster.again)")
+
+    def check(self) -> None:
+        """Raise Superseded if another launch has begun, Cancelled if this one has ended or was cancelled."""
+        history = self.record.history()
+        if history.submission is None or history.submission.number != self.submission.number:
+            raise Superseded(f"another launch of {self.record.run_dir} has begun; this one ends")
+        if history.has_end:
+            raise Cancelled(
+                f"{self.record.run_dir} was cancelled or has ended: nothing more is made"
             )
-            return False
-        return True
 
     # ---- making machines ---------------------------------------------------------------------------------------------
 
-    def acquire(self) -> Call:
-        """Ask for all machines in one subnet after another, for at most max_wait_s; return the call that made them."""
+    def make_machines(self) -> None:
+        """Ask for all machines in one subnet after another. Raises NoCapacity if none has capacity at present."""
         wanted = f"{self.job.nodes} x {self.job.instance}"
-        sites, errors = list(self.resolved.sites), dict[str, Rejected]()
+        errors = dict[str, Rejected]()
+        for site in self.resolved.sites:
+            try:
+                self.ask(site)
+                return
+            except Rejected as error:
+                if error.code not in (*LATER, *NEVER):
+                    raise
+                errors[site.subnet] = error
+        seen = "; ".join(f"{subnet}: {error.code}" for subnet, error in errors.items())
+        if all(error.code in NEVER for error in errors.values()):
+            raise InputError(f"no subnet can provide {wanted} ({seen}). {errors.popitem()[1]}")
+        raise NoCapacity(f"no capacity for {wanted}: {seen}")
 
-        def ask() -> Call:
-            for site in list(sites):
-                try:
-                    return self.make_machines(site)
-                except Rejected as error:
-                    if error.code not in (*LATER, *NEVER):
-                        raise
-                    errors[site.subnet] = last = error
-                    if error.code in NEVER:
-                        sites.remove(site)
-            seen = "; ".join(f"{subnet}: {error.code}" for subnet, error in errors.items())
-            if not sites:
-                raise InputError(f"no subnet can provide {wanted} ({seen}). {last}")
-            raise NoCapacity(f"no capacity for {wanted}: {seen}")
-
-        return self.retried(ask, NoCapacity)
-
-    def make_machines(self, site: Site) -> Call:
-        group, placement = self.security_group(site), self.placement_group(site)
-        left_s = max(60, int(self.ends_unix_s - time.time()))
-        request = partial(
-            run_instances,
+    def ask(self, site: Site) -> None:
+        """Ask for machines in one subnet. If no answer arrives, ask again with the same token."""
+        self.check()
+        self.asks += 1
+        self.attempts_before = len(self.record.history().attempts)
+        parameters = run_instances(
             self.job,
             self.cluster,
             self.record,
             self.resolved,
             site,
-            max_run_s=left_s,
+            request=self.request,
+            ask=self.asks,
+            max_run_s=max(60, int(self.ends_unix_s - time.time())),
         )
-        call = self.make(
-            RUN,
-            site.region,
-            lambda call: request(number=call.number, group=group, placement=placement),
-        )
-        self.record.append_event("machines", request=call.number, instances=call.made)
-        say(
-            f"{len(call.made)} x {self.job.instance} in {site.subnet} ({site.zone}): {', '.join(call.made)}"
-        )
-        return call
-
-    def make(
-        self, operation: str, region: str, parameters: Callable[[Call], Mapping[str, Any]]
-    ) -> Call:
-        """Make a resource: record the call, then send it. If no answer arrives, send it again with the same token."""
-        call = calls.begin(self.record, operation, region, submission=self.resolved.id)
-        request = parameters(call)
 
         def send() -> dict[str, Any]:
-            try:
-                return self.api.create(region, operation, **request)
-            except (Cancelled, Superseded, BadCredentials):
-                if not call.error:  # nothing was sent before, either
-                    self.answered(call, error="not sent")
-                raise
-            except Rejected as error:
-                self.answered(call, error=error.code)
-                raise
-            except Unreachable as error:
-                # shown by the status command
-                call.error, call.sent_unix_s = (
-                    str(error),
-                    time.time(),
-                )
-                call.write(self.record)
-                raise
+            self.note(is_answered=False)
+            self.check()  # after the note, which whoever cancels the launch reads after cancelling
+            return self.api.ask(site.region, "run_instances", **parameters)
 
-        answer = self.retried(send)
-        made = [str(each["InstanceId"]) for each in answer.get("Instances", ())]
-        made += [str(answer["GroupId"])] if "GroupId" in answer else []
-        made += [str(request["GroupName"])] if operation == PLACEMENT else []
-        self.answered(call, made=made)
-        if operation != RUN:
-            time.sleep(VISIBLE_S)
-            calls.check(self.record, self.resolved.id)  # the run may have been cancelled meanwhile
-        return call
+        try:
+            answer = self.retried(send, Unreachable)
+        except BadCredentials:
+            raise  # an earlier request, without an answer, may have made machines
+        except Rejected:
+            self.note(is_answered=True)
+            raise
+        self.is_training = True
+        self.made_unix_s = time.time()
+        self.machines = [each["InstanceId"] for each in answer["Instances"]]
+        self.note(is_answered=True, machines=self.machines)
+        listed = ", ".join(self.machines)
+        say(f"{self.job.nodes} x {self.job.instance} in {site.subnet} ({site.zone}): {listed}")
 
-    def answered(self, call: Call, *, made: Sequence[str] = (), error: str = "") -> None:
-        call.answered_unix_s, call.made, call.error = round(time.time(), 3), [*made], error
-        call.write(self.record)
+    def note(self, **answer: Any) -> None:
+        """Write into the submission when EC2 was asked for machines, and the answer."""
+        handle = {**self.submission.handle, ASKED: {"unix_s": time.time(), **answer}}
+        self.record.keep_answer(replace(self.submission, handle=handle))
 
-    def retried(self, act: Callable[[], Result], kind: type[Failure] = Unreachable) -> Result:
+    def retried(self, act: Callable[[], Result], kind: type[Failure]) -> Result:
         """Call `act` until it does not raise this kind of error, for at most max_wait_s."""
         began_s = time.time()
         for pause_s in growing(FIRST_S, MOST_S):
@@ -210,142 +195,87 @@ class Launcher:
             except kind as error:
                 waited_s = time.time() - began_s
                 if waited_s + pause_s > self.cluster.max_wait_s:
-                    cure = (
-                        ""
-                        if self.is_training
-                        else f"; baretrain launch resume {self.record.run_dir} asks again"
-                    )
                     waited = f"waited {shown_duration(waited_s)} (cluster.max_wait_s)"
-                    raise kind(f"{error}; {waited}{cure}") from error
-                self.tell(f"{error}; asking again")
+                    cure = f"baretrain launch resume {self.record.run_dir} asks again"
+                    raise kind(f"{error}; {waited}. {cure}") from error
+                tell(f"{error}; asking again")
             time.sleep(pause_s)
         raise AssertionError
 
-    def security_group(self, site: Site) -> str:
-        """Return the configured security group, or else the run's group in the site's VPC, which is made if absent."""
-        if self.cluster.security_group is not None:
-            return self.cluster.security_group  # launch.ec2.account has checked its rules
-        name = name_of(self.record)
-        by = {"group-name": [name], "vpc-id": [site.vpc]}
-        there = self.api.pages(site.region, "describe_security_groups", "SecurityGroups", by=by)
-        ident = str(there[0]["GroupId"]) if there else ""
-        if not there:
-            about = (
-                "Machines of one baretrain run: all traffic among themselves, none from outside"
-            )
-            marked = tags(self.record, "security-group")
-            request = {
-                "GroupName": name,
-                "VpcId": site.vpc,
-                "Description": about,
-                "TagSpecifications": marked,
-            }
-            [ident] = self.make(SECURITY, site.region, lambda _: request).made
-        allow_itself(self.api, site.region, ident)
-        return ident
-
-    def placement_group(self, site: Site) -> str | None:
-        """Return the name of the site's placement group, which is made if necessary; None if none is wanted."""
-        name, is_made = placement_name(self.record, self.cluster, site, self.job.nodes)
-        # EC2 lists deleted groups for a while
-        by = {
-            "group-name": [str(name)],
-            "state": ["pending", "available"],
-        }
-        if is_made and not self.api.pages(
-            site.region, "describe_placement_groups", "PlacementGroups", by=by
-        ):
-            marked = tags(self.record, "placement-group")
-            request = {"GroupName": name, "Strategy": "cluster", "TagSpecifications": marked}
-            self.make(PLACEMENT, site.region, lambda _: request)
-        return name
-
     # ---- waiting -----------------------------------------------------------------------------------------------------
 
-    def look(self, call: Call) -> str | None:
+    def wait_for_end(self) -> str:
+        """Wait until the run has ended; return "" then, or the reason for its interruption."""
+        while True:
+            reason = self.retried(self.look, Unreachable)
+            if reason is not None:
+                return reason
+            time.sleep(POLL_S)
+
+    def look(self) -> str | None:
         """Return None while the run trains, "" if it has ended, or the reason for its interruption."""
-        now_s = time.time()
-        seen = {
-            each.id: each
-            for each in calls.resources(self.api, self.record, [call.region], "instance")
-        }
-        # read after EC2's answer: a machine records its reason before it ends
-        since = self.events_since_machines()
-        if "ended" in since:
+        found = find(self.api, self.record, regions_of(self.record))
+        # Read after EC2's answer: a machine records its reason before it ends.
+        if self.record.history().ended is not None:
             return ""
-        calls.check(self.record, self.resolved.id)
-        if "requeued" in since:
-            return text(since["requeued"].details, "reason") or "its machines were taken back"
-        is_listed = now_s > call.listed_unix_s(())
-        for ident in call.made:
+        self.check()
+        last = self.attempt_on_machines()
+        if last is not None and last.next == REQUEUE:
+            return last.reason or "its machines were taken back"
+        now_s = time.time()
+        seen = {each.id: each for each in found}
+        for ident in self.machines:
             machine = seen.get(ident)
-            if not (machine.is_alive if machine else not is_listed):
-                return f"machine {ident} has ended: {self.reason_of(ident, machine.seen if machine else {})}"
-        self.cost_usd += len(call.made) * (self.usd_per_hour or 0.0) * (now_s - self.seen_s) / 3600
-        self.seen_s = now_s
-        self.show(call)
+            if machine is None and now_s < self.made_unix_s + LISTS_S:
+                continue
+            if machine is None or not machine.is_alive:
+                return f"machine {ident} has ended: {self.reason_of(ident, machine)}"
+        self.show()
         return None
 
-    def events_since_machines(self) -> dict[str, Event]:
-        """Return the last event of each kind since machines were last made."""
-        since = dict[str, Event]()
-        for event in self.record.events():
-            since = {} if event.kind == "machines" else {**since, event.kind: event}
-        return since
+    def attempt_on_machines(self) -> Attempt | None:
+        """Return the last attempt on the machines that were made last; None if there is none yet."""
+        attempts = self.record.history().attempts
+        return attempts[-1] if len(attempts) > self.attempts_before else None
 
-    def reason_of(self, ident: str, seen: Mapping[str, Any]) -> str:
+    def reason_of(self, ident: str, machine: Instance | None) -> str:
         with suppress(FileNotFoundError):
             return text(read_object(self.record.folder.read(FAILED_START.format(ident))), "reason")
-        reason = seen.get("StateReason", {}).get("Message") or seen.get(
-            "StateTransitionReason", ""
-        )
-        return f"{seen['State']['Name']} {reason}".strip() if seen else "EC2 no longer lists it"
+        if machine is None:
+            return "EC2 no longer lists it"
+        reason = machine.seen.get("StateReason", {}).get("Message", "")
+        return f"{machine.state} {reason}".strip()
 
-    def show(self, call: Call) -> None:
-        registered = len(self.record.folder.names(REGISTERED.format(call.number)))
+    def show(self) -> None:
+        """Print the progress, if it has changed."""
+        started = len(self.record.folder.names(REGISTERED.format(self.request)))
         progress = read_progress(self.record.run)
-        parts = [f"{registered} of {self.job.nodes} machines have started"]
-        parts += (
-            [f"step {progress.step:,} of {progress.total_steps or 0:,}"] if progress.step else []
-        )
-        parts += [f"loss {progress.loss:.4f}"] if progress.loss is not None else []
-        self.tell(", ".join(parts))
-
-    def tell(self, line: str) -> None:
-        if line != self.line:
-            cost = f" about ${self.cost_usd:,.2f} so far" if self.cost_usd else ""
-            say(f"{shown_moment(time.time())}  {line}{cost}")
+        line = f"{started} of {self.job.nodes} machines have started"
+        if progress.step:
+            line += f", step {progress.step:,} of {progress.total_steps or 0:,}"
+        if progress.loss is not None:
+            line += f", loss {progress.loss:.4f}"
+        if line == self.line:
+            return
         self.line = line
+        if self.usd_per_hour is not None:
+            hours = len(self.machines) * (time.time() - self.made_unix_s) / 3600
+            line += f"; these machines have cost about ${hours * self.usd_per_hour:,.2f}"
+        tell(line)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
-    def remove(self, *, leaves: bool, only: Sequence[str] = calls.KINDS) -> None:
-        """Remove all resources of the kinds `only`. With `leaves`, first let the machines shut down by themselves."""
-        regions = calls.regions_of(self.record, self.resolved.regions)
-        until_s = time.time() + LEAVE_S if leaves else 0.0
-        while time.time() < until_s:
-            if not any(
-                each.is_alive
-                for each in calls.resources(self.api, self.record, regions, "instance")
-            ):
-                break
-            time.sleep(POLL_S)
-        if left := calls.remove(self.api, self.record, regions, only=only):
+    def end_machines(self, leave_s: float = 0.0) -> None:
+        """End the machines. For `leave_s`, they may upload their logs and shut down by themselves."""
+        regions = regions_of(self.record)
+        left = end_all(self.api, self.record, regions, leave_s=leave_s)
+        if left:
             raise Failure(f"left on EC2: {', '.join(map(str, left))}; {undo(self.record)}")
 
 
-def allow_itself(api: Api, region: str, group: str) -> None:
-    """Allow all traffic among the members of a security group, in both directions."""
-    permission = [{"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group}]}]
-    for way in ("ingress", "egress"):
-        try:
-            api.ask(
-                region, f"authorize_security_group_{way}", GroupId=group, IpPermissions=permission
-            )
-        except Rejected as error:
-            if error.code != "InvalidPermission.Duplicate":
-                raise
+def tell(line: str) -> None:
+    say(f"{shown_moment(time.time())}  {line}")
 
 
 def undo(record: Record) -> str:
-    return f"baretrain launch clean {record.run_dir} --yes removes everything"
+    return f"baretrain launch clean {record.run_dir} --yes ends them"

@@ -25,34 +25,39 @@ import launch
 from launch import code
 from launch.ec2.config import Ec2Config
 from launch.node import LIMITS_S, PREFLIGHT, join_flags
-from launch.preflight import is_shared, run_preflight, too_few
-from launch.record import Job, Record, add_record_flags, attempt_name
+from launch.preflight import run_preflight
+from launch.record import END as END_JOB
+from launch.record import REQUEUE, Job, Record, add_record_flags, attempt_name
 from launch.schedulers import cluster_of
-from launch.supervise import Decision, StopFile, recording_failure, retry, settled, supervise
+from launch.supervise import (
+    Decision,
+    StopFile,
+    conclude,
+    exhausted,
+    recording_failure,
+    retry,
+    supervise,
+)
 from train.config import InputError, S3Config, Unreachable
 from train.machine import processes
 from train.machine.console import say
 from train.machine.metadata import Metadata, metadata_endpoint
 from train.run.command import DONE, FAILED, command_parser, run_flags
-from train.storage.folders import at_once, canonical_json
+from train.storage.folders import canonical_json
 from train.storage.schema import FileName
 
-REGISTERED, STEPS = "ec2/machines/{:04d}/", "ec2/steps/{:04d}/{:04d}.json"
+REGISTERED = "ec2/machines/{:04d}/"
+STEPS = "ec2/steps/{:04d}/{:04d}.json"
 END = "end"
-# seconds between reads of the record, signs of life, uploads of logs
-POLL_S, SIGN_S, LOGS_S = (
-    2.0,
-    10.0,
-    30.0,
-)
+MAX_RUN = "cluster.max_run_s has passed"
+POLL_S = 2.0  # between two looks into the record
+SIGN_S = 10.0  # between two signs of life
+LOGS_S = 30.0  # between two uploads of logs
 # time for all machines to boot and register, and for the first machine to write a step
 BOOT_S = 900.0
 END_S = 60.0  # time for a process to end: the trainer may be saving
-# in boot.sh's folder: a file made when S3 has answered, and this program's output
-ALIVE, LOG = (
-    "alive",
-    "machine.txt",
-)
+ALIVE = "alive"  # a file in boot.sh's folder, made when S3 has answered
+LOG = "machine.txt"  # this program's output, in the same folder
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,6 @@ class Registration:
 class Step:
     command: str  # a command of launch.node, or END
     name: FileName  # the step's name, for logs and answers
-    group: int = 0  # number of neighbouring machines that join; 0: all
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,33 +80,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "Run one machine of a run on EC2. launch/ec2/boot.sh starts this.",
         examples=("s3://bucket/runs/mine --request 3 --max-run-s 86400 --state /run/baretrain",),
     )
+    request = "number that the machines made together share"
+    limit = "seconds until the run is asked to stop"
     parser.add_argument("run", help="run folder")
-    parser.add_argument(
-        "--request", type=int, required=True, help="number of the call that made the machines"
-    )
-    parser.add_argument(
-        "--max-run-s", type=int, required=True, help="seconds until the run is asked to stop"
-    )
+    parser.add_argument("--request", type=int, required=True, help=request)
+    parser.add_argument("--max-run-s", type=int, required=True, help=limit)
     parser.add_argument("--state", type=Path, required=True, help="folder that boot.sh watches")
     add_record_flags(parser)
     return run_flags(parser, arguments, act)
 
 
-def conclude(record: Record, cluster: Ec2Config, decision: Decision) -> bool:
+def settle(record: Record, cluster: Ec2Config, decision: Decision) -> bool:
     """Record the decision after the last attempt; return whether to ask for all machines again."""
-    decision = settled(decision, record, cluster)
-    if decision.next == "requeue" and cluster.again:
-        retry(record.append_event, "requeued", reason=decision.reason)
-        return True
-    hint = (
-        f"; baretrain launch resume {record.run_dir} continues it"
-        if decision.next == "requeue"
-        else ""
-    )
-    retry(
-        record.append_event, "ended", outcome=decision.outcome, reason=f"{decision.reason}{hint}"
-    )
-    return False
+    if decision.next == REQUEUE and not cluster.again:
+        hint = f"{decision.reason}; baretrain launch resume {record.run_dir} continues it"
+        decision = Decision(END_JOB, decision.outcome, hint)
+    if decision.next != REQUEUE:
+        if retry(record.history).ended is None:
+            conclude(record, decision)
+        return False
+    conclude(record, decision)
+    history = retry(record.history)
+    limit = exhausted(history, cluster)
+    if history.is_stop_asked:
+        conclude(record, Decision(END_JOB, "stopped", "stopped as asked"))
+    elif limit:
+        conclude(record, Decision(END_JOB, "failed", f"{limit}; {decision.reason}"))
+    return not (history.is_stop_asked or limit)
 
 
 def act(options: argparse.Namespace, s3: S3Config) -> int:
@@ -115,11 +119,11 @@ def identity() -> Registration:
     """Return this machine's registration, from EC2's metadata service."""
     metadata = Metadata(metadata_endpoint(os.environ))
     try:
-        instance, address, index = map(
-            metadata.text, ("instance-id", "local-ipv4", "ami-launch-index")
-        )
         return Registration(
-            FileName(instance), FileName(platform.node()), FileName(address), int(index)
+            instance=FileName(metadata.text("instance-id")),
+            host=FileName(platform.node()),
+            address=FileName(metadata.text("local-ipv4")),
+            index=int(metadata.text("ami-launch-index")),
         )
     except (HTTPException, ValueError) as error:
         raise OSError(
@@ -131,16 +135,21 @@ class Machine:
     def __init__(
         self, run: Record, job: Job, own: Registration, request: int, state: Path
     ) -> None:
-        self.record, self.job, self.own, self.request, self.state = run, job, own, request, state
+        self.record = run
+        self.job = job
+        self.own = own
+        self.request = request
+        self.state = state
         self.cluster = cluster_of(job, Ec2Config)
         self.all: list[Registration] = []  # all machines of the request, ordered by launch index
         self.number = 0  # number of the last step
         self.logs = run.local_folder() / "logs"
         self.sent: dict[Path, tuple[int, int]] = {}  # uploaded logs: bytes, time of change
-        self.sign_s = (
-            self.logs_s
-        ) = -math.inf  # time.monotonic() of the last sign of life and upload of logs
-        self.stop, self.stops_s = StopFile(run), math.inf
+        # time.monotonic() of the last sign of life and upload of logs
+        self.sign_s = -math.inf
+        self.logs_s = -math.inf
+        self.stop = StopFile(run)
+        self.stops_s = math.inf
 
     def run(self, stops_s: float) -> int:
         """Take part in the run. At time.monotonic() `stops_s`, the first machine asks the run to stop."""
@@ -161,19 +170,20 @@ class Machine:
     def join(self) -> bool:
         """Register, and wait for the other machines; return whether all have registered within BOOT_S."""
         folder = REGISTERED.format(self.request)
-        own, names = (
-            f"{folder}{self.own.index:04d}.json",
-            partial(retry, self.record.folder.names, folder),
-        )
+        own = f"{folder}{self.own.index:04d}.json"
         retry(self.record.folder.write, own, canonical_json(asdict(self.own)))
-        if self.wait(lambda: len(names()) >= self.job.nodes, BOOT_S):
-            self.all = list(at_once(partial(retry, self.record.read, Registration), names()))
+
+        def came() -> list[str]:
+            return retry(self.record.folder.names, folder)
+
+        if self.wait(lambda: len(came()) >= self.job.nodes, BOOT_S):
+            self.all = [retry(self.record.read, Registration, name) for name in came()]
             return True
-        came = names()
-        reason = f"{len(came)} of {self.job.nodes} machines registered in {BOOT_S:.0f} s"
+        names = came()
+        reason = f"{len(names)} of {self.job.nodes} machines registered in {BOOT_S:.0f} s"
         say(reason)
-        if came[0] == own:  # only one machine records the failure
-            retry(self.record.append_event, "ended", outcome="failed", reason=reason)
+        if names[0] == own:  # only one machine records the failure
+            conclude(self.record, Decision(END_JOB, "failed", reason))
         return False
 
     def has(self, name: str) -> bool:
@@ -193,24 +203,30 @@ class Machine:
 
     def lead(self) -> None:
         """Examine all machines, train on them, and record the decision about what to do next."""
-        hosts, failed = [str(each.host) for each in self.all], dict[str, str]()
+        hosts = [str(each.host) for each in self.all]
+        examine = None
         if self.cluster.gate:
             name = f"gate_{self.request:04d}"
-            _, failed = run_preflight(self.record, self.job, hosts, self.examine, name=name)
-        if failed:
-            what = "end" if is_shared(failed, hosts) else "requeue"
-            decision = Decision(what, "failed", too_few(hosts, failed, self.job))
-        else:
-            decision = supervise(
-                self.record, self.cluster, self.attempt, nodes=hosts, stop=self.stop
-            )
-        conclude(self.record, self.cluster, decision)
+            examine = partial(run_preflight, self.record, self.job, hosts, self.examine, name=name)
+        decision = supervise(
+            self.record,
+            self.cluster,
+            self.attempt,
+            nodes=hosts,
+            stop=self.stop,
+            examine=examine,
+        )
+        if decision.next == REQUEUE and self.stop.reason == MAX_RUN:
+            decision = Decision(END_JOB, "stopped", MAX_RUN)
+        settle(self.record, self.cluster, decision)
         self.step(Step(END, FileName(END)))
 
-    def examine(self, command: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
+    def examine(self, command: str, name: str) -> int:
         """Run a part of the preflight on all machines; return this machine's exit code, once all have answered."""
-        answers = [PREFLIGHT.format(name, node) for node in nodes]
-        result = self.step(Step(command, FileName(name), group))
+        answers = [
+            PREFLIGHT.format(name, each.host) for each in self.all if command == "preflight"
+        ]
+        result = self.step(Step(command, FileName(name)))
         self.wait(lambda: all(map(self.has, answers)), LIMITS_S[command])
         return result
 
@@ -243,36 +259,32 @@ class Machine:
 
     def do(self, step: Step) -> int:
         """Run a step's command, and end it at its time limit or once the first machine has written the next step."""
-        hosts, addresses = [each.host for each in self.all], [each.address for each in self.all]
+        hosts = [each.host for each in self.all]
         start = str(Path(launch.__file__).parents[1] / code.START)  # start.py of the running code
         command = [self.job.python, start, "launch.node", step.command, self.record.run_dir]
         command += join_flags(
-            hosts, addresses, job=self.request, step=self.number, name=step.name, group=step.group
+            hosts, self.all[0].address, job=self.request, step=self.number, name=step.name
         )
         processes.adopt_orphans()
-        process, ends_s = (
-            processes.start([*command, *self.record.flags()], env=os.environ),
-            math.inf,
-        )
+        process = processes.start([*command, *self.record.flags()], env=os.environ)
+        ends_s = math.inf
 
         def meanwhile() -> None:
             nonlocal ends_s
             if time.monotonic() > ends_s:
                 processes.kill([process.pid, *processes.descendants(process.pid)])
-            elif (
-                self.meanwhile()
-                and self.own.index
-                and ends_s == math.inf
-                and self.has(self.next_step)
-            ):
+            elif ends_s == math.inf and self.meanwhile() and self.is_behind():
                 process.terminate()
                 ends_s = time.monotonic() + END_S
 
-        result = processes.exit_code(
-            process, meanwhile=meanwhile, limit_s=LIMITS_S.get(step.command, math.inf)
-        )
+        limit_s = LIMITS_S.get(step.command, math.inf)
+        result = processes.exit_code(process, meanwhile=meanwhile, limit_s=limit_s)
         processes.end_orphans(END_S)  # ranks whose torchrun was killed
         return result
+
+    def is_behind(self) -> bool:
+        """Return whether the first machine has written the next step."""
+        return self.own.index > 0 and self.has(self.next_step)
 
     def meanwhile(self) -> bool:
         """Do periodic work if it is due (a sign of life, stop requests, logs). Returns whether S3 has answered."""
@@ -282,9 +294,8 @@ class Machine:
         self.sign_s = now_s
         try:
             if now_s > self.stops_s:
-                self.record.append_event("stop_asked", reason="cluster.max_run_s has passed")
                 self.stops_s = math.inf
-                self.stop.ask("cluster.max_run_s has passed")
+                self.stop.ask(MAX_RUN)
             self.stop.write()
             self.record.exists()
             (self.state / ALIVE).touch()

@@ -16,7 +16,8 @@ from launch.record import Job, Record
 from train.config import check
 from train.storage.folders import sha256_bytes, sha256_json
 
-RUN_TAG, DIR_TAG = "baretrain:run", "baretrain:run-dir"
+RUN_TAG = "baretrain:run"
+DIR_TAG = "baretrain:run-dir"
 SCRIPT = Path(__file__).with_name("boot.sh")
 DEAD_S = 1800  # a machine shuts down if its node program has not reached S3 for this time
 SPARE_S = 1800  # time after max_run_s to save and to upload logs
@@ -24,34 +25,16 @@ MOST_BYTES = 16 * 1024  # maximum size of user data (EC2 user guide)
 
 
 def run_id(record: Record) -> str:
-    """Return the id that marks all resources of a run on EC2. It depends only on the run's location."""
+    """Return the id that marks all machines of a run. It depends only on the run's location."""
     return sha256_bytes(record.location.encode())[:16]
 
 
-def name_of(record: Record) -> str:
-    """Return the name that all resources of the run have on EC2."""
-    return f"baretrain-{run_id(record)}"
-
-
-def placement_name(
-    record: Record, cluster: Ec2Config, site: Site, machines: int
-) -> tuple[str | None, bool]:
-    """Return the name of a request's placement group (None without one), and whether the launch makes the group.
-
-    A cluster placement group is in one zone, so each subnet has a group. No group is made for reserved machines: a
-    capacity block accepts none, and a reservation accepts only the group with which it was made.
-    """
-    if cluster.placement_group not in ("true", "false"):
-        return cluster.placement_group, False
-    is_made = (
-        cluster.placement_group == "true" and cluster.capacity_reservation is None and machines > 1
-    )
-    return (f"{name_of(record)}-{site.subnet}", True) if is_made else (None, False)
-
-
 def tags(record: Record, *kinds: str) -> list[dict[str, Any]]:
-    """Return the tags for new resources. The call that makes a resource also tags it, so that `clean` finds it."""
-    values = {"Name": name_of(record), RUN_TAG: run_id(record), DIR_TAG: record.run_dir}
+    values = {
+        "Name": f"baretrain-{run_id(record)}",
+        RUN_TAG: run_id(record),
+        DIR_TAG: record.run_dir,
+    }
     listed = [{"Key": key, "Value": value} for key, value in values.items()]
     return [{"ResourceType": kind, "Tags": listed} for kind in kinds]
 
@@ -63,28 +46,32 @@ def run_instances(
     resolved: Resolved,
     site: Site,
     *,
-    number: int,
+    request: int,
+    ask: int,
     max_run_s: int,
-    group: str | None,
-    placement: str | None,
 ) -> dict[str, Any]:
-    """Return the request for machines in one subnet; EC2 starts all of them or none. `group` is a security group."""
+    """Return the parameters for machines in one subnet; EC2 starts all of them or none.
+
+    `request` is the number that these machines share, `ask` counts the times that EC2 was asked for them.
+    """
+    kinds = ["instance", "volume", "network-interface"]
+    if cluster.market == "spot":
+        kinds.append("spot-instances-request")
     disk = {
         "VolumeSize": cluster.disk_gib,
         "VolumeType": "gp3",
         "Encrypted": True,
         "DeleteOnTermination": True,
     }
-    kinds = ["instance", "volume", "network-interface"]
-    kinds += ["spot-instances-request"] if cluster.market == "spot" else []
-    return {
+    made = {
         "ImageId": site.image,
         "InstanceType": job.instance,
         "MinCount": job.nodes,
         "MaxCount": job.nodes,
         # If a request with this token is repeated, EC2 answers with the same machines. The token has 64 characters.
-        "ClientToken": sha256_json([resolved.id, number, site.subnet]),
-        "NetworkInterfaces": interfaces(resolved, cluster, site, group),
+        "ClientToken": sha256_json([resolved.id, request, ask, site.subnet]),
+        "IamInstanceProfile": {"Name": site.profile},
+        "NetworkInterfaces": interfaces(resolved, cluster, site),
         "BlockDeviceMappings": [{"DeviceName": site.root_device, "Ebs": disk}],
         "MetadataOptions": {
             "HttpTokens": "required",
@@ -93,25 +80,22 @@ def run_instances(
         },
         "InstanceInitiatedShutdownBehavior": "terminate",  # a machine that shuts down stops costing money
         "TagSpecifications": tags(record, *kinds),
-        "UserData": user_data(job, record, request=number, max_run_s=max_run_s).decode("ascii"),
-        **(
-            {"IamInstanceProfile": {"Name": cluster.instance_profile}}
-            if cluster.instance_profile
-            else {}
-        ),
-        **({} if placement is None else {"Placement": {"GroupName": placement}}),
+        "UserData": user_data(job, record, request=request, max_run_s=max_run_s).decode("ascii"),
         **market(cluster),
     }
+    if site.placement_group:
+        made["Placement"] = {"GroupName": site.placement_group}
+    return made
 
 
-def interfaces(
-    resolved: Resolved, cluster: Ec2Config, site: Site, group: str | None
-) -> list[Mapping[str, Any]]:
-    common: dict[str, Any] = {"SubnetId": site.subnet, "DeleteOnTermination": True}
-    if group is not None:
-        common["Groups"] = [group]
-    # EC2 rejects this key for several interfaces; the subnet's default then applies
+def interfaces(resolved: Resolved, cluster: Ec2Config, site: Site) -> list[Mapping[str, Any]]:
+    common: dict[str, Any] = {
+        "SubnetId": site.subnet,
+        "Groups": [site.security_group],
+        "DeleteOnTermination": True,
+    }
     if len(resolved.interfaces) == 1:
+        # EC2 rejects this key for several interfaces; the subnet's default then applies.
         common["AssociatePublicIpAddress"] = cluster.public_address
     return [
         {
@@ -144,8 +128,8 @@ def user_data(
     job: Job, record: Record, *, request: int, max_run_s: int, dead_s: int = DEAD_S
 ) -> bytes:
     """Return a request's user data, before encoding. It is the same for all machines, and contains no secret."""
-    # boot.sh runs it as a command
     is_plain = re.fullmatch(r"[\w./+-]+", job.python, re.ASCII) is not None
+    # boot.sh runs it as a command.
     check(is_plain, f"cluster.python={job.python!r} must be a path of letters, digits and _./+-")
     flags = replace(record.s3, profile=None).flags()  # a machine has a role instead
     words = [
@@ -154,11 +138,15 @@ def user_data(
         f"--request={request}",
         f"--max-run-s={max_run_s}",
         *flags,
+        f"--job-sha256={record.job_sha256}",  # no machine of the run can change user data
     ]
-    words += [f"--job-sha256={record.job_sha256}"]  # no machine of the run can change user data
-    code = {"bundle": job.code.file, "sha256": job.code.sha256}
-    given = json.dumps(
-        {"run": record.run_dir, "s3": flags, **code, "arguments": words}, sort_keys=True
-    )
-    line = f"main {max_run_s + SPARE_S} {dead_s} {job.python} {base64.b64encode(given.encode()).decode()}\n"
+    given = {
+        "run": record.run_dir,
+        "s3": flags,
+        "bundle": job.code.file,
+        "sha256": job.code.sha256,
+        "arguments": words,
+    }
+    coded = base64.b64encode(json.dumps(given, sort_keys=True).encode()).decode()
+    line = f"main {max_run_s + SPARE_S} {dead_s} {job.python} {coded}\n"
     return SCRIPT.read_bytes() + line.encode()

@@ -13,7 +13,6 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from launch.slurm.config import time_limit_s
 from train.config import Failure, InputError, Unreachable, check
 from train.run.command import printable
 from train.storage.schema import BadContent, shown
@@ -34,34 +33,16 @@ SILENT = re.compile(
     re.IGNORECASE,
 )
 UNCONFIGURED = re.compile("configuration (source|file)|cannot stat file")
-CURES = (  # pattern of sbatch's error, and the cure; the first match counts
-    ("partition", "`sinfo --summarize` shows the partitions"),
-    ("account", "`sacctmgr show associations user=$USER` shows your accounts"),
-    ("qos", "`sacctmgr show associations user=$USER format=account,qos` shows what you may use"),
-    ("reservation", "`scontrol show reservations` shows the existing ones"),
-    ("feature", "`sinfo --format='%N %f'` shows the nodes' features"),
-    ("gres", "`sinfo --format='%N %G'` shows what the nodes have"),
-    (
-        "node (configuration|name|count)",
-        "`sinfo --Node --long` shows the nodes; ask for fewer, or for less of each",
-    ),
-    (
-        "job array",
-        "`scontrol show config | grep MaxArraySize` shows the limit; ask for fewer parts",
-    ),
+CURE = (
+    "`sinfo --summarize` shows the partitions, `sinfo --Node --long` the nodes, and `sacctmgr show associations "
+    "user=$USER` your accounts"
 )
 COMMAND_S = 60.0  # time limit of a command, which may wait for minutes if slurmctld is down
 HOST = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-OVER: tuple[str, ...] = (
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
+OVER = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED"),
+    *("NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
 )
-OVER += ("PREEMPTED", "REVOKED", "TIMEOUT")
 UNKNOWN = ("", "(null)", "N/A", "NONE", "None", "None assigned", "Unknown")
 SQUEUE = "%A|%i|%T|%r|%N"  # the columns, for squeue --format
 JOB_LINE = re.compile(
@@ -114,23 +95,17 @@ class Slurm:
 
     # ---- jobs ------------------------------------------------------------------------------------------------------
 
-    def submit(self, words: Sequence[str], *, name: str, known: Sequence[int] = ()) -> int:
-        """Submit a job and return its id.
-
-        `words` are arguments of sbatch, including --job-name=`name`. `known` has the ids of earlier jobs of this name.
-        """
+    def submit(self, words: Sequence[str]) -> int:
+        """Submit a job with arguments of sbatch; return its id."""
         out, _ = self.sbatch("--parsable", *words)
-        last = out.strip().rpartition("\n")[2]  # some sites print extra lines before the id
-        job_id = last.strip().partition(";")[0]  # the cluster's name may follow
-        if re.fullmatch(r"[1-9]\d{0,9}", job_id, re.ASCII):
-            return int(job_id)
-        found = set(self.job_ids(name)) - set(known)
-        if len(found) != 1:
+        # Some sites print extra lines before the id; the cluster's name may follow it.
+        last = out.strip().rpartition("\n")[2]
+        job_id = last.strip().partition(";")[0]
+        if not re.fullmatch(r"[1-9]\d{0,9}", job_id, re.ASCII):
             raise Failure(
-                f"sbatch printed {shown(out)}, which does not end in a job id, and squeue shows {len(found)} new jobs "
-                f"named {name}; `squeue --me` shows your jobs"
+                f"sbatch printed {shown(out)}, which does not end in a job id; `squeue --me` shows your jobs"
             )
-        return found.pop()
+        return int(job_id)
 
     def estimate(self, words: Sequence[str]) -> str:
         """Return when and where Slurm expects the job to start. Nothing is submitted.
@@ -147,11 +122,7 @@ class Slurm:
             raise Unreachable(
                 f"{error}; `squeue --me` shows whether the job was submitted anyway"
             ) from error
-        line = one_line(said or out)
-        cure = next(
-            (f"; {cure}" for pattern, cure in CURES if re.search(pattern, line, re.IGNORECASE)), ""
-        )
-        check(code == 0, f"Slurm rejects the job: {line}{cure}")
+        check(code == 0, f"Slurm rejects the job: {one_line(said or out)}; {CURE}")
         return out, said
 
     def tasks(self, job_id: int, name: str) -> list[SlurmJob]:
@@ -185,17 +156,6 @@ class Slurm:
         # A job that has ended starts again after about two minutes (cred_expire).
         self.answer("scontrol", "requeue", str(job_id))
 
-    def excluded(self, job_id: int) -> tuple[str, ...]:
-        """Return the nodes on which a job must not run."""
-        said = self.answer("squeue", "--noheader", f"--jobs={job_id}", "--format=%x").strip()
-        return () if said in UNKNOWN else self.hostnames(said)
-
-    def exclude(self, job_id: int, nodes: Sequence[str]) -> None:
-        """Set the nodes on which a waiting job must not run. Slurm rejects this for a running job: requeue it first."""
-        self.answer(
-            "scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(check_hosts(nodes))}"
-        )
-
     # ---- nodes and partitions --------------------------------------------------------------------------------------
 
     def hostnames(self, hosts: str) -> tuple[str, ...]:
@@ -206,7 +166,11 @@ class Slurm:
             bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._,\[\]-]*", hosts)),
             f"{shown(hosts)} is not a host list",
         )
-        return check_hosts(self.answer("scontrol", "show", "hostnames", hosts).split())
+        names = self.answer("scontrol", "show", "hostnames", hosts).split()
+        for name in names:
+            if not re.fullmatch(HOST, name):
+                raise BadContent(f"{shown(name)} is not a host name")
+        return tuple(names)
 
     def address(self, node: str) -> str:
         """Return the address at which other nodes reach a node. The site configures it in Slurm (NodeAddr)."""
@@ -217,18 +181,6 @@ class Slurm:
         if len(set(said)) != 1 or not re.fullmatch(rf"{HOST}|[0-9a-fA-F:.]+", said[0]):
             raise Failure(f"sinfo shows no address of node {node}: {shown(said)}")
         return said[0]
-
-    def check_time_limit(self, time_limit: str, partition: str | None) -> None:
-        """Raise InputError if a time limit exceeds the partition's. Slurm would accept the job and never start it."""
-        for line in self.answer("sinfo", "--all", "--noheader", "--format=%P|%l").splitlines():
-            name, _, longest = line.strip().partition("|")
-            is_asked_for = name.rstrip("*") == partition if partition else name.endswith("*")
-            limit_s, longest_s = time_limit_s(time_limit), time_limit_s(longest)
-            check(
-                not is_asked_for or limit_s is None or longest_s is None or limit_s <= longest_s,
-                f"cluster.time_limit={time_limit} is more than the {longest} of partition {name.rstrip('*')}; ask for "
-                "at most that, and resume the run in further jobs",
-            )
 
     # ---- commands --------------------------------------------------------------------------------------------------
 
@@ -241,31 +193,27 @@ class Slurm:
 
     def run(self, *command: str) -> tuple[int, str, str]:
         """Run a command; return its exit code, standard output and standard error."""
-        environ = {
-            name: value
-            for name, value in os.environ.items()
-            if name in KEPT or not name.startswith(OWN)
-        }
-        environ |= READING if command[0] != "sbatch" else {}
-        options = {
-            "stdin": subprocess.DEVNULL,
-            "env": environ,
-            "check": False,
-            "timeout": COMMAND_S,
-        }
+        code: int | None = None  # if it hangs
+        out = ""
         try:
-            done = subprocess.run(command, capture_output=True, **options)  # type: ignore[call-overload]
-            code, out, said = (
-                done.returncode,
-                *(text.decode(errors="replace") for text in (done.stdout, done.stderr)),
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                stdin=subprocess.DEVNULL,
+                env=environment(command[0]),
+                check=False,
+                timeout=COMMAND_S,
             )
+            code = done.returncode
+            out = done.stdout.decode(errors="replace")
+            said = done.stderr.decode(errors="replace")
         except FileNotFoundError as error:
             raise NoSlurm(
                 f"{command[0]} is not on the PATH; start this on a login node of the cluster (it may need `module load "
                 "slurm`), or choose another cluster=..."
             ) from error
         except subprocess.TimeoutExpired as error:
-            code, out, said = None, "", (error.stderr or b"").decode(errors="replace")
+            said = (error.stderr or b"").decode(errors="replace")
         if code != 0 and UNCONFIGURED.search(said):
             raise NoSlurm(
                 f"this machine has no Slurm configuration: {one_line(said)}; start this on a login node of the cluster"
@@ -278,20 +226,23 @@ class Slurm:
         return code, out, said
 
 
-def check_hosts(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names. Raises BadContent if they include something that is not a host name."""
-    for name in names:
-        if not re.fullmatch(HOST, name):
-            raise BadContent(f"{shown(name)} is not a host name")
-    return tuple(names)
+def environment(command: str) -> dict[str, str]:
+    """Return the environment in which a command of Slurm runs."""
+    environ = {}
+    for name, value in os.environ.items():
+        if name in KEPT or not name.startswith(OWN):
+            environ[name] = value
+    if command != "sbatch":
+        environ |= READING
+    return environ
 
 
 def one_line(said: str) -> str:
     """Return a Slurm command's message as one line, without the prefixes of its lines and without repetitions."""
-    lines = [
-        re.sub(r"^\w+: (?:(?:error|fatal): )?", "", line.strip()) for line in said.splitlines()
-    ]
-    lines = [
-        re.sub(r"^(Batch job submission failed|allocation failure): ", "", line) for line in lines
-    ]
-    return printable("; ".join(dict.fromkeys(line for line in lines if line)))[:400] or "nothing"
+    lines = []
+    for line in said.splitlines():
+        text = re.sub(r"^\w+: (?:(?:error|fatal): )?", "", line.strip())
+        text = re.sub(r"^(Batch job submission failed|allocation failure): ", "", text)
+        if text and text not in lines:
+            lines.append(text)
+    return printable("; ".join(lines))[:400] or "nothing"

@@ -83,15 +83,6 @@ def test_what_cannot_be_resolved_is_one_line_and_no_other_index_is_asked(build, 
         build(NEURON)
 
 
-def test_a_build_needs_a_python_of_the_images_version(build, monkeypatch):
-    monkeypatch.setitem(read_versions().pins, "python", read_versions().pins["cuda"])
-    rejects(
-        "the image has Python 12.8, for which its packages are resolved: install python12.8",
-        build,
-        CUDA,
-    )
-
-
 def test_an_image_rejects_a_package_of_another_hash(build, tmp_path):
     """The script of the image, in folders of the test."""
     uploaded, home = build(NEURON), tmp_path / "opt"

@@ -1,7 +1,6 @@
 """One table of versions: constraints, the package and Packer's plugin agree with ami/versions.yaml."""
 
 import re
-import shutil
 from dataclasses import astuple, replace
 
 import pytest
@@ -10,7 +9,7 @@ from running import ROOT
 import train
 from ami.config import AmiConfig
 from ami.files import image_values, neuron_constraints, shell_values
-from ami.manifest import check_installed, installed
+from ami.manifest import check_installed
 from train.config import InputError, InstanceConfig
 from train.machine.versions import read_versions
 
@@ -28,6 +27,8 @@ def test_constraints_and_the_package_are_those_of_the_table_and_every_pin_has_a_
     versions = read_versions()
     assert (ROOT / "constraints-trn1.txt").read_text() == neuron_constraints(versions)
     assert versions["baretrain"] == train.__version__
+    plugins = (ROOT / "ami/plugins.pkr.hcl").read_text()
+    assert f'version = "= {versions["packer-amazon"]}"' in plugins
     ours = pinned("constraints.txt")
     assert (ours["torch"], ours["torch-xla"]) == (versions["torch"], versions["torch-xla"])
     for pin in (*versions.pins.values(), *versions.keys.values(), *versions.bases.values()):
@@ -97,19 +98,3 @@ def test_an_image_with_other_versions_fails_its_smoke_test():
     del other["packages"]["neuronx-cc"]
     with pytest.raises(InputError, match="neuronx-cc is missing, not 2.26"):
         check_installed(other, versions)
-
-
-def test_what_is_installed_is_read_from_the_machine(tmp_path):
-    if shutil.which("dpkg-query") is None:
-        pytest.skip("images are Debian's or Ubuntu's: no dpkg-query here")
-    (tmp_path / "image.env").write_text("IMAGE='neuron'\nBASE_IMAGE='ami-1'\nCOMMIT=''\n")
-    (tmp_path / "efa").write_text("# EFA installer version: 1.44.0\n# more\n")
-    seen = installed(tmp_path / "image.env", tmp_path / "efa")
-    assert (seen["image"], seen["base_image"], seen["efa_installer"]) == (
-        "neuron",
-        "ami-1",
-        "1.44.0",
-    )
-    assert seen["packages"]["torch"] and seen["baretrain"] == train.__version__
-    assert seen == installed(tmp_path / "image.env", tmp_path / "efa")
-    assert installed(tmp_path / "image.env", tmp_path / "none")["efa_installer"] is None

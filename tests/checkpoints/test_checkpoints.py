@@ -73,13 +73,6 @@ def test_a_damaged_checkpoint_is_quarantined_for_an_older_one(run_dir, how, name
     assert len(aside(run_dir, "damaged")) == 1
 
 
-def test_a_run_reports_the_checkpoint_that_it_passed_over(run_dir, prepared):
-    damage(run_dir, 6, "bit")
-    assert train_here(run_dir, prepared) == ("done", 6)
-    check_files(step_folder(run_dir, 6), store_of(run_dir).manifest(6))
-    assert "checkpoint of step 6 is damaged" in lines(run_dir, "fault")[-1]["reason"]
-
-
 def test_a_disk_that_may_come_back_is_not_a_damaged_checkpoint(run_dir, monkeypatch):
     def stale(*_):
         raise OSError(116, "Stale file handle")
@@ -258,13 +251,6 @@ def test_an_owner_that_slept_while_the_next_one_began_does_not_replace_what_that
     with pytest.raises(FileNotFoundError):
         store.commit(scratch, ours)
     assert store.manifest(6) == theirs and store.quarantined() == []
-
-
-def test_a_finished_run_is_not_trained_again(run_dir, prepared):
-    before = len(lines(run_dir, "train"))
-    assert train_here(run_dir, prepared) == ("done", 6)
-    assert len(lines(run_dir, "train")) == before
-    assert len(lines(run_dir, "summary")) == 1
 
 
 def test_a_run_that_was_killed_after_its_last_save_gets_its_summary(run_dir, prepared):

@@ -1,6 +1,5 @@
 """Looking into the checkpoints of a run by `baretrain checkpoints`."""
 
-import dataclasses
 import json
 import re
 import shutil
@@ -10,9 +9,8 @@ import sys
 import pytest
 import torch
 from running import ROOT, lines
-from safetensors import SafetensorError
 from saved_steps import copy_step, flip, set_manifest, step_folder, store_of
-from transformers import AutoModelForMaskedLM, PreTrainedModel
+from transformers import AutoModelForMaskedLM
 
 from train.run_folder.exported import MARK
 from train.run_folder.ownership import Ownership
@@ -188,87 +186,10 @@ def test_any_step_can_be_exported_where_the_data_is_gone_or_named(
     assert all(torch.equal(tensor, saved[f"network.{name}"]) for name, tensor in exported.items())
 
 
-def test_the_newest_whole_step_is_exported_where_none_was_evaluated(run_dir, capsys):
-    copy_step(run_dir, 3, 8)
-    for step in (3, 6, 8):
-        set_manifest(run_dir, step, metric=None, progress={"best_step": None})
-        set_best(run_dir, step, None)
-    (step_folder(run_dir, 8) / "model.pt").unlink()
-    assert command.chosen(store_of(run_dir), None) == (6, "the newest (none was evaluated)")
-    assert "skipped: step 8: model.pt is missing" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("existed", [False, True])
-def test_an_export_to_a_full_disk_names_it_and_leaves_nothing(
-    run_dir, tmp_path, capsys, monkeypatch, existed
-):
-    def full(_model, folder):
-        (folder / "config.json").write_text("{}")
-        raise SafetensorError(
-            "Error while serializing: I/O error: No space left on device (os error 28)"
-        )
-
-    out = tmp_path / "out"
-    if existed:
-        out.mkdir()
-    with monkeypatch.context() as patched:
-        patched.setattr(PreTrainedModel, "save_pretrained", full)
-        code, output = called(capsys, run_dir, "export", out)
-        assert (code, output.err) == (
-            1,
-            f"error: cannot write {out}: the disk is full; free some space\n",
-        )
-    assert out.exists() == existed and called(capsys, run_dir, "export", out)[0] == 0
-
-
 def set_config(run_dir, before, now):
     path = run_dir / "config.yaml"
     assert before in path.read_text()
     path.write_text(path.read_text().replace(before, str(now)))
-
-
-def test_what_cannot_be_exported_is_one_line(run_dir, prepared, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert "is not empty" in rejection(capsys, run_dir, "export", run_dir)
-    identity = store_of(run_dir).manifest(3).identity
-    set_manifest(run_dir, 3, identity={**identity, "data": "0123456789abcdef"})
-    assert "are from runs on different data" in rejection(
-        capsys, run_dir, "export", out, "--step", 3
-    )
-    (run_dir / "model").rename(tmp_path / "model")
-    data = ["--data", prepared]
-    assert "the run's data has 0123456789ab:" in rejection(
-        capsys, run_dir, "export", out, "--step", 3, *data
-    )
-    assert "no manifest.json" in rejection(capsys, run_dir, "export", out, "--data", tmp_path)
-    assert "name it with --data" in rejection(capsys, run_dir, "export", out)
-    set_manifest(run_dir, 6, identity={**identity, "model.pretrained": "/a/model"})
-    assert "model.pretrained of another" in rejection(
-        capsys, run_dir, "export", out, "--step", 6, *data
-    )
-    set_manifest(run_dir, 6, identity=identity)
-    (tmp_path / "model").rename(run_dir / "model")
-    config = (run_dir / "config.yaml").read_text()
-    for before, now, words in (
-        ("hidden_size: 32", "hidden_size: 64", "model.hidden_size: 32 -> 64"),
-        ("hidden_size: 32", "hidden: 32", "model.hidden is not a setting"),
-        ("kind: mlm", "kind: other", "other"),
-    ):
-        set_config(run_dir, before, now)
-        assert words in rejection(capsys, run_dir, "export", out)
-        (run_dir / "config.yaml").write_text(config)
-    (run_dir / "config.yaml").unlink()
-    assert "config.yaml is missing" in rejection(capsys, run_dir, "export", out)
-    (run_dir / "config.yaml").write_text(config)
-    (run_dir / "model/notes.txt").symlink_to(prepared / "manifest.json")
-    assert "notes.txt is a link that leads out of" in rejection(capsys, run_dir, "export", out)
-    (run_dir / "model/notes.txt").unlink()
-    flip(step_folder(run_dir, 6) / "model.pt")
-    code, output = called(capsys, run_dir, "export", out)
-    assert code == 1 and re.fullmatch(
-        "error: step 6: model.pt has sha256 .*, the manifest says .*\n", output.err
-    )
-    assert not out.exists()
 
 
 # ---- what it rejects -----------------------------------------------------------------------------------------------
@@ -293,42 +214,3 @@ def test_what_cannot_be_looked_into_is_one_line(finished, tmp_path, capsys, argu
 
 
 # ---- in S3 ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_in_s3_is_looked_into_where_it_lies(run_dir, bucket, tmp_path, capsys):
-    for path in run_dir.rglob("*"):
-        if path.is_file() and not re.search("/step_|/model/", str(path)):
-            bucket.put(f"run/{path.relative_to(run_dir)}", path.read_bytes())
-    for step in (3, 6):
-        manifest = dataclasses.replace(
-            store_of(run_dir).manifest(step), folder="00000001-abcdefab"
-        )
-        for name in manifest.files:
-            content = (step_folder(run_dir, step) / name).read_bytes()
-            bucket.put(f"run/checkpoints/step_{step:08d}/{manifest.folder}/{name}", content)
-        bucket.put(f"run/checkpoints/step_{step:08d}/manifest.json", manifest.to_json())
-    flags = [
-        "--endpoint",
-        bucket.service.endpoint,
-        "--region=us-east-1",
-        "--path-style",
-        "--cache-dir",
-        tmp_path / "c",
-    ]
-    location = bucket.location("run")
-    keys = bucket.keys()
-    listed = called(capsys, location, *flags)
-    assert listed == called(capsys, location, "list", *flags) == called(capsys, run_dir)
-    assert called(capsys, location, "verify", *flags)[0] == 0
-    bucket.put(
-        "run/checkpoints/step_00000006/00000001-abcdefab/model.pt",
-        b"x" * manifest.files["model.pt"]["bytes"],
-    )
-    code, output = called(capsys, location, "verify", *flags)
-    assert code == 1 and "step_00000006  damaged: model.pt has sha256" in output.out
-    moved = ["export", tmp_path / "out", "--step", 3, "--data", bucket.location("nothing")]
-    assert "nothing has no manifest.json" in rejection(capsys, location, *moved, *flags)
-    assert bucket.keys() == keys
-    assert list((tmp_path / "c").iterdir()) == []  # what was fetched is gone
-    assert called(capsys, location, "prune", "--keep", 2, "--yes", *flags)[0] == 0
-    assert {key.split("/")[1] for key in set(bucket.keys()) - set(keys)} == {"lease"}

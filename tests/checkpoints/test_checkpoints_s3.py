@@ -6,7 +6,6 @@ import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rejections import rejects
@@ -17,9 +16,8 @@ from train.checkpoints.manifest import Manifest
 from train.checkpoints.retention import prune
 from train.checkpoints.store import LocalStore
 from train.checkpoints.store_s3 import S3Store
-from train.config import InputError, Unreachable
-from train.run_folder.lease import name_of
-from train.run_folder.ownership import LeaseLost, Ownership
+from train.config import InputError
+from train.run_folder.ownership import LeaseLost, Ownership, lease_name
 from train.storage import s3
 from train.storage.folders import open_folder, sha256_bytes
 from train.tools import checkpoints as command
@@ -88,8 +86,8 @@ def test_a_save_stopped_before_any_of_its_requests_leaves_the_checkpoint_before_
     """As by a kill: no request comes after it. The model goes in parts."""
     monkeypatch.setattr(s3.TRANSFER, "multipart_threshold", PART_BYTES)
     monkeypatch.setattr(s3.TRANSFER, "multipart_chunksize", PART_BYTES)
-    # the mark; begin, two parts, end; two files, the lease, the manifest; the mark
-    for number in range(11):
+    # begin, two parts, end; two files, the lease, the manifest
+    for number in range(9):
         prefix = f"stop-{number}"
         store = store_of(bucket, tmp_path, prefix)
         save(store, 3)
@@ -98,9 +96,9 @@ def test_a_save_stopped_before_any_of_its_requests_leaves_the_checkpoint_before_
             save(store, 6, model=b"6" * (PART_BYTES + 1))
         is_stopped = any(seen.fault for seen in bucket.proxy.requests())
         bucket.proxy.set()
-        is_committed = number >= 9
-        num_files = 14 - number if is_committed else min(number, 1) + max(0, min(number - 4, 3))
-        assert (len(files_of(bucket, 6, prefix)), is_stopped) == (num_files, number < 10)
+        is_committed = number >= 8
+        num_files = 4 if is_committed else max(0, min(number - 3, 3))
+        assert (len(files_of(bucket, 6, prefix)), is_stopped) == (num_files, not is_committed)
         assert store.steps() == ([3, 6] if is_committed else [3])
         store.collect_garbage(ended_below=9)
         assert len(files_of(bucket, 6, prefix)) == (4 if is_committed else 0)
@@ -184,11 +182,9 @@ def damage(bucket, step, name, how):
     ],
 )
 def test_what_is_damaged_in_the_bucket_is_quarantined_for_an_older_one(bucket, store, name, how):
-    """Its files stay, also if S3 did not remove the mark of its save."""
+    """Its files stay."""
     save(store, 3)
-    bucket.proxy.set(Fault("status", match="^DELETE .*unfinished", code=501, error="Stopped"))
     save(store, 6)
-    bucket.proxy.set()
     damage(bucket, 6, name, how)
     manifest, faults = newest_valid(store)
     assert manifest.step == 3
@@ -197,44 +193,10 @@ def test_what_is_damaged_in_the_bucket_is_quarantined_for_an_older_one(bucket, s
     )
     kept = files_of(bucket, 6)
     store.collect_garbage(ended_below=9)
-    assert files_of(bucket, 6) == kept and len(kept) == (4 if how == "missing" else 5)
+    assert files_of(bucket, 6) == kept and len(kept) == (3 if how == "missing" else 4)
     assert store.steps() == [3] and len(store.quarantined()) == 1
     save(store, 6)
     assert_loads(store, 6)
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_local_copy_that_is_gone_is_no_damage_in_the_bucket(store, monkeypatch, when):
-    save(store, 3)
-    save(store, 6)
-    download = store.folder.download
-
-    def lose(name, path):
-        if when == "after":
-            download(name, path)
-        shutil.rmtree(path.parent, ignore_errors=True)
-        if when == "before":
-            download(name, path)
-
-    monkeypatch.setattr(store.folder, "download", lose)
-    with pytest.raises((Unreachable, OSError), match="No such file"):
-        newest_valid(store)
-    assert store.steps() == [3, 6] and not store.quarantined()
-
-
-def test_putting_aside_that_stops_half_way_is_done_again(bucket, store):
-    """Two manifests then name the files of one step."""
-    save(store, 3)
-    save(store, 6)
-    damage(bucket, 6, "model.pt", "bit")
-    bucket.proxy.set(Fault("status", match="^DELETE", code=501, error="Stopped"))
-    rejects("Stopped", newest_valid, store)
-    assert store.steps() == [3, 6] and len(store.quarantined()) == 1
-    bucket.proxy.set()
-    assert newest_valid(store)[0].step == 3
-    assert store.steps() == [3] and len(store.quarantined()) == 2
-    store.collect_garbage(ended_below=9)
-    assert len(files_of(bucket, 6)) == 3 + 2
 
 
 # ---- two owners -----------------------------------------------------------------------------------------------------
@@ -247,7 +209,7 @@ def test_an_owner_that_slept_through_its_replacement_commits_nothing(bucket, sto
 
     def upload_slowly(name, path):
         upload(name, path)
-        store.folder.write(name_of(2), b"the next owner's")
+        store.folder.write(lease_name(2), b"the next owner's")
 
     with monkeypatch.context() as slow:
         slow.setattr(store.folder, "upload", upload_slowly)
@@ -268,7 +230,7 @@ def test_a_step_that_the_next_owner_has_committed_is_not_replaced(bucket, store,
 
     def create_late(name, content):
         monkeypatch.setattr(store.folder, "create", create)
-        store.folder.write(name_of(2), b"the next owner's")
+        store.folder.write(lease_name(2), b"the next owner's")
         save(store, 6, fence=2)
         return create(name, content)
 
@@ -286,15 +248,15 @@ def test_removal_begins_with_the_manifest(bucket, store):
     bucket.proxy.set()
     assert prune(store, 2) == [1, 2]
     removed = [seen.path for seen in bucket.proxy.requests("^DELETE")]
-    assert len(removed) == 10 and bucket.proxy.requests("^HEAD") == []
-    assert removed[0].endswith("step_00000001/manifest.json") and removed[5].endswith(
+    assert len(removed) == 8 and bucket.proxy.requests("^HEAD") == []
+    assert removed[0].endswith("step_00000001/manifest.json") and removed[4].endswith(
         "step_00000002/manifest.json"
     )
     assert files_of(bucket, 1) == files_of(bucket, 2) == []
     save(store, 5)
     bucket.proxy.set(Fault("status", match="^DELETE", skip=1, code=501, error="Stopped"))
     rejects("Stopped", prune, store, 2)
-    assert store.steps() == [4, 5] and len(files_of(bucket, 3)) == 3 + 1
+    assert store.steps() == [4, 5] and len(files_of(bucket, 3)) == 3
     bucket.proxy.set()
     store.collect_garbage(ended_below=9)
     assert files_of(bucket, 3) == []
@@ -323,23 +285,10 @@ def test_a_run_that_was_copied_from_s3_to_a_disk_or_back_has_the_same_checkpoint
     assert files_of(bucket, 9, "back") == []
 
 
-@pytest.mark.parametrize("missing", [[6], [3, 6]], ids=str)
-def test_the_files_of_a_checkpoint_that_lost_its_manifest_stay(bucket, store, missing):
-    save(store, 3)
-    save(store, 6)
-    for step in missing:
-        damage(bucket, step, "manifest.json", "missing")
-    before = bucket.keys()
-    store.collect_garbage(ended_below=9)
-    assert bucket.keys() == before
-
-
 def test_prune_removes_what_failed_saves_have_left_and_nothing_else(
     bucket, store, capsys, monkeypatch, tmp_path
 ):
-    """Files of the user and a damaged mark lie among those of step 6, whose owner may be alive for all the store knows;
-    prune knows that it has ended.
-    """
+    """Files of the user lie among those of step 6. Only prune knows that its owner has ended."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     save(store, 3)
     with Ownership(store.folder, 600.0) as owner, pytest.raises(InputError, match="Stopped"):
@@ -347,19 +296,12 @@ def test_prune_removes_what_failed_saves_have_left_and_nothing_else(
         save(store, 6, fence=owner.number)
     bucket.proxy.set()
     left = bucket.keys("run/checkpoints/step_00000006/")
-    folder = left[0].split("/")[3].removesuffix(".unfinished")
-    own = [
-        f"{folder}/notes.txt",
-        "notes.txt",
-        "00000001-01234567/model.pt",
-        "00000001-01234567.unfinished",
-    ]
+    folder = left[0].split("/")[3]
+    own = ["notes.txt", "notes/model.pt", "00000001-01234567x/model.pt"]
     own = [f"step_00000006/{name}" for name in own]
-    own += ["step_00000003/notes.txt", "step_00000012/x.unfinished", "step_x/x"]
+    own += ["step_00000003/notes.txt", "step_x/x", "step_x/00000001-0123abcd/model.pt"]
     for name in own:
         bucket.put(f"run/checkpoints/{name}", b"mine")
-    bucket.put("run/checkpoints/step_00000009/00000001-0123abcd/model.pt", b"mine")
-    bucket.put("run/checkpoints/step_00000009/00000001-0123abcd.unfinished", b'{"files": "all"')
     before = set(bucket.keys())
     store.collect_garbage(ended_below=1)
     flags = [
@@ -389,32 +331,10 @@ def test_what_an_owner_that_may_only_be_silent_has_written_stays_and_its_late_co
 
     def create_late(name, content):
         monkeypatch.setattr(store.folder, "create", create)
-        store.folder.write(name_of(2), b"the next owner's")
+        store.folder.write(lease_name(2), b"the next owner's")
         S3Store(store.folder, store.local / "of the next owner").collect_garbage(ended_below=1)
         return create(name, content)
 
     monkeypatch.setattr(store.folder, "create", create_late)
     save(store, 6, fence=1)
     assert_loads(store, 6)
-
-
-def test_what_was_fetched_or_left_over_does_not_fill_the_disk(store):
-    save(store, 3)
-    save(store, 6)
-    store.fetch(3)
-    store.fetch(6)
-    store.begin(9, 0)
-    assert len(list(store.local.glob("fetched/*"))) == 1
-    store.collect_garbage(ended_below=9)
-    assert not list(store.local.glob("*/*"))
-
-
-def test_a_checkpoint_larger_than_the_free_disk_is_rejected_before_it_is_fetched(
-    store, monkeypatch
-):
-    save(store, 6)
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1, total=2**50))
-    with pytest.raises(
-        OSError, match=r"No space left on device: .* GB are needed, 1e-09 GB are free"
-    ):
-        store.fetch(6)

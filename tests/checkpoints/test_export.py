@@ -2,13 +2,10 @@
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from finetuning import FP32, asking, tuned
-from rejections import rejects
 from running import SYLLABLES, train_config
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
@@ -18,16 +15,11 @@ from transformers import (
 )
 
 from train import loop
-from train.checkpoints.export import export_step
-from train.checkpoints.manifest import Manifest, Untrusted
 from train.config import InputError, ModelConfig, S3Config
-from train.models.network import Network
 from train.models.source import resolved
-from train.run.saved import read_config
 from train.run.stopping import StopRequest
 from train.run_folder import exported
 from train.run_folder.run_folder import RunFolder
-from train.storage.folders import LocalFolder
 from train.storage.s3 import S3Folder
 from train.tools import checkpoints as command
 from train.tools import predict
@@ -93,7 +85,7 @@ def test_it_answers_and_is_a_start_without_its_data(finetuned, unexported, tmp_p
     capsys.readouterr()
     result = []
     for run in (unexported, finetuned[1]):
-        assert predict.main([str(run), *row, "--cache-dir", str(tmp_path / "cache"), *FP32]) == 0
+        assert predict.main([str(run), *row, f"data.cache_dir={tmp_path}/cache", *FP32]) == 0
         result.append(capsys.readouterr().out)
     assert result[0] == result[1] != ""
 
@@ -113,53 +105,11 @@ def test_a_step_of_other_data_is_rejected(unexported, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_fine_tuning_in_s3_leaves_its_model_there(finetuned, unexported, bucket, tmp_path):
-    for path in unexported.rglob("*"):
-        if path.is_file() and "checkpoints" not in path.parts:
-            bucket.put(f"run/{path.relative_to(unexported)}", path.read_bytes())
-    run, step = (
-        S3Folder(bucket.location("run"), bucket.config()),
-        unexported / "checkpoints/step_00000002",
-    )
-    manifest = Manifest.from_json((step / "manifest.json").read_bytes())
-    export_step(step, manifest, read_config(run), tmp_path / "out", run=run, chosen={})
-    result = (tmp_path / "out/model.safetensors").read_bytes()
-    assert result == (finetuned[1] / "export/model.safetensors").read_bytes()
-
-
 def allocated(call):
     """Return the bytes that tensors on the host took during a call, mapped ones included."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         call()
     return sum(max(0, event.self_cpu_memory_usage) for event in seen.events())
-
-
-def test_no_second_copy_of_the_weights_is_made(finetuned, unexported, tmp_path):
-    step = unexported / "checkpoints/step_00000002"
-    manifest = Manifest.from_json((step / "manifest.json").read_bytes())
-    run, num_bytes = LocalFolder(unexported), (step / "model.pt").stat().st_size
-    model = Network(HEADS[finetuned[0]].from_pretrained(finetuned[1] / "export"))
-    assert allocated(lambda: model.export(tmp_path / "end")) < 0.1 * num_bytes
-    mapped = allocated(
-        lambda: export_step(
-            step, manifest, read_config(run), tmp_path / "later", run=run, chosen={}
-        )
-    )
-    assert 0.9 * num_bytes < mapped < 1.1 * num_bytes
-    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("end", "later")]
-    assert files[0] == files[1]
-
-
-def test_weights_that_share_memory_though_the_model_has_two_are_rejected(unexported, tmp_path):
-    step, run = unexported / "checkpoints/step_00000002", LocalFolder(unexported)
-    manifest = Manifest.from_json((step / "manifest.json").read_bytes())
-    weights = torch.load(step / "model.pt", weights_only=True)
-    first, second = [name for name in weights if name.endswith(("query.bias", "key.bias"))][:2]
-    torch.save({**weights, first: weights[second]}, step / "model.pt")
-    export = partial(
-        export_step, step, manifest, read_config(run), tmp_path / "out", run=run, chosen={}
-    )
-    rejects("does not contain the state of this model.*who wrote it", export, error=Untrusted)
 
 
 # ---- of a run that goes on -----------------------------------------------------------------------------------------
@@ -231,17 +181,4 @@ def test_an_export_that_is_on_its_way_to_s3_is_of_no_step(bucket, monkeypatch):
     exported.mirror(folder)
     assert not exported.is_outdated(folder.folder)
     bucket.put("run/checkpoints/step_00000005/manifest.json", b"{}")
-    assert exported.is_outdated(folder.folder)
-
-
-def test_only_checkpoints_that_count_make_an_export_outdated(tmp_path):
-    folder = RunFolder(str(tmp_path))
-    for name in ("step_00000004", "step_00000009.damaged-0123abcd", ".step_00000009.tmp-0123"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-        (tmp_path / "checkpoints" / name / "manifest.json").touch()
-    assert exported.saved_steps(folder.folder) == {4: "checkpoints/step_00000004/manifest.json"}
-    with exported.renewed(folder, 4):
-        pass
-    assert not exported.is_outdated(folder.folder)
-    (folder.export / exported.MARK).unlink()
     assert exported.is_outdated(folder.folder)

@@ -16,13 +16,11 @@ import torch
 from test_saver import backend, left, replica, saved, saver_of, tensors
 from torch import nn
 
-from train.checkpoints import saver
 from train.checkpoints.loader import load
 from train.checkpoints.manifest import step_name, step_of
 from train.checkpoints.store import LocalStore
 from train.config import OptimConfig
 from train.parallel.optimizers import build_optimizer
-from train.storage import atomic_io
 
 OLDER, LAST, NEXT = 1, 3, 6  # to be removed, whole, and being saved
 # of sys.addaudithook
@@ -53,8 +51,6 @@ class Stages:
 
         monkeypatch.setattr(os, "fsync", sync)
         monkeypatch.setattr(Path, "open", open_torn)
-        for module in (atomic_io, saver):
-            monkeypatch.setattr(module, "open_alike", open_torn)
         sys.addaudithook(self.see)
 
     def see(self, event, arguments):

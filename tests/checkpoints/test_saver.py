@@ -1,12 +1,10 @@
 """Saves beside the training: of the moment they were asked for, one at a time, and an alarm when they fail."""
 
 import errno
-import json
 import os
 import re
 import shutil
 import threading
-from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +13,7 @@ from forks import DEVICE
 from running import outcome, run, train_config, train_here, train_overrides
 from torch import nn
 
-from train.checkpoints.loader import load, newest_valid
+from train.checkpoints.loader import load
 from train.checkpoints.manifest import LATEST, Manifest, Progress, step_of
 from train.checkpoints.saver import FAILING_S, AsyncSaver, SavesFail
 from train.checkpoints.store import LocalStore
@@ -26,7 +24,6 @@ from train.parallel.guards import tied_names
 from train.parallel.optimizers import build_optimizer
 from train.run_folder.ownership import LeaseLost
 from train.tasks import build_task
-from train.tools.checkpoints import main
 
 DRAFT = Manifest(0, 1, {}, {}, {}, 1, "ddp", None)
 PATIENCE_S = 90.0  # never waited for unless a test fails
@@ -168,16 +165,6 @@ def test_a_save_that_comes_too_early_is_left_out_and_reported(tmp_path, monkeypa
     assert torch.equal(torch.load(tmp_path / "step_00000003/model.pt")["0.weight"], wanted)
 
 
-def test_a_run_that_leaves_at_once_waits_for_no_save(tmp_path):
-    store, trained = HeldStore(tmp_path), built()
-    saver = saver_of(store)
-    save(saver, 3, trained)
-    assert store.reached.wait(PATIENCE_S)
-    saver.close(waits=False)
-    assert not saver.pending.done() and store.steps() == []
-    store.opened.set()  # for the thread of this process
-
-
 def test_the_last_save_waits_as_long_as_it_takes_with_a_heartbeat(tmp_path):
     store, trained = HeldStore(tmp_path), built()
     saver = saver_of(store, max_wait_s=0.0)
@@ -268,38 +255,6 @@ def test_several_failures_in_a_row_end_the_run_after_a_while_and_a_success_forgi
     assert store.steps() == [2]
 
 
-def test_a_save_succeeds_though_an_older_step_cannot_be_removed(tmp_path, monkeypatch, capsys):
-    """As NFS says of a file that another program reads. What is left is listed, and removed by a later start."""
-    unlink = os.unlink
-
-    def reject(path, *arguments, **options):
-        if str(path).endswith("model.pt"):
-            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-        unlink(path, *arguments, **options)
-
-    monkeypatch.setattr(os, "unlink", reject)
-    store, trained = LocalStore(tmp_path / "checkpoints"), built()
-    saver = saver_of(store, keep=2)
-    assert [saved(saver, number, trained) for number in (1, 2, 3)] == [None] * 3
-    assert (store.steps(), saver.failure) == ([2, 3], None)
-    (name,) = store.leftovers()
-    store.collect_garbage(ended_below=9)
-    assert main([str(tmp_path)]) == 0 and f"not committed: {name}, " in capsys.readouterr().out
-    monkeypatch.undo()
-    assert store.collect_garbage(ended_below=9) == [name] and left(store) == []
-
-
-def test_a_failure_after_the_commit_is_reported_as_that(tmp_path):
-    def check_owner():
-        if store.steps():
-            raise FULL
-
-    store = LocalStore(tmp_path)
-    saver = saver_of(store, check_owner=check_owner)
-    assert "it is saved, but" in saved(saver, 3, built())
-    assert saver.newest == 3 and newest_valid(store)[0].step == 3
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", ["weights.1.bias", "moments.state.0.exp_avg"])
 def test_a_state_that_is_no_longer_finite_is_not_saved(tmp_path, name, value):
@@ -318,38 +273,6 @@ def test_a_state_that_is_no_longer_finite_is_not_saved(tmp_path, name, value):
         == f"FloatingPointError: {name} contains NaN or infinity; such a state is not saved"
     )
     assert (store.steps(), left(store)) == ([3], [])
-
-
-def test_a_step_whose_metrics_cannot_be_sent_is_not_saved(tmp_path):
-    """Or the machine takes lines with it that a checkpoint has seen."""
-    store = LocalStore(tmp_path)
-    saver = saver_of(store)
-
-    def mirror():
-        raise FULL
-
-    saver.folder.mirror = mirror
-    assert "No space left" in saved(saver, 3, built())
-    assert (store.steps(), left(store)) == ([], [])
-
-
-def test_a_save_is_not_begun_without_room_for_it(tmp_path, monkeypatch):
-    usage = namedtuple("usage", "total used free")
-    store, trained = LocalStore(tmp_path), built()
-    saver = saver_of(store)
-    assert saved(saver, 3, trained) is None
-    num_bytes = sum(tensor.nbytes for tensor in tensors(*trained)) + sum(
-        state.nbytes for state in saver.backend.rng_state().values()
-    )
-    monkeypatch.setattr(DDP, "save", lambda *_: pytest.fail("written"))
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**50, 0, int(num_bytes * 1.1) - 1))
-    assert f"No space left on device: {num_bytes * 1.1 / 1e9:.3g} GB are needed" in saved(
-        saver, 6, trained
-    )
-    assert (store.steps(), left(store)) == ([3], [])
-    monkeypatch.undo()
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**50, 0, int(num_bytes * 1.1) + 1))
-    assert saved(saver, 6, trained) is None
 
 
 # ---- whole runs -----------------------------------------------------------------------------------------------------
@@ -411,11 +334,6 @@ def test_all_ranks_stop_when_rank_0_cannot_save(tmp_path, prepared):
     ended = outcome(run_dir)
     assert (ended["outcome"], ended["kind"], ended["goes_on"]) == ("failed", "saves_fail", True)
     assert re.search("saving step 20: .*/checkpoints.*; there is no checkpoint", ended["reason"])
-    reasons = [
-        json.loads((run_dir / f"log/exit_rank_000{rank}.json").read_text())["reason"]
-        for rank in range(2)
-    ]
-    assert reasons[0] == reasons[1]
 
 
 def test_a_job_that_lost_the_run_folder_does_not_commit(tmp_path):

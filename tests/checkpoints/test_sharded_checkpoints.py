@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 import torch
 from forks import free_port, start_forked
-from rejections import rejects
 from running import run, train_overrides
 from s3_fixtures import Bucket
 from services.fault_proxy import Fault
 from test_saver import DRAFT, FULL, Rejecting, left
-from thread_ranks import Run, save_cost
 from torch import nn
 
 from train.checkpoints.loader import fitting, read_optimizer, read_weights
@@ -25,7 +23,7 @@ from train.checkpoints.manifest import FILE, Manifest, Progress, Untrusted
 from train.checkpoints.saver import AsyncSaver
 from train.checkpoints.store import LocalStore
 from train.checkpoints.store_s3 import S3Store
-from train.config import BackendConfig, CheckpointConfig, Failure
+from train.config import BackendConfig, CheckpointConfig
 from train.parallel.ddp import DDP
 from train.parallel.engines import Engine
 from train.parallel.fsdp import FSDP, rows_of
@@ -66,44 +64,6 @@ def test_in_s3_every_rank_uploads_its_part_and_a_save_that_lacks_one_is_none(
     )
     again = run(arguments, ranks=2)
     assert "resuming from the checkpoint of step 6" in again.stderr
-
-
-def test_bytes_and_requests_of_a_save_grow_with_its_ranks_and_lengths_are_read_from_listings():
-    """Of threads that stand for ranks, with what torch and S3 would transfer counted."""
-    (few, few_of_one, _), (many, many_of_one, requests) = save_cost(8), save_cost(64)
-    assert few < many < 9.1 * few and many_of_one < 9.1 * few_of_one  # 63 others instead of 7
-    assert (many - many_of_one) / 63 < 1000  # what another rank than rank 0 receives
-    # Two files a rank and ranks.pt, two marks, a manifest; those of the oldest step go. No length is asked for alone.
-    assert requests == {"PUT": 2 * 64 + 4, "DELETE": 2 * 64 + 4, "GET": 2, "LIST": 3}
-
-
-def test_a_machine_fetches_the_parts_of_its_ranks_and_what_one_finds_damaged_counts_for_all(
-    tmp_path,
-):
-    ranks, part = Run(34, str(tmp_path)), "model_00033.pt"  # two machines, of 32 ranks and of two
-    ranks.save(2)
-    assert {loaded.progress.step for loaded in ranks.load()} == {2}
-    first, second = (
-        {name.rpartition("/")[2] for name in machine.downloads} for machine in ranks.machines
-    )
-    of_rank_0 = {"model.pt", "optimizer.pt", "ranks.pt"}
-    assert second == of_rank_0 | {
-        f"{content}_{rank:05d}.pt" for content in ("model", "optimizer") for rank in (32, 33)
-    }
-    assert first | second == set(ranks.stores[0].manifest(2).files) and first & second == of_rank_0
-
-    ranks.machines[1].damages = part  # on the way to this machine alone
-    rejects(
-        f"step 2 is valid for rank 0 but damaged for rank 32 .{part} has sha256",
-        ranks.load,
-        error=Failure,
-    )
-    assert ranks.stores[0].steps() == [1, 2]
-    ranks.machines[0].damages = part
-    for machine in ranks.machines:
-        machine.is_of_step = "step_00000002"
-    assert {loaded.progress.step for loaded in ranks.load()} == {1}
-    assert ranks.stores[0].steps() == [1] and len(ranks.stores[0].quarantined()) == 1
 
 
 @pytest.mark.parametrize(("before", "now"), [(4, 4), (5, 3), (2, 7), (7, 6)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +11,7 @@ from test_saver import built, save, saved, saver_of
 from train.checkpoints import saver as saver_module
 from train.checkpoints.manifest import FILE, Manifest
 from train.checkpoints.store_s3 import S3Store
-from train.run.checkpoint_manager import last_save_patience_s
-from train.run_folder.lease import name_of
-from train.run_folder.ownership import LeaseLost
-from train.storage import folders
+from train.run_folder.ownership import lease_name
 from train.storage.folders import open_folder
 
 AWAY = Fault("status", match="/checkpoints/")
@@ -77,50 +73,20 @@ def test_a_start_names_the_copy_until_s3_has_the_step(store, unsent, caplog, nam
     assert copies(store) == []
 
 
-def test_a_newer_save_takes_the_place_of_the_copy(bucket, store, unsent):
-    bucket.proxy.set(AWAY)
-    saved(unsent.saver, 9, unsent.trained)
-    (folder,) = copies(store)
-    assert f"step 9 is complete in {folder}" in unsent.saver.newest_text
-    bucket.proxy.set()
-    assert saved(unsent.saver, 12, unsent.trained) is None
-    assert copies(store) == [] and "whole" not in unsent.saver.newest_text
-    assert store.steps() == [3, 12]
-
-
 @pytest.mark.parametrize("name", ["manifest.json", "optimizer.pt"])
 def test_the_next_save_removes_from_s3_what_one_that_failed_has_left(bucket, store, name):
     """The files of an earlier owner, which may not have ended, stay."""
     saver, trained = saver_of(store), built()
-    earlier = [
-        f"run/checkpoints/step_00000001/00000000-01234567{end}"
-        for end in (".unfinished", "/model.pt")
-    ]
-    bucket.put(earlier[0], b'{"files": ["model.pt"]}')
-    bucket.put(earlier[1], b"of a save that may be under way")
+    earlier = "run/checkpoints/step_00000001/00000000-01234567/model.pt"
+    bucket.put(earlier, b"of a save that may be under way")
     bucket.proxy.set(Fault("status", match=f"^PUT .*/{name}", code=403, error="AccessDenied"))
     assert "no permission" in saved(saver, 3, trained)
     bucket.proxy.set()
     assert len(bucket.keys("run/checkpoints/step_00000003/")) > 1
     assert saved(saver, 6, trained) is None
     keys = bucket.keys("run/checkpoints/")
-    assert (
-        keys[:2] == sorted(earlier)
-        and len(keys) == 6
-        and keys[-1].endswith("step_00000006/manifest.json")
-    )
-
-
-def test_the_copy_makes_room_for_a_newer_save(store, unsent, monkeypatch):
-    """A disk for one checkpoint."""
-    check_space = folders.check_space
-
-    def one_alone(folder, num_bytes):
-        check_space(folder, 0 if len(list(folder.parent.iterdir())) == 1 else 2**60)
-
-    monkeypatch.setattr("train.checkpoints.store_s3.check_space", one_alone)
-    assert saved(unsent.saver, 9, unsent.trained) is None
-    assert store.steps() == [3, 9]
+    assert keys[0] == earlier and len(keys) == 5
+    assert keys[-1].endswith("step_00000006/manifest.json")
 
 
 def test_the_last_save_is_tried_again_while_there_is_time(bucket, store, caplog):
@@ -139,31 +105,13 @@ def test_the_last_save_is_tried_again_while_there_is_time(bucket, store, caplog)
     )
 
 
-def test_a_job_that_lost_the_run_folder_keeps_no_copy(store, unsent):
-    def lost():
-        raise LeaseLost("another job owns it now")
-
-    unsent.saver.folder.ownership.check = lost
-    assert "LeaseLost" in saved(unsent.saver, 9, unsent.trained)
-    assert copies(store) == []
-
-
-@pytest.mark.parametrize(
-    ("max_run_s", "run_s", "least_s", "most_s"),
-    [(None, 0, 300, 300), (1000.0, 0, 300, 300), (1000.0, 900, 1, 100), (1000.0, 2000, 0, 0)],
-)
-def test_the_last_save_is_not_tried_again_after_max_run_s(max_run_s, run_s, least_s, most_s):
-    cfg = SimpleNamespace(max_run_s=max_run_s)
-    assert least_s <= last_save_patience_s(cfg, time.monotonic() - run_s) <= most_s
-
-
 def test_a_superseded_owner_takes_back_what_it_has_sent(bucket, store, monkeypatch):
     """Nobody else may come after the next owner's end to remove it."""
     saver, trained, upload = saver_of(store), built(), store.folder.upload
 
     def upload_slowly(name, path):
         upload(name, path)
-        store.folder.write(name_of(2), b"the next owner's")
+        store.folder.write(lease_name(2), b"the next owner's")
 
     monkeypatch.setattr(store.folder, "upload", upload_slowly)
     assert saved(saver, 6, trained).startswith("LeaseLost: ")

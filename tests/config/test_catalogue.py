@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 
 from train.config import InstanceConfig, TrainConfig
-from train.machine.machine import instance_names
+from train.machine.host import instance_names
 from train.run import compose as cli
 from train.tools.doctor.probe import read_instance
 

@@ -1,21 +1,18 @@
 """What a machine's cache needs, for whom it makes space, and how readers wait for it."""
 
 import errno
-import json
 import os
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from rejections import rejects
 
-from train.config import InputError, ShardsConfig, TrainConfig, Unreachable
+from train.config import ShardsConfig, Unreachable
 from train.data.shards import cache
 from train.data.shards.cache import ShardCache, cache_dir
 from train.data.shards.format import Shard
 from train.data.shards.order import ShardSampler
 from train.data.shards.prefetch import wanted_shards
-from train.machine.processes import owner_name
 
 MB = 10**6
 
@@ -41,9 +38,7 @@ def of_size(monkeypatch, tmp_path):
             lambda _: SimpleNamespace(f_bavail=free, f_bfree=free, f_blocks=10**13, f_frsize=1),
         )
         cache_gb = None if limit_bytes is None else limit_bytes / 1e9
-        cfg = ShardsConfig(
-            path="", cache_dir=str(tmp_path), cache_gb=cache_gb, deadline_s=50.0, attempt_s=50.0
-        )
+        cfg = ShardsConfig(path="", cache_dir=str(tmp_path), cache_gb=cache_gb)
         return ShardCache(cfg, manifest_of(num_shards))
 
     return make
@@ -79,13 +74,13 @@ def test_the_window_is_the_usual_one_or_what_fits(of_size):
     assert of_size(20, total - 1).window_shards(half) == 5
     small = of_size(20, 10 * MB + 6 * 64 * MB - MB)
     says = "may use 0.393 GB, but windows of 1 shards per lane need 0.394 GB in 1 lanes; raise"
-    rejects(says, small.check_fits, order_of(20, window=1))
-    rejects(r"may use 0.393 GB, but the data is 1.29 GB", small.check_fits, small.manifest.shards)
+    rejects(says, small.check_windows, order_of(20, window=1))
+    rejects(r"may use 0.393 GB, but the data is 1.29 GB", small.check_space, small.manifest.shards)
     some = of_size(20, 800 * MB)
-    some.check_fits(order_of(20, window=2, batch=200))
+    some.check_windows(order_of(20, window=2, batch=200))
     rejects(
         "a batch has 201 sequences, more than a window of 2",
-        some.check_fits,
+        some.check_windows,
         order_of(20, window=2, batch=201),
     )
 
@@ -118,10 +113,10 @@ def test_whatever_a_step_reads_is_wanted_and_space_is_kept(lanes, window, batch,
 
 
 def test_where_the_cache_is(monkeypatch, tmp_path):
-    monkeypatch.setattr(cache.machine, "instance_stores", list)
+    monkeypatch.setattr(cache.host, "instance_stores", list)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_dir(ShardsConfig(path="")) == tmp_path / "baretrain"
-    monkeypatch.setattr(cache.machine, "instance_stores", lambda: [tmp_path / "nvme"])
+    monkeypatch.setattr(cache.host, "instance_stores", lambda: [tmp_path / "nvme"])
     assert cache_dir(ShardsConfig(path="")) == tmp_path / "nvme" / f"baretrain-{os.getuid()}"
     assert cache_dir(ShardsConfig(path="", cache_dir=str(tmp_path / "mine"))) == tmp_path / "mine"
 
@@ -137,132 +132,27 @@ def test_what_the_disk_has_not_is_not_promised(of_size):
     assert there.limit_bytes() == 150 * MB
 
 
-def test_times_that_cannot_be_kept_are_rejected():
-    given = {"run_dir": "", "max_steps": 1, "micro_batch_size": 1}
-    late = ShardsConfig(path="s3://b", deadline_s=700)
-    rejects(
-        "data.deadline_s=700 must be below backend.timeout_s=600", TrainConfig, data=late, **given
-    )
-
-
 SHARD = manifest_of(1).shards[0]
 
 
-class Clock:
-    """A stand-in for the time module: sleeping takes no time."""
-
-    def __init__(self):
-        self.now_s, self.later = 1000.0, {}
-
-    def monotonic(self):
-        return self.now_s
-
-    def sleep(self, seconds):
-        self.now_s += seconds
-        for at_s in [at_s for at_s in self.later if at_s <= self.now_s]:
-            self.later.pop(at_s)()
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(cache, "time", clock)
-    return clock
-
-
-@pytest.fixture
-def served(of_size, clock):
-    """A cache with a deadline of 50 s, whose prefetcher lives and brings nothing."""
-    served = of_size(3)
-    with served.hold(alone=False):
-        served.write_status(is_filling=True)
-        yield served
-
-
-def waited_s(served, clock, match, kind=Unreachable):
-    rejects(match, served.wait, [SHARD], error=kind)
-    return clock.now_s - 1000
-
-
-OTHER = replace(SHARD, file="train-00009.safetensors")
-
-
-def test_a_shard_that_does_not_come_is_given_up(served, clock):
-    assert (
-        50
-        <= waited_s(served, clock, "no byte arrived, and there was no error; given up after 50 s")
-        < 51
-    )
-    assert waited_s(served, clock, r"given up after 50 s") < 51  # later ones do not wait again
-
-
-def test_only_silence_counts(served, clock):
-    """Bytes of any shard, and a prefetcher that has nothing to fetch, are no silence; the fault of another is named."""
-    times = [1000.0 + 40 * number for number in range(1, 10)]
-    clock.later = dict.fromkeys(times, served.heard)
-    clock.later[1400.0] = lambda: served.write_status(is_filling=False)
-    clock.later[1500.0] = lambda: served.write_status(is_filling=True)
-    clock.later[1510.0] = lambda: served.set_fault(OTHER, "no space", is_final=False)
-    assert (
-        550
-        <= waited_s(
-            served, clock, "00000.safetensors does not arrive; no space; given up after 50 s"
-        )
-        < 552
-    )
-
-
-def test_the_last_fault_of_the_prefetcher_is_the_reason(served, clock):
-    served.set_fault(SHARD, "slow down", is_final=False)
-    clock.later[1020.0] = lambda: served.set_fault(SHARD, "gone", is_final=True)
-    assert 20 <= waited_s(served, clock, "^gone$", kind=InputError) < 22
-
-
-def test_a_prefetcher_that_is_gone_is_named(served, clock):
-    status = json.loads(served.status.read_text())
-    served.status.write_text(json.dumps(status | {"owner": owner_name(2**22 + 1)}))
-    assert waited_s(served, clock, "process that fetches shards on this node is gone") < 1
-    served.status.unlink()  # at the end of the run, with the rest of its part
-    assert waited_s(served, clock, "process that fetches shards on this node is gone") < 1
-
-
-def test_a_prefetcher_that_has_not_begun_is_waited_for(served, clock):
-    served.status.unlink()
-    assert (
-        50
-        <= waited_s(
-            served, clock, "does not arrive; the process that fetches has not started; given up"
-        )
-        < 52
-    )
-
-
-def test_what_is_told_and_looked_up_does_not_grow_with_the_shards(of_size, clock, monkeypatch):
-    """Status of 3,000 wanted shards, and the looks of a reader that waits for 1,000 of them for 10 s."""
-    many, looked = of_size(3000), []
-    with many.hold(alone=False):
-        many.write_status(is_filling=True)
-        assert many.status.stat().st_size < 200
-        is_ready = many.is_ready
-        many.is_ready = lambda shard: looked.append(shard) or is_ready(shard)
-        clock.later[1010.0] = lambda: [
-            (many.folder / shard.file).touch() for shard in many.manifest.shards
-        ]
-        for shard in many.manifest.shards:
-            (many.compared / shard.file).touch()
-        many.wait(many.manifest.shards[:1000])
-    assert len(looked) < 1000 + 10 / cache.POLL_S + 5
-
-
-def test_a_shard_is_not_ready_before_this_run_has_compared_it(of_size):
-    """Another run's comparison does not count, and a new run leaves what others say."""
-    first, second = of_size(1), of_size(1)
-    with first.hold(alone=False):
-        (first.compared / SHARD.file).touch()
-        assert not first.is_ready(SHARD)
-        (first.folder / SHARD.file).touch()
-        with second.hold(alone=False):
-            assert first.is_ready(SHARD) and not second.is_ready(SHARD)
+def test_readers_wait_until_a_shard_is_there_or_its_fetcher_says_that_it_does_not_come(
+    of_size, monkeypatch
+):
+    """Another shard's fault is none of theirs."""
+    cache_of_run = of_size(3)
+    with cache_of_run.hold(alone=False):
+        cache_of_run.tell(os.getpid(), {"train-00009.safetensors": "gone"})
+        later = iter([lambda: None, (cache_of_run.folder / SHARD.file).touch])
+        monkeypatch.setattr(cache.time, "sleep", lambda _: next(later)())
+        cache_of_run.wait([SHARD])
+        (cache_of_run.folder / SHARD.file).unlink()
+        cache_of_run.tell(os.getpid(), {SHARD.file: "slow down; given up"})
+        rejects("^slow down; given up$", cache_of_run.wait, [SHARD], error=Unreachable)
+        cache_of_run.tell(2**22 + 1, {})
+        gone = "process that fetches shards on this node is gone"
+        rejects(gone, cache_of_run.wait, [SHARD], error=Unreachable)
+        cache_of_run.state.unlink()  # at the end of the run
+        rejects(gone, cache_of_run.wait, [SHARD], error=Unreachable)
 
 
 def test_ranks_launched_together_share_a_part_of_the_cache(monkeypatch):

@@ -16,7 +16,6 @@ import pytest
 from rejections import rejects
 
 from train.config import CorpusConfig, FilesCorpusConfig, HFCorpusConfig, HFDataset, InputError
-from train.data.files import find
 from train.data.files import text as text_files
 from train.data.text import corpus as corpus_module
 from train.data.text import corpus_files
@@ -149,7 +148,7 @@ def test_the_fingerprint_changes_with_the_files_and_not_with_their_place(tmp_pat
 
 
 @pytest.mark.parametrize("pattern", ["", "**/*.txt", "**"])
-def test_links_in_a_circle_give_each_file_once_and_are_named(tmp_path, caplog, pattern):
+def test_links_in_a_circle_give_each_file_once(tmp_path, pattern):
     folder, other = tmp_path / "in", tmp_path / "in" / ".other"
     (folder / "sub").mkdir(parents=True)
     other.mkdir()
@@ -161,10 +160,7 @@ def test_links_in_a_circle_give_each_file_once_and_are_named(tmp_path, caplog, p
     (folder / "a_copy.txt").symlink_to("a.txt")
     for link, target in (("sub/up", ".."), ("itself", ".")):
         (folder / link).symlink_to(target)
-    find.report_left_out.cache_clear()
     assert texts(files("text", folder / pattern if pattern else folder)) == ["a", "b", "c"]
-    named = {record.args[0].relative_to(folder).as_posix() for record in caplog.records}  # type: ignore[union-attr, index]
-    assert named == {"twice", "again", "a_copy.txt", "sub/up", "itself"}
 
 
 @pytest.mark.parametrize("pattern", ["", "*.txt", "**/*.txt", "*/*.txt", "**"])
@@ -395,7 +391,6 @@ def test_a_part_opens_no_other_file_and_decodes_no_other_bytes(tmp_path, suffix)
 
 
 def test_parts_of_data_sets_share_the_files_and_hold_each_document_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_module, "BLOCK_DOCUMENTS", 4)
     folder = several_files(tmp_path / "set", ".parquet")
     corpus = hub(
         HFDataset(path=str(folder), rows_per_document=2),

@@ -8,10 +8,10 @@ from finetuning import task_of, tuning
 from rejections import rejects
 from running import prepare_config, train_config
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import BertTokenizerFast, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from train.config import TrainConfig
-from train.data.text.coverage import Sample, has_inner_capitals, unused_capitals
+from train.data.text.coverage import Sample
 from train.data.text.tokenizer import normalizer
 from train.run import compose as cli
 from train.tasks import build_task
@@ -35,9 +35,7 @@ def test_lower_case_drops_no_mark_unless_that_is_asked_for():
     ("word", "settings", "says"),
     [
         ("किताब", [], None),
-        ("किताब", ["tokenizer.strip_accents=true"], "case: किताब becomes कतब; tokenizer.strip_accents=false keeps"),
-        ("CC(=O)Oc1ccccc1", [], "words: CC(=O)Oc1ccccc1 becomes cc(=o)oc1ccccc1; tokenizer.lowercase=false keeps them"),
-        ("CC(=O)Oc1ccccc1", ["tokenizer.lowercase=false"], None),
+        ("किताब", ["tokenizer.strip_accents=true"], "किताब becomes कतब; tokenizer.strip_accents=false keeps"),
         ("LONDON", [], None),
     ],
 )  # fmt: skip
@@ -59,13 +57,6 @@ def test_a_sample_is_of_the_whole_corpus_and_bounded():
     sample.take(f"{number:256}" for number in range(20_000))
     numbers = [int(piece) for piece in sample.pieces]
     assert 2048 <= len(numbers) < 4096 and numbers[0] == 0 and numbers[-1] > 19_900
-
-
-@pytest.mark.parametrize(
-    "word", ["Name", "NAME", "name", "Double-Name", "Don't", "(Good)", "12", "", "C1CCCCC1"]
-)
-def test_capitals_of_words_and_names_carry_no_meaning_of_their_own(word):
-    assert not has_inner_capitals(word)
 
 
 def test_text_that_the_tokenizer_cannot_read_is_rejected_early_and_some_is_said(
@@ -156,26 +147,3 @@ def test_characters_that_become_no_token_count_as_unknown(dropping, corpus, tmp_
             )
         else:
             rejects(wanted, prepare.prepare, config)
-
-
-def test_a_cased_vocabulary_that_is_read_in_lower_case_is_named(tmp_path):
-    pieces = [
-        "[PAD]",
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        "[MASK]",
-        "[unused1]",
-        "the",
-        "Berlin",
-        "##s",
-        "London",
-        "a",
-    ]
-    (tmp_path / "vocab.txt").write_text("\n".join(pieces))
-    lower, cased = (
-        BertTokenizerFast.from_pretrained(tmp_path, do_lower_case=lowers)
-        for lowers in (True, False)
-    )
-    assert "2 of its 5 pieces have capital letters, such as " in unused_capitals(lower)
-    assert unused_capitals(cased) == ""

@@ -15,7 +15,8 @@ from running import prepare_config
 from services.fake_hub import FakeHub
 
 from train.config import HFCorpusConfig, HFDataset, ModelConfig, RecordsConfig, S3Config
-from train.data.records.sources import find, hub_version
+from train.data.records.located import find
+from train.data.records.sources import version
 from train.data.shards.cache import cache_dir
 from train.data.text.corpus import open_corpus
 from train.data.text.tokenizer import load_tokenizer
@@ -52,7 +53,7 @@ ASKING: dict[str, Callable[[], object]] = {
     "weights": lambda: build_masked_lm(
         ModelConfig(pretrained=SOURCE), vocab_size=100, pad_id=0, seq_len=8
     ),
-    "rows": lambda: hub_version(RecordsConfig(path=SOURCE)),
+    "rows": lambda: version(RecordsConfig(path=SOURCE), S3Config()),
     "text": lambda: list(open_corpus(CORPUS).documents()),
     "tokenizer of a corpus": lambda: load_tokenizer(SOURCE),
     "tokenizer of a model": lambda: task_tokenizer(ModelConfig(pretrained=SOURCE)),

@@ -78,7 +78,6 @@ def test_ordinary_text_gives_the_same_shards_as_ever(
 ) -> None:
     # documents are held out by their hash alone
     monkeypatch.setattr(preparation, "MOST_WEIGHED_CHARS", 0)
-    monkeypatch.setattr(preparation, "LONG_CHARS", MAX_LINE_CHARS)
     pieces = [*PIECES, *SYLLABLES, *(f"##{syllable}" for syllable in SYLLABLES), "."]
     model = models.WordPiece(
         {piece: number for number, piece in enumerate(pieces)}, unk_token="<unk>"
@@ -157,7 +156,7 @@ def test_a_line_is_read_up_to_a_limit_that_is_named(
         path.write_bytes(gzip.compress(form.format(text).encode(), 1))
         if kind in ("rows", "conll", "squad"):
             data = RecordsConfig(path="x")
-            return sum(1 for _ in file_table(path, data, ["text"], tmp_path).rows())
+            return sum(1 for _ in file_table(path, path.name, data, ["text"]).rows())
         return sum(
             1
             for _ in open_corpus(

@@ -1,7 +1,6 @@
 """What data costs at the size of the mission: sequences and bytes are counted, nothing is timed. No shard is there."""
 
 import logging
-import re
 import tracemalloc
 from dataclasses import replace
 from itertools import islice
@@ -108,7 +107,7 @@ def read(s3, cache, number, steps, is_small):
     """Read as one of two machines with a rank; return the sequences, each compared with its number, and the most bytes
     that its cache held after a step. A small cache holds windows of one shard a lane.
     """
-    cfg = ShardsConfig(path=s3.location, cache_dir=str(cache), deadline_s=120.0)
+    cfg = ShardsConfig(path=s3.location, cache_dir=str(cache))
     data, place = (
         PreparedData(cfg, s3.config),
         {"global_batch_size": 32, "rank": number, "world_size": 2},
@@ -165,14 +164,6 @@ def test_machines_fetch_their_parts_over_s3_and_one_deletes_what_it_has_read(
     said = (tmp_path / "log").read_text()
     assert (
         said.count("reads 49 of 97 (104kB of 205kB), 2 of them (4.23kB) before the first step\n")
-        == 2
-    )
-    assert (
-        len(
-            re.findall(
-                r"shards: 2 for the first step were ready after [\d.]+ s \([\d.]+k?B/s\)\n", said
-            )
-        )
         == 2
     )
     assert s3.sent_bytes["machine-0", True] == (number_of_shards + 1) * data.shard_bytes

@@ -73,24 +73,12 @@ def test_head_shows_text_and_marks_what_is_to_predict(prepared, capsys):
     assert "[MASK]" not in lines[1] and lines[1].startswith("[CLS]")
 
 
-def test_stats_agree_with_what_the_preparation_counted(prepared, capsys):
-    code, output = called(capsys, "stats", prepared, "-n", 5)
-    manifest = read_manifest(prepared)
-    assert code == 0
-    assert f"{manifest.rows('train'):,} sequences" in output.out
-    entropy = float(output.out.split("unigram entropy ")[1].split()[0])
-    # the tail is in no sequence
-    assert entropy == pytest.approx(manifest.counts["unigram_entropy"], abs=0.01)
-    frequencies = [int(line.split()[0].replace(",", "")) for line in output.out.splitlines()[4:]]
-    assert len(frequencies) == 5 and frequencies == sorted(frequencies, reverse=True)
-
-
 def test_s3_shows_what_the_disk_shows_ls_reads_the_manifest_alone_and_verify_every_byte(
     bucket, prepared, tmp_path, capsys
 ):
     flags = ["--endpoint", bucket.service.endpoint, "--region", "us-east-1", "--path-style"]
     location = [upload(bucket, prepared), *flags, "--cache-dir", str(tmp_path / "cache")]
-    for command, first in (("ls", 1), ("head", 0), ("stats", 0)):
+    for command, first in (("ls", 1), ("head", 0)):
         bucket.proxy.set()
         shown, wanted = (
             called(capsys, command, *where)[1].out.splitlines() for where in (location, [prepared])

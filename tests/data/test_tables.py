@@ -1,9 +1,8 @@
-"""Prepared examples: made once, found again, whole or not there, the same on all ranks of a machine and in S3."""
+"""Prepared examples: made once, found again, whole or not there, the same on all ranks of a machine."""
 
 import json
 import multiprocessing
 import os
-import platform
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,19 +13,15 @@ import pytest
 from finetuning import tuning, word_tokenizer
 from rejections import rejects
 from running import eventually
-from saved_steps import flip
 from tokenizers import processors
 from transformers import AutoTokenizer
 
 from train.config import TrainConfig, check
-from train.data.records import tables
-from train.data.records.table_facts import best_lengths, length_histogram, padding_share, shortages
-from train.data.records.table_folder import whole_facts
-from train.data.records.tables import LAUNCH, Tables, once_per_machine, open_tables
+from train.data.records.table_facts import best_lengths, length_histogram, padding_share
+from train.data.records.tables import Tables, once_per_machine, open_tables
 from train.machine import progress
 from train.run import compose as cli
-from train.storage.folders import sha256_file
-from train.tasks.classify.task import CLASSIFY_ROWS, ClassifyFeaturizer
+from train.tasks.classify import CLASSIFY_ROWS, ClassifyFeaturizer
 from train.tools import records
 
 WORDS = "good bad day sun rain very so and the not".split()
@@ -108,11 +103,6 @@ def folders_of(cfg):
     return [path for path in cache_of(cfg).iterdir() if path.is_dir()]
 
 
-def change_facts(folder, **changed):
-    path = folder / "tables.json"
-    path.write_text(json.dumps({**json.loads(path.read_bytes()), **changed}))
-
-
 def is_reused(cfg, made, words=None):
     """Whether the tables `made` are used again without a call of the tokenizer."""
     words = words or Words()
@@ -124,25 +114,18 @@ def test_rows_are_tokenised_once_in_batches_and_found_again(cfg):
     made = open_tables(cfg, words)
     assert words.calls == [("train", 1000), ("train", 200), ("validation", 5)]
     assert is_reused(cfg, made)
-    assert made.folder.parent == cache_of(cfg) and list(made.facts["splits"]) == [
-        "train",
-        "validation",
-    ]
+    assert made.folder.parent == cache_of(cfg)
+    assert list(made.facts["splits"]) == ["train", "validation"]
     assert hidden(cfg) == []
 
     features, examples = made.features("train"), made.examples("train")
-    assert (
-        features.features["input_ids"].feature.dtype == "int32"
-        and features.features["label"].dtype == "int64"
-    )
+    kinds = features.features
+    assert (kinds["input_ids"].feature.dtype, kinds["label"].dtype) == ("int32", "int64")
     assert len(features) == len(examples) == ROWS and features.cache_files  # mapped, not in memory
-    for row in (0, 999, 1199):
-        text = examples[features[row]["row"]]["text"]
-        assert (
-            features[row]["input_ids"]
-            == words.tokenizer(text, truncation=True, max_length=SEQ_LEN)["input_ids"]
-        )
-        assert features[row]["label"] == examples[row]["label"]
+    for row in map(features.__getitem__, (0, 999, 1199)):
+        example = examples[row["row"]]
+        encoded = words.tokenizer(example["text"], truncation=True, max_length=SEQ_LEN)
+        assert row["input_ids"] == encoded["input_ids"] and row["label"] == example["label"]
     assert examples.features["label"].names == ["n", "p"] and examples[3]["id"] == "3"
     kept = AutoTokenizer.from_pretrained(str(made.folder / "tokenizer"))
     assert kept.backend_tokenizer.truncation is None  # the next call would set it
@@ -151,50 +134,41 @@ def test_rows_are_tokenised_once_in_batches_and_found_again(cfg):
 
 def test_facts_say_what_the_rows_are(cfg, raw):
     tables = open_tables(cfg, Words())
-    facts = tables.facts
-    assert (facts["kind"], facts["labels"], facts["settings"]) == (
-        "classify",
-        ["n", "p"],
-        Words().settings,
-    )
-    train, lengths = facts["splits"]["train"], tables.lengths("train")
-    assert (train["rows"], train["examples"], train["label_counts"]) == (
-        ROWS,
-        ROWS,
-        {"n": 400, "p": 800},
-    )
+    facts, lengths = tables.facts, tables.lengths("train")
+    assert (facts["kind"], facts["labels"]) == ("classify", ["n", "p"])
+    assert facts["settings"] == Words().settings
+    train = facts["splits"]["train"]
+    texts = tables.examples("train")["text"]
     bad = [f"{raw}:{ROWS + 2}: 1 field where the header has 2"]
-    assert (train["bad_rows"], train["bad_examples"], train["left_out"]) == (1, bad, 2)
-    assert train["tokens"] == lengths.sum() == sum(map(len, tables.features("train")["input_ids"]))
+    wanted = {
+        "rows": ROWS,
+        "examples": ROWS,
+        "label_counts": {"n": 400, "p": 800},
+        "bad_rows": 1,
+        "bad_examples": bad,
+        "left_out": 2,
+        "tokens": sum(map(len, tables.features("train")["input_ids"])),
+        "padding_share": pytest.approx(1 - lengths.mean() / SEQ_LEN, abs=1e-6),
+    }
+    assert {name: train[name] for name in wanted} == wanted
     assert train["length_histogram"]["up_to"] == [4, 6, 8, 12, 16]
     assert train["length_histogram"]["counts"][-1] == (lengths > 12).sum()
-    longer = sum(len(text.split()) > SEQ_LEN - 2 for text in tables.examples("train")["text"])
-    assert (
-        train["length_quantiles"]["longest"] == SEQ_LEN and train["notes"]["truncated"] == longer
-    )
-    assert train["padding_share"] == pytest.approx(1 - lengths.mean() / SEQ_LEN, abs=1e-6)
-    assert facts["splits"]["validation"]["bad_rows"] == 0
+    assert train["length_quantiles"]["longest"] == SEQ_LEN
+    longer = sum(len(text.split()) > SEQ_LEN - 2 for text in texts)
+    assert train["notes"]["truncated"] == longer
 
 
 def test_a_label_of_no_training_row_and_a_small_validation_are_named_each_time(cfg, caplog):
-    wanted = ["no training row has the label q: it cannot be learnt"]
-    wanted += [
-        "validation has only 5 examples: one answer moves a score by 20%; hold out at least 30"
+    wanted = [
+        "train has no row with the label q: it cannot be learnt",
+        "validation has no row with the label q: it is not measured",
+        "validation has only 5 examples: one answer moves a score by 20%; hold out at least 30",
     ]
     for calls in (3, 0):
         caplog.clear()
         words = Words()
         open_tables(with_data(cfg, labels=["n", "q", "p"]), words)
         assert caplog.messages == wanted and len(words.calls) == calls
-    facts = {"examples": 99, "label_counts": {"n": 99, "p": 0}}
-    lacks = ["validation has no row with the label p: its scores do not measure it"]
-    assert list(shortages({"validation": facts})) == lacks
-    assert (
-        list(
-            shortages({"train": {**facts, "label_counts": {"n": 1, "p": 1}}, "validation": facts})
-        )
-        == lacks
-    )
 
 
 def test_the_id_is_of_what_training_sees(cfg, raw):
@@ -231,30 +205,6 @@ def test_the_id_is_the_same_wherever_and_however_the_rows_lie(cfg, raw):
         )
     other = with_data(cfg, path=str(folder), train="part-*.csv", cache_dir=str(folder / "cache"))
     assert open_tables(other, Words()).id == first.id
-
-
-DAMAGES = {
-    "no tables.json": lambda folder: (folder / "tables.json").unlink(),
-    "cut tables.json": lambda folder: os.truncate(folder / "tables.json", 100),
-    "facts": lambda folder: change_facts(folder, max_length=10**6),
-    "no rows": lambda folder: (folder / "train" / ARROW).unlink(),
-    "cut rows": lambda folder: os.truncate(folder / "train" / ARROW, 100),
-    "bit": lambda folder: flip(folder / "train" / ARROW),
-    "tokenizer": lambda folder: flip(folder / "tokenizer" / "tokenizer.json"),
-}
-
-
-def test_a_damaged_folder_is_made_anew(cfg):
-    made = open_tables(cfg, Words())
-    rows = made.folder / "train" / ARROW
-    wanted = sha256_file(rows)
-    for damage, spoiled in DAMAGES.items():
-        spoiled(made.folder)
-        again = open_tables(cfg, words := Words())
-        assert (again.folder, again.id) == (made.folder, made.id) and words.calls, damage
-        assert sha256_file(rows) == wanted and hidden(cfg) == [], damage
-    flip(rows)
-    assert is_reused(with_data(cfg, verify=False), again)  # only lengths are compared
 
 
 def test_raw_data_that_changes_while_it_is_read_is_rejected(cfg, raw):
@@ -307,17 +257,6 @@ def test_two_runs_that_want_the_same_make_it_once_and_what_takes_long_is_reporte
     other.join()
 
 
-def test_a_run_keeps_tables_that_another_run_made_after_it_had_looked(cfg, monkeypatch):
-    first = Words()
-
-    def look_too_early(folder, *, checksums):
-        monkeypatch.setattr(tables, "whole_facts", whole_facts)
-        open_tables(cfg, first)
-
-    monkeypatch.setattr(tables, "whole_facts", look_too_early)
-    assert open_tables(cfg, words := Words()).folder.is_dir() and first.calls and words.calls == []
-
-
 def test_names_of_splits_that_are_taken_are_rejected(cfg):
     for name in ("tokenizer", "train_examples", "../up"):
         rejects(
@@ -336,13 +275,10 @@ def three_ranks(monkeypatch):
 
 
 def test_if_the_rank_that_prepares_dies_the_next_one_prepares(tmp_path, three_ranks):
-    # ranks have one parent, as torchrun's
-    codes, context = (
-        [],
-        multiprocessing.get_context("fork"),
-    )
+    codes = []
+    context = multiprocessing.get_context("fork")  # ranks have one parent, as torchrun's
     for prepare in (lambda: os._exit(9), lambda: "folder", lambda: os._exit(9)):
-        rank = context.Process(target=once_per_machine, args=(tmp_path, "key", prepare))
+        rank = context.Process(target=once_per_machine, args=(tmp_path / "lock", prepare))
         rank.start()
         rank.join()
         codes.append(rank.exitcode)
@@ -352,28 +288,27 @@ def test_if_the_rank_that_prepares_dies_the_next_one_prepares(tmp_path, three_ra
 def test_one_rank_of_a_machine_prepares_the_others_wait_and_if_it_fails_another_one_does(
     tmp_path, three_ranks, monkeypatch
 ):
-    (
-        tmp_path / f"{LAUNCH}{platform.node()}-99999999-1-0-key"
-    ).touch()  # of a launch that has ended
-    calls, together, another = [], threading.Barrier(3), threading.Event()
+    lock, calls = tmp_path / "lock", []
+    lock.write_text("another-launch old")
+    together, another = threading.Barrier(3), threading.Event()
 
     def prepare():
         calls.append("called")
         check(len(calls) > 1, "3 bad rows")
-        # time for another rank, which the lock keeps out
-        another.set() if len(calls) > 2 else another.wait(0.2)
+        another.wait(0.2)  # time for another rank, which the lock keeps out
         return "folder"
 
     def rank(_):
         together.wait()
-        return once_per_machine(tmp_path, "key", prepare)
+        return once_per_machine(lock, prepare)
 
-    rejects("3 bad rows", once_per_machine, tmp_path, "key", prepare)
+    rejects("3 bad rows", once_per_machine, lock, prepare)
     with ThreadPoolExecutor(3) as pool:
-        assert [*pool.map(rank, range(3))] == ["folder"] * 3 and len(calls) == 2
+        assert [*pool.map(rank, range(3))] == ["folder"] * 3
+    assert len(calls) == 2
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # files may have changed since
-    assert once_per_machine(tmp_path, "key", prepare) == "folder" and len(calls) == 3
-    assert len([*tmp_path.iterdir()]) == 2  # of both attempts
+    assert once_per_machine(lock, prepare) == "folder"
+    assert len(calls) == 3
 
 
 def test_padding_is_counted_against_the_first_length_that_fits():
@@ -394,7 +329,7 @@ def test_the_best_lengths_leave_the_least_padding():
 
 
 @pytest.fixture
-def command(raw, monkeypatch, capsys):
+def command(raw, capsys):
     tokenizer_of(WORDS).save_pretrained(raw.parent / "tokenizer")
     files = [
         "data.train=train.csv",
@@ -415,22 +350,17 @@ def test_the_command_prepares_and_says_what_there_is(command, raw, tmp_path):
     code, said = command("seq_len=16", "data.lengths=[8]")
     folder = Path(said.split(": id ")[0])
     facts = json.loads((folder / "tables.json").read_bytes())
-    train = facts["splits"]["train"]
+    notes = facts["splits"]["train"]["notes"]
+    share = padding_share(Tables(folder, "", facts).lengths("train"), [8, 16])
     assert code == 0 and folder.parent == tmp_path / "cache" / "records"
     for words in (
         f": id {facts['id'][:12]}, classify, at most 16 tokens",
         "train: 1,200 examples, 1,200 rows of tokens",
         "n 400 (33.3%), p 800 (66.7%)",
-        f"cut       {train['notes']['truncated']:.0f} of 1,200 rows are cut at 16 tokens: ",
-        f"tokens: {train['notes']['tokens_cut']:,.0f} of ",
+        f"cut       {notes['truncated']:.0f} of 1,200 rows are cut at 16 tokens: ",
+        f"tokens: {notes['tokens_cut']:,.0f} of ",
         "1 bad row, 2 by data.label_map",
         "train.csv:1202: 1 field",
-        f"padding   {padding_share(Tables(folder, '', facts).lengths('train'), [8, 16]):.1%} of batches",
+        f"padding   {share:.1%} of batches",
     ):
         assert words in said
-    assert "  lines " not in said
-    raw.write_text(raw.read_text() + '"good\nday",p\n')
-    assert (
-        "  lines     1,205, but 1,204 rows; if no text contains line breaks"
-        in command("seq_len=16")[1]
-    )

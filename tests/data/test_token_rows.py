@@ -15,23 +15,28 @@ ROWS, LENGTHS, PAD = 50, (8, 20), 1
 COLUMNS = {"labels": "label", "number": "row"}
 
 
+INT32 = datasets.Value("int32")
+KINDS = {
+    "input_ids": datasets.List(INT32),
+    "length": INT32,
+    "second_at": INT32,
+    "label": datasets.Value("int64"),
+    "row": INT32,
+}
+
+
 def made(num_rows, seed):
     """Every third row has a second segment."""
     random = np.random.default_rng(seed)
-    length = random.integers(3, 21, num_rows)
-    length[0] = 20
+    lengths = [20, *random.integers(3, 21, num_rows - 1).tolist()]
     columns = {
-        "input_ids": [random.integers(2, 99, n).tolist() for n in length],
-        "length": length.tolist(),
-        "second_at": [int(n) // 2 if row % 3 == 0 else int(n) for row, n in enumerate(length)],
+        "input_ids": [random.integers(2, 99, length).tolist() for length in lengths],
+        "length": lengths,
+        "second_at": [n // 2 if row % 3 == 0 else n for row, n in enumerate(lengths)],
         "label": (np.arange(num_rows) % 3).tolist(),
         "row": list(range(num_rows)),
     }
-    int32 = datasets.Value("int32")
-    kinds = {"input_ids": datasets.List(int32), "label": datasets.Value("int64"), "length": int32}
-    return datasets.Dataset.from_dict(
-        columns, datasets.Features(kinds | {"second_at": int32, "row": int32})
-    )
+    return datasets.Dataset.from_dict(columns, datasets.Features(KINDS))
 
 
 @pytest.fixture(scope="module")
@@ -49,81 +54,83 @@ def token_rows(table, lengths=(20,), columns=COLUMNS, weights=None):
     return TokenRows(table, pad_id=PAD, lengths=lengths, columns=columns, weights=weights)
 
 
-def test_tensors_hold_the_rows_asked_for(table):
-    items = np.array([[3, 4], [49, 3 + 2 * ROWS]])
-    drawn = token_rows(table).draw(items)
-    assert sorted(drawn["inputs"]) == [
-        "attention_mask",
-        "input_ids",
-        "labels",
-        "number",
-        "token_type_ids",
-    ]
-    assert {tensor.dtype for tensor in drawn["inputs"].values()} == {torch.int64}
-    assert drawn["inputs"]["labels"].shape == (2, 2)
-    # the last is of another epoch
-    for index, row in [
-        ((0, 0), 3),
-        ((0, 1), 4),
-        ((1, 0), 49),
-        ((1, 1), 3),
-    ]:
-        row = table[row]
-        padding = 20 - row["length"]
-        second = row["length"] - row["second_at"]
-        inputs = {name: tensor[index].tolist() for name, tensor in drawn["inputs"].items()}
-        assert inputs["input_ids"] == row["input_ids"] + [PAD] * padding
-        assert inputs["attention_mask"] == [1] * row["length"] + [0] * padding
-        assert inputs["token_type_ids"] == [0] * row["second_at"] + [1] * second + [0] * padding
-        assert (inputs["labels"], inputs["number"]) == (row["label"], row["row"])
-    assert drawn["count"] == [2.0, 2.0] and isinstance(drawn["count"][0], float)
-    assert drawn["tokens"] == [
-        sum(table["length"][row] for row in rows) for rows in ([3, 4], [49, 3])
-    ]
-
-
-def test_columns_keep_their_numbers_or_are_rejected(table):
-    add = lambda values, kind: table.add_column("own", values, feature=kind)  # noqa: E731
-    kinds = {
-        "float32": torch.float32,
-        "float64": torch.float64,
-        "bool": torch.int64,
-        "uint8": torch.int64,
-    }
-    for kind, dtype in kinds.items():
-        values = (np.arange(ROWS) % 3 / 2).astype(kind).tolist()
-        data = token_rows(add(values, datasets.Value(kind)), columns={"own": "own"})
-        drawn = data.draw(np.array([[7, 9, PADDING]]))["inputs"]["own"]
-        assert drawn.dtype == dtype and drawn[0, :2].tolist() == [values[7], values[9]]
-        assert drawn[0, 2].isnan() if dtype.is_floating_point else drawn[0, 2] == IGNORE_INDEX
-    lists = add(
-        [[0.5] * length for length in table["length"]], datasets.List(datasets.Value("float32"))
+def drawn_ids(drawn):
+    """The tokens of each row, without padding."""
+    inputs = drawn["inputs"]
+    rows = zip(
+        inputs["input_ids"].flatten(0, 1), inputs["attention_mask"].flatten(0, 1), strict=True
     )
-    drawn = token_rows(lists, columns={"own": "own"}).draw(np.array([[7]]))["inputs"]["own"]
+    return [tokens[is_token.bool()].tolist() for tokens, is_token in rows]
+
+
+def test_tensors_hold_the_rows_asked_for(table):
+    drawn = token_rows(table).draw(
+        np.array([[3, 4], [49, 3 + 2 * ROWS]])
+    )  # the last: of another epoch
+    inputs = drawn["inputs"]
+    assert inputs.keys() == {*COLUMNS, "attention_mask", "input_ids", "token_type_ids"}
+    assert {tensor.dtype for tensor in inputs.values()} == {torch.int64}
+    for index, number in enumerate([3, 4, 49, 3]):
+        found = {name: tensor.flatten(0, 1)[index].tolist() for name, tensor in inputs.items()}
+        row = table[number]
+        first, length = row["second_at"], row["length"]
+        rest = [0] * (20 - length)
+        assert found["input_ids"] == row["input_ids"] + [PAD] * len(rest)
+        assert found["attention_mask"] == [1] * length + rest
+        assert found["token_type_ids"] == [0] * first + [1] * (length - first) + rest
+        assert (found["labels"], found["number"]) == (row["label"], row["row"])
+    assert drawn["count"] == [2.0, 2.0] and isinstance(drawn["count"][0], float)
+    lengths = table["length"]
+    assert drawn["tokens"] == [lengths[3] + lengths[4], lengths[49] + lengths[3]]
+
+
+def with_own(table, values, kind):
+    return table.add_column("own", values, feature=kind)
+
+
+NUMBERS = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bool": torch.int64,
+    "uint8": torch.int64,
+}
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_columns_keep_their_numbers(table, kind):
+    values = (np.arange(ROWS) % 3 / 2).astype(kind).tolist()
+    data = token_rows(with_own(table, values, datasets.Value(kind)), columns={"own": "own"})
+    drawn = data.draw(np.array([[7, 9, PADDING]]))["inputs"]["own"]
+    assert drawn.dtype == NUMBERS[kind] and drawn[0, :2].tolist() == [values[7], values[9]]
+    assert drawn[0, 2].isnan() if drawn.is_floating_point() else drawn[0, 2] == IGNORE_INDEX
+
+
+FLOATS, WHOLE = datasets.List(datasets.Value("float32")), datasets.Value("int64")
+NO_INPUTS = [
+    (["a"] * ROWS, datasets.Value("string"), "type string: model inputs must be numbers"),
+    ([1, None] * (ROWS // 2), WHOLE, "column own has empty values"),
+    ([[1], [None]] * (ROWS // 2), datasets.List(WHOLE), "column own has empty values"),
+]
+
+
+def test_lists_are_padded_and_what_is_no_number_is_rejected(table):
+    halves = [[0.5] * length for length in table["length"]]
+    lists = token_rows(with_own(table, halves, FLOATS), columns={"own": "own"})
+    drawn = lists.draw(np.array([[7]]))["inputs"]["own"]
     assert drawn.dtype == torch.float32 and drawn.nan_to_num(9.0).unique().tolist() == [0.5, 9.0]
-    for values, kind, message in (
-        (
-            ["a"] * ROWS,
-            datasets.Value("string"),
-            "column own has type string: model inputs must be numbers",
-        ),
-        ([1, None] * (ROWS // 2), datasets.Value("int64"), "column own has empty values"),
-        (
-            [[1], [None]] * (ROWS // 2),
-            datasets.List(datasets.Value("int64")),
-            "column own has empty values",
-        ),
-    ):
-        rejects(message, token_rows, add(values, kind), columns={"own": "own"})
+    for values, kind, message in NO_INPUTS:
+        rejects(message, token_rows, with_own(table, values, kind), columns={"own": "own"})
+    rejects("no column title; there are input_ids", token_rows, table, columns={"labels": "title"})
+    rejects("a row of 20 tokens, longer than 16", token_rows, table, [8, 16])
 
 
 def test_targets_of_several_numbers_are_as_wide_as_they_are_and_any_number_counts(table):
     """-100 too, which stands for no label where labels are whole numbers."""
     pairs = [[row / 4, float(IGNORE_INDEX)] for row in range(ROWS)]
     kind = datasets.List(datasets.Value("float32"), length=2)
-    joined = datasets.concatenate_datasets([table.add_column("pair", pairs, feature=kind)] * 2)
+    joined = datasets.concatenate_datasets([with_own(table, pairs, kind)] * 2)
     for data, rows in ((joined, [7, ROWS + 8]), (joined.select(range(5, 60)), [2, ROWS + 3])):
-        drawn = token_rows(data, columns={"labels": "pair"}).draw(np.array([[*rows, PADDING]]))
+        drawn = token_rows(data, columns={"labels": "own"}).draw(np.array([[*rows, PADDING]]))
         labels = drawn["inputs"]["labels"]
         assert labels.dtype == torch.float32 and labels[0, :2].tolist() == [pairs[7], pairs[8]]
         assert labels[0, 2].isnan().all() and drawn["count"] == [4.0]
@@ -142,64 +149,36 @@ def test_a_row_takes_the_first_length_it_fits_into(table):
 
 
 def test_rows_that_do_not_fit_their_bucket_are_errors(table):
-    data = token_rows(table, LENGTHS)
-    rejects("a row of 20 tokens in a batch of 8", data.draw, np.array([[0]]), error=ValueError)
-    rejects(
-        r"several lengths: buckets \[0, 1\]",
-        data.draw,
-        np.array([[5, 1 << BUCKET_SHIFT]]),
-        error=ValueError,
-    )
-
-
-def whole_rows(drawn):
-    inputs = drawn["inputs"]
-    return inputs["input_ids"].flatten(0, 1), inputs["attention_mask"].flatten(0, 1)
+    draw = token_rows(table, LENGTHS).draw
+    rejects("a row of 20 tokens in a batch of 8", draw, np.array([[0]]), error=ValueError)
+    mixed = np.array([[5, 1 << BUCKET_SHIFT]])
+    rejects(r"several lengths: buckets \[0, 1\]", draw, mixed, error=ValueError)
 
 
 def test_padding_counts_for_nothing(table):
     """Whole rows stand in for it, also in a batch without another row: a Longformer rejects questions that are cut."""
-    data, lengths = token_rows(table, LENGTHS), np.array(table["length"])
-    short = int(np.flatnonzero(lengths <= 8)[0])
-    drawn = data.draw(np.array([[PADDING, short], [PADDING, PADDING]]))
-    assert drawn["inputs"]["labels"].tolist() == [
-        [IGNORE_INDEX, table[short]["label"]],
-        [IGNORE_INDEX] * 2,
-    ]
-    rows = [tokens[real.bool()].tolist() for tokens, real in zip(*whole_rows(drawn), strict=True)]
-    assert rows == [table[short]["input_ids"]] * 4
-    assert (drawn["count"], drawn["tokens"]) == ([1.0, 0.0], [table[short]["length"], 0])
-    for given, row in (
-        ([PADDING, PADDING], int(lengths.argmin())),
-        ([PADDING, 1 << BUCKET_SHIFT], 0),
-    ):
+    lengths = np.array(table["length"])
+    short = table[int(np.flatnonzero(lengths <= 8)[0])]
+    items = np.array([[PADDING, short["row"]], [PADDING, PADDING]])
+    drawn = token_rows(table, LENGTHS).draw(items)
+    labels = [[IGNORE_INDEX, short["label"]], [IGNORE_INDEX] * 2]
+    assert drawn["inputs"]["labels"].tolist() == labels
+    assert drawn_ids(drawn) == [short["input_ids"]] * 4
+    assert (drawn["count"], drawn["tokens"]) == ([1.0, 0.0], [short["length"], 0])
+    shortest = int(lengths.argmin())
+    for given, row in (([PADDING, PADDING], shortest), ([PADDING, 1 << BUCKET_SHIFT], 0)):
         drawn = token_rows(table, (2, 20)).draw(np.array([given]))
-        assert [
-            tokens[real.bool()].tolist() for tokens, real in zip(*whole_rows(drawn), strict=True)
-        ] == [table[row]["input_ids"]] * 2
+        assert drawn_ids(drawn) == [table[row]["input_ids"]] * 2
     assert token_rows(table, columns={}).draw(np.array([[3, PADDING]]))["count"] == [1.0]
 
 
 def test_chosen_and_joined_tables_are_read_alike(table):
     other = made(9, 1)
     joined = datasets.concatenate_datasets([table, other])
-    drawn = token_rows(joined).draw(np.array([[ROWS - 1, ROWS, ROWS + 8]]))["inputs"]
-    assert drawn["number"].tolist() == [[ROWS - 1, 0, 8]]
-    assert drawn["input_ids"][0, 2, : other[8]["length"]].tolist() == other[8]["input_ids"]
+    drawn = token_rows(joined).draw(np.array([[ROWS - 1, ROWS, ROWS + 8]]))
+    assert drawn["inputs"]["number"].tolist() == [[ROWS - 1, 0, 8]]
+    assert drawn_ids(drawn)[2] == other[8]["input_ids"]
     for chosen in ([41, 7, 8], range(10, 13)):
-        drawn = token_rows(table.select(chosen)).draw(np.array([[2, 0]]))["inputs"]
-        assert drawn["number"].tolist() == [[chosen[2], chosen[0]]]
-        assert (
-            drawn["input_ids"][0, 0, : table[chosen[2]]["length"]].tolist()
-            == table[chosen[2]]["input_ids"]
-        )
-
-
-def test_what_does_not_fit_is_rejected(table):
-    rejects(
-        "no column title; there are input_ids, length",
-        token_rows,
-        table,
-        columns={"labels": "title"},
-    )
-    rejects("a row of 20 tokens, longer than 16", token_rows, table, [8, 16])
+        drawn = token_rows(table.select(chosen)).draw(np.array([[2, 0]]))
+        assert drawn["inputs"]["number"].tolist() == [[chosen[2], chosen[0]]]
+        assert drawn_ids(drawn)[0] == table[chosen[2]]["input_ids"]

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 
 import pytest
 from botocore.exceptions import ClientError
-from ec2_launching import KillAt, Killed, Trial, done, trial
-from services.fake_ec2 import fake_ec2
+from ec2_launching import KillAt, Killed, Trial, done, set_up, trial
+from services.fake_ec2 import UBUNTU, fake_ec2
 
-from launch.ec2.api import Api
-from launch.ec2.calls import LISTS_S, SIGNED_S, Superseded, read_calls, unlisted
-from launch.ec2.launcher import allow_itself
-from launch.ec2.request import RUN_TAG, run_id
+from launch.ec2.launcher import Superseded
 from train.config import Failure, InputError, Unreachable
 from train.run.command import DONE, FAILED, STOPPED
 
@@ -23,6 +19,7 @@ from train.run.command import DONE, FAILED, STOPPED
 @pytest.fixture
 def ec2(monkeypatch):
     with fake_ec2(monkeypatch) as fake:
+        set_up()
         yield fake
 
 
@@ -40,39 +37,27 @@ def begin(ec2, monkeypatch, tmp_path):
 
 def test_without_capacity_in_the_first_subnets_it_takes_the_next(ec2, begin):
     run = begin()
-    *full, last = (site.subnet for site in run.launcher().resolved.sites)
-    ec2.without = dict.fromkeys(full, "InsufficientInstanceCapacity")
+    *full, last = run.launcher().resolved.sites
+    ec2.without = {site.subnet: "InsufficientInstanceCapacity" for site in full}
     assert run.launcher().run() == DONE and len(ec2.requests) == len(full) + 1
-    request, [together] = ec2.requests[-1], ec2.members.values()
-    assert (
-        request["MinCount"] == request["MaxCount"] == 2
-        and len(request["NetworkInterfaces"][0]["Groups"]) == 1
-    )
-    assert set(together) == {each.id for each in run.made()} and {
-        each.subnet_id for each in run.made()
-    } == {last}
+    request = ec2.requests[-1]
+    assert request["MinCount"] == request["MaxCount"] == 2
+    assert request["Placement"] == {"GroupName": f"baretrain-{last.zone}"}
+    assert request["NetworkInterfaces"][0]["Groups"] == [last.security_group]
+    assert request["IamInstanceProfile"] == {"Name": last.profile}
+    assert {each.subnet_id for each in run.made()} == {last.subnet} and len(run.made()) == 2
     assert ec2.anything() == []
 
 
 @pytest.mark.parametrize(
     ("code", "least", "most", "words"),
     [
-        (
-            "InsufficientInstanceCapacity",
-            9,
-            15,
-            "no capacity for .* launch resume",
-        ),  # of 2 subnets; the pauses grow
-        ("VcpuLimitExceeded", 2, 2, "no subnet can provide .* launch quota"),  # each is asked once
-        ("UnauthorizedOperation", 1, 1, "launch iam"),
+        # Of 2 subnets; the pauses grow.
+        ("InsufficientInstanceCapacity", 9, 15, "no capacity for .* launch resume"),
+        ("VcpuLimitExceeded", 2, 2, "no subnet can provide .* higher quota"),
+        ("UnauthorizedOperation", 1, 1, "launch setup makes"),
         ("ExpiredToken", 1, 1, "aws sso login"),
         ("InternalError", 2, 99, "cluster.max_wait_s"),
-        (
-            "InvalidParameterValue",
-            1,
-            1,
-            r"create it \(cluster.instance_profile.*EC2 accepts a new profile only after",
-        ),
     ],
 )
 def test_an_error_ends_the_launch_and_stands_in_the_record(ec2, begin, code, least, most, words):
@@ -81,14 +66,12 @@ def test_an_error_ends_the_launch_and_stands_in_the_record(ec2, begin, code, lea
     with pytest.raises((InputError, Failure), match=words):
         run.launcher().run()
     assert least <= len(ec2.requests) <= most and ec2.passed_s < 3000
-    [ended] = run.events_of("ended")
-    assert code in ended["reason"] and re.search(words, ended["reason"])
-    # else nobody knows what was made: it is asked again with the same token
-    is_answered = code != "InternalError"
-    assert len({each["ClientToken"] for each in ec2.requests}) == (
-        len(ec2.requests) if is_answered else 1
-    )
-    assert ec2.anything() == [] or not is_answered
+    ended = run.ended
+    assert code in ended.reason and re.search(words, ended.reason)
+    tokens = {each["ClientToken"] for each in ec2.requests}
+    # Without an answer nobody knows what was made: it is asked again with the same token.
+    assert len(tokens) == (1 if code == "InternalError" else len(ec2.requests))
+    assert ec2.anything() == []
 
 
 @pytest.mark.parametrize(("market", "cost"), [("on-demand", "$36.00"), ("spot", "$12.00")])
@@ -99,26 +82,29 @@ def test_a_launch_that_waits_says_what_it_has_cost_at_the_price_of_its_market(
         """For half an hour, in which one of two machines starts; then the end."""
         if run.running() and not run.record.folder.names("ec2/machines/"):
             run.ec2.passed_s += 1780
-            [made] = run.events_of("machines")
-            run.record.folder.write(f"ec2/machines/{made['request']:04d}/0000.json", b"{}")
+            run.record.folder.write("ec2/machines/1001/0000.json", b"{}")
         else:
             done(run)
 
     run = begin(f"cluster.market={market}")
     run.happens = train
     assert run.launcher().run() == DONE
-    assert f"1 of 2 machines have started about {cost} so far" in capsys.readouterr().out
+    assert (
+        f"1 of 2 machines have started; these machines have cost about {cost}"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_call_whose_answer_is_lost_is_sent_again_and_makes_nothing_twice(ec2, begin):
     run, lost = begin(), []
+    run.happens = lambda _: done(run) if len(ec2.requests) > 1 else None
 
     def lose(**_) -> None:
         if not lost:
             lost.append(True)
             raise ClientError({"Error": {"Code": "InternalError"}}, "RunInstances")
 
-    run.api.session.events.register("after-call.ec2.RunInstances", lose)
+    run.api.client("us-east-1").meta.events.register("after-call.ec2.RunInstances", lose)
     assert run.launcher().run() == DONE
     assert len(ec2.requests) == 2 and len(run.made()) == 2 and ec2.anything() == []
 
@@ -127,9 +113,9 @@ def test_a_call_whose_answer_is_lost_is_sent_again_and_makes_nothing_twice(ec2, 
 
 
 def once(run: Trial) -> None:
-    if run.running() and len(run.events_of("machines")) == 1:
+    if run.running() and len(run.made()) == 2:
         run.interrupt()
-    elif len(run.events_of("machines")) > 1:
+    elif len(run.made()) > 2:
         done(run)
 
 
@@ -150,20 +136,17 @@ def cannot_start(run: Trial) -> None:
         run.interrupt()
 
 
+AGAIN = "cluster.again=true"
+
+
 @pytest.mark.parametrize(
     ("own", "happens", "code", "reason", "machines"),
     [
-        (["cluster.again=true"], once, DONE, "the last step", 4),
+        ([AGAIN], once, DONE, "the last step", 4),
         ([], once, FAILED, "launch resume", 2),
         ([], cannot_start, FAILED, "the code does not match its checksum", 2),
-        (
-            ["cluster.again=true"],
-            always,
-            FAILED,
-            "in a row saved nothing new",
-            4,
-        ),  # nothing was saved
-        (["cluster.again=true", "cluster.max_run_s=3600"], late, STOPPED, "cluster.max_run_s", 2),
+        ([AGAIN], always, FAILED, "in a row saved nothing new", 4),
+        ([AGAIN, "cluster.max_run_s=3600"], late, STOPPED, "cluster.max_run_s", 2),
     ],
 )
 def test_after_an_interruption_all_machines_are_asked_for_again_if_that_is_wanted(
@@ -172,14 +155,11 @@ def test_after_an_interruption_all_machines_are_asked_for_again_if_that_is_wante
     run = begin(*own)
     run.happens = happens
     assert run.launcher().run() == code
-    assert reason in run.events_of("ended")[0]["reason"]
-    assert len(run.made()) == machines and len(run.events_of("requeued")) == int(
-        "cluster.again=true" in own
-    )
-    assert ec2.anything() == []
+    assert reason in run.ended.reason
+    assert len(run.made()) == machines and ec2.anything() == []
 
 
-def test_a_launch_that_another_one_has_followed_makes_and_removes_nothing(ec2, begin):
+def test_a_launch_that_another_one_has_followed_makes_and_ends_nothing(ec2, begin):
     run = begin()
     older = run.launcher()
     run.submit()
@@ -201,49 +181,33 @@ def test_what_does_not_answer_while_machines_train_ends_the_launch_and_not_the_r
     run.happens = lambda _: None
     with pytest.raises(Unreachable, match="cluster.max_wait_s"):
         launcher.run()
-    assert (
-        len(run.running()) == 2
-        and not run.events_of("ended")
-        and "launch clean" in capsys.readouterr().out
-    )
+    assert len(run.running()) == 2 and run.ended is None
+    assert "launch clean" in capsys.readouterr().out
 
 
 # ---- nothing is left -------------------------------------------------------------------------------------------------
 
 
-def test_clean_removes_what_machines_leave_and_nothing_else(ec2, begin):
-    run = begin()
-    launcher = run.launcher()
-    launcher.acquire()
-    client, own = ec2.client(), [{"Key": RUN_TAG, "Value": run_id(run.record)}]
-    machine = run.running()[0]
-    zone = machine.placement.availability_zone
-    other = client.create_volume(Size=1, AvailabilityZone=zone)["VolumeId"]
-    tagged = [{"ResourceType": "volume", "Tags": own}]
-    client.create_volume(Size=1, AvailabilityZone=zone, TagSpecifications=tagged)
-    tagged = [{"ResourceType": "network-interface", "Tags": own}]
-    client.create_network_interface(SubnetId=machine.subnet_id, TagSpecifications=tagged)
-    assert run.clean() == [] and ec2.anything() == [other]
-
-
 @pytest.mark.parametrize("hides_s", [0.0, 280.0])
-def test_killed_at_any_moment_a_launch_leaves_nothing_that_clean_does_not_find(
+def test_killed_at_any_moment_a_launch_leaves_no_machine_that_clean_does_not_find(
     ec2, monkeypatch, tmp_path, hides_s
 ):
     """Killed before and after every call of EC2 that makes something and every file of the record, also where EC2 lists
     machines only after minutes. Whatever it made, `anything` shows at once.
     """
     for name in ("FIRST_S", "MOST_S"):  # few looks
-        monkeypatch.setattr(f"launch.ec2.sweep.{name}", 300.0)
-    kill, ec2.hides_s = KillAt(monkeypatch), hides_s
+        monkeypatch.setattr(f"launch.ec2.instances.{name}", 300.0)
+    kill = KillAt(monkeypatch)
+    ec2.hides_s = hides_s
     first = trial(ec2, monkeypatch, tmp_path / "first", api=kill.api)
     first.submit()
     resolved = first.launcher().resolved
+    other = ec2.client().run_instances(ImageId=UBUNTU, MinCount=1, MaxCount=1)["Instances"][0]
+    others = set(ec2.anything())
 
     def course(moment: int | None) -> tuple[Trial, list[str]]:
         run = trial(ec2, monkeypatch, tmp_path / f"moment_{moment}", api=kill.api)
         run.submit(dataclasses.replace(resolved, id=f"moment_{moment}"))
-        ec2.forget()
         kill.arm(moment)
         with suppress(Killed):
             run.launcher().run()
@@ -252,68 +216,48 @@ def test_killed_at_any_moment_a_launch_leaves_nothing_that_clean_does_not_find(
         return run, passed
 
     _, passed = course(None)
-    assert ec2.anything() == [] and passed.count("after-call RunInstances") == 1
-    monkeypatch.setattr("launch.ec2.calls.is_gone", lambda _: True)
+    assert passed.count("after-call RunInstances") == 1 and {*ec2.anything()} == others
     moments = [0, *(index for index, name in enumerate(passed) if name.startswith("after"))]
-    assert len(moments) > 15
+    assert len(moments) == 7
     for moment in moments:
         run, so_far = course(moment)
         assert so_far == passed[: moment + 1]
-        assert run.clean() == [] and ec2.anything() == [], passed[moment]
-
-
-@pytest.mark.parametrize("slept", ["before the check", "after the check"])
-def test_a_launch_that_slept_makes_nothing_after_clean_has_said_so(ec2, begin, slept):
-    """A laptop sleeps before RunInstances is signed, or after it; meanwhile `clean` runs on another computer."""
-    run, waited_s = begin(), []
-
-    def sleep(event_name: str, **_) -> None:
-        if not waited_s and event_name.endswith("RunInstances"):
-            began_s = ec2.passed_s
-            assert run.clean() == []
-            waited_s.append(ec2.passed_s - began_s)
-            if waited_s[0] >= SIGNED_S:  # EC2 rejects what was signed before
-                ec2.without = dict.fromkeys(ec2.subnets().values(), "RequestExpired")
-
-    event = "before-call" if slept == "before the check" else "before-send"
-    launcher = run.launcher()
-    launcher.security_group(launcher.resolved.sites[0])
-    run.api.client("us-east-1", tries=1).meta.events.register_last(f"{event}.ec2", sleep)
-    with pytest.raises(InputError) if slept == "after the check" else nullcontext():
-        launcher.run()
-    assert ec2.anything() == [] and run.made() == [] and waited_s[0] >= SIGNED_S + LISTS_S
-    assert len(ec2.requests) == (slept == "after the check")
+        assert run.clean() == [] and {*ec2.anything()} == others, passed[moment]
+    assert other["InstanceId"] in others  # without the run's tag
 
 
 def test_until_it_is_certain_clean_says_what_may_exist(ec2, begin, monkeypatch, capsys):
     run = begin()
     launcher = run.launcher()
-    monkeypatch.setattr(launcher.api, "create", lambda *_, **__: (_ for _ in ()).throw(Killed()))
-    with pytest.raises(Killed):
-        launcher.run()
-    assert [call.answered_unix_s for call in read_calls(run.record)] == [None]
-    assert [each.until_unix_s for each in unlisted(run.record, set())] == [math.inf]
-    run.submit()  # another launch: the first one sends nothing more
-    [left] = unlisted(run.record, set())
-    assert left.until_unix_s < math.inf
-    monkeypatch.setattr("launch.ec2.sweep.LIMIT_S", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(launcher.api, "ask", lambda *_, **__: (_ for _ in ()).throw(Killed()))
+        with pytest.raises(Killed):
+            launcher.run()
     began_s = ec2.passed_s
-    assert run.clean() == [] and ec2.passed_s - began_s >= SIGNED_S + LISTS_S
-    assert "may exist until" in capsys.readouterr().out
-    # it is proven by now
-    assert run.clean() == [] and ec2.passed_s - began_s < 2 * (SIGNED_S + LISTS_S)
+    assert run.clean() == [] and 1200 <= ec2.passed_s - began_s < 1400
+    assert "EC2 may list a machine until" in capsys.readouterr().out
+    assert run.clean() == [] and ec2.passed_s - began_s < 1400
 
 
-def test_a_given_group_is_used_and_stays(ec2, begin):
+def test_given_names_are_used_without_a_stack(ec2, begin):
+    stack = begin().launcher().resolved.sites[0]
+    ec2.client("cloudformation").delete_stack(StackName="baretrain")
+    with pytest.raises(InputError, match="has no stack baretrain .* launch setup"):
+        begin()
     vpc = ec2.client().describe_vpcs()["Vpcs"][0]["VpcId"]
-    group = ec2.client().create_security_group(GroupName="given", Description="given", VpcId=vpc)[
-        "GroupId"
-    ]
-    allow_itself(Api(), "us-east-1", group)
-    ec2.groups["us-east-1", "close"] = {"GroupName": "close", "State": "available", "Tags": []}
-    run = begin(f"cluster.security_group={group}", "cluster.placement_group=close")
+    given = {"GroupName": "given", "Description": "given", "VpcId": vpc}
+    group = ec2.client().create_security_group(**given)["GroupId"]
+    assert group != stack.security_group
+    itself = [{"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group}]}]
+    ec2.client().authorize_security_group_ingress(GroupId=group, IpPermissions=itself)
+    own = ["cluster.instance_profile=machine", f"cluster.security_group={group}"]
+    with pytest.raises(InputError, match=f"security-group-egress .*--group-id {group}"):
+        begin(*own)
+    ec2.client().authorize_security_group_egress(GroupId=group, IpPermissions=itself)
+    ec2.groups.add(("us-east-1", "close"))
+    run = begin(*own, "cluster.placement_group=close")
     assert run.launcher().run() == DONE
-    assert ec2.requests[0]["Placement"] == {"GroupName": "close"} and set(ec2.anything()) == {
-        group,
-        "close",
-    }
+    request = ec2.requests[0]
+    assert request["Placement"] == {"GroupName": "close"}
+    assert request["NetworkInterfaces"][0]["Groups"] == [group]
+    assert request["IamInstanceProfile"] == {"Name": "machine"}

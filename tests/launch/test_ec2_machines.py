@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import os
 import signal
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ec2_launching import OWN, Trial, set_time
+from ec2_launching import OWN, Trial, set_time, set_up
 from held import HELD
 from launching import losses, settings_of_run
 from planning import plan
@@ -28,15 +27,12 @@ from services.fake_imds import SPOT
 from services.machines import Machines
 
 from launch import code
-from launch.ec2 import machine as machine_module
 from launch.ec2 import request as request_module
-from launch.ec2.machine import Machine, Registration
 from launch.ec2.request import user_data
 from launch.record import Record
 from launch.run_progress import newest_checkpoint
 from train.config import S3Config
-from train.run.command import DONE, FAILED
-from train.storage.schema import FileName
+from train.run.command import DONE
 
 
 @pytest.fixture
@@ -83,13 +79,10 @@ class Cloud(Trial):
                 self.ended.add(machine.id)
             elif number is not None and self.machines.shutdowns(number)[-1:] == ["-P now"]:
                 self.ec2.client().terminate_instances(InstanceIds=[machine.id])
-        began, saved = self.events_of("attempt_began"), newest_checkpoint(self.record.run) or 0
+        began = [each for each in self.record.history().attempts if each.is_training]
+        saved = newest_checkpoint(self.record.run) or 0
         due = self.interrupted < len(began) <= len(self.interruptions)
-        if (
-            due
-            and saved > began[-1]["checkpoint"]
-            and self.hold.reached(HELD_BEFORE[self.interrupted])
-        ):
+        if due and saved > began[-1].begun_at and self.hold.reached(HELD_BEFORE[self.interrupted]):
             self.interrupted = len(began)
             self.interrupt_one(self.interruptions[self.interrupted - 1])
 
@@ -106,7 +99,7 @@ class Cloud(Trial):
             self.hold.let_go(50)
 
     def says(self) -> str:
-        events = [f"{event.kind} {event.details}" for event in self.record.events()]
+        events = [str(attempt) for attempt in self.record.history().attempts]
         logs = [
             f"== {name}\n{self.record.folder.read(name).decode()}"
             for name in self.record.folder.names("logs/")
@@ -123,7 +116,10 @@ def cloud(ec2, bucket, prepared, hold, monkeypatch) -> Iterator[Any]:
         fake_ec2(monkeypatch) as fake,
         ExitStack() as stack,
     ):
-        for name, value in {**keys, "AWS_ENDPOINT_URL_EC2": fake.endpoint}.items():
+        set_up()
+        for service in ("EC2", "CLOUDFORMATION"):
+            monkeypatch.setenv(f"AWS_ENDPOINT_URL_{service}", fake.endpoint)
+        for name, value in keys.items():
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("AWS_ENDPOINT_URL")
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "false")  # the machines read notices
@@ -185,26 +181,14 @@ def test_an_interrupted_run_resumes_on_new_machines_to_the_same_losses(
     assert losses(run.record.run.read("metrics.jsonl")) == pytest.approx(
         undisturbed_losses, rel=1e-5
     )
-    first, second, third = (each["checkpoint"] for each in run.events_of("attempt_began"))
-    assert 0 == first < second < third and len(run.events_of("machines")) == 3, run.says()
-    notice, loss = (each["reason"] for each in run.events_of("requeued"))
-    assert "spot notice" in notice and "spot notice" not in loss and "has ended" in loss
+    first, second, third = run.record.history().attempts
+    assert 0 == first.begun_at < second.begun_at < third.begun_at, run.says()
+    assert len(run.made()) == 6
+    assert "spot notice" in first.reason and "has ended" in second.reason
     assert run.ec2.anything() == []
     names = run.record.folder.names("logs/")
-    assert f"logs/machines/{run.events_of('machines')[-1]['instances'][0]}.txt" in names
+    assert f"logs/machines/{run.made()[-1].id}.txt" in names
     assert any(name.startswith("logs/attempt_0003/machine") for name in names)
-
-
-def test_machines_that_are_not_fit_end_the_run(cloud):
-    """Each knows itself by 127.0.1.1, which baretrain doctor takes for a fault."""
-    run = cloud("cluster.gate=true")
-    assert run.launcher().run() == FAILED
-    [ended] = run.events_of("ended")
-    assert (
-        ended["outcome"] == "failed" and "0 of 2 nodes passed the preflight" in ended["reason"]
-    ), run.says()
-    [preflight] = run.events_of("gate")
-    assert set(preflight["failed"]) == {"machine0", "machine1"} and run.ec2.anything() == []
 
 
 # ---- one machine -----------------------------------------------------------------------------------------------------
@@ -242,19 +226,6 @@ def test_a_machine_that_cannot_start_says_so_and_ends(cloud, ec2, changed, line)
     )
     if "python" not in changed:  # there is a Python that can write into the record
         assert line in json.loads(run.record.folder.read("ec2/failed/i-00000000.json"))["reason"]
-
-
-def test_a_machine_whose_others_do_not_come_ends_the_run(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine_module, "BOOT_S", -1.0)  # it is over
-    _, job = plan(OWN, settings_of_run("s3://bucket/runs/mine", "s3://bucket/data"))
-    record = Record(str(tmp_path / "run"), S3Config())
-    own = Registration(FileName("i-00000000"), FileName("machine0"), FileName("10.0.0.1"), 0)
-    assert Machine(record, job, own, 1, tmp_path).run(math.inf) == FAILED
-    [ended] = record.events()
-    assert (
-        ended.details["outcome"] == "failed"
-        and "1 of 2 machines registered" in ended.details["reason"]
-    )
 
 
 def test_a_machine_whose_node_program_hangs_ends(cloud, ec2):

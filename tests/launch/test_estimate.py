@@ -10,12 +10,15 @@ from omegaconf import OmegaConf
 from rejections import rejects
 
 from launch.estimate import ClusterSize, Estimate, cells, estimate
-from launch.speed import IN_16_BITS, read_calibration
+from launch.speed import read_calibration
 from train.config import S3Config, TrainConfig, make_plan, to_dict
 from train.run import compose as cli
 
 GIVEN = ["run_dir=x", "data.path=x"]
-BERT_LARGE = [*GIVEN, "model=pretrained", "model.pretrained=google-bert/bert-large-uncased"]
+# The sizes of google-bert/bert-large-uncased, for which the Hub is not asked.
+BERT_LARGE = [*GIVEN, "model=any", "model.architecture=bert", "model.vocab_size=30522"]
+BERT_LARGE += ["model.hidden_size=1024", "model.intermediate_size=4096"]
+BERT_LARGE += ["model.num_layers=24", "model.num_heads=16"]
 TRN1 = [*BERT_LARGE, "backend=xla", "instance=trn1.32xlarge"]
 SMALL = [
     "model.hidden_size=32",
@@ -56,13 +59,6 @@ def row(result: Estimate, nodes: int) -> ClusterSize:
         ([*TRN1, "global_batch_size=1048576"], 16, 32, 55_617, 0.1),
         # NVIDIA's DeepLearningExamples, on one GPU
         (
-            [*BERT_LARGE, "instance=p3dn.24xlarge", "instance.devices=1", "global_batch_size=64"],
-            1,
-            1,
-            224,
-            0.05,
-        ),
-        (
             [*BERT_LARGE, "instance=p4de.24xlarge", "instance.devices=1", "global_batch_size=64"],
             1,
             1,
@@ -70,7 +66,7 @@ def row(result: Estimate, nodes: int) -> ClusterSize:
             0.05,
         ),
     ],
-    ids=["trn1", "16 trn1", "V100", "A100"],
+    ids=["trn1", "16 trn1", "A100"],
 )
 def test_bert_large_is_as_fast_as_the_makers_measured(
     settings, nodes: int, processes: int, speed, tolerance
@@ -87,27 +83,30 @@ def test_bert_large_is_as_fast_as_the_makers_measured(
 # ---- what is unknown -----------------------------------------------------------------------------------------------
 
 
-def test_what_is_unknown_is_left_out_and_named():
-    scratch = of(load(*LOCAL, "global_batch_size=64"), 1, 2, 32)
-    assert row(scratch, 1).steps == 10
-    assert all(each.step_s is each.hours is each.usd_on_demand is None for each in scratch.rows)
-    assert any("the peak of instance=local is unknown" in note for note in scratch.assumptions)
-    other = of(load(*BERT_LARGE, "model.pretrained=some/model", "instance=p5.48xlarge", "global_batch_size=64",
-                    "max_steps=10"), 1, 8, 128)  # fmt: skip
-    assert row(other, 1).step_s is None
-    assert "the time is not estimated: no formula for some/model and task=mlm" in other.assumptions
-    trn2 = of(
-        load(*BERT_LARGE, "instance=trn2.48xlarge", "global_batch_size=64", "max_steps=10"),
-        1,
-        64,
-        128,
-    )
-    assert row(trn2, 1).hours is not None and row(trn2, 1).usd_on_demand is None
-    assert "the price on demand and on spot is unknown" in trn2.assumptions
-    assert any(
-        "figure in bf16, since none is published for Trainium2" in note
-        for note in trn2.assumptions
-    )
+@pytest.mark.parametrize(
+    ("settings", "processes", "is_timed", "says"),
+    [
+        (LOCAL, 2, False, "the peak of instance=local is unknown"),
+        (
+            [*GIVEN, "model=pretrained", "model.pretrained=some/model", "instance=p5.48xlarge"],
+            8,
+            False,
+            "the time is not estimated: no formula for some/model and task=mlm",
+        ),
+        ([*BERT_LARGE, "instance=trn2.48xlarge"], 64, True, "none is published for Trainium2"),
+        (
+            [*BERT_LARGE, "instance=trn2.48xlarge"],
+            64,
+            True,
+            "price on demand and on spot is unknown",
+        ),
+    ],
+)
+def test_what_is_unknown_is_left_out_and_named(settings, processes, is_timed, says):
+    result = of(load(*settings, "global_batch_size=64", "max_steps=10"), 1, processes, 128)
+    at = row(result, 1)
+    assert at.steps == 10 and (at.hours is not None) == is_timed and at.usd_on_demand is None
+    assert any(says in note for note in result.assumptions)
 
 
 def test_passes_over_unknown_data_have_no_number_of_steps():
@@ -187,40 +186,17 @@ def test_without_a_length_there_is_no_price_and_no_guess():
 @pytest.mark.parametrize(
     ("settings", "world", "says"),
     [
-        (
-            ["global_batch_size=96"],
-            64,
-            "the nearest that can is global_batch_size=64 or global_batch_size=128",
-        ),
-        (
-            ["global_batch_size=100", "micro_batch_size=8"],
-            4,
-            "global_batch_size=96 or global_batch_size=128",
-        ),
+        (["global_batch_size=96"], 64, "global_batch_size=64 or global_batch_size=128"),
         (["global_batch_size=3"], 8, "the nearest that can is global_batch_size=8$"),
-        (["global_batch_size=24", *PIPELINE], 8, None),
         (["global_batch_size=20", *PIPELINE], 8, "global_batch_size=16 or global_batch_size=24"),
-        (
-            ["global_batch_size=24", "micro_batch_size=3", *PIPELINE],
-            8,
-            "parallel.micro_batches=4, the number of its parts$",
-        ),
     ],
 )
-def test_a_batch_that_cannot_be_split_names_the_nearest_that_can(
-    settings, world: int, says: str | None
-):
+def test_a_batch_that_cannot_be_split_names_the_nearest_that_can(settings, world: int, says: str):
     cfg = load(*BERT_LARGE, "max_steps=10", *settings)
     plan = {"world_size": world, "rows": 10**6, "seq_len": 128}
-    if says is None:
-        assert make_plan(cfg, **plan).global_batch_size == 24
-        return
     rejects(says, make_plan, cfg, **plan)
-    sizes = [int(size) for size in re.findall(r"(?:is|or) global_batch_size=(\d+)", says)]
-    assert all(
-        make_plan(replace(cfg, global_batch_size=size), **plan).global_batch_size == size
-        for size in sizes
-    )
+    for size in map(int, re.findall(r"global_batch_size=(\d+)", says)):
+        assert make_plan(replace(cfg, global_batch_size=size), **plan).global_batch_size == size
 
 
 def test_figures_of_a_row_agree_with_one_another():
@@ -286,7 +262,7 @@ def test_a_run_predicts_itself_and_in_proportion_others(tmp_path):
         '{"kind": "tra',
     ]
     run = read_calibration(write_run(tmp_path / "run", [*LINES, *killed]), S3Config())
-    assert (run.sequences_per_s, run.seq_len, run.world_size, run.mfu) == (100.0, 32, 2, None)
+    assert run.world_size == 2
     at = row(of(load(*LOCAL, "global_batch_size=50"), 1, 2, 32, calibration=run), 1)
     assert at.step_s == pytest.approx(0.5)  # 100 sequences/s
     longer = row(of(load(*LOCAL, "global_batch_size=50"), 1, 2, 64, calibration=run), 1)
@@ -295,24 +271,14 @@ def test_a_run_predicts_itself_and_in_proportion_others(tmp_path):
     assert one.step_s == pytest.approx(1.0)
 
 
-def test_a_known_peak_makes_a_run_tell_of_other_machines(tmp_path):
-    known = ["instance.name=known", "instance.device_tflops_fp32=0.001"]
-    run = read_calibration(write_run(tmp_path / "run", LINES, *known), S3Config())
-    assert run.mfu is not None and run.mfu == pytest.approx(run.flops_per_s / 1e9)
-    cfg = load(*LOCAL, "global_batch_size=64", "instance=p4d.24xlarge", "backend.precision=fp32")
-    at, published = of(cfg, 1, 8, 32, calibration=run), of(cfg, 1, 8, 32)
-    share, _ = IN_16_BITS["A100"]  # of which none is published in fp32
-    assert row(at, 1).step_s == pytest.approx(row(published, 1).step_s * share / run.mfu)
-    without = read_calibration(write_run(tmp_path / "run", LINES), S3Config())
-    rejects(
-        "ran on instance=local, whose speed cannot be converted",
-        of,
-        cfg,
-        1,
-        8,
-        32,
-        calibration=without,
-    )
+@pytest.mark.parametrize("other", ["instance=p5.48xlarge", "backend.precision=fp32"])
+def test_a_run_tells_nothing_of_another_machine_or_precision(tmp_path, other):
+    lines = [*LINES[:-1], {**END, "precision": "bf16"}]
+    run = read_calibration(write_run(tmp_path / "run", lines, "instance=p4d.24xlarge"), S3Config())
+    same = ["global_batch_size=64", "instance=p4d.24xlarge"]
+    assert row(of(load(*LOCAL, *same), 1, 8, 32, calibration=run), 1).step_s is not None
+    says = "ran on instance=p4d.24xlarge in bf16, but this run uses"
+    rejects(says, of, load(*LOCAL, *same, other), 1, 8, 32, calibration=run)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from planning import plan
@@ -60,24 +59,6 @@ def test_files_of_the_users_own_code_come_along(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
 
 
-def test_code_that_no_node_would_unpack_is_rejected_before_it_is_sent(monkeypatch):
-    assert len(code.pack()[0]) < code.MOST_BYTES
-    monkeypatch.setattr(code, "MOST_BYTES", 10**6)
-    parts = (
-        path
-        for package in code.PACKAGES
-        for path in (Path(code.__file__).parents[1] / package).rglob("*")
-        if path.is_file()
-    )
-    largest = max(
-        (path for path in parts if path.suffix != ".pyc"), key=lambda path: path.stat().st_size
-    )
-    rejects(
-        rf"the code has \d+ MB, but a job may have at most 1 MB; the largest file is {largest} ",
-        code.pack,
-    )
-
-
 def test_a_bundle_that_was_changed_is_not_unpacked(tmp_path):
     rejects("does not match its checksum", code.unpack, code.pack()[0], "2" * 64, tmp_path)
     assert not list(tmp_path.iterdir())
@@ -100,20 +81,38 @@ def test_a_damaged_job_is_rejected(tmp_path, changes):
     job = plan(["cluster=local"], ["experiment=demo", "run_dir=runs/mine"])[1]
     values = {**json.loads(job.to_json()), **changes}
     record.folder.write("job.json", json.dumps(values).encode())
-    rejects("has format 1; this version reads 2" if "format" in changes else "job", record.job)
+    rejects("has format 1; this version reads 3" if "format" in changes else "job", record.job)
 
 
-def test_a_record_is_beside_the_run_and_keeps_every_event(tmp_path):
+def test_a_record_is_beside_the_run_and_skips_what_is_damaged(tmp_path):
     record = Record(f"{tmp_path}/run/", S3Config())
-    assert (
-        record.location == f"{tmp_path}/run.launch" == Record(record.location, S3Config()).location
-    )
+    assert record.location == f"{tmp_path}/run.launch"
+    assert Record(record.location, S3Config()).location == record.location
     rejects("was not launched", record.job)
-    for number in range(3):
-        record.append_event("gate", number=number, failed={"n1": "x\n$(touch y)"})
-    Record(record.run_dir, S3Config()).append_event("ended")
-    assert record.events()[2].details == {"number": 2, "failed": {"n1": "x\n$(touch y)"}}
-    record.folder.write("events/00002.json", b"{}")
-    assert [event.kind for event in record.events()] == ["gate", "damaged", "gate", "ended"]
+    for _ in range(3):
+        record.begin(["n1"], 0)
+    record.folder.write("attempts/0002.json", b"{}")
+    record.reject("attempt_0003", "x\n$(touch y)")
+    assert [attempt.number for attempt in record.history().attempts] == [1, 3]
+    assert record.rejection(3) == "x $(touch y)"
+    rejects("is not the name of a file", record.reject, "../../job", "")
     for name in ("/", ".", "..", ".launch"):
         rejects("not the name of a run folder", Record, name, S3Config())
+
+
+@pytest.mark.parametrize(("host", "is_own"), [("n1:1", False), (None, True)])
+def test_of_two_supervisors_one_begins_and_a_repeated_request_is_its_own(
+    tmp_path, monkeypatch, host, is_own
+):
+    record = Record(f"{tmp_path}/run", S3Config())
+    monkeypatch.setattr("launch.record.now_unix_s", lambda: 1.0)
+    create = record.folder.create
+
+    def repeated(name: str, content: bytes) -> bool:
+        if host is not None:
+            content = json.dumps({**json.loads(content), "host": host}).encode()
+        create(name, content)
+        return False
+
+    monkeypatch.setattr(record.folder, "create", repeated)
+    assert (record.begin(["n1"], 0) is not None) == is_own

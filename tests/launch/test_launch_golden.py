@@ -24,7 +24,7 @@ from train.config import S3Config
 from train.storage.schema import FileName, Sha256
 
 GOLDEN = Path(__file__).parent.parent / "golden/launch"
-OWN = ["cluster=slurm", "instance=trn1.32xlarge", "nodes=2", "spares=1", "cluster.partition=trn1"]
+OWN = ["cluster=slurm", "instance=trn1.32xlarge", "nodes=2", "cluster.partition=trn1"]
 OWN += [
     'cluster.sbatch_args=["--constraint=efa&nvme","--chdir=/fsx"]',
     "cluster.time_limit=2-00:00:00",
@@ -35,7 +35,6 @@ RUN = [
     "run_dir=s3://bucket/runs/mine",
 ]
 RUN += ["s3.region=us-east-1"]
-MOUNTS = ["cluster.container_mounts=[/fsx,/scratch]"]
 
 
 def check_golden(name: str, text: str) -> None:
@@ -77,32 +76,24 @@ def test_the_request_to_slurm():
     check_golden("sbatch_prepare.txt", lines(words, launch=ROOT / "launch"))
 
 
-APPTAINER = ["apptainer", "exec", "--bind=/fsx", "--bind=/scratch", "/fsx/train.sif"]
-
-
 @pytest.mark.parametrize(
-    ("own", "added"),
+    "container",
     [
-        ([], []),
-        (
-            ['cluster.container="nvcr.io#nvidia/pytorch:26.10-py3"', *MOUNTS],
-            [
-                "--container-image=nvcr.io#nvidia/pytorch:26.10-py3",
-                "--container-mounts=/fsx:/fsx,/scratch:/scratch",
-            ],
-        ),
-        (["cluster.container=/fsx/train.sif", *MOUNTS], APPTAINER),
+        [],
+        ["--container-image=nvcr.io#nvidia/pytorch:26.10-py3"],
+        ["apptainer", "exec", "/fsx/train.sif"],
     ],
-    ids=["plain", "pyxis", "apptainer"],
 )
-def test_an_attempt(monkeypatch, tmp_path, own: list[str], added: list[str]):
+def test_an_attempt(monkeypatch, tmp_path, container: list[str]):
     arguments = two_nodes(monkeypatch, tmp_path / "bin")
-    job = job_of(*own, run_dir=str(tmp_path / "mine'; $(touch leaked) `x`"))
+    job = job_of(run_dir=str(tmp_path / "mine'; $(touch leaked) `x`"))
+    job = dataclasses.replace(job, cluster={**job.cluster, "container": container})
     assert Batch(Record(job.run_dir, S3Config(**job.s3)), job, 1234).attempt(1) == 0
     words = arguments.read_text().split("\0")[:-1]
     at = words.index(job.python)
-    assert words[at - len(added) : at] == added
-    check_golden("srun.txt", lines(words[: at - len(added)] + words[at:], runs=tmp_path))
+    first = at - len(container)
+    assert words[first:at] == container
+    check_golden("srun.txt", lines(words[:first] + words[at:], runs=tmp_path))
 
 
 def test_the_torchrun_of_a_node(monkeypatch, tmp_path):

@@ -17,10 +17,8 @@ from running import ROOT
 from launch import local
 from launch.__main__ import main
 from train.config import S3Config
-from train.data.shards.format import read_manifest
 from train.run.command import DONE, REJECTED, STOPPED
 from train.run_folder.outcome import read_outcome
-from train.storage.folders import LocalFolder
 
 
 def words(run: LaunchedRun, data: Path, *own: str, of_run: tuple[str, ...] = ()) -> list[str]:
@@ -68,11 +66,11 @@ def test_a_run_is_killed_stopped_cancelled_and_resumed(
         and f"{launched.run_dir} has a job: " in capsys.readouterr().err
     )
     torchrun.kill()
-    launched.wait_for("attempt_began", 2)
+    launched.wait_for(2)
     hold.let_go(25)  # a slow machine may have stopped before it
     launched.wait_for_checkpoint(after=max(20, step))
     assert main(["stop", launched.run_dir]) == DONE
-    assert launched.ended()["outcome"] == "stopped", launched.logs()
+    assert launched.ended().outcome == "stopped", launched.logs()
     stopped = read_outcome(launched.run)
     assert (stopped["outcome"], stopped["step"]) == ("stopped", stopped["checkpoint"])
     assert main(words(launched, prepared, of_run=("optim.lr=0.5",))) == REJECTED
@@ -88,8 +86,8 @@ def test_a_run_is_killed_stopped_cancelled_and_resumed(
     assert read_outcome(launched.run) == {}  # no time was left to write one
     hold.let_go(65)
     assert main(["resume", launched.run_dir]) == DONE
-    assert launched.ended(2) == {"outcome": "done", "reason": "done"}, launched.logs()
-    assert len(launched.of_kind("attempt_began")) == 4
+    assert launched.ended().outcome == "done", launched.logs()
+    assert [attempt.number for attempt in launched.attempts if attempt.is_training] == [1, 2, 3, 4]
     assert launched.losses == pytest.approx(undisturbed_losses, rel=1e-5)
 
 
@@ -108,7 +106,7 @@ def test_ctrl_c_stops_with_a_checkpoint(launched, prepared):
     said, _ = process.communicate(timeout=300)
     assert process.returncode == STOPPED, launched.logs()
     assert "was asked to save a checkpoint" in said
-    assert launched.ended()["outcome"] == "stopped"
+    assert launched.ended().outcome == "stopped"
     assert read_outcome(launched.run)["outcome"] == "stopped"
 
 
@@ -119,25 +117,12 @@ def test_what_the_trainer_rejects_ends_the_job_at_once(launched, prepared, tmp_p
         main([*words(launched, prepared, "processes_per_node=2"), "backend.device=cuda"])
         == REJECTED
     )
-    details = launched.ended()
-    assert details["outcome"] == "refused" and "cuda" in details["reason"], launched.logs()
-    assert len(launched.of_kind("attempt_began")) == 1
+    ended = launched.ended()
+    assert ended.outcome == "refused" and "cuda" in ended.reason, launched.logs()
+    assert ended.number == 1
     capfd.readouterr()
     assert main(["logs", launched.run_dir]) == DONE
-    reason = details["reason"].removeprefix("rejected: ")
-    assert reason in capfd.readouterr().out
-
-
-def test_a_corpus_is_prepared_in_parts_and_merged(tmp_path, corpus, prepared, capfd):
-    of_run = ["corpus=text", f"corpus.path={corpus}", f"output={tmp_path}/data", "seq_len=32"]
-    of_run += ["tokenizer.vocab_size=120", "validation_fraction=0.25"]
-    assert main(["cluster=local", "prepare=true", "parts=2", "submit=true", "--", *of_run]) == DONE
-    said = capfd.readouterr().out
-    assert all(f"==> {log}." in said for log in ("part_00001", "part_00002", "merge"))
-    made, whole = (read_manifest(LocalFolder(path)) for path in (tmp_path / "data", prepared))
-    assert abs(made.rows("validation") - whole.rows("validation")) <= 1
-    # each part fills its last sequence by itself
-    assert abs(made.rows("train") - whole.rows("train")) <= 1
+    assert ended.reason.removeprefix("rejected: ") in capfd.readouterr().out
 
 
 ORPHANS = """

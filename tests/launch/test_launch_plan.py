@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 from ec2_launching import OWN as EC2
@@ -15,12 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import node, plan, script, with_module
 from running import eventually
-from services.process import set_aws
-from simulated_data import Simulated, StandInS3
 from torch.distributed.run import parse_args
 
 from launch.__main__ import expect, main
-from launch.plan import absolute, check_unchanged, located, run_overrides
+from launch.plan import absolute, check_unchanged, located
 from launch.record import Job, Record
 from launch.schedulers import scheduler
 from train.config import InputError, S3Config, TrainConfig
@@ -47,53 +46,6 @@ def test_640_000_examples_on_n_machines():
     assert (rows[2], rows[4]) == ((16, 2500), (32, 1250))
 
 
-@pytest.mark.parametrize(
-    ("nodes", "said"),
-    [
-        (
-            16,
-            r"fetches about 0\.000992 of 0\.0157 GB of training data, 0\.000157 GB of it before its first step",
-        ),
-        (
-            12,
-            r"12 machines fetch 1\.\d\d times .* do not match its 64 lanes of shards; use .* that divides 64",
-        ),
-    ],
-)
-def test_the_plan_says_what_machines_fetch_from_s3(tmp_path, monkeypatch, nodes, said):
-    set_aws(monkeypatch, "planner", "none")
-    data = Simulated(600, shard_rows=100)
-    data.write(tmp_path / "data")
-    with StandInS3(data, tmp_path / "data") as s3:
-        where = [
-            f"data.path={s3.location}",
-            f"s3.endpoint={s3.config.endpoint}",
-            "s3.region=x",
-            "s3.path_style=true",
-        ]
-        of_run = ["experiment=albert_pretrain", "seq_len=null", "run_dir=runs/mine", *where]
-        of_run += [f"global_batch_size={256 * nodes}"]
-        cfg, job = plan(["cluster=slurm", "instance=trn1.32xlarge", f"nodes={nodes}"], of_run)
-        notes = expect(cfg, cli.load_config(TrainConfig, job.overrides)).assumptions
-    assert re.search(said, "; ".join(notes)), notes
-
-
-def test_the_run_gets_the_instance_of_the_launch_unless_it_has_its_own():
-    own = [
-        "cluster=slurm",
-        "nodes=2",
-        "instance=trn1.32xlarge",
-        "instance.usd_per_hour=1",
-        "submit=true",
-    ]
-    assert run_overrides(["a=1"], own) == [
-        "instance=trn1.32xlarge",
-        "instance.usd_per_hour=1",
-        "a=1",
-    ]
-    assert run_overrides(["instance=local"], own) == ["instance.usd_per_hour=1", "instance=local"]
-
-
 def test_a_location_means_the_same_everywhere(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
@@ -114,38 +66,22 @@ def test_a_location_means_the_same_everywhere(monkeypatch, tmp_path):
     ]
 
 
-def test_what_a_run_learns_may_not_change_and_where_and_how_long_it_runs_may():
-    kept = {
-        "task": {"kind": "mlm"},
-        "model": {"name": "a"},
-        "optim": {"lr": 0.1},
-        "seed": 1,
-        "global_batch_size": 8,
-    }
-    kept |= {
-        "seq_len": 32,
-        "data": {"path": "a", "num_workers": 1},
-        "max_steps": 6,
-        "backend": {"name": "ddp"},
-    }
-    for now in (
-        *({key: {}} for key in ("task", "model", "optim", "data")),
-        {"seed": 2},
-        {"seq_len": None},
-    ):
-        with pytest.raises(
-            InputError, match=f"^the settings of runs/mine have changed .*{next(iter(now))}.* -> "
-        ):
-            check_unchanged(kept, {**kept, **now}, run_dir="runs/mine")
-    kept["optim"]["decay_fraction"] = 0.1
-    free = {"optim": {"lr": 0.1, "decay_fraction": 0.2}}
-    for now in (
-        {"max_steps": 9},
-        {"backend": {}},
-        {"data": {"path": "a", "num_workers": 4}},
-        free,
-    ):
-        check_unchanged(kept, {**kept, **now}, run_dir="runs/mine")
+@pytest.mark.parametrize(
+    ("changed", "is_free"),
+    [
+        ({"optim": {"lr": 0.2}}, False),
+        ({"optim": {"lr": 0.1, "decay_fraction": 0.2}}, True),
+        ({"data": {"path": "b"}}, False),
+        ({"data": {"path": "a", "num_workers": 4}}, True),
+        ({"seq_len": None}, False),
+        ({"max_steps": 9, "backend": {}}, True),
+    ],
+)
+def test_what_a_run_learns_may_not_change_and_how_it_runs_may(changed, is_free):
+    kept = {"optim": {"lr": 0.1}, "seq_len": 32, "data": {"path": "a"}, "max_steps": 6}
+    key = next(iter(changed))
+    with nullcontext() if is_free else pytest.raises(InputError, match=rf"have changed .*{key}"):
+        check_unchanged(kept, {**kept, **changed}, run_dir="runs/mine")
 
 
 @pytest.mark.parametrize(
@@ -164,9 +100,11 @@ def test_a_plan_says_whether_the_run_will_finish_and_what_it_costs_at_most(
     capsys, own, of_run, says
 ):
     words = [*EC2, "instance=p5.48xlarge", "cluster.subnets=[subnet-a]", *own]
-    # no S3 to ask
+    # Neither S3 nor the Hub is asked.
     run = [
         "experiment=glue_bert",
+        "model=any",
+        "model.architecture=bert",
         *RUN[2:4],
         "max_epochs=null",
         "max_steps=10000000",
@@ -178,9 +116,9 @@ def test_a_plan_says_whether_the_run_will_finish_and_what_it_costs_at_most(
         says is None or re.search(says, out)
     ), out
     most = re.search(r"cost: at most \$([\d,]+):", out)
-    assert (most is None) == ("cluster.max_run_s=3600" in own)
-    assert most is None or int(most[1].replace(",", "")) > 2 * 13.7 * 55.04
-    assert len(re.findall(r'"on network card', out)) == 3  # not one line for each of 33 interfaces
+    is_part = "that is for a part of the run" in out
+    assert most is not None and is_part == ("cluster.max_run_s=3600" in own)
+    assert is_part or int(most[1].replace(",", "")) > 2 * 13.7 * 55.04
 
 
 def test_a_plan_of_what_cannot_run_is_rejected_without_submitting(capsys):
@@ -201,24 +139,12 @@ def sbatch(argument: str) -> str:
     return f'cluster.sbatch_args=["{argument}"]'
 
 
-LOCAL = (  # settings of a run that name what only this computer has
-    *(
-        [each]
-        for each in (
-            "data.path=/data/albert",
-            "data.path=data/albert",
-            "data.path=~/albert",
-            "data.path=file:///a",
-        )
-    ),
-    *(
-        [each]
-        for each in (
-            "model.init_from=/runs/mine",
-            "model.init_from=./mine",
-            "model.tokenizer=runs/mine/export",
-        )
-    ),
+# Settings of a run that name what only this computer has.
+LOCAL = (
+    ["data.path=/data/albert"],
+    ["data.path=data/albert"],
+    ["data.path=file:///a"],
+    ["model.init_from=./mine"],
     ["model=pretrained", "model.pretrained=../models/mine"],
 )
 CSV = ["experiment=glue_bert", "data=csv", *RUN[2:]]
@@ -248,30 +174,18 @@ def others(words: list[str]) -> list[str]:
         (["instance=p9.9xlarge"], OF_RUN, "there is no such instance; choose one of: "),
         (["cluster=skypilot"], OF_RUN, "no such cluster; choose one of: ec2, local, slurm"),
         (
-            ["cluster.kind=lsf"],
-            OF_RUN,
-            "scheduler 'lsf' is not known; available: local, slurm, ec2",
-        ),
-        (
             ["cluster.partition=x"],
             OF_RUN,
             "cluster.partition is not a setting of the cluster chosen here",
         ),
         ([], [*OF_RUN, "run_dir=runs/${oc.env:HOME}"], "references are not resolved"),
-        ([], [*OF_RUN, "run_dir=/"], "/ is not the name of a run folder"),
         (["nodes=2"], OF_RUN, "cluster=local uses only this machine, not 2; choose cluster=slurm"),
-        ([*SLURM, "spares=1", "cluster.gate=false"], OF_RUN, "set cluster.gate=true"),
         ([*SLURM, "parts=2"], OF_RUN, "parts needs prepare=true"),
-        (["calibrate=runs/nowhere"], OF_RUN, "calibrate=runs/nowhere is not a run folder"),
+        (["prepare=true"], PREPARE, "on this machine, run baretrain prepare"),
         (
             ["instance=trn1.32xlarge", "processes_per_node=16"],
             OF_RUN,
             "trn1.32xlarge runs 1 or 2 or 8 or 32",
-        ),
-        (
-            [*SLURM, "instance=trn1.32xlarge", "processes_per_node=8"],
-            OF_RUN,
-            "each trn1.32xlarge runs 32",
         ),
         ([f"processes_per_node={TOO_MANY}"], OF_RUN, f"processes_per_node={TOO_MANY}"),
         (
@@ -284,21 +198,15 @@ def others(words: list[str]) -> list[str]:
             OF_RUN,
             "local runs at most 8 ranks, 4 per CPU",
         ),
-        (["zzz"], OF_RUN, "no subcommand zzz; available: list, status"),
         (
             ["experiment=demo"],
             [],
-            "experiment=demo is a setting of the run: write it after --, as in python",
+            "experiment=demo is a setting of the run: write it after --, as in baretrain",
         ),
         (
             ["instance=p5.48xlarge"],
             [*OF_RUN, "backend=xla"],
             "backend=xla does not run on p5.48xlarge; leave it out",
-        ),
-        (
-            [*SLURM, 'cluster.container_mounts=["/a,/etc:/b"]'],
-            OF_RUN,
-            "has '/a,/etc:/b': use absolute paths",
         ),
         (SLURM, [*OF_RUN, 'run_dir="a\\\\b"'], "Slurm drops backslashes from the names of logs"),
         ([*SLURM, "prepare=true"], PREPARE, "nodes=2 is for training: a preparation uses parts=2"),
@@ -308,34 +216,18 @@ def others(words: list[str]) -> list[str]:
             "has '-p trn1': an option is one line, --name=value or --name",
         ),
         (
-            [*SLURM, sbatch("--comment=a\n--wait")],
-            OF_RUN,
-            "must be one line without control characters",
-        ),
-        (
             [*SLURM, sbatch("--part=trn1")],
             OF_RUN,
             "--partition is set only by launch; set cluster.partition",
-        ),
-        (
-            [*SLURM, sbatch("--output=/etc/x")],
-            OF_RUN,
-            "has '--output=/etc/x': --output is set only by launch",
         ),
         # EC2
         (EC2, [*RUN, "run_dir=runs/mine"], "must be in S3"),
         ([*others(EC2), "instance=local"], RUN, "instance=local is not an EC2 instance type"),
         (EC2, [*RUN, "s3.profile=mine"], "machines have a role but no ~/.aws"),
-        ([*EC2, "cluster.instance_profile=null"], RUN, "cluster.instance_profile is missing"),
         *(
             (EC2, [*RUN, *words], f"{words[-1]}: the machines do not see this computer's folders")
             for words in LOCAL
         ),
-        (
-            EC2,
-            [*RUN[:1], *RUN[2:]],
-            "data.path=data/wiki_books: the machines do not see",
-        ),  # from the recipe
         (EC2, [*CSV, "data.path=mine.csv"], "data.path=mine.csv: the machines do not see"),
         (
             EC2,
@@ -349,12 +241,6 @@ def others(words: list[str]) -> list[str]:
             "spot cannot use a reservation",
         ),
         (["check=true"], OF_RUN, "check=true is for cluster=ec2"),
-        (
-            ["processes_per_node=2"],
-            [*OF_RUN, "global_batch_size=33"],
-            "global_batch_size=32 or global_batch_size=34",
-        ),
-        ([*EC2, "spares=1"], RUN, "does not replace single machines; cluster=slurm does"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -449,13 +335,13 @@ def test_a_trainer_gets_its_settings_byte_for_byte(slurm_job, monkeypatch, tmp_p
         "\u2028ü\x1b[31m\x85",
     ]
     job = dataclasses.replace(slurm_job, run_dir=str(tmp_path / "run"), overrides=overrides)
-    job, record = with_module(job, "echo", ECHO)
-    command = node(monkeypatch, record, "n2").torchrun("echo", record.job().overrides)
+    job, record = with_module(job, "train", ECHO)
+    command = node(monkeypatch, record, "n2").torchrun("train", record.job().overrides)
     assert command[:3] == [job.python, "-m", "torch.distributed.run"]
     read = parse_args(command[3:])
     words = [sys.executable, read.training_script, *read.training_script_args]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, check=True)
-    assert json.loads(done.stdout) == overrides
+    assert json.loads(done.stdout) == ["train", *overrides]
     assert not list(tmp_path.rglob("leaked"))
 
 

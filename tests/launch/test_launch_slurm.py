@@ -51,8 +51,7 @@ def test_a_run_in_s3_is_the_run_of_one_rank(slurm, s3, bucket, prepared, undistu
             )
     record = launch(bucket.location("runs/mine"), bucket.location("data"), *s3, "export=true")
     assert record.state.text.split()[2] in ("PENDING", "RUNNING")
-    details = record.ended()
-    assert details == {"outcome": "done", "reason": "done"}, record.logs()
+    assert record.ended().outcome == "done", record.logs()
     assert record.state.text.endswith("COMPLETED")
     assert record.losses == pytest.approx(undisturbed_losses, rel=1e-5)
     names = record.folder.names("logs/")
@@ -72,20 +71,20 @@ def test_the_time_limit_and_a_lost_node_cost_no_step(
     # one to two are left; Slurm looks now and then
     minutes = 2 + int(time.monotonic() - began_s) // 60
     slurm.run("scontrol", "update", f"JobId={record.handle['job_id']}", f"TimeLimit={minutes}")
-    first = record.wait_for("attempt_ended").details
-    assert (first["next"], first["outcome"]) == ("requeue", "stopped"), record.logs()
+    first = record.wait_for(1, is_over=True)
+    assert (first.next, first.outcome) == ("requeue", "stopped"), record.logs()
+    assert first.reason == "the time limit is near"
     hold.let_go(25)  # a slow machine may have stopped before it
-    assert record.wait_for("requeued").details["reason"] == "the time limit is near"
     eventually(lambda: "PENDING" in record.state.text)
     slurm.run("scontrol", "update", f"JobId={record.handle['job_id']}", "TimeLimit=30")
-    record.wait_for("attempt_began", 2)
-    record.wait_for_checkpoint(after=first["checkpoint"])
+    record.wait_for(2)
+    record.wait_for_checkpoint(after=first.checkpoint)
     slurm.lose("n2")
-    record.wait_for("attempt_began", 3)
+    record.wait_for(3)
     hold.let_go(45)
     assert slurm.run("scontrol", "show", "job", str(record.handle["job_id"])).count("Restarts=2")
-    assert record.ended()["outcome"] == "done", record.logs()
-    assert record.of_kind("attempt_began")[-1].details["nodes"] == ["n1", "n3"]
+    assert record.ended().outcome == "done", record.logs()
+    assert record.attempts[-1].nodes == ["n1", "n3"]
     assert record.losses == pytest.approx(undisturbed_losses, rel=1e-5)
 
 
@@ -105,13 +104,11 @@ def test_a_lost_node_that_comes_back_costs_no_step_without_another_to_move_to(
         eventually(lambda: "PENDING" in record.state.text)
     slurm.start("n2")
     hold.let_go(25)
-    assert record.ended()["outcome"] == "done", record.logs()
+    assert record.ended().outcome == "done", record.logs()
     assert record.losses == pytest.approx(undisturbed_losses, rel=1e-5)
     if not is_known:
-        assert (
-            "Slurm did not start the step: Unable to create step"
-            in record.of_kind("requeued")[0].details["reason"]
-        )
+        reasons = " ".join(attempt.reason for attempt in record.attempts)
+        assert "Slurm did not start the step: Unable to create step" in reasons
 
 
 def test_a_run_is_preempted_stopped_and_resumed(
@@ -131,32 +128,29 @@ def test_a_run_is_preempted_stopped_and_resumed(
         "--wrap=sleep 2",
     )
     slurm.run(*urgent)
-    preempted = record.wait_for("attempt_ended").details
-    assert (preempted["outcome"], preempted["next"]) == ("stopped", "requeue") and preempted[
-        "checkpoint"
-    ] > step
+    preempted = record.wait_for(1, is_over=True)
+    assert (preempted.outcome, preempted.next) == ("stopped", "requeue")
+    assert preempted.checkpoint > step
     hold.let_go(25)  # a slow machine may have stopped before it
-    record.wait_for("attempt_began", 2)
+    record.wait_for(2)
     # KillWait after SIGTERM to all
     slurm.run("scontrol", "update", "PartitionName=main", "GraceTime=0")
-    record.wait_for_checkpoint(after=preempted["checkpoint"])
+    record.wait_for_checkpoint(after=preempted.checkpoint)
     slurm.run(*urgent)
-    eventually(lambda: len(record.of_kind("attempt_began")) == 3)
+    record.wait_for(3)
     with pytest.raises(Exception, match="has a job: job"):
         submit.resume(record)
     hold.let_go(45)  # unless the ranks noticed that they were to stop before they were killed
     record.wait_for_checkpoint(after=50)
     assert main(["stop", str(tmp_path / "run")]) == DONE
     eventually(lambda: not record.state.is_active)
-    assert record.of_kind("ended")[-1].details == {
-        "outcome": "stopped",
-        "reason": "stopped as asked",
-    }, record.logs()
+    ended = record.ended()
+    assert (ended.outcome, ended.reason) == ("stopped", "stopped as asked"), record.logs()
     assert "FAILED" in record.state.text  # by exit code 75
     assert read_outcome(record.run)["outcome"] == "stopped" and record.run.size(STOP_FILE) is None
     hold.let_go(65)
     assert main(["resume", str(tmp_path / "run")]) == DONE
-    eventually(lambda: record.of_kind("ended")[-1].details["outcome"] == "done")
+    assert record.ended().outcome == "done"
     assert record.losses == pytest.approx(undisturbed_losses, rel=1e-5)
 
 
@@ -166,28 +160,24 @@ def test_a_job_that_is_cancelled_past_launch_does_not_come_back(slurm, hold, pre
     record.wait_for_checkpoint()
     slurm.run("scancel", str(record.handle["job_id"]))
     eventually(lambda: not record.state.is_active)
-    assert status(record).state == "cancelled" and not record.of_kind("requeued")
+    assert status(record).state == "cancelled" and len(record.attempts) == 1
     assert not slurm.run("squeue", "--noheader")
 
 
-def test_a_node_that_does_not_see_the_record_is_replaced_by_the_spare(slurm, prepared, tmp_path):
+def test_a_node_that_does_not_see_the_record_is_named(slurm, prepared, tmp_path):
     parent = tmp_path / "runs"
     parent.mkdir()
     slurm.exec("n2", "mount", "-t", "tmpfs", "tmpfs", str(parent))
     try:
-        settings = ("cluster.gate=true", "spares=1")
-        record = launch(parent / "run", prepared, "max_steps=20", settings=settings)
-        assert record.ended()["outcome"] == "done", record.logs()
-        preflight = record.of_kind("gate")[0].details
-        assert (
-            preflight["passed"] == ["n1", "n3"]
-            and "cannot access that folder" in preflight["failed"]["n2"]
-        )
-        assert record.of_kind("attempt_began")[0].details["nodes"] == ["n1", "n3"]
-        other = launch(parent / "other", prepared, "max_steps=20", settings=("cluster.gate=true",))
-        eventually(lambda: other.of_kind("requeued"))
-        assert other.ended()["outcome"] == "done", other.logs()
-        assert other.of_kind("attempt_began")[0].details["nodes"] == ["n1", "n3"]  # n2 is excluded
+        examined = "cluster.gate=true"
+        record = launch(parent / "run", prepared, "max_steps=20", settings=(examined,))
+        ended = record.ended()
+        assert ended.outcome == "failed" and not ended.is_training, record.logs()
+        assert "1 of 2 machines failed the preflight; n2: no answer in" in ended.reason
+        others = (examined, 'cluster.sbatch_args=["--exclude=n2"]')
+        other = launch(parent / "other", prepared, "max_steps=20", settings=others)
+        assert other.ended().outcome == "done", other.logs()
+        assert other.attempts[0].nodes == ["n1", "n3"]
     finally:
         slurm.exec("n2", "umount", str(parent))
 
@@ -197,7 +187,7 @@ def test_a_corpus_is_prepared_in_an_array_and_merged(slurm, corpus, tmp_path):
     of_run += ["tokenizer.vocab_size=120", "validation_fraction=0.25"]
     assert main(["cluster=slurm", "prepare=true", "parts=3", "submit=true", "--", *of_run]) == DONE
     record = LaunchedRun(f"{tmp_path}/data", S3Config())
-    assert record.ended()["outcome"] == "done", record.logs()
+    assert record.ended().outcome == "done", record.logs()
     assert (tmp_path / "data" / "manifest.json").is_file() and record.state.text.endswith(
         "COMPLETED"
     )
@@ -211,9 +201,7 @@ def test_a_corpus_is_prepared_in_an_array_and_merged(slurm, corpus, tmp_path):
     other = LaunchedRun(f"{tmp_path}/other", S3Config())
     # the merge is gone too
     eventually(lambda: status(other).state == "refused" and not other.state.is_active)
-    assert all(
-        "ended with exit code 2" in event.details["reason"] for event in other.of_kind("ended")
-    )
+    assert "ended with exit code 2" in other.ended().reason
 
 
 def test_what_the_site_cannot_give_is_rejected_before_anything_is_written(
@@ -227,7 +215,5 @@ def test_what_the_site_cannot_give_is_rejected_before_anything_is_written(
     )
     assert main(["cluster=slurm", "nodes=4", "submit=true", *of_run]) == REJECTED
     said = capsys.readouterr().err
-    assert (
-        "node configuration is not available" in said and "shows the nodes; ask for fewer" in said
-    )
+    assert "node configuration is not available; `sinfo --summarize` shows" in said
     assert not list(tmp_path.glob("run*")) and not slurm.run("squeue", "--noheader")

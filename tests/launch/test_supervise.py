@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from launched import Launched
 
 from launch import node
 from launch.config import LocalConfig
-from launch.record import Event, History, Record, read_history
+from launch.record import CANCEL, STOP, Attempt, History, Record, Request, Submission
 from launch.slurm.config import SlurmConfig
-from launch.supervise import Decision, StopFile, decide, recording_failure, retry, supervise
-from train.config import InputError, S3Config, Unreachable, check
+from launch.supervise import (
+    Decision,
+    StopFile,
+    conclude,
+    decide,
+    recording_failure,
+    retry,
+    supervise,
+)
+from train.config import InputError, Unreachable, check
 from train.run.command import REJECTED
 from train.run_folder.outcome import STOP_FILE, Outcome, write_outcome
 
 CLUSTER = SlurmConfig(attempts=5)
-FIRST, ASKED = History(faults=1), History(faults=1, stop_asked_unix_s=0.0)
 LIMIT = "the time limit is near"
+SUBMISSION = Submission(2, "fake", 1, 0.0)
+
+
+def tried(outcome: str = "failed", *, saved: bool = False, submission: int = 2, **more) -> Attempt:
+    """An attempt that is over."""
+    given = {"checkpoint": 10 if saved else 0, "ended_unix_s": 1.0, "outcome": outcome, **more}
+    return Attempt(1, submission, ["n1"], "n1:1", 0.0, 0, **given)
+
+
+def history(*attempts: Attempt, asked: str = "") -> History:
+    return History(SUBMISSION, Request(asked, 0.0) if asked else None, list(attempts))
+
+
+FIRST, ASKED = history(tried()), history(tried(), asked=STOP)
 
 
 def decided(ended="", kind="x", *, goes_on=True, history=FIRST, cluster=CLUSTER, **options):
     """What follows an attempt that ended so; an empty outcome is one that was killed with its machine."""
-    outcome = {
-        "outcome": ended,
-        "kind": kind,
-        "reason": "why",
-        "step": 6,
-        "checkpoint": 6,
-        "goes_on": goes_on,
-    }
+    outcome = {"outcome": ended, "kind": kind, "reason": "why", "goes_on": goes_on}
     decision = decide(outcome if ended else {}, history, cluster, exit_code=1, **options)
     assert decision.reason
     return decision
@@ -46,21 +62,15 @@ def decided(ended="", kind="x", *, goes_on=True, history=FIRST, cluster=CLUSTER,
         (["stopped", "stop_file"], {"asked": LIMIT}, ("requeue", "stopped")),
         (["stopped", "max_run_s"], {}, ("end", "stopped")),
         (["stopped", "spot_notice"], {}, ("requeue", "stopped")),
-        (
-            ["stopped", "SIGTERM"],
-            {},
-            ("requeue", "stopped"),
-        ),  # preempted: Slurm signals the tasks alone
+        # Preempted: Slurm signals the tasks alone.
+        (["stopped", "SIGTERM"], {}, ("requeue", "stopped")),
         # A torchrun that is killed: no scheduler is there to requeue the job.
         (["stopped", "SIGTERM"], {"cluster": LocalConfig()}, ("again", "stopped")),
         (["stopped", "spot_notice"], {"cluster": LocalConfig()}, ("requeue", "stopped")),
         ([], {}, ("again", "failed")),
-        ([], {"rejection": "no data"}, ("end", "refused")),  # before the run folder was taken
-        (
-            ["failed"],
-            {"rejection": "no data"},
-            ("end", "refused"),
-        ),  # the outcome is an earlier attempt's
+        # Before the run folder was taken; the outcome may be an earlier attempt's.
+        ([], {"rejection": "no data"}, ("end", "refused")),
+        (["failed"], {"rejection": "no data"}, ("end", "refused")),
         # A stop that was asked for ends even a run that failed, but hides no failure for good.
         (["failed"], {"history": ASKED}, ("end", "stopped")),
         (["failed"], {"history": ASKED, "goes_on": False}, ("end", "failed")),
@@ -71,64 +81,36 @@ def test_what_follows_an_attempt(attempt, options, expected):
     assert (decision.next, decision.outcome) == expected
 
 
-def event(kind, **details):
-    return Event(kind, 0.0, "n1", details)
-
-
-def test_a_rejection_counts_for_its_own_attempt_alone():
-    begun = [event("attempt_began", number=number) for number in (1, 2)]
-    history = read_history([*begun, event("refused", attempt="attempt_0001", reason="too late")])
-    assert history.attempts[1].reason == ""
-    history.add(event("refused", attempt="attempt_0002", reason="no data"))
-    assert history.attempts[1].reason == "no data"
-
-
 @pytest.mark.parametrize("kind", ["failed", "stopped"])
 @pytest.mark.parametrize(
-    ("limit", "history"),
-    [("cluster.attempts", History(faults=5)), ("nothing new", History(faults=3, idle=2))],
+    ("limit", "attempts"),
+    [("cluster.attempts", [tried(saved=True)] * 5), ("nothing new", [tried()] * 2)],
 )
-def test_a_job_gives_up(kind, limit, history):
-    decision = decided(kind, history=history, asked=LIMIT)
+def test_a_job_gives_up(kind, limit, attempts):
+    decision = decided(kind, history=history(*attempts), asked=LIMIT)
     assert (decision.next, decision.outcome) == ("end", "failed") and limit in decision.reason
 
 
-BEGAN, SUBMITTING, REQUEUED = event("attempt_began"), event("submitting"), event("requeued")
-IDLE = event("attempt_ended", made_progress=False, outcome="failed")
-BUSY = event("attempt_ended", made_progress=True, outcome="failed")
-STOPPED = event("attempt_ended", made_progress=True, outcome="stopped")
-
-
 @pytest.mark.parametrize(
-    ("events", "faults", "idle"),
+    ("attempts", "faults", "idle"),
     [
-        (
-            [BEGAN, IDLE, event("stop_asked"), SUBMITTING, BEGAN, BUSY, BEGAN, IDLE, BEGAN, IDLE],
-            3,
-            2,
-        ),
-        ([BEGAN, BUSY, BEGAN, IDLE, BEGAN, BUSY], 3, 0),
-        ([BEGAN, STOPPED, REQUEUED] * 30, 0, 0),  # a chain of time limits, each with something new
-        ([event("attempt_began", checkpoint=step) for step in (0, 20)], 1, 0),
-        (
-            [event("attempt_began", checkpoint=step) for step in (0, 20, 20, 20)],
-            3,
-            2,
-        ),  # lost with their nodes
-        ([REQUEUED, REQUEUED], 2, 2),  # the preflight alone was run, twice
-        ([BEGAN, BUSY, REQUEUED, BEGAN, BUSY, REQUEUED], 2, 0),
+        ([tried(submission=1), tried(saved=True), tried(), tried()], 3, 2),  # of this submission
+        ([tried(saved=True), tried(), tried(saved=True)], 3, 0),
+        # A chain of time limits, each with something new.
+        ([tried("stopped", saved=True)] * 30, 0, 0),
+        ([tried(), tried(never_began=True)], 2, 1),  # which says nothing of the run
+        ([tried(), tried(ended_unix_s=None)], 1, 1),  # the last one still runs
     ],
 )
-def test_attempts_of_a_submission_are_counted(events, faults, idle):
-    history = read_history([SUBMITTING, *events])
-    assert (history.faults, history.idle, history.is_stop_asked) == (faults, idle, False)
-    assert read_history([SUBMITTING, *events, event("cancelled")]).is_stop_asked
+def test_attempts_of_a_submission_are_counted(attempts, faults, idle):
+    seen = history(*attempts)
+    assert (seen.faults, seen.idle, seen.is_stop_asked) == (faults, idle, False)
 
 
 @pytest.fixture
 def record(monkeypatch, tmp_path) -> Record:
     monkeypatch.setattr("launch.supervise.PAUSE_S", 0.0)
-    return Record(str(tmp_path / "run"), S3Config())
+    return Launched(str(tmp_path / "run"), None).submit().record
 
 
 def test_what_ends_the_launcher_is_in_the_record(record):
@@ -139,6 +121,15 @@ def test_what_ends_the_launcher_is_in_the_record(record):
         "failed",
         "the launcher failed: no such node",
     )
+
+
+def test_an_end_is_in_the_last_attempt_and_a_requeue_never_in_one_that_is_over(record):
+    conclude(record, Decision("requeue", "failed", "a machine was lost before it began"))
+    conclude(record, Decision("requeue", "failed", "once more"))
+    conclude(record, Decision("end", "stopped", "time is up"))
+    seen = record.history()
+    assert [each.next for each in seen.attempts] == ["requeue", "end"]
+    assert seen.ended is not None and seen.ended.reason == "time is up"
 
 
 def test_a_service_that_does_not_answer_is_asked_again(monkeypatch):
@@ -165,30 +156,47 @@ def end(record: Record, kind: str, step: int, number: int) -> None:
 
 
 def supervised(
-    record: Record, *endings: tuple[str, int] | None, stop: StopFile | None = None
+    record: Record,
+    *endings: tuple[str, int] | None,
+    stop: StopFile | None = None,
+    examine: Callable[[], str] | None = None,
 ) -> Decision:
     """What comes of a run whose attempts end so; None: an attempt that leaves nothing."""
     rest = iter(endings)
 
     def attempt(number: int) -> int:
         assert record.run.size(STOP_FILE) is None
+        running = record.history().running_attempt
+        assert running is not None and running.is_training and running.number == number
         if ending := next(rest):
             end(record, *ending, number)
         return 1
 
-    return supervise(record, CLUSTER, attempt, nodes=["n1"], stop=stop or StopFile(record))
+    stop = stop or StopFile(record)
+    return supervise(record, CLUSTER, attempt, nodes=["n1"], stop=stop, examine=examine)
 
 
 def test_attempts_are_made_until_the_run_is_done(record):
     record.run.write(STOP_FILE, b"")  # of a job that was killed
-    decision = supervised(record, ("failed", 3), ("failed", 6), ("done", 9))
-    assert (decision.outcome, decision.reason) == ("done", "attempt 3")
-    assert [event.kind for event in record.events()] == ["attempt_began", "attempt_ended"] * 3
-    assert [event.details["next"] for event in record.events()[1::2]] == ["again", "again", "end"]
+    examined = []
+    decision = supervised(
+        record, ("failed", 3), ("failed", 6), ("done", 9), examine=lambda: examined.append(1) or ""
+    )
+    assert (decision.outcome, decision.reason, len(examined)) == ("done", "attempt 3", 1)
+    attempts = record.history().attempts
+    assert [each.next for each in attempts] == ["again", "again", "end"]
+    assert [(each.begun_at, each.checkpoint) for each in attempts] == [(0, 3), (3, 6), (6, 9)]
 
 
-def test_a_run_that_the_user_stopped_is_not_begun_again(record):
-    record.append_event("stop_asked")
+def test_machines_that_fail_the_preflight_do_not_train(record):
+    decision = supervised(record, examine=lambda: "n2: no driver")
+    assert (decision.next, decision.reason) == ("end", "n2: no driver")
+    assert not record.history().attempts[0].is_training
+
+
+@pytest.mark.parametrize("what", [STOP, CANCEL])
+def test_a_run_that_the_user_stopped_is_not_begun_again(record, what):
+    record.ask(what)
     assert supervised(record).outcome == "stopped"
 
 
@@ -205,6 +213,7 @@ def test_what_a_node_rejects_is_not_tried_again(record, fake_scheduler):
     )
     assert codes == [REJECTED] and decision.outcome == "refused"
     assert "the code bundle does not match its checksum" in decision.reason
+    assert record.rejection(2) == ""  # it counts for its own attempt alone
 
 
 def test_an_outcome_of_an_earlier_attempt_is_not_this_ones(record):
@@ -214,12 +223,11 @@ def test_an_outcome_of_an_earlier_attempt_is_not_this_ones(record):
 
 
 def test_machines_that_are_lost_again_and_again_end_the_job(record):
-    for number in (1, 2):  # each left no end
-        record.append_event("attempt_began", number=number, checkpoint=0)
-    decision = supervised(record)
-    assert (
-        decision.outcome == "failed" and "2 attempts in a row saved nothing new" in decision.reason
-    )
+    record.begin(["n1"], 0)  # its supervisor was lost with its machine
+    assert supervised(record, None).next == "end"
+    lost, last = record.history().attempts
+    assert lost.is_over and "its machine was lost" in lost.reason
+    assert "2 attempts in a row saved nothing new" in last.reason
 
 
 def test_a_request_waits_until_the_trainer_has_its_folder(record, tmp_path):
@@ -227,11 +235,11 @@ def test_a_request_waits_until_the_trainer_has_its_folder(record, tmp_path):
     stop.ask("the time limit is near")
     stop.ask("SIGTERM from Slurm")
     stop.write()
-    assert not (
-        tmp_path / "run"
-    ).exists()  # the trainer would reject a folder that holds only STOP
+    # The trainer would reject a folder that holds only STOP.
+    assert not (tmp_path / "run").exists()
     record.run.write("environment.json", b"{}")
     stop.write()
     assert record.run.size(STOP_FILE) == 0 and stop.reason == "the time limit is near"
-    decision = supervised(record, stop=stop)  # no attempt begins after a request
-    assert (decision.next, decision.outcome) == ("requeue", "stopped") and not record.events()
+    decision = supervised(record, stop=stop)  # no attempt trains after a request
+    assert (decision.next, decision.outcome) == ("requeue", "stopped")
+    assert record.history().idle == 0

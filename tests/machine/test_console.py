@@ -1,6 +1,5 @@
 """What leaves a program as text: lines that nobody else can forge, without secrets."""
 
-import io
 import json
 import os
 import subprocess
@@ -8,11 +7,8 @@ import sys
 
 import pytest
 from running import ROOT
-from tqdm import tqdm
 
-from train.config import S3Config
-from train.machine.console import Console, strip_variables, visible
-from train.storage.s3_session import open_session
+from train.machine.console import strip_variables, visible
 from train.tasks.finetune import json_lines
 
 HOSTILE = [
@@ -77,20 +73,6 @@ def test_no_foreign_text_moves_or_begins_a_line(tmp_path):
             assert shown.count(sign) >= (1 if char == "\n" else times + last), ascii(char)
 
 
-def test_what_is_ours_still_moves_the_cursor(monkeypatch):
-    stream = io.StringIO()
-    out = Console(stream, drops=False)
-    for _ in tqdm(range(2), desc="a\x1b[2Jb", file=out, mininterval=0, position=1):
-        pass
-    assert (
-        "\r" in stream.getvalue()
-        and "\x1b[A" in stream.getvalue()
-        and "\x1b[2J" not in stream.getvalue()
-    )
-    out.write("a\tb\nc\n")
-    assert stream.getvalue().endswith("a\tb\nc\n")
-
-
 @pytest.mark.parametrize(
     "name",
     ["AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "HF_TOKEN", "WANDB_API_KEY", "X_PASSWORD"],
@@ -108,13 +90,6 @@ def test_no_form_of_a_secret_is_shown(name, monkeypatch):
     monkeypatch.setenv(name, "short")
     strip_variables()
     assert visible("a short text") == "a short text"
-
-
-def test_a_notebook_asks_s3_without_line_ends_in_its_secrets(monkeypatch, capsys):
-    monkeypatch.setenv("AWS_SESSION_TOKEN", f"{SECRET}\r")
-    open_session(S3Config())
-    assert os.environ["AWS_SESSION_TOKEN"] == SECRET
-    assert "warning: AWS_SESSION_TOKEN: blanks or line ends" in capsys.readouterr().err
 
 
 def test_lines_of_predictions_move_no_cursor():

@@ -4,7 +4,7 @@ import pytest
 
 from launch.plan import environment
 from train.config import TrainConfig
-from train.machine import machine, rank_setup
+from train.machine import neuron, rank_setup
 from train.machine.launched import Launched
 from train.run import compose as cli
 
@@ -25,13 +25,13 @@ def test_nothing_that_a_run_sets_itself_is_set_to_something_else(tmp_path, monke
     launch = Launched(0, 64, 0, 32, master_addr="192.0.2.1")
     monkeypatch.setattr(rank_setup, "SYSFS", tmp_path)
     runs = rank_setup.rank_environment({}, launch, forks=True)
-    runs |= machine.neuron_environment(
+    runs |= neuron.neuron_environment(
         {"MASTER_ADDR": "10.0.0.4"}, nodes=2, stochastic_rounding=False
     )
     assert {name: ours[name] for name in set(ours) & set(runs)} == {
         name: runs[name] for name in set(ours) & set(runs)
     }
-    assert not machine.bad_knobs(ours)
+    assert not neuron.bad_knobs(ours)
 
 
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -47,7 +47,7 @@ NEURON = {"MALLOC_ARENA_MAX": "64", "OMP_NUM_THREADS": "4"}
         ("trn1.2xlarge", 1, 99, NEURON | {"OMP_NUM_THREADS": "1"}),
         ("trn1.32xlarge", 16, 32, NEURON | {"FI_PROVIDER": "efa"}),
         ("p4d.24xlarge", 2, 8, ALLOCATOR | {"FI_PROVIDER": "efa", "OMP_NUM_THREADS": "12"}),
-        ("p3.16xlarge", 2, 8, ALLOCATOR | {"OMP_NUM_THREADS": "8"}),  # no EFA
+        ("g5.xlarge", 2, 1, ALLOCATOR | {"OMP_NUM_THREADS": "4"}),  # no EFA
     ],
 )
 def test_a_job_gets_what_its_machines_need(

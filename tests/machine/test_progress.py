@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import io
-import os
-import sys
-
 import pytest
-from running import eventually, prepare_config
+from running import eventually
 
 from train.machine import progress
 from train.machine.progress import Phase
-from train.tools import prepare
 
 
 @pytest.fixture
@@ -46,27 +41,3 @@ def test_nothing_is_said_of_short_work_nor_by_other_ranks(capsys, monkeypatch) -
         with progress.reported(speaks=speaks):
             pass
     assert capsys.readouterr().err == ""
-
-
-def test_standard_error_that_is_closed_stops_no_work(
-    soon: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    closed, writes = io.StringIO(), []
-    # an OSError
-    monkeypatch.setattr(closed, "write", lambda text: writes.append(text) or os.close(-1))
-    monkeypatch.setattr(sys, "stderr", closed)
-    with progress.reported():
-        eventually(lambda: len(writes) > 2)
-
-
-def test_a_preparation_reports_each_of_its_stages(corpus, tmp_path, monkeypatch) -> None:
-    begun: list[Phase] = []
-    monkeypatch.setattr(progress, "begin", begun.append)
-    assert prepare.run(prepare_config(tmp_path / "out", corpus)) == 0
-    names = [phase.name for phase in begun]
-    assert names[0] == "looking for corpus=text" and names[-1] == "writing the manifest"
-    assert {
-        "reading text for the tokenizer",
-        "training the tokenizer",
-        "tokenising and packing",
-    } < set(names)

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 
-import pytest
 from running import ROOT, train_overrides
 
 # Prints, after each step, how many threads of the process are none of Python's, and the size of the training's team.
@@ -21,26 +20,6 @@ NATIVE = """if True:
 """
 SAVING = ["backend=ddp", "checkpoint.every=1", "eval_every=2", "max_steps=4", "data.num_workers=1"]
 LARGE = "model.intermediate_size=2048"  # tensors that are worth a team
-
-
-@pytest.mark.parametrize(("given", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
-def test_idle_threads_of_a_command_soon_leave_the_processor(given, spins, tmp_path):
-    free = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-    }
-    words = [
-        sys.executable,
-        "-m",
-        "train",
-        f"run_dir={tmp_path}/run",
-        f"data.path={tmp_path}/none",
-    ]
-    words += ["max_steps=1", "micro_batch_size=1"]
-    env = {**free, "OMP_DISPLAY_ENV": "verbose", **given}
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr  # as libgomp read it
 
 
 def test_a_run_that_saves_and_evaluates_has_one_team(tmp_path, prepared):

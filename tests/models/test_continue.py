@@ -10,9 +10,7 @@ from running import lines, prepare_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoConfig,
-    AutoModel,
     AutoModelForMaskedLM,
-    AutoTokenizer,
     PreTrainedTokenizerFast,
 )
 
@@ -128,48 +126,3 @@ def test_a_published_model_learns_on(published, tmp_path, architecture):
     other = published["bert" if architecture == "roberta" else "roberta"] / "data"
     says = f"prepare .* with tokenizer.pretrained={folder / 'model'}"
     rejects(says, train_with, recipe(name, tmp_path / "other", other, *given))
-
-
-def test_a_checkpoint_without_a_head_says_what_is_new(published, tmp_path, capsys):
-    folder = published["bert"]
-    source = AutoModel.from_pretrained(folder / "model")
-    source.save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(folder / "model").save_pretrained(tmp_path / "model")
-    train_with(
-        recipe(
-            "bert_continue",
-            tmp_path / "run",
-            folder / "data",
-            f"model.pretrained={tmp_path / 'model'}",
-        )
-    )
-    assert "(randomly initialised: cls.predictions" in capsys.readouterr().err
-
-
-def test_modernbert_from_scratch_rises_stays_and_falls(published, tmp_path):
-    tiny = [
-        "model.hidden_size=32",
-        "model.intermediate_size=64",
-        "model.num_layers=2",
-        "model.num_heads=2",
-    ]
-    given = [
-        *tiny,
-        "seq_len=null",
-        "max_steps=10",
-        "optim.warmup_steps=2",
-        "optim.decay_fraction=0.5",
-    ]
-    train_with(
-        recipe("modernbert_pretrain", tmp_path / "run", published["modernbert"] / "data", *given)
-    )
-    found = lines(tmp_path / "run", "train")
-    rates = [line["lr"] / 8e-4 for line in found]
-    assert rates == pytest.approx(
-        [0.5, *[1] * 5, *[1 - (done / 5) ** 0.5 for done in range(1, 5)]]
-    )
-    assert found[-1]["loss"] < found[0]["loss"]
-    assert (
-        json.loads((tmp_path / "run/export/config.json").read_text())["max_position_embeddings"]
-        == 8192
-    )

@@ -1,15 +1,12 @@
 """Heads for labels and spans: padding is not seen, on CPU and XLA; checkpoints load or are rejected."""
 
 import json
-import logging
 import shutil
 
 import pytest
 import torch
 from rejections import rejects
-from running import train_config
 from safetensors.torch import load_file, save_file
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoConfig,
@@ -19,12 +16,10 @@ from transformers import (
 )
 
 from train.config import BackendConfig, HeadSize, InputError, ModelConfig
-from train.machine import machine
 from train.models import encoder
 from train.models.encoder import build_masked_lm
 from train.models.heads import build_with_head, logits_of
 from train.models.network import READING_PADDING
-from train.parallel.backends import check_attention
 from train.parallel.ddp import DDP
 from train.parallel.guards import watch_masks
 from train.storage.model_folder import ENCODERS
@@ -256,40 +251,6 @@ def test_on_cpus_in_bf16_attention_is_by_products_with_the_same_gradients_but_no
         assert model.network.config._attn_implementation == way
 
 
-@pytest.mark.parametrize(
-    "architecture", ["albert", "bert", "distilbert", "electra", "roberta", "modernbert"]
-)
-def test_eager_attention_is_that_of_sdpa_with_padding_too(architecture):
-    results = {}
-    for way in ("auto", "sdpa", "eager"):
-        model = build("label", sizes(architecture, attention=way))
-        assert model.network.config._attn_implementation == ("eager" if way == "eager" else "sdpa")
-        results[way] = outcome(model, batch())
-    assert torch.equal(results["auto"][0], results["sdpa"][0])
-    torch.testing.assert_close(results["eager"], results["auto"], rtol=1e-4, atol=1e-4)
-
-
-def test_flash_attention_needs_its_package_and_16_bits_and_gets_plain_masks(
-    monkeypatch, prepared, tmp_path
-):
-    """Not run on hardware."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    given = ["backend.device=cuda", "model.attention=flash_attention_2"]
-    cfg = train_config(tmp_path, prepared, *given)
-    rejects(
-        "model.attention=flash_attention_2 needs its package: pip install flash-attn",
-        check_attention,
-        cfg,
-    )
-    monkeypatch.setattr(machine, "installed_versions", lambda name: {name: "2.8.3"})
-    rejects("needs backend.precision=bf16 or fp16; here it is fp32", check_attention, cfg)
-    check_attention(train_config(tmp_path, prepared, *given, "backend.precision=bf16"))
-    model, (_, real, _) = build("label", sizes()), batch()
-    assert model.mask(real).ndim == 4
-    model.attention = "flash_attention_2"
-    assert model.mask(real) is real
-
-
 def outcome(model, inputs, compute=lambda: None):
     """Logits and gradients of a weighted sum, by name."""
     model.zero_grad()
@@ -301,22 +262,6 @@ def outcome(model, inputs, compute=lambda: None):
     return logits.detach().cpu(), {
         n: p.grad.cpu().clone() for n, p in model.named_parameters() if p.grad is not None
     }
-
-
-@pytest.mark.parametrize("architecture", ["albert", "bert", "distilbert"])
-def test_recomputed_layers_have_the_same_gradients_behind_a_mask(architecture):
-    model = build("span", sizes(architecture, **NO_DROPOUT)).train()
-    wanted = outcome(model, batch())
-    calls = []
-
-    def counted(function, *args):
-        calls.append(args)
-        return checkpoint(function, *args, use_reentrant=False)
-
-    model.recompute_layers(counted)
-    assert len(wanted[1]) > 10
-    torch.testing.assert_close(outcome(model, batch()), wanted, rtol=1e-6, atol=1e-6)
-    assert len(calls) == 2
 
 
 @pytest.mark.parametrize(
@@ -362,30 +307,6 @@ def test_continued_pretraining_says_that_it_drops_the_pooler_and_has_dropout(lab
     assert log.messages[0].endswith("not used by this model: bert.pooler.dense, classifier)")
 
 
-def test_an_encoder_of_our_own_gets_a_new_head_and_says_so(
-    encoder_folder, log, capfd, monkeypatch
-):
-    # which a run of another test has left
-    monkeypatch.setattr(logging.getLogger("train"), "handlers", [])
-    model = build("label", ModelConfig(pretrained=str(encoder_folder)), sharp=False)
-    new, unused = "randomly initialised: bert.pooler.dense, classifier", "cls.predictions"
-    assert log.messages == [f"loaded {encoder_folder} ({new}; not used by this model: {unused})"]
-    assert capfd.readouterr() == ("", "")  # transformers' own tables
-    theirs = load_file(encoder_folder / "model.safetensors")
-    for name, parameter in model.network.named_parameters():
-        if name in theirs:
-            assert torch.equal(parameter, theirs[name])
-    new = {name for name, _ in model.network.named_parameters()} - set(theirs)
-    named = dict(model.network.named_parameters())
-    assert {id(p) for p in model.head_parameters()} == {id(named[name]) for name in new} and len(
-        new
-    ) == 4
-    assert all(
-        parameter.dtype == torch.float32 and parameter.any()
-        for parameter in model.head_parameters()[::2]
-    )
-
-
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize(
     "architecture", ["albert", "bert", "deberta-v2", "distilbert", "electra", "roberta"]
@@ -400,16 +321,6 @@ def test_all_parameters_are_learnt_and_the_head_is_what_is_not_the_encoder(archi
         result == {id(parameter) for parameter in model.parameters()} - encoder
         and len(result) >= 2
     )
-
-
-def test_labels_are_in_the_export_and_a_checkpoint_of_them_is_taken(labelled_folder, log):
-    config = json.loads((labelled_folder / "config.json").read_text())
-    assert config["id2label"] == {"0": "bad", "1": "so so", "2": "good"}
-    assert config["label2id"] == {"bad": 0, "so so": 1, "good": 2}
-    log.clear()
-    model = build("label", ModelConfig(pretrained=str(labelled_folder)), sharp=False)
-    assert not log.messages
-    torch.testing.assert_close(model(*batch()), build("label", sizes())(*batch()))
 
 
 @pytest.mark.parametrize(
@@ -469,12 +380,6 @@ def test_labels_without_names_are_those_of_the_data(labelled_folder, tmp_path, l
         InputError, match="the labels LABEL_0, LABEL_1, LABEL_2, but the data has a, b"
     ):
         build("label", ModelConfig(pretrained=str(tmp_path)), labels=["a", "b"])
-
-
-def test_a_classifier_becomes_a_span_reader(labelled_folder):
-    model = build("span", ModelConfig(pretrained=str(labelled_folder)))
-    assert model(*batch()).shape == (3, S, 2)
-    assert len(model.head_parameters()) == 2
 
 
 NORM = "bert.embeddings.LayerNorm.bias"
@@ -561,23 +466,6 @@ def test_a_checkpoint_that_does_not_hold_the_encoder_is_rejected(
     rejects(says, build, "label", changed(encoder_folder, tmp_path, change))
 
 
-@pytest.mark.parametrize("change", [dict, bare])
-def test_buffers_and_heads_may_remain_unread(encoder_folder, tmp_path, change):
-    inside = [
-        "bert.embeddings.position_ids",
-        "bert.pooler.extra.weight",
-        "bert.rotary_emb.inv_freq",
-    ]
-    heads = ["cls.seq_relationship.weight", "lm_head.dense.weight"]
-
-    def more(weights):
-        weights = change(weights | {name: torch.zeros(7) for name in inside})
-        return weights | {name: torch.zeros(7) for name in heads}
-
-    cfg = changed(encoder_folder, tmp_path, more)
-    build("label", cfg)
-
-
 def test_sizes_that_do_not_fit_are_rejected(encoder_folder):
     hint = "raise model.max_positions, or set seq_len=11 or less"
     for head, cfg, message in (
@@ -640,19 +528,6 @@ def test_weights_that_cannot_be_read_are_one_line(encoder_folder, tmp_path, cont
     rejects(says, build, "label", ModelConfig(pretrained=str(tmp_path)))
 
 
-def test_dropout_that_is_set_is_that_of_the_head_too():
-    assert build("label", sizes("albert", hidden_dropout=0.0)).network.dropout.p == 0.0
-    assert build("label", sizes("albert")).network.dropout.p == 0.1  # ALBERT's own
-    config = build(
-        "label", sizes("distilbert", hidden_dropout=0.3, attention_dropout=0.2)
-    ).network.config
-    assert (config.dropout, config.attention_dropout, config.seq_classif_dropout) == (
-        0.3,
-        0.2,
-        0.3,
-    )
-
-
 def without_gradient(model):
     outcome(model.train(), batch())
     return {name for name, parameter in model.named_parameters() if parameter.grad is None}
@@ -672,18 +547,6 @@ def test_frozen_layers_get_no_gradient_and_keep_their_dropout(architecture):
     assert all(
         module.training for module in model.modules() if isinstance(module, torch.nn.Dropout)
     )
-
-
-def test_embeddings_alone_and_the_whole_encoder_can_be_frozen():
-    model = build("label", sizes("albert", freeze_embeddings=True))
-    frozen = without_gradient(model)
-    assert (
-        frozen == {n for n, _ in model.named_parameters() if ".embeddings." in n}
-        and len(frozen) == 5
-    )
-    whole = build("label", sizes("roberta", freeze_layers=2))
-    trained = {id(parameter) for parameter in whole.parameters() if parameter.requires_grad}
-    assert trained == {id(parameter) for parameter in whole.head_parameters()}
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,22 @@
 """Precisions of GPUs, and their clock. fp16 runs on the CPU as well, which is how its scaled losses are tested."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 from forks import DEVICE
 from rejections import rejects
-from toy import NAN
 from toy import toy as toy
 
-from train.config import BackendConfig, InstanceConfig, ModelConfig, NeuronConfig, XLAConfig
+from train.config import BackendConfig, ModelConfig, NeuronConfig, XLAConfig
 from train.models.encoder import build_masked_lm
 from train.models.network import is_norm
-from train.parallel.ddp import DDP, CudaWork
+from train.parallel.ddp import DDP
 from train.parallel.precision import check_precision
 from train.run import checkpoint_manager
-from train.tasks.mlm.task import loss_sum
+from train.tasks.mlm import loss_sum
 
 FP16 = BackendConfig(device=DEVICE, precision="fp16")
-NARROW = BackendConfig(device=DEVICE, precision="fp32", norms="bf16")
 # a factor of the toy's losses with which no gradient overflows at the first scale, 65536
 SMALL = 2.0**-10
 
@@ -138,10 +135,6 @@ def test_joined_projections_compute_what_three_products_do(architecture):
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
-def test_norms_in_bf16_need_the_precision(toy):
-    rejects("backend.norms=bf16 needs backend.precision=bf16; here it is fp32", DDP, NARROW)
-
-
 def test_an_overflow_is_skipped_and_halves_the_scale_and_is_no_sign_of_a_broken_run(
     toy, monkeypatch
 ):
@@ -154,17 +147,6 @@ def test_an_overflow_is_skipped_and_halves_the_scale_and_is_no_sign_of_a_broken_
     ]
     assert toy.weights(2) == toy.weights(5) != toy.weights(6)
     assert len(toy.faults()) == 3 and all("skipped steps: 1;" in fault for fault in toy.faults())
-
-
-def test_gradients_that_no_scale_makes_finite_are_those_of_a_broken_run(toy, monkeypatch):
-    monkeypatch.setattr(checkpoint_manager, "MAX_ROLLBACKS", 0)
-    toy.scale = lambda call: NAN if call > 4 else SMALL
-    with pytest.raises(
-        FloatingPointError, match="3 steps in a row had no finite gradient, up to step 23"
-    ):
-        toy.train(max_steps=50, eval_every=None, backend=FP16)
-    # From 65536 to 1 in 16 steps, then three that the scale does not excuse.
-    assert toy.values("train", "loss_scale")[-4:] == [1.0, 0.5, 0.25, 0.125]
 
 
 def test_a_run_that_was_stopped_goes_on_with_its_scale_bit_for_bit(toy):
@@ -189,13 +171,6 @@ def test_a_run_that_was_stopped_goes_on_with_its_scale_bit_for_bit(toy):
 
 def killed():
     raise RuntimeError("killed")
-
-
-def test_a_checkpoint_without_a_scale_goes_on_in_fp16_and_back(toy):
-    for precision, steps in (("fp32", 3), ("fp16", 6), ("fp32", 9)):
-        toy.train(max_steps=steps, backend=BackendConfig(device=DEVICE, precision=precision))
-    assert [line["step"] for line in toy.lines("train") if "loss_scale" in line] == [4, 5, 6]
-    assert all(map(math.isfinite, toy.weights(9)))
 
 
 @pytest.fixture
@@ -245,51 +220,6 @@ def test_tf32_is_for_those_who_name_it_and_rejected_where_there_is_none(cuda):
         DDP,
         BackendConfig(device="cuda", precision="tf32"),
     )
-
-
-class Event:
-    """CUDA events, each recorded 2 s after the one before, which the device reaches in this order, if waited for."""
-
-    recorded = reached = 0
-
-    def __init__(self, *, enable_timing):
-        pass
-
-    def record(self):
-        Event.recorded += 1
-        self.number = Event.recorded
-
-    def synchronize(self):
-        Event.reached = max(Event.reached, self.number)
-
-    def elapsed_time(self, end):
-        if end.number > Event.reached:
-            raise RuntimeError("Both events must be completed before calculating elapsed time.")
-        return 2000 * (end.number - self.number)
-
-
-def test_work_is_timed_though_the_device_is_behind(monkeypatch):
-    """Seen on an H100 that was busy: the step of a log line ended with this error."""
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    work = CudaWork()
-    assert work.take_s() == 0
-    for _ in range(2):
-        with work.timed():
-            pass
-    assert (work.take_s(), work.take_s()) == (4, 0)
-
-
-def test_the_peak_of_tf32_is_half_of_that_of_bf16():
-    instance = InstanceConfig(device_tflops_bf16=312, device_tflops_fp32=19.5)
-    peaks = {name: instance.peak_flops_per_s(name) for name in ("fp32", "tf32", "bf16", "fp16")}
-    # the A100's data sheet
-    assert peaks == {
-        "fp32": 19.5e12,
-        "tf32": 156e12,
-        "bf16": 312e12,
-        "fp16": 312e12,
-    }
-    assert InstanceConfig(device_tflops_fp32=19.5).peak_flops_per_s("tf32") is None
 
 
 def test_deterministic_kernels_are_for_one_run_on_a_gpu(cuda):

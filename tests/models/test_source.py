@@ -16,7 +16,6 @@ from transformers import AutoModelForMaskedLM, CanineTokenizer
 from train.config import ModelConfig, S3Config
 from train.models.encoder import build_masked_lm
 from train.models.heads import build_with_head
-from train.models.pretrained import read_model_config
 from train.models.source import resolved, task_tokenizer
 
 LOCAL = S3Config()
@@ -39,32 +38,26 @@ def folder(tmp_path_factory):
     return write_tokenizer(path)
 
 
-def test_the_ends_of_a_text_are_the_missing_special_tokens(tmp_path):
+@pytest.mark.parametrize(
+    ("single", "lacking"),
+    [("<s> $A </s>", None), ("<s> $A", "sep_token"), ("$A </s>", "cls_token")],
+)
+def test_the_ends_of_a_text_are_the_missing_special_tokens(tmp_path, single, lacking):
     """As in EuroBERT's tokenizer, which has bos and eos only, if its post-processor puts them there."""
-    tokenizer = word_tokenizer(
-        WORDS, cls_token=None, sep_token=None, bos_token="<s>", eos_token="</s>"
+    special = {"cls_token": None, "sep_token": None, "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = word_tokenizer(WORDS, **special)
+    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=single, pair=f"{single} $B </s>", special_tokens=ids
     )
+    tokenizer.save_pretrained(tmp_path)
     cfg = ModelConfig(tokenizer=str(tmp_path))
-    for single, lacking in (
-        ("<s> $A </s>", None),
-        ("<s> $A", "sep_token"),
-        ("$A </s>", "cls_token"),
-    ):
-        ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
-        template = processors.TemplateProcessing(
-            single=single, pair=f"{single} $B </s>", special_tokens=ids
-        )
-        tokenizer.backend_tokenizer.post_processor = template
-        tokenizer.save_pretrained(tmp_path)
-        if lacking is None:
-            made = task_tokenizer(cfg)
-            assert (made.cls_token, made.sep_token) == ("<s>", "</s>")
-        else:
-            rejects(
-                f"has no {lacking}, .*; name one of its tokens in its tokenizer_config.json",
-                task_tokenizer,
-                cfg,
-            )
+    if lacking is None:
+        made = task_tokenizer(cfg)
+        assert (made.cls_token, made.sep_token) == ("<s>", "</s>")
+    else:
+        says = f"has no {lacking}, .*; name one of its tokens in its tokenizer_config.json"
+        rejects(says, task_tokenizer, cfg)
 
 
 def from_run(path, **changes):
@@ -88,36 +81,27 @@ def test_what_is_there_already_stays_as_it_is(folder, tmp_path):
 def test_the_parent_of_models_names_them(key, folder, tmp_path):
     for name in ("one", "deeper/two"):
         shutil.copytree(folder, tmp_path / name)
-    says = f"{tmp_path} .*; there are models in one, deeper/two: name one"
     cfg = ModelConfig(**{key: str(tmp_path)})
+    says = f"{tmp_path} .*; there are models in one, deeper/two: name one"
     rejects(says, lambda: task_tokenizer(resolved(cfg, LOCAL, tmp_path / "cache")))
-    rejects(f"no config.json{says[len(str(tmp_path)) + 3 :]}", read_model_config, str(tmp_path))
 
 
 def test_a_run_gives_its_export(finished, tmp_path):
-    cfg = resolved(from_run(finished), LOCAL, tmp_path)
-    assert cfg == ModelConfig(pretrained=f"{finished}/export", tokenizer=f"{finished}/export")
-    vocab = len(task_tokenizer(cfg))
-    model = build_with_head(
-        "SequenceClassification", cfg, labels=["a", "b"], vocab_size=vocab, pad_id=0, seq_len=32
-    )
-    pretrained = AutoModelForMaskedLM.from_pretrained(finished / "export")
-    assert model.network.albert.embeddings.word_embeddings.weight.equal(
-        pretrained.get_input_embeddings().weight
-    )
+    cfg, export = resolved(from_run(finished), LOCAL, tmp_path), f"{finished}/export"
+    assert cfg == ModelConfig(pretrained=export, tokenizer=export)
+    sizes = {"vocab_size": len(task_tokenizer(cfg)), "pad_id": 0, "seq_len": 32}
+    model = build_with_head("SequenceClassification", cfg, labels=["a", "b"], **sizes)
+    wanted = AutoModelForMaskedLM.from_pretrained(export).get_input_embeddings().weight
+    assert model.network.albert.embeddings.word_embeddings.weight.equal(wanted)
     alone = resolved(ModelConfig(architecture="bert", tokenizer=str(finished)), LOCAL, tmp_path)
-    assert (alone.pretrained, alone.tokenizer) == (None, f"{finished}/export")
+    assert (alone.pretrained, alone.tokenizer) == (None, export)
 
 
 def test_a_run_without_an_export_gives_its_checkpoint(finished, tmp_path, monkeypatch):
     copy = tmp_path / "run"
     shutil.copytree(finished, copy, ignore=shutil.ignore_patterns("export"))
-    for name, value in {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "1",
-        "MASTER_ADDR": "nowhere",
-    }.items():
+    rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "nowhere"}
+    for name, value in rank.items():
         monkeypatch.setenv(name, value)  # the export is no rank, and waits for nobody
     started, run_it = [], subprocess.run
 
@@ -129,16 +113,13 @@ def test_a_run_without_an_export_gives_its_checkpoint(finished, tmp_path, monkey
     cfg = resolved(from_run(copy), LOCAL, tmp_path / "cache")
     # the same code, not what is installed
     assert started[0]["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
-    assert cfg.pretrained == cfg.tokenizer and cfg.pretrained.startswith(
-        str(tmp_path / "cache/models/")
-    )
+    assert cfg.pretrained == cfg.tokenizer
+    assert cfg.pretrained.startswith(str(tmp_path / "cache/models/"))
     result, wanted = (
-        AutoModelForMaskedLM.from_pretrained(where)
+        AutoModelForMaskedLM.from_pretrained(where).state_dict()
         for where in (cfg.pretrained, finished / "export")
     )
-    assert all(
-        tensor.equal(wanted.state_dict()[name]) for name, tensor in result.state_dict().items()
-    )
+    assert all(tensor.equal(wanted[name]) for name, tensor in result.items())
     assert len(task_tokenizer(cfg)) == 120
     for path in copy.glob("checkpoints/*/model.pt"):
         path.unlink()
@@ -150,26 +131,24 @@ def test_a_run_without_an_export_gives_its_checkpoint(finished, tmp_path, monkey
 
 
 def test_a_run_in_s3_is_fetched_once_and_again_when_it_has_changed(finished, bucket, tmp_path):
-    keys = ["config.yaml", "metrics.jsonl"] + [
-        f"export/{path.name}" for path in (finished / "export").iterdir()
-    ]
-    for key in [*keys, "export/tensorboard/events"]:
-        bucket.put(f"runs/one/{key}", (finished / key).read_bytes() if key in keys else b"x")
-    cfg = resolved(from_run(bucket.location("runs/one")), bucket.config(), tmp_path)
+    files = {f"export/{path.name}": path.read_bytes() for path in (finished / "export").iterdir()}
+    others = {name: (finished / name).read_bytes() for name in ("config.yaml", "metrics.jsonl")}
+    for name, content in (files | others | {"export/tensorboard/events": b"x"}).items():
+        bucket.put(f"runs/one/{name}", content)
+
+    def fetched(name="runs/one"):
+        return resolved(from_run(bucket.location(name)), bucket.config(), tmp_path)
+
+    cfg = fetched()
     here = Path(cfg.pretrained)
     assert here.parent == tmp_path / "models" and cfg.tokenizer == cfg.pretrained
-    contents = {path.name: path.read_bytes() for path in here.iterdir()}
-    assert contents == {path.name: path.read_bytes() for path in (finished / "export").iterdir()}
+    assert {f"export/{path.name}": path.read_bytes() for path in here.iterdir()} == files
     before = here.stat().st_mtime_ns
-    assert resolved(from_run(bucket.location("runs/one")), bucket.config(), tmp_path) == cfg
-    assert here.stat().st_mtime_ns == before
-    same_export = resolved(from_run(bucket.location("runs/one/export")), bucket.config(), tmp_path)
-    assert Path(same_export.pretrained, "model.safetensors").stat().st_size > 0
-    weights = (finished / "export/model.safetensors").read_bytes()
-    # of the same length
-    bucket.put("runs/one/export/model.safetensors", weights[:-4] + b"\0\0\0\0")
-    other = resolved(from_run(bucket.location("runs/one")), bucket.config(), tmp_path)
-    assert other.pretrained != cfg.pretrained
+    assert fetched() == cfg and here.stat().st_mtime_ns == before
+    assert Path(fetched("runs/one/export").pretrained, "model.safetensors").stat().st_size > 0
+    name = "export/model.safetensors"
+    bucket.put(f"runs/one/{name}", files[name][:-4] + b"\0\0\0\0")  # of the same length
+    assert fetched().pretrained != cfg.pretrained
 
 
 def test_a_tokenizer_neither_cuts_nor_pads(folder, tmp_path):

@@ -76,7 +76,6 @@ const tops = new Set([...document.querySelectorAll(".grid.cards li")].map(each =
 if (tops.size > 1 && width > 1000) faults.push("the ways in stand in several lines");
 return faults;
 """
-FOUND = "return [...document.querySelectorAll('.md-search-result__item h1')].map(each => each.textContent)"
 # The contrast of each text with what lies behind it: WCAG 2.2, "relative luminance" and criterion 1.4.3.
 FAINT = """
 function rgb(color) { return color.match(/[\\d.]+/g).map(Number); }
@@ -113,38 +112,29 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The reports on a pretraining with faults, on a fine-tuning with its data and samples, on two runs and on four."""
+    """Return the reports on a fine-tuning with its data and samples, and on four runs, one of them with faults."""
     folder = tmp_path_factory.mktemp("pages")
     lines = [*whole_run()[:-1], fault_line(40), train_line(50), summary_line(50, 50)]
-    names = {"pretraining": "a", "long": LONG}
-    runs = {name: write_run(folder / place, lines) for name, place in names.items()}
-    runs["changed"] = write_run(
-        folder / "b", whole_run(), config={"path": "x" * 300, "optim": {"name": "lamb"}}
-    )
-    runs["tuned"] = finished_run.write(folder / "tuned")
-    guesses = [
-        {"text": f"{name} is likely", "probability": 0.333} for name in ("this", "that", "other")
-    ]
-    sample = {
-        "text": "a [1] text",
-        "context": "",
-        "answers": [{"truth": "this", "score": 1.0, "guesses": guesses}],
+    tuned = finished_run.write(folder / "tuned")
+    changed = {"path": "x" * 300, "optim": {"name": "lamb"}}
+    runs = [write_run(folder / "a", lines), write_run(folder / LONG, lines), tuned]
+    runs.append(write_run(folder / "b", whole_run(), config=changed))
+    guesses = [{"text": f"{name} is likely", "probability": 0.333} for name in ("this", "that")]
+    answer = {"truth": "this", "score": 1.0, "guesses": guesses}
+    sample = {"text": "a [1] text", "context": "", "answers": [answer]}
+    (tuned / "samples.json").write_text(json.dumps({"step": 30, "samples": [sample]}))
+    assert report_command.main([str(tuned)]) == 0
+    output = folder / "compared"
+    assert report_command.main([*map(str, runs), "--output", str(output)]) == 0
+    return {
+        "tuned": tuned / "report" / "report.html",
+        "compared": output / "report.html",
     }
-    (runs["tuned"] / "samples.json").write_text(json.dumps({"step": 30, "samples": [sample]}))
-    for name in ("pretraining", "tuned"):
-        assert report_command.main([str(runs[name])]) == 0
-    compared = {"two": [runs["pretraining"], runs["tuned"]], "compared": [*runs.values()]}
-    for name, chosen in compared.items():
-        assert report_command.main([*map(str, chosen), "--output", str(folder / name)]) == 0
-    made = {name: runs[name] / "report" for name in ("pretraining", "tuned")} | {
-        name: folder / name for name in compared
-    }
-    return {name: place / "report.html" for name, place in made.items()}
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", ["pretraining", "tuned", "two", "compared"])
+@pytest.mark.parametrize("name", ["tuned", "compared"])
 def test_a_page_is_whole(
     chromium: Any, pages: dict[str, Path], name: str, width: int, scheme: str
 ) -> None:
@@ -190,22 +180,6 @@ def test_the_site_of_the_pages(chromium: Any, site: str) -> None:
             assert chromium.execute_script(FROM_ELSEWHERE) == [], page
             assert chromium.execute_script(UNDRAWN) == [], page
             assert chromium.execute_script(SITE_FAULTS) == [], (page, width)
-
-
-def test_the_site_is_searched_and_turns_dark(chromium: Any, site: str) -> None:
-    from selenium.webdriver.support.wait import WebDriverWait
-
-    browser.show(chromium, f"{site}/index.html", width=1280)
-    scheme = "return document.body.getAttribute('data-md-color-scheme')"
-    assert chromium.execute_script(scheme) == "default"
-    chromium.find_element("css selector", "label[title='Dark mode']").click()
-    assert chromium.execute_script(scheme) == "slate"
-    chromium.find_element("css selector", "[data-md-component=search-query]").send_keys(
-        "node-rank"
-    )
-    assert "Several machines by hand" in WebDriverWait(chromium, 30).until(
-        lambda page: page.execute_script(FOUND)
-    )
 
 
 def test_the_checks_see_a_page_that_is_broken(chromium: Any, tmp_path: Path) -> None:

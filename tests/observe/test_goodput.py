@@ -2,14 +2,14 @@
 
 import json
 import time
-from unittest import mock
+from dataclasses import replace
 
 import pytest
 
-from train.observe import stragglers
-from train.observe.stragglers import Stragglers
+from train.observe.metrics import slowest
 from train.run import goodput
 from train.run.goodput import newest_saved, suggested_interval_s
+from train.run_folder.ownership import own_lease
 from train.run_folder.run_folder import RunFolder
 from train.storage.folders import LocalFolder
 
@@ -36,18 +36,18 @@ def trained(step, **more):
 RECOVERY = {"kind": "fault", "step": 31, "reason": "", "steps_lost": 20, "recover_s": 9.0}
 
 
-def test_an_attempt_without_an_exit_record_has_lost_what_came_after_its_checkpoint(metrics):
+def test_an_attempt_without_an_outcome_has_lost_what_came_after_its_checkpoint(metrics):
     run = metrics(
         trained(10), {"kind": "checkpoint", "step": 10}, trained(20), rest='[1, 2]\n{"kind": "tra'
     )
     lost = goodput.lost(run, {}, None, attempt=2, step=10)
     assert (lost.steps, lost.last_sign_unix_s, newest_saved(run)) == (10, 100.0, 10)
-    assert "killed, without an exit record" in lost.reason and "step 20 or later" in lost.reason
+    assert "killed, without an outcome" in lost.reason and "step 20 or later" in lost.reason
 
 
 @pytest.mark.parametrize(("released", "steps"), [(False, 7), (True, 0)])
 def test_the_lease_knows_of_steps_that_no_line_states(metrics, released, steps):
-    lease = {"step": 17, "released": released}
+    lease = replace(own_lease(1.0), step=17, released=released)
     assert goodput.lost(metrics(trained(10)), {}, lease, attempt=2, step=10).steps == steps
 
 
@@ -133,66 +133,16 @@ def test_a_clock_that_was_wrong_leaves_the_goodput_and_the_time_between_faults_o
     assert facts["wall_s"] is facts["mttf_s"] is None and facts["suggested_interval_s"] == 1800.0
 
 
-EVEN, SLOW = [1.0, 1.0, 1.0, 1.1], [1.0, 1.0, 2.0, 1.1]
-TURNS = [[1.0, 1.0, 1.0], *([[2.0, 1.0, 1.0], [1.0, 2.0, 1.0]] * 4)]
-# Two ranks on a shared machine: one is up to twice as slow for four lines out of ten, then for six.
-SHARED = [[1.0, 1.0], *([[1.0, 1.0]] * 6 + [[1.0, 2.0]] * 4) * 6]
-PAIR = [[1.0, 1.0, 1.0, 2.0, 2.1], [1.0, 1.0, 1.0, 2.1, 2.0]]
-LENGTHS = [[size * work for work in EVEN] for size in (1, 10, 0.1, 5, 70, 3, 0.5, 200) * 3]
-
-
-def watched(works, hosts=None, stages=None, *, windows):
-    """The alarms that each line gave rise to, by its number, and the fields of the last one."""
-    ranks = range(len(works[0]))
-    watcher = Stragglers(hosts or [f"host{rank}" for rank in ranks], stages or [0] * len(ranks))
-    with mock.patch.object(stragglers, "WINDOWS", windows):
-        alarms = {
-            number: texts for number, line in enumerate(works) if (texts := watcher.see(line))
-        }
-    return alarms, watcher.fields
-
-
 @pytest.mark.parametrize(
-    ("works", "windows", "alarms"),
+    ("works", "stages", "fields"),
     [
-        (
-            [[1, 1, 9, 1], *[EVEN] * 3, *[SLOW] * 6, EVEN, *[SLOW] * 3, *[EVEN] * 5],
-            3,
-            [6],
-        ),  # warm-up
-        ([*[EVEN] * 5, *([*[SLOW] * 20, *[EVEN] * 20] * 2)], 3, [7]),  # as slow as before
-        ([SLOW] * 20, 3, [6]),  # from the start: it has no past, and takes twice as many lines
-        (LENGTHS, 2, []),
-        (TURNS, 2, []),
-        ([[1.0, 1.0, 1.4]] * 9, 2, []),  # a little
-        ([*[[1.0, 1.0]] * 6, *[[1.0, 1.6]] * 5], 5, [10]),  # measured by the other
-        ([*[[1.0] * 5] * 4, *PAIR * 3], 3, [6]),  # whichever is slower
-        ([*SHARED, *[[1.0, 2.0]] * 6, *[[1.0, 1.0]] * 6], 5, []),  # by chance anyway
-        ([*SHARED, *[[1.0, 3.0]] * 6], 5, [len(SHARED) + 4]),  # slower than ever
+        ([1.0, 1.0, 1.0, 1.1], 1, {"slowest_rank": 3, "slowest_ratio": 1.1}),
+        ([1.0, 2.0], 1, {"slowest_rank": 1, "slowest_ratio": 2.0}),  # measured by the other
+        ([1.0, 3.0, 2.0, 3.0], 2, {"slowest_rank": 2, "slowest_ratio": 2.0}),  # of its stage
+        ([5.0], 1, {}),  # one alone is measured by none
+        ([1.0, 3.0], 2, {}),
+        ([0.0, 0.0], 1, {}),
     ],
-    ids="once as-before at-start lengths in-turns a-little of-two two by-chance slower-than-ever".split(),
 )
-def test_a_rank_that_becomes_slow_is_named_once(works, windows, alarms):
-    assert list(watched(works, windows=windows)[0]) == alarms
-
-
-def test_an_alarm_names_the_rank_its_machine_and_how_slow_it_is():
-    alarms, fields = watched([*[EVEN] * 4, *[SLOW] * 6, *[EVEN] * 5], windows=3)
-    ((text,),) = alarms.values()
-    assert text.startswith(
-        "rank 2 on host2 slows the other ranks down: its work takes 2.0 times their median"
-    )
-    assert fields == {"slowest_rank": 3, "slowest_ratio": 1.1}
-    alarms, _ = watched([*[[1.0] * 5] * 4, *PAIR * 3], windows=3)
-    assert [text.split(" on ")[0] for text in alarms[6]] == ["rank 3", "rank 4"]
-    assert watched([[5.0]] * 9, windows=2) == ({}, {})  # one alone is measured by none
-
-
-def test_ranks_are_compared_with_those_of_their_stage_only():
-    even, slow = [1.0, 3.0, 1.0, 3.0], [1.0, 3.0, 2.0, 3.0]
-    alarms, fields = watched([*[even] * 8, *[slow] * 4], ["a"] * 4, [0, 1, 0, 1], windows=2)
-    assert list(alarms) == [9] and alarms[9][0].startswith(
-        "rank 2 on a slows the other ranks down"
-    )
-    assert fields == {"slowest_rank": 2, "slowest_ratio": 2.0}
-    assert watched([[1.0, 3.0]] * 9, ["a"] * 2, [0, 1], windows=2) == ({}, {})
+def test_the_slowest_rank_is_named_beside_those_of_its_stage(works, stages, fields):
+    assert slowest(works, num_stages=stages) == fields

@@ -24,7 +24,7 @@ from train.parallel.engines import build_engine
 from train.parallel.grad_sync import sent
 from train.run.stopping import StopRequest
 from train.storage import imported
-from train.tasks.mlm.task import MaskedLMTask
+from train.tasks.mlm import MaskedLMTask
 
 OFF = "backend.cuda_graphs=false"
 

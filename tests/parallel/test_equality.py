@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from rejections import rejects
 from run_results import assert_same_run, assert_same_weights, grad_norms, losses
-from running import ROOT, command, eventually, lines, run, train_here, train_overrides
+from running import ROOT, command, eventually, lines, outcome, run, train_here, train_overrides
 from saved_steps import cut_back
 
 from train.config.attempt import ResumeConfig
@@ -180,7 +180,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_the_same_command_goes_on(pr
     assert process.returncode == 75, stderr
     step = lines(tmp_path / "run", "checkpoint")[-1]["step"]
     assert f"at step {step} with a checkpoint" in stderr
-    assert "SIGINT" in (tmp_path / "run" / "log" / "exit_rank_0000.json").read_text()
+    assert outcome(tmp_path / "run")["kind"] == "SIGINT"
     assert "Traceback" not in stderr
     again = run([*arguments, f"max_steps={step + 2}"])
     assert again.returncode == 0, again.stderr

@@ -37,7 +37,7 @@ from train.config import (
 )
 from train.data.batches import loader
 from train.data.batches.loader import MaskedRows
-from train.machine import machine, rank_setup
+from train.machine import host, neuron, rank_setup
 from train.machine.launched import check_launch, launched
 from train.machine.versions import read_versions
 from train.parallel import guards, xla_environment
@@ -108,11 +108,13 @@ def rejection(result):
 
 @pytest.fixture
 def machine_has(monkeypatch):
-    """What this machine has, by names of functions of `machine`; nothing of Neuron's or NVIDIA's to begin with."""
+    """What this machine has, by names of functions; nothing of Neuron's or NVIDIA's to begin with."""
 
     def has(**facts):
         for name, value in facts.items():
-            monkeypatch.setattr(machine, name, lambda *_, value=value: value)
+            monkeypatch.setattr(
+                neuron if name == "neuron_devices" else host, name, lambda *_, value=value: value
+            )
 
     has(neuron_devices=[], nvidia_gpus=[])
     return has
@@ -189,8 +191,8 @@ def test_a_gpu_is_known_by_the_bus_without_a_driver(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "vendor").write_text(f"0x{vendor}\n")
         (tmp_path / name / "class").write_text(f"0x{kind}\n")
-    assert machine.nvidia_gpus(tmp_path) == ["a"]  # b is a sound card, c another maker's
-    assert machine.nvidia_gpus(tmp_path / "no bus") == []
+    assert host.nvidia_gpus(tmp_path) == ["a"]  # b is a sound card, c another maker's
+    assert host.nvidia_gpus(tmp_path / "no bus") == []
 
 
 RANKS = {  # of an instance, in all and on each machine: what is said if they hang, or None
@@ -267,7 +269,7 @@ def test_variables_that_change_what_is_computed_are_rejected_and_those_without_e
     monkeypatch, log
 ):
     named = []
-    for knob in machine.KNOBS:
+    for knob in neuron.KNOBS:
         with monkeypatch.context() as patch:
             patch.setenv(knob.name, "1")
             if knob.is_dangerous:
@@ -279,7 +281,7 @@ def test_variables_that_change_what_is_computed_are_rejected_and_those_without_e
             else:
                 xla_environment.ready(XLAConfig(device="cpu"), collects=False)
                 named.append(f"{knob.name}=1 {knob.why}")
-    assert log.messages == named and 0 < len(named) < len(machine.KNOBS)
+    assert log.messages == named and 0 < len(named) < len(neuron.KNOBS)
     monkeypatch.setenv("NEURON_EXTRACT_GRAPHS_ONLY", "1")
     xla_environment.ready(XLAConfig(device="cpu"), collects=True)  # the run that is for it
 
@@ -321,7 +323,7 @@ def test_torch_xla_that_somebody_imported_before_is_rejected_on_trainium_only(
 
 
 def test_a_compile_cache_on_nfs_is_rejected(train, on_trainium, monkeypatch):
-    monkeypatch.setattr(machine, "MOUNTINFO", ROOT / "tests/recorded/precompile/mountinfo_nfs.txt")
+    monkeypatch.setattr(host, "MOUNTINFO", ROOT / "tests/recorded/precompile/mountinfo_nfs.txt")
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", "/shared/home/me/cache")
     line = rejection(train("instance=trn1.32xlarge", "backend.device=auto"))
     assert "compile cache /shared/home/me/cache is on nfs4" in line
@@ -348,7 +350,7 @@ def test_the_runtime_is_told_before_it_is_loaded(on_trainium, monkeypatch, log):
     xla_environment.ready(XLAConfig(precision="bf16_stochastic"), collects=False)
     assert pinned == ["chip of core 1"]
     assert os.environ["PJRT_DEVICE"] == "NEURON"
-    assert os.environ["NEURON_RT_ROOT_COMM_ID"] == f"head:{machine.ROOT_COMM_PORT}"
+    assert os.environ["NEURON_RT_ROOT_COMM_ID"] == f"head:{neuron.ROOT_COMM_PORT}"
     assert os.environ["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == "1"
     assert os.environ["NEURON_CC_FLAGS"].startswith("-O1 --model-type=transformer")
     assert "s3://bucket/cache" in log.messages[-1]
@@ -547,13 +549,8 @@ def test_a_rank_that_cannot_read_the_data_of_an_evaluation_ends_the_run_with_the
     arguments = ["evaluation", *train_overrides(tmp_path / "run", prepared, *options)]
     done = run(arguments, ranks=2, module=__file__)
     assert done.returncode != 0
-    exits = [
-        json.loads((tmp_path / f"run/log/exit_rank_{rank:04d}.json").read_bytes())
-        for rank in (0, 1)
-    ]
-    assert [result["reason"] for result in exits] == ["rejected: validation.bin is short"] * 2, (
-        done.stderr
-    )
+    ended = json.loads((tmp_path / "run/outcome.json").read_bytes())
+    assert ended["reason"] == "rejected: validation.bin is short", done.stderr
     # the trial of an evaluation met it before the first step
     assert not lines(tmp_path / "run", "train")
     assert not LocalStore(tmp_path / "run/checkpoints").steps()

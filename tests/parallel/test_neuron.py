@@ -22,7 +22,8 @@ from running import ROOT, lines, run, train_config, train_overrides
 from train import __main__ as program
 from train import loop
 from train.config import BackendConfig, InputError, InstanceConfig, NeuronConfig
-from train.machine import machine, rank_setup
+from train.machine import host, rank_setup
+from train.machine import neuron as neuron_facts
 from train.observe import monitor_neuron, profile
 from train.observe.metrics import Recorder
 from train.parallel import ddp, neuron, xla_environment
@@ -41,9 +42,9 @@ def pretend(put, versions):
     put(neuron, "DEVICE", "cpu")
     put(neuron, "COLLECTIVES", "gloo")
     put(monitor_neuron, "TOOL", "no-neuron-monitor")
-    put(machine, "neuron_devices", lambda: ["/dev/neuron0"])
+    put(neuron_facts, "neuron_devices", lambda: ["/dev/neuron0"])
     put(
-        machine,
+        host,
         "installed_versions",
         lambda *names: {n: v for n, v in versions.items() if n in names},
     )
@@ -146,7 +147,7 @@ def as_rank(monkeypatch, rank, ranks, machines=1):
 
 def test_operators_that_others_could_have_compiled_are_rejected(versions, monkeypatch, tmp_path):
     tmp_path.chmod(0o777)
-    monkeypatch.setenv(machine.NATIVE_CACHE, str(tmp_path))
+    monkeypatch.setenv(neuron_facts.NATIVE_CACHE, str(tmp_path))
     rejects("can be written to by others", neuron.Neuron, BackendConfig(device="neuron"))
 
 
@@ -364,7 +365,7 @@ def test_auto_is_native_on_trn2_and_trn3_and_xla_on_trn1(
 ):
     opened = []
     versions.update({"torch-neuronx": "2.9.0.2.15.32035"} if "for XLA" in kind else {})
-    monkeypatch.setattr(machine, "instance_type", lambda: kind)
+    monkeypatch.setattr(host, "instance_type", lambda: kind)
     monkeypatch.setattr(neuron, "Neuron", lambda cfg: opened.append("neuron"))
     monkeypatch.setattr(xla_environment, "ready", lambda *_, **__: opened.append("xla"))
     monkeypatch.setattr("train.parallel.xla.XLA", lambda cfg, collects: None)
@@ -372,7 +373,7 @@ def test_auto_is_native_on_trn2_and_trn3_and_xla_on_trn1(
     assert opened == [chosen]
     setting = (
         f"set instance={kind} to"
-        if kind in machine.instance_names()
+        if kind in host.instance_names()
         else f"set instance.name={kind} and its"
     )
     assert (setting in log.text) == (instance == "local")
@@ -509,7 +510,7 @@ def test_each_release_goes_with_its_torch(versions):
 
 
 def without_devices(put):
-    put.setattr(machine, "neuron_devices", list)
+    put.setattr(neuron_facts, "neuron_devices", list)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 from finetuning import tuning
 from forks import DEVICE, Forked
 from rejections import rejects
-from running import ROOT, outcome
+from running import ROOT
 
 from train import api
 
@@ -66,11 +66,15 @@ def test_a_run_is_trained_and_asked_with_its_progress_in_the_cell(
     ].keys()
     assert "step 1/2 " in cell.getvalue() and "done at step 2" in cell.getvalue()
     monkeypatch.setattr(api.processes, "start", Forked)  # the first was a process of its own
-    answers = api.predict(run.run_dir, ["so good", "é — bad"], options=["--device", DEVICE])
+    answers = api.predict(
+        run.run_dir, ["so good", "é — bad"], options=[f"backend.device={DEVICE}"]
+    )
     assert [answer["id"] for answer in answers] == ["0", "1"] and set(
         answers[0]["probabilities"]
     ) == {"0", "1", "2"}
-    known = api.predict("run", [{"labels": "1", "text": "so good"}], options=["--device", DEVICE])
+    known = api.predict(
+        "run", [{"labels": "1", "text": "so good"}], options=[f"backend.device={DEVICE}"]
+    )
     assert [(answer["label"], answer["prediction"]) for answer in known] == [
         ("1", answers[0]["prediction"])
     ]
@@ -93,12 +97,12 @@ def test_a_run_is_trained_and_asked_with_its_progress_in_the_cell(
         api.predict,
         "run",
         [{"other": "so good"}],
-        options=["--device", DEVICE],
+        options=[f"backend.device={DEVICE}"],
     )
-    (one,) = api.predict("run", "so good", options=["--device", DEVICE])
+    (one,) = api.predict("run", "so good", options=[f"backend.device={DEVICE}"])
     assert one["probabilities"] == pytest.approx(answers[0]["probabilities"])
     frame = pandas.DataFrame({"labels": np.array([1], np.int64), "text": ["so good"]})
-    assert api.predict("run", frame, options=["--device", DEVICE]) == known
+    assert api.predict("run", frame, options=[f"backend.device={DEVICE}"]) == known
     rejects(
         r"^max_stepz is not a setting; did you mean max_steps\?$",
         api.train,
@@ -172,7 +176,7 @@ def test_what_is_no_rows_is_rejected_before_a_process_starts(given: Any, message
     "call",
     [
         lambda flag: api.predict(flag, ["x"]),
-        lambda flag: api.predict("run", ["x"], options=["--device=cpu", *flag.split("=")]),
+        lambda flag: api.predict("run", ["x"], options=["backend.device=cpu", *flag.split("=")]),
         lambda flag: api.predict("run", ["x"], options=[flag]),
         lambda flag: api.evaluate(flag),
         lambda flag: api.evaluate("run", [flag]),
@@ -190,41 +194,3 @@ def test_no_value_is_read_as_a_flag_that_runs_a_file(
         "--import=./evil.py",
     )
     assert not (tmp_path / "executed").exists()
-
-
-def test_an_interrupt_of_two_ranks_stops_them_with_a_checkpoint(
-    cell: Notebook, prepared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = tuning(Path("run"), prepared / "tokenizer", *TWEETS)
-    rejects(
-        r"^data\.path=nowhere.csv: ",
-        api.train,
-        [*settings, "run_dir=other", "data.path=nowhere.csv"],
-        ranks=2,
-    )
-    cell.truncate(0)  # where torchrun has told of ranks that were rejected
-    cell.at = " 3/500 "
-    with pytest.raises(KeyboardInterrupt):
-        api.train([*settings, "max_steps=500"], ranks=2)
-    stopped = outcome(Path("run"))
-    assert "2 ranks" in cell.getvalue() and "torchrun ended on SIGINT" in cell.getvalue()
-    assert "Traceback" not in cell.getvalue()
-    assert (stopped["outcome"], stopped["kind"]) == ("stopped", "SIGINT") and stopped[
-        "checkpoint"
-    ] == stopped["step"]
-    monkeypatch.setattr(api.processes, "start", Forked)
-    run = api.train([*settings, f"max_steps={stopped['step'] + 1}"])
-    assert (run.outcome, run.step) == ("done", stopped["step"] + 1)
-
-
-def test_a_corpus_is_prepared(cell: Notebook, corpus: Path) -> None:
-    given = [
-        "corpus=text",
-        f"corpus.path={corpus}",
-        "output=data/mine",
-        "seq_len=32",
-        "tokenizer.vocab_size=120",
-    ]
-    assert api.prepare([*given, "validation_fraction=0.25"]) == "data/mine"
-    assert Path("data/mine/manifest.json").is_file() and "unigram entropy" in cell.getvalue()
-    rejects("^seq_len=a: ", api.prepare, [*given[:-2], "seq_len=a"])

@@ -25,7 +25,7 @@ from rejections import rejects
 
 from train import entry, loop
 from train.config import InputError, PrepareConfig, TrainConfig
-from train.machine import machine
+from train.machine import host
 from train.run import compose as cli
 from train.storage.folders import local_path
 from train.tools import checkpoints, precompile, predict, prepare, records, shards
@@ -94,22 +94,12 @@ TYPED = [
     ("=5", "=5 is not key=value"),
     (f"seed={10**400}", "000 must be a finite number below 2^63"),
     ("seed", "seed is not key=value; give it a value: seed=..."),
-    ("seed =1", "write seed=1"),
-    ("optim.lr==1", "write optim.lr=1"),
-    ("optim.betas[0]=0.5", "give the whole list, such as optim.betas=[a,b]"),
-    ("a b=1", "'a b' is not a name"),
-    ("""run_dir=a=b"c'""", """write 'run_dir="a=b\\"c'"'"'"'"""),
-    ("run_dir=a (1)", """write 'run_dir="a (1)"'"""),
+    ("seed =1", "seed =1 is not key=value"),
+    ("run_dir=a (1)", """quote a value with special characters: 'run_dir="..."'"""),
     ("optim=adamw optim.lr=1", "is not key=value"),
     ("model@x=albert_tiny", "model@x"),
     ("+new=1", "settings cannot be added"),
     ("~max_steps", "settings cannot be removed"),
-    *(
-        (f'max_steps="{digits}"', "max_steps must be a number with the digits 0 to 9")
-        for digits in ("\uff11\uff12", "\u0666")
-    ),
-    ('optim.betas=["\uff10.9",0.95]', "optim.betas[0] must be a number with the digits"),
-    ("run_dir=$HOME/x", "$HOME is not expanded here"),
     # ---- names
     ("max_step=3", "did you mean max_steps?"),
     *(
@@ -117,8 +107,8 @@ TYPED = [
         for value in ("3", '"3"', "1.5", "[1]", "maybe")
     ),
     ("best={export: 3}", "best.export must be true or false"),
-    ("seed=null", "seed=null: seed cannot be null; leave it out"),
-    ("best={metric: null}", "best.metric cannot be null; leave it out"),
+    ("seed=null", "seed=null: seed must be a whole number"),
+    ("best={metric: null}", "best.metric must be text"),
     ("optm.lr=1", "did you mean optim?"),
     ("optim.lrr=1", "optim.lrr is not a setting; did you mean optim.lr?"),
     *(
@@ -260,11 +250,6 @@ FLAGS = [
     ("report", "EMPTY", "has no metrics.jsonl"),
     ("report", "RUN --output TEXT/x", "TEXT/x"),
     ("compare", "", "required"),
-    (
-        "report",
-        "RUN --tolerance \u0660.1",
-        "\u0660.1 must be a finite number below 2^63, with the digits 0 to 9",
-    ),
     ("compare", "RUN EMPTY", "has no metrics.jsonl"),
     ("compare", "RUN EMPTY --tolerance -1", "--tolerance=-1"),
     ("compare", "RUN seed=1", "RUN is not key=value"),
@@ -299,11 +284,6 @@ FLAGS = [
     ("bench", f"{BENCH} output=s3:/b/x", "s3:/b/x is neither a URL"),
     ("doctor", "--instance trn9", "trn9"),
     ("doctor", "--machines 0", "--machines: 0"),
-    (
-        "doctor",
-        "--machines \u00b2",
-        "--machines: \u00b2 must be a whole number",
-    ),  # a digit, by Unicode
     ("doctor", "--ranks-per-machine -1", "--ranks-per-machine"),
     ("doctor", "nosuch", "nosuch"),
     ("shards", "", "command"),
@@ -312,7 +292,7 @@ FLAGS = [
     ("shards", "verify TEXT", "TEXT"),
     ("shards", "head DATA -n 0", "-n 0"),
     ("shards", "head DATA --split test", "'test'"),
-    ("shards", "stats DATA --spl train", "--spl"),
+    ("shards", "head DATA --spl train", "--spl"),
     ("shards", "ls DATA --endpoint localhost", "s3.endpoint=localhost"),
     ("checkpoints", "", "required"),
     ("checkpoints", "nosuch", "nosuch is not a run folder"),
@@ -322,23 +302,7 @@ FLAGS = [
     ("checkpoints", "RUN export DATA", "is not empty; choose another folder"),
     ("predict", "", "MODEL"),
     ("predict", "RUN", "--text"),
-    ("predict", "RUN --text a --input b", "--input"),
-    (
-        "predict",
-        "RUN --text=a --text=b",
-        "--text: it is given twice, the second time with b; give it once",
-    ),
-    ("predict", "RUN --text a --batch-size 0", "--batch-size 0"),
-    ("predict", "RUN --text a --seq-len 9223372036854775808", "below 2^63"),
-    ("predict", "RUN --text a --seq-len 0", "--seq-len 0"),
-    ("predict", "RUN --text a --device neuron", "--device neuron"),
-    ("predict", "RUN --question a", "--question: not a valid combination of flags"),
-    (
-        "predict",
-        "RUN --text a --context b",
-        "--text and --context: not a valid combination of flags",
-    ),
-    ("predict", "RUN --question a --context b --text-pair c", "--text-pair"),
+    ("predict", "RUN --text a data.path=b", "give data.path=FILE, or texts with --text"),
     ("predict", "RUN --text a --output x.txt", "x.txt"),
     ("predict", "RUN --text a --output nosuch/x.csv", "nosuch"),
     ("predict", "RUN --text a --output s3://b/x.csv", "s3://b/x.csv"),
@@ -429,7 +393,7 @@ PREPARATIONS = [
     # ---- what is known only once the text is read
     ("corpus.path=BLANK", "holds no text"),
     (["output=new/deeper", "corpus.path=BROKEN", "corpus.encoding=utf-16"], "UTF-16"),
-    ("tokenizer.vocab_size=50000", "more than this text can fill"),
+    ("tokenizer.vocab_size=50000", "Vocabulary size too high"),
 ]
 
 TABLES = [
@@ -461,9 +425,9 @@ TABLES = [
 
 
 def test_a_control_character_in_the_environment_is_rejected_too(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "instance_stores", list)
+    monkeypatch.setattr(host, "instance_stores", list)
     monkeypatch.setenv("XDG_CACHE_HOME", "/tmp/a\nb")
-    rejects("XDG_CACHE_HOME='/tmp/a", machine.cache_root)
+    rejects("XDG_CACHE_HOME='/tmp/a", host.cache_root)
     # So is one in the name of the folder that a relative path begins in.
     (tmp_path / "a\nb").mkdir()
     monkeypatch.chdir(tmp_path / "a\nb")
@@ -593,7 +557,9 @@ def fault(
     lines = [line for line in captured.err.splitlines() if not line.startswith(NOTICES)]
     ok = code == 2 and len(lines) == 1 and lines[0].startswith("error: ") and says in lines[0]
     ok = ok and ("_schema" not in lines[0] or "_schema" in arguments[-1])
-    ok = ok and not any(Path.cwd().iterdir())
+    # The claim of a preparation stays, so that the same command can continue it.
+    left = {path.name for path in Path.cwd().rglob("*") if path.is_file()}
+    ok = ok and left <= {"source.json"}
     for left in Path.cwd().iterdir():
         shutil.rmtree(left)
     return (
@@ -642,7 +608,9 @@ def test_a_wrong_setting_is_rejected_in_one_line(
     """Composing takes most of the time: settings are put into the composition of what is given, which is made once."""
     compose, given_words, made = cli.compose_config, [filled(word, places) for word in given], {}
 
-    def compose_once(schema, overrides):
+    def compose_once(schema, overrides, values=None):
+        if values:
+            return compose(schema, overrides, values)
         new = [each for each in overrides if each not in given_words]
         given = tuple(each for each in overrides if each in given_words)
         if given not in made:
@@ -655,7 +623,7 @@ def test_a_wrong_setting_is_rejected_in_one_line(
             for each in new:
                 put(composed, each)
         except OmegaConfBaseException as error:
-            raise InputError(cli.explain(error, schema, new)) from error
+            raise InputError(cli.error_text(error, schema, new)) from error
         return composed
 
     monkeypatch.setattr(cli, "compose_config", compose_once)
@@ -719,59 +687,11 @@ def rejection(base: DictConfig, schema: type, row: str) -> str | None:
     old = copy.deepcopy(OmegaConf.select(base, key))
     try:
         put(base, row)
-        cli.checked(base, schema, [row])
+        cli.to_settings(base, schema, [row])
     except InputError as error:
         return str(error)
     except OmegaConfBaseException as error:
-        return cli.explain(error, schema, [row])
+        return cli.error_text(error, schema, [row])
     finally:
         OmegaConf.update(base, key, old, merge=False)
     return None
-
-
-MISSPELT = {  # what is typed, and the value that the line of the hint sets
-    "seq_len=\uff16\uff14": 64,
-    "seq_len =64": 64,
-    "seq_len==64": 64,
-    "seq_len=64]": 64,
-    'seq_len="64': 64,
-    "optim.lr=\uff11e-3": 1e-3,
-    "optim.betas=[0.9,0.95": (0.9, 0.95),
-    "optim.betas=0.9,0.95": (0.9, 0.95),
-    "data.lengths=[16,32": [16, 32],
-    "data.lengths=[16;32]": [16, 32],
-    "data.lengths=(16,32)": [16, 32],
-    "data.lengths=16,32": [16, 32],
-    "data.columns.label=[a:x,b": ["a:x", "b"],
-    "export=\uff54rue": True,
-    "run_dir=a (1)": "a (1)",
-    "run_dir=don't": "don't",
-    "run_dir=a=b": "a=b",
-    "run_dir=[a": "[a",
-    "run_dir=a,b": "a,b",
-    'run_dir=a"b': 'a"b',
-}
-
-
-@pytest.mark.parametrize("typed", MISSPELT)
-def test_the_line_that_a_hint_proposes_works(typed):
-    given = [*TRAIN[:-1], "task=classify", "data=records", "data.path=x"]
-    with pytest.raises(InputError) as raised:
-        cli.load_config(TrainConfig, [*given, typed])
-    (line,) = shlex.split(str(raised.value).rpartition(" write ")[2])
-    composed = cli.compose_config(TrainConfig, [*given, line])
-    assert OmegaConf.select(composed, line.partition("=")[0]) == MISSPELT[typed]
-    assert cli.load_config(TrainConfig, [*given, line])
-
-
-def test_no_line_is_proposed_that_would_not_work():
-    for typed in (
-        "task=classify,mlm",
-        "max_steps=1,2",
-        "optim.lr=1,x",
-        "seq_len=(a)",
-        "model.new_head=(maybe)",
-    ):
-        with pytest.raises(InputError, match=f"^{re.escape(typed)} ") as raised:
-            cli.load_config(TrainConfig, [*TRAIN, typed])
-        assert "write" not in str(raised.value)

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,8 @@ from test_bad_inputs import MAINS
 import train
 from train.config import Failure, InputError, TrainConfig, Unreachable
 from train.machine.torchrun import first_to
-from train.run import compose as cli
 from train.run.command import DONE, FAILED, INTERRUPTED, REJECTED, UNREAD, guarded
-from train.run.help import comments, explained_field, groups, shown_default
+from train.run.help import comments, explained_field, shown_default
 
 
 def shown(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -71,14 +70,6 @@ def test_comments_of_settings_are_read_from_the_source():
     assert shown_default(item) == "..." and "s3://" in comment
 
 
-def test_groups_are_those_of_the_configuration_and_have_no_schemas():
-    assert groups("train")["task"] == (
-        "mlm",
-        ["classify", "mlm", "multilabel", "ner", "qa", "regress"],
-    )
-    assert groups("train")["experiment"][0] is None and list(groups("prepare")) == ["corpus"]
-
-
 def raises(error: BaseException):
     def act() -> int:
         raise error
@@ -104,11 +95,6 @@ def raises(error: BaseException):
             FAILED,
             "error: Broken pipe\n",
         ),  # not of standard output
-        (
-            ValueError("\nInvalid log settings: x"),
-            REJECTED,
-            "error: TORCH_LOGS=None is not valid; unset it\n",
-        ),
         (InputError("two\nlines \x1b[31m"), REJECTED, "error: two lines \\x1b[31m\n"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
@@ -144,12 +130,6 @@ def test_the_whole_configuration_is_printed_with_what_is_missing(capsys):
     assert "run_dir: ???" in text and "seed: 7" in text and "hydra" not in text
 
 
-def test_a_model_that_is_to_be_given_can_be_given_in_two_ways():
-    given = ["run_dir=r", "data.path=d", "max_steps=1", "micro_batch_size=1", "model=pretrained"]
-    assert cli.load_config(TrainConfig, [*given, "model.init_from=r"]).model.pretrained is None
-    assert cli.load_config(TrainConfig, [*given, "model.pretrained=a"]).model.pretrained == "a"
-
-
 def start(
     words: list[str],
     cwd: Path,
@@ -183,27 +163,6 @@ def test_a_reader_that_leaves_hides_no_error_and_is_none(length, code, expected,
     with unread() as stream, redirect_stdout(stream):
         assert guarded(lambda: print("x" * length) or code) == expected
     assert capfd.readouterr().err == ""
-
-
-def test_a_reader_that_leaves_changes_nothing_at_the_end_of_the_process(prepared, tmp_path):
-    process = start(
-        ["train", "shards", "stats", str(prepared), "-n", "100000"], tmp_path, HOME=str(tmp_path)
-    )
-    process.stdout.close()
-    _, err = process.communicate(timeout=90)
-    assert (process.returncode, err) == (UNREAD, "")
-
-
-def test_output_that_nobody_takes_ends_no_work(prepared, tmp_path):
-    """A command whose messages have no reader is done; one whose result does not fit has failed, by its own code."""
-    with suppress(BrokenPipeError), unread() as stream, redirect_stderr(stream):
-        assert guarded(lambda: print("a message", file=sys.stderr, flush=True) or DONE) == DONE
-    with Path("/dev/full").open("w") as full:
-        process = start(
-            ["train", "shards", "stats", str(prepared)], tmp_path, stdout=full, HOME=str(tmp_path)
-        )
-        _, err = process.communicate(timeout=90)
-    assert (process.returncode, err) == (FAILED, "error: No space left on device\n")
 
 
 # ---- where it runs -------------------------------------------------------------------------------------------------
@@ -242,24 +201,6 @@ def test_a_run_needs_no_asserts_no_home_and_no_folder_of_its_own(prepared, tmp_p
         and err.startswith("error: task.kind=qa")
         and err.count("\n") == 1
     )
-
-
-def test_a_home_that_cannot_be_written_to_is_named(prepared, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("HOME", "/proc/none")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    (tmp_path / "table.csv").write_text(
-        "text,label\n" + "".join(f"ba be bo {n},{n % 2}\n" for n in range(40))
-    )
-    given = [
-        "task=classify",
-        "data=csv",
-        f"data.path={tmp_path}/table.csv",
-        f"model.tokenizer={prepared}/tokenizer",
-    ]
-    assert MAINS["records"]([*given, "seq_len=32"]) == REJECTED
-    # what takes long
-    errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("... ")]
-    assert len(errors) == 1 and "cannot write to /proc/none" in errors[0]
 
 
 def test_a_group_of_which_there_may_be_none_takes_null(capsys):
@@ -303,28 +244,6 @@ def test_an_interrupt_during_imports_is_one_line(tmp_path):
         words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=90
     )
     assert (done.returncode, done.stderr, done.stdout) == (-signal.SIGINT, "interrupted\n", "")
-
-
-@pytest.mark.parametrize(
-    ("error", "rank", "says"),
-    [
-        (KeyboardInterrupt(), "0", "interrupted\n"),
-        (KeyboardInterrupt(), "1", ""),  # of many ranks one says it
-        (RuntimeError("no"), "1", "RuntimeError: no\n"),
-        (
-            ModuleNotFoundError("none of ours", name="train.none"),
-            "0",
-            "ModuleNotFoundError: none of ours\n",
-        ),
-    ],
-)
-def test_an_interrupt_is_said_once_and_other_errors_keep_their_report(
-    monkeypatch, capsys, error, rank, says
-):
-    monkeypatch.setenv("RANK", rank)
-    train.show(type(error), error, None)
-    assert capsys.readouterr().err == says
-    assert sys.excepthook is not train.show  # importing the package changes nothing for others
 
 
 @pytest.mark.parametrize("command", ["train report", "launch", "ami"])

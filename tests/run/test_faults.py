@@ -1,7 +1,6 @@
 """Whole runs under faults: ranks and launchers killed or stuck, two jobs at once, gradients that are no numbers."""
 
 import json
-import math
 import os
 import shutil
 
@@ -15,12 +14,11 @@ from running import eventually, lines, outcome, run, train_overrides
 from saved_steps import flip, store_of
 from toy import NAN, spoilt
 
-from train import entry, loop
+from train import entry
 from train.checkpoints import saver
 from train.checkpoints.saver import SavesFail
-from train.config import Failure, XLAConfig
+from train.config import Failure
 from train.config.attempt import NonfiniteConfig
-from train.run import attempt
 from train.run import compose as cli
 from train.run.stopping import StopRequest
 from train.run_folder.ownership import Ownership
@@ -120,19 +118,6 @@ def test_ranks_fall_back_to_the_same_step(undisturbed, tmp_path, prepared):
     assert len(store_of(run_dir).quarantined()) == 2
 
 
-def test_without_torchrun_the_ranks_save_and_leave(start, tmp_path):
-    """SIGKILL of torchrun: nobody is left on the devices, and nothing is lost."""
-    run_dir, process = tmp_path / "run", start(SLOW, "max_steps=100000", "checkpoint.every=100000")
-    eventually(lambda: max(steps_logged(run_dir), default=0) >= 3 or not process.is_alive())
-    ranks = ranks_of(process, run_dir)
-    process.kill()
-    _, alive = psutil.wait_procs(ranks, timeout=PATIENCE_S)
-    assert not alive
-    ended = outcome(run_dir)
-    assert (ended["outcome"], ended["kind"]) == ("stopped", "SIGTERM")
-    assert 3 <= ended["checkpoint"] == ended["step"]
-
-
 # Rank 1 of the first attempt hangs in its twelfth step.
 HANGS = """if (next(calls), os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (12, "1", "0"):
         time.sleep(1000)"""
@@ -200,42 +185,6 @@ def test_several_in_a_row_bring_the_run_back_and_past_their_data(toy):
     toy.train("clean", max_steps=9)
     clean, losses = toy.values("train", "loss", "clean"), toy.values("train", "loss")
     assert losses[:3] == clean[:3] and not set(losses[6:9]) & set(clean)
-
-
-def test_xla_goes_back_as_well_without_another_graph(toy, monkeypatch):
-    """A rate that blows the weights up, once: the gradients after it are no numbers. All graphs are in memory then."""
-    options = {"backend": XLAConfig(device="cpu"), "max_steps": 8, "eval_every": None}
-    toy.train("before", **options)
-    before, blown = loop.learning_rate, []
-
-    def blow_up_once(step, **settings):
-        if step == 3 and not blown:
-            return blown.append(step) or 1e38
-        return before(step, **settings)
-
-    monkeypatch.setattr(loop, "learning_rate", blow_up_once)
-    assert toy.train(**options) == ("done", 8)
-    assert "back to step 3" in toy.faults()[-1]
-    (summary,) = toy.lines("summary")
-    assert (summary["rollbacks"], summary["graphs"]) == (1, 0)
-    assert math.isfinite(toy.values("eval", "loss")[-1])
-
-
-@pytest.mark.parametrize(
-    "rare", [{}, {"log_every": 20, "nonfinite": NonfiniteConfig(max_skips=4)}], ids=["", "rare"]
-)
-def test_a_run_that_keeps_coming_back_ends_after_exactly_max_skips_steps_however_rare_the_lines_are(
-    toy, rare
-):
-    skips = 4 if rare else 3
-    toy.scale = lambda call: NAN if call > 4 else 1.0
-    said = f"{skips} steps in a row had no finite gradient, .* after 2 rollbacks"
-    rejects(said, toy.train, error=FloatingPointError, max_steps=50, eval_every=None, **rare)
-    assert toy.losses == 4 + 3 * skips
-    assert sum("skipped steps: " in reason for reason in toy.faults()) == (3 if rare else 9)
-    ended = toy.outcome()
-    assert (ended["kind"], ended["goes_on"]) == ("not_finite", False)
-    assert ended["checkpoint"] == max(toy.saved())
 
 
 def test_rollbacks_are_remembered_by_a_run_that_is_killed_after_one(toy):
@@ -317,16 +266,6 @@ def test_memory_that_runs_out_has_its_own_reason_and_one_more_try(toy, error, ki
         ended = toy.outcome()
         assert (ended["kind"], ended["goes_on"]) == (kind, goes_on)
         assert "peak" in ended["reason"] and "micro_batch_size" in ended["reason"], ended
-
-
-def test_a_loader_that_the_kernel_killed_is_a_lack_of_memory(monkeypatch):
-    """What torch says of it fits other kills too: the kernel's counter decides."""
-    error = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
-    for kills, kind in ((0, "RuntimeError"), (1, "out_of_host_memory")):
-        monkeypatch.setattr(
-            attempt, "count_oom_kills", lambda _, kills=kills: attempt.OOM_KILLS_BEFORE + kills
-        )
-        assert attempt.kind_of(error) == kind
 
 
 def test_a_loader_that_ran_out_of_shared_memory_says_so(toy):

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import subprocess
 import time
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import torch
 from rejections import rejects
 from running import ROOT, lines, run, train_config, train_here, train_overrides
 from saved_steps import flip
-from toy import Rows, ToyTask
+from toy import ToyTask
 from transformers import AlbertConfig, AutoModelForMaskedLM, AutoTokenizer
 
 from train import loop
@@ -21,8 +20,8 @@ from train.config import BackendConfig, HeadSize, InputError, TaskConfig
 from train.config.attempt import BestConfig
 from train.config.train import EarlyStopConfig
 from train.data.shards.format import ShardSet, read_manifest
-from train.machine import environment
 from train.models.encoder import MaskedLM
+from train.run import description
 from train.run.stopping import StopRequest
 
 
@@ -152,43 +151,6 @@ def test_a_damaged_shard_stops_all_ranks_with_one_message(tmp_path, prepared):
     assert f'File "{ROOT / "train"}' not in result.stderr
 
 
-def test_a_rank_that_torchrun_ends_as_another_is_rejected_leaves_nothing_either(
-    tmp_path, prepared
-):
-    """The end of a capacity block is read by the first rank of a machine only."""
-    ended = "preempt.block_end=2001-01-01T00:00:00Z"
-    result = run(train_overrides(tmp_path / "new/run", prepared, ended), ranks=2)
-    assert result.returncode != 0 and "leaves no time" in result.stderr
-    assert not (tmp_path / "new").exists()
-
-
-def test_only_rank_0_speaks(tmp_path, prepared):
-    result = run(train_overrides(tmp_path / "run", prepared, "export=false"), ranks=2)
-    assert result.returncode == 0, result.stderr
-    assert result.stderr.count("step 6/6") == 1
-    assert (tmp_path / "run" / "log" / "rank_0001.txt").is_file()
-
-
-def test_the_commit_is_that_of_the_code_wherever_git_is_sent(monkeypatch, tmp_path):
-    known = environment.commit()
-    subprocess.run(["git", "init", "-q", str(tmp_path / "other")], check=True)
-    for name, value in (
-        ("GIT_DIR", "other/.git"),
-        ("GIT_WORK_TREE", "other"),
-        ("GIT_INDEX_FILE", "other/index"),
-    ):
-        monkeypatch.setenv(name, str(tmp_path / value))
-    assert environment.commit() == known
-    monkeypatch.setattr(
-        environment.train, "__file__", str(tmp_path / "other/site-packages/train/__init__.py")
-    )
-    (tmp_path / "other/site-packages/train").mkdir(parents=True)
-    # a repository around an installed copy, without a commit or with its own
-    assert environment.commit() is None
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert environment.commit() is None
-
-
 # ---- what the loop decides -------------------------------------------------------------------------------------------
 
 
@@ -205,28 +167,6 @@ def test_early_stopping_ends_a_run_that_learns_nothing_for_good_and_exports_it(t
     assert (toy.saved()[4]["best_step"], toy.outcome()["outcome"]) == (3, "done")
     assert toy.train(**flat) == ("early_stop", 4)  # it stays stopped
     assert len(toy.lines("train")) == 4
-
-
-def test_early_stopping_counts_on_over_an_interruption(toy):
-    toy.scores = iter([1.0, 2.0, 3.0, 4.0, 5.0])
-    options = {
-        "eval_every": 1,
-        "early_stop": EarlyStopConfig(patience=4),
-        "checkpoint": {"every": 100},
-    }
-    assert toy.train(**options, max_steps=3) == ("done", 3)
-    assert toy.train(**options, max_steps=20) == ("early_stop", 5)
-
-
-@pytest.mark.parametrize("max_steps", [1, 6])
-def test_a_stop_on_an_evaluation_step_leaves_the_evaluation_to_the_next_start(toy, max_steps):
-    """Who is asked to stop may have two minutes; the validation data may take longer."""
-    toy.train("whole", eval_every=1, max_steps=max_steps)
-    assert toy.stopped_at_once("parts", eval_every=1, max_steps=max_steps) == ("SIGTERM", 1)
-    assert not toy.lines("eval", "parts")
-    assert toy.train("parts", eval_every=1, max_steps=max_steps) == ("done", max_steps)
-    assert toy.values("eval", "step", "parts") == list(range(1, max_steps + 1))
-    assert toy.values("eval", "loss", "parts") == toy.values("eval", "loss", "whole")
 
 
 def test_a_stop_during_an_evaluation_ends_it_and_saves_the_step(toy, monkeypatch):
@@ -279,41 +219,6 @@ def test_a_new_model_that_cannot_be_evaluated_fails_before_it_is_trained(toy, mo
     assert toy.values("train", "loss", "untried") == toy.values("train", "loss", "whole")
 
 
-def test_a_baseline_is_evaluated_once_before_the_first_step_and_is_never_the_best(toy):
-    toy.train("plain")
-    toy.scores = iter([0.1, 3.0, 2.0])
-    assert toy.stopped_at_once(eval_at_start=True) == ("SIGTERM", 0)
-    assert list(toy.saved()) == [0] and toy.saved()[0]["owes_evaluation"]
-    stop = StopRequest()
-    toy.scale = lambda call: stop.ask("SIGTERM") or 1.0 if call == 4 + 6 else 1.0
-    assert toy.train(stop=stop, eval_at_start=True) == ("SIGTERM", 5)
-    assert toy.train(eval_at_start=True) == ("done", 6)
-    assert toy.values("eval", "step") == [0, 3, 6] and toy.saved()[6]["best_step"] == 6
-    assert toy.values("train", "loss") == toy.values("train", "loss", "plain")
-
-
-def test_an_evaluation_that_was_owed_can_be_the_best_and_is_exported(toy):
-    toy.scores = iter([3.0, 1.0])
-    options = {
-        "checkpoint": {"best": True, "every": 3},
-        "best": BestConfig(export=True),
-        "export": True,
-    }
-    stop = StopRequest()
-    toy.scale = lambda call: stop.ask("SIGTERM") or 1.0 if call == 6 else 1.0
-    assert toy.train(stop=stop, **options) == ("SIGTERM", 6)
-    assert toy.saved()[6]["owes_evaluation"] and toy.saved()[6]["best_step"] == 3
-    assert toy.train(**options) == ("done", 6)
-    assert not toy.saved()[6]["owes_evaluation"] and toy.saved()[6]["best_step"] == 6
-    assert toy.values("summary", "reason")[-1] == "done"
-    exported = torch.load(toy.folder / "run/export/model.pt")
-    assert [
-        number for tensor in exported.values() for number in tensor.flatten().tolist()
-    ] == toy.weights(6)
-    assert toy.train(**options) == ("done", 6)
-    assert toy.values("eval", "step") == [3, 6], "evaluated once"
-
-
 def test_the_best_evaluation_is_saved_at_once_kept_and_exported(toy):
     toy.scores = iter([3.0, 1.0, 2.0, 2.0, 2.0, 2.0])
     options = {
@@ -326,25 +231,6 @@ def test_the_best_evaluation_is_saved_at_once_kept_and_exported(toy):
     assert [
         number for tensor in exported.values() for number in tensor.flatten().tolist()
     ] == toy.weights(2)
-
-
-def test_a_failure_to_draw_comes_after_the_steps_before_it_and_ends_the_attempt_in_order(
-    toy, monkeypatch
-):
-    draw, bad = Rows.draw, []
-
-    def fails(self, items):
-        if len(items) > 3:
-            # a row of the fourth of the batches that are drawn together
-            bad.append(bad[0] if bad else items[3, 0])
-        if bad and bad[0] in items:
-            raise InputError("shard 7 is damaged")
-        return draw(self, items)
-
-    monkeypatch.setattr(Rows, "draw", fails)
-    rejects("^shard 7 is damaged$", toy.train, eval_every=None)
-    assert toy.values("train", "step") == [1, 2, 3]
-    assert (toy.outcome()["outcome"], toy.outcome()["goes_on"]) == ("refused", False)
 
 
 TF32_ON_A_CPU = BackendConfig(device="cpu", precision="tf32")
@@ -360,9 +246,7 @@ def large(self, *, build=ToyTask.build_model):
     return model
 
 
-@pytest.mark.parametrize(
-    "found", ["nothing", "an empty folder", "a finished run", "a run that was resumed"]
-)
+@pytest.mark.parametrize("is_new", [True, False], ids=["nothing", "a finished run"])
 @pytest.mark.parametrize(
     ("changes", "method", "says"),
     [
@@ -383,34 +267,31 @@ def large(self, *, build=ToyTask.build_model):
     ],
     ids=["precision", "device", "block", "model", "batches", "memory"],
 )
-def test_nothing_is_left_of_a_start_that_is_rejected_late(
-    toy, monkeypatch, found, changes, method, says
+def test_a_start_that_is_rejected_late_changes_no_result_and_can_be_repeated(
+    toy, monkeypatch, is_new, changes, method, says
 ):
-    run_dir = toy.folder / "new/run"
-    if found == "an empty folder":
-        run_dir.mkdir(parents=True)
-    elif found != "nothing":
-        for steps in (1, 2) if found == "a run that was resumed" else (1,):
-            toy.train("new/run", max_steps=steps)
-    before = tree(toy.folder)
-    monkeypatch.setattr(loop, "total_memory_bytes", lambda: 2**20)
-    monkeypatch.setattr(TaskConfig, "head_size", lambda *_: HeadSize())
-    if method is not None:
-        monkeypatch.setattr(ToyTask, *method)
-    rejects(says, toy.train, name="new/run", **changes)
-    assert tree(toy.folder) == before
-    monkeypatch.undo()
+    if not is_new:
+        toy.train("new/run", max_steps=1)
+    before = results(toy.folder / "new/run")
+    with monkeypatch.context() as poor:
+        poor.setattr(description, "total_memory_bytes", lambda: 2**20)
+        poor.setattr(TaskConfig, "head_size", lambda *_: HeadSize())
+        if method is not None:
+            poor.setattr(ToyTask, *method)
+        rejects(says, toy.train, name="new/run", **changes)
+    assert results(toy.folder / "new/run") == before
+    assert toy.train("new/run", max_steps=2)[1] == 2
 
 
-def tree(folder):
-    return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+def results(folder):
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path: path.read_bytes() for path in files if path.parent.name not in ("lease", "log")}
 
 
-def test_an_attempt_that_is_rejected_after_its_start_leaves_its_exit_record(toy, monkeypatch):
+def test_an_attempt_that_is_rejected_after_its_start_leaves_its_outcome(toy, monkeypatch):
     monkeypatch.setattr(loop, "open_monitor", unloadable)
     rejects("lacks weights", toy.train)
-    record = json.loads((toy.folder / "run/log/exit_rank_0000.json").read_text())
-    assert record["reason"] == toy.outcome()["reason"] == "rejected: the model lacks weights"
+    assert toy.outcome()["reason"] == "rejected: the model lacks weights"
 
 
 @pytest.mark.parametrize(

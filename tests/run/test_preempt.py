@@ -4,11 +4,9 @@ import json
 import logging
 import os
 import platform
-import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -94,16 +92,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
-def test_the_kernels_repeats_of_its_limit_of_cpu_time_are_one_request(clock):
-    with StopRequest() as stop:
-        for _ in range(5):
-            signal.raise_signal(signal.SIGXCPU)
-            clock.now_s += stopping.REPEAT_S
-        assert (stop.reason, stop.signal) == ("SIGXCPU", "SIGXCPU")
-        with pytest.raises(SystemExit):
-            signal.raise_signal(signal.SIGTERM)
-
-
 @pytest.mark.parametrize("notice", [None, "EC2 spot notice"])
 def test_the_second_signal_leaves_at_once_unless_it_is_the_first_one_passed_on(clock, notice):
     """A signal that follows a notice is the first one."""
@@ -120,12 +108,6 @@ def test_the_second_signal_leaves_at_once_unless_it_is_the_first_one_passed_on(c
         with pytest.raises(SystemExit) as left:
             signal.raise_signal(signal.SIGTERM)
         assert left.value.code == 128 + signal.SIGTERM
-
-
-def test_a_signal_may_come_while_its_own_thread_asks(stop):
-    with stop, stop.lock:  # as in the middle of `ask`
-        signal.raise_signal(signal.SIGTERM)
-        assert stop.reason == "SIGTERM"
 
 
 # ---- EC2's notices -------------------------------------------------------------------------------------------------
@@ -199,7 +181,7 @@ MENDED = [
 )
 def test_what_a_notice_asks_for(stop, wall_clock, monkeypatch, path, said, later, kind, words):
     monkeypatch.setattr(Metadata, "get", lambda _, name: said if path.endswith(name) else None)
-    monkeypatch.setattr(stopping, "is_ec2", lambda: True)
+    monkeypatch.setattr(stopping, "is_ec2_machine", lambda: True)
     stop.save_s, wall_clock.now = 60, NOW + later
     watching(stop).look_at_metadata()
     assert stop.kind == kind
@@ -207,36 +189,6 @@ def test_what_a_notice_asks_for(stop, wall_clock, monkeypatch, path, said, later
 
 
 # ---- the metadata service ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"status": 403}, "status 403"),  # the instance has its metadata service turned off
-        ({"speaks_http": False}, "SSH-2.0"),
-        ({"answering": threading.Event()}, "no token within 0.1 s"),
-        ({"said": {SPOT: '{"action": 5}'}}, "'time'"),
-    ],
-    ids=["off", "another service", "hangs", "no text"],
-)
-def test_a_service_in_trouble_is_told_once_and_asked_again(
-    imds, stop, warnings, monkeypatch, changes, words
-):
-    """Version 1 would be asked without a token."""
-    for name, value in changes.items():
-        monkeypatch.setattr(imds, name, value)
-    monkeypatch.setattr(metadata, "TIMEOUT_S", 0.1 if "answering" in changes else 10.0)
-    with watching(stop):
-        eventually(warnings)
-        asked = len(imds.requests)
-        eventually(lambda: len(imds.requests) >= asked + 4)
-        (warning,) = warnings()
-        assert imds.endpoint in warning and words in warning and stop.reason is None
-        changes.get("answering", threading.Event()).set()
-        monkeypatch.undo()
-        imds.say(SPOT, SPOT_NOTICE)
-        eventually(lambda: stop.reason)
-    assert None not in [request.token for request in imds.seen()]
 
 
 # ---- whether the service is asked ----------------------------------------------------------------------------------
@@ -252,28 +204,8 @@ def test_a_service_in_trouble_is_told_once_and_asked_again(
     ],
 )
 def test_where_the_metadata_is_asked(monkeypatch, environ, on_ec2, expected):
-    monkeypatch.setattr(stopping, "is_ec2", lambda: on_ec2)
+    monkeypatch.setattr(stopping, "is_ec2_machine", lambda: on_ec2)
     assert stopping.watches_metadata(environ) is expected
-
-
-def test_a_machine_of_ec2_is_known_by_its_tag(tmp_path):
-    assert not stopping.is_ec2(tmp_path / "none")
-    (tmp_path / "tag").write_text("Not Specified\n")
-    assert not stopping.is_ec2(tmp_path / "tag")
-    (tmp_path / "tag").write_text("i-0af01c0123456789a\n")
-    assert stopping.is_ec2(tmp_path / "tag")
-
-
-def test_the_address_is_botocore_s():
-    mode, own = "AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE", "AWS_EC2_METADATA_SERVICE_ENDPOINT"
-    assert metadata.metadata_endpoint({}) == "http://169.254.169.254"
-    assert metadata.metadata_endpoint({mode: "IPv6"}) == "http://[fd00:ec2::254]"
-    assert (
-        metadata.metadata_endpoint({mode: "IPv6", own: "http://127.0.0.1:1338"})
-        == "http://127.0.0.1:1338"
-    )
-    for endpoint in ("169.254.169.254", "https://169.254.169.254", "http:///latest"):
-        rejects(f"{own}=", Metadata, endpoint)
 
 
 # ---- the file and the ends that are known --------------------------------------------------------------------------
@@ -303,15 +235,6 @@ def test_a_run_folder_that_does_not_answer_is_told_once_per_outage(stop, warning
         "stop file: gone",
         "stop file: no such bucket",
     ]
-
-
-def test_a_run_folder_that_hangs_does_not_hide_a_spot_notice(imds, stop):
-    answers = threading.Event()
-    with watching(stop, stop_file=answers.wait):
-        imds.say(SPOT, SPOT_NOTICE)
-        eventually(lambda: stop.reason)
-        answers.set()
-    assert "spot" in stop.reason
 
 
 def test_the_run_leaves_before_max_run_s_in_time_to_save(stop):
@@ -415,9 +338,8 @@ def test_sigterm_to_torchrun_stops_all_ranks_with_a_checkpoint(prepared, tmp_pat
     process.terminate()
     process.join()
     saved = lines(tmp_path / "run", "checkpoint")[-1]["step"]
-    for rank in (0, 1):
-        record = json.loads((tmp_path / f"run/log/exit_rank_000{rank}.json").read_text())
-        assert (record["reason"], record["step"]) == ("SIGTERM", saved)
+    ended = outcome(tmp_path / "run")
+    assert (ended["kind"], ended["step"], ended["checkpoint"]) == ("SIGTERM", saved, saved)
 
 
 def test_a_notice_to_one_rank_stops_all_with_a_checkpoint_and_torchrun_starts_none_again(
@@ -432,22 +354,20 @@ def test_a_notice_to_one_rank_stops_all_with_a_checkpoint_and_torchrun_starts_no
         "checkpoint.every=100000",
         "export=false",
     ]
-    slow = "import train.observe.stragglers as s; s.WINDOWS = 2; time.sleep(0.05 * int(os.environ['RANK']))"
+    slow = "time.sleep(0.05 * int(os.environ['RANK']))"
     process = start_changed(
         tmp_path, slow, train_overrides(run_dir, prepared, *options), restarts=3
     )
     try:
         metrics = run_dir / "metrics.jsonl"
         eventually(
-            lambda: not process.is_alive() or (metrics.exists() and lines(run_dir, "fault"))
+            lambda: not process.is_alive() or (metrics.exists() and lines(run_dir, "train")[5:])
         )
         imds.say(SPOT, SPOT_NOTICE)
         process.join(90)
     finally:
         process.terminate()
     stderr = (tmp_path / "err").read_text()
-    files = [run_dir / "log" / f"exit_rank_{rank:04d}.json" for rank in range(2)]
-    assert [json.loads(file.read_text())["reason"] for file in files] == [notice, notice], stderr
     ended = outcome(run_dir)
     assert (ended["outcome"], ended["kind"], ended["goes_on"]) == ("stopped", "spot_notice", True)
     assert ended["reason"] == f"{notice}, at rank 0 on {platform.node()}"
@@ -461,6 +381,4 @@ def test_a_notice_to_one_rank_stops_all_with_a_checkpoint_and_torchrun_starts_no
     )
     assert stderr.count("not started again: outcome stopped") == 1
     assert json.loads((run_dir / "lease/00000001.json").read_text())["released"]
-    assert re.search(
-        "^rank 1 on .* slows the other ranks down", lines(run_dir, "fault")[0]["reason"]
-    )
+    assert all(line["slowest_ratio"] >= 1 for line in lines(run_dir, "train"))

@@ -1,7 +1,6 @@
 """The wheel holds all that an installed baretrain needs, and nothing else."""
 
 import json
-import shutil
 import subprocess
 import sys
 import venv
@@ -126,29 +125,3 @@ def test_the_commands_are_listed(words, code, says, capsys):
 def test_every_command_is_there():
     for module, _ in COMMANDS.values():
         assert callable(import_module(module).main)
-
-
-def test_make_clean_removes_what_can_be_made_again_and_no_run(tmp_path):
-    shutil.copy(ROOT / "Makefile", tmp_path)
-    again = (
-        ".venv/bin/python",
-        "build/site/index.html",
-        ".ruff_cache/x",
-        ".mypy_cache/x",
-        ".pytest_cache/x",
-    )
-    kept = (
-        "runs/mine/config.yaml",
-        "data/mine/manifest.json",
-        "dist/mine.whl",
-        "report/report.html",
-        "train/mine.py",
-    )
-    for name in (*again, *kept):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    subprocess.run(["make", "-C", tmp_path, "clean"], check=True, capture_output=True)
-    left = {
-        path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()
-    }
-    assert left == {"Makefile", *kept}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
 
 import pytest
 from forks import start_forked
-from rejections import rejects
 from running import eventually, lines, train_config, train_overrides
 from services.fault_proxy import Fault, line_of
 
@@ -23,9 +23,8 @@ from train.observe.lines import read_back, read_lines
 from train.run import checkpoint_manager, stopping
 from train.run.checkpoint_manager import CheckpointManager
 from train.run.stopping import StopRequest
-from train.run_folder import appended as parts
-from train.run_folder.outcome import Outcome
-from train.run_folder.ownership import Ownership
+from train.run_folder import run_folder
+from train.run_folder.outcome import Outcome, read_outcome
 from train.run_folder.run_folder import RunFolder
 from train.storage import atomic_io
 from train.storage.folders import open_folder
@@ -52,12 +51,9 @@ def train(bucket, data, *overrides):
 
 
 def lines_of(bucket, kind):
-    """The lines of one kind in the run's metrics.jsonl."""
-    return [
-        line
-        for line in map(json.loads, bucket.get("run/metrics.jsonl").splitlines())
-        if line["kind"] == kind
-    ]
+    """The lines of one kind in the run's files of metrics."""
+    found = read_lines(open_folder(bucket.location("run"), bucket.config()))
+    return [line for line in found if line["kind"] == kind]
 
 
 def losses(lines):
@@ -95,8 +91,8 @@ def test_a_machine_that_vanishes_while_it_saves_is_followed_by_another(
     bucket.proxy.set()
     killed = bucket.keys("run/checkpoints/step_00000006/")
     assert len(killed) == 4
-    # read while it was written
-    bucket.put("run/metrics.jsonl", bucket.get("run/metrics.jsonl") + b'{"kind": "tra')
+    name = "run/metrics/00000001.jsonl"
+    bucket.put(name, bucket.get(name) + b'{"kind": "tra')  # uploaded while it was written
     if is_silent:  # nobody knows whether it has ended, or is suspended
         lease = json.loads(bucket.get("run/lease/00000001.json"))
         bucket.put(
@@ -109,7 +105,7 @@ def test_a_machine_that_vanishes_while_it_saves_is_followed_by_another(
     for kind in ("train", "eval"):
         assert losses(lines_of(bucket, kind)) == losses(lines(finished, kind))
     assert (
-        "the last attempt ended (killed, without an exit record)"
+        "the last attempt ended (killed, without an outcome)"
         in lines_of(bucket, "fault")[0]["reason"]
     )
     store, local = store_of(bucket, tmp_path), LocalStore(finished / "checkpoints")
@@ -130,15 +126,15 @@ def test_a_machine_that_vanishes_while_it_saves_is_followed_by_another(
         assert bucket.get(f"run/{name}") == (finished / name).read_bytes()
     outcome = json.loads(bucket.get("run/outcome.json"))
     assert (outcome["outcome"], outcome["step"], outcome["checkpoint"]) == ("done", 6, 6)
-    assert json.loads(bucket.get("run/log/exit_rank_0000.json"))["reason"] == "done"
     assert b"step 6/6" in bucket.get("run/log/rank_0000.txt")
     assert json.loads(bucket.get("run/lease/00000002.json"))["released"]
-    files = {"config.yaml", "environment.json", "metrics.jsonl", "outcome.json", "samples.json"}
+    files = {"config.yaml", "environment.json", "outcome.json", "samples.json"}
     assert {key.split("/")[1] for key in bucket.keys("run/")} == files | {
         "checkpoints",
         "export",
         "lease",
         "log",
+        "metrics",
         "model",
     }
 
@@ -149,7 +145,7 @@ def test_the_metrics_go_before_the_manifest_and_requests_are_few(bucket, prepare
 
     def look_and_create(self, name, content):
         if name.endswith("manifest.json"):
-            client = bucket.client.get_object(Bucket=bucket.name, Key="run/metrics.jsonl")
+            client = bucket.client.get_object(Bucket=bucket.name, Key="run/metrics/00000001.jsonl")
             steps = [
                 line.get("step") for line in map(json.loads, client["Body"].read().splitlines())
             ]
@@ -171,7 +167,7 @@ def test_the_metrics_go_before_the_manifest_and_requests_are_few(bucket, prepare
     )
     seen = [line_of(request) for request in bucket.proxy.requests()]
     listed = {re.search(r"[?&]prefix=([^&]*)", line)[1] for line in seen if "list-type" in line}
-    assert listed == {"run%2F", "run%2Flease%2F", "run%2Flog%2F", "run%2Fcheckpoints%2F"}
+    assert listed == {"run%2F", "run%2Flease%2F", "run%2Fmetrics%2F", "run%2Fcheckpoints%2F"}
     assert (
         sum("delimiter" in line for line in seen)
         == sum("prefix=run%2F&" in line for line in seen)
@@ -189,7 +185,7 @@ def test_the_metrics_go_before_the_manifest_and_requests_are_few(bucket, prepare
 def test_a_run_whose_last_save_s3_did_not_take_goes_on_from_it_once_it_is_uploaded(
     bucket, prepared, monkeypatch
 ):
-    """By hand, as docs/faults.md says. No step is done twice, and the next start knows how the last one ended."""
+    """By hand, as docs/faults.md says. No step is done twice, and no line is missing."""
 
     def leave(checkpoints):
         if checkpoints.recorder.progress.step == 5:
@@ -208,8 +204,6 @@ def test_a_run_whose_last_save_s3_did_not_take_goes_on_from_it_once_it_is_upload
     local = RunFolder(bucket.location("run"), bucket.config()).path
     (kept,) = (local / "staging/saving").iterdir()
     assert bucket.keys("run/outcome.json") == []
-    outcome = json.loads((local / "outcome.json").read_bytes())
-    assert outcome["goes_on"] and f"step 6 is complete in {kept}" in outcome["reason"]
 
     # this process holds it for ever
     bucket.client.delete_object(Bucket=bucket.name, Key="run/lease/00000001.json")
@@ -218,12 +212,9 @@ def test_a_run_whose_last_save_s3_did_not_take_goes_on_from_it_once_it_is_upload
     bucket.put(f"{step}/manifest.json", (kept / "manifest.json").read_bytes())
     assert train(bucket, prepared, "max_steps=8") == ("done", 8)
     assert [line["step"] for line in lines_of(bucket, "train")] == [1, 2, 3, 4, 5, 6, 7, 8]
-    faults = " ".join(line["reason"] for line in lines_of(bucket, "fault"))
-    assert (
-        "the last attempt ended (failed: SavesFail: saving step 6" in faults
-        and "clock" not in faults
-    )
-    assert not kept.exists() and not (local / "outcome.json").exists()
+    (fault,) = (line["reason"] for line in lines_of(bucket, "fault") if "ended" in line["reason"])
+    assert "the last attempt ended (killed, without an outcome)" in fault
+    assert not kept.exists()
 
 
 def upload(bucket, folder, prefix):
@@ -237,40 +228,18 @@ def upload(bucket, folder, prefix):
 # ---- this machine's copy --------------------------------------------------------------------------------------------
 
 
-def opened(bucket, last_owner=None):
+def opened(bucket, number=1):
     folder = RunFolder(bucket.location("run"), bucket.config())
-    folder.log.mkdir(parents=True, exist_ok=True)
-    folder.ownership.previous = last_owner
+    folder.ownership.number = number
     folder.open()
     return folder
 
 
-def test_the_copy_that_continues_what_is_in_s3_is_taken(bucket, on_machine):
-    first = opened(bucket)
-    first.metrics.write_text("1\n2\n")
-    first.mirror()
-    first.metrics.write_text("1\n2\n3\n")  # killed here
-    assert opened(bucket).metrics.read_text() == "1\n2\n3\n"
-    bucket.put("run/metrics.jsonl", b"1\n2\n{half")
-    assert opened(bucket).metrics.read_text() == "1\n2\n3\n"
-    on_machine("second")
-    second = opened(bucket)
-    second.cut_half_written_line()
-    assert second.metrics.read_text() == "1\n2\n"
-    with second.metrics.open("a") as file:
-        file.write("b\n")
-    second.mirror()
-    on_machine("first")
-    assert opened(bucket).metrics.read_text() == "1\n2\nb\n"
-
-
-def line_at(step):
-    return {"kind": "train", "attempt": 1, "time_unix_s": 1.0, "step": step}
-
-
 def write_lines(folder, steps):
     with folder.metrics.open("a") as file:
-        file.writelines(json.dumps(line_at(step)) + "\n" for step in steps)
+        for step in steps:
+            line = {"kind": "train", "attempt": 1, "time_unix_s": 1.0, "step": step}
+            file.write(json.dumps(line) + "\n")
 
 
 def steps_in(folder):
@@ -279,81 +248,65 @@ def steps_in(folder):
     return forward
 
 
-def test_lines_go_to_s3_in_parts_and_each_is_read_once_whoever_wrote_it(
-    bucket, on_machine, monkeypatch
+def test_each_attempt_has_a_file_of_its_own_and_lines_of_a_killed_one_are_sent_later(
+    bucket, on_machine
 ):
-    """What is uploaded grows with the lines, not with their square. A job is killed between a part and the file that
-    counts it; another machine goes on; the first one, whose copy is older, follows.
-    """
-    monkeypatch.setattr(parts, "PART_BYTES", 1000)
-    uploaded, replace, write = [], S3Folder.replace, S3Folder.write
-
-    def count(self, name, content, version):
-        uploaded.append(len(content))
-        return replace(self, name, content, version)
-
-    monkeypatch.setattr(S3Folder, "replace", count)
-    monkeypatch.setattr(
-        S3Folder, "write", lambda *args: uploaded.append(len(args[2])) or write(*args)
-    )
-    first, reader = opened(bucket), open_folder(bucket.location("run"), bucket.config())
-    first.ownership.number = 1
-    for step in range(0, 200, 2):
-        write_lines(first, [step, step + 1])
-        first.mirror()
-    assert steps_in(reader) == steps_in(first.local) == list(range(200))
-    assert max(uploaded) < 1000 + 250 and sum(uploaded) < 100 * 1200
-    names = [f"run/metrics/00000001-{number:06d}.jsonl" for number in range(1, 13)]
-    assert bucket.keys("run/metrics/") == names
-    assert [line["step"] for line in read_back(reader, limit_bytes=300)] == [199, 198, 197, 196]
-
-    write_lines(first, range(200, 220))
-    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
-        killed.setattr(first, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        first.mirror()
-    assert len(bucket.keys("run/metrics/")) > len(names) and steps_in(reader) == list(range(200))
-    on_machine("second")
-    second = opened(bucket)
-    second.ownership.number = 2
-    write_lines(second, range(200, 260))
+    """On one machine, then on another, and on the first one again."""
+    in_s3 = open_folder(bucket.location("run"), bucket.config())
+    first = opened(bucket)
+    write_lines(first, [1, 2])
+    first.mirror()
+    write_lines(first, [3])  # killed here
+    second = opened(bucket, 2)
     second.mirror()
-    assert steps_in(reader) == steps_in(second.local) == list(range(260))
-    assert "run/metrics/00000002-000001.jsonl" in bucket.keys("run/metrics/")
+    assert steps_in(second.local) == steps_in(in_s3) == [1, 2, 3]
+    on_machine("second")
+    third = opened(bucket, 3)
+    write_lines(third, [4, 5])
+    third.mirror()
     on_machine("first")
-    assert steps_in(opened(bucket).local) == list(range(260))
-
-    upload(bucket, second.path, "copied by hand")  # from disk
-    copied = RunFolder(bucket.location("copied by hand"), bucket.config())
-    copied.log.mkdir(parents=True)
-    copied.open()
-    write_lines(copied, [260])
-    copied.mirror()
-    assert steps_in(copied.storage) == list(range(261))
-    assert max(len(bucket.get(key)) for key in bucket.keys("copied by hand/metrics")) < 1200
-    bucket.client.delete_object(Bucket=bucket.name, Key=names[3])
-    rejects(r"/metrics/00000001-000004\.jsonl is missing", list, read_lines(reader))
-    assert next(read_back(reader))["step"] == 259
+    assert steps_in(opened(bucket, 4).local) == steps_in(in_s3) == [1, 2, 3, 4, 5]
+    assert bucket.keys("run/metrics") == [f"run/metrics/0000000{each}.jsonl" for each in (1, 3)]
+    assert [line["step"] for line in read_back(in_s3, limit_bytes=150)] == [5, 4]
 
 
-@pytest.mark.parametrize(
-    "head", ['{"kind": "parts", "parts": {"../../x": 1}, "bytes": 5}', '{"kind": "parts", "pa']
-)
-def test_a_damaged_count_of_parts_is_rejected_by_name(bucket, head):
-    bucket.put("run/metrics.jsonl", f"{head}\n".encode())
-    rejects(r"run/metrics\.jsonl line 1 is damaged", opened, bucket)
+def test_a_run_goes_on_where_it_was_copied_to(bucket, tmp_path):
+    """From a disk to S3 and back. Its lease numbers begin anew, which replaces no lines."""
+    bucket.put("run/metrics.jsonl", b"")
+    in_s3 = opened(bucket)
+    write_lines(in_s3, [1])
+    in_s3.mirror()
+    again = opened(bucket, number=1)
+    write_lines(again, [2])
+    again.mirror()
+    shutil.copytree(again.path, tmp_path / "copy")
+    on_disk = RunFolder(str(tmp_path / "copy"))
+    on_disk.open()
+    write_lines(on_disk, [3])
+    assert steps_in(on_disk.local) == [1, 2, 3]
+
+
+def test_a_long_file_is_uploaded_again_only_after_a_while_and_at_the_end(bucket, monkeypatch):
+    monkeypatch.setattr(run_folder, "SMALL_BYTES", 100)
+    in_s3, folder = open_folder(bucket.location("run"), bucket.config()), opened(bucket)
+    for step in range(5):
+        write_lines(folder, [step])
+        folder.mirror()
+    assert steps_in(in_s3) == [0, 1]
+    folder.mirror(is_last=True)
+    assert steps_in(in_s3) == [0, 1, 2, 3, 4]
 
 
 def test_a_run_removed_from_s3_leaves_nothing_to_a_new_one_of_its_name(bucket):
     folder = opened(bucket)
-    folder.metrics.write_text("1\n")
+    write_lines(folder, [1])
     folder.mirror()
-    bucket.client.delete_object(Bucket=bucket.name, Key="run/metrics.jsonl")
-    assert not opened(bucket).metrics.exists()
+    bucket.client.delete_object(Bucket=bucket.name, Key="run/metrics/00000001.jsonl")
+    assert steps_in(opened(bucket).local) == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_records_of_an_attempt_are_gone_while_the_next_one_runs(bucket, monkeypatch, rank):
-    """Every rank leaves an exit record, and rank 0 removes all of them."""
+def test_the_outcome_of_an_attempt_is_gone_while_the_next_one_runs(bucket, monkeypatch, rank):
     folder = opened(bucket)
     for name, value in {
         "RANK": rank,
@@ -362,30 +315,13 @@ def test_the_records_of_an_attempt_are_gone_while_the_next_one_runs(bucket, monk
         "MASTER_PORT": 29500,
     }.items():
         monkeypatch.setenv(name, str(value))
-    folder.exit_file("failed: x", None)
     folder.outcome(Outcome("failed", "x", "x", None, None, goes_on=True, launch=[]))
-    records = {"run/outcome.json", f"run/log/exit_rank_000{rank}.json"}
-    assert records <= set(bucket.keys())
+    assert read_outcome(folder.storage)["kind"] == "x"
     monkeypatch.setenv("RANK", "0")
-    assert opened(bucket).previous["kind"] == "x"
-    assert not records & set(bucket.keys())
-
-
-def test_an_outcome_that_s3_did_not_take_counts_until_another_machine_has_had_the_run(
-    bucket, monkeypatch
-):
-    def start(host):
-        monkeypatch.setattr("platform.node", lambda: host)
-        with Ownership(open_folder(bucket.location("run"), bucket.config())) as ownership:
-            return opened(bucket, ownership.previous)
-
-    for other, kind in (("a", "x"), ("b", None)):
-        folder = start("a")
-        bucket.proxy.set(Fault("status"))
-        folder.outcome(Outcome("failed", "x", "x", None, None, goes_on=True))
-        bucket.proxy.set()
-        assert start(other).previous.get("kind") == kind
-    assert start("a").previous == {}  # the attempt on b was killed
+    later = opened(bucket)
+    assert later.previous["kind"] == "x" and not read_outcome(later.storage)
+    later.put_back_outcome()
+    assert read_outcome(later.storage)["kind"] == "x"
 
 
 MAY_NOT_DELETE = Fault("status", match="^DELETE", code=403, error="AccessDenied")
@@ -396,10 +332,10 @@ def test_an_outcome_that_may_not_be_deleted_does_not_pass_for_that_of_the_next_a
     opened(bucket).outcome(ends[0])
     bucket.proxy.set(MAY_NOT_DELETE)
     folder = opened(bucket)
-    assert folder.previous["kind"] == "first" and folder.last_outcome() == {}
+    assert folder.previous["kind"] == "first" and read_outcome(folder.storage) == {}
     for end in reversed(ends):
         folder.outcome(end)
-    assert folder.last_outcome()["kind"] == "second"  # the first one of an attempt stays
+    assert read_outcome(folder.storage)["kind"] == "second"  # the first one of an attempt stays
 
 
 def test_a_role_that_may_not_delete_trains_on_and_is_told_once(
@@ -422,37 +358,23 @@ def test_a_role_that_may_not_delete_trains_on_and_is_told_once(
     assert 5 < step < 100000 and opened(bucket).previous["outcome"] == "stopped"
 
 
-def test_records_that_s3_does_not_take_hide_no_error(bucket, log):
-    folder = opened(bucket)
-    bucket.proxy.set(Fault("status"))
-    folder.exit_file("failed: the real trouble", None)
-    folder.outcome(Outcome("failed", "x", "x", None, None, goes_on=True, launch=[]))
-    failures = {
-        line
-        for line in log.messages
-        if "the end of this attempt cannot be recorded in s3://" in line
-    }
-    assert len(failures) == 2
-    assert "the real trouble" in folder.exit_path.read_text()
-
-
 def test_a_mirror_that_comes_while_one_is_under_way_waits_for_it(bucket, monkeypatch):
     """The thread that saves, slow on its way, and the end of the run: the newest content stays."""
-    folder, replace = opened(bucket), S3Folder.replace
-    folder.metrics.write_text("1\n")
+    folder, write = opened(bucket), S3Folder.write
+    write_lines(folder, [1])
     second = threading.Thread(target=folder.mirror)
 
-    def replace_slowly(self, name, content, version):
-        if content == b"1\n":
-            folder.metrics.write_text("1\n2\n")
+    def write_slowly(self, name, content):
+        if not second.ident:
+            write_lines(folder, [2])
             second.start()
             assert not folder.mirroring.acquire(blocking=False)  # for which the second one waits
-        return replace(self, name, content, version)
+        return write(self, name, content)
 
-    monkeypatch.setattr(S3Folder, "replace", replace_slowly)
+    monkeypatch.setattr(S3Folder, "write", write_slowly)
     folder.mirror()
     second.join()
-    assert bucket.get("run/metrics.jsonl") == b"1\n2\n"
+    assert steps_in(folder.storage) == [1, 2]
 
 
 # ---- before the start -----------------------------------------------------------------------------------------------
@@ -483,7 +405,7 @@ def test_an_s3_that_cannot_be_used_is_reported_in_one_line(
     monkeypatch.setattr(sys, "argv", ["train", *arguments])
     monkeypatch.setattr(entry.logger, "handlers", [])
     monkeypatch.setattr(entry.logger, "propagate", False)  # as in a process that has not begun
-    assert entry.run_command_line(sys.argv[1:]) == code
+    assert entry.run_command_line() == code
     err = capsys.readouterr().err
     assert re.fullmatch(f"(starting [^\n]*\n)?(waiting for S3: [^\n]*\n)?{words}[^\n]*\n", err), (
         err

@@ -1,8 +1,8 @@
 """EC2 for tests: moto's server, and what it lacks.
 
-moto has no placement groups, capacity reservations and quotas, starts machines twice for the same ClientToken, lists
-what it made at once, and always has capacity. The operations below stand in for that. What a request says of network
-cards is dropped by moto, so that tests look at requests.
+moto has no placement groups, starts machines twice for the same ClientToken, lists what it made at once, and always has
+capacity. The operations below stand in for that. What a request says of network cards is dropped by moto, so that tests
+look at requests.
 """
 
 from __future__ import annotations
@@ -23,16 +23,12 @@ from moto.ec2.exceptions import EC2ClientError
 from moto.ec2.models import ec2_backends
 from moto.ec2.responses import EC2Response
 from moto.server import ThreadedMotoServer
-from moto.servicequotas.responses import ServiceQuotasResponse
 from services.process import set_aws
 
 REGION, ACCOUNT = "us-east-1", "123456789012"  # the latter is moto's
 ALIVE = ("pending", "running")
 BEGAN_S = time.time()
 UBUNTU = "ami-785db401"  # an image that moto has
-SAID = {
-    "InvalidParameterValue": "Value (machine) for parameter iamInstanceProfile.name is invalid."
-}
 # What botocore reads of each service, a third of a second for EC2, is read once for all sessions of a process.
 shared_loader = functools.cache(botocore.session.create_loader)
 
@@ -44,18 +40,13 @@ class FakeEc2:
     without: dict[str, str] = field(default_factory=dict)
     hides_s: float = 0.0  # after which a new machine is listed
     passed_s: float = 0.0  # of a time that does not wait, see `now`
-    # placement groups, by region and name
-    groups: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
-    reservations: list[dict[str, Any]] = field(default_factory=list)
-    quotas: list[dict[str, Any]] = field(default_factory=list)
+    groups: set[tuple[str, str]] = field(default_factory=set)  # placement groups: region and name
     dry_run_error: str = ""  # an error
     # request and answer
     tokens: dict[str, tuple[dict[str, Any], Any]] = field(default_factory=dict)
     hidden: dict[str, float] = field(default_factory=dict)  # machine: when it is listed
     requests: list[dict[str, Any]] = field(default_factory=list)  # each RunInstances as it arrived
     clients: dict[str, Any] = field(default_factory=dict)
-    # machines of each placement group
-    members: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
     def now(self) -> float:
         return BEGAN_S + self.passed_s
@@ -107,17 +98,14 @@ class FakeEc2:
                     backend.tags.pop(each.id, None)
 
     def anything(self) -> list[str]:
-        """All that costs or stays: machines, volumes, tagged interfaces, groups other than the default VPC's own.
+        """All that costs: machines, volumes, tagged interfaces.
         Interfaces that moto makes with machines have no tags, and stay when these end.
         """
         client = self.client()
         left = [each.id for each in self.machines(*ALIVE, "stopping", "stopped")]
         left += [each["VolumeId"] for each in client.describe_volumes()["Volumes"]]
         interfaces = client.describe_network_interfaces()["NetworkInterfaces"]
-        left += [each["NetworkInterfaceId"] for each in interfaces if each.get("TagSet")]
-        groups = client.describe_security_groups()["SecurityGroups"]
-        left += [each["GroupId"] for each in groups if each["GroupName"] != "default"]
-        return [*left, *(name for _, name in self.groups)]
+        return [*left, *(each["NetworkInterfaceId"] for each in interfaces if each.get("TagSet"))]
 
 
 @functools.cache
@@ -149,8 +137,6 @@ def fake_ec2(monkeypatch: Any) -> Iterator[FakeEc2]:
         usual = getattr(EC2Response, stand_in.__name__, None)
         act = lambda self, act=stand_in, usual=usual: act(fake, self, usual)  # noqa: E731
         monkeypatch.setattr(EC2Response, stand_in.__name__, act, raising=False)
-    quotas = lambda self: ActionResult({"Quotas": fake.quotas})  # noqa: E731
-    monkeypatch.setattr(ServiceQuotasResponse, "list_service_quotas", quotas, raising=False)
     fake.client("iam").create_instance_profile(InstanceProfileName="machine")
     yield fake
 
@@ -173,8 +159,7 @@ def run_instances(fake: FakeEc2, response: Any, usual: Any) -> Any:
             fake.dry_run_error, "You are not authorized to perform this operation."
         )
     if not given.get("DryRun") and subnet in fake.without:
-        code = fake.without[subnet]
-        raise EC2ClientError(code, SAID.get(code, "We do not have sufficient capacity."))
+        raise EC2ClientError(fake.without[subnet], "We do not have sufficient capacity.")
     group = given.get("Placement", {}).get("GroupName")
     if group is not None and (response.region, group) not in fake.groups:
         raise EC2ClientError(
@@ -184,7 +169,6 @@ def run_instances(fake: FakeEc2, response: Any, usual: Any) -> Any:
     made = [each.id for each in answer.result.instances]
     if token:
         fake.tokens[token] = given, answer
-    fake.members.setdefault((response.region, group), []).extend(made)
     fake.hidden |= dict.fromkeys(made, fake.now() + fake.hides_s)
     return answer
 
@@ -206,68 +190,14 @@ def terminate_instances(fake: FakeEc2, response: Any, usual: Any) -> Any:
     return usual(response)
 
 
-def describe_volumes(fake: FakeEc2, response: Any, usual: Any) -> Any:
-    """A volume is listed with its machine."""
-    answer = usual(response)
-    seen = answer.result["Volumes"]
-    answer.result["Volumes"] = [
-        each for each in seen if not each.attachment or fake.is_listed(each.attachment.instance_id)
-    ]
-    return answer
-
-
 def create_placement_group(fake: FakeEc2, response: Any, usual: Any) -> Any:
-    given = response._get_params()
-    key = response.region, given["GroupName"]
+    key = response.region, response._get_params()["GroupName"]
     if key in fake.groups:
         raise EC2ClientError(
             "InvalidPlacementGroup.Duplicate", "The placement group is there already."
         )
-    fake.groups[key] = {
-        "GroupName": key[1],
-        "State": "available",
-        "Tags": given["TagSpecifications"][0]["Tags"],
-    }
-    return ActionResult({"PlacementGroup": fake.groups[key]})
-
-
-def describe_placement_groups(fake: FakeEc2, response: Any, usual: Any) -> Any:
-    seen = [group for (region, _), group in fake.groups.items() if region == response.region]
-    for by in response._get_params().get("Filters", ()):
-        key = {"group-name": "GroupName", "state": "State"}.get(
-            by["Name"], by["Name"].removeprefix("tag:")
-        )
-        values = [
-            {**group, **{tag["Key"]: tag["Value"] for tag in group["Tags"]}}.get(key)
-            for group in seen
-        ]
-        seen = [group for group, value in zip(seen, values, strict=True) if value in by["Values"]]
-    return ActionResult({"PlacementGroups": seen})
-
-
-def delete_placement_group(fake: FakeEc2, response: Any, usual: Any) -> Any:
-    key = response.region, response._get_params()["GroupName"]
-    if any(
-        response.ec2_backend.get_instance(each).state != "terminated"
-        for each in fake.members.get(key, ())
-    ):
-        raise EC2ClientError("InvalidPlacementGroup.InUse", "The placement group is in use.")
-    if fake.groups.pop(key, None) is None:
-        raise EC2ClientError("InvalidPlacementGroup.Unknown", "The placement group is unknown.")
+    fake.groups.add(key)
     return ActionResult({})
 
 
-def describe_capacity_reservations(fake: FakeEc2, response: Any, usual: Any) -> Any:
-    return ActionResult({"CapacityReservations": fake.reservations})
-
-
-STAND_INS = (
-    run_instances,
-    describe_instances,
-    terminate_instances,
-    describe_volumes,
-    create_placement_group,
-    describe_placement_groups,
-    delete_placement_group,
-    describe_capacity_reservations,
-)
+STAND_INS = (run_instances, describe_instances, terminate_instances, create_placement_group)

@@ -151,12 +151,6 @@ def error(status: int, code: str, message: str) -> Answer:
 # ---- pushing -------------------------------------------------------------------------------------------------------
 
 
-def whoami(handler: Handler, body: bytes) -> Answer:
-    role = "write" if handler.token() == TOKEN else "read"
-    user = {"type": "user", "name": USER, "orgs": [{"type": "org", "name": ORGANISATION}]}
-    return Answer(200, {**user, "auth": {"type": "access_token", "accessToken": {"role": role}}})
-
-
 def create(handler: Handler, body: bytes) -> Answer:
     handler.token(writes=True)
     asked = json.loads(body)
@@ -270,7 +264,6 @@ def resolve(
 
 
 ROUTES: list[tuple[tuple[str, ...], str, Any]] = [
-    (("GET",), "/api/whoami-v2", whoami),
     (("POST",), "/api/repos/create", create),
     (("POST",), "/api/validate-yaml", validate_yaml),
     (("POST",), API + "/preupload/(?P<revision>[^/]+)", preupload),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import shutil
 import stat
-import threading
 
 import pytest
 
@@ -21,8 +19,7 @@ from train.storage.atomic_io import (
     remove_temporaries,
     temporary_for,
 )
-from train.storage.checksums import first_fault
-from train.storage.folders import LocalFolder, files_below, make_folder
+from train.storage.folders import LocalFolder, files_below
 
 
 def names(folder):
@@ -114,39 +111,6 @@ def test_what_cannot_be_removed_is_left_with_one_warning(tmp_path, busy, caplog)
     assert [("Device or resource busy" in each.message) for each in caplog.records] == [True]
 
 
-def test_what_is_missing_needs_no_removal(tmp_path, caplog, monkeypatch):
-    """Without torchrun, files that the ranks of a start share would be below /dev/null."""
-    monkeypatch.setattr(atomic_io, "said", set())
-    (tmp_path / "file").touch()
-    for missing in (tmp_path / "new", tmp_path / "file/new"):
-        atomic_io.discard(missing)
-        with contextlib.suppress(OSError):
-            atomic_io.create_atomic(missing / "made", b"")
-
-    def read_only(path, *_, **__):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-
-    monkeypatch.setattr(os, "unlink", read_only)
-    atomic_io.discard(tmp_path / "new")
-    assert caplog.text == ""
-
-
-def test_a_folder_whose_files_nobody_may_remove_can_be_written_to(tmp_path, monkeypatch):
-    def reject(path, *_, **__):
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(path))
-
-    monkeypatch.setattr(os, "unlink", reject)
-    assert make_folder(tmp_path / "a") == tmp_path / "a" and len(names(tmp_path / "a")) == 1
-
-
-def test_a_folder_that_this_user_may_not_change_is_not_removed(tmp_path, monkeypatch):
-    """Root may change all, so that a rejection is played here."""
-    (tmp_path / "a").mkdir()
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    atomic_io.remove_folder(tmp_path / "a")
-    assert names(tmp_path) == ["a"]
-
-
 def test_a_disk_without_hard_links_and_without_fsync_of_folders_will_do(
     tmp_path, monkeypatch, caplog
 ):
@@ -180,21 +144,6 @@ def test_a_process_is_gone_only_if_this_machine_knows_it():
     # another process had the number
     assert is_gone(f"{here}-{os.getpid()}-1") and is_gone(f"{here}-{2**40}-1")
     assert not is_gone(f"elsewhere-{os.getpid()}-1")
-
-
-def test_files_are_examined_at_once_and_the_first_fault_of_their_order_counts():
-    both = threading.Barrier(2, timeout=10)  # two at a time, or it breaks
-
-    def examine(item):
-        examined.append(item)
-        if item < 2:
-            both.wait()
-        return f"{item} is damaged" if item < 2 else None
-
-    examined = []
-    assert first_fault(examine, range(5000)) == "0 is damaged"
-    assert len(examined) < 5000, "those after the fault are left out"
-    assert first_fault(lambda item: None, range(10)) is None
 
 
 def test_a_folder_that_is_not_finished_leaves_nothing(tmp_path):

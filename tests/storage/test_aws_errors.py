@@ -66,10 +66,10 @@ def test_the_value_of_a_header_is_not_shown():
 
 
 CURES_OF = {  # what stands in the line, and for which codes
-    "baretrain launch quota": "VcpuLimitExceeded MaxSpotInstanceCountExceeded InstanceLimitExceeded",
+    "ask AWS for a higher quota": "VcpuLimitExceeded MaxSpotInstanceCountExceeded InstanceLimitExceeded",
     "name other subnets": "Unsupported",
     "name a larger subnet": "InsufficientFreeAddressesInSubnet",
-    "baretrain launch iam prints": "UnauthorizedOperation AccessDenied InvalidIamInstanceProfileName.NotFound",
+    "baretrain launch setup makes": "UnauthorizedOperation AccessDenied InvalidPlacementGroup.Unknown",
     "aws sso login": "ExpiredToken",
     "clock is wrong": "RequestExpired",
     "aws sts get-caller-identity": "AuthFailure InvalidClientTokenId",

@@ -19,9 +19,6 @@ from services.process import free_port
 
 from launch.ec2.api import Api
 from train.config import InputError, NotPermitted, Unreachable
-from train.data.shards.format import read_manifest
-from train.data.text.documents import CorpusPart
-from train.data.text.preparation import read_state
 from train.storage import s3, s3_retry, s3_session
 from train.storage.folders import LocalFolder, open_folder
 
@@ -42,17 +39,6 @@ def in_s3(bucket, prefix="runs/data", **changes):
 
 
 # ---- what both do alike ---------------------------------------------------------------------------------------------
-
-
-@DISK_AND_S3
-def test_what_is_written_is_read(folder):
-    names = ["a", "späte Tokens +=%&?#.txt", "tokenizer/tokenizer.json"]
-    for name in names:
-        for content in (b"", bytes(range(256)), b"shorter"):
-            folder.write(name, content)
-            assert folder.read(name) == content
-            assert folder.size(name) == len(content)
-    assert folder.names() == names
 
 
 @DISK_AND_S3
@@ -77,9 +63,7 @@ def test_names_come_in_order_with_those_of_subfolders(folder):
 
 
 @DISK_AND_S3
-def test_a_file_goes_up_and_comes_back_and_only_the_version_that_was_seen_is_replaced(
-    folder, tmp_path
-):
+def test_a_file_goes_up_and_comes_back(folder, tmp_path):
     (tmp_path / "here").write_bytes(b"first")
     for name, here in (("a/b", "here"), ("c", "copy")):
         folder.upload(name, tmp_path / here)
@@ -87,14 +71,7 @@ def test_a_file_goes_up_and_comes_back_and_only_the_version_that_was_seen_is_rep
     assert folder.read("c") == b"first" and folder.listing() == {
         name: folder.head(name) for name in ("a/b", "c")
     }
-    seen = folder.head("c").version
-    version = folder.replace("c", b"second", seen)
-    rejects("c", folder.replace, "c", b"late", seen, error=FileExistsError)
-    assert (folder.head("c"), folder.read("c")) == ((6, version), b"second")
-    assert folder.replace("c", b"third", None) not in (seen, version)
     folder.remove("c")
-    with pytest.raises((FileExistsError, FileNotFoundError)):  # servers differ
-        folder.replace("c", b"late", version)
     rejects("c", folder.download, "c", tmp_path / "copy", error=FileNotFoundError)
     assert folder.head("c") is None and (tmp_path / "copy").read_bytes() == b"first"
 
@@ -152,34 +129,7 @@ def test_a_location_says_where_a_folder_is(tmp_path, bucket):
     )
 
 
-def test_a_file_in_place_of_a_folder_is_named(tmp_path):
-    (tmp_path / "file").touch()
-    folder = open_folder(str(tmp_path / "file"), s3.S3Config())
-    rejects(r"cannot read .*file/a: Not a directory$", folder.read, "a")
-    rejects("cannot delete .*file/a: Not a directory", folder.remove, "a")
-    for write in (folder.write, folder.create):
-        rejects("cannot write .*file/a: .*; choose another folder", write, "a", b"x")
-
-
 # ---- S3 at work -----------------------------------------------------------------------------------------------------
-
-
-def test_a_folder_in_s3_knows_only_its_own_files(bucket):
-    """The console's "folders" are objects whose names end with a slash."""
-    for key in ("runs/data2/neighbour", "runs/data/", "runs/data/sub/", "runs/data/sub/a"):
-        bucket.put(key, b"")
-    assert in_s3(bucket).names() == ["sub/a"]
-    assert in_s3(bucket, "").names() == ["runs/data/sub/a", "runs/data2/neighbour"]
-
-
-def test_the_bucket_may_be_in_the_path_instead_of_the_host_name(bucket):
-    # before an address it never is
-    named = bucket.service.endpoint.replace("127.0.0.1", "localhost")
-    in_s3(bucket, endpoint=named).write("a", b"x")
-    assert bucket.keys() == ["runs/data/a"]
-    assert ".localhost" in in_s3(
-        bucket, endpoint=named, path_style=False
-    ).client.generate_presigned_url("get_object", Params={"Bucket": bucket.name, "Key": "a"})
 
 
 def test_more_names_than_one_listing_holds(bucket):
@@ -236,14 +186,6 @@ def test_what_passes_is_waited_for(bucket, fault):
         assert (
             len([request for request in bucket.proxy.requests() if request.fault]) == fault.times
         )
-
-
-def test_a_conflict_with_another_writer_is_settled(bucket):
-    bucket.proxy.set(
-        Fault("status", match="^PUT", times=1, code=409, error="ConditionalRequestConflict")
-    )
-    assert in_s3(bucket).create("a", b"x")
-    assert bucket.get("runs/data/a") == b"x"
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -445,26 +387,6 @@ def test_a_broken_file_of_aws_is_named_and_no_object_counts_as_missing(
     rejects(says, lambda: Api(region="us-east-1").image("us-east-1", "ami-1"))
 
 
-def test_a_token_that_is_gone_for_a_moment_is_waited_for(bucket, monkeypatch):
-    monkeypatch.setattr(s3_session, "TOKEN_PAUSE_S", 0.0)
-    folder = in_s3(bucket)
-    folder.write("a", b"x")
-    gone = FileNotFoundError(errno.ENOENT, "No such file", "/token")
-    held = Mock(
-        **{
-            "get_frozen_credentials.side_effect": [
-                gone,
-                gone,
-                "found",
-                *[gone] * s3_session.TOKEN_READS,
-            ]
-        }
-    )
-    monkeypatch.setattr(folder.session, "get_credentials", lambda: held)
-    assert folder.read("a") == b"x"
-    rejects("AWS's settings cannot be used: .* '/token'; check", folder.size, "a")
-
-
 def test_only_the_answer_of_s3_says_that_an_object_is_missing(bucket, tmp_path):
     folder = in_s3(bucket)
     bucket.put("runs/data/a", b"x")
@@ -558,48 +480,4 @@ def test_a_silent_s3_is_given_up_after_the_deadline_whatever_is_asked(
     assert len(bucket.proxy.requests("^(GET|HEAD).*runs/data/a")) <= s3_retry.SILENT_ATTEMPTS + 1
 
 
-def test_what_is_waited_for_is_reported_and_not_too_often(bucket, monkeypatch, caplog):
-    monkeypatch.setattr(s3_retry, "FIRST_WARNING_S", 0.0)
-    nobody = f"http://127.0.0.1:{free_port()}"
-    folder = in_s3(bucket, endpoint=nobody)
-    with caplog.at_level("WARNING", "train"), pytest.raises(Unreachable):
-        folder.read("a")
-    (line,) = caplog.messages
-    assert re.fullmatch(
-        rf'waiting for S3: Could not connect .*"{nobody}/.*runs/data/a.*; retrying for up to \d+ s',
-        line,
-    )
-
-
 # ---- what programs read ---------------------------------------------------------------------------------------------
-
-
-READERS = {
-    "manifest": read_manifest,
-    "state of a part": lambda folder: read_state(folder, CorpusPart(1, 1), "id"),
-}
-
-
-@pytest.mark.parametrize("what", READERS)
-@pytest.mark.parametrize(
-    "error", [InputError("s3://b/x: no permission to read it"), Unreachable("S3 is away")]
-)
-def test_what_s3_rejects_is_not_taken_for_damage(tmp_path, what, error):
-    class Rejecting(LocalFolder):
-        def read(self, name):
-            raise error
-
-        def size(self, name):
-            return 1
-
-    rejects(f"^{error}$", READERS[what], Rejecting(tmp_path), error=type(error))
-
-
-def test_a_profile_is_used(bucket, monkeypatch, tmp_path):
-    file = tmp_path / "credentials"
-    key, secret = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
-    file.write_text(f"[work]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "wrong")
-    in_s3(bucket, profile="work").write("a", b"x")
-    assert bucket.keys() == ["runs/data/a"]

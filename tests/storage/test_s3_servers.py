@@ -80,7 +80,6 @@ WRITES = {
     "parts": lambda folder, path: folder.write("a", b"x" * 20 * MIB),
     "upload": lambda folder, path: folder.upload("a", path),
     "create": lambda folder, path: folder.create("a", b"x"),
-    "replace": lambda folder, path: folder.replace("a", b"x", None),
 }
 
 

@@ -12,7 +12,6 @@ from hostile import EVIL_NAMES, changed, names, quick
 from hypothesis import given
 from hypothesis import strategies as st
 from rejections import rejects
-from running import train_config
 from safetensors.numpy import save
 from streaming import upload
 
@@ -24,7 +23,6 @@ from train.storage.checksums import sealed
 from train.storage.folders import LocalFolder, canonical_json, sha256_bytes
 from train.storage.foreign import MOST_BYTES, open_inside
 from train.storage.schema import BadContent, FileName, RelativePath
-from train.tasks import build_task
 from train.tools import shards as shards_tool
 
 ROOT = Path("/a/folder")
@@ -107,17 +105,6 @@ def test_only_regular_files_of_a_folder_are_read(folder, kind):
     rejects(says, read_config, LocalFolder(folder))
     if kind == "a link out":
         rejects(says, LocalFolder(folder).open, "config.yaml")
-
-
-@pytest.mark.parametrize("kind", ["a link to a device", "a pipe", "a socket", "a folder"])
-def test_a_file_is_not_created_again_and_again_where_something_else_is(folder, kind):
-    NOT_READ[kind][0](folder / "a")
-    rejects(
-        "it is a (link|pipe|socket|folder), not a regular file",
-        LocalFolder(folder).create,
-        "a",
-        b"",
-    )
 
 
 def test_links_inside_a_folder_and_to_blobs_of_the_hubs_cache_are_read(tmp_path, folder):
@@ -222,38 +209,6 @@ def test_a_forged_manifest_of_data_is_rejected_in_one_line(data, says):
     with pytest.raises(InputError, match=says) as rejected:
         read_manifest(data)
     assert is_one_line(rejected.value) and "prepare the data again" in str(rejected.value)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"[" * 100_000,
-        b"[]",
-        b"null",
-        b"\xff",
-        b'{"format": 1, "id": "\\ud800", "a": "\\ud800"}',
-    ],
-)
-def test_what_is_no_manifest_is_rejected_in_one_line(tmp_path, content):
-    (tmp_path / "manifest.json").write_bytes(content)
-    with pytest.raises(InputError) as rejected:
-        read_manifest(tmp_path)
-    assert is_one_line(rejected.value)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "says"),
-    [
-        (b'"rows": ', b'"rows": 1', "was changed after it was written"),
-        (b'"format": 1', b'"format": 9', "format 9 is not 1"),
-    ],
-)
-def test_a_manifest_of_data_that_was_changed_is_rejected(data, before, after, says):
-    path = data / "manifest.json"
-    path.write_bytes(path.read_bytes().replace(before, after, 1))
-    with pytest.raises(InputError, match=says):
-        read_manifest(data)
 
 
 @quick
@@ -393,12 +348,3 @@ def test_a_forged_manifest_of_a_checkpoint_is_damaged(key, value):
     with pytest.raises(Damaged, match="cannot be read") as rejected:
         Manifest.from_json(signed({**CHECKPOINT, key: value}, "sha256"))
     assert is_one_line(rejected.value)
-
-
-@pytest.mark.parametrize("name", ["unigram_entropy", "neighbour_accuracy"])
-def test_data_without_what_pretraining_needs_is_rejected_by_its_task(data, tmp_path, name):
-    forge(data, lambda body: body["counts"].pop(name))
-    with pytest.raises(
-        InputError, match=f"lacks .*{name}.* as does data from an earlier version; prepare"
-    ):
-        build_task(train_config(tmp_path / "run", data))

@@ -2,9 +2,6 @@
 
 import csv
 import json
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +10,12 @@ import torch.nn.functional as F
 from finetuning import task_of, tuning
 from rejections import rejects
 
-from train.data.batches.buckets import BUCKET_SHIFT
+from train.config.tasks import ClassifyConfig
 from train.data.records.table_facts import best_lengths, padding_share
 from train.data.shards.order import PADDING
 from train.storage.folders import LocalFolder
-from train.tasks.classify import ClassifyConfig
-from train.tasks.classify.task import ClassifyFeaturizer, class_weights, scores, tables
-from train.tasks.texts import lengths_up_to, resolved_lengths
+from train.tasks.classify import ClassifyFeaturizer, class_weights, scores, tables
+from train.tasks.texts import lengths_up_to
 
 LABELS = ["bad", "fair", "good"]
 
@@ -133,29 +129,6 @@ def test_the_last_length_is_that_of_the_longest_row_up_to_what_the_model_can_rea
     rejects("data.lengths has 128, which is more than seq_len=64", lengths_up_to, 64, [16, 128])
 
 
-def test_one_length_needs_no_buckets_and_several_know_which_row_needs_which(make, task):
-    assert make("data.lengths=[]").buckets is None
-    buckets = task.buckets
-    assert buckets.lengths == (16, 32, 64)
-    assert (
-        len(buckets.train) == task.train_rows == 90
-        and len(buckets.evaluation) == task.eval_rows == 32
-    )
-    assert (np.array(buckets.lengths)[buckets.train] >= task.train_data().row_lengths).all()
-    assert set(buckets.train) == {0, 1, 2}
-    padded = np.array(buckets.lengths)[buckets.train].sum()
-    assert task.facts["padding_share"] == pytest.approx(
-        1 - task.train_data().row_lengths.sum() / padded
-    )
-    assert task.facts["padding_share"] < make("data.lengths=[]").facts["padding_share"]
-    assert set(task.facts) == {
-        "padding_share",
-        "truncated_share",
-        "tokens_cut_share",
-        "unknown_tokens_share",
-    }
-
-
 @pytest.mark.parametrize(
     ("settings", "gpus", "step", "most"),
     [
@@ -177,21 +150,12 @@ def test_by_default_lengths_keep_padding_low_or_are_few_graphs(
     every = best_lengths(rows, task.lengths[-1], most, step=step, shortest=8)
     assert padding_share(rows, task.lengths) < max(0.1, padding_share(rows, every) + 0.02)
     assert padding_share(rows, [*shorter[1:], task.lengths[-1]]) > 0.1  # none is superfluous
-    lengths = ", ".join(map(str, shorter))
-    said = f"batches of {lengths} or {task.lengths[-1]} tokens (data.lengths=auto); in training "
+    lengths = ", ".join(map(str, task.lengths))
+    said = f"batches of {lengths} tokens (data.lengths=auto); in training "
     assert (
         task.summary()
         == f"{said}{padding_share(rows, task.lengths):.1%} of the tokens are padding"
     )
-
-
-def test_one_very_long_row_does_not_pad_the_short_ones(make):
-    rows = np.array([12] * 5000 + [8190])
-    tables: Any = SimpleNamespace(facts={"splits": {"train": {}}}, lengths=lambda split: rows)
-    task = make()
-    assert resolved_lengths(
-        task.run_cfg, tables, replace(task.sizes, seq_len=8192), shortest=8
-    ) == (16, 8192)
 
 
 def test_what_lies_behind_the_end_is_said(make):
@@ -321,23 +285,6 @@ def certain(labels, *, wrong=()):
     ).astype(np.float32)
 
 
-def test_statistics_are_the_plain_loss_and_the_logits(task):
-    model = task.build_model().eval()
-    # the longest
-    drawn = task.eval_data().draw(
-        np.array([[2 << BUCKET_SHIFT, (2 << BUCKET_SHIFT) + 1, PADDING]])
-    )
-    inputs = {name: tensor[0] for name, tensor in drawn["inputs"].items()}
-    with torch.no_grad():
-        result = task.eval_statistics(model, inputs)
-        logits = model(inputs["input_ids"], inputs["attention_mask"], inputs["token_type_ids"])
-    assert result.shape == (3, 4) and result.dtype == torch.float32
-    torch.testing.assert_close(result[:, 1:], logits)
-    torch.testing.assert_close(
-        result[:2, 0], F.cross_entropy(logits[:2], inputs["labels"][:2], reduction="none")
-    )
-
-
 def test_an_evaluation_of_each_split_is_written_in_the_order_of_the_data(task, tmp_path):
     labels = task.eval_data().values["labels"]
     rows = certain(labels, wrong=[0, 25])
@@ -369,31 +316,3 @@ def test_an_evaluation_of_each_split_is_written_in_the_order_of_the_data(task, t
     assert result["splits"]["validation"]["accuracy"] == pytest.approx(19 / 20)
     assert sum(row["support"] for row in result["splits"]["other"]["per_class"].values()) == 12
     assert np.trace(result["splits"]["validation"]["confusion"]) == 19
-
-
-def test_a_part_of_each_split_is_drawn_by_the_seed(make, tmp_path):
-    task = make("eval_examples=15")
-    assert task.eval_rows == 15 + 12 and len(task.eval_data()) == 27
-    labels = task.eval_data().values["labels"]
-    rows, others = (
-        list(each.splits[0].features["row"]) for each in (task, make("eval_examples=15", "seed=1"))
-    )
-    assert (
-        rows == sorted(set(rows)) != list(range(15))
-        and len(rows) == len(set(others)) == 15
-        and rows != others
-    )
-    assert (labels == make().eval_data().values["labels"][[*rows, *range(20, 32)]]).all()
-    rows = certain(labels, wrong=[14, 15])
-    result = task.eval_metrics(rows)
-    assert (result["accuracy"], result["other_accuracy"]) == (
-        pytest.approx(14 / 15),
-        pytest.approx(11 / 12),
-    )
-    task.write_evaluation(rows, LocalFolder(tmp_path), step=1)
-    lines = [
-        json.loads(line)["id"]
-        for line in (tmp_path / "predictions/other.jsonl").read_text().splitlines()
-    ]
-    assert lines == [f"row{i}" for i in range(110, 122)]
-    assert task.details["splits"]["validation"]["used_rows"] == 15

@@ -20,9 +20,8 @@ from transformers import (
     pipeline,
 )
 
-from train.config import RecordsConfig
 from train.data.text import tokenizer as our_tokenizer
-from train.tasks.predictor import Predictor
+from train.tasks.predictor import Predictor, trained_task
 
 SIZES = ["model.hidden_size=16", "model.num_heads=2"]
 WORDS = "the a cat dog sat ran good bad on mat what did do".split()
@@ -39,13 +38,6 @@ SPECIAL = [
     "[CLS]",
     "[SEP]",
     "[MASK]",
-]
-OF_WORDS = [
-    "BertTokenizer",
-    "DistilBertTokenizer",
-    "ElectraTokenizer",
-    "FunnelTokenizer",
-    "MPNetTokenizer",
 ]
 OF_PIECES = ["AlbertTokenizer", "RemBertTokenizer", "DebertaV2Tokenizer", "XLMRobertaTokenizer"]
 ARCHITECTURES = {  # and the class of the tokenizer in transformers; None: the generic one
@@ -157,8 +149,7 @@ def settings_for(
 
 
 def predicted(export: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    predictor = Predictor(str(export), RecordsConfig(path=""), run=None, seq_len=None)
-    predictor.load()
+    predictor = Predictor(trained_task(str(export), None))
     return predictor.predict(
         [{"id": str(number), **row} for number, row in enumerate(rows)], batch_size=1
     )

@@ -1,7 +1,6 @@
 """Question answering: contexts to windows and back, places of answers, evaluation by questions."""
 
 import json
-import math
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -15,16 +14,15 @@ from rejections import rejects
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
+from train.config.tasks import QAConfig
 from train.data.batches.buckets import BUCKET_SHIFT
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.shards.order import PADDING
 from train.storage.folders import LocalFolder
 from train.tasks.finetune import drawn
-from train.tasks.qa import QAConfig
 from train.tasks.qa.spans import LOWEST
 from train.tasks.qa.task import QuestionAnswering, losses_of
 from train.tasks.qa.windows import QAFeaturizer, answer_tokens
-from train.tasks.topk import topk
 
 SEQ_LEN = 48
 SURE = 20.0  # a logit
@@ -129,12 +127,6 @@ def test_windows_cover_the_context_overlap_by_the_stride_and_find_the_answer(
     assert result["second_at"] == second
 
 
-def test_a_short_context_is_one_window_and_an_empty_one_has_no_places(tokenizer):
-    result = windows_of(featurizer(tokenizer), ["ba", "ba"], ["be na", ""])
-    assert result["row"] == [0, 1] and result["start"] == result["end"] == [0, 0]
-    assert result["context_end"][1] == result["context_first"][1] and result["offsets"][1] == []
-
-
 def test_questions_are_stripped_on_the_left_and_cut():
     one = featurizer(byte_tokenizer())  # to which spaces are tokens
     windows = windows_of(one, ["   ba be", "ba be", "ba be na " * 20], ["no"] * 3)
@@ -145,15 +137,6 @@ def test_questions_are_stripped_on_the_left_and_cut():
     # four bytes each: the second does not fit
     assert few.cut("\U0001f600\U0001f600") == "\U0001f600"
     assert few.cut("\u6771\u4eac\u6771\u4eac") == "\u6771"
-
-
-def test_the_first_answer_is_learnt_and_one_that_no_window_holds_is_counted(tokenizer, texts):
-    one, answers = featurizer(tokenizer), [{"text": ["na", "ba"], "answer_start": [3, 0]}]
-    assert text_at(windows_of(one, ["be"], ["ba na"], answers=answers), 0, "ba na") == "na"
-    context = " ".join(texts[:6])
-    answers = [{"text": [context], "answer_start": [0]}]
-    assert not any(windows_of(one, ["ba"], [context], answers=answers)["end"])
-    assert one.notes("x")["answers_in_no_window"] == 1
 
 
 # the second with its space, two of one character
@@ -309,20 +292,6 @@ def test_a_model_that_knows_gets_everything_right(task, tmp_path):
         *("padding_share", "unknown_tokens_share"),
         *("cut_questions_share", "answers_in_no_window_share"),
     }
-
-
-@pytest.mark.parametrize("k", [1, 4, 9])
-def test_the_highest_scores_are_those_of_topk_and_of_equal_ones_the_first(k):
-    scores = torch.rand(5, 9, generator=torch.Generator().manual_seed(0))
-    values, indices = topk(scores, k)
-    assert torch.equal(values, scores.topk(k).values) and torch.equal(
-        indices.long(), scores.topk(k).indices
-    )
-    values, indices = topk(
-        torch.tensor([[1.0, 3.0, 3.0], [LOWEST, LOWEST, 0.0], [0.0, math.nan, 1.0]]), 2
-    )
-    assert indices.tolist() == [[1, 2], [2, 0], [3, 3]]
-    assert values[:2].tolist() == [[3, 3], [0, torch.tensor(LOWEST)]] and values[2].isnan().all()
 
 
 def test_v2_gives_no_answer_where_none_scores_higher_than_the_threshold(make, v2, tmp_path):

@@ -46,7 +46,7 @@ def test_a_published_encoder_answers_after_training_as_a_pipeline_of_transformer
     (tmp_path / "texts.jsonl").write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in texts)
     )
-    answered = run([f"{tmp_path}/run", f"--input={tmp_path}/texts.jsonl"], module="predict")
+    answered = run([f"{tmp_path}/run", f"data.path={tmp_path}/texts.jsonl"], module="predict")
     assert answered.returncode == 0, answered.stderr
     ours = [json.loads(line)["probabilities"] for line in answered.stdout.splitlines()]
     theirs = pipeline(

@@ -11,7 +11,7 @@ import time
 import pytest
 from running import ROOT
 
-from train.machine import machine
+from train.machine import neuron
 from train.tools.doctor import checks, command
 from train.tools.doctor.checks_devices import CHIP_QUERY, GPU_QUERY, HOLDER_QUERY
 from train.tools.doctor.checks_versions import SYSTEM_PACKAGES
@@ -277,7 +277,7 @@ NATIVE = {
     "neuronx_cc": "2.28.7631.0",
 }
 INDEX, TORCH_NEURONX = "https://pip.repos.neuron.amazonaws.com", "torch-neuronx==2.9.0.2.15.32035"
-NATIVE_CACHE = machine.NATIVE_CACHE
+NATIVE_CACHE = neuron.NATIVE_CACHE
 NEFFS = {"files": {"neffs/.keep": ""}, "env": {NATIVE_CACHE: "ROOT/neffs"}}
 DRIVERS = recorded("dpkg_neuron.txt")
 OLD_RUNTIME, ODD_RUNTIME = (
@@ -681,7 +681,7 @@ def test_neuron_ls_of_other_versions_and_chips():
         recorded("neuron_ls_trn2.json"),
         '[{"neuroncore_ids": [6, 7]}]',
     )
-    old, trn2, bare = (machine.read_neuron_ls(text)[0] for text in texts)
+    old, trn2, bare = (neuron.read_neuron_ls(text)[0] for text in texts)
     assert (old.num_cores, old.holders, bare.number, bare.num_cores) == (2, (), 0, 2)
     assert trn2.num_cores == 4  # logical cores: 16 such chips take 64 ranks
 
@@ -717,7 +717,7 @@ def test_the_command_runs_here_without_torch():
     clean = {
         name: value
         for name, value in os.environ.items()
-        if name not in {knob.name for knob in machine.KNOBS}
+        if name not in {knob.name for knob in neuron.KNOBS}
     }
     line = [sys.executable, "-c", code, "--json", "--ranks-per-machine", "1"]
     done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False, env=clean)

@@ -228,7 +228,7 @@ def test_what_cannot_be_evaluated_is_rejected_in_one_line(
         (run_dir, [f"data.path={files['empty']}"], "validation: no row is left"),
         (run_dir, ["--checkpoint", "7"], "there is no step 7 in .*; there are: 1, 2, 3"),
         (run_dir, ["data.train=x.csv"], "nothing is trained"),
-        (run_dir, ["model.new_head=true"], "is evaluated as it is"),
+        (run_dir, ["model.new_head=true"], "is used as it is"),
         (run_dir, ["--output", f"{tmp_path}/none/x.json"], "there is no folder"),
         (run_dir / "export", ["--checkpoint", "1"], "is not the run_dir of a run"),
         (unsafe, [f"data.path={files['empty']}"], "auto_map asks transformers to load code"),
@@ -248,19 +248,3 @@ def test_what_cannot_be_evaluated_is_rejected_in_one_line(
         code = evaluate.main([str(model), *arguments, f"data.cache_dir={tmp_path}/cache"])
         *_, error = capsys.readouterr().err.splitlines()
         assert code == 2 and re.match(f"error: .*{says}", error), error
-
-
-def test_a_run_on_xla_is_evaluated_as_it_was_in_training(sources, tokenizer_folder, tmp_path):
-    run_dir = tmp_path / "run"
-    train_with(
-        tuning(
-            run_dir,
-            tokenizer_folder,
-            *sources["classify"],
-            *STEPS,
-            "backend=xla",
-            "backend.device=cpu",
-        )
-    )
-    result, last = evaluated(run_dir, tmp_path / "scores.json"), lines(run_dir, "eval")[-1]
-    assert result["metrics"] == metrics_of(last) and result["backend"] == "xla"

@@ -14,7 +14,7 @@ import pytest
 from running import ROOT, train_overrides
 
 from train.config import TrainConfig, make_plan
-from train.machine import machine
+from train.machine import host
 from train.machine.versions import read_versions
 from train.run import compose as cli
 from train.tools import precompile
@@ -171,7 +171,7 @@ def test_flags_of_the_user_are_appended_to(tool, monkeypatch, capfd):
     ids=["a cache on NFS", "without Neuron's packages", "under torchrun"],
 )
 def test_what_cannot_work_is_rejected_before_anything_runs(tool, monkeypatch, capfd, set_up, said):
-    monkeypatch.setattr(machine, "MOUNTINFO", RECORDED / "mountinfo_nfs.txt")
+    monkeypatch.setattr(host, "MOUNTINFO", RECORDED / "mountinfo_nfs.txt")
     for name, value in set_up.items():
         monkeypatch.setenv(name, value)
     assert precompile.main(RUN) == cli.REJECTED

@@ -36,19 +36,7 @@ def export_step(
     at cfg.data.path, which the user must have named. Raises InputError if the data or configuration belongs to another
     run, or if the data is not named or unreadable.
     """
-    names = [
-        *(f"model.{name}" for name in OF_A_MODEL),
-        *(key for key in manifest.identity if key.startswith("task.")),
-    ]
-    known, now = (
-        {key: manifest.identity.get(key) for key in names if key in manifest.identity},
-        flat(cfg),
-    )
-    changed = differences(known, {key: now.get(key) for key in known})
-    check(
-        not changed,
-        f"config.yaml does not belong to the run that wrote step {manifest.step}: {', '.join(changed)}",
-    )
+    check_same_model(manifest, cfg)
     data = str(manifest.identity.get("data"))
     if all(run.size(name) is not None for name in ("environment.json", "model/config.json")):
         identity = find_identity(run)
@@ -61,19 +49,11 @@ def export_step(
         export_described(source, manifest, spec_of(cfg.task).head, run, target, chosen)
         return
     no_model = f"{run.location} has no model/config.json"
-    check(
-        cfg.data.path != "",
-        f"{no_model}, so its export needs the prepared data: name it with --data",
-    )
-    weights = [
-        key
-        for key in ("model.pretrained", "model.init_from")
-        if manifest.identity.get(key) is not None
-    ]
-    check(
-        not weights,
-        f"{no_model}, and {' and '.join(weights)} of another machine are not read; use its export/",
-    )
+    named = "so its export needs the prepared data: name it with --data"
+    check(cfg.data.path != "", f"{no_model}, {named}")
+    for key in ("model.pretrained", "model.init_from"):
+        elsewhere = f"{key} of another machine is not read; use its export/"
+        check(manifest.identity.get(key) is None, f"{no_model}, and {elsewhere}")
     task = build_task(cfg)
     check(
         task.data_id == data,
@@ -83,6 +63,19 @@ def export_step(
     task.adopt(chosen)
     export_mapped(
         task.build_model, source, manifest, lambda model: task.export(model, make_folder(target))
+    )
+
+
+def check_same_model(manifest: Manifest, cfg: TrainConfig) -> None:
+    """Raise InputError if the settings of the model or the task are not those of the step."""
+    keys = [f"model.{name}" for name in OF_A_MODEL]
+    keys += [key for key in manifest.identity if key.startswith("task.")]
+    known = {key: manifest.identity[key] for key in keys if key in manifest.identity}
+    settings = flat(cfg)
+    changed = differences(known, {key: settings.get(key) for key in known})
+    check(
+        not changed,
+        f"config.yaml does not belong to the run that wrote step {manifest.step}: {', '.join(changed)}",
     )
 
 

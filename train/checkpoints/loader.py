@@ -146,49 +146,19 @@ def load(
     """
     world = backend.world
     here = range(world.rank - world.local_rank, world.rank - world.local_rank + world.local_size)
-
-    def of_ranks(manifest: Manifest, ranks: Iterable[int]) -> Manifest:
-        """Return the manifest with only the files that these ranks load."""
-        sources = [engine.sources(rank, manifest.world_size, manifest.settings) for rank in ranks]
-        return manifest.of_ranks(None if None in sources else set().union(*filter(None, sources)))
-
     manifest, faults = newest_valid(
-        store, world, lambda manifest: of_ranks(manifest, here).files, on_wait, check_owner
+        store, world, lambda manifest: of_ranks(manifest, engine, here).files, on_wait, check_owner
     )
     if manifest is None:
         return Loaded(faults=faults)
-    check_same_run(
-        manifest.identity,
-        identity,
-        source=f"{store.location} at step {manifest.step}",
-        force=force,
-    )
-    changed = differences(
-        manifest.settings, {key: settings[key] for key in settings if key in manifest.settings}
-    )
+    source = f"{store.location} at step {manifest.step}"
+    check_same_run(manifest.identity, identity, source=source, force=force)
+    known = {key: value for key, value in settings.items() if key in manifest.settings}
+    changed = differences(manifest.settings, known)
     if changed:
         logger.info("settings changed since step %d: %s", manifest.step, ", ".join(changed))
     path = store.path_of(manifest)
-
-    def restore() -> list[State]:
-        with world.stagger_local_ranks(), fitting(path):
-            mine = of_ranks(manifest, [world.rank])
-            are_all = mine == manifest
-            engine.load(
-                read_weights(path, mine, are_all=are_all),
-                read_optimizer(path, mine, are_all=are_all),
-            )
-            ranks = read(path / "ranks.pt")["ranks"]
-            if not isinstance(ranks, list) or len(ranks) != manifest.world_size:
-                raise BadContent(
-                    f"ranks.pt does not have the state of {manifest.world_size} ranks"
-                )
-            if manifest.world_size == world.size:
-                backend.set_rng_state(ranks[world.rank]["rng"])
-            # The random states are left out: they may be memory-mapped from the file, which is removed below.
-            return [{name: value for name, value in own.items() if name != "rng"} for own in ranks]
-
-    plain = world.agree(restore)
+    ranks = world.agree(lambda: restore(path, manifest, engine, backend))
     if world.local_rank == 0:
         store.release(path)
     logger.info("resuming from the checkpoint of step %d", manifest.step)
@@ -198,7 +168,35 @@ def load(
             "uninterrupted run as much as between two seeds; without dropout, a resume is exact",
             backend.device_name,
         )
-    return Loaded(Progress(**manifest.progress), faults, plain)
+    return Loaded(Progress(**manifest.progress), faults, ranks)
+
+
+def of_ranks(manifest: Manifest, engine: Engine, ranks: Iterable[int]) -> Manifest:
+    """Return the manifest with only the files that these ranks load."""
+    sources = set[int]()
+    for rank in ranks:
+        of_rank = engine.sources(rank, manifest.world_size, manifest.settings)
+        if of_rank is None:
+            return manifest.of_ranks(None)
+        sources |= of_rank
+    return manifest.of_ranks(sources)
+
+
+def restore(path: Path, manifest: Manifest, engine: Engine, backend: Backend) -> list[State]:
+    """Load this rank's part of a step that was fetched to `path`. Returns what each rank saved as `own`."""
+    world = backend.world
+    with world.stagger_local_ranks(), fitting(path):
+        mine = of_ranks(manifest, engine, [world.rank])
+        are_all = mine == manifest
+        weights = read_weights(path, mine, are_all=are_all)
+        engine.load(weights, read_optimizer(path, mine, are_all=are_all))
+        ranks = read(path / "ranks.pt")["ranks"]
+        if not isinstance(ranks, list) or len(ranks) != manifest.world_size:
+            raise BadContent(f"ranks.pt does not have the state of {manifest.world_size} ranks")
+        if manifest.world_size == world.size:
+            backend.set_rng_state(ranks[world.rank]["rng"])
+        # The random states are left out: they may be memory-mapped from the file, which is removed later.
+        return [{name: value for name, value in own.items() if name != "rng"} for own in ranks]
 
 
 def has_dropout(model: nn.Module) -> bool:
@@ -271,20 +269,20 @@ def read(path: Path) -> State:
         fault = "is missing, and its manifest does not name it" if is_missing else content
         raise Untrusted(f"{path} is rejected: it {fault}; find out who wrote it") from error
     inner: list[Any] = [state]
-    seen = set[int]()
+    seen = set[int]()  # a list may contain itself
     for value in inner:  # `inner` grows in this loop
-        if isinstance(value, torch.Tensor):
-            plain = (
-                type(value) is torch.Tensor
-                and value.layout is torch.strided
-                and value.device.type == "cpu"
+        if isinstance(value, torch.Tensor) and not is_plain(value):
+            raise Untrusted(
+                f"{path} is rejected: it has a tensor that is not plain numbers; find out who wrote it"
             )
-            if not plain or value.is_quantized or value.is_nested:
-                raise Untrusted(
-                    f"{path} is rejected: it has a tensor that is not plain numbers; find out who wrote it"
-                )
-        # a list may contain itself
-        elif isinstance(value, dict | list | tuple) and id(value) not in seen:
+        if isinstance(value, dict | list | tuple) and id(value) not in seen:
             seen.add(id(value))
             inner += value.values() if isinstance(value, dict) else value
     return state
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    is_usual = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    return (
+        is_usual and tensor.device.type == "cpu" and not (tensor.is_quantized or tensor.is_nested)
+    )

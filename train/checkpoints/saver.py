@@ -17,9 +17,8 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from train.checkpoints.manifest import FILE, Manifest, Progress, file_name
 from train.checkpoints.retention import prune
@@ -29,7 +28,7 @@ from train.config import CheckpointConfig, Failure, InputError, NotPermitted, Un
 from train.machine.runtime import pool_beside_training
 from train.parallel.ranks import no_wait
 from train.run_folder.ownership import LeaseLost
-from train.storage.atomic_io import discard, open_alike
+from train.storage.atomic_io import discard
 from train.storage.schema import FileEntry, FileName, Sha256
 
 if TYPE_CHECKING:
@@ -40,17 +39,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("train")
 # S3 rejects a file or cannot be reached; it may accept the file later
-UNSENT = (
-    InputError,
-    Unreachable,
-)
+UNSENT = (InputError, Unreachable)
 MAX_WAIT_S = 10.0  # seconds that training waits for the previous save before it skips the new one
 MAX_LOSS_S = 1800.0  # a fault should cost at most this many seconds of work
 # failures in a row that end the run, and the seconds that they must span
-MAX_FAILURES, FAILING_S = (
-    3,
-    30.0,
-)
+MAX_FAILURES = 3
+FAILING_S = 30.0
 LONGEST_PAUSE_S = 10.0  # longest pause in seconds before a failed request is repeated
 Result = TypeVar("Result")
 
@@ -236,127 +230,179 @@ class AsyncSaver:
         self, state: State, manifest: Manifest, stall_s: float, began_s: float, patience_s: float
     ) -> Saved | None:
         """Write a step. Rank 0 also commits it and prunes old steps. A failure is logged and returned in the result."""
+        assert self.writers is not None
         num_bytes, failure = 0, None
+        until_s = time.monotonic() + patience_s
         try:
-            num_bytes = self._write(state, manifest, time.monotonic() + patience_s)
-            if self.world.rank == 0:
-                self.folder.ownership.check()  # only the owner may remove older checkpoints
-                if self.failures:
-                    with suppress(NotPermitted):
-                        self.store.remove_uncommitted(
-                            range(self.draft.fence, self.draft.fence + 1)
-                        )
-                try:
-                    prune(self.store, self.keep, self.verified)
-                except NotPermitted:
-                    self.keep = 0  # keep all steps from now on
+            if self.world.rank != 0:
+                OtherRank(self, state, manifest, until_s).save()
+                return None
+            num_bytes = FirstRank(self, state, manifest, until_s).save()
+            self._clean_up()
         except Exception as error:
-            failure = (
-                f"{type(error).__name__}: {error}"
-                if not num_bytes
-                else f"it is saved, but {error}"
-            )
-            # otherwise the files sent so far could remain
-            if isinstance(error, LeaseLost) and self.world.rank == 0:
-                with suppress(InputError, Failure):
-                    self.store.remove_uncommitted(range(self.draft.fence, self.draft.fence + 1))
-            # rank 0's error names the failed rank
+            failure = f"{type(error).__name__}: {error}"
+            if num_bytes:
+                failure = f"it is saved, but {error}"
+            # Rank 0's error names the failed rank.
             level = logging.ERROR if self.world.rank == 0 else logging.WARNING
+            if isinstance(error, LeaseLost) and self.world.rank == 0:
+                # The next owner may not know whether this one has ended, and keeps its files.
+                with suppress(InputError, Failure):
+                    self._remove_unfinished()
             logger.log(level, "saving step %d: %s%s", manifest.step, failure, self.unsent_text)
         if self.world.rank != 0:
             return None
         return Saved(manifest.step, stall_s, time.monotonic() - began_s, num_bytes, failure)
 
-    def _write(self, state: State, manifest: Manifest, until_s: float) -> int:
-        """Write this rank's files of a step. Rank 0 then commits the step, and returns the bytes of all files.
-
-        Requests to S3 are retried until `until_s`, by time.monotonic(). If the save fails, its local files are removed,
-        except that rank 0 keeps a complete step that S3 did not accept, as `unsent`.
-        """
-        is_first, num_bytes = self.world.rank == 0, num_bytes_of(state)
-        retried = partial(self._retried, step=manifest.step, until_s=until_s)
-        assert self.writers is not None
-        scratch = self.writers.run_and_broadcast(
-            lambda: self.store.begin(manifest.step, num_bytes)
-        )
-        folder, keeps = scratch if is_first else None, False
-        own: dict[FileName, FileEntry] = {}
-        try:
-
-            def write_files() -> dict[FileName, FileEntry]:
-                nonlocal folder, own
-                folder = folder or (self.store.join(scratch.name, num_bytes) if state else None)
-                own = {} if folder is None else self._write_files(state, folder)
-                return own
-
-            def prepare() -> FileName | None:
-                nonlocal manifest
-                manifest = retried(lambda: self.store.prepare(scratch, manifest))
-                retried(self._prepare_folder)
-                return manifest.folder
-
-            parts = self.writers.run_and_gather(write_files)
-            # Only rank 0's manifest names the files of all ranks. The other ranks only need to know where to upload to.
-            manifest = replace(
-                manifest, files={name: entry for part in parts for name, entry in part.items()}
-            )
-            manifest = replace(manifest, folder=self.writers.run_and_broadcast(prepare))
-            self.writers.run_and_gather(
-                lambda: folder and retried(lambda: self.store.send(folder, manifest, list(own)))
-            )
-            if is_first:
-                retried(lambda: self.store.commit(scratch, manifest))
-                self.unsent = None
-            return manifest.num_bytes
-        except UNSENT:
-            keeps = is_first and (scratch / FILE).is_file()
-            if keeps:
-                self.unsent = manifest.step, scratch
-            raise
-        finally:
-            is_own = folder is not None and (is_first or folder.name != scratch.name)
-            # a commit on disk has renamed it
-            if folder is not None and is_own and not keeps and folder.is_dir():
-                discard(folder)
-
-    def _prepare_folder(self) -> None:
-        """Upload the metrics before the commit, so that the run folder has the metrics up to the checkpoint's step."""
+    def _clean_up(self) -> None:
+        """Remove older checkpoints, and what earlier saves that failed have left. Only the owner may do so."""
         self.folder.ownership.check()
-        self.folder.mirror()
+        if self.failures:
+            with suppress(NotPermitted):
+                self._remove_unfinished()
+        try:
+            prune(self.store, self.keep, self.verified)
+        except NotPermitted:
+            self.keep = 0  # keep all steps from now on
 
-    def _retried(self, action: Callable[[], Result], step: int, until_s: float) -> Result:
-        """Return the result of `action`. While the service rejects it or does not answer, repeat it until `until_s`."""
+    def _remove_unfinished(self) -> None:
+        self.store.remove_uncommitted(range(self.draft.fence, self.draft.fence + 1))
+
+
+# ---- one save, in the thread of each rank that writes ----------------------------------------------------------------
+
+
+class WritingRank:
+    """A save of one step on one of the ranks that write. Requests to S3 are retried until `until_s` (monotonic)."""
+
+    def __init__(
+        self, saver: AsyncSaver, state: State, manifest: Manifest, until_s: float
+    ) -> None:
+        assert saver.writers is not None
+        self.saver = saver
+        self.store = saver.store
+        self.writers = saver.writers
+        self.state = state
+        self.manifest = manifest
+        self.until_s = until_s
+        self.num_bytes = num_bytes_of(state)
+        # this rank's local folder and files; None if this rank has no part of the state
+        self.folder: Path | None = None
+        self.files: dict[FileName, FileEntry] = {}
+
+    def write(self) -> dict[FileName, FileEntry]:
+        """Write this rank's files to its local folder."""
+        if self.folder is None:
+            return {}
+        name = first_not_finite(
+            {"weights": self.state.get("model"), "moments": self.state.get("optimizer")}
+        )
+        if name is not None:
+            raise FloatingPointError(f"{name} contains NaN or infinity; such a state is not saved")
+        for content, value in self.state.items():
+            own = file_name(content, self.saver.world.rank)
+            self.files[own] = self.write_file(self.folder / own, value)
+        return self.files
+
+    def write_file(self, path: Path, value: Any) -> FileEntry:
+        with path.open("wb") as raw:
+            file = Hashing(raw)
+            try:
+                self.saver.backend.save(value, file)  # type: ignore[arg-type]
+            except RuntimeError as error:
+                # Torch hides the disk's error behind "unexpected pos".
+                raise (file.failure or error) from None
+            raw.flush()
+            os.fsync(raw.fileno())
+        return FileEntry(bytes=file.num_bytes, sha256=Sha256(file.digest.hexdigest()))
+
+    def send(self) -> None:
+        if self.folder is not None:
+            folder, names = self.folder, list(self.files)
+            self.retried(lambda: self.store.send(folder, self.manifest, names))
+
+    def discard(self) -> None:
+        if self.folder is not None and self.folder.is_dir():
+            discard(self.folder)
+
+    def retried(self, action: Callable[[], Result]) -> Result:
+        """Return the result of `action`. While the service rejects it or does not answer, repeat it for a while."""
         while True:
             try:
                 return action()
             except UNSENT as error:
-                left_s = until_s - time.monotonic()
+                left_s = self.until_s - time.monotonic()
                 if left_s <= 0:
                     raise
-                logger.warning(
-                    "saving step %d: %s; retrying for up to %.0f s", step, error, left_s
-                )
+                text = "saving step %d: %s; retrying for up to %.0f s"
+                logger.warning(text, self.manifest.step, error, left_s)
                 time.sleep(min(random.uniform(0, LONGEST_PAUSE_S), left_s))
 
-    def _write_files(self, state: State, folder: Path) -> dict[FileName, FileEntry]:
-        name = first_not_finite({"weights": state.get("model"), "moments": state.get("optimizer")})
-        if name is not None:
-            raise FloatingPointError(f"{name} contains NaN or infinity; such a state is not saved")
-        files = {}
-        for content, value in state.items():
-            own = file_name(content, self.world.rank)
-            with open_alike(folder / own, "wb") as raw:
-                file = Hashing(raw)
-                try:
-                    self.backend.save(value, file)  # type: ignore[arg-type]
-                except RuntimeError as error:
-                    raise (
-                        file.failure or error
-                    ) from None  # torch hides the disk's error behind "unexpected pos"
-                raw.flush()
-                os.fsync(raw.fileno())
-            files[own] = FileEntry(bytes=file.num_bytes, sha256=Sha256(file.digest.hexdigest()))
-        return files
+
+def done_by_rank_0() -> Any:
+    """Stand in for an action that only rank 0 takes."""
+    raise NotImplementedError
+
+
+class OtherRank(WritingRank):
+    """The role of ranks other than 0: they write and send their parts of the state."""
+
+    def save(self) -> None:
+        scratch: Path = self.writers.run_and_broadcast(done_by_rank_0)
+        try:
+            self.writers.run_and_gather(lambda: self.join(scratch))
+            # Only rank 0's manifest names the files of all ranks. Here it only says where to upload to.
+            name = self.writers.run_and_broadcast(done_by_rank_0)
+            self.manifest = replace(self.manifest, folder=name)
+            self.writers.run_and_gather(self.send)
+        finally:
+            # On a shared disk, the folder is rank 0's.
+            if self.folder is not None and self.folder.name != scratch.name:
+                self.discard()
+
+    def join(self, scratch: Path) -> dict[FileName, FileEntry]:
+        if self.state:
+            self.folder = self.store.join(scratch.name, self.num_bytes)
+        return self.write()
+
+
+class FirstRank(WritingRank):
+    """The role of rank 0: it makes the step, commits it, and keeps a complete step that S3 did not accept."""
+
+    def save(self) -> int:
+        """Save the step and return the bytes of all its files."""
+        self.writers.run_and_broadcast(self.begin)
+        assert self.folder is not None
+        scratch = self.folder
+        try:
+            parts = self.writers.run_and_gather(self.write)
+            files = {name: entry for part in parts for name, entry in part.items()}
+            self.manifest = replace(self.manifest, files=files)
+            self.writers.run_and_broadcast(self.prepare)
+            self.writers.run_and_gather(self.send)
+            self.retried(lambda: self.store.commit(scratch, self.manifest))
+            self.saver.unsent = None
+        except UNSENT:
+            if (scratch / FILE).is_file():
+                self.saver.unsent = self.manifest.step, scratch
+                self.folder = None  # it is kept
+            raise
+        finally:
+            self.discard()
+        return self.manifest.num_bytes
+
+    def begin(self) -> Path:
+        self.folder = self.store.begin(self.manifest.step, self.num_bytes)
+        return self.folder
+
+    def prepare(self) -> FileName | None:
+        """Name the step's files, and upload the metrics: a checkpoint is never ahead of them."""
+        assert self.folder is not None
+        scratch = self.folder
+        self.manifest = self.retried(lambda: self.store.prepare(scratch, self.manifest))
+        self.retried(self.saver.folder.ownership.check)
+        self.retried(self.saver.folder.mirror)
+        return self.manifest.folder
 
 
 class Hashing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,25 +22,20 @@ from train.checkpoints.manifest import (
     step_of,
 )
 from train.checkpoints.store import Looked, Store, compare_sizes, looked
-from train.config import Failure, InputError
-from train.run_folder.lease import name_of, numbers
-from train.run_folder.ownership import LeaseLost
+from train.run_folder.ownership import LeaseLost, lease_name, lease_numbers
 from train.storage.atomic_io import discard, write_atomic
 from train.storage.checksums import fault_of
-from train.storage.folders import at_once, canonical_json, check_space, sha256_file
+from train.storage.folders import at_once, check_space, sha256_file
 from train.storage.s3 import S3Folder
-from train.storage.schema import BadContent, FileName, Head, of_type, read_object
+from train.storage.schema import FileName, Head
 
 logger = logging.getLogger("train")
 PREFIX = "checkpoints/"
-# local folders; a save in SAVING with a manifest is complete but not in S3
-SAVING, PARTS = (
-    "saving",
-    "parts",
-)
-# the name of a save's mark, which is next to its folder
-UNFINISHED = re.compile(r"((\d{8,})-[0-9a-f]{8})\.unfinished")
-
+# Local folders. A save in SAVING with a manifest is complete but not in S3.
+SAVING = "saving"
+PARTS = "parts"
+# a file of a save, by its name below the step
+OF_SAVE = re.compile(r"(?P<save>(?P<lease>\d{8,18})-[0-9a-f]{8})/[^/]+")
 DOWNLOADS = 8  # files downloaded at the same time, each over several connections
 READS = 3  # a file counts as damaged if it does not match its checksum this many times
 read_again = retry(
@@ -53,21 +48,20 @@ class S3Store(Store):
 
     checkpoints/step_00001000/manifest.json                  its creation is the commit
     checkpoints/step_00001000/00000007-5f0c1a2b/model.pt     lease number and a random number: unique to a save
-    checkpoints/step_00001000/00000007-5f0c1a2b.unfinished   a mark: names the files that are being written or removed
     checkpoints/step_00001000/manifest.damaged-9e1f.json     a manifest in quarantine; its files are kept
 
-    Only files that a mark names are ever removed. The user's objects are therefore kept, and so are the files of a
-    checkpoint whose manifest somebody deleted.
+    The files of a save that no manifest of its step names are garbage once the owner with its lease number has ended.
+    All other objects are kept.
     """
 
     compares_when_written = True
 
     def __init__(self, folder: S3Folder, scratch: Path) -> None:
-        self.folder, self.local = folder, scratch
+        self.folder = folder
+        self.local = scratch
         self.location = f"{folder.location}/checkpoints"
-        self.known: dict[
-            int, tuple[str, Manifest]
-        ] = {}  # version and content of the manifests read so far
+        # version and content of the manifests read so far
+        self.known: dict[int, tuple[str, Manifest]] = {}
 
     def key(self, step: int, name: str) -> str:
         return f"{PREFIX}{step_name(step)}/{name}"
@@ -88,13 +82,10 @@ class S3Store(Store):
         return sorted(step for step, objects in self.objects().items() if FILE in objects)
 
     def quarantined(self) -> list[str]:
-        found = self.objects().items()
-        return [
-            f"{step_name(step)}/{name}"
-            for step, objects in found
-            for name in objects
-            if in_quarantine(name)
-        ]
+        names = []
+        for step, objects in self.objects().items():
+            names += [f"{step_name(step)}/{name}" for name in objects if in_quarantine(name)]
+        return names
 
     @read_again
     def manifest(self, step: int) -> Manifest:
@@ -120,11 +111,11 @@ class S3Store(Store):
         if manifest is None or known != version:
             manifest = self.manifest(step)
             self.known[step] = version, manifest
-        sizes = {
-            name: objects[at].size
-            for name in manifest.files
-            if (at := below(manifest, name)) in objects
-        }
+        sizes = {}
+        for name in manifest.files:
+            at = below(manifest, name)
+            if at in objects:
+                sizes[name] = objects[at].size
         compare_sizes(manifest, sizes)
         return manifest
 
@@ -135,21 +126,23 @@ class S3Store(Store):
         target = self.path_of(manifest)
         target.mkdir(parents=True, exist_ok=True)  # files that cannot be removed are overwritten
         check_space(target, manifest.num_bytes)
-        list(
-            at_once(lambda name: self.download(manifest, name, target), manifest.files, DOWNLOADS)
-        )
+        for _ in at_once(
+            lambda name: self.download(manifest, name, target), manifest.files, DOWNLOADS
+        ):
+            pass
         return target
 
     @read_again
     def download(self, manifest: Manifest, name: FileName, target: Path) -> None:
+        path = target / name
         try:
-            self.folder.download(self.file_key(manifest, name), target / name)
+            self.folder.download(self.file_key(manifest, name), path)
         except FileNotFoundError as error:
             raise Damaged(f"{name} is missing") from error
-        path = target / name  # an error of this copy's disk is not one of the checkpoint
-        if (
-            fault := fault_of(manifest.files[name], path.stat().st_size, lambda: sha256_file(path))
-        ) is not None:
+        # An error of this copy's disk is not one of the checkpoint.
+        size = path.stat().st_size
+        fault = fault_of(manifest.files[name], size, lambda: sha256_file(path))
+        if fault is not None:
             raise Damaged(f"{name} {fault}")
 
     def path_of(self, manifest: Manifest) -> Path:
@@ -179,16 +172,15 @@ class S3Store(Store):
         return folder
 
     def prepare(self, scratch: Path, manifest: Manifest) -> Manifest:
-        manifest = replace(
-            manifest, folder=FileName(f"{manifest.fence:08d}-{uuid.uuid4().hex[:8]}")
-        )
-        # otherwise `scratch` lacks the other ranks' files
-        if not any(map(rank_of, manifest.files)):
+        name = FileName(f"{manifest.fence:08d}-{uuid.uuid4().hex[:8]}")
+        manifest = replace(manifest, folder=name)
+        is_whole = not any(map(rank_of, manifest.files))
+        # Otherwise `scratch` lacks the other ranks' files.
+        if is_whole:
             write_atomic(scratch / FILE, manifest.to_json())
             for older in scratch.parent.iterdir():
                 if older != scratch:
                     discard(older)
-        self.mark(manifest)
         return manifest
 
     def send(self, folder: Path, manifest: Manifest, names: list[FileName]) -> None:
@@ -198,34 +190,22 @@ class S3Store(Store):
     def commit(self, scratch: Path, manifest: Manifest) -> None:
         # If another job took the run folder during the upload, this raises LeaseLost and commits nothing.
         self.check_fence(manifest.fence)
-        if not self.folder.create(self.key(manifest.step, FILE), manifest.to_json()):
-            self.check_fence(manifest.fence)  # never replace a step of a newer owner
-            self.quarantine(manifest.step, "replaced")
-            if not self.folder.create(self.key(manifest.step, FILE), manifest.to_json()):
-                raise FileExistsError(
-                    f"{self.location}/{step_name(manifest.step)}: another job is writing it too"
-                )
-        self.remove_mark(manifest)
+        if self.create(manifest):
+            return
+        self.check_fence(manifest.fence)  # never replace a step of a newer owner
+        self.quarantine(manifest.step, "replaced")
+        if not self.create(manifest):
+            where = f"{self.location}/{step_name(manifest.step)}"
+            raise FileExistsError(f"{where}: another job is writing it too")
 
-    def mark_of(self, manifest: Manifest) -> str:
-        return self.key(manifest.step, f"{manifest.folder}.unfinished")
-
-    def mark(self, manifest: Manifest) -> None:
-        """Mark the files of a manifest for removal. The mark has no effect while the manifest exists."""
-        self.folder.write(
-            self.mark_of(manifest), canonical_json({"files": sorted(manifest.files)})
-        )
-
-    def remove_mark(self, manifest: Manifest) -> None:
-        # a mark that remains is harmless: its manifest exists, or its files do not
-        with suppress(InputError, Failure):
-            self.folder.remove(self.mark_of(manifest))
+    def create(self, manifest: Manifest) -> bool:
+        return self.folder.create(self.key(manifest.step, FILE), manifest.to_json())
 
     def check_fence(self, fence: int) -> None:
-        newest = max(numbers(self.folder), default=0)
+        newest = max(lease_numbers(self.folder), default=0)
         if newest > fence:
             raise LeaseLost(
-                f"{self.folder.location} has a newer owner, {name_of(newest)}: nothing is committed"
+                f"{self.folder.location} has a newer owner, {lease_name(newest)}: nothing is committed"
             )
 
     def quarantine(self, step: int, why: str) -> str:
@@ -236,15 +216,13 @@ class S3Store(Store):
 
     def remove(self, step: int) -> None:
         manifest = self.manifest(step)
-        if manifest.folder:
-            self.mark(manifest)
-        # first: without a manifest, there is no checkpoint
+        # The manifest goes first: without it, there is no checkpoint.
         self.folder.remove(self.key(step, FILE))
-        list(
-            at_once(self.folder.remove, [self.file_key(manifest, name) for name in manifest.files])
-        )
-        if manifest.folder:
-            self.remove_mark(manifest)
+        self.remove_all(self.file_key(manifest, name) for name in manifest.files)
+
+    def remove_all(self, names: Iterable[str]) -> None:
+        for _ in at_once(self.folder.remove, names):
+            pass
 
     def collect_garbage(self, *, ended_below: int) -> list[str]:
         self.clear("fetched")
@@ -252,43 +230,42 @@ class S3Store(Store):
         return self.remove_uncommitted(range(ended_below))
 
     def remove_uncommitted(self, leases: range, *, dry: bool = False) -> list[str]:
-        # If a manifest is in quarantine, its step is left alone: the manifest may be unreadable, and its files unknown.
         left = []
-        found = self.objects()
-        in_doubt = {step for step, objects in found.items() if any(map(in_quarantine, objects))}
-        for step, name in [(step, name) for step, objects in found.items() for name in objects]:
-            match = UNFINISHED.fullmatch(name)
-            if not match or int(match[2]) not in leases or step in in_doubt:
-                continue
-            folder, mark, files = match[1], self.key(step, name), []
-            # an unreadable mark is kept
-            with suppress(Damaged, OtherVersion, FileNotFoundError, BadContent):
-                if FILE not in found[step] or self.manifest(step).folder != folder:
-                    files = of_type(
-                        list[FileName], read_object(self.folder.read(mark)).get("files"), "files"
-                    )
-                if not dry:
-                    list(
-                        at_once(
-                            self.folder.remove,
-                            [self.key(step, f"{folder}/{file}") for file in files],
-                        )
-                    )
-                    # last, so that a later call can finish what a kill interrupts
-                    self.folder.remove(mark)
-                left += [f"{step_name(step)}/{folder}"] if files else []
+        for step, objects in self.objects().items():
+            saves: dict[str, list[str]] = {}
+            for name in objects:
+                match = OF_SAVE.fullmatch(name)
+                if match and int(match["lease"]) in leases:
+                    saves.setdefault(match["save"], []).append(self.key(step, name))
+            if saves:
+                for save in self.uncommitted(step, objects, saves):
+                    left.append(f"{step_name(step)}/{save}")
+                    if not dry:
+                        self.remove_all(saves[save])
         return left
+
+    def uncommitted(
+        self, step: int, objects: Collection[str], saves: Iterable[str]
+    ) -> Iterable[str]:
+        """Return those of a step's saves that its manifest does not name; none if that is in doubt."""
+        # A manifest in quarantine, or one that cannot be read, may name any of them.
+        if any(map(in_quarantine, objects)):
+            return []
+        if FILE not in objects:
+            return saves
+        try:
+            committed = self.manifest(step).folder
+        except (Damaged, OtherVersion):
+            return []
+        return [save for save in saves if save != committed]
 
     def tidy_saving(self, newest: int) -> None:
         """Remove local files of killed saves, and of saves that are in S3. Warn about saves that are not in S3."""
         for folder in (self.local / SAVING).glob("*"):
             step = None  # remains None if the manifest cannot be read
             with suppress(Damaged, OtherVersion):
-                step = (
-                    Manifest.from_json((folder / FILE).read_bytes()).step
-                    if (folder / FILE).is_file()
-                    else 0
-                )
+                path = folder / FILE
+                step = Manifest.from_json(path.read_bytes()).step if path.is_file() else 0
             if step is not None and step <= newest:
                 discard(folder)
             else:

@@ -34,7 +34,7 @@ from train.config.data import (
     ShardsConfig,
     check_endpoint,
 )
-from train.config.learning import OF_A_MODEL, WSD, HeadSize, ModelConfig, OptimConfig, TaskConfig
+from train.config.learning import OF_A_MODEL, WSD, ModelConfig, OptimConfig
 from train.config.parallel import (
     SPLITS,
     DataParallelConfig,
@@ -51,4 +51,5 @@ from train.config.prepare import (
     HFDataset,
     PrepareConfig,
 )
+from train.config.tasks import HeadSize, TaskConfig
 from train.config.train import HubConfig, TelemetryConfig, TrainConfig, flat, flatten, to_dict

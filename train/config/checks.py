@@ -24,8 +24,6 @@ T = TypeVar("T")
 # settings whose names end in these may be a tab, or Hive's \x01
 MARKS = (
     "delimiter",
-    "quote",
-    "escape",
     "separator",
 )
 

@@ -15,17 +15,8 @@ MOST_LENGTHS = 255  # maximum of data.lengths, to which the longest length is ad
 MAX_LOADER_PROCESSES = 128  # maximum per rank; a trn1.32xlarge has 128 vCPUs for its 32 ranks
 KMS_KEY = re.compile(r"arn:aws[\w-]*:kms:[\w-]+:\d{12}:(key|alias)/[\w/-]+", re.ASCII)
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".conll")  # .gz may follow
-# saved: by Dataset.save_to_disk
-FORMATS = (
-    "auto",
-    "csv",
-    "jsonl",
-    "parquet",
-    "squad",
-    "conll",
-    "hub",
-    "saved",
-)
+FILE_FORMATS = ("csv", "jsonl", "parquet", "squad", "conll")
+FORMATS = ("auto", *FILE_FORMATS, "hub", "saved")  # saved: by Dataset.save_to_disk
 
 
 @dataclass(kw_only=True)
@@ -36,7 +27,7 @@ class DataConfig(Section, prefix="data."):
     path: str = MISSING
     # The number of data loader processes per rank; 0 loads data in the rank's process.
     num_workers: int = setting(1, least=0, most=MAX_LOADER_PROCESSES)
-    # Compare local data with its checksums before training, once per machine.
+    # Compare local shards with their checksums before training, once per machine.
     verify: bool = True
     # The folder for local copies; None uses the NVMe instance store if there is one, otherwise ~/.cache/baretrain.
     cache_dir: str | None = None
@@ -48,11 +39,6 @@ class ShardsConfig(DataConfig):
 
     # The disk space for local copies in GB (1e9 bytes); None uses 90 % of the free space.
     cache_gb: float | None = setting(None, above=0)
-    # The number of seconds without data after which a download is restarted with a new client.
-    attempt_s: float = setting(60.0, above=0)
-    # The number of seconds that a run waits for a shard while no data arrives at all; then it ends with an error that
-    # names the shard.
-    deadline_s: float = setting(300.0, above=0)
 
 
 @dataclass(kw_only=True)
@@ -90,6 +76,9 @@ class RecordsConfig(DataConfig):
     name: str | None = None
     # The commit of a Hub data set, which pins its content.
     revision: str | None = None
+    # The other forms of a known data set: the settings that replace these if data.format is given as the key, such as
+    # {csv: {train: train.tsv}}.
+    forms: dict[str, Any] = field(default_factory=dict)
     # The training data: a file or glob in path, or a split; None uses path itself, or the split "train".
     train: str | None = None
     # The validation data: a file or glob in path, or a split; None holds out validation_fraction of the rows.
@@ -103,8 +92,8 @@ class RecordsConfig(DataConfig):
     # The maximum number of examples of each validation split; None uses all.
     max_validation_examples: int | None = setting(None, above=0)
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
-    # The labels in the order of their class numbers; [] uses the labels in the data, sorted by name, or in the order of
-    # the numbers that label_map maps to them.
+    # The labels in the order of their class numbers; [] uses the labels in the data: numbers in their order, then names
+    # in the order of label_map, then by the alphabet.
     labels: list[str] = field(default_factory=list)
     # The label for each value of the label column; None drops the rows with that value.
     label_map: dict[str, str | None] = field(default_factory=dict)
@@ -118,10 +107,9 @@ class RecordsConfig(DataConfig):
     lengths: Any = "auto"
     # The character between the fields of a CSV file.
     delimiter: str = ","
-    # The quote character of CSV files; auto uses ", or none if the delimiter is a tab; None disables quoting.
-    quote: str | None = "auto"
-    # The escape character of CSV files, such as \\; None reads a doubled quote character as one.
-    escape: str | None = None
+    # The form of quotation marks inside quoted fields of CSV files: doubled, or escaped by a backslash. With none, no
+    # field is quoted, and the marks are text. auto is doubled, or none if the delimiter is a tab.
+    quotes: str = setting("auto", among=("auto", "doubled", "escaped", "none"))
     # Read the column names from the first line of a CSV file; false names the columns 0, 1, ...
     header: bool = True
     # The text encoding of the files, as Python names it.
@@ -132,8 +120,10 @@ class RecordsConfig(DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # a tab is hard to type in a shell
-        self.delimiter = "\t" if self.delimiter == r"\t" else self.delimiter
+        if self.delimiter == r"\t":  # a tab is hard to type in a shell
+            self.delimiter = "\t"
+        ok = len(self.delimiter) == 1 and self.delimiter not in '\r\n"\\'
+        check(ok, f"data.delimiter={self.delimiter} must be one character, and no quotation mark")
         given = [] if self.lengths == "auto" else self.lengths
         ok = isinstance(given, list) and all(type(length) is int for length in given)
         ok = ok and all(0 < a < b for a, b in zip([1, *given], given, strict=False))
@@ -146,10 +136,6 @@ class RecordsConfig(DataConfig):
             f"data.lengths has {len(given)} lengths, but at most {MOST_LENGTHS} are supported",
         )
         self.columns.label = column_names(self.columns.label)
-        for name in ("delimiter", "quote", "escape"):
-            value = getattr(self, name)
-            ok = value is None or len(value) == 1 or (name, value) == ("quote", "auto")
-            check(ok, f"data.{name}={value} must be one character")
         reserved = sorted({"train", "validation"} & set(self.more_validation))
         check(
             not reserved,

@@ -1,14 +1,10 @@
-"""Settings of the task, the model, the optimizer and its schedule."""
+"""Settings of the model, the optimizer and its schedule."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-from omegaconf import MISSING
 
 from train.config.checks import Section, Unset, check, setting
-from train.config.data import DataConfig, RecordsConfig
 
 WSD = "wsd"  # warm-up, stable, decay: https://arxiv.org/abs/2404.06395
 # default share of a wsd run in which the learning rate decays: section 4 of the paper
@@ -28,33 +24,6 @@ OF_A_MODEL = (
     *("num_layers", "num_heads", "initializer_range", "hidden_dropout", "attention_dropout"),
 )
 TO_BE_GIVEN = "(to be given)"  # the value of model.pretrained in conf/model/pretrained.yaml
-
-
-@dataclass(frozen=True)
-class HeadSize:
-    """The output size of a task's head per sequence, from which its FLOPs, parameters and memory are computed."""
-
-    # positions that get a score for each token of the vocabulary
-    predictions: int = 0
-    # number of these positions in an evaluation
-    eval_predictions: int = 0
-    # scores per sequence, from a dense layer and a classifier on one token
-    labels: int = 0
-    # scores per token
-    token_labels: int = 0
-
-
-@dataclass(kw_only=True)
-class TaskConfig(Section, prefix="task."):
-    """Settings that all tasks share. Each package in train/tasks adds the settings of its task."""
-
-    learns_from: ClassVar[type[DataConfig]] = RecordsConfig
-    # The name of the task in train.tasks.TASKS; task=... sets it.
-    kind: str = MISSING
-
-    def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
-        """Return the size of the head for sequences of `seq_len` tokens; `labels` is 0 before the data is read."""
-        raise NotImplementedError
 
 
 @dataclass(kw_only=True)

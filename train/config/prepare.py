@@ -37,12 +37,14 @@ class CorpusConfig(Section, prefix="corpus."):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = [] if self.weights is None else self.weights
-        ok = isinstance(given, list) and all(
-            type(each) in (int, float) and 0 < each <= MOST_READINGS for each in given
-        )
-        says = f"must be a list of numbers above 0, at most {MOST_READINGS}, such as [1,3]"
-        check(ok, f"corpus.weights={self.weights} {says}")
+        if self.weights is not None:
+            says = f"must be a list of numbers above 0, at most {MOST_READINGS}, such as [1,3]"
+            ok = isinstance(self.weights, list) and all(map(is_weight, self.weights))
+            check(ok, f"corpus.weights={self.weights} {says}")
+
+
+def is_weight(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value <= MOST_READINGS
 
 
 @dataclass(kw_only=True)
@@ -66,15 +68,16 @@ class FilesCorpusConfig(CorpusConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = {"path": self.path} | (
-            {} if self.validation is None else {"validation": self.validation}
-        )
-        for key, value in given.items():
-            paths = value if isinstance(value, list) else [value]
-            ok = bool(paths) and all(isinstance(path, str | int | float) for path in paths)
-            check(
-                ok, f"corpus.{key}={value} must be a file, a folder or a glob, or a list of these"
-            )
+        check_paths("corpus.path", self.path)
+        if self.validation is not None:
+            check_paths("corpus.validation", self.validation)
+
+
+def check_paths(key: str, given: Any) -> None:
+    """Raise InputError unless a setting is a path or a list of paths."""
+    paths = given if isinstance(given, list) else [given]
+    ok = bool(paths) and all(isinstance(path, str | int | float) for path in paths)
+    check(ok, f"{key}={given} must be a file, a folder or a glob, or a list of these")
 
 
 def paths_of(given: Any) -> list[str]:
@@ -152,7 +155,7 @@ class PrepareConfig(Section):
     seed: int = setting(0, least=0)
     # The number of tokens per sequence, special tokens included.
     seq_len: int = setting(512, least=8, below=2**16)
-    # The share of the text to hold out for validation: documents chosen by hash, and the ends of long documents.
+    # The share of the text to hold out for validation: documents chosen by hash.
     validation_fraction: float = setting(0.01, above=0, below=1)
     # The number of sequences per shard; None makes shards of about 64 MiB.
     rows_per_shard: int | None = setting(None, above=0)

@@ -17,11 +17,12 @@ from train.config.attempt import (
     ResumeConfig,
     WatchdogConfig,
 )
-from train.config.backend import DEFAULT_TIMEOUT_S, BackendConfig, InstanceConfig
+from train.config.backend import BackendConfig, InstanceConfig
 from train.config.checks import Section, Unset, check, check_choice, setting
 from train.config.data import DataConfig, RecordsConfig, S3Config, ShardsConfig
-from train.config.learning import ModelConfig, OptimConfig, TaskConfig
+from train.config.learning import ModelConfig, OptimConfig
 from train.config.parallel import ParallelConfig
+from train.config.tasks import TaskConfig
 
 MAX_EVAL_BATCH = 2**20  # sequences
 MAX_SAMPLES = 32
@@ -130,13 +131,6 @@ class TrainConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.data, ShardsConfig) and self.data.path.startswith("s3://"):
-            timeout_s = self.backend.timeout_s or DEFAULT_TIMEOUT_S
-            check(
-                self.data.deadline_s < timeout_s,
-                f"data.deadline_s={self.data.deadline_s:g} must be below backend.timeout_s={timeout_s:g}, so that a "
-                "missing shard is named before the other ranks give up waiting",
-            )
         learns_from = self.task.learns_from
         wanted = "shards: choose data=shards"
         if learns_from is not ShardsConfig:

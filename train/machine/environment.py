@@ -12,7 +12,7 @@ from typing import Any
 
 import conf
 import train
-from train.machine.machine import installed_versions
+from train.machine.host import installed_versions
 from train.machine.memory import usable_cpus
 
 PACKAGES: tuple[str, ...] = (

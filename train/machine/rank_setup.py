@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from train.machine.launched import Launched, check_master
-from train.machine.machine import read_neuron_ls
+from train.machine.neuron import read_neuron_ls
 
 logger = logging.getLogger("train")
 SYSFS = Path("/sys")

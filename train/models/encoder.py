@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -253,44 +253,9 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
     """Return transformers' configuration: the checkpoint's, or the architecture's default with the given sizes."""
     given = {ours: getattr(cfg, ours) for ours in SIZES if getattr(cfg, ours) is not None}
     if cfg.pretrained is not None:
-        config = read_model_config(cfg.pretrained)
-        for ours, wanted in given.items():
-            theirs = their_name(config, ours, wanted)
-            if "dropout" in ours:
-                setattr(config, theirs, wanted)
-                continue
-            value = getattr(config, theirs)
-            check(
-                wanted == value,
-                f"model.{ours}={wanted}, but {cfg.pretrained} has {value}; leave it out",
-            )
+        config = pretrained_config(cfg.pretrained, given)
     else:
-        check(
-            cfg.architecture in ENCODERS.split(),
-            f"model.architecture={cfg.architecture} is not a known text encoder; choose albert, bert, modernbert, "
-            "roberta, ...",
-        )
-        defaults = AutoConfig.for_model(cfg.architecture)
-        sizes = {their_name(defaults, ours, wanted): wanted for ours, wanted in given.items()}
-        sizes = {"vocab_size": vocab_size, "pad_token_id": pad_id, **sizes}
-        # ids in the usual tokenizer
-        tokens = ((name, getattr(defaults, name, None)) for name in SPECIAL_IDS)
-        outside = [
-            name
-            for name, token in tokens
-            if isinstance(token, int) and token >= sizes["vocab_size"]
-        ]
-        sizes |= dict.fromkeys(outside)
-        unfit = f"transformers cannot make a {cfg.architecture} of these sizes"
-        with naming(unfit, (Exception,)):  # The architecture's code may raise anything.
-            # Other fields may be derived from these sizes.
-            config = AutoConfig.for_model(cfg.architecture, **sizes)
-        if cfg.initializer_range is not None:
-            check(
-                hasattr(config, "initializer_range"),
-                f"model.initializer_range={cfg.initializer_range}: {config.model_type} has none; leave it out",
-            )
-            config.initializer_range = cfg.initializer_range
+        config = new_config(cfg, {"vocab_size": vocab_size, **given}, pad_id)
     heads = getattr(config, "num_attention_heads", 1)
     check(
         config.hidden_size % heads == 0,
@@ -302,6 +267,47 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
     if getattr(config, "hidden_act", None) == "gelu_new":
         # This is the same function in one kernel instead of eight, and keeps 33-40 % less memory for the backward pass.
         config.hidden_act = "gelu_pytorch_tanh"
+    return config
+
+
+def pretrained_config(source: str, given: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return the configuration of a checkpoint with the given dropout. Raises InputError if another size differs."""
+    config = read_model_config(source)
+    for ours, wanted in given.items():
+        theirs = their_name(config, ours, wanted)
+        if "dropout" in ours:
+            setattr(config, theirs, wanted)
+            continue
+        value = getattr(config, theirs)
+        check(wanted == value, f"model.{ours}={wanted}, but {source} has {value}; leave it out")
+    return config
+
+
+def new_config(cfg: ModelConfig, given: Mapping[str, Any], pad_id: int) -> PreTrainedConfig:
+    """Return the configuration of a new model: the architecture's default, with the given sizes."""
+    check(
+        cfg.architecture in ENCODERS.split(),
+        f"model.architecture={cfg.architecture} is not a known text encoder; choose albert, bert, modernbert, "
+        "roberta, ...",
+    )
+    defaults = AutoConfig.for_model(cfg.architecture)
+    sizes = {their_name(defaults, ours, wanted): wanted for ours, wanted in given.items()}
+    sizes["pad_token_id"] = pad_id
+    # The default ids are those of the usual tokenizer, and may lie outside of this one's.
+    for name in SPECIAL_IDS:
+        token = getattr(defaults, name, None)
+        if isinstance(token, int) and token >= sizes["vocab_size"]:
+            sizes[name] = None
+    unfit = f"transformers cannot make a {cfg.architecture} of these sizes"
+    with naming(unfit, (Exception,)):  # The architecture's code may raise anything.
+        # Other fields may be derived from these sizes.
+        config = AutoConfig.for_model(cfg.architecture, **sizes)
+    if cfg.initializer_range is not None:
+        check(
+            hasattr(config, "initializer_range"),
+            f"model.initializer_range={cfg.initializer_range}: {config.model_type} has none; leave it out",
+        )
+        config.initializer_range = cfg.initializer_range
     return config
 
 
@@ -333,45 +339,43 @@ def fitting_config(
     """Return `model_config(...)`. Raises InputError unless it fits the tokenizer, `seq_len` and the host's memory."""
     config = model_config(cfg, vocab_size=vocab_size, pad_id=pad_id)
     attention_of(cfg, config)
+    prepare, longer = "", "raise model.max_positions, or "
+    if cfg.pretrained is not None:
+        prepare, longer = f"; prepare text with tokenizer.pretrained={cfg.pretrained}", ""
     check(
         config.vocab_size >= vocab_size,
-        f"model.vocab_size={config.vocab_size} is smaller than the tokenizer's {vocab_size}"
-        + (
-            ""
-            if cfg.pretrained is None
-            else f"; prepare text with tokenizer.pretrained={cfg.pretrained}"
-        ),
+        f"model.vocab_size={config.vocab_size} is smaller than the tokenizer's {vocab_size}{prepare}",
     )
     positions = most_positions(config)
-    lower = f"set seq_len={positions} or less (if the data is prepared, prepare it again with this seq_len)"
     check(
         positions is None or seq_len <= positions,
-        f"seq_len={seq_len} is longer than the model's {positions} positions; "
-        + (lower if cfg.pretrained is not None else f"raise model.max_positions, or {lower}"),
+        f"seq_len={seq_len} is longer than the model's {positions} positions; {longer}set seq_len={positions} or less "
+        "(if the data is prepared, prepare it again with this seq_len)",
     )
     return config
 
 
 def check_memory(config: PreTrainedConfig) -> None:
     """Raise InputError if a model's weights alone exceed this machine's memory."""
-    names = (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_layers",
-        "max_positions",
-        "embedding_size",
+    sizes = {}
+    for ours, names in SIZES.items():
+        theirs = next((name for name in names if hasattr(config, name)), "")
+        sizes[ours] = getattr(config, theirs, None) or 0
+    shape = Shape(
+        config.model_type,
+        vocab_size=sizes["vocab_size"],
+        hidden_size=sizes["hidden_size"],
+        intermediate_size=sizes["intermediate_size"],
+        num_hidden_layers=sizes["num_layers"],
+        max_position_embeddings=sizes["max_positions"],
+        embedding_size=sizes["embedding_size"],
+        # ALBERT's layers share their weights in groups.
+        num_hidden_groups=getattr(config, "num_hidden_groups", 1),
     )
-    theirs = {
-        ours: next((name for name in SIZES[ours] if hasattr(config, name)), "") for ours in names
-    }
-    sizes = {ours: getattr(config, name, None) or 0 for ours, name in theirs.items()}
-    vocab, hidden, ffn, layers, positions, embedding = sizes.values()
-    # ALBERT's layers share their weights in groups.
-    groups = getattr(config, "num_hidden_groups", 1)
-    shape = Shape(config.model_type, vocab, hidden, ffn, layers, positions, 2, embedding, groups)
     needed_bytes, memory_bytes = 4 * shape.trained_parameters(HeadSize()), total_memory_bytes()
-    listed = ", ".join(f"{ours} {value}" for ours, value in sizes.items() if value)
+    listed = ", ".join(
+        f"{ours} {value}" for ours, value in sizes.items() if value and "dropout" not in ours
+    )
     check(
         needed_bytes < memory_bytes,
         f"the model's weights alone take about {needed_bytes / 1e9:,.0f} GB, and this machine has "
@@ -418,17 +422,18 @@ def most_positions(config: PreTrainedConfig) -> int | None:
         torch.device("meta"),
     ):
         model = AutoModel.from_config(config, trust_remote_code=False)
-    tables = [
-        module
-        for name, module in model.named_modules()
-        if name.split(".")[-1] == "position_embeddings"
-    ]
-    first = [
-        -1 if (padding := getattr(table, "padding_idx", None)) is None else padding
-        for table in tables
-    ]
-    limits = [
-        len(table.weight) - padding - 1 for table, padding in zip(tables, first, strict=True)
-    ]
+    limits = []
+    for name, module in model.named_modules():
+        if name.split(".")[-1] == "position_embeddings":
+            padding = getattr(module, "padding_idx", None)
+            first = 0 if padding is None else padding + 1
+            limits.append(len(module.weight) - first)
     stated = getattr(config, "max_position_embeddings", None)
-    return min([*limits, *([stated] if stated else [])], default=None)
+    if stated:
+        limits.append(stated)
+    return min(limits, default=None)
+
+
+def mask_filler(export: Path) -> Any:
+    """Return transformers' pipeline that fills masks with the model in a folder, on the CPU."""
+    return transformers.pipeline("fill-mask", model=str(export), device="cpu")

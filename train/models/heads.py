@@ -62,9 +62,11 @@ class PaddedEncoder(Network):
 
         The inputs are [B, S] int64. `real` is 1 at tokens and 0 at padding; None if there is no padding.
         """
-        mask = None if real is None else self.mask(real)
-        inputs = {"input_ids": input_ids, "attention_mask": mask, **self.segments(token_type_ids)}
-        output = self.network(**inputs)
+        output = self.network(
+            input_ids=input_ids,
+            attention_mask=None if real is None else self.mask(real),
+            **self.segments(token_type_ids),
+        )
         if "start_logits" in output:
             return torch.stack([output.start_logits, output.end_logits], dim=-1)
         logits: Tensor = output.logits
@@ -196,11 +198,9 @@ def check_labels(cfg: ModelConfig, config: PreTrainedConfig, labels: Sequence[st
     has_names = theirs != default_names(len(theirs))
     remedy = "model.new_head=true starts with a new head"
     if sorted(theirs) == sorted(ours):
-        order = (
-            f"[{','.join(theirs)}]"
-            if len(theirs) <= SHOWN_NAMES
-            else "the order of its config.json"
-        )
+        order = "the order of its config.json"
+        if len(theirs) <= SHOWN_NAMES:
+            order = f"[{','.join(theirs)}]"
         remedy = f"set data.labels={order}, or {remedy}"
     check(
         len(theirs) == len(ours) and not (has_names and theirs != ours),

@@ -9,14 +9,14 @@ hidden size, 8 of the values belong to the feed-forward layers. Autocast keeps 8
 are fp32, and queries, keys and values each have a 16-bit copy of their input. CPUs keep less: their norms are bf16.
 
 The paper also counts attention scores, 5 bytes for each head and pair of tokens. PyTorch's SDPA recomputes them
-instead of keeping them, except scores with dropout on CPUs. Temporary memory of the backward pass is not counted,
-except on CPUs, where a factor accounts for it.
+instead of keeping them, except scores with dropout on CPUs, which are not counted. Neither are temporary memory of the
+backward pass and, on CPUs, the program and its libraries.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from train.config import TrainConfig
 from train.config.parallel import Held
@@ -25,23 +25,11 @@ from train.models.model_sizes import Shape
 GIB = 2**30
 STATE_BYTES = 4  # bytes of an fp32 weight, gradient or moment
 # a bf16 weight alone, or with its fp32 master copy
-WEIGHT_BYTES = {
-    "bf16_stochastic": 2,
-    "bf16_master": 6,
-}
+WEIGHT_BYTES = {"bf16_stochastic": 2, "bf16_master": 6}
 # bytes of an operand of a matrix product; 2 in other precisions
-PRODUCT_BYTES = {
-    "fp32": 4,
-    "tf32": 4,
-}
+PRODUCT_BYTES = {"fp32": 4, "tf32": 4}
 AUTOCAST = ("bf16", "fp16")
 MASK_BYTES, AUTOCAST_BYTES, ATTENTION_VALUES = 2, 8, 8  # per layer, token and hidden unit
-# With these constants, estimates for CPUs are within 7 % of the peaks of seven runs (five are in benchmarks/notes.md).
-# bytes of a process that has imported torch and transformers but has no model
-CPU_PROCESS_BYTES = int(0.85 * GIB)
-# factor for activations, which includes temporary memory of the backward pass
-CPU_ACTIVATIONS = 1.25
-CPU_SCORE_BYTES = 14  # bytes per head and pair of tokens, if attention has dropout
 # bytes per logit in addition to the logit itself: an fp32 copy, and the log-softmax
 LOGIT_BYTES = 8
 
@@ -53,13 +41,9 @@ class Memory:
     weights: float
     gradients: float
     moments: float
-    copies: (
-        float  # copies of weights: gathered from other ranks, or in the dtype of matrix products
-    )
+    # copies of weights: gathered from other ranks, or in the dtype of matrix products
+    copies: float
     activations: float
-    # host copy from which a checkpoint is written; 0 unless the device is the host
-    saving: float = 0
-    process: float = 0  # the program and its libraries; 0 unless the device is the host
 
     @property
     def total(self) -> float:
@@ -88,47 +72,47 @@ def memory_of(
     precision: str,
 ) -> Memory:
     """Return the memory of the rank that needs most. Micro batches have `micro_batch_size` rows of `seq_len` tokens."""
-    model, held, head = cfg.model, cfg.parallel.held(world_size), cfg.task.head_size(seq_len)
-    separate = shape.num_hidden_groups if shape.is_albert else shape.num_hidden_layers
-    in_layers = separate * shape.layer_parameters()
+    model, held = cfg.model, cfg.parallel.held(world_size)
+    head = cfg.task.head_size(seq_len)
     every = shape.trained_parameters(head)
-    # A pipeline stage holds its share of the layers, or all weights if layers share them. The stage that needs most
-    # memory also holds the embedding or the head.
-    depth, own_layers = shape.num_hidden_layers, layers_of_rank(shape, held)
-    here = every - in_layers * (depth - own_layers) / depth if separate == depth else every
     unfrozen = shape.trained_parameters(
         head, freeze_embeddings=model.freeze_embeddings, freeze_layers=model.freeze_layers
     )
+    here = every - parameters_elsewhere(shape, held)
     trained = unfrozen * here / every
-    value = PRODUCT_BYTES.get(precision, 2)
-    gathered = {
-        "nothing": here if precision in AUTOCAST else 0,
-        "layer": here
-        if separate < shape.num_hidden_layers
-        else here - in_layers + 2 * shape.layer_parameters(),
-        "model": here,
-    }
-    sums = trained if held.sums_whole and accumulation > 1 else 0
+    gradients = trained * held.gradients
+    if held.sums_whole and accumulation > 1:
+        gradients += trained
+    copied = copied_parameters(shape, held, here, precision)
+    tokens = micro_batch_size * seq_len
     return Memory(
         weights=WEIGHT_BYTES.get(precision, STATE_BYTES) * here * held.weights,
-        gradients=STATE_BYTES * (trained * held.gradients + sums),
+        gradients=STATE_BYTES * gradients,
         moments=2 * STATE_BYTES * trained * held.moments,
-        copies=value * gathered[held.gathers],
-        activations=activation_bytes(
-            cfg, shape, held, micro_batch_size * seq_len, seq_len, precision
-        ),
+        copies=PRODUCT_BYTES.get(precision, 2) * copied,
+        activations=activation_bytes(cfg, shape, held, tokens, seq_len, precision),
     )
 
 
-def on_cpu(needed: Memory, *, scores: float, saves: bool) -> Memory:
-    """Return the memory of a rank whose device is the host.
+def parameters_elsewhere(shape: Shape, held: Held) -> float:
+    """Return the number of parameters that only other pipeline stages hold; 0 if layers share their weights.
 
-    `scores` is the number of attention scores with dropout for a micro batch, in all heads and layers. `saves`: whether
-    the run writes checkpoints.
+    The stage that needs most memory holds its share of the layers, and the embedding or the head.
     """
-    activations = CPU_ACTIVATIONS * needed.activations + CPU_SCORE_BYTES * scores
-    saving = needed.state if saves else 0
-    return replace(needed, activations=activations, saving=saving, process=CPU_PROCESS_BYTES)
+    depth = shape.num_hidden_layers
+    if shape.num_layer_weights < depth:
+        return 0
+    return depth * shape.layer_parameters() * (depth - layers_of_rank(shape, held)) / depth
+
+
+def copied_parameters(shape: Shape, held: Held, here: float, precision: str) -> float:
+    """Return how many of a rank's `here` parameters are in its memory once more."""
+    if held.gathers == "nothing" and precision not in AUTOCAST:
+        return 0
+    has_layers_alone = shape.num_layer_weights == shape.num_hidden_layers
+    if held.gathers == "layer" and has_layers_alone:
+        return here - (shape.num_layer_weights - 2) * shape.layer_parameters()
+    return here
 
 
 def layers_of_rank(shape: Shape, held: Held) -> int:
@@ -147,10 +131,8 @@ def activation_bytes(
     value_bytes = PRODUCT_BYTES.get(precision, 2)
     other_bytes = MASK_BYTES + AUTOCAST_BYTES * (precision in AUTOCAST)
     # Frozen layers come first, so the stage that needs most memory may hold none of them.
-    num_layers = (
-        min(layers_of_rank(shape, held), shape.num_hidden_layers - cfg.model.freeze_layers)
-        * held.activations
-    )
+    unfrozen = shape.num_hidden_layers - cfg.model.freeze_layers
+    num_layers = min(layers_of_rank(shape, held), unfrozen) * held.activations
     # The activation's input and output, both doubled if it is gated.
     ffn_values = 2 * (shape.ffn_products - 1)
     layer = tokens * (
@@ -170,8 +152,9 @@ def activation_bytes(
 
 def advice(cfg: TrainConfig, *, world_size: int) -> str:
     """Return the settings that would save memory, the cheapest first."""
-    layers = (
-        [] if cfg.backend.activation_checkpointing else ["backend.activation_checkpointing=true"]
-    )
-    split = [cfg.parallel.frees] if world_size > 1 else []
-    return ", ".join(["lower micro_batch_size (the global batch stays the same)", *layers, *split])
+    found = ["lower micro_batch_size (the global batch stays the same)"]
+    if not cfg.backend.activation_checkpointing:
+        found.append("backend.activation_checkpointing=true")
+    if world_size > 1:
+        found.append(cfg.parallel.frees)
+    return ", ".join(found)

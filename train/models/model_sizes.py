@@ -1,16 +1,18 @@
 """An encoder's sizes, number of parameters, and training FLOPs, from its configuration. It does not import torch.
 
-The default sizes are transformers', and published models' sizes are from their config.json on the Hub (2026-11).
+The default sizes are transformers'.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from train.config import HeadSize, ModelConfig, TrainConfig, check
 from train.data.files.errors import naming
 from train.storage.folders import Folder, LocalFolder, is_s3, local_path
+from train.storage.hub_access import asking_hub, fetched, is_at_hub
 from train.storage.schema import BadContent, of_type, read_object
 
 NO_RATES = "optim.layer_decay: the layers of {} share their weights, so they cannot have different rates; leave it out"
@@ -53,6 +55,11 @@ class Shape:
         return 3 if self.is_modern else 2
 
     @property
+    def num_layer_weights(self) -> int:
+        """Number of layers with weights of their own."""
+        return self.num_hidden_groups if self.is_albert else self.num_hidden_layers
+
+    @property
     def embedding_width(self) -> int:
         return self.embedding_size if self.is_albert else self.hidden_size
 
@@ -67,23 +74,23 @@ class Shape:
         hidden, ffn = self.hidden_size, self.intermediate_size
         # The last term is two LayerNorms.
         weights = 4 * hidden**2 + self.ffn_products * hidden * ffn + 2 * hidden
-        biases = 0 if self.is_modern else 7 * hidden + ffn
-        return weights + biases
+        if self.is_modern:
+            return weights
+        return weights + 7 * hidden + ffn
 
     def trained_parameters(
         self, head: HeadSize, *, freeze_embeddings: bool = False, freeze_layers: int = 0
     ) -> int:
         """Return the number of parameters with a gradient, not counting a label head's last layer (a few thousand)."""
         hidden = self.hidden_size
-        layers = (
-            self.num_hidden_groups
-            if self.is_albert
-            else max(0, self.num_hidden_layers - freeze_layers)
-        )
-        total = layers * self.layer_parameters()
+        layers = self.num_layer_weights
+        total = 0
         if self.is_albert:
             # the projection from the embedding to the layers
             total += self.embedding_size * hidden + hidden
+        else:
+            layers = max(0, layers - freeze_layers)
+        total += layers * self.layer_parameters()
         if not (freeze_embeddings or freeze_layers):
             total += self.embedding_parameters()
         # A dense layer, a LayerNorm and the logits' bias. The logits' weight is the embedding.
@@ -91,8 +98,9 @@ class Shape:
             width = self.embedding_width
             total += hidden * width + 3 * width + self.vocab_size
         # The head has a dense layer or a pooler.
-        dense = head.labels or (self.is_modern and head.token_labels)
-        return total + (hidden**2 + hidden if dense else 0)
+        if head.labels or (self.is_modern and head.token_labels):
+            total += hidden**2 + hidden
+        return total
 
     def train_flops(self, head: HeadSize, *, seq_len: int, frozen: int = 0) -> float:
         """Return the floating-point operations needed to train on one sequence of `seq_len` tokens, padding included.
@@ -106,13 +114,16 @@ class Shape:
             6 * (4 * hidden**2 + self.ffn_products * hidden * self.intermediate_size)
             + 12 * seq_len * hidden
         )
-        encoder = (self.num_hidden_layers - frozen * 2 / 3) * layer
-        projection = 6 * width * hidden if self.is_albert else 0
-        tokens = head.predictions * 6 * width * (hidden + self.vocab_size)
-        label = 6 * hidden * (hidden + head.labels) if head.labels else 0
-        dense = hidden if self.is_modern and head.token_labels else 0
-        token_labels = seq_len * 6 * hidden * (dense + head.token_labels)
-        return seq_len * (encoder + projection) + tokens + label + token_labels
+        flops = seq_len * (self.num_hidden_layers - frozen * 2 / 3) * layer
+        flops += head.predictions * 6 * width * (hidden + self.vocab_size)
+        flops += seq_len * 6 * hidden * head.token_labels
+        if self.is_albert:
+            flops += seq_len * 6 * width * hidden
+        if head.labels:
+            flops += 6 * hidden * (hidden + head.labels)
+        if self.is_modern and head.token_labels:
+            flops += seq_len * 6 * hidden * hidden
+        return flops
 
 
 DEFAULTS = {  # transformers' default sizes, by architecture
@@ -124,52 +135,26 @@ DEFAULTS = {  # transformers' default sizes, by architecture
     "distilbert": Shape("distilbert", 30_522, 768, 3072, 6, type_vocab_size=0),
     "modernbert": Shape("modernbert", 50_368, 768, 1152, 22, 8192, type_vocab_size=0),
 }
-LIKE_ROBERTA = {"max_position_embeddings": 514, "type_vocab_size": 1}
-OTHERS = {  # published models' sizes that differ from the defaults of Shape
-    **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), LIKE_ROBERTA),
-    "albert": {"embedding_size": 128},
-    "distilbert": {"type_vocab_size": 0},
+# transformers' names of sizes, where an architecture has others than those of Shape.
+THEIR_NAMES = {
+    "distilbert": {
+        "hidden_size": "dim",
+        "intermediate_size": "hidden_dim",
+        "num_hidden_layers": "n_layers",
+    }
 }
-PUBLISHED = {  # sizes by Hub id without the organisation, which is one of OWNERS
-    f"{architecture}-{name}": Shape(
-        architecture, vocab, hidden, 4 * hidden, layers, **OTHERS.get(architecture, {})
-    )
-    for architecture, names, vocab, hidden, layers in (
-        ("albert", "base-v1 base-v2", 30_000, 768, 12),
-        ("albert", "large-v1 large-v2", 30_000, 1024, 24),
-        ("albert", "xlarge-v1 xlarge-v2", 30_000, 2048, 24),
-        ("albert", "xxlarge-v1 xxlarge-v2", 30_000, 4096, 12),
-        ("bert", "base-uncased", 30_522, 768, 12),
-        ("bert", "base-cased", 28_996, 768, 12),
-        ("bert", "base-multilingual-cased", 119_547, 768, 12),
-        ("bert", "large-uncased large-uncased-whole-word-masking", 30_522, 1024, 24),
-        ("bert", "large-cased large-cased-whole-word-masking", 28_996, 1024, 24),
-        ("distilbert", "base-uncased", 30_522, 768, 6),
-        ("distilbert", "base-cased", 28_996, 768, 6),
-        ("distilbert", "base-multilingual-cased", 119_547, 768, 6),
-        ("roberta", "base", 50_265, 768, 12),
-        ("roberta", "large", 50_265, 1024, 24),
-        ("xlm-roberta", "base", 250_002, 768, 12),
-        ("xlm-roberta", "large", 250_002, 1024, 24),
-        ("camembert", "base", 32_005, 768, 12),
-    )
-    for name in names.split()
-}
-OWNERS = ("", "albert", "google-bert", "distilbert", "FacebookAI", "almanach")
 
 
 def find_shape(cfg: ModelConfig, *, vocab_size: int | None = None) -> Shape | None:
-    """Return the sizes of the model that a run would train; None if only transformers or the Hub knows them.
+    """Return the sizes of the model that a run would train; None if only transformers knows them.
 
-    `vocab_size` is the tokenizer's; None if unknown. A new model has this size unless cfg sets `vocab_size`.
+    A model at the Hub is asked for its config.json; without an answer, its sizes are unknown. `vocab_size` is the
+    tokenizer's; None if unknown. A new model has this size unless cfg sets `vocab_size`.
     """
     source = cfg.init_from or cfg.pretrained
     if source is not None:
-        is_here = not is_s3(source) and local_path(source).is_dir()
-        if is_here:
-            return read_shape(LocalFolder(local_path(source)))
-        owner, _, name = source.rpartition("/")
-        return PUBLISHED.get(name) if owner in OWNERS else None
+        folder = folder_of(source)
+        return None if folder is None else read_shape(LocalFolder(folder))
     default = DEFAULTS.get(cfg.architecture)
     if default is None:
         return None
@@ -184,14 +169,32 @@ def find_shape(cfg: ModelConfig, *, vocab_size: int | None = None) -> Shape | No
     return replace(default, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
 
+def folder_of(source: str) -> Path | None:
+    """Return the folder of a model on this machine, or one with the config.json of a model at the Hub."""
+    if is_s3(source):
+        return None
+    if not is_at_hub(source):
+        path = local_path(source)
+        return path if path.is_dir() else None
+    try:
+        with asking_hub(source):
+            return fetched(source, CONFIGS[:1])
+    except (OSError, ValueError):  # There is no such model, or the Hub does not answer.
+        return None
+
+
 def check_layers(cfg: TrainConfig) -> None:
     """Raise InputError if a pipeline has more parts than layers, or if optim.layer_decay is set for shared layers."""
     is_cut, has_rates = cfg.parallel.num_parts > 1, cfg.optim.layer_decay is not None
-    shape = find_shape(cfg.model) if is_cut or has_rates else None
-    if shape is not None and is_cut:
+    if not (is_cut or has_rates):
+        return
+    shape = find_shape(cfg.model)
+    if shape is None:
+        return
+    if is_cut:
         cfg.parallel.check_layers(shape.num_hidden_layers)
-    if shape is not None and has_rates:
-        shares = shape.is_albert and shape.num_hidden_groups < shape.num_hidden_layers
+    if has_rates:
+        shares = shape.num_layer_weights < shape.num_hidden_layers
         check(not shares, NO_RATES.format(shape.model_type))
 
 
@@ -220,21 +223,14 @@ def shape_of(values: dict[str, Any]) -> Shape | None:
     default = DEFAULTS.get(str(values.get("model_type")))
     if default is None:
         return None
-    theirs = {
-        "distilbert": {
-            "hidden_size": "dim",
-            "intermediate_size": "hidden_dim",
-            "num_hidden_layers": "n_layers",
-        }
-    }
-    names = theirs.get(default.model_type, {})
+    names = THEIR_NAMES.get(default.model_type, {})
     sizes = {}
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings",
-                 "type_vocab_size", "embedding_size", "num_hidden_groups"):  # fmt: skip
+    for name in (item.name for item in fields(Shape) if item.name != "model_type"):
         value = values.get(names.get(name, name), values.get(name))
         if value is not None:
             number = of_type(int, value, name)
-            if not (0 if name == "type_vocab_size" else 1) <= number <= MOST:
+            is_possible = number > 0 or name == "type_vocab_size"
+            if not is_possible or number > MOST:
                 raise BadContent(f"{name}={number} is not a possible size")
             sizes[name] = number
     return replace(default, **sizes)

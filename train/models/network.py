@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -90,13 +89,13 @@ class Network(nn.Module):
         """
         if self.attention in OWN_MASKS:
             return real
-        kind, dtype = (
-            self.network.config.model_type,
-            self.network.get_input_embeddings().weight.dtype,
-        )
+        kind = self.network.config.model_type
+        dtype = self.network.get_input_embeddings().weight.dtype
         if kind in ADDING:
             return (1 - real[:, None, None].to(self.mask_dtype or dtype)) * HIDDEN
-        return real[:, None, None].to(dtype) if kind in CHOOSING else real
+        if kind in CHOOSING:
+            return real[:, None, None].to(dtype)
+        return real
 
     def head_parameters(self) -> list[nn.Parameter]:
         """Return trained parameters that are outside the encoder, or that the checkpoint lacked (the pooler's)."""
@@ -117,8 +116,9 @@ class Network(nn.Module):
             for module in base.modules()
             if isinstance(module, nn.ModuleList) and len(module) == depth
         ]
-        unknown = "optim.layer_decay: the layers of {} are not known; leave it out"
-        why = NO_RATES if hasattr(self.network.config, "num_hidden_groups") else unknown
+        why = "optim.layer_decay: the layers of {} are not known; leave it out"
+        if hasattr(self.network.config, "num_hidden_groups"):
+            why = NO_RATES
         check(bool(stacks), why.format(self.network.config.model_type))
         result = {weight: depth + 1 for name, weight in base.named_parameters() if "emb" in name}
         # a list inside a layer may have the same length; the outer list overrides it
@@ -176,7 +176,9 @@ class Network(nn.Module):
 
         The weights are concatenated in each pass and remain three parameters. Only architectures in ADDING are changed.
         """
-        for module in self.network.modules() if self.network.config.model_type in ADDING else ():
+        if self.network.config.model_type not in ADDING:
+            return
+        for module in self.network.modules():
             for names in (("query", "key", "value"), ("q_lin", "k_lin", "v_lin")):
                 parts = [getattr(module, name, None) for name in names]
                 if all(type(part) is nn.Linear for part in parts):
@@ -277,13 +279,19 @@ class Network(nn.Module):
         return
 
 
-def with_unread_masks(*, given: bool) -> AbstractContextManager[object]:
-    """Return a context in which transformers makes a mask if one is `given`, and none otherwise.
+@contextmanager
+def with_unread_masks(*, given: bool) -> Iterator[None]:
+    """Make transformers use a mask if one is `given`, and none otherwise, without reading it.
 
     Otherwise it would read which tokens are padding in order to drop masks that hide nothing, except while a CUDA graph
     is recorded. Reading waits for the device, so a CUDA graph cannot contain it.
     """
-    return patch.object(import_utils, "is_cuda_stream_capturing", lambda: given, create=True)
+    is_recording = getattr(import_utils, "is_cuda_stream_capturing", lambda: False)
+    import_utils.is_cuda_stream_capturing = lambda: given
+    try:
+        yield
+    finally:
+        import_utils.is_cuda_stream_capturing = is_recording
 
 
 def is_norm(module: nn.Module) -> bool:

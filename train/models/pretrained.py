@@ -98,42 +98,56 @@ def read_weights(
         if isinstance(error, torch.OutOfMemoryError | InputError):
             raise
         raise InputError(unavailable(source, error)) from error
-    missing, inside = set(info["missing_keys"]), set(network.base_model.parameters())
-    encoder = {
-        name for name, p in network.named_parameters() if p in inside and ".pooler." not in name
-    }
-    lacking = sorted(encoder & missing)
-    check(
-        not lacking,
-        f"{source} lacks {len(lacking)} weights of the encoder: {', '.join(lacking[:3])}",
-    )
+    encoder = weights_of_encoder(network)
+    missing = set(info["missing_keys"])
+    check_loaded(source, network, info, encoder=encoder, new_head=new_head)
     check_read(source, f"{network.base_model_prefix}.", names, info["unexpected_keys"])
-    other = {
-        name: f"{list(theirs)} instead of {list(ours)}"
-        for name, theirs, ours in info["mismatched_keys"]
-    }
-    wrong = [name for name in sorted(other) if name in encoder or not new_head]
-    hint = (
-        "its config.json is another model's"
-        if encoder & set(wrong)
-        else "model.new_head=true starts with a new head"
-    )
-    check(
-        not wrong,
-        f"{source}: {', '.join(f'{name} is {other[name]}' for name in wrong[:3])}; {hint}",
-    )
     if new_head:
         missing |= begin_head(network)
-    broken = [name for name, weight in network.named_parameters() if not weight.isfinite().all()]
-    check(
-        not broken,
-        f"{source}: {', '.join(broken[:3])} contains NaN or infinity; the weights are damaged",
-    )
     said = {"randomly initialised": missing, "not used by this model": info["unexpected_keys"]}
     parts = [f"{what}: {', '.join(modules_of(names))}" for what, names in said.items() if names]
     if parts:
         logger.info("loaded %s (%s)", source, "; ".join(parts))
     return network, frozenset(missing)
+
+
+def weights_of_encoder(network: PreTrainedModel) -> set[str]:
+    """Return the names of the encoder's weights, except the pooler's, which a checkpoint may lack."""
+    inside = set(network.base_model.parameters())
+    named = network.named_parameters()
+    return {name for name, weight in named if weight in inside and ".pooler." not in name}
+
+
+def check_loaded(
+    source: str,
+    network: PreTrainedModel,
+    info: dict[str, Any],
+    *,
+    encoder: set[str],
+    new_head: bool,
+) -> None:
+    """Raise InputError if a checkpoint lacks part of the encoder, has other shapes, or is not finite."""
+    lacking = sorted(encoder & set(info["missing_keys"]))
+    check(
+        not lacking,
+        f"{source} lacks {len(lacking)} weights of the encoder: {', '.join(lacking[:3])}",
+    )
+    wrong, hint = [], "model.new_head=true starts with a new head"
+    for name, theirs, ours in sorted(info["mismatched_keys"]):
+        if name in encoder or not new_head:
+            wrong.append(f"{name} is {list(theirs)} instead of {list(ours)}")
+        if name in encoder:
+            hint = "its config.json is another model's"
+    check(not wrong, f"{source}: {', '.join(wrong[:3])}; {hint}")
+    broken = [
+        name
+        for name, weight in network.named_parameters()
+        if (name in encoder or not new_head) and not weight.isfinite().all()
+    ]
+    check(
+        not broken,
+        f"{source}: {', '.join(broken[:3])} contains NaN or infinity; the weights are damaged",
+    )
 
 
 def check_read(source: str, prefix: str, names: Sequence[str], unread: Iterable[str]) -> None:
@@ -270,9 +284,7 @@ def check_weights(folder: Path) -> list[str]:
 
 
 def unavailable(source: str, error: Exception) -> str:
-    hint = (
-        ""
-        if "trust_remote_code" in str(error)
-        else "; give a folder or the id of a model on the Hub"
-    )
-    return f"model.pretrained={source} cannot be loaded: {why_missing(source, error)}{hint}"
+    said = f"model.pretrained={source} cannot be loaded: {why_missing(source, error)}"
+    if "trust_remote_code" in str(error):
+        return said
+    return f"{said}; give a folder or the id of a model on the Hub"

@@ -139,7 +139,8 @@ def exported_checkpoint(key: str, location: str, folder: Folder, s3: S3Config, c
         command = [
             sys.executable,
             "-m",
-            "train.checkpoints",
+            "train",
+            "checkpoints",
             location,
             "export",
             str(target),

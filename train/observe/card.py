@@ -21,7 +21,7 @@ from train.observe.report.data import (
     splits_table,
 )
 from train.observe.report.page import facts
-from train.observe.report.run import Run, number, read_run, scores
+from train.observe.report.run import Run, last, read_run
 from train.observe.report.texts import at_step, count, printable
 from train.run_folder.exported import TASK_STATE
 from train.run_folder.run_folder import RunFolder
@@ -39,20 +39,23 @@ SETTINGS = (  # (label, key in config.yaml or environment.json)
     ("Weight decay", "optim.weight_decay"),
     ("Gradient clipping norm", "optim.max_grad_norm"),
     ("Global batch (sequences)", "plan.global_batch_size"),
-    ("Micro batch (sequences per rank)", "plan.micro_batch_size"),
     ("Padded to (tokens)", "identity.data.lengths"),
     ("Frozen layers", "model.freeze_layers"),
     ("Seed", "seed"),
 )
+STARTS = ("model.pretrained", "model.init_from")  # settings that name the initial weights
 COLUMNS = ("exported", "best", "last")  # of the table of scores
-# rows of the report's table
-TRAINED: tuple[str, ...] = (
-    "Steps done",
-    "Sequence length (tokens)",
-    "Precision",
+# Rows of the report's table.
+TRAINED = ("Steps done", "Sequence length (tokens)", "Precision")
+MACHINES = (
+    "Instance",
+    "Device",
+    "World size (ranks)",
+    "Training time (h:mm:ss)",
+    "Tokens/s over the whole run",
+    "Cost",
+    "Versions",
 )
-MACHINES: tuple[str, ...] = ("Instance", "Device", "World size (ranks)", "Training time (h:mm:ss)")
-MACHINES += ("Tokens/s over the whole run", "Cost", "Versions")
 
 
 def write(folder: RunFolder) -> Path:
@@ -70,19 +73,18 @@ def card(path: Path, name: str) -> str:
     run = read_run(path)
     records, figures, task = run.records or Records(), facts(run, run), task_of(run)
     blocks = [f"# {text(name)}", about(run, records), "## Results", *results(run, records)]
-    blocks += ["## Data", text(data_name(run))]
+    blocks += ["## Data", text(public_name(run, "data.path"))]
     if run.summary["data"] is not None:
         blocks.append(f"Prepared data {text(run.summary['data'])}")
     blocks += [table(splits_table(records)), table(labels_table(records))]
     blocks += ["## Training", table([("Setting", "Value"), *settings(run, figures)])]
-    blocks += [
-        "## Hardware, time and cost",
-        table([("", ""), *((label, figures[label]) for label in MACHINES)]),
-    ]
+    machines = [(label, figures[label]) for label in MACHINES]
+    blocks += ["## Hardware, time and cost", table([("", ""), *machines])]
     if task is not None:
-        note = text(records.note) if records.note else ""
-        blocks += ["## How to use it", note, f"```python\n{code(run, task)}\n```", task.note]
-    return "\n\n".join([f"---\n{metadata(run, records, name)}\n---", *filter(None, blocks)]) + "\n"
+        blocks += ["## How to use it", text(records.note), f"```python\n{code(run, task)}\n```"]
+        blocks.append(task.note)
+    body = "\n\n".join(filter(None, blocks))
+    return f"---\n{metadata(run, records, name)}\n---\n\n{body}\n"
 
 
 def code(run: Run, task: TaskSpec) -> str:
@@ -108,7 +110,7 @@ def metadata(run: Run, records: Records, name: str) -> str:
     """Return the YAML header that the Hub reads: huggingface_hub's ModelCardData, including results (model-index)."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    dataset, task = data_name(run), task_of(run)
+    dataset, task = public_name(run, "data.path"), task_of(run)
     pipeline = task.pipeline if task else None
     evaluated = [
         EvalResult(
@@ -122,10 +124,10 @@ def metadata(run: Run, records: Records, name: str) -> str:
             metric_name=metric,
             metric_value=round(value, 6),
         )
-        for split, metric, value in results_of(run, records)
+        for split, metric, value in exported_scores(run, records)
     ]
     head = ModelCardData(
-        base_model=base_hub_id(run),
+        base_model=hub_id(run, "model.pretrained") or hub_id(run, "model.init_from"),
         datasets=hub_id(run, "data.path"),
         library_name="transformers",
         pipeline_tag=pipeline,
@@ -136,16 +138,14 @@ def metadata(run: Run, records: Records, name: str) -> str:
     return str(head.to_yaml()).rstrip()
 
 
-def results_of(run: Run, records: Records) -> list[tuple[str, str, float]]:
-    """Return (split, metric, value) for each score of the exported weights."""
-    line = run.exported
-    # their metrics: <split>_<name>
+def exported_scores(run: Run, records: Records) -> Iterator[tuple[str, str, float]]:
+    """Yield (split, metric, value) for each score of the exported weights."""
     others = [split.name for split in records.evaluated if split.name != "validation"]
-    triples = []
-    for name, points in scores(run, [line] if line else []).items():
-        split = next((each for each in others if name.startswith(f"{each}_")), "validation")
-        triples.append((split, name.removeprefix(f"{split}_"), points["last"][0]))
-    return triples
+    for name, points in run.summary["scores"].items():
+        value, _ = points.get("exported", (None, 0))
+        if value is not None:
+            split = next((each for each in others if name.startswith(f"{each}_")), "validation")
+            yield split, name.removeprefix(f"{split}_"), value
 
 
 # ---- names that may be published -----------------------------------------------------------------------------------
@@ -156,12 +156,8 @@ def hub_id(run: Run, key: str) -> str | None:
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     value = str(run.config.get(key) or "")
-    is_data = key == "data.path"
-    if (
-        not value
-        or (is_data and run.config.get("data.format") not in ("hub", "auto"))
-        or Path(value).exists()
-    ):
+    is_file = key == "data.path" and run.config.get("data.format") not in ("hub", "auto")
+    if not value or is_file or Path(value).exists():
         return None
     try:
         validate_repo_id(value)
@@ -170,104 +166,85 @@ def hub_id(run: Run, key: str) -> str | None:
     return value
 
 
-def base_hub_id(run: Run) -> str | None:
-    return hub_id(run, "model.pretrained") or hub_id(run, "model.init_from")
-
-
-def last_part(path: object) -> str:
-    return re.split(r"[/\\]", str(path).rstrip("/\\"))[-1]
-
-
-def data_name(run: Run) -> str:
-    return hub_id(run, "data.path") or last_part(run.config.get("data.path") or "unknown")
-
-
-def base_name(run: Run) -> str | None:
-    """Return the Hub id of the initial weights, or the last part of their path; None for random weights."""
-    location = run.config.get("model.pretrained") or run.config.get("model.init_from")
-    return None if location is None else base_hub_id(run) or last_part(location)
+def public_name(run: Run, key: str) -> str:
+    """Return a setting's Hub id, or else the last part of its path."""
+    path = str(run.config.get(key) or "unknown").rstrip("/\\")
+    return hub_id(run, key) or re.split(r"[/\\]", path)[-1]
 
 
 # ---- sections ------------------------------------------------------------------------------------------------------
 
 
 def about(run: Run, records: Records) -> str:
-    task, summary, base = task_of(run), run.summary, base_name(run)
-    names = [text(label) for label in records.labels]
-    shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-    parameters = (
-        "" if summary["parameters"] is None else f", {summary['parameters']:,.0f} parameters"
+    task, summary = task_of(run), run.summary
+    key = next((key for key in STARTS if run.config.get(key)), None)
+    if key is None:
+        model = f"It was trained from random weights ({text(summary['model'])})"
+    elif task is not None and task.settings.learns_from is ShardsConfig:
+        model = f"Its training continued from {text(public_name(run, key))}"
+    else:
+        model = f"It was fine-tuned from {text(public_name(run, key))}"
+    if summary["parameters"] is not None:
+        model += f", {summary['parameters']:,.0f} parameters"
+    if task is None:
+        return f"{model}."
+    names = [text(label) for label in records.labels[:20]]
+    if len(records.labels) > 20:
+        names.append("...")
+    sentence = task.sentence.format(
+        labels=len(records.labels) or "several", names=", ".join(names) or "unknown"
     )
-    pretrains = task is not None and task.settings.learns_from is ShardsConfig
-    model = (
-        f"Its training continued from {text(base)}"
-        if pretrains
-        else f"It was fine-tuned from {text(base)}"
-    )
-    model = (
-        model
-        if base is not None
-        else f"It was trained from random weights ({text(summary['model'])})"
-    )
-    sentence = (
-        task.sentence.format(labels=len(names) or "several", names=shown or "unknown")
-        if task
-        else ""
-    )
-    return f"{sentence}\n{model}{parameters}."
+    return f"{sentence}\n{model}."
 
 
 def results(run: Run, records: Records) -> Iterator[str]:
     """Yield the exported, the best and the last value of each score, and the tables of an evaluation."""
-    if not run.evaluations:
+    if run.evaluations.empty:
         yield "The run was not evaluated."
         return
     rows = [["Validation", *COLUMNS]]
-    for name, points in scores(run, run.evaluations).items():
-        values = (at_step(*points[which]) if which in points else "unknown" for which in COLUMNS)
+    for name, points in run.summary["scores"].items():
+        values = [at_step(*points[which]) if which in points else "unknown" for which in COLUMNS]
         rows.append([name.replace("_", " "), *values])
     yield table(rows)
     if run.exported_step is not None:
-        remark = "" if run.exported else ", which was not evaluated"
-        yield f"The exported weights are those of step {run.exported_step:,}{remark}."
-    of_labels = [
-        (f"{text(f'Labels of {split.name}')}:", classes_table(split))
-        for split in records.evaluated
-    ]
-    tables = [
-        (caption, rows) for caption, rows in [("", metrics_table(records)), *of_labels] if rows
-    ]
-    if records.step is not None and tables:
+        sentence = f"The exported weights are those of step {run.exported_step:,}"
+        if run.exported_step not in set(run.evaluations.step):
+            sentence += ", which was not evaluated"
+        yield f"{sentence}."
+    if records.step is not None and records.evaluated:
         yield f"The evaluation at step {records.step:,}:"
-    for caption, rows in tables:
-        yield from (caption, table(rows))
+    yield table(metrics_table(records))
+    for split in records.evaluated:
+        if rows := classes_table(split):
+            yield f"{text(f'Labels of {split.name}')}:"
+            yield table(rows)
 
 
 def settings(run: Run, figures: dict[str, str]) -> Iterator[tuple[str, str]]:
     known, task = {**run.config, **run.environment, **exported_settings(run)}, task_of(run)
-    yield "Epochs", count(number(run.train[-1], "epoch") if run.train else None)
+    yield "Epochs", count(last(run.train.epoch))
     yield from ((label, figures[label]) for label in TRAINED)
     for label, key in [*SETTINGS, *(task.card_settings if task else ())]:
         value = known.get(key)
         if value not in (None, False, 0, []):
-            numbers = value if isinstance(value, list) else [value]
-            yield (
-                label,
-                ", ".join(
-                    f"{each:g}" if isinstance(each, float) else str(each) for each in numbers
-                ),
-            )
+            values = value if isinstance(value, list) else [value]
+            yield label, ", ".join(map(plain, values))
+
+
+def plain(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
 
 
 def exported_settings(run: Run) -> dict[str, Any]:
     """Return the task's settings in the export, which include the thresholds that were chosen for its weights."""
     state = read_mapping(run.folder, f"export/{TASK_STATE}", json.loads)
-    settings = state.get("settings", {})
-    return (
-        {f"task.{name}": value for name, value in settings.items()}
-        if isinstance(settings, dict)
-        else {}
-    )
+    settings = state.get("settings")
+    if not isinstance(settings, dict):
+        return {}
+    return {f"task.{name}": value for name, value in settings.items()}
 
 
 # ---- markdown ------------------------------------------------------------------------------------------------------
@@ -275,13 +252,14 @@ def exported_settings(run: Run) -> dict[str, Any]:
 
 def table(rows: Sequence[Sequence[object]]) -> str:
     """Return a Markdown table with the first row as its header; "" if there are no rows."""
-    lines = ["| " + " | ".join(text(cell) for cell in row) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) if rows else ""
+    if not rows:
+        return ""
+    head, *lines = ("| " + " | ".join(map(text, row)) + " |" for row in rows)
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *lines])
 
 
 def text(value: object) -> str:
     """Return the value with Markdown characters escaped: names and labels come from the user."""
-    escaped = re.sub(
-        r"([\\`*_\[\]|#<>~])", r"\\\1", printable("unknown" if value is None else value)
-    )
+    shown = printable("unknown" if value is None else value)
+    escaped = re.sub(r"([\\`*_\[\]|#<>~])", r"\\\1", shown)
     return escaped.replace("&", "&amp;")

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from train.observe import trackers
 from train.observe.lines import read_back
+from train.observe.trackers import NO_CURVES
 from train.run_folder.outcome import ENDS
 from train.run_folder.run_folder import RunFolder, side_channel
-from train.storage.atomic_io import make_alike, open_alike
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("train")
 MOST_WAITING = 100  # if more lines are waiting to be written, training waits for the disk
+NO_CURVES_WRITTEN = "TensorBoard's files are not written"
 
 
 class Journal:
@@ -44,10 +44,12 @@ class Journal:
         self.folder, self.first_step, self.tensorboard = folder, first_step, tensorboard
         self.trackers, self.reason = to, ""
         newest = next(read_back(folder.local), None)
-        self.attempt = 1 + (newest["attempt"] if newest else 0)
-        # the previous attempt was killed
-        self.owes_summary = newest is not None and newest["kind"] != "summary"
-        open_alike(folder.metrics, "ab").close()
+        self.attempt = 1
+        self.owes_summary = False
+        if newest is not None:
+            self.attempt += newest["attempt"]
+            self.owes_summary = newest["kind"] != "summary"  # the previous attempt was killed
+        folder.metrics.touch()
         self.writer: SummaryWriter | None = None
         self.waiting: deque[tuple[dict[str, Any], Callable[[], None]]] = deque()
         self.has_lines, self.writing, self.is_closed = threading.Event(), threading.Lock(), False
@@ -56,12 +58,10 @@ class Journal:
     @cached_property
     def cost_before_usd(self) -> float:
         """The cost of all earlier attempts, as their last lines report it; 0 if it is unknown."""
-        costs = (
-            line.get("cost_usd")
-            for line in read_back(self.folder.local)
-            if line["attempt"] < self.attempt
-        )
-        return next((cost for cost in costs if cost is not None), 0.0)
+        for line in read_back(self.folder.local):
+            if line["attempt"] < self.attempt and line.get("cost_usd") is not None:
+                return float(line["cost_usd"])
+        return 0.0
 
     def write(
         self, kind: str, values: dict[str, Any], then: Callable[[], None] = lambda: None
@@ -70,12 +70,8 @@ class Journal:
 
         Train lines may be written a little later; any other line is written immediately, after all waiting lines.
         """
-        line = {
-            "kind": kind,
-            "attempt": self.attempt,
-            "time_unix_s": round(time.time(), 3),
-            **values,
-        }
+        when_s = round(time.time(), 3)
+        line = {"kind": kind, "attempt": self.attempt, "time_unix_s": when_s, **values}
         self.waiting.append((line, then))
         if kind != "train" or len(self.waiting) > MOST_WAITING:
             self.write_waiting()
@@ -100,45 +96,33 @@ class Journal:
                     then()
 
     def _append(self, lines: Sequence[dict[str, Any]]) -> None:
-        with side_channel(
-            f"lines are kept in memory until they can be written to {self.folder.metrics}"
-        ):
+        kept = f"lines are kept in memory until they can be written to {self.folder.metrics}"
+        with side_channel(kept):
             self.folder.lines.append(b"".join(map(encoded, lines)))
         for line in lines:
             if line["kind"] in ("train", "eval"):
-                if self.tensorboard:
+                with side_channel(NO_CURVES_WRITTEN):
                     self.add_curves(line)
-                with side_channel("trackers"):
-                    trackers.track(self.trackers, line)
+                for tracker in self.trackers:
+                    tracker.track(line)
             elif line["kind"] == "summary":
                 self.reason = line["reason"]
 
     def add_curves(self, line: dict[str, Any]) -> None:
-        self.tensorboard = False  # unless it succeeds, or the disk fails, which may pass
-        with side_channel("TensorBoard's files are not written"):
-            try:
-                if self.writer is None:
-                    # slow: the first step must not wait
-                    from torch.utils.tensorboard import (
-                        SummaryWriter,
-                    )
+        if not self.tensorboard:
+            return
+        self.tensorboard = False  # unless it succeeds
+        if self.writer is None:
+            # This import is slow: the first step must not wait for it.
+            from torch.utils.tensorboard import SummaryWriter
 
-                    make_alike(self.folder.tensorboard)
-                    self.writer = SummaryWriter(
-                        str(self.folder.tensorboard), purge_step=self.first_step
-                    )
-                for name, value in line.items():
-                    if name not in trackers.NO_CURVES:
-                        self.writer.add_scalar(f"{line['kind']}/{name}", value, line["step"])
-                self.tensorboard = True
-            except OSError:
-                # its thread ends with its first failure
-                self.writer, self.tensorboard = (
-                    None,
-                    True,
-                )
-                self.first_step = line["step"]
-                raise
+            self.folder.tensorboard.mkdir(parents=True, exist_ok=True)
+            place = str(self.folder.tensorboard)
+            self.writer = SummaryWriter(place, purge_step=self.first_step)
+        for name, value in line.items():
+            if name not in NO_CURVES:
+                self.writer.add_scalar(f"{line['kind']}/{name}", value, line["step"])
+        self.tensorboard = True
 
     def close(self, error: BaseException | None = None) -> None:
         """Write the waiting lines, close the files and, unless another job has taken over the run, end the trackers."""
@@ -146,18 +130,22 @@ class Journal:
         self.is_closed = True
         self.has_lines.set()
         if self.folder.lines.kept and self.folder.ownership.may_append():
-            self.folder.at_end(self.folder.lines.append)
+            with self.folder.logging_failures():
+                self.folder.lines.append()
         self.folder.lines.close()
         if self.writer is not None:
-            with side_channel("TensorBoard's files are not written"):
+            with side_channel(NO_CURVES_WRITTEN):
                 self.writer.close()
-        status = "FINISHED" if error is None and self.reason in ENDS else "KILLED"
-        if isinstance(error, Exception):
+        if error is not None and not isinstance(error, Exception):
+            return  # after a second signal, the process exits now
+        status = "KILLED"
+        if error is not None:
             status = "FAILED"
+        elif self.reason in ENDS:
+            status = "FINISHED"
         if self.folder.ownership.may_append() and not self.folder.ownership.lost:
-            # not after a second signal: exit now
-            waits = error is None or isinstance(error, Exception)
-            trackers.end(self.trackers, status, waits=waits)
+            for tracker in self.trackers:
+                tracker.end(status)
 
 
 def encoded(line: dict[str, Any]) -> bytes:
@@ -178,22 +166,26 @@ class RunConsole:
             initial=step,
             unit="step",
             dynamic_ncols=True,
-            disable=None
-            if is_first_rank
-            else True,  # None disables it unless the output is a terminal
+            disable=None if is_first_rank else True,  # None: unless the output is a terminal
         )
 
     def train(self, line: dict[str, Any]) -> None:
-        loss, speed, mfu = line["loss"], line["tokens_per_s"], line.get("mfu")
-        shown = {"loss": f"{loss:.3f}", "tokens/s": f"{speed:,.0f}"}
-        self.bar.set_postfix(shown | ({} if mfu is None else {"mfu": f"{mfu:.1%}"}), refresh=False)
-        logger.info(
-            f"step {line['step']:{self.width}}/{self.total_steps}  loss {loss:7.4f}  lr {line['lr']:.2e}  "
-            f"grad {line['grad_norm']:6.3f}  {speed:9,.0f} tokens/s"
-            + ("" if mfu is None else f"  mfu {mfu:5.1%}")
-            + f"  data wait {line['data_wait_s'] / (line['step_s'] * line['steps']):4.0%}"
-            + (f"  compiled {line['compile_s']:.1f} s" if "compile_s" in line else "")
-        )
+        parts = [
+            f"step {line['step']:{self.width}}/{self.total_steps}",
+            f"loss {line['loss']:7.4f}",
+            f"lr {line['lr']:.2e}",
+            f"grad {line['grad_norm']:6.3f}",
+            f"{line['tokens_per_s']:9,.0f} tokens/s",
+        ]
+        shown = {"loss": f"{line['loss']:.3f}", "tokens/s": f"{line['tokens_per_s']:,.0f}"}
+        if "mfu" in line:
+            parts.append(f"mfu {line['mfu']:5.1%}")
+            shown["mfu"] = f"{line['mfu']:.1%}"
+        parts.append(f"data wait {line['data_wait_s'] / (line['step_s'] * line['steps']):4.0%}")
+        if "compile_s" in line:
+            parts.append(f"compiled {line['compile_s']:.1f} s")
+        self.bar.set_postfix(shown, refresh=False)
+        logger.info("  ".join(parts))
 
     def evaluation(self, step: int, metrics: dict[str, float], eval_s: float) -> None:
         logger.info(f"step {step:{self.width}} {evaluation_words(metrics, eval_s)}")

@@ -1,4 +1,4 @@
-"""Readers of metrics.jsonl, on disk or in S3, from either end. This module does not import torch.
+"""Readers of a run's metrics lines, on disk or in S3, from either end. This module does not import torch.
 
 Damaged lines and an unfinished last line are skipped, so that the run's other lines can still be used.
 """
@@ -11,19 +11,18 @@ from contextlib import suppress
 from typing import Any
 
 from train.config.checks import LAST_UNIX_S
-from train.run_folder.appended import rows, rows_back
+from train.run_folder.metrics_files import rows, rows_back
 from train.storage.folders import Folder
 from train.storage.schema import BadContent, of_type, read_json
 
 Line = dict[str, Any]
-NAME = "metrics.jsonl"
 KEYS: dict[str, type] = {"kind": str, "attempt": int, "step": int, "time_unix_s": float}
 
 
 def read_lines(folder: Folder, *, containing: bytes = b"") -> Iterator[Line]:
     """Yield the lines that contain the bytes `containing`, oldest first. A missing file has no lines."""
     with suppress(FileNotFoundError):
-        yield from sound(rows(folder, NAME), containing, [])
+        yield from sound(rows(folder), containing, [])
 
 
 def read_back(
@@ -33,21 +32,13 @@ def read_back(
     limit_bytes: float = math.inf,
     damage: list[str] | None = None,
 ) -> Iterator[Line]:
-    """Yield the lines that contain the bytes `containing`, newest first, from the last `limit_bytes` of the file.
+    """Yield the lines that contain the bytes `containing`, newest first, from the last `limit_bytes` of the run.
 
     The error of the first damaged line read is appended to `damage`. An unfinished last line is not an error.
     """
-
-    def limited() -> Iterator[bytes]:
-        left = limit_bytes
-        for row in rows_back(folder, NAME):
-            left -= len(row) + 1
-            if left < 0:
-                return
-            yield row
-
+    faults = [] if damage is None else damage
     with suppress(FileNotFoundError):
-        yield from sound(limited(), containing, [] if damage is None else damage)
+        yield from sound(rows_back(folder, limit_bytes), containing, faults)
 
 
 def sound(found: Iterator[bytes], containing: bytes, damage: list[str]) -> Iterator[Line]:

@@ -8,20 +8,19 @@ from __future__ import annotations
 import logging
 import math
 import os
-import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 from train.config import Plan, TrainConfig
 from train.machine.memory import own_peak_bytes
 from train.machine.processes import age_s
 from train.observe.journal import Journal, RunConsole
-from train.observe.monitor import HardwareSample, Monitor
+from train.observe.monitor import Monitor, hardware_fields
 from train.observe.profile import Profiler
-from train.observe.stragglers import Stragglers
 from train.observe.trackers import open_trackers
 from train.parallel.backend import peak_device_bytes
 from train.run_folder.run_folder import RunFolder, side_channel
@@ -91,9 +90,6 @@ class Recorder:
         self.share = self.engine.data_size / self.world.size
         # seconds before the attempt began
         self.before_s = max(0.0, age_s(os.getpid()) - self.folder.attempt_s())
-        hosts = self.world.all_gather_object(platform.node())
-        stages = [rank % self.cfg.parallel.num_stages for rank in range(self.world.size)]
-        self.stragglers = Stragglers(hosts, stages)
 
     @property
     def is_first(self) -> bool:
@@ -108,13 +104,15 @@ class Recorder:
         self.journal: Journal | None = None
         if is_first_rank:
             is_measurement = self.on_line is not None or self.backend.collects
-            to = [] if is_measurement else open_trackers(cfg, self.folder)
             self.journal = Journal(
-                self.folder, first_step=step + 1, tensorboard=cfg.tensorboard, to=to
+                self.folder,
+                first_step=step + 1,
+                tensorboard=cfg.tensorboard,
+                to=() if is_measurement else open_trackers(cfg, self.folder),
             )
-        self.profiler = (
-            Profiler(cfg, self.folder, self.backend) if is_first_rank and cfg.profile else None
-        )
+        self.profiler: Profiler | None = None
+        if is_first_rank and cfg.profile:
+            self.profiler = Profiler(cfg, self.folder, self.backend)
         self.console = RunConsole(
             step=step, total_steps=self.plan.total_steps, is_first_rank=is_first_rank
         )
@@ -123,10 +121,6 @@ class Recorder:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        for (
-            text
-        ) in self.monitor.alarms():  # only this machine's alarms: other ranks may have exited
-            self.alarm(text)
         if error is not None:
             self.fault(f"{type(error).__name__}: {error}")
         self.console.bar.close()
@@ -174,12 +168,12 @@ class Recorder:
         step = self.progress.step
         self._count(micro_batches, seq_len)
         must = reads or self.backend.skips.known_streak() >= self.cfg.nonfinite.max_skips
-        if is_due := must or step % self.cfg.log_every == 0 or step == self.plan.total_steps:
-            fields, works_s, num_alarms = self._add_up()
-            loss, norm = fields["loss"], float(self.backend.to_host([grad_norm])[0])
-            skipped, self.skips_in_a_row = (
-                (0, 0) if self.backend.collects else self.backend.skips.counts()
-            )
+        is_due = must or step % self.cfg.log_every == 0 or step == self.plan.total_steps
+        if is_due:
+            fields = self._add_up()
+            norm = float(self.backend.to_host([grad_norm])[0])
+            fields |= {"lr": lr, "grad_norm": norm}
+            new_skips = self._new_skips()
         self.console.bar.update()
         compile_s = self.backend.graphs().compile_s - self.compiled_s
         self.window.compile_s += compile_s
@@ -189,24 +183,31 @@ class Recorder:
         for text in self.backend.notices():
             self.alarm(text)
         if is_due:
-            stragglers = self.stragglers.see(works_s)
-            self._write_train({**fields, "lr": lr, "grad_norm": norm}, num_alarms)
+            self._write_train(fields)
             self.window = Window()
-            for text in stragglers:
-                self.alarm(text)
-            new, self.skipped = skipped - self.skipped, skipped
-            self.progress.skipped += new
-            if new:
-                self.alarm(f"skipped steps: {new}; the gradient was not finite (norm {norm})")
-            elif not (
-                self.skips_in_a_row
-                or self.backend.collects
-                or all(map(math.isfinite, (loss, norm)))
-            ):
-                raise FloatingPointError(
-                    f"the loss is {loss} and the gradient norm {norm} at step {step}: start again in a new run_dir, "
-                    "with a lower optim.lr or in fp32"
-                )
+            self._judge(fields["loss"], norm, new_skips)
+
+    def _new_skips(self) -> int:
+        """Return how many steps were skipped since the last line."""
+        if self.backend.collects:
+            return 0
+        before = self.skipped
+        self.skipped, self.skips_in_a_row = self.backend.skips.counts()
+        return self.skipped - before
+
+    def _judge(self, loss: float, norm: float, new_skips: int) -> None:
+        """Report skipped steps. Raises FloatingPointError if the loss or the norm is not finite for another reason."""
+        self.progress.skipped += new_skips
+        if new_skips:
+            self.alarm(f"skipped steps: {new_skips}; the gradient was not finite (norm {norm})")
+            return
+        if self.skips_in_a_row or self.backend.collects:
+            return
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise FloatingPointError(
+                f"the loss is {loss} and the gradient norm {norm} at step {self.progress.step}: start again in a new "
+                "run_dir, with a lower optim.lr or in fp32"
+            )
 
     def _count(self, micro_batches: Sequence[Batch], seq_len: int) -> None:
         window, examples = self.window, self.plan.global_batch_size
@@ -223,41 +224,48 @@ class Recorder:
         self.steps_of[seq_len] += 1
         self.last_length = seq_len
 
-    def _add_up(self) -> tuple[dict[str, float], list[float], float]:
-        """Sum the window over the ranks. Return the line's fields, each rank's seconds of work, and the alarm count."""
+    def _add_up(self) -> dict[str, float]:
+        """Sum the window over the ranks, and return the fields of the line that are made from these sums."""
         window, world = self.window, self.world
         passes_s, span_s = self.backend.work.take_s(), self.backend.span.take_s()
-        local = [self.engine.take_loss(), window.wait_s / world.size, passes_s, span_s]
-        window.work_s += passes_s
-        works_s = [window.work_s if rank == world.rank else 0.0 for rank in range(world.size)]
-        counts = [window.count, window.tokens, self.own_tokens]
-        sums = world.sum([*local, *counts, *works_s, *self.monitor.read().values()])
-        (
-            loss_sum,
-            wait_s,
-            passes_s,
-            span_s,
-            window.count,
-            window.tokens,
-            self.all_tokens,
-            *others,
-        ) = sums
-        # the shares of a pipeline's ranks may add up to slightly less
-        window.tokens = round(window.tokens)
+        works_s = [0.0] * world.size
+        works_s[world.rank] = window.work_s + passes_s
+        sums = iter(
+            world.sum(
+                [
+                    self.engine.take_loss(),
+                    window.wait_s / world.size,
+                    passes_s,
+                    span_s,
+                    window.count,
+                    window.tokens,
+                    self.own_tokens,
+                    *works_s,
+                    *self.monitor.read(),
+                ]
+            )
+        )
+        loss_sum = next(sums)
+        wait_s = next(sums)
+        passes_s = next(sums)
+        span_s = next(sums)
+        window.count = next(sums)
+        # The shares of a pipeline's ranks may add up to slightly less than a whole number.
+        window.tokens = round(next(sums))
+        self.all_tokens = next(sums)
+        works_s = [next(sums) for _ in works_s]
         if self.steps_done > window.steps:
-            self.passes_s, self.spans_s = self.passes_s + passes_s, self.spans_s + span_s
-        sample = HardwareSample.from_values(others[world.size :])
-        fields = {
+            self.passes_s += passes_s
+            self.spans_s += span_s
+        return {
             "loss": loss_sum / (window.count or 1.0),
             "data_wait_s": wait_s,
             **bubble_share(passes_s, span_s),
+            **slowest(works_s, num_stages=self.cfg.parallel.num_stages),
+            **hardware_fields(list(sums)),
         }
-        fields |= sample.fields(
-            peak_flops_per_s=self.cfg.instance.peak_flops_per_s(self.backend.precision)
-        )
-        return fields, others[: world.size], sample.num_alarms
 
-    def _write_train(self, fields: dict[str, float], num_alarms: float) -> None:
+    def _write_train(self, fields: dict[str, float]) -> None:
         window = self.window
         line = {
             "step": self.progress.step,
@@ -271,7 +279,6 @@ class Recorder:
             "epoch": self.progress.examples
             / self.plan.global_batch_size
             / self.plan.steps_per_epoch,
-            **self.stragglers.fields,
         }
         if (goodput := self.goodput()) is not None:
             line["goodput"] = goodput
@@ -284,15 +291,13 @@ class Recorder:
         if window.compile_s:
             line |= {"compile_s": window.compile_s, "graphs": self.backend.graphs().compiled}
         self.write("train", line, lambda: self.console.train(line))
-        if num_alarms:  # the same sum on all ranks, so all of them call `gather`
-            for alarms in self.world.gather(self.monitor.alarms()):
-                for text in alarms:
-                    self.alarm(text)
 
     def mfu(self, flops_per_s: float) -> float | None:
         """Return the model's FLOP/s divided by the devices' peak FLOP/s; None if either is unknown."""
         peak = self.cfg.instance.peak_flops_per_s(self.backend.precision)
-        return flops_per_s / (peak * self.world.size) if peak and flops_per_s else None
+        if not peak or not flops_per_s:
+            return None
+        return flops_per_s / (peak * self.world.size)
 
     def evaluation(self, step: int, metrics: dict[str, float], eval_s: float) -> None:
         self.is_first_evaluation = False
@@ -324,7 +329,9 @@ class Recorder:
     def goodput(self) -> float | None:
         """Return the share of the time since the run began that was spent in steps that count; None if unknown."""
         run_s, productive_s = self.folder.run_s(), self.progress.productive_s
-        return None if run_s is None else productive_s / max(run_s, productive_s, 1e-9)
+        if run_s is None:
+            return None
+        return productive_s / max(run_s, productive_s, 1e-9)
 
     def owes_summary(self) -> bool:
         """Return whether a summary is due: this attempt measured something, or the previous one was killed.
@@ -398,4 +405,23 @@ class Recorder:
 
 def bubble_share(passes_s: float, spans_s: float) -> dict[str, float]:
     """Return the share of a pipeline's time in which ranks waited for other stages; {} without a pipeline."""
-    return {"bubble_share": max(0.0, 1 - passes_s / spans_s)} if spans_s else {}
+    if not spans_s:
+        return {}
+    return {"bubble_share": max(0.0, 1 - passes_s / spans_s)}
+
+
+def slowest(works_s: Sequence[float], *, num_stages: int) -> dict[str, float]:
+    """Return the rank that works longest, and its time over the median of its pipeline stage; {} if it is alone in it.
+
+    `works_s` has each rank's seconds of work, without waits for other ranks.
+    """
+    ratios = {}
+    for stage in range(num_stages):
+        ranks = range(stage, len(works_s), num_stages)
+        middle_s = median_low(works_s[rank] for rank in ranks)
+        if len(ranks) > 1 and middle_s > 0:
+            ratios.update({rank: works_s[rank] / middle_s for rank in ranks})
+    if not ratios:
+        return {}
+    rank = max(ratios, key=ratios.__getitem__)
+    return {"slowest_rank": rank, "slowest_ratio": ratios[rank]}

@@ -1,4 +1,4 @@
-"""The hardware monitor of one machine during a run: utilisation, memory, FLOP/s and errors.
+"""The hardware monitor of one machine during a run: utilisation, memory and uncorrected memory errors.
 
 neuron   reads neuron-monitor, see `train.observe.monitor_neuron`; not tested on hardware
 nvidia   reads NVML
@@ -12,11 +12,9 @@ the host is still read, and training continues.
 from __future__ import annotations
 
 import logging
-import platform
 import threading
-from collections import Counter, defaultdict
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -25,62 +23,17 @@ import psutil
 import pynvml
 
 from train.observe import monitor_neuron
-from train.observe.monitor_neuron import Reading, Totals
-from train.storage.atomic_io import warn_once
+from train.observe.monitor_neuron import Totals
 
 logger = logging.getLogger("train")
 
-DEVICE = ("device_utilisation", "device_flops_per_s", "device_memory_bytes")
-NAMES = (*DEVICE, "cpu_utilisation", "host_memory_bytes", "device_errors")
-# averaged; of others, the latest is used
-OVER_TIME = (
-    "device_utilisation",
-    "device_flops_per_s",
-    "cpu_utilisation",
-)
+MEANS = ("device_utilisation", "device_memory_bytes", "cpu_utilisation", "host_memory_bytes")
+ERRORS = "device_errors"
 CLOSE_S = 8.0  # seconds to wait for the thread to end; sources stop sooner
+UNCORRECTED = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
 
-# yields a reading about once a second until the event is set
-Source = Callable[[threading.Event], Iterator[Reading]]
-
-
-@dataclass(frozen=True)
-class HardwareSample:
-    """One machine's readings since its last sample. The values of several machines can be summed."""
-
-    totals: Totals = field(default_factory=dict)
-    num_alarms: float = 0.0
-
-    def values(self) -> list[float]:
-        """Return the sample as a list of fixed length, to be summed over the ranks."""
-        return [number for name in NAMES for number in self.totals.get(name, (0.0, 0.0))] + [
-            self.num_alarms
-        ]
-
-    @classmethod
-    def from_values(cls, values: Sequence[float]) -> HardwareSample:
-        pairs = {
-            name: (values[2 * index], values[2 * index + 1]) for index, name in enumerate(NAMES)
-        }
-        return cls({name: pair for name, pair in pairs.items() if pair[1]}, values[-1])
-
-    def fields(self, *, peak_flops_per_s: float | None) -> dict[str, float]:
-        """Return the hardware fields of a train line: means per device or machine, and the total of new errors.
-
-        `hardware_mfu` is the FLOP/s that the devices report, as a share of their peak. `mfu` counts only the FLOPs that
-        the model needs.
-        """
-        known = {
-            name: total / num
-            for name, (total, num) in self.totals.items()
-            if name != "device_errors"
-        }
-        flops = known.pop("device_flops_per_s", None)
-        if flops is not None and peak_flops_per_s is not None:
-            known["hardware_mfu"] = flops / peak_flops_per_s
-        if "device_errors" in self.totals:
-            known["device_errors"] = self.totals["device_errors"][0]
-        return known
+# yields once a second until the event is set
+Source = Callable[[threading.Event], Iterator[Totals]]
 
 
 class Monitor:
@@ -92,14 +45,8 @@ class Monitor:
 
     def __init__(self, source: Source | None = None, *, period_s: float = 1.0) -> None:
         self.source, self.period_s = source, period_s
-        self.stop, self.lock = threading.Event(), threading.Lock()
-        # OVER_TIME values since the last sample
-        self.series: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        self.latest: Totals = {}
-        # errors since the last sample; None if no source counts them
-        self.num_errors: float | None = None
-        # alarms since the last call to `alarms`, and their counts
-        self.waiting: Counter[str] = Counter()
+        self.stop = threading.Event()
+        self.readings: deque[Totals] = deque()  # since the last call to `read`
         self.thread = threading.Thread(target=self.watch, name="monitor", daemon=True)
 
     def __enter__(self) -> Monitor:
@@ -115,56 +62,40 @@ class Monitor:
     def watch(self) -> None:
         psutil.cpu_percent()  # the next call returns the mean since this one
         try:
-            for reading in self.source(self.stop) if self.source is not None else ():
-                self.add(reading)
-                self.add(host_reading())
+            assert self.source is not None
+            for reading in self.source(self.stop):
+                self.readings.append(reading | host_reading())
         except Exception as error:  # a failed reading must never fail a run
             logger.warning(
                 f"monitor: {type(error).__name__}: {error}; devices are no longer read; training continues"
             )
-        with self.lock:
-            self.latest = {name: pair for name, pair in self.latest.items() if name not in DEVICE}
-            self.num_errors = self.num_errors or None
         while not self.stop.wait(self.period_s):
-            self.add(host_reading())
+            self.readings.append(host_reading())
 
-    def add(self, reading: Reading) -> None:
-        with self.lock:
-            for name, (total, num) in reading.totals.items():
-                # fails for a huge integer, which ends the source, not the run
-                pair = (
-                    float(total),
-                    float(num),
-                )
-                if name in OVER_TIME:
-                    self.series[name].append(pair)
-                else:
-                    self.latest[name] = pair
-            if reading.errors is not None:
-                self.num_errors = (self.num_errors or 0.0) + float(sum(reading.errors.values()))
-                self.waiting.update(reading.errors)
-            self.waiting.update(dict.fromkeys(reading.warnings, 0))
+    def read(self) -> list[float]:
+        """Return the readings since the last call as numbers for `hardware_fields`, to be summed over machines."""
+        readings = [self.readings.popleft() for _ in range(len(self.readings))]
+        numbers: list[float] = []
+        for name in MEANS:
+            pairs = [reading[name] for reading in readings if name in reading]
+            numbers.append(fmean(total for total, _ in pairs) if pairs else 0.0)
+            numbers.append(fmean(num for _, num in pairs) if pairs else 0.0)
+        errors = [reading[ERRORS] for reading in readings if ERRORS in reading]
+        numbers.append(sum(count for count, _ in errors))
+        numbers.append(float(len(errors)))
+        return numbers
 
-    def read(self) -> HardwareSample:
-        """Return a sample: means since the last call, the latest memory use, new errors and the number of alarms."""
-        with self.lock:
-            totals = dict(self.latest)
-            for name, pairs in self.series.items():
-                totals[name] = (fmean(total for total, _ in pairs), fmean(num for _, num in pairs))
-            if self.num_errors is not None:
-                totals["device_errors"] = (self.num_errors, 1.0)
-                self.num_errors = 0.0
-            self.series.clear()
-            return HardwareSample(totals, float(len(self.waiting)))
 
-    def alarms(self) -> list[str]:
-        """Return the alarms since the last call, one line each."""
-        with self.lock:
-            alarms, self.waiting = self.waiting, Counter()
-        return [
-            f"{platform.node()}: {what}" + (f": {count}" if count else "")
-            for what, count in alarms.items()
-        ]
+def hardware_fields(sums: Sequence[float]) -> dict[str, float]:
+    """Return the fields of a train line from sums over machines: means per device or machine, and all new errors."""
+    *means, errors, num_errors = sums
+    known = {}
+    for name, total, num in zip(MEANS, means[::2], means[1::2], strict=True):
+        if num:
+            known[name] = total / num
+    if num_errors:
+        known[ERRORS] = errors
+    return known
 
 
 def open_monitor(
@@ -176,6 +107,8 @@ def open_monitor(
     period_s: float = 1.0,
 ) -> Monitor:
     """Return a machine's monitor on its first rank, an idle one on its other ranks. `run_tag` is NEURON_PROCESS_TAG."""
+    if not is_first_on_machine:
+        return Monitor()
     sources: dict[str, Source] = {
         "neuron": partial(
             monitor_neuron.readings, num_devices=num_devices, run_tag=run_tag, period_s=period_s
@@ -183,74 +116,52 @@ def open_monitor(
         "nvidia": partial(nvidia_readings, num_devices=num_devices, period_s=period_s),
         "cpu": lambda _stop: iter(()),
     }
-    return Monitor(sources[kind] if is_first_on_machine else None, period_s=period_s)
+    return Monitor(sources[kind], period_s=period_s)
 
 
 # ---- sources -------------------------------------------------------------------------------------------------------
 
 
-def host_reading() -> Reading:
+def host_reading() -> Totals:
     memory = psutil.virtual_memory()
-    used = {
-        "cpu_utilisation": psutil.cpu_percent() / 100,
-        "host_memory_bytes": float(memory.total - memory.available),
+    return {
+        "cpu_utilisation": (psutil.cpu_percent() / 100, 1),
+        "host_memory_bytes": (memory.total - memory.available, 1),
     }
-    return Reading({name: (value, 1.0) for name, value in used.items()})
 
 
 def nvidia_readings(
     stop: threading.Event, *, num_devices: int, period_s: float
-) -> Iterator[Reading]:
-    """Yield NVML's readings of the first `num_devices` GPUs that CUDA lists. NVML does not count FLOPs."""
+) -> Iterator[Totals]:
+    """Yield NVML's readings of the first `num_devices` GPUs that CUDA lists."""
     pynvml.nvmlInit()
-    errors_before: dict[int, int] = {}  # uncorrected memory errors by GPU index
-    hot: set[int] = set()
-
-    def ask(call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return NVML's answer. If the device or the driver does not support the call, warn once and return None."""
-        try:
-            return call(*arguments)
-        except pynvml.NVMLError as error:
-            warn_once(
-                call.__name__, f"NVML: {call.__name__}: {error}; the report will lack this value"
-            )
-            return None
-
-    heat = (
-        pynvml.nvmlClocksThrottleReasonHwThermalSlowdown
-        | pynvml.nvmlClocksThrottleReasonSwThermalSlowdown
-    )
-    uncorrected = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
     try:
         gpus = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in cuda_uuids()[:num_devices]]
+        # Errors of before the run are not the run's.
+        before = asked(gpus, pynvml.nvmlDeviceGetTotalEccErrors, *UNCORRECTED)
         while not stop.wait(period_s):
-            reading, shares, held = Reading(), [], []
-            for index, gpu in enumerate(gpus):
-                if (rates := ask(pynvml.nvmlDeviceGetUtilizationRates, gpu)) is not None:
-                    shares.append(rates.gpu / 100)
-                if (memory := ask(pynvml.nvmlDeviceGetMemoryInfo, gpu)) is not None:
-                    held.append(float(memory.used))
-                if (
-                    count := ask(pynvml.nvmlDeviceGetTotalEccErrors, gpu, *uncorrected)
-                ) is not None:
-                    reading.add(
-                        {
-                            f"GPU {index}: uncorrected memory errors": count
-                            - errors_before.get(index, count)
-                        }
-                    )
-                    errors_before[index] = count
-                reasons = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu) or 0
-                # reported once per GPU, since throttling comes and goes
-                if reasons & heat and index not in hot:
-                    hot.add(index)
-                    reading.warnings += (f"GPU {index}: thermal throttling",)
-            for name, values in (("device_utilisation", shares), ("device_memory_bytes", held)):
-                if values:
-                    reading.totals[name] = (sum(values), len(values))
+            rates = asked(gpus, pynvml.nvmlDeviceGetUtilizationRates)
+            memories = asked(gpus, pynvml.nvmlDeviceGetMemoryInfo)
+            errors = asked(gpus, pynvml.nvmlDeviceGetTotalEccErrors, *UNCORRECTED)
+            reading: Totals = {}
+            if rates:
+                reading["device_utilisation"] = (sum(each.gpu for each in rates) / 100, len(rates))
+            if memories:
+                reading["device_memory_bytes"] = (sum(each.used for each in memories), len(gpus))
+            if errors:
+                reading[ERRORS] = (sum(errors) - sum(before), 1)
+            before = errors
             yield reading
     finally:
         pynvml.nvmlShutdown()
+
+
+def asked(gpus: Sequence[Any], call: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Return NVML's answer for each GPU; [] if a device or the driver does not support the call."""
+    try:
+        return [call(gpu, *arguments) for gpu in gpus]
+    except pynvml.NVMLError:
+        return []
 
 
 def cuda_uuids() -> list[str]:

@@ -1,7 +1,7 @@
 """The trackers MLflow and Weights & Biases, to which rank 0 sends the lines that it writes to metrics.jsonl.
 
-Each tracker has a thread, which starts with the first line. It imports the library, connects and sends; training only
-puts lines into a queue. The first failure to send is logged, and unsent lines are sent together with the next line.
+Both libraries queue what they send, in threads of their own. They are imported when the first line is written. The
+first failure of a tracker is logged; after a failed call, it gets nothing more of this attempt, and training continues.
 """
 
 from __future__ import annotations
@@ -11,25 +11,16 @@ import logging
 import math
 import os
 import posixpath
-import queue
 import re
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from train.config import TelemetryConfig, TrainConfig, check, flat, plural
+from train.config import TelemetryConfig, TrainConfig, check, flat
 from train.run_folder.run_folder import RunFolder
 
 logger = logging.getLogger("train")
-MOST_LINES = 1000  # maximum number of lines waiting to be sent
-END_WAIT_S = 15.0  # seconds to wait at the end, for all trackers together
-END_TRIES, RETRY_S = 3, 0.5  # tries to send after the last line, and the seconds between them
-unended: list[Tracker] = []  # trackers whose libraries may keep the process from exiting
 TAG = "baretrain.run_id"
 NO_CURVES = (
     "kind",
@@ -42,17 +33,11 @@ NO_CURVES = (
     "train_s",
     "tokens",
 )
-# a value that every line of this kind has
-IN_EVERY_LINE = {
-    "train": "train/step_s",
-    "eval": "eval/eval_s",
-}
-# MLflow's limits: parameters per call, characters per value and name
-MOST_PARAMS, MOST_CHARS, MOST_KEY = (
-    100,
-    500,
-    250,
-)
+# MLflow's limits: parameters per call, and characters per value and name.
+MOST_PARAMS = 100
+MOST_CHARS = 500
+MOST_KEY = 250
+MLFLOW_QUEUE = "mlflow.utils.async_logging.async_logging_queue"  # the logger of failed batches
 PACKAGES = {"mlflow": "mlflow-skinny", "wandb": "wandb"}
 ENVIRONMENT = {  # defaults that limit the wait for a server that does not answer, and keep the libraries silent
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
@@ -62,16 +47,7 @@ ENVIRONMENT = {  # defaults that limit the wait for a server that does not answe
     "WANDB_SILENT": "true",
     "WANDB_ERROR_REPORTING": "false",
 }
-
-
-@dataclass(frozen=True)
-class Line:
-    """The numbers in a line of metrics.jsonl, under names such as train/loss."""
-
-    kind: str
-    step: int
-    time_unix_s: float
-    figures: dict[str, float]
+INIT_S, FINISH_S = 30, 12  # seconds that Weights & Biases may take to begin and to end a run
 
 
 @dataclass(frozen=True)
@@ -87,51 +63,40 @@ class Run:
 class MLflow:
     """The run in MLflow that has our run's id as a tag. It is created if it is missing."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, warn: Callable[[str], None]) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
+        def warn_instead(record: logging.LogRecord) -> bool:
+            warn(record.getMessage())
+            return False
+
+        logging.getLogger(MLFLOW_QUEUE).addFilter(warn_instead)
         self.client = client = MlflowClient()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "Default"
         known = client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else client.create_experiment(name)
         found = client.search_runs([experiment], f"tags.`{TAG}` = '{run.id}'", max_results=1)
-        mine = (
-            found[0]
-            if found
-            else client.create_run(experiment, tags={TAG: run.id}, run_name=run.name)
-        )
+        if found:
+            (mine,) = found
+        else:
+            mine = client.create_run(experiment, tags={TAG: run.id}, run_name=run.name)
         self.id = mine.info.run_id
         client.update_run(self.id, status="RUNNING")
-        settings = {
-            mlflow_key(key): str(value)[:MOST_CHARS] for key, value in run.settings.items()
-        }
-        params = [
-            Param(key, value) for key, value in settings.items() if key not in mine.data.params
-        ]
-        for start in range(0, len(params), MOST_PARAMS):
-            client.log_batch(self.id, params=params[start : start + MOST_PARAMS], synchronous=True)
-        histories = {
-            kind: client.get_metric_history(self.id, key)
-            for kind, key in IN_EVERY_LINE.items()
-            if found
-        }
-        self.sent = {
-            kind: max((each.step for each in known), default=-1)
-            for kind, known in histories.items()
-        }
+        params = []
+        for key, value in run.settings.items():
+            if mlflow_key(key) not in mine.data.params:  # MLflow rejects another value
+                params.append(Param(mlflow_key(key), str(value)[:MOST_CHARS]))
+        for first in range(0, len(params), MOST_PARAMS):
+            some = params[first : first + MOST_PARAMS]
+            client.log_batch(self.id, params=some, synchronous=True)
 
-    def send(self, line: Line) -> None:
+    def send(self, figures: dict[str, float], *, step: int, time_unix_s: float) -> None:
         from mlflow.entities import Metric
 
-        # earlier steps were sent by an earlier attempt
-        if line.step > self.sent.get(line.kind, -1):
-            time_ms = round(1000 * line.time_unix_s)
-            metrics = [
-                Metric(mlflow_key(key), value, time_ms, line.step)
-                for key, value in line.figures.items()
-            ]
-            self.client.log_batch(self.id, metrics=metrics, synchronous=True)
+        time_ms = round(1000 * time_unix_s)
+        metrics = [Metric(mlflow_key(key), value, time_ms, step) for key, value in figures.items()]
+        self.client.log_batch(self.id, metrics=metrics, synchronous=False)
 
     def end(self, status: str) -> None:
         """Record how the attempt ended: FINISHED, FAILED or KILLED."""
@@ -141,26 +106,23 @@ class MLflow:
 def mlflow_key(name: str) -> str:
     """Return a name as MLflow accepts it: the names of validation sets are the user's."""
     key = re.sub(r"[^\w.\- /]", "_", name)[:MOST_KEY]
-    # MLflow may use it as a file's name
-    is_path = posixpath.normpath(key) == key and not key.startswith((".", "/"))
-    return key if is_path else "_" + key.replace("/", "_")[1:]
+    # MLflow may use the name as a file's.
+    if posixpath.normpath(key) == key and not key.startswith((".", "/")):
+        return key
+    return "_" + key.replace("/", "_")[1:]
 
 
 class WandB:
     """The run in Weights & Biases with our run's id. If a step is sent twice, the server keeps the first values."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, _warn: Callable[[str], None]) -> None:
         import wandb
 
-        if (os.environ.get("WANDB_MODE") or "online") == "online" and not wandb.login(
-            prompt=False
-        ):
+        is_online = (os.environ.get("WANDB_MODE") or "online") == "online"
+        if is_online and not wandb.login(prompt=False):
             raise RuntimeError(
                 "no API key for Weights & Biases: set WANDB_API_KEY, or run wandb login"
             )
-        settings = wandb.Settings(
-            silent=True, console="off", init_timeout=30, finish_timeout=0.8 * END_WAIT_S
-        )
         self.run = wandb.init(
             id=run.id,
             resume="allow",
@@ -169,87 +131,70 @@ class WandB:
             dir=str(run.folder),
             config=run.settings,
             allow_val_change=True,
-            settings=settings,
+            settings=wandb.Settings(
+                silent=True, console="off", init_timeout=INIT_S, finish_timeout=FINISH_S
+            ),
         )
 
-    def send(self, line: Line) -> None:
-        self.run.log(line.figures, step=line.step)
+    def send(self, figures: dict[str, float], *, step: int, time_unix_s: float) -> None:
+        self.run.log(figures, step=step)
 
     def end(self, status: str) -> None:
         self.run.finish(exit_code=0 if status == "FINISHED" else 1)
 
 
-CLIENTS: dict[str, type[MLflow | WandB]] = {"mlflow": MLflow, "wandb": WandB}
+CLIENTS: dict[str, Callable[[Run, Callable[[str], None]], MLflow | WandB]] = {
+    "mlflow": MLflow,
+    "wandb": WandB,
+}
 
 
-@dataclass
 class Tracker:
-    """The thread that sends lines, and finally the status of the attempt, to one tracker."""
+    """One tracker of a run, which connects when it gets its first line."""
 
-    name: str
-    connect: Callable[[], MLflow | WandB]
-    waiting: queue.SimpleQueue[Line | str] = field(default_factory=queue.SimpleQueue)
-    unsent: deque[Line | str] = field(default_factory=lambda: deque(maxlen=MOST_LINES))
-    has_warned: bool = False
-    num_added: int = 0  # lines
-    num_sent: int = 0
-
-    def __post_init__(self) -> None:
-        self.thread = threading.Thread(target=self._work, name=f"tracker {self.name}", daemon=True)
+    def __init__(self, name: str, run: Run) -> None:
+        self.name, self.run = name, run
         self.client: MLflow | WandB | None = None
+        self.has_failed = False
+        self.has_warned = False
 
-    def add(self, line: Line) -> None:
-        """Queue a line to be sent, without waiting."""
-        self.num_added += 1
-        if self.thread.ident is None:
-            self.thread.start()
-        if self.waiting.qsize() < MOST_LINES:
-            self.waiting.put(line)
-        else:
-            self.warn(f"{MOST_LINES} lines are waiting to be sent; further lines are dropped")
+    def track(self, line: dict[str, Any]) -> None:
+        """Send the numbers in a line of metrics.jsonl. Those that are not finite are left out."""
+        figures = {}
+        for key, value in line.items():
+            if isinstance(value, int | float) and math.isfinite(value) and key not in NO_CURVES:
+                figures[f"{line['kind']}/{key}"] = float(value)
 
-    def _work(self) -> None:
-        is_over = False
-        while not is_over:
-            self.unsent.append(self.waiting.get())
-            while not self.waiting.empty():
-                self.unsent.append(self.waiting.get())
-            is_over = isinstance(self.unsent[-1], str)
-            for number in range(END_TRIES if is_over else 1):
-                time.sleep(RETRY_S if number else 0)
-                if self._try_to_send():
-                    break
-        missing = self.num_added - self.num_sent  # more than in `unsent` if lines were dropped
-        parts = [plural(missing, "line")] * (missing > 0) + ["the final status"] * bool(
-            self.unsent
-        )
-        if parts:
-            logger.info("tracker %s: not sent: %s", self.name, " and ".join(parts))
-
-    def _try_to_send(self) -> bool:
-        """Send the lines in `unsent`, and return whether all were sent. Those that remain can be sent later."""
-        try:
+        def send() -> None:
             if self.client is None:
-                self.client = self.connect()
-            while self.unsent:
-                item = self.unsent[0]
-                if isinstance(item, str):
-                    self.client.end(item)
-                else:
-                    self.client.send(item)
-                    self.num_sent += 1
-                self.unsent.popleft()
+                self.client = CLIENTS[self.name](self.run, self.warn)
+            self.client.send(figures, step=line["step"], time_unix_s=line["time_unix_s"])
+
+        self._try(send)
+
+    def end(self, status: str) -> None:
+        """End the attempt, unless it has sent nothing."""
+        client = self.client
+        if client is not None:
+            self._try(lambda: client.end(status))
+
+    def _try(self, call: Callable[[], None]) -> None:
+        if self.has_failed:
+            return
+        try:
+            call()
         except Exception as error:  # whatever the library raises, training continues
-            self.warn(f"{type(error).__name__}: {error}"[:300])
-            return False
-        return True
+            self.has_failed = True
+            self.warn(f"{type(error).__name__}: {error}")
 
     def warn(self, text: str) -> None:
         """Log the first failure, in one line without credentials."""
         if not self.has_warned:
             self.has_warned = True
             text = re.sub(r"//[^/@\s]*@", "//", " ".join(text.split()))
-            logger.warning("tracker %s: %s; the run continues", self.name, text)
+            logger.warning(
+                "tracker %s: %s; it may lack lines; the run continues", self.name, text[:300]
+            )
 
 
 def check_trackers(cfg: TelemetryConfig) -> None:
@@ -265,39 +210,10 @@ def check_trackers(cfg: TelemetryConfig) -> None:
     )
 
 
-def open_trackers(cfg: TrainConfig, folder: RunFolder) -> list[Tracker]:
+def open_trackers(cfg: TrainConfig, folder: RunFolder) -> Sequence[Tracker]:
     """Return the trackers of a run, for rank 0. Nothing is imported or sent before the first line."""
     if cfg.telemetry.trackers:
-        os.environ.update(
-            {key: value for key, value in ENVIRONMENT.items() if key not in os.environ}
-        )
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
     run = Run(folder.run_id, Path(folder.location).name, folder.path, flat(cfg))
-    return [Tracker(name, partial(CLIENTS[name], run)) for name in cfg.telemetry.trackers]
-
-
-def track(trackers: Sequence[Tracker], line: dict[str, Any]) -> None:
-    """Queue a line of metrics.jsonl for all trackers. Numbers that are not finite are left out."""
-    kind = line["kind"]
-    numbers = {
-        key: value
-        for key, value in line.items()
-        if isinstance(value, int | float) and key not in NO_CURVES
-    }
-    figures = {
-        f"{kind}/{key}": float(value) for key, value in numbers.items() if math.isfinite(value)
-    }
-    for tracker in trackers:
-        tracker.add(Line(kind, line["step"], line["time_unix_s"], figures))
-
-
-def end(trackers: Sequence[Tracker], status: str, *, waits: bool) -> None:
-    """End the trackers that have received a line. If `waits`, wait for them briefly."""
-    begun = [tracker for tracker in trackers if tracker.thread.ident is not None]
-    for tracker in begun:
-        tracker.waiting.put(status)
-    until_s = time.monotonic() + END_WAIT_S
-    for tracker in begun if waits else ():
-        tracker.thread.join(max(0.0, until_s - time.monotonic()))
-        if tracker.thread.is_alive():
-            tracker.warn("it does not answer; its last lines and final status may be missing")
-    unended.extend(tracker for tracker in begun if tracker.unsent or tracker.thread.is_alive())
+    return [Tracker(name, run) for name in cfg.telemetry.trackers]

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from train.config import BackendConfig, InstanceConfig, TrainConfig, check
-from train.machine import machine
+from train.machine import host, neuron
 from train.parallel.auto_compile import Workload
 from train.parallel.backend import Backend
 
@@ -24,11 +24,11 @@ def name_of(cfg: BackendConfig, instance: InstanceConfig) -> str:
     if cfg.name != "auto":
         return cfg.name
     device = instance.device or cfg.device
-    has_neuron = device == "neuron" or (device == "auto" and bool(machine.neuron_devices()))
-    package = machine.installed_versions("torch-neuronx").get("torch-neuronx", "")
-    kind = machine.instance_type()
+    has_neuron = device == "neuron" or (device == "auto" and bool(neuron.neuron_devices()))
+    package = host.installed_versions("torch-neuronx").get("torch-neuronx", "")
+    kind = host.instance_type()
     # release 2.9 is for XLA
-    is_native = machine.is_native(kind, instance.name) and machine.release(package) != (
+    is_native = neuron.is_native(kind, instance.name) and neuron.release(package) != (
         2,
         9,
     )
@@ -52,7 +52,7 @@ def check_attention(cfg: TrainConfig) -> None:
     # if the package is missing, transformers downloads code from the Hub
     if attention == "flash_attention_2":
         check(
-            bool(machine.installed_versions("flash-attn")),
+            bool(host.installed_versions("flash-attn")),
             f"{key} needs its package: pip install flash-attn",
         )
         is_narrow = backend.precision in ("auto", "bf16", "fp16")
@@ -88,15 +88,15 @@ def open_backend(
         f"instance={instance.name} has {wanted} devices, but backend.device={cfg.device}; set instance=local",
     )
     cfg = replace(cfg, device=wanted or cfg.device)
-    kind = machine.instance_type()
+    kind = host.instance_type()
     if kind.startswith("trn"):
         check(
-            cfg.device == "cpu" or bool(machine.neuron_devices()),
+            cfg.device == "cpu" or bool(neuron.neuron_devices()),
             f"this is a {kind} without /dev/neuron0: its driver is not loaded (see baretrain doctor); set "
             "backend.device=cpu to train on the CPU",
         )
         if instance.name == "local":
-            is_known = kind in machine.instance_names()
+            is_known = kind in host.instance_names()
             setting = (
                 f"instance={kind}"
                 if is_known

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from train.config import BackendConfig, check
 from train.config.backend import DEFAULT_TIMEOUT_S
-from train.machine import machine, rank_setup
+from train.machine import host, rank_setup
 from train.machine.console import without_stdout
 from train.parallel import auto_compile, guards, nonfinite
 from train.parallel.auto_compile import Workload
@@ -379,11 +379,11 @@ def pci_address(device: torch.device) -> str | None:
 
 def check_no_idle_gpu(name: str) -> None:
     """Raise InputError if a run would use the CPU of an EC2 GPU instance; warn on other machines with a GPU."""
-    if name == "cpu" and machine.nvidia_gpus():
+    if name == "cpu" and host.nvidia_gpus():
         fault = "has an NVIDIA GPU that PyTorch cannot use: no driver is loaded, or this PyTorch was built without CUDA"
-        kind = machine.instance_type()
+        kind = host.instance_type()
         check(
-            not machine.is_ec2(kind),
+            not host.is_ec2_type(kind),
             f"this {kind} {fault}; see baretrain doctor, or set backend.device=cpu to train on the CPU",
         )
         logger.warning("this machine %s; training on the CPU", fault)

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from train.config import BackendConfig, NeuronConfig, check
 from train.config.backend import NEURON_TIMEOUT_S
-from train.machine import machine, rank_setup
+from train.machine import host, neuron, rank_setup
 from train.machine.versions import read_versions
 from train.parallel import guards
 from train.parallel.backend import Backend, Work
@@ -58,9 +58,7 @@ class Neuron(DDP):
         )
         check_machine(cfg)
         timeout_s, nodes = cfg.timeout_s or NEURON_TIMEOUT_S, self.world.num_machines
-        os.environ.update(
-            machine.runtime_environment(os.environ, nodes=nodes, timeout_s=timeout_s)
-        )
+        os.environ.update(neuron.runtime_environment(os.environ, nodes=nodes, timeout_s=timeout_s))
         os.environ.update(place_graphs(os.environ, is_native=True))
         # This registers the device and its collectives. torch also does so, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0.
         self.package = importlib.import_module("torch_neuronx")
@@ -174,13 +172,13 @@ def wait_for(device: torch.device) -> None:
 
 def check_machine(cfg: BackendConfig) -> None:
     """Raise InputError if native PyTorch on Neuron cannot run on this machine."""
-    faults = read_versions().native.faults(machine.installed_versions("torch", "torch-neuronx"))
+    faults = read_versions().native.faults(host.installed_versions("torch", "torch-neuronx"))
     check(
         not faults,
         f"backend=neuron needs native PyTorch: {'; '.join(faults)}; for PyTorch/XLA set backend=xla",
     )
     check(
-        bool(machine.neuron_devices()),
+        bool(neuron.neuron_devices()),
         "no Trainium here: there is no /dev/neuron0; see baretrain doctor",
     )
     check(

@@ -33,7 +33,7 @@ from torch_xla.utils.checkpoint import checkpoint
 
 from train.config import BackendConfig, XLAConfig, check
 from train.config.backend import DEFAULT_TIMEOUT_S, JOIN_TIMEOUT_S, NEURON_TIMEOUT_S
-from train.machine import machine
+from train.machine import neuron
 from train.parallel import guards, nonfinite, rendezvous
 from train.parallel.backend import (
     RANK_STRIDE,
@@ -153,8 +153,8 @@ class XLA(Backend):
         """Warn if a machine's cache lacks graphs that others have, because all ranks wait while a machine compiles."""
         if self.collects:
             return
-        location = machine.cache_location(os.environ)
-        own = machine.cached_graphs(location) if self.world.local_rank == 0 else None
+        location = neuron.cache_location(os.environ)
+        own = neuron.cached_graphs(location) if self.world.local_rank == 0 else None
         caches = [
             (host, has)
             for host, has in self.world.gather((socket.gethostname(), own))

@@ -8,7 +8,7 @@ import sys
 
 from train.config import BackendConfig, check
 from train.config.backend import NEURON_TIMEOUT_S
-from train.machine import machine, rank_setup
+from train.machine import host, neuron, rank_setup
 from train.machine.launched import launched
 from train.machine.versions import read_versions
 from train.storage.caches import place_graphs
@@ -19,8 +19,8 @@ PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc")
 
 def ready(cfg: BackendConfig, *, collects: bool) -> None:
     """Choose the device and set the variables that the runtime reads. Raises InputError if a run would fail."""
-    versions = machine.installed_versions(*PACKAGES)
-    faults = machine.package_faults(versions)
+    versions = host.installed_versions(*PACKAGES)
+    faults = neuron.package_faults(versions)
     check(not faults, "; ".join(faults))
     check(
         "torch-xla" in versions,
@@ -36,14 +36,14 @@ def ready(cfg: BackendConfig, *, collects: bool) -> None:
         kind == "CPU" or "torch_xla" not in sys.modules,
         "another library (accelerate?) imported torch_xla before its environment was set: pip uninstall accelerate",
     )
-    for knob in machine.bad_knobs(os.environ):
+    for knob in neuron.bad_knobs(os.environ):
         if not (collects and knob.name == "NEURON_EXTRACT_GRAPHS_ONLY"):
             message = f"{knob.name}={os.environ[knob.name]} {knob.why}"
             check(not knob.is_dangerous, message)
             logger.warning(message)
     os.environ["PJRT_DEVICE"] = kind
     if kind == "NEURON":
-        fault = machine.cache_fault(os.environ)
+        fault = neuron.cache_fault(os.environ)
         check(fault is None, fault or "")
         os.environ.update(place_graphs(os.environ, is_native=False))
         launch = launched()
@@ -51,20 +51,20 @@ def ready(cfg: BackendConfig, *, collects: bool) -> None:
         rank_setup.pin(rank_setup.neuron_address(os.environ, launch.local_rank))
         rounds = cfg.precision == "bf16_stochastic"
         timeout_s = cfg.timeout_s or NEURON_TIMEOUT_S
-        wanted = machine.neuron_environment(
+        wanted = neuron.neuron_environment(
             os.environ, nodes=nodes, stochastic_rounding=rounds, timeout_s=timeout_s
         )
         os.environ.update(wanted)
         logger.info(
             "NEURON_CC_FLAGS=%s, cache %s",
             os.environ["NEURON_CC_FLAGS"],
-            machine.cache_location(os.environ),
+            neuron.cache_location(os.environ),
         )
 
 
 def choose_device(name: str) -> str:
     """Return NEURON or CPU. `auto` chooses the device in PJRT_DEVICE, else Trainium if there is one, else CPU."""
-    devices, asked = machine.neuron_devices(), os.environ.get("PJRT_DEVICE")
+    devices, asked = neuron.neuron_devices(), os.environ.get("PJRT_DEVICE")
     check(
         not (devices and asked == "CPU" and name == "auto"),
         "PJRT_DEVICE=CPU on a machine with Trainium: unset it, or set backend.device=cpu to train on the CPU",

@@ -1,4 +1,4 @@
-"""One attempt at a run, from the check of the run folder to the exit record."""
+"""One attempt at a run, from the check of the run folder to the record of its end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from train.run.watchdog import Watchdog
 from train.run_folder.outcome import ENDS, OUT_OF_MEMORY, STOP_FILE, Outcome, may_continue
 from train.run_folder.ownership import LeaseLost
 from train.run_folder.run_folder import RunFolder, set_up_logging, side_channel
-from train.storage.folders import empty_folders_removed, make_folder
+from train.storage.folders import make_folder
 from train.tasks import Task
 
 logger = logging.getLogger("train")
@@ -77,21 +77,17 @@ class Attempt:
         # Rank 0 sends the owner of the folder and the outcome of the last attempt. All ranks send their process ids,
         # which the watchdogs of their machine need.
         process = read_process(os.getpid())
-        here = os.getpid(), process.started if process else 0, self.watch.handle
-        everyone = world.all_gather_object(
-            (self.folder.previous, self.folder.ownership.owner or "", here)
-        )
+        here = (os.getpid(), process.started if process else 0, self.watch.handle)
+        own = (self.folder.previous, self.folder.ownership.owner or "", here)
+        everyone = world.all_gather_object(own)
         self.folder.previous, owner, _ = everyone[0]
-        if launched().rank != 0:
+        if world.rank != 0:
             self.folder.ownership.follow(owner if self.saves else "")
-        first = world.rank - world.local_rank
-        peers = {
-            rank: everyone[rank][2]
-            for rank in range(first, first + world.local_size)
-            if rank != world.rank
-        }
-        # otherwise, ranks may be in containers
-        self.watch.joined(peers if launched().is_under_torchrun else {})
+        # Without torchrun, ranks may be in containers, which do not see each other.
+        if launched().is_under_torchrun:
+            first = world.rank - world.local_rank
+            ranks = range(first, first + world.local_size)
+            self.watch.joined({rank: everyone[rank][2] for rank in ranks if rank != world.rank})
 
     def sees_owner(self) -> bool:
         """Return whether this rank can read rank 0's lease, that is, whether they share the run folder."""
@@ -114,14 +110,13 @@ def started_ago_s() -> float:
 def begin(attempt: Attempt) -> Iterator[Attempt]:
     """Take ownership of the run folder and start the watchdog and `Notices`. If the attempt fails, record that.
 
-    An attempt that is rejected before it has written environment.json leaves no files. Raises InputError if another
-    job owns the folder.
+    An attempt that is rejected before it has written environment.json keeps the outcome of the previous attempt. Raises
+    InputError if another job owns the folder.
     """
     cfg, folder, launch = attempt.cfg, attempt.folder, launched()
     set_up_logging(None)
     folder.check_is_ours(attempt.identity, force=cfg.resume.force)
     with ExitStack() as stack:
-        stack.enter_context(empty_folders_removed(folder.log, folder.path / "lease"))
         make_folder(folder.path)
         if launch.rank == 0:
             with attempt.stop.nothing_to_save():
@@ -140,8 +135,7 @@ def begin(attempt: Attempt) -> Iterator[Attempt]:
         except BaseException as error:
             kind = kind_of(error)
             if not attempt.is_described and (kind == "refused" or has_rejected()):
-                folder.take_back()
-                folder.ownership.is_withdrawn = True
+                folder.put_back_outcome()
                 raise
             if kind in OUT_OF_MEMORY:  # not a bug: one line says which settings to change
                 memory = OutOfMemory(kind, out_of_memory(kind, error, cfg))
@@ -154,22 +148,28 @@ def begin(attempt: Attempt) -> Iterator[Attempt]:
 def record_end(attempt: Attempt, reason: str, step: int) -> None:
     """Record that the run is done or stopped, on all ranks. Raises LeaseLost if another job has taken the folder."""
     folder = attempt.folder
-    folder.at_end(folder.ownership.check)
-    if (lost := folder.ownership.failure) is not None:
+    with folder.logging_failures():
+        folder.ownership.check()
+    lost = folder.ownership.failure
+    if lost is not None:
         raise lost
-    folder.exit_file(reason, step)
-    if launched().rank == 0:
-        ended = "done" if reason in ENDS else "stopped"
-        asked, goes_on = attempt.asked or reason, ended == "stopped"
-        if folder.is_remote:  # the outcome promises that the metrics are in S3
-            folder.mirror()
-        outcome = Outcome(
-            ended, attempt.kind or reason, asked, step, attempt.checkpoint, goes_on=goes_on
-        )
-        folder.outcome(outcome, is_of_all=True)
-        with suppress(NotPermitted), side_channel(f"the file {STOP_FILE}"):
-            if attempt.has_stop_file():
-                folder.folder.remove(STOP_FILE)  # otherwise it would also stop the next attempt
+    if launched().rank != 0:
+        return
+    is_stop = reason not in ENDS
+    outcome = Outcome(
+        outcome="stopped" if is_stop else "done",
+        kind=attempt.kind or reason,
+        reason=attempt.asked or reason,
+        step=step,
+        checkpoint=attempt.checkpoint,
+        goes_on=is_stop,
+    )
+    if folder.is_remote:  # the outcome promises that the metrics are in S3
+        folder.mirror(is_last=True)
+    folder.outcome(outcome, is_of_all=True)
+    with suppress(NotPermitted), side_channel(f"the file {STOP_FILE}"):
+        if attempt.has_stop_file():
+            folder.folder.remove(STOP_FILE)  # otherwise it would also stop the next attempt
 
 
 def record_failure(error: BaseException, attempt: Attempt) -> None:
@@ -180,20 +180,19 @@ def record_failure(error: BaseException, attempt: Attempt) -> None:
         ownership.lost = ownership.lost or str(error)
     if ownership.lost or ownership.owner is None:  # another job owns the folder, or may own it
         return
+    outcome = "failed"
+    reason = f"failed: {type(error).__name__}: {error}"
     if kind == "refused":
         outcome, reason = "refused", f"rejected: {error}"
     elif isinstance(error, StoppedEarly):
         outcome, reason = "stopped", f"{error} came before there was anything to save"
     elif isinstance(error, SystemExit):
-        outcome, reason = (
-            "stopped",
-            f"exited immediately on a second signal ({attempt.stop.signal} came first)",
-        )
-    else:
-        name = "" if isinstance(error, OutOfMemory) else f"{type(error).__name__}: "
-        outcome, reason = "failed", f"failed: {name}{error}"
+        first = attempt.stop.signal
+        outcome = "stopped"
+        reason = f"exited immediately on a second signal ({first} came first)"
+    elif isinstance(error, OutOfMemory):
+        reason = f"failed: {error}"
     goes_on = may_continue(kind, attempt.folder.previous.get("kind", ""))
-    attempt.folder.exit_file(reason, None)
     attempt.folder.outcome(
         Outcome(outcome, kind, reason, None, attempt.checkpoint, goes_on=goes_on)
     )
@@ -211,18 +210,19 @@ def kind_of(error: BaseException) -> str:
     """Return a failure's identifier, by which launchers decide whether to start the run again."""
     if isinstance(error, OutOfMemory):
         return error.kind
-    kind = next(
-        (name for cls, name in KINDS.items() if isinstance(error, cls)), type(error).__name__
-    )
-    # torch's class, XLA's message
-    if kind == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(error):
+    text = str(error)
+    kind = type(error).__name__
+    for cls, name in KINDS.items():
+        if isinstance(error, cls):
+            kind = name
+            break
+    # Torch's class, and XLA's message.
+    if kind == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in text:
         return "out_of_device_memory"
-    if FULL_SHARED_MEMORY in str(error):
+    if FULL_SHARED_MEMORY in text:
         return "out_of_shared_memory"
-    has_lost_loader = (
-        KILLED_LOADER in str(error) and count_oom_kills(OOM_COUNTER) > OOM_KILLS_BEFORE
-    )
-    if has_lost_loader or any(text in str(error) for text in HOST_MEMORY_ERRORS):
+    was_killed = KILLED_LOADER in text and count_oom_kills(OOM_COUNTER) > OOM_KILLS_BEFORE
+    if was_killed or any(words in text for words in HOST_MEMORY_ERRORS):
         return "out_of_host_memory"
     return kind
 
@@ -232,11 +232,14 @@ def out_of_memory(kind: str, error: BaseException, cfg: TrainConfig) -> str:
     first_line = (str(error).strip() or type(error).__name__).split("\n")[0]
     if kind == "out_of_shared_memory":
         return f"out of shared memory: {first_line.partition('. ')[0]}: /dev/shm is full; {LARGER}"
-    device_bytes = peak_device_bytes()
-    peak = f"peak {own_peak_bytes() / 1e9:.3g} GB of host memory"
-    peak += f", {device_bytes / 1e9:.3g} GB of device memory" if device_bytes else ""
-    loader = ", lower data.num_workers" if kind == "out_of_host_memory" else ""
     ranks = launched().world_size
-    recorded = device_bytes and ranks == 1 and cfg.backend.cuda_graphs is not False
-    graphs = ", set backend.cuda_graphs=false" if recorded else ""
-    return f"{kind.replace('_', ' ')}: {first_line}; {peak}; {advice(cfg, world_size=ranks)}{graphs}{loader}"
+    cure = advice(cfg, world_size=ranks)
+    peak = f"peak {own_peak_bytes() / 1e9:.3g} GB of host memory"
+    device_bytes = peak_device_bytes()
+    if device_bytes:
+        peak += f", {device_bytes / 1e9:.3g} GB of device memory"
+        if ranks == 1 and cfg.backend.cuda_graphs is not False:
+            cure += ", set backend.cuda_graphs=false"
+    if kind == "out_of_host_memory":
+        cure += ", lower data.num_workers"
+    return f"{kind.replace('_', ' ')}: {first_line}; {peak}; {cure}"

@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 import train
 from train.config import Failure, InputError, S3Config, Unreachable
-from train.config.checks import LARGEST
 from train.machine.console import begin_program, printable, say, trace_of
 from train.machine.torchrun import first_to, leave_rejection
 from train.storage import imported
@@ -27,22 +26,6 @@ EXITS = {
 }
 
 
-class Once(argparse.Action):
-    """The action of a flag that may be given only once. argparse's default action silently keeps the last value."""
-
-    is_given = False
-
-    def __call__(
-        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None
-    ) -> None:
-        if option_string and self.is_given:
-            raise argparse.ArgumentError(
-                self, f"it is given twice, the second time with {values}; give it once"
-            )
-        self.is_given = True
-        setattr(namespace, self.dest, values)
-
-
 class Parser(argparse.ArgumentParser):
     """A parser of a command's flags, which cannot be abbreviated. It raises InputError if a flag is wrong."""
 
@@ -52,9 +35,6 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options
         )
         self.details = details
-        for kind in (int, float):
-            self.register("type", kind, number_flag(kind))
-        self.register("action", None, Once)
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
@@ -62,20 +42,6 @@ class Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         self.epilog = self.details() if self.details is not None else None
         return super().format_help()
-
-
-def number_flag(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """Return a function that parses the number in a flag by the rules for settings."""
-
-    def read(text: str) -> float:
-        value = kind(text)  # `kind` also accepts digits of other alphabets
-        if not text.isascii() or not abs(value) < LARGEST:  # rejects NaN too
-            raise argparse.ArgumentTypeError(
-                f"{text} must be a finite number below 2^63, with the digits 0 to 9"
-            )
-        return value
-
-    return read
 
 
 def command_parser(
@@ -89,21 +55,18 @@ def command_parser(
 ) -> Parser:
     """Make a parser. Each example is a command line that begins with torchrun, or only the command's arguments."""
     prog = f"baretrain {name}"
-    shown = [
-        example if example.startswith("torchrun") else f"{prog} {example}".rstrip()
-        for example in examples
-    ]
+    lines = [f"{purpose}\n\nexamples:"]
+    for example in examples:
+        lines.append(example if example.startswith("torchrun") else f"{prog} {example}".rstrip())
 
     def details() -> str:
         codes = [f"  {code:<5}{meaning}" for code, meaning in exits.items()]
-        parts = [
-            *([settings()] if settings is not None else []),
-            "\n".join(["exit codes:", *codes]),
-        ]
+        parts = ["\n".join(["exit codes:", *codes])]
+        if settings is not None:
+            parts.insert(0, settings())
         return "\n\n".join(parts)
 
-    description = "\n  ".join([f"{purpose}\n\nexamples:", *shown])
-    parser = Parser(prog=prog, description=description, details=details)
+    parser = Parser(prog=prog, description="\n  ".join(lines), details=details)
     parser.add_argument("--version", action="version", version=f"baretrain {train.__version__}")
     if imports:
         add_import_flag(parser)
@@ -191,43 +154,10 @@ def guarded(
     try:
         code = act()
         sys.stdout.flush()
-    except InputError as error:
-        line, code = f"error: {error}", REJECTED
-    except Failure as error:
-        line, code = (
-            f"error: {error}{'; try again later' if isinstance(error, Unreachable) else ''}",
-            FAILED,
-        )
     except KeyboardInterrupt:
         line, code = interrupted
-    except OSError as error:
-        # for example, `| head` has read enough
-        if isinstance(error, BrokenPipeError) and is_unread():
-            # keep the command's error code, for example after `checkpoints verify | head`
-            code = code or UNREAD
-        else:
-            line, code = f"error: {explained(error)}", FAILED
-        drop_unwritten()
     except Exception as error:
-        # torch raises this while it is imported
-        if str(error).lstrip().startswith("Invalid log settings"):
-            line, code = (
-                f"error: TORCH_LOGS={os.environ.get('TORCH_LOGS')} is not valid; unset it",
-                REJECTED,
-            )
-        else:
-            sys.stderr.write(f"{trace_of(error)}\n")
-            whose = imported.blamed(error) or "this is a bug, please report it"
-            line = f"error: {type(error).__name__}: {error}; {whose}"
-            code = FAILED
-    except BaseException as error:
-        # of a library in Rust; it derives from no other exception
-        if type(error).__name__ != "PanicException":
-            raise
-        line, code = (
-            f"error: the tokenizer cannot read a text: {error}; choose another tokenizer",
-            FAILED,
-        )
+        line, code = report_of(error, code)
     if line:
         # Standard error may be closed, or on a full disk.
         with suppress(OSError, ValueError), first_to("report") as is_first:
@@ -236,6 +166,24 @@ def guarded(
     if code == REJECTED:
         after_rejection(printable(line).removeprefix("error: "))
     return code
+
+
+def report_of(error: Exception, code: int) -> tuple[str, int]:
+    """Return the line to print about an error, and the exit code. `code` is that of the command if it had ended."""
+    if isinstance(error, InputError):
+        return f"error: {error}", REJECTED
+    if isinstance(error, Unreachable):
+        return f"error: {error}; try again later", FAILED
+    if isinstance(error, Failure):
+        return f"error: {error}", FAILED
+    if isinstance(error, OSError):
+        # For example, `| head` has read enough. The command's error code is kept.
+        is_read_enough = isinstance(error, BrokenPipeError) and is_unread()
+        drop_unwritten()
+        return ("", code or UNREAD) if is_read_enough else (f"error: {os_words(error)}", FAILED)
+    sys.stderr.write(f"{trace_of(error)}\n")
+    whose = imported.blamed(error) or "this is a bug, please report it"
+    return f"error: {type(error).__name__}: {error}; {whose}", FAILED
 
 
 def drop_unwritten() -> None:
@@ -254,16 +202,10 @@ def is_unread() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def explained(error: OSError) -> str:
+def os_words(error: OSError) -> str:
     """Return the message of an operating system error, with its path."""
-    path, reason = (
-        error.filename2 or error.filename,
-        error.strerror or str(error) or type(error).__name__,
-    )
-    return (
-        reason
-        if path is None
-        else f"{os.fsdecode(path)}: {reason}"
-        if isinstance(path, str | bytes)
-        else reason
-    )
+    reason = error.strerror or str(error) or type(error).__name__
+    path = error.filename2 or error.filename
+    if isinstance(path, str | bytes):
+        return f"{os.fsdecode(path)}: {reason}"
+    return reason

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
 from argparse import Namespace
-from collections.abc import Callable, Container, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from hydra import compose, initialize_config_module
 from hydra.conf import HydraConf
@@ -19,7 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from train.config import (
     SPLITS,
@@ -39,7 +37,9 @@ from train.config import (
     check_printable,
     check_values,
     flatten,
+    leaves,
 )
+from train.machine.console import say
 from train.machine.torchrun import leave_rejection
 from train.parallel.optimizers import OPTIMIZERS, check_optimizer
 from train.run.command import (
@@ -52,11 +52,9 @@ from train.run.command import (
     command_parser,
     guarded,
 )
-from train.run.help import OWN_OPTIONS, groups, settings_help, show_yaml, words_as_text
-from train.run.names import opened, quoted
-from train.run.own import check_imports
-from train.run.precedence import check_numbers, over_recipe
-from train.run.spelling import close_to, hint_on, spelling
+from train.run.help import OWN_OPTIONS, groups, settings_help, type_name
+from train.run.names import close_to, opened, quoted
+from train.run.precedence import over_recipe
 from train.tasks import TASKS, spec_of
 
 # names that actions import from this module
@@ -86,6 +84,7 @@ CONFIGS: dict[type, str] = {
 }
 
 Config = TypeVar("Config")
+Given = tuple[Sequence[str], Mapping[str, Any]]  # overrides, and values by key
 
 
 def schemas() -> list[Schema]:
@@ -118,36 +117,41 @@ def add_schema(schema: type, name: str, options: Sequence[tuple[str, str, type]]
     SCHEMAS.extend(option for option in options if option not in SCHEMAS)
 
 
-def load_config(schema: type[Config], overrides: Sequence[str]) -> Config:
-    """Compose the schema's file in conf/ with the overrides. Raises InputError if a key, option or value is wrong."""
-    return checked(compose_config(schema, overrides), schema, overrides)
+def load_config(
+    schema: type[Config], overrides: Sequence[str], values: Mapping[str, Any] | None = None
+) -> Config:
+    """Compose the schema's file in conf/ with the overrides. Raises InputError if a key, option or value is wrong.
+
+    `values` are values by key, which replace those of the files; the overrides take precedence.
+    """
+    return to_settings(compose_config(schema, overrides, values), schema, overrides)
 
 
 def load_backend(overrides: Sequence[str]) -> tuple[BackendConfig, InstanceConfig]:
     """Return a run's backend and instance settings. Other settings may be missing from the overrides."""
     composed = compose_config(TrainConfig, overrides)
     check_values({key: OmegaConf.to_container(composed[key]) for key in ("backend", "instance")})
-    backend, instance = (
-        OmegaConf.to_object(composed.backend),
-        OmegaConf.to_object(composed.instance),
-    )
+    backend = OmegaConf.to_object(composed.backend)
+    instance = OmegaConf.to_object(composed.instance)
     assert isinstance(backend, BackendConfig) and isinstance(instance, InstanceConfig)
     return backend, instance
 
 
-def checked(composed: DictConfig, schema: type[Config], overrides: Sequence[str] = ()) -> Config:
+def to_settings(
+    composed: DictConfig, schema: type[Config], overrides: Sequence[str] = ()
+) -> Config:
     """Convert settings to dataclasses. Raises InputError if one is missing or impossible."""
     try:
-        # not resolved: config.yaml would store the value of ${oc.env:...}
+        # The values are not resolved: config.yaml would store the value of ${oc.env:...}.
         plain = OmegaConf.to_container(composed)
         assert isinstance(plain, dict)
         check_values({str(key): value for key, value in plain.items()})
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
-        raise InputError(explain(error, schema, overrides)) from error
+        raise InputError(error_text(error, schema, overrides)) from error
     assert isinstance(config, schema)
-    # the task and optimizer must exist, with settings of the right class
     if isinstance(config, TrainConfig):
+        # The task and optimizer must exist, with settings of the right class.
         spec_of(config.task)
         check_optimizer(config.optim)
     return config
@@ -160,38 +164,64 @@ def check_typed(schema: type, typed: Sequence[str]) -> None:
         check(len(options) < 2, f"{' and '.join(options)} choose the same thing; give one of them")
 
 
-def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
+def compose_config(
+    schema: type[Config], given: Sequence[str], values: Mapping[str, Any] | None = None
+) -> DictConfig:
     """Compose the settings and check names, options and types; values may still be missing."""
     overrides, users_own = opened(given)
     for override in overrides:
-        check_override(schema, override, overrides)
+        check_override(schema, override)
+    options = []
+    typed = []
     listed = groups(CONFIGS[schema])
-    # Hydra has no syntax for "no option of this group". If that is the group's default, group=null is dropped.
-    overrides = [
-        each
-        for each in overrides
-        if not (each.endswith("=null") and each.removesuffix("=null") in listed)
-    ]
+    for override in overrides:
+        if not is_option(override, listed):
+            typed.append(override)
+        # Hydra has no syntax for "no option of this group". It is the default of groups that accept null.
+        elif not override.endswith("=null"):
+            options.append(override)
     try:
-        options = tuple(each for each in overrides if is_option(each, listed))
-        composed = copy.deepcopy(
-            compose_options(CONFIGS[schema], options, tuple(CONFIGS.items()), tuple(schemas()))
+        base = compose_options(
+            CONFIGS[schema], tuple(options), tuple(CONFIGS.items()), tuple(schemas())
         )
-        for value in map(parsed, (each for each in overrides if each not in options)):
-            OmegaConf.update(composed, value.key_or_group, value.value(), merge=True)
+        composed = copy.deepcopy(base)
+        for key, known in (values or {}).items():
+            OmegaConf.update(composed, key, known, force_add=True)
+        choose_form(composed, typed)
+        for override in typed:
+            set_value(composed, override)
         for key, value in preferred(schema, overrides).items():
             OmegaConf.update(composed, key, value)
         for key, value in users_own.items():
             where = "of the data chosen here" if key.startswith("data.") else "of this command"
-            check(
-                OmegaConf.select(composed, key) is not None,
-                f"{key} is not a setting {where}; --cfg job lists all",
-            )
+            is_known = OmegaConf.select(composed, key) is not None
+            check(is_known, f"{key} is not a setting {where}; --cfg job lists all")
             OmegaConf.update(composed, key, value, merge=True, force_add=True)
-        check_numbers(composed, {each: parsed(each).value() for each in overrides})
     except (HydraException, OmegaConfBaseException) as error:
-        raise InputError(explain(error, schema, given)) from error
+        raise InputError(error_text(error, schema, given)) from error
     return composed
+
+
+def set_value(composed: DictConfig, override: str) -> None:
+    read = parsed(override)
+    key, value = read.key_or_group, read.value()
+    OmegaConf.update(composed, key, value, merge=True)
+    for name, each in leaves(value, key):
+        # OmegaConf has read every number except 0 as true.
+        is_number = str(each)[-1:].isdigit() and str(each) not in ("0", "1")
+        is_switch = isinstance(OmegaConf.select(composed, name), bool)
+        check(not (is_number and is_switch), f"{override}: {name} must be true or false")
+
+
+def choose_form(composed: DictConfig, overrides: Sequence[str]) -> None:
+    """Replace the data's settings by those of its form that data.format names, if there is one."""
+    for override in overrides:
+        read = parsed(override)
+        if read.key_or_group != "data.format":
+            continue
+        form = OmegaConf.select(composed, f"data.forms.{read.value()}")
+        for key, value in (form or {}).items():
+            OmegaConf.update(composed, f"data.{key}", value, merge=True, force_add=True)
 
 
 @functools.lru_cache(maxsize=32)
@@ -206,7 +236,7 @@ def compose_options(
     Callers copy the result. `configs` and `known` are those of `register`.
     """
     register(configs, known)
-    with initialize_config_module("conf", version_base="1.3"), words_as_text():
+    with initialize_config_module("conf", version_base="1.3"):
         return compose(name, overrides=list(options))
 
 
@@ -222,8 +252,8 @@ def is_option(override: str, listed: Container[str]) -> bool:
     return (key in listed or "/" in key) and not isinstance(parsed(override).value(), dict)
 
 
-def check_override(schema: type, override: str, overrides: Sequence[str]) -> None:
-    """Raise InputError unless `override`, one of `overrides`, is key=value with a known key and option of a group."""
+def check_override(schema: type, override: str) -> None:
+    """Raise InputError unless an override is key=value with a known key and option of a group."""
     check(
         not override.startswith("+"), f"{override}: settings cannot be added; write it without +"
     )
@@ -231,55 +261,41 @@ def check_override(schema: type, override: str, overrides: Sequence[str]) -> Non
         not override.startswith("~"),
         f"{override}: settings cannot be removed; give the value you want",
     )
-    key, _, value = override.partition("=")
-    is_accepted = partial(works, schema, overrides)
+    key, equals, _ = override.partition("=")
     try:
         read = parsed(override)
     except HydraException as error:
         check_printable(override)
-        raise InputError(
-            f"{override} is not key=value; {hint_on(override, is_accepted)}"
-        ) from error
+        hint = f"give it a value: {key}=..."
+        if equals:
+            hint = f"quote a value with special characters: '{key}=\"...\"'"
+        raise InputError(f"{override} is not key=value; {hint}") from error
+    is_named = key != "" and read.package is None
+    check(is_named, f"{override} is not key=value: {key!r} is not a name")
     check(
-        key != "" and read.package is None, f"{override} is not key=value: {key!r} is not a name"
+        not read.is_sweep_override(),
+        f"{override} has several values, but sweeps are not supported: start one run for each; a list is [a,b]",
     )
-    if read.is_sweep_override():
-        several = (
-            f"{override} has several values, but sweeps are not supported: start one run for each"
-        )
-        raise InputError(" or ".join(filter(None, [several, spelling(key, value, is_accepted)])))
     listed = groups(CONFIGS[schema])
     top = key.split(".")[0].split("/")[0]
     if top not in listed and all(top != item.name for item in fields(schema)):
-        raise InputError(
-            f"{top if '.' in key else key} is not a setting; {close_to(top, known_keys(schema))}"
-        )
-    default, options = listed.get(key, (None, []))
+        name = top if "." in key else key
+        raise InputError(f"{name} is not a setting; {close_to(top, known_keys(schema))}")
+    if key in listed:
+        check_option(override, *listed[key])
+
+
+def check_option(override: str, default: str | None, options: Sequence[str]) -> None:
+    """Raise InputError unless an override of a group chooses one of its options, or sets values of the section."""
+    read = parsed(override)
     chosen = read.value()
-    if options and not isinstance(chosen, dict):
-        text = str(chosen) if isinstance(chosen, str | QuotedString) else ""
-        check(
-            text in options or (chosen is None and default is None),
-            f"{override}: there is no such {key}; choose one of: {', '.join(options)}",
-        )
-
-
-def works(schema: type, overrides: Sequence[str], override: str) -> bool:
-    """Return whether a spelling of an override is accepted together with the others that are well formed."""
-    key = override.partition("=")[0]
-
-    def is_read(each: str) -> bool:
-        with suppress(HydraException):
-            return not parsed(each).is_sweep_override()
-        return False
-
-    if override in overrides or not is_read(override):
-        return False
-    try:
-        load_config(schema, [*(each for each in overrides if is_read(each)), override])
-    except InputError as error:  # Other settings may be missing.
-        return key not in str(error)
-    return True
+    if isinstance(chosen, dict) or (chosen is None and default is None):
+        return
+    is_text = isinstance(chosen, str | QuotedString)
+    check(
+        is_text and str(chosen) in options,
+        f"{override}: there is no such {read.key_or_group}; choose one of: {', '.join(options)}",
+    )
 
 
 def preferred(schema: type, overrides: Sequence[str]) -> dict[str, Any]:
@@ -288,92 +304,74 @@ def preferred(schema: type, overrides: Sequence[str]) -> dict[str, Any]:
     return over_recipe(dict(flatten(given)), groups(CONFIGS[schema]))
 
 
-KINDS = {
-    "Integer": "a whole number",
-    "Float": "a number",
-    "bool": "true or false",
-    "string": "text",
-}
+# ---- errors ----------------------------------------------------------------------------------------------------------
 
 
-def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -> str:
+def error_text(error: BaseException, schema: type, overrides: Sequence[str] = ()) -> str:
     """Turn an error of Hydra or OmegaConf, which has several lines, into a one-line message for the user."""
-    while (
-        isinstance(cause := error.__cause__, HydraException)
-        or getattr(cause, "full_key", None) is not None
-    ):
-        # under a debugger OmegaConf adds another cause, which names no setting
-        assert cause is not None
-        error = cause
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    full_key = next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), ""
-    )
-    first = lines[0] if lines else type(error).__name__
-    if "missing mandatory value" in first.lower():
-        return f"{full_key} is not set: give {full_key}=... on the command line"
-    if " not in '" in first or "is not in struct" in first:
-        name, keys = full_key.rsplit(".", 1)[-1], known_keys(schema)
-        if name in {key.rpartition(".")[2] for key in keys}:
-            group = full_key.rpartition(".")[0]
-            where = f"of the {group} chosen here" if group else "at the top level but in a group"
-            options = (
-                (f"{kind}={option}", fields(node))
-                for kind, option, node in schemas()
-                if kind == group
-            )
-            others = " or ".join(
-                option for option, settings in options if name in {each.name for each in settings}
-            )
-            return f"{full_key} is not a setting {where}; {f'{others} has it' if others else '--cfg job lists all'}"
-        return f"{full_key} is not a setting; {close_to(full_key, keys)}"
-    seen = ([full_key] + [override for override in overrides if is_of(override, full_key)])[-1]
-    if match := re.search(
-        r"(?:could not be converted to|Cannot convert .* to|is not a valid) (\w+)", first
-    ):
-        return f"{seen}: {full_key} must be {KINDS.get(match[1], match[1])}"
-    if "is not Optional" in first or "Incompatible value 'None'" in first:
-        return f"{seen}: {full_key} cannot be null; leave it out"
-    if "is not a ListConfig" in first:
-        return f"{seen}: {full_key} must be a list, such as {full_key}=[a,b]"
-    if (
-        "is not a subclass of" in first
-        or "not a DictConfig" in first
-        or "Cannot merge DictConfig with" in first
-    ):
-        return f"{seen}: {full_key} is a group of settings; give one of them, such as {full_key}.name=value"
-    noise = (
-        "full_key:|object_type=|reference_type=|Set the env|See https|Config search path|provider="
-    )
-    message = " ".join(line for line in lines if not re.match(noise, line))
-    return f"{seen}: {message}" if full_key and full_key not in message else message
+    while isinstance(error.__cause__, HydraException | OmegaConfBaseException):
+        if getattr(error, "full_key", None) and not getattr(error.__cause__, "full_key", None):
+            break  # under a debugger OmegaConf adds another cause, which names no setting
+        error = error.__cause__
+    key = str(getattr(error, "full_key", None) or "")
+    if not key:
+        return " ".join(str(error).split())
+    if isinstance(error, MissingMandatoryValue):
+        return f"{key} is not set: give {key}=... on the command line"
+    known = settings_of(schema)
+    while key not in known and "[" in key:
+        key = key.rpartition("[")[0]  # an item of a list
+    if key not in known and isinstance(error, AttributeError | KeyError):
+        return f"{key} is not a setting; {close_to(key, known)}"
+    seen = key
+    for override in overrides:
+        name = override.partition("=")[0]
+        if key == name or key.startswith(f"{name}.") or name.startswith((f"{key}.", f"{key}[")):
+            seen = override
+    while key not in known and "." in key:
+        key = key.rpartition(".")[0]  # a key of a table
+    if key not in known:
+        return f"{seen}: {str(error).splitlines()[0]}"
+    if isinstance(error, AttributeError | KeyError):
+        group = key.rpartition(".")[0]
+        options = [
+            f"{kind}={option}"
+            for kind, option, node in schemas()
+            if kind == group and key.rpartition(".")[2] in get_type_hints(node)
+        ]
+        where = " or ".join(options)
+        hint = f"{where} has it" if where else "--cfg job lists all"
+        return f"{key} is not a setting of the {group} chosen here; {hint}"
+    if is_dataclass(known[key]):
+        return f"{seen}: {key} is a group of settings; give one of them, such as {key}.name=value"
+    words = type_name(known[key])
+    article = "" if words.startswith(("true", "text")) else "a "
+    return f"{seen}: {key} must be {article}{words}"
 
 
-def is_of(override: str, full_key: str) -> bool:
-    """Return whether an override sets `full_key`, a part of it, or the section or list that contains it."""
-    key = override.partition("=")[0]
-    return (
-        full_key == key
-        or full_key.startswith((f"{key}.", f"{key}["))
-        or key.startswith(f"{full_key}.")
-    )
+def settings_of(schema: type) -> dict[str, Any]:
+    """Return the type of each setting and section of a schema, including those of its groups' options, by key."""
+    types: dict[str, Any] = {}
+
+    def add(kind: type, prefix: str) -> None:
+        hints = get_type_hints(kind)
+        for item in fields(kind):
+            types[f"{prefix}{item.name}"] = hints[item.name]
+            if is_dataclass(hints[item.name]):
+                add(hints[item.name], f"{prefix}{item.name}.")
+
+    add(schema, "")
+    for group, _, kind in schemas():
+        if group in types:
+            add(kind, f"{group}.")
+    return types
 
 
 def known_keys(schema: type) -> list[str]:
-    """Return the keys of all settings of the schema, including its groups' options, for "did you mean"."""
-    sections: list[tuple[str, Any]] = [
-        (item.name, item.default_factory) for item in fields(schema)
-    ]
-    sections += [
-        (group, kind) for group, _, kind in schemas() if group in {name for name, _ in sections}
-    ]
-    inner = [
-        f"{name}.{item.name}"
-        for name, kind in sections
-        if is_dataclass(kind)
-        for item in fields(kind)
-    ]
-    return [*(item.name for item in fields(schema)), *inner]
+    return list(settings_of(schema))
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
 
 
 def settings_parser(
@@ -403,52 +401,52 @@ def settings_parser(
     return parser
 
 
+def hint_on_flag(name: str, schema: type) -> str:
+    if "=" in name:
+        return f"settings have no dashes: {name}"
+    if name in known_keys(schema):
+        return f"settings have no dashes: {name}=..."
+    return "see --help"
+
+
+def show(schema: type, overrides: Sequence[str], values: Mapping[str, Any]) -> None:
+    """Print the settings, and check them unless a required one is missing."""
+    composed = compose_config(schema, overrides, values)
+    text = OmegaConf.to_yaml(composed)
+    if "???" not in text:
+        to_settings(composed, schema, overrides)
+    say(*text.splitlines())
+
+
 def run(
     schema: type[Config],
     action: Callable[[Config], int],
     parser: Parser,
     *,
     arguments: Sequence[str] | None = None,
-    given: Sequence[str] | Callable[[Namespace], Sequence[str]] = (),
+    given: Sequence[str] | Callable[[Namespace], Given] = (),
     after_rejection: Callable[[str], object] = leave_rejection,
 ) -> int:
     """Read and check the command line, call `action` with the settings, and return the exit code.
 
-    `given` are further overrides, or a function that returns them for the parsed flags; the command line takes
-    precedence. The reason for a rejection is printed and then passed to `after_rejection`.
+    `given` are further overrides, or a function that returns them, and values by key, for the parsed flags; the command
+    line takes precedence. The reason for a rejection is printed and then passed to `after_rejection`.
     """
 
     def act() -> int:
         options, unknown = parser.parse_known_intermixed_args(arguments)
         for flag in unknown:
-            key = flag.lstrip("-")
-            is_setting = "=" in flag or key in known_keys(schema)
-            hint = (
-                f"settings have no dashes: {key if '=' in key else f'{key}=...'}"
-                if is_setting
-                else "see --help"
-            )
-            raise InputError(f"{flag} is not a flag; {hint}")
-        keys = {override.partition("=")[0] for override in options.settings}
+            raise InputError(f"{flag} is not a flag; {hint_on_flag(flag.lstrip('-'), schema)}")
         check_typed(schema, options.settings)
-        first = given(options) if callable(given) else given
-        overrides = [
-            override for override in first if override.partition("=")[0] not in keys
-        ] + options.settings
-        if options.cfg is None:
-            try:
-                cfg = load_config(schema, overrides)
-            except InputError:
-                # the unknown name may be in a file that the run's first start imported
-                check_imports(overrides)
-                raise
-            return action(cfg)
-        composed = compose_config(schema, overrides)
-        shown = OmegaConf.to_yaml(composed)
-        if "???" not in shown:  # no required setting is missing
-            checked(composed, schema, overrides)
-        show_yaml(shown)
-        return DONE
+        keys = {override.partition("=")[0] for override in options.settings}
+        first, known = given(options) if callable(given) else (given, {})
+        values = {key: value for key, value in known.items() if key not in keys}
+        overrides = [each for each in first if each.partition("=")[0] not in keys]
+        overrides += options.settings
+        if options.cfg is not None:
+            show(schema, overrides, values)
+            return DONE
+        return action(load_config(schema, overrides, values))
 
     return guarded(
         act,

@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +101,7 @@ def write_samples(attempt: Attempt, step: int) -> None:
     """Write some validation examples with the answers of the model exported at `step`. Only rank 0 calls this."""
     folder, most = attempt.folder, attempt.cfg.samples
     with side_channel("could not write samples of the model's answers"):
-        answered = attempt.task.samples(folder.export, folder.folder, most) if most else []
+        answered = attempt.task.samples(folder.export, most) if most else []
         samples.write(folder.folder, samples.Samples(step, answered))
 
 
@@ -202,8 +203,8 @@ def measure(
     Returns None if a rank is asked to stop. Also returns None if the backend only collects graphs: each rank then
     runs a single batch, whose metrics would be meaningless. The same holds for a trial, which runs the last batch.
     """
-    plan, task = attempt.plan, attempt.task
-    batch_size = plan.eval_batch_size
+    task, world = attempt.task, backend.world
+    batch_size = attempt.plan.eval_batch_size
     order = eval_order(task, engine, batch_size=batch_size, collects=backend.collects)
     batches = Batches(
         task.eval_data(),
@@ -212,43 +213,49 @@ def measure(
         num_workers=0,
         prefetch=1,
         pin_memory=False,
-        multi_batch=None
-        if task.buckets is None
-        else 1,  # batches drawn together must have one shape
+        # batches drawn together must have one shape
+        multi_batch=None if task.buckets is None else 1,
     )
-    statistics = []  # kept on the device until the end, so that the device never waits for the host
+    # They stay on the device until the end, so that the device never waits for the host.
+    statistics: list[torch.Tensor] = []
     num_done = 0
-    engine.model.eval()
-    try:
+    with evaluating(engine.model):
         for batch in agreed(iter(batched(backend.to_device(batches), 1)), votes):
             # the first batch triggers compilation
             attempt.watch.phase("evaluate", is_start=is_first)
-            with torch.no_grad():
-                own = engine.evaluate(task.eval_statistics, batch["inputs"])
+            own = engine.evaluate(task.eval_statistics, batch["inputs"])
             if own is not None:
                 statistics.append(own)
             num_done += 1
-    finally:
-        engine.model.train()
-    if num_done < len(order) or is_trial:  # stopped, after the same batch on all ranks
+    # If it was stopped, it was after the same batch on all ranks.
+    if num_done < len(order) or is_trial:
         return None
     rows = torch.cat(backend.to_host(statistics)).numpy() if statistics else None
-    gathered = backend.world.gather((engine.data_rank, rows))
+    gathered = world.gather((engine.data_rank, rows))
     if backend.collects:
         return None
-    by_data_rank = {data_rank: part for data_rank, part in gathered if part is not None}
     # The host merges the rows in the order of the data, so the metrics are the same on any number of ranks.
-    merged = (
-        order.merged([by_data_rank[data_rank] for data_rank in sorted(by_data_rank)])
-        if gathered
-        else np.empty(0)
-    )
+    parts = {data_rank: part for data_rank, part in gathered if part is not None}
+    merged = np.empty(0)
+    if gathered:
+        merged = order.merged([parts[data_rank] for data_rank in sorted(parts)])
 
     def judge() -> tuple[dict[str, float], dict[str, Any]]:
         metrics = task.eval_metrics(merged)
         return metrics, task.choose(merged, metrics)
 
-    return *backend.world.run_on_rank0(judge, attempt.watch.heartbeat), merged
+    return *world.run_on_rank0(judge, attempt.watch.heartbeat), merged
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Switch dropout and gradients off in the block."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()
 
 
 def agreed(batches: Iterator[list[Batch]], votes: Votes) -> Iterator[Batch]:

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 from train.observe.lines import read_back, read_lines
+from train.run_folder.ownership import Lease
 from train.storage.folders import Folder
 
 
@@ -23,7 +24,7 @@ class Lost:
 def lost(
     run: Folder,
     outcome: dict[str, Any],
-    last_lease: dict[str, Any] | None,
+    last_lease: Lease | None,
     *,
     attempt: int,
     step: int,
@@ -48,9 +49,9 @@ def lost(
             reached = max(reached, line["step"])
             if line["step"] <= step:
                 break
-    if last_lease is not None and not last_lease.get("released"):
-        reached = max(reached, int(last_lease["step"]))
-    reason = outcome.get("reason", "killed, without an exit record")
+    if last_lease is not None and not last_lease.released:
+        reached = max(reached, last_lease.step)
+    reason = outcome.get("reason", "killed, without an outcome")
     text = f"the last attempt ended ({reason}) at step {reached} or later"
     return Lost(text, max(0, reached - step), newest["time_unix_s"])
 

@@ -9,8 +9,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields, is_dataclass
 from importlib import resources
@@ -20,11 +19,9 @@ import yaml
 from omegaconf import MISSING
 
 from train.config.checks import LIMITS
-from train.machine.console import say
 
-OWN_OPTIONS: dict[
-    tuple[str, str], type
-] = {}  # settings of each (group, option) that has no file in conf/
+# The settings of each (group, option) that has no file in conf/.
+OWN_OPTIONS: dict[tuple[str, str], type] = {}
 WIDTH = 110  # columns
 TYPES: dict[object, str] = {
     bool: "true or false",
@@ -33,14 +30,6 @@ TYPES: dict[object, str] = {
     str: "text",
     Any: "list or one value",
 }
-
-
-def show_yaml(text: str) -> None:
-    """Print a YAML text; as ASCII if it has characters that would be escaped when they are printed."""
-    lines = text.removesuffix("\n").split("\n")
-    if not all(map(str.isprintable, lines)):
-        lines = yaml.safe_dump(yaml.safe_load(text), sort_keys=False).splitlines()
-    say(*lines)
 
 
 def settings_help(schema: type, name: str, keys: Sequence[str]) -> str:
@@ -62,14 +51,9 @@ def settings_help(schema: type, name: str, keys: Sequence[str]) -> str:
 
 def hanging(head: str, text: str, *, indent: int) -> list[str]:
     """Return lines with a hanging indent: `head` on the left, `text` in a column on the right."""
-    if len(head) > WIDTH - indent:
-        above = textwrap.wrap(head, WIDTH, initial_indent="  ", subsequent_indent=" " * 6)
-        return [*above, *hanging("", text, indent=indent)]
-    first = f"  {head:{indent - 2}}" if len(head) < indent - 2 else f"  {head}  "
-    wrapped = textwrap.wrap(
-        text, WIDTH, initial_indent=first, subsequent_indent=" " * indent, break_on_hyphens=False
-    )
-    return wrapped or [first.rstrip()]
+    begin, rest = f"  {head:{indent - 4}}  ", " " * indent
+    lines = textwrap.wrap(text, WIDTH, initial_indent=begin, subsequent_indent=rest)
+    return lines or [begin.rstrip()]
 
 
 # ---- settings ------------------------------------------------------------------------------------------------------
@@ -80,10 +64,12 @@ def explained_field(schema: type, key: str) -> tuple[Field, str]:
     *path, name = key.split(".")
     for part in path:
         schema = typing.get_type_hints(schema)[part]
-    kinds = [schema, *schema.__subclasses__()]
-    item, kind = next((item, kind) for kind in kinds for item in fields(kind) if item.name == name)
-    texts = (" | ".join(item.metadata.get("among", ())), comment(kind, name))
-    return item, ". ".join(text for text in texts if text)
+    for kind in (schema, *schema.__subclasses__()):
+        for item in fields(kind):
+            if item.name == name:
+                choices = " | ".join(item.metadata.get("among", ()))
+                return item, ". ".join(filter(None, (choices, comment(kind, name))))
+    raise KeyError(key)
 
 
 def comment(kind: type, name: str) -> str:
@@ -100,8 +86,10 @@ def shown_default(item: Field) -> str:
 
 def plain(value: Any) -> str:
     """Return a value as the command line spells it."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {plain(each)}' for key, each in value.items())}}}"
     if isinstance(value, list | tuple):
@@ -117,6 +105,8 @@ def type_name(hint: Any) -> str:
     if not inner:
         return TYPES.get(hint, "table")
     held = type_name(inner[-1]).removesuffix(" or null")
+    if held == TYPES[Any]:
+        held = "value"
     return f"{'table' if typing.get_origin(hint) is dict else 'list'} of {held}s"
 
 
@@ -136,13 +126,14 @@ def comments(kind: type) -> dict[str, str]:
     class.
     """
     texts: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
+    for base in filter(is_dataclass, reversed(kind.__mro__)):
         above: list[str] = []
-        for line in inspect.getsource(base).splitlines() if is_dataclass(base) else ():
+        for line in inspect.getsource(base).splitlines():
             if line.startswith("    # "):
                 above.append(line.removeprefix("    # "))
                 continue
-            if match := re.match(r"    (\w+): ", line):
+            match = re.match(r"    (\w+): ", line)
+            if match:
                 texts[match[1]] = " ".join(above) or texts.get(match[1], "")
             above = []
     return texts
@@ -155,17 +146,16 @@ def comments(kind: type) -> dict[str, str]:
 def groups(name: str) -> dict[str, tuple[str | None, list[str]]]:
     """Return the groups of conf/`name`.yaml, each with its default option (None: no option) and all options."""
     folder = resources.files("conf")
-    listed = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))["defaults"]
+    text = (folder / f"{name}.yaml").read_text(encoding="utf-8")
     options_of = {}
-    for entry in listed:
-        if isinstance(entry, dict):
-            ((group, default),) = entry.items()
-            files = (file.name for file in (folder / group).iterdir())
-            options = sorted(
-                file.removesuffix(".yaml") for file in files if file.endswith(".yaml")
-            )
-            options += [name for own_group, name in OWN_OPTIONS if own_group == group]
-            options_of[group] = (default, options)
+    for entry in yaml.safe_load(text)["defaults"]:
+        if not isinstance(entry, dict):
+            continue
+        ((group, default),) = entry.items()
+        files = sorted(file.name for file in (folder / group).iterdir())
+        options = [file.removesuffix(".yaml") for file in files if file.endswith(".yaml")]
+        options += [name for own_group, name in OWN_OPTIONS if own_group == group]
+        options_of[group] = (default, options)
     return options_of
 
 
@@ -177,49 +167,24 @@ def add_option(group: str, name: str, settings: type) -> None:
 
 def option_values(group: str, option: str) -> dict[str, Any]:
     """Return the settings in an option's file, or in its class if it has no file, without inherited settings."""
-    if (own := OWN_OPTIONS.get((group, option))) is not None:
-        named = {
-            item.name: item.default
-            for item in fields(own)
-            if item.name in inspect.get_annotations(own)
-        }
-        return {name: value for name, value in named.items() if value is not NO_DEFAULT}
-    text = (resources.files("conf") / group / f"{option}.yaml").read_text(encoding="utf-8")
-    with words_as_text():
-        return {
-            key: value for key, value in (yaml.safe_load(text) or {}).items() if key != "defaults"
-        }
-
-
-@contextmanager
-def words_as_text() -> Iterator[None]:
-    """Make YAML read `no`, `off`, `yes` and `on` as text, as in overrides: labels may be such words."""
-    known = yaml.SafeLoader.yaml_implicit_resolvers
-    truths = re.compile("(true|True|TRUE|false|False|FALSE)$")
-    yaml.SafeLoader.yaml_implicit_resolvers = {
-        first: [
-            (tag, truths if tag == "tag:yaml.org,2002:bool" else pattern)
-            for tag, pattern in resolvers
-        ]
-        for first, resolvers in known.items()
-    }
-    try:
-        yield
-    finally:
-        yaml.SafeLoader.yaml_implicit_resolvers = known
+    own = OWN_OPTIONS.get((group, option))
+    if own is None:
+        text = (resources.files("conf") / group / f"{option}.yaml").read_text(encoding="utf-8")
+        values: dict[str, Any] = yaml.safe_load(text) or {}
+        values.pop("defaults", None)
+        return values
+    named = inspect.get_annotations(own)
+    defaults = {item.name: item.default for item in fields(own) if item.name in named}
+    return {name: value for name, value in defaults.items() if value is not NO_DEFAULT}
 
 
 def option_help(group: str, option: str) -> str:
     """Return the first sentence of the comment in an option's file; for an instance without a comment, its devices."""
     text = (resources.files("conf") / group / f"{option}.yaml").read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if not line.startswith("# @package")]
-    words = " ".join(
-        line.removeprefix("# ")
-        for line in itertools.takewhile(lambda line: line.startswith("#"), lines)
-    )
-    if not words and group == "instance":
-        values = yaml.safe_load(text)
-        return (
-            f"{values['accelerator']}, {values['devices']} x {values['device_memory_gib']:g} GiB"
-        )
-    return re.split(r"\. (?=[A-Z])|\.$", words, maxsplit=1)[0]
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    words = " ".join(line.removeprefix("# ") for line in comment)
+    if words or group != "instance":
+        return re.split(r"\. (?=[A-Z])|\.$", words, maxsplit=1)[0]
+    values = yaml.safe_load(text)
+    return f"{values['accelerator']}, {values['devices']} x {values['device_memory_gib']:g} GiB"

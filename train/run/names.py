@@ -1,7 +1,8 @@
-"""Names that users choose, in values of settings, and the names that other programs give to our settings."""
+"""Names that users choose, in values of settings, and the settings that an unknown name may mean."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -91,6 +92,20 @@ def ours(name: str, keys: Collection[str]) -> str | None:
         if name in names.split() and (key in keys or key.rpartition(".")[0] in keys):
             return key
     return None
+
+
+def close_to(name: str, keys: Collection[str]) -> str:
+    """Return a hint for an unknown name: our key, or the one with the closest last word, first in the same section."""
+    section, _, word = name.rpartition(".")
+    words = {key.rpartition(".")[2]: key for key in keys}
+    words |= {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
+    meant = None if word in keys else ours(word.lower(), keys)
+    if meant is None:
+        close = difflib.get_close_matches(word, list(words), n=1)
+        if not close:
+            return "--cfg job lists all"
+        meant = words[close[0]]
+    return f"did you mean {meant}?"
 
 
 def quoted(text: str) -> str:

@@ -5,16 +5,14 @@ This module does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from train.config import InputError, check
+from train.config import check
 from train.parallel.optimizer_spec import OptimizerSpec
 from train.parallel.optimizers import OPTIMIZERS, SCHEDULES
 from train.run.help import add_option
-from train.run_folder.identity import find_identity
 from train.storage import imported
-from train.storage.folders import LocalFolder, is_s3, local_path
 from train.tasks import TASKS, TaskSpec
 
 # For each table name: the program's table, the type of its entries, and the key that chooses an entry.
@@ -59,18 +57,3 @@ def check_name(spec: Any, group: str, name: str, where: str) -> None:
         named == name,
         f"{where}: {spec.settings.__name__} must have {field}: str = {name!r}, not {named!r}",
     )
-
-
-def check_imports(overrides: Sequence[str]) -> None:
-    """Raise InputError if the run in run_dir used --import files that are not imported now. S3 is not checked."""
-    run_dir = [
-        each.removeprefix("run_dir=").strip("'\"")
-        for each in overrides
-        if each.startswith("run_dir=")
-    ]
-    if run_dir and not is_s3(run_dir[-1]):
-        try:
-            identity = find_identity(LocalFolder(local_path(run_dir[-1]))) or {}
-        except InputError:
-            return  # no run can be read there; the caller reports its error
-        imported.check_repeated(identity, run_dir[-1])

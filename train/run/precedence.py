@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
-from train.config import check, flatten, leaves
+from train.config import check, flatten
 from train.run.help import option_values
 
 LENGTHS = ("max_steps", "max_examples", "max_epochs")
@@ -43,39 +41,19 @@ def over_recipe(given: Mapping[str, Any], groups: Collection[str]) -> dict[str, 
     """
     typed = {key: value for key, value in given.items() if value is not None}
     chosen: dict[str, Any] = {}
-    for group in (key for key in typed if key in groups and key != "experiment"):
-        chosen |= flatten(option_values(group, typed[group]), f"{group}.")
-    values = (
-        {key: value for key, value in chosen.items() if key not in given}
-        if "experiment" in typed
-        else {}
-    )
-    # given as a whole: corpus.validation={path: user/set}
-    tables = {key.rpartition(".")[0] for key in typed}
+    for key, option in typed.items():
+        if key in groups and key != "experiment":
+            chosen |= flatten(option_values(key, option), f"{key}.")
+    values: dict[str, Any] = {}
+    if "experiment" in typed:
+        values = {key: value for key, value in chosen.items() if key not in given}
+    # A section may be given as a whole: corpus.validation={path: user/set}
+    known = {*typed, *(key.rpartition(".")[0] for key in typed)}
     for key, others in REPLACED.items():
-        for other in others if key in typed or key in chosen else ():
-            are_both = key in typed and other in {*typed, *tables} and other not in TOGETHER
+        for other in others:
+            are_both = key in typed and other in known and other not in TOGETHER
             check(not are_both, f"{key} and {other} choose the same thing; leave one of them out")
-            if other not in typed and other not in chosen:
+            is_replaced = key in typed or key in chosen
+            if is_replaced and other not in typed and other not in chosen:
                 values[other] = None
     return values
-
-
-def check_numbers(composed: DictConfig, given: Mapping[str, Any]) -> None:
-    """Raise InputError if a number has digits other than 0 to 9, or if a switch is a number other than 0 and 1.
-
-    Python accepts other digits, and Hydra reads every number except 0 as true. `given` are the values by override.
-    """
-    for override, values in given.items():
-        for name, value in leaves(values, override.partition("=")[0]):
-            current = OmegaConf.select(composed, name)
-            is_other = str(value)[-1:].isdigit() and str(value) not in ("0", "1")
-            check(
-                not (is_other and isinstance(current, bool)),
-                f"{override}: {name} must be true or false",
-            )
-            is_number = isinstance(current, int | float)
-            check(
-                not is_number or str(value).isascii(),
-                f"{override}: {name} must be a number with the digits 0 to 9",
-            )

@@ -39,7 +39,7 @@ OF_RUN = (
     "eval_examples",
 )
 HOW_ROWS_ARE_READ = (
-    *("label_map", "label_separator", "delimiter", "quote", "escape", "header", "encoding"),
+    *("label_map", "label_separator", "delimiter", "quotes", "header", "encoding"),
     "max_bad_rows",
 )
 OF_ROWS = ("format", "columns", "labels", "lengths", *HOW_ROWS_ARE_READ)
@@ -64,22 +64,22 @@ def read_config(folder: Folder) -> TrainConfig:
     return TrainConfig(
         run_dir=folder.location,
         max_steps=1,
-        **listed(config, OF_RUN),
+        **values_of(config, OF_RUN),
         task=config.task,
-        model=ModelConfig(**listed(config.model, OF_A_MODEL)),
-        data=type(config.data)(path="", **listed(config.data, rows)),
-        backend=type(config.backend)(**listed(config.backend, OF_BACKEND)),
-        instance=InstanceConfig(**listed(config.instance, OF_INSTANCE)),
+        model=ModelConfig(**values_of(config.model, OF_A_MODEL)),
+        data=type(config.data)(path="", **values_of(config.data, rows)),
+        backend=type(config.backend)(**values_of(config.backend, OF_BACKEND)),
+        instance=InstanceConfig(**values_of(config.instance, OF_INSTANCE)),
     )
 
 
 def read_data(folder: Folder) -> dict[str, Any]:
     """Return the data settings of a run, by name: where its data is and which rows it evaluates. Nothing is opened."""
     data = whole_config(folder).data
-    return listed(data, DATA if isinstance(data, RecordsConfig) else WHERE[:1])
+    return values_of(data, DATA if isinstance(data, RecordsConfig) else WHERE[:1])
 
 
-def listed(section: Any, names: tuple[str, ...]) -> dict[str, Any]:
+def values_of(section: Any, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: getattr(section, name) for name in names}
 
 
@@ -113,7 +113,7 @@ def whole_config(folder: Folder) -> TrainConfig:
         # files that may define the task
         imported.check_repeated(find_identity(folder) or {}, folder.location)
         raise InputError(
-            f"{config_path} is damaged or of another version: {cli.explain(error, TrainConfig)}"
+            f"{config_path} is damaged or of another version: {cli.error_text(error, TrainConfig)}"
         ) from error
     assert isinstance(config, TrainConfig)
     return config

@@ -4,8 +4,8 @@
        During start-up, when there is nothing to save (`nothing_to_save`), a signal raises StoppedEarly instead.
     2. `Votes.cast` sends the request before a step, and `Votes.count` receives it on all ranks after that step.
     3. `train.loop` names the ranks (`who_asked`), saves with `is_last=True` and waits until the save is committed.
-    4. `attempt.record_end` writes exit records and outcome.json, which launchers read, since torchrun returns 1 for
-       every exit code but 0.
+    4. `attempt.record_end` writes outcome.json, which launchers read, since torchrun returns 1 for every exit code
+       but 0.
     5. `train.entry.attempt` returns 75 (`STOPPED` in train/run/command.py), also after StoppedEarly.
 
 A second signal skips 2 to 4: `handle` raises SystemExit(128 + the signal's number), and `train.entry` exits immediately
@@ -35,12 +35,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
-from http.client import HTTPException
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from train.config import InputError, TrainConfig, Unreachable, check
+from train.config import TrainConfig, check
+from train.machine.host import is_ec2_machine
 from train.machine.metadata import Metadata, metadata_endpoint
 from train.machine.torchrun import STOP_SIGNALS
 
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("train")
 
 GRACE_S = 5.0  # seconds after a second signal in which the main thread may still exit
-# the kernel repeats it every second beyond the soft limit of CPU time (setrlimit(2))
+# The kernel repeats it every second beyond the soft limit of CPU time (setrlimit(2)).
 REPEATED = (signal.SIGXCPU,)
 REPEAT_S = 2.0  # seconds in which a signal counts as the same request: torchrun repeats the terminal's Ctrl-C
 BLOCK_LEAD_S = 1800  # EC2 ends the instances of a capacity block this long before the block ends (EC2 user guide)
@@ -73,15 +72,13 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        # the reason to save and exit at the next step; None: no request
-        self.reason: str | None = None
-        # an identifier of the reason, for programs; empty if the reason itself is one
-        self.kind = ""
+        self.reason: str | None = None  # why to save and exit at the next step; None: no request
+        self.kind = ""  # an identifier of the reason, for programs; empty if the reason is one
         self.save_s = 0.0  # how long the last save took
         self.signal: str | None = None  # the name of the first signal
         self.at_s = 0.0  # the time.monotonic() of the first signal
         self.has_nothing_to_save = False
-        # not a Lock: a signal handler may run in the thread that holds it
+        # It is no Lock, since a signal handler may run in the thread that holds it.
         self.lock = threading.RLock()
 
     def __enter__(self) -> StopRequest:
@@ -119,11 +116,8 @@ class StopRequest:
                 now_s = time.monotonic()
                 if number[0] not in self.before:
                     continue
-                is_second = (
-                    first_s is not None
-                    and now_s - first_s > REPEAT_S
-                    and number[0] not in REPEATED
-                )
+                is_repeat = first_s is None or now_s - first_s <= REPEAT_S
+                is_second = not is_repeat and number[0] not in REPEATED
                 if is_second or self.has_nothing_to_save:
                     time.sleep(GRACE_S)
                     if (is_second or self.has_nothing_to_save) and self.sender.fileno() >= 0:
@@ -151,12 +145,11 @@ class StopRequest:
 
 
 class Notices:
-    """Threads that look for notices and pass them to `stop`; a context manager for local rank 0 of each machine.
+    """A thread that looks for notices and passes them to `stop`; a context manager for local rank 0 of each machine.
 
-    Each source of notices has a separate thread, which looks immediately and then every POLL_S: S3 may take minutes to
-    answer whether a file exists, but a spot notice leaves only two minutes. A source that fails is reported once and
-    tried again. Before an end that is known in advance, the run stops early enough to save, if that takes as long as
-    last time (`stop.save_s`). Raises InputError if a capacity block has no time left or an address is invalid.
+    It looks immediately and then every POLL_S. A source that fails is reported once and tried again. Before an end that
+    is known in advance, the run stops early enough to save, if that takes as long as last time (`stop.save_s`). Raises
+    InputError if a capacity block has no time left or an address is invalid.
     """
 
     def __init__(
@@ -166,69 +159,57 @@ class Notices:
         has_stop_file: Callable[[], bool],
         began_s: float,
     ) -> None:
-        """Prepare the threads. `began_s` is the time.monotonic() at which the attempt began."""
-        self.cfg, self.max_run_s = cfg.preempt, cfg.max_run_s
-        self.stop, self.has_stop_file, self.began_s = stop, has_stop_file, began_s
-        end = self.cfg.block_end
-        self.block_end = (
-            None if end is None else datetime.fromisoformat(end.replace("Z", "+00:00"))
-        )
-        check(
-            self.block_end is None or now() < self.block_leave_at(self.block_end),
-            f"preempt.block_end={end} leaves no time: EC2 ends a block's instances 30 minutes before "
-            f"the block's end, and it is {as_text(now())}; give the end of a later block, or null",
-        )
-        self.sources: dict[str, Callable[[], None]] = {
-            "clock": self.look_at_clock,
-            "stop file": self.look_for_file,
-        }
+        """Prepare the thread. `began_s` is the time.monotonic() at which the attempt began."""
+        self.max_run_s = cfg.max_run_s
+        self.stop = stop
+        self.has_stop_file = has_stop_file
+        self.began_s = began_s
+        self.block_end: datetime | None = None
+        end = cfg.preempt.block_end
+        if end is not None:
+            self.block_end = datetime.fromisoformat(end.replace("Z", "+00:00"))
+            check(
+                now() < self.block_leave_at(self.block_end),
+                f"preempt.block_end={end} leaves no time: EC2 ends a block's instances 30 minutes before "
+                f"the block's end, and it is {as_text(now())}; give the end of a later block, or null",
+            )
+        self.sources = {"clock": self.look_at_clock}
         if watches_metadata(os.environ):
             self.metadata = Metadata(metadata_endpoint(os.environ))
             self.sources[f"EC2 notices, {self.metadata.endpoint}"] = self.look_at_metadata
+        # The last one, because S3 may take a minute to answer. A spot notice leaves two minutes.
+        self.sources["stop file"] = self.look_for_file
+        self.failing = set[str]()
         self.closed = threading.Event()
-        self.threads = [
-            threading.Thread(
-                target=self.watch, args=(name, look), name=f"notices: {name}", daemon=True
-            )
-            for name, look in self.sources.items()
-        ]
+        self.thread = threading.Thread(target=self.watch, name="notices", daemon=True)
 
     def __enter__(self) -> Notices:
-        for thread in self.threads:
-            thread.start()
+        self.thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.closed.set()
-        for thread in self.threads:
-            thread.join(CLOSE_S)
+        self.thread.join(CLOSE_S)
 
-    def watch(self, name: str, look: Callable[[], None]) -> None:
-        fails = False
+    def watch(self) -> None:
         while self.stop.reason is None:
-            try:
-                look()
-                fails = False
-            except (
-                OSError,
-                HTTPException,
-                ValueError,
-                LookupError,
-                TypeError,
-                InputError,
-                Unreachable,
-            ) as error:
-                if not fails:
-                    logger.warning("%s: %s; trying again every %g s", name, error, POLL_S)
-                fails = True
+            for name, look in self.sources.items():
+                self.look(name, look)
             if self.closed.wait(POLL_S):
                 return
 
+    def look(self, name: str, look: Callable[[], None]) -> None:
+        try:
+            look()
+            self.failing.discard(name)
+        except Exception as error:  # the run continues without this source
+            if name not in self.failing:
+                logger.warning("%s: %s; trying again every %g s", name, error, POLL_S)
+            self.failing.add(name)
+
     def look_at_clock(self) -> None:
-        if (
-            self.max_run_s is not None
-            and time.monotonic() - self.began_s >= self.max_run_s - self.stop.save_s
-        ):
+        run_s = time.monotonic() - self.began_s
+        if self.max_run_s is not None and run_s >= self.max_run_s - self.stop.save_s:
             self.stop.ask(f"max_run_s={self.max_run_s:g} has passed", kind="max_run_s")
         if self.block_end is not None and now() >= self.block_leave_at(self.block_end):
             ends = f"the capacity block ends at {as_text(self.block_end)}, and its instances 30 minutes earlier"
@@ -242,35 +223,26 @@ class Notices:
             self.stop.ask("the file STOP in the run folder", kind="stop_file")
 
     def look_at_metadata(self) -> None:
-        if notice := self.metadata.get("spot/instance-action"):
-            self.stop.ask(
-                f"EC2 spot notice: {notice['action']} at {notice['time']}", kind="spot_notice"
-            )
+        notice = self.metadata.get("spot/instance-action")
+        if notice:
+            text = f"EC2 spot notice: {notice['action']} at {notice['time']}"
+            self.stop.ask(text, kind="spot_notice")
         events = self.metadata.get("events/maintenance/scheduled")
-        for event in events if isinstance(events, list) else ():
+        for event in events or ():
             if event["Code"] not in FOR_GOOD or event["State"] != "active":
                 continue
-            # a text such as "21 Jan 2019 09:00:43 GMT"
+            # The time is a text such as "21 Jan 2019 09:00:43 GMT".
             begins = parsedate_to_datetime(event["NotBefore"])
             if now() >= begins - timedelta(seconds=EVENT_LEAD_S + self.stop.save_s):
-                self.stop.ask(
-                    f"EC2 scheduled event: {event['Code']} at {as_text(begins)}",
-                    kind="scheduled_event",
-                )
+                text = f"EC2 scheduled event: {event['Code']} at {as_text(begins)}"
+                self.stop.ask(text, kind="scheduled_event")
 
 
 def watches_metadata(environ: Mapping[str, str]) -> bool:
     """Return whether to look for notices in EC2's metadata: on EC2, unless AWS's variables decide otherwise."""
     if environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return False
-    return bool(environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT")) or is_ec2()
-
-
-def is_ec2(asset_tag: Path = Path("/sys/devices/virtual/dmi/id/board_asset_tag")) -> bool:
-    """Return whether this is an EC2 instance."""
-    # On Nitro, that is on Trainium and all newer types, the asset tag is the instance's id (EC2 user guide, "Detect
-    # whether a host is an EC2 instance").
-    return asset_tag.is_file() and asset_tag.read_text().startswith("i-")
+    return bool(environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT")) or is_ec2_machine()
 
 
 def now() -> datetime:
@@ -313,11 +285,9 @@ class Votes:
 
     def reasons(self) -> list[tuple[int, str, str, str]]:
         """Return (rank, reason, kind of the reason, host) for each rank that was asked to stop."""
-        answers = enumerate(
-            self.world.all_gather_object((self.stop.reason, self.stop.kind, platform.node()))
-        )
-        return [
-            (rank, reason, kind, host)
-            for rank, (reason, kind, host) in answers
-            if reason is not None
-        ]
+        own = (self.stop.reason, self.stop.kind, platform.node())
+        asked = []
+        for rank, (reason, kind, host) in enumerate(self.world.all_gather_object(own)):
+            if reason is not None:
+                asked.append((rank, reason, kind, host))
+        return asked

@@ -1,8 +1,7 @@
 """Functions that write a file or folder completely or not at all, even if the process is killed or the power fails.
 
-A file or folder is made under a temporary name next to its final name, synced, and renamed. A new file is as private as
-its folder, or more private if the umask is stricter: whoever may read a run folder may also read files that are added
-later. If a file cannot be removed, a warning is logged and no error is raised.
+A file or folder is made under a temporary name next to its final name, synced, and renamed. If a file cannot be
+removed, a warning is logged and no error is raised.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 logger = logging.getLogger("train")
 TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{32}")  # 38 bytes longer than the final name
@@ -109,27 +108,6 @@ def free_bytes(folder: Path) -> float:
     return usage.free if usage.total else math.inf
 
 
-def bits_of(folder: Path) -> int:
-    """Return the permission bits for a new folder inside `folder`."""
-    return 0o700 | folder.stat().st_mode & 0o077
-
-
-def open_alike(path: Path, mode: str, *, buffering: int = -1) -> BinaryIO:
-    """Open a file. If it is new, only users who can read its folder can read it."""
-    bits = bits_of(path.parent) & 0o666
-    return cast(
-        "BinaryIO",
-        open(path, mode, buffering, opener=lambda name, flags: os.open(name, flags, bits)),
-    )
-
-
-def make_alike(folder: Path) -> None:
-    """Make a folder and its missing parents, each as private as its parent."""
-    if not folder.is_dir():
-        make_alike(folder.parent)
-        folder.mkdir(bits_of(folder.parent), exist_ok=True)  # another process may have made it
-
-
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 
@@ -140,7 +118,7 @@ def open_whole(
     """Open a new file. When the block ends, `publish` renames it to `path`; if the block fails, the file is removed."""
     temporary = temporary_for(path)
     try:
-        with open_alike(temporary, "wb") as file:
+        with temporary.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -217,10 +195,10 @@ def new_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
 def begin_folder(path: Path) -> Path:
     """Make an empty folder next to `path`, and any missing parents. `publish_folder` renames it later."""
     if not path.parent.is_dir():
-        make_alike(path.parent)
+        path.parent.mkdir(parents=True, exist_ok=True)
         sync(path.parent.parent)
     temporary = temporary_for(path)
-    temporary.mkdir(bits_of(path.parent))
+    temporary.mkdir()
     return temporary
 
 
@@ -258,11 +236,8 @@ def remove_folder(path: Path, *, instead: Path | None = None) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Sync a folder and everything in it. Files that libraries wrote are first made as private as their folder."""
-    for path in (*folder.rglob("*"), folder):  # a folder comes before its contents
-        bits = path.stat().st_mode & 0o777
-        if path != folder and bits & ~bits_of(path.parent):
-            path.chmod(bits & bits_of(path.parent))
+    """Sync a folder and everything in it."""
+    for path in (*folder.rglob("*"), folder):
         sync(path)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from shutil import copytree
 
 from train.config import InputError, check
-from train.machine import machine
+from train.machine import host, neuron
 from train.storage.atomic_io import made_once
 
 KERNELS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
@@ -70,7 +70,7 @@ def place_kernels() -> None:
 
     Raises InputError if others could write to one of the folders, or if code in it cannot run.
     """
-    root = machine.compile_root()
+    root = host.compile_root()
     for variable, folder in KERNELS.items():
         given = os.environ.get(variable)
         made = private_folder(Path(given) if given else root / folder, variable)
@@ -99,12 +99,12 @@ def place_graphs(environ: Mapping[str, str], *, is_native: bool) -> dict[str, st
 
     A new folder begins as a copy of the image's graphs. Raises InputError if others could write to the folder.
     """
-    name = machine.NATIVE_CACHE if is_native else "NEURON_COMPILE_CACHE_URL"
-    location = machine.native_cache(environ) if is_native else machine.cache_location(environ)
+    name = neuron.NATIVE_CACHE if is_native else "NEURON_COMPILE_CACHE_URL"
+    location = neuron.native_cache(environ) if is_native else neuron.cache_location(environ)
     if "://" in location:
         return {}
     path = Path(location)
-    if location == machine.cache_location({}) and not is_native and IMAGE_GRAPHS.is_dir():
+    if location == neuron.cache_location({}) and not is_native and IMAGE_GRAPHS.is_dir():
         private_folder(path.parent, name)
         made_once(path, lambda folder: copytree(IMAGE_GRAPHS, folder, dirs_exist_ok=True))
     return {name: str(private_folder(path, name))}

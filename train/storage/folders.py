@@ -19,13 +19,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 from train.config import InputError, NotPermitted, S3Config, check, check_printable
-from train.machine.torchrun import file_of_start, has_rejected
 from train.storage import atomic_io
 from train.storage.atomic_io import (
     create_atomic,
     discard,
     is_temporary,
-    make_alike,
     open_whole,
     write_atomic,
 )
@@ -62,12 +60,6 @@ class Folder(Protocol):
     def create(self, name: str, content: bytes) -> bool:
         """Write a whole file unless it exists. Returns whether it was written: True for only one of several writers."""
 
-    def replace(self, name: str, content: bytes, version: str | None) -> str:
-        """Write a whole file if its current version is `version` (None: any), and return the new version.
-
-        Raises FileExistsError or FileNotFoundError if the version differs. Only in S3 is this atomic.
-        """
-
     def upload(self, name: str, path: Path) -> None:
         """Copy the local file `path` into this folder, replacing an earlier file."""
 
@@ -99,7 +91,7 @@ def is_s3(location: str) -> bool:
 
 def open_folder(location: str, s3: S3Config) -> Folder:
     """Return the folder at a path or a file:// or s3:// URL; it need not exist. Raises InputError on other URLs."""
-    check_place(location)
+    check_printable(location)
     if is_s3(location):
         from train.storage.s3 import S3Folder  # imported late because boto3 is slow to import
 
@@ -137,30 +129,23 @@ class LocalFolder:
         path = self.at(name)
         with disk_errors("write", path):
             self.path.mkdir(PRIVATE, parents=True, exist_ok=True)
-            make_alike(path.parent)
+            path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, content)
 
     def create(self, name: str, content: bytes) -> bool:
         path = self.at(name)
         with disk_errors("write", path):
             self.path.mkdir(PRIVATE, parents=True, exist_ok=True)
-            make_alike(path.parent)
-            # callers try again with what they read, and a pipe is never read
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Callers try again with what they read, and a pipe is never read.
             with suppress(FileNotFoundError):
                 check_regular(path, path.lstat())
             return create_atomic(path, content)
 
-    def replace(self, name: str, content: bytes, version: str | None) -> str:
-        head = self.head(name)
-        if version is not None and (head is None or head.version != version):
-            raise FileExistsError(self.at(name)) if head else FileNotFoundError(self.at(name))
-        self.write(name, content)
-        return head_of(self.at(name)).version
-
     def upload(self, name: str, path: Path) -> None:
         target = self.at(name)
         with disk_errors("write", target), path.open("rb") as file:
-            make_alike(target.parent)
+            target.parent.mkdir(parents=True, exist_ok=True)
             with open_whole(target) as copy:
                 shutil.copyfileobj(file, copy)
 
@@ -170,11 +155,8 @@ class LocalFolder:
 
     def head(self, name: str) -> Head | None:
         path = self.at(name)
-        # another process may remove it after is_file()
-        with (
-            suppress(FileNotFoundError),
-            disk_errors("read", path),
-        ):
+        # Another process may remove it after is_file().
+        with suppress(FileNotFoundError), disk_errors("read", path):
             return head_of(path) if path.is_file() else None
         return None
 
@@ -196,7 +178,8 @@ class LocalFolder:
         return sorted(name for name in names if name.startswith(prefix))
 
     def listing(self, prefix: str = "") -> dict[str, Head]:
-        return {name: head for name in self.names(prefix) if (head := self.head(name)) is not None}
+        heads = {name: self.head(name) for name in self.names(prefix)}
+        return {name: head for name, head in heads.items() if head is not None}
 
     def names_here(self) -> set[str]:
         with disk_errors("list", self.path):
@@ -225,9 +208,8 @@ def files_below(top: Path) -> Iterator[Path]:
 
 def is_full(error: Exception) -> bool:
     """Return whether an error says that a disk is full. Libraries written in Rust raise exceptions of other classes."""
-    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(
-        error
-    )
+    number = getattr(error, "errno", None)
+    return number in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
 
 
 @contextmanager
@@ -238,51 +220,37 @@ def disk_errors(action: str, path: Path) -> Iterator[None]:
     except OSError as error:
         if action == "read" and isinstance(error, FileNotFoundError):
             raise
-        hint = (
-            f"; {'free some space or ' if is_full(error) else ''}choose another folder"
-            if action == "write"
-            else ""
-        )
+        hint = ""
+        if action == "write":
+            hint = "; choose another folder"
+            if is_full(error):
+                hint = "; free some space or choose another folder"
         raise InputError(f"cannot {action} {path}: {error.strerror or error}{hint}") from error
-
-
-def check_place(location: str) -> None:
-    """Raise InputError if a path or URL contains control characters, or a variable that no shell has expanded."""
-    check_printable(location)
-    if variable := re.search(r"\$[A-Za-z_]\w*", location):
-        raise InputError(
-            f"{location}: {variable[0]} is not expanded here; let the shell expand it (no single quotes)"
-        )
 
 
 def local_path(location: str) -> Path:
     """Return a local path given by the user, with "~" expanded. Raises InputError if it is invalid or inaccessible."""
-    check_place(location)
-    if "://" in location and not location.startswith("file://"):
+    check_printable(location)
+    is_url = "://" in location
+    if is_url and not location.startswith("file://"):
         raise InputError(
             f"{location}: only local folders are supported here; copy it to this machine first"
         )
-    # a path library may have turned "//" into "/"
-    if "://" not in location and NO_URL.match(location):
+    # A path library may have turned "//" into "/".
+    if not is_url and NO_URL.match(location):
         raise InputError(
             f"{location} is neither a URL (s3://bucket/name) nor a plain path; begin a local path with ./"
         )
-    check(
-        location.removeprefix("file://") != "",
-        "a path is empty (is a variable unset?); name a file or folder",
-    )
+    name = location.removeprefix("file://")
+    check(name != "", "a path is empty (is a variable unset?); name a file or folder")
     try:
-        path = Path(location.removeprefix("file://")).expanduser()
+        path = Path(name).expanduser()
     except RuntimeError as error:  # the user is unknown or has no home folder
         raise InputError(f"{location}: {error}; write the full path") from error
-    # a relative path is checked together with the working folder
+    # A relative path is checked together with the working folder.
     check_printable(str(path.absolute()))
-    # the caller may create it
-    with (
-        disk_errors("open", path),
-        suppress(FileNotFoundError, NotADirectoryError),
-    ):
-        path.stat()
+    with disk_errors("open", path), suppress(FileNotFoundError, NotADirectoryError):
+        path.stat()  # the caller may create a missing one
     return path
 
 
@@ -290,40 +258,15 @@ def make_folder(path: Path) -> Path:
     """Create `path`, private to this user, and its parents. Raises InputError if it cannot be written to."""
     try:
         path.mkdir(PRIVATE, parents=True, exist_ok=True)
-        # each rank gets a different name
-        handle, probe = tempfile.mkstemp(prefix=".write-test-", dir=path)
-        os.close(handle)  # closed first, since NFS renames open files instead of removing them
-        discard(Path(probe))  # only warns if the folder lets nobody remove files
     except OSError as error:
         raise InputError(
             f"cannot write to {path}: {error.strerror}; choose a folder of your own"
         ) from error
+    check(
+        os.access(path, os.W_OK | os.X_OK),
+        f"cannot write to {path}: this user may not; choose a folder of your own",
+    )
     return path
-
-
-@contextmanager
-def empty_folders_removed(*paths: Path) -> Iterator[None]:
-    """If the run is rejected in the block, remove all new and empty folders among `paths` and their parents.
-
-    Any rank that torchrun started on this machine may have created them. The last rank to leave the block removes them.
-    """
-    all_paths = {folder for path in paths for folder in (path, *path.parents)}
-    # innermost first
-    made = sorted((folder for folder in all_paths if not folder.exists()), reverse=True)
-    of_all = file_of_start("made")
-    with suppress(OSError):
-        if made:
-            create_atomic(of_all, "\n".join(map(str, made)).encode())
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, InputError) or has_rejected():
-            with suppress(OSError):
-                made = [Path(line) for line in of_all.read_text().splitlines()]
-            for folder in made:
-                with suppress(OSError):
-                    folder.rmdir()
-        raise
 
 
 def check_space(folder: Path, num_bytes: int) -> None:

@@ -67,7 +67,7 @@ def flags() -> list[str]:
     return [f"{FLAG}={each.path}" for each in IMPORTED.values()]
 
 
-def identity() -> dict[str, str]:
+def checksums() -> dict[str, str]:
     """Return the imported files' part of a run's identity: the checksum of each file."""
     return {f"{FLAG} {name}": each.sha256 for name, each in IMPORTED.items()}
 

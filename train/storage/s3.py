@@ -221,14 +221,6 @@ class S3Folder:
         address = self.bucket, self.key(name)
         self.client.upload_fileobj(file, *address, ExtraArgs=self.encryption, Config=TRANSFER)
 
-    def replace(self, name: str, content: bytes, version: str | None) -> str:
-        options = dict(self.encryption)
-        if version is not None:
-            options["IfMatch"] = version.strip('"')  # Ceph compares it without quotes
-        with self.explained("write", name):
-            answer = self.client.put_object(**self.address(name), Body=content, **options)
-        return str(answer["ETag"])
-
     def download(self, name: str, path: Path) -> None:
         with self.explained("read", name):
             try:

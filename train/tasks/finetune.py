@@ -22,11 +22,10 @@ from train.data.random_bits import EVAL_STREAM, hash_uniform
 from train.data.records.featurizer import Featurizer
 from train.data.records.sources import NO_ROWS
 from train.data.records.table_facts import column, cut_words, padding_share
-from train.data.records.table_folder import Facts
-from train.data.records.tables import open_tables
+from train.data.records.tables import Facts, open_tables
 from train.data.records.token_rows import TokenRows
 from train.data.shards.order import spread
-from train.data.text.coverage import unknown_share, unused_capitals
+from train.data.text.coverage import unknown_share
 from train.machine.console import visible_json
 from train.models.heads import (
     PaddedEncoder,
@@ -36,12 +35,12 @@ from train.models.heads import (
     logits_of,
 )
 from train.parallel.backends import compiles_each_length
-from train.run_folder.samples import Sample
+from train.run_folder.samples import Answer, Guess, Sample, excerpt
 from train.storage.folders import Folder, canonical_json
-from train.tasks import spec_of
-from train.tasks.predictor import Predictor
+from train.tasks.predictor import Predictor, trained_task
 from train.tasks.spec import Task
 from train.tasks.state import TaskState, files_beside
+from train.tasks.table import spec_of
 from train.tasks.texts import Sizes, resolved_lengths
 
 if TYPE_CHECKING:
@@ -49,17 +48,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 Entry = dict[str, Any]  # an input row by column, or a prediction
-# files for predictions/ and more entries for evaluation.json
+# The files for predictions/, and more entries for evaluation.json.
 Results = tuple[dict[str, bytes], dict[str, Any]]
-CANDIDATES = 4  # examples that the model answers per sample shown
-MOST_CHARS_READ = 20_000  # maximum number of characters in all these examples, to limit the time
+MOST_CHARS_READ = 20_000  # maximum number of characters in all sampled rows, to limit the time
 
 
 def json_lines(rows: Iterable[dict[str, Any]]) -> bytes:
     """Return rows as lines of JSON. Unprintable characters are escaped, since a terminal may show the lines."""
-    return "".join(
-        visible_json(json.dumps(row, ensure_ascii=False)) + "\n" for row in rows
-    ).encode()
+    lines = [visible_json(json.dumps(row, ensure_ascii=False)) + "\n" for row in rows]
+    return "".join(lines).encode()
 
 
 def mean_loss(statistics: np.ndarray) -> float:
@@ -69,10 +66,11 @@ def mean_loss(statistics: np.ndarray) -> float:
 
 def table_of(names: Sequence[str], scores: Sequence[np.ndarray]) -> dict[str, dict[str, float]]:
     """Return precision, recall, F1 and support by name, from the arrays of scikit-learn or seqeval."""
-    rows = zip(names, *(kind.tolist() for kind in scores), strict=True)
+    keys = ("precision", "recall", "f1", "support")
+    rows = zip(*(kind.tolist() for kind in scores), strict=True)
     return {
-        name: dict(zip(("precision", "recall", "f1", "support"), values, strict=True))
-        for name, *values in rows
+        name: dict(zip(keys, values, strict=True))
+        for name, values in zip(names, rows, strict=True)
     }
 
 
@@ -93,7 +91,7 @@ class Split:
 
 
 class TextTask(Task):
-    """The base class of tasks on rows of texts, for runs and for baretrain predict."""
+    """The base class of tasks on rows of texts, for runs and for predictions."""
 
     # the feature column of each batch input
     columns: Mapping[str, str]
@@ -118,9 +116,13 @@ class TextTask(Task):
         return self.labels
 
     def build_model(self) -> PaddedEncoder:
-        spec, model, names = spec_of(self.cfg), self.sizes.model, self.outputs
+        spec = spec_of(self.cfg)
         return build_with_head(
-            spec.head, model, labels=names, problem_type=spec.problem_type, **self.sizes.fit
+            spec.head,
+            self.sizes.model,
+            labels=self.outputs,
+            problem_type=spec.problem_type,
+            **self.sizes.fit,
         )
 
     def token_rows(self, features: Dataset, columns: Mapping[str, str]) -> TokenRows:
@@ -129,7 +131,7 @@ class TextTask(Task):
         rows.check_ids(self.sizes.config.vocab_size)
         return rows
 
-    # ---- learning: methods that each task defines ------------------------------------------------------------------
+    # ---- methods that each task defines ----------------------------------------------------------------------------
 
     def begin(self, train_table: TokenRows) -> None:
         """Compute what the loss needs from the training data, such as class weights."""
@@ -149,13 +151,17 @@ class TextTask(Task):
     ) -> dict[str, float]:
         """Return the metrics in `metric_names` of a split's features."""
 
-    @abstractmethod
-    def results(
-        self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray
-    ) -> Results:
-        """Return what an evaluation writes in addition to its metrics."""
+    def scores_by_name(
+        self, examples: Dataset, features: Dataset, statistics: np.ndarray
+    ) -> dict[str, Any]:
+        """Return what evaluation.json has of a split in addition to the metrics."""
+        return {}
 
-    # ---- predictions: methods that each task defines ---------------------------------------------------------------
+    @abstractmethod
+    def predictions(
+        self, rows: Iterable[Entry], features: Dataset, statistics: np.ndarray
+    ) -> Iterator[Entry]:
+        """Yield the prediction for each row, which becomes a line of output."""
 
     def labels_of(self, source: str, config: PreTrainedConfig) -> list[str]:
         """Return the labels of a trained model. Raises InputError if the task cannot use them."""
@@ -163,35 +169,17 @@ class TextTask(Task):
 
     def settings_of_outputs(self) -> dict[str, Any]:
         """Return the settings that name a trained model's outputs. `labels_of`, which reads them, must run first."""
-        return (
-            {} if self.labels == default_names(len(self.labels)) else {"data.labels": self.labels}
-        )
-
-    def use(self, data: RecordsConfig, options: Mapping[str, Any]) -> None:
-        """Prepare for predictions: `data` says how to read rows, and `options` are the values of flags."""
-        return
+        if self.labels == default_names(len(self.labels)):
+            return {}
+        return {"data.labels": self.labels}
 
     def row_of(self, texts: dict[str, str]) -> dict[str, Any]:
         """Return a row with the texts given as flags, by column."""
         return dict(texts)
 
-    @abstractmethod
-    def predictions(
-        self, rows: list[Entry], features: Dataset, statistics: np.ndarray
-    ) -> Iterator[Entry]:
-        """Yield the prediction for each row, which becomes a line of output."""
-
-    @abstractmethod
-    def known(self, row: Entry, prediction: Entry) -> tuple[Any, Any] | None:
-        """Return a row's right answer and the model's answer; None if the row has no right answer."""
-
-    @abstractmethod
-    def score(self, truth: Sequence[Any], predicted: Sequence[Any]) -> dict[str, float]:
-        """Return metrics, computed from the right and the predicted answers that `known` returned."""
-
-    @abstractmethod
-    def sample(self, row: Entry, prediction: Entry) -> Sample:
-        """Return a sample for the report from a row, whose right answer must be known, and its prediction."""
+    def in_words(self, row: Entry, answer: Any) -> str:
+        """Return a right or predicted answer to a row as text, for the report."""
+        return str(answer)
 
     # ---- a run -----------------------------------------------------------------------------------------------------
 
@@ -204,42 +192,32 @@ class TextTask(Task):
     def open(self, cfg: TrainConfig) -> None:
         """Open the data of a run. Raises InputError if it cannot be used."""
         assert isinstance(cfg.data, RecordsConfig)
-        self.run_cfg, self.data, self.tables = cfg, cfg.data, open_tables(cfg, self.featurizer)
-        self.sizes = replace(
-            self.sizes,
-            lengths=resolved_lengths(cfg, self.tables, self.sizes, shortest=self.shortest),
-        )
-        self.lengths = self.sizes.lengths
-        self.seq_len = self.lengths[-1]
+        self.run_cfg, self.data = cfg, cfg.data
+        self.tables = open_tables(cfg, self.featurizer)
         self.labels = self.tables.facts["labels"]
-        self.remarks = [
-            *remarks(self.sizes.tokenizer, self.tables.facts),
-            *filter(None, [self.sizes.note()]),
-        ]
+        self.lengths = resolved_lengths(cfg, self.tables, self.sizes, shortest=self.shortest)
+        self.sizes = replace(self.sizes, lengths=self.lengths)
+        self.seq_len = self.lengths[-1]
+        note = self.sizes.note()
+        self.remarks = [*remarks(self.sizes.tokenizer, self.tables.facts)]
+        if note:
+            self.remarks.append(note)
         if self.outputs:
             check_labels(self.sizes.model, self.sizes.config, self.outputs)
-        self.splits: list[Split] = []
-        self.eval_rows = 0
-        for name in ("validation", *cfg.data.more_validation):
-            features = self.tables.features(name)
-            if cfg.eval_examples is not None and cfg.eval_examples < len(features):
-                features = features.select(
-                    drawn(features, cfg.eval_examples, cfg.seed, len(self.splits))
-                )
-            self.splits.append(
-                Split(name, "" if name == "validation" else f"{name}_", features, self.eval_rows)
-            )
-            self.eval_rows += len(features)
+        self.splits = list(self._splits(cfg))
+        self.eval_rows = sum(len(split.features) for split in self.splits)
         learnt = "validation" if cfg.data.train == NO_ROWS else "train"
         self.train_table = self.token_rows(self.tables.features(learnt), self.columns)
         every = concatenate_datasets([split.features for split in self.splits])
         self.eval_table = self.token_rows(every, {**self.columns, **self.eval_columns})
         if len(self.lengths) > 1:  # a single length needs no buckets
-            is_mixed = self.data.lengths == "auto" and not compiles_each_length(
-                cfg.backend, cfg.instance
+            compiles = compiles_each_length(cfg.backend, cfg.instance)
+            self.buckets = Buckets(
+                self.lengths,
+                self.train_table.bucket_of,
+                self.eval_table.bucket_of,
+                is_mixed=cfg.data.lengths == "auto" and not compiles,
             )
-            of_rows = self.train_table.bucket_of, self.eval_table.bucket_of
-            self.buckets = Buckets(self.lengths, *of_rows, is_mixed=is_mixed)
         self.metrics = tuple(
             f"{split.prefix}{name}" for split in self.splits for name in self.metric_names
         )
@@ -250,44 +228,53 @@ class TextTask(Task):
         if learnt == "train":
             self.begin(self.train_table)
 
+    def _splits(self, cfg: TrainConfig) -> Iterator[Split]:
+        """Yield the validation splits, or the rows of each that eval_examples leaves."""
+        assert isinstance(cfg.data, RecordsConfig)
+        first = 0
+        for number, name in enumerate(("validation", *cfg.data.more_validation)):
+            features = self.tables.features(name)
+            if cfg.eval_examples is not None and cfg.eval_examples < len(features):
+                features = features.select(drawn(features, cfg.eval_examples, cfg.seed, number))
+            prefix = "" if name == "validation" else f"{name}_"
+            yield Split(name, prefix, features, first)
+            first += len(features)
+
     def _details(self, learnt: dict[str, np.ndarray]) -> dict[str, Any]:
         """Return facts about the data and its padding; `learnt` has the token counts of the training rows, by split."""
-        used = learnt | {
-            split.name: split.of(self.eval_table.row_lengths) for split in self.splits
-        }
-        splits = {}
-        for name, lengths in used.items():
-            share = padding_share(lengths, self.lengths)
-            splits[name] = {
+        evaluated = {split.name: split.of(self.eval_table.row_lengths) for split in self.splits}
+        splits = {
+            name: {
                 **self.tables.facts["splits"][name],
                 "used_rows": len(lengths),
-                "padding_share": share,
+                "padding_share": padding_share(lengths, self.lengths),
             }
-        sizes = {"lengths": list(self.lengths), "note": self.sizes.note()}
+            for name, lengths in {**learnt, **evaluated}.items()
+        }
         return {
             "kind": self.tables.facts["kind"],
             "labels": list(self.outputs),
             "splits": splits,
-            **sizes,
+            "lengths": list(self.lengths),
+            "note": self.sizes.note(),
         }
 
     def summary(self) -> str:
-        lengths = " or ".join(
-            filter(None, [", ".join(map(str, self.lengths[:-1])), str(self.seq_len)])
-        )
-        line = f"batches of {lengths} tokens (data.lengths={self.data.lengths}); in training "
-        return "; ".join(
-            [
-                f"{line}{self.facts['padding_share']:.1%} of the tokens are padding",
-                *self.cut_rows(),
-            ]
-        )
+        lengths = ", ".join(map(str, self.lengths))
+        padding = f"in training {self.facts['padding_share']:.1%} of the tokens are padding"
+        line = f"batches of {lengths} tokens (data.lengths={self.data.lengths}); {padding}"
+        return "; ".join([line, *self.cut_rows()])
 
     def cut_rows(self) -> Iterator[str]:
         """Yield a line for each split that has truncated rows."""
         for name, facts in self.details["splits"].items():
-            of_split = {key: facts[key] for key in ("rows", "tokens", "notes")}
-            if words := cut_words(**of_split, seq_len=self.sizes.seq_len):
+            words = cut_words(
+                rows=facts["rows"],
+                tokens=facts["tokens"],
+                notes=facts["notes"],
+                seq_len=self.sizes.seq_len,
+            )
+            if words:
                 yield f"{name}: {words}"
 
     def only_evaluates(self) -> None:
@@ -314,26 +301,50 @@ class TextTask(Task):
         return self.evaluate(self.tables.examples(split.name), split.features, split.of(rows))
 
     def eval_metrics(self, rows: np.ndarray) -> dict[str, float]:
-        values = ((split, self.metrics_of(split, rows).items()) for split in self.splits)
-        return {f"{split.prefix}{name}": value for split, items in values for name, value in items}
+        metrics = {}
+        for split in self.splits:
+            for name, value in self.metrics_of(split, rows).items():
+                metrics[split.prefix + name] = value
+        return metrics
 
     def write_evaluation(self, rows: np.ndarray, folder: Folder, *, step: int) -> None:
         splits = {}
         for split in self.splits:
             examples = self.tables.examples(split.name)
-            files, tables = self.results(split.name, examples, split.features, split.of(rows))
+            files, more = self.results(split.name, examples, split.features, split.of(rows))
             for name, content in files.items():
                 folder.write(f"predictions/{name}", content)
-            splits[split.name] = {**self.metrics_of(split, rows), **tables}
+            splits[split.name] = {**self.metrics_of(split, rows), **more}
         folder.write("evaluation.json", canonical_json({"step": step, "splits": splits}))
+
+    def results(
+        self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray
+    ) -> Results:
+        """Return what an evaluation writes in addition to its metrics: here a prediction for each example."""
+        rows = map(self.named_row, examples_of(examples, features))
+        lines = json_lines(self.predictions(rows, features, statistics))
+        return {f"{split}.jsonl": lines}, self.scores_by_name(examples, features, statistics)
+
+    def named_row(self, row: Entry) -> Entry:
+        """Return a row of a table in the form of rows to predict, in which labels are names."""
+        target = self.featurizer.kind.target
+        value = row[target]
+        if not self.labels:
+            return row
+        if isinstance(value, list):
+            return {**row, target: [self.labels[number] for number in value]}
+        return {**row, target: self.labels[value]}
 
     def files_beside(self, model: PaddedEncoder) -> dict[str, bytes]:
         """Return the files of an export beside its weights and configuration, by name."""
         state = TaskState.of(
             self.cfg, seq_len=self.sizes.seq_len, seed=self.run_cfg.seed, scale=model.scale
         )
-        state = state.choosing(self.chosen)
-        return files_beside(self.tables.folder / "tokenizer", inputs=model.inputs, state=state)
+        return files_beside(
+            self.tables.folder / "tokenizer",
+            inputs=model.inputs,
+            state=state.choosing(self.chosen),
+        )
 
     def describe_model(self, model: nn.Module, folder: Folder) -> None:
         assert isinstance(model, PaddedEncoder)
@@ -345,43 +356,63 @@ class TextTask(Task):
         for name, content in self.files_beside(model).items():
             (folder / name).write_bytes(content)
 
-    def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
-        # The model answers the examples as in `baretrain predict`.
-        predictor = Predictor(
-            str(export), self.data, run=(self.run_cfg, run), seq_len=self.run_cfg.seq_len
-        )
-        examples, target = self.tables.examples("validation"), self.featurizer.kind.target
-        rows = list(candidates(examples, most, target=target, labels=self.labels))
+    # ---- samples ---------------------------------------------------------------------------------------------------
+
+    def samples(self, export: Path, most: int) -> list[Sample]:
+        # The model answers as in `baretrain predict`, on the CPU: the run's backend still uses the devices.
+        rows = list(self.sampled_rows(most))
         if not rows:
             return []
-        predictor.load()  # on the CPU in float32: the run's backend still uses the devices
-        pairs = zip(rows, predictor.predict(rows, batch_size=8), strict=True)
-        return mixed([predictor.task.sample(*pair) for pair in pairs], most)
+        task = trained_task(str(export), self.run_cfg.seq_len)
+        answers = Predictor(task, self.data.lengths).predict(rows, batch_size=8)
+        return [task.sample(row, answer) for row, answer in zip(rows, answers, strict=True)]
+
+    def sampled_rows(self, most: int) -> Iterator[Entry]:
+        """Yield rows spread over the validation table: at most MOST_CHARS_READ characters."""
+        examples = self.tables.examples("validation")
+        num_chars = 0
+        for row in examples.select(spread(len(examples), most)):
+            chars = sum(len(str(value)) for value in row.values())
+            if num_chars + chars <= MOST_CHARS_READ:
+                num_chars += chars
+                yield self.named_row(row)
+
+    def sample(self, row: Entry, prediction: Entry) -> Sample:
+        """Return a sample for the report from a row, whose right answer must be known, and its prediction."""
+        first, *others = spec_of(self.cfg).inputs
+        text = row[first] if isinstance(row[first], str) else " ".join(row[first])
+        context = " ".join(row.get(name) or "" for name in others)
+        truth = self.in_words(row, row[self.featurizer.kind.target])
+        given = self.in_words(row, prediction["prediction"])
+        probability = prediction.get("probabilities", {}).get(given)
+        score = 1.0 if truth == given else 0.0
+        answer = Answer(excerpt(truth), [Guess(excerpt(given), probability)], score)
+        return Sample(excerpt(text), [answer], excerpt(context))
 
 
 def shares(facts: Mapping[str, Any]) -> dict[str, float]:
     """Return padding and counts of a split, as shares of its examples or tokens."""
     notes = dict(facts["notes"])
-    tokens = {
+    totals = {
         "unknown_tokens": notes.pop("text_tokens", 0),
         "tokens_cut": facts["tokens"] + notes.get("tokens_cut", 0),
     }
-    of = {name: tokens.get(name, facts["examples"]) or 1 for name in notes}
-    return {"padding_share": facts["padding_share"]} | {
-        f"{name}_share": n / of[name] for name, n in notes.items()
-    }
+    result = {"padding_share": facts["padding_share"]}
+    for name, number in notes.items():
+        total = totals.get(name, facts["examples"])
+        result[f"{name}_share"] = number / (total or 1)
+    return result
 
 
 def remarks(tokenizer: PreTrainedTokenizerFast, facts: Facts) -> Iterator[str]:
     """Yield remarks on how well the tokenizer reads the texts. Raises InputError if it cannot read them."""
-    if capitals := unused_capitals(tokenizer):
-        yield f"warning: tokenizer {tokenizer.name_or_path} {capitals}"
+    name = tokenizer.name_or_path
     for split, entry in facts["splits"].items():
-        unknown, tokens = (
-            entry["notes"].get(name, 0) for name in ("unknown_tokens", "text_tokens")
-        )
+        notes = entry["notes"]
         yield unknown_share(
-            unknown, tokens, f"{split}: tokenizer {tokenizer.name_or_path} reads the texts"
+            notes.get("unknown_tokens", 0),
+            notes.get("text_tokens", 0),
+            f"{split}: tokenizer {name} reads the texts",
         )
 
 
@@ -395,39 +426,7 @@ def drawn(features: Dataset, most: int, seed: int, split: int) -> np.ndarray:
     # At least one example is drawn, even if it alone has more than `most` rows. `split` is the index of the split.
     owners = column(features, "row")
     examples, owner_of, counts = np.unique(owners, return_inverse=True, return_counts=True)
-    order = np.argsort(
-        hash_uniform(seed, EVAL_STREAM, split, np.arange(len(examples))), kind="stable"
-    )
+    numbers = hash_uniform(seed, EVAL_STREAM, split, np.arange(len(examples)))
+    order = np.argsort(numbers, kind="stable")
     num_drawn = int(np.searchsorted(counts[order].cumsum(), most, side="right"))
     return np.flatnonzero(np.isin(owner_of, order[: max(1, num_drawn)]))
-
-
-# ---- which validation examples become samples ----------------------------------------------------------------------
-
-
-def candidates(
-    examples: Dataset, most: int, *, target: str, labels: Sequence[str]
-) -> Iterator[dict[str, Any]]:
-    """Yield rows spread over the table, in the form that `read_texts` returns: at most MOST_CHARS_READ characters."""
-    num_chars = 0
-    for row in examples.select(spread(len(examples), CANDIDATES * most)):
-        chars = sum(len(str(value)) for value in row.values() if isinstance(value, str | list))
-        if num_chars + chars <= MOST_CHARS_READ:
-            num_chars += chars
-            value = row[target]
-            if labels:
-                value = (
-                    [labels[each] for each in value] if isinstance(value, list) else labels[value]
-                )
-            yield {**row, target: value}
-
-
-def mixed(answered: Sequence[Sample], most: int) -> list[Sample]:
-    """Return at most `most` samples in order, half of them with wrong answers if there are enough of each kind."""
-    is_right = np.array([sample.answers[0].score == 1 for sample in answered], bool)
-    num_wrong = min((~is_right).sum(), max(most // 2, most - is_right.sum()))
-    chosen = [
-        *np.flatnonzero(~is_right)[:num_wrong],
-        *np.flatnonzero(is_right)[: most - num_wrong],
-    ]
-    return [answered[number] for number in sorted(chosen)]

@@ -5,8 +5,7 @@ Rows come from `train.data.records.raw.read_texts`. Prediction runs in one proce
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,84 +14,88 @@ import numpy as np
 import torch
 from datasets import Dataset, Features, concatenate_datasets
 
-from train.config import ModelConfig, RecordsConfig, TaskConfig, TrainConfig, check, shortlist
+from train.config import ModelConfig, TaskConfig, check
 from train.data.batches.buckets import BUCKET_SHIFT
-from train.data.records.table_facts import column, cut_words
 from train.models.heads import logits_of
-from train.tasks import TASKS, class_of, spec_of
-from train.tasks.state import NAME, read_state
+from train.tasks.state import read_state
+from train.tasks.table import TASKS, class_of, spec_of
 from train.tasks.texts import Sizes, eager_step
 
 if TYPE_CHECKING:
-    from train.storage.folders import Folder
+    from transformers import PreTrainedConfig
+
     from train.tasks.finetune import TextTask
 
-# rows; until tokens are in an Arrow table, they use ten times as much memory
+# Rows; until tokens are in an Arrow table, they use ten times as much memory.
 TOKENISED_TOGETHER = 500
 CPU = torch.device("cpu")
 
 
+def trained_task(source: str, seq_len: int | None, cfg: TaskConfig | None = None) -> TextTask:
+    """Return the task of a trained model, without loading its weights. Raises InputError if no task suits the model.
+
+    `source` is a folder in the format of transformers, or a Hub id. If `cfg` is None, the settings are those that the
+    export of a run has, or else the defaults of a task with the model's head. If `seq_len` is None, it is that of
+    training, or else the model's limit.
+    """
+    state = read_state(source)
+    if state is not None:
+        cfg = cfg or state.config
+        seq_len = seq_len or state.seq_len
+    sizes = Sizes.read(ModelConfig(pretrained=source, tokenizer=source), seq_len)
+    if cfg is None:
+        cfg = default_task(source, sizes.config)
+    spec = spec_of(cfg)
+    names = ", ".join(sizes.config.architectures)
+    check(spec.head in names, f"{source}: the task is {cfg.kind}, but the model is a {names}")
+    task: TextTask = class_of(spec)(cfg, sizes)
+    task.labels = task.labels_of(source, sizes.config)
+    task.featurizer.labels = task.labels
+    return task
+
+
+def default_task(source: str, config: PreTrainedConfig) -> TaskConfig:
+    """Return the default settings of a task for a model without a run: the first task in TASKS that has its head.
+
+    Tasks with the model's problem type are preferred. Raises InputError if no task has the head.
+    """
+    names = ", ".join(config.architectures or ["none"])
+    problem_type = getattr(config, "problem_type", None)
+    if problem_type is None and config.num_labels == 1:
+        problem_type = "regression"  # transformers assumes this for one output
+    specs = [spec for spec in TASKS.values() if spec.inputs]
+    fitting = [spec for spec in specs if spec.head in names]
+    heads = ", ".join(dict.fromkeys(spec.head for spec in specs))
+    check(
+        bool(fitting),
+        f"{source} has no head for predictions (its config.json has the architecture {names}); give a model with one "
+        f"of: {heads}",
+    )
+    fitting.sort(key=lambda spec: spec.problem_type != problem_type)
+    return fitting[0].settings()
+
+
 class Predictor:
-    """A trained model with a head, and its task."""
+    """A trained model with a head, ready to answer rows."""
 
     def __init__(
         self,
-        source: str,
-        data: RecordsConfig,
+        task: TextTask,
+        lengths: Any = "auto",
         *,
-        run: tuple[TrainConfig, Folder] | None,
-        seq_len: int | None,
-    ) -> None:
-        """Read all but the weights. Raises InputError if no task suits the model.
-
-        `source` is a folder in the format of transformers, or a Hub id. `data` says how rows are read. `run` is the
-        run that trained the model, if any. If `seq_len` is None, it is that of training, or else the model's limit.
-        """
-        self.source, self.data, self.run = source, data, run
-        task, state = None, read_state(source)
-        if state is not None:
-            task, seq_len = state.config, seq_len or state.seq_len
-        check(
-            state is not None or run is None,
-            f"{source} has no {NAME}: an earlier version wrote it; export it again",
-        )
-        sizes = Sizes.read(ModelConfig(pretrained=source, tokenizer=source), seq_len)
-        names = ", ".join(sizes.config.architectures or ["none"])
-        # transformers assumes this for one output
-        only_number = "regression" if sizes.config.num_labels == 1 else None
-        task = task or default_task(
-            source, names, getattr(sizes.config, "problem_type", None) or only_number
-        )
-        self.spec = spec = spec_of(task)
-        check(spec.head in names, f"{source}: the task is {task.kind}, but the model is a {names}")
-        self.task: TextTask = class_of(spec)(task, sizes)
-        self.task.labels = self.task.featurizer.labels = self.task.labels_of(source, sizes.config)
-        self.num_rows, self.has_target = 0, False
-        # tokens read; counts of truncated rows and cut tokens
-        self.num_tokens, self.cut = (
-            0,
-            Counter[str](),
-        )
-        self.known: list[tuple[Any, Any]] = []  # right and predicted answers
-
-    def load(
-        self,
-        options: Mapping[str, Any] | None = None,
         device: torch.device = CPU,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """Read the weights. `options` are the values of the flags in the task's TaskSpec.options."""
-        task, seq_len = self.task, self.task.sizes.seq_len
-        task.use(self.data, options or dict.fromkeys(self.spec.options))
+        """Read the weights. `lengths` is data.lengths of the run that trained the model."""
+        self.task, self.device, self.autocast = task, device, autocast
         model = task.build_model()
+        source = task.sizes.model.pretrained
         new = ", ".join(sorted(model.new)[:3])
-        check(not model.new, f"{self.source} has no weights for {new}: its head was not trained")
-        self.model, self.device, self.autocast = model.to(device).eval(), device, autocast
-        step = eager_step(seq_len)
-        shorter = range(-(-min(task.shortest, seq_len) // step) * step, seq_len, step)
-        task.sizes = replace(
-            task.sizes, lengths=(*(() if task.sizes.has_one_length else shorter), seq_len)
-        )
+        check(not model.new, f"{source} has no weights for {new}: its head was not trained")
+        self.model = model.to(device).eval()
+        # The shortest length may limit what an answer is computed from, so it is not above that of the run.
+        task.shortest = min([task.shortest, *([] if lengths == "auto" else lengths)])
+        task.sizes = replace(task.sizes, lengths=lengths_of(task))
 
     def predict(
         self,
@@ -104,27 +107,27 @@ class Predictor:
         """Return the model's answer to each row, in order. `on_batch` is called with each batch's sequence count."""
         features, tokens_cut = self.features(rows)
         statistics = self.statistics(features, batch_size, on_batch)
+        source = self.task.sizes.model.pretrained
         check(
             bool(np.isfinite(statistics).all()),
-            f"{self.source} computes NaN: its weights are damaged",
+            f"{source} computes NaN: its weights are damaged",
         )
         answers = list(self.task.predictions(rows, features, statistics))
-        pairs = (self.task.known(row, answer) for row, answer in zip(rows, answers, strict=True))
-        self.known += [pair for pair in pairs if pair is not None]
-        self.num_rows += len(rows)
-        self.has_target |= any(self.task.featurizer.kind.target in row for row in rows)
-        self.num_tokens += int(column(features, "length").sum())
-        self.cut.update(truncated=int((tokens_cut > 0).sum()), tokens_cut=int(tokens_cut.sum()))
-        lost = zip(answers, tokens_cut.tolist(), strict=True)
-        return [{**answer, "tokens_cut": tokens} if tokens else answer for answer, tokens in lost]
+        for answer, tokens in zip(answers, tokens_cut.tolist(), strict=True):
+            if tokens:
+                answer["tokens_cut"] = tokens
+        return answers
 
     def features(self, rows: list[dict[str, Any]]) -> tuple[Dataset, np.ndarray]:
         """Return the features of rows, and the number of tokens cut from each row, [rows]."""
-        featurizer, parts, tokens_cut = self.task.featurizer, [], []
+        featurizer = self.task.featurizer
+        names = [name for name in spec_of(self.task.cfg).inputs if name in rows[0]]
+        parts, tokens_cut = [], []
         for first in range(0, len(rows), TOKENISED_TOGETHER):
             part = rows[first : first + TOKENISED_TOGETHER]
-            texts = {key: [row[key] for row in part] for key in self.spec.inputs if key in part[0]}
-            columns = featurizer.features(texts, [*range(first, first + len(part))], split="new")
+            texts = {name: [row[name] for row in part] for name in names}
+            indices = list(range(first, first + len(part)))
+            columns = featurizer.features(texts, indices, split="new")
             parts.append(Dataset.from_dict(columns, features=Features(featurizer.types)))
             tokens_cut.append(featurizer.tokens_cut)
         return concatenate_datasets(parts), np.concatenate(tokens_cut)
@@ -153,37 +156,12 @@ class Predictor:
         result[order] = gathered
         return result
 
-    def cut_rows(self) -> str:
-        """Return a line on the rows that were truncated so far; "" if there are none."""
-        seq_len = self.task.sizes.seq_len
-        return cut_words(
-            rows=self.num_rows, tokens=self.num_tokens, notes=self.cut, seq_len=seq_len
-        )
 
-    def metrics(self) -> str:
-        """Return a line with the metrics of all rows so far that have a right answer; "" if there are none."""
-        if self.known:
-            values = self.task.score(*zip(*self.known, strict=True))
-            numbers = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
-            return f"{numbers} on the {len(self.known):,} rows with a known answer (of {self.num_rows:,})"
-        labels = self.task.labels
-        if not (self.has_target and labels):
-            return ""
-        return f"no row has a label that the model knows: {shortlist(labels)}"
-
-
-def default_task(source: str, architectures: str, problem_type: str | None) -> TaskConfig:
-    """Return the default settings of a task for a model without a run: the first task in TASKS that has its head.
-
-    Tasks with the model's problem type are preferred. Raises InputError if no task has the head.
-    """
-    specs = [spec for spec in TASKS.values() if spec.inputs]
-    fitting = [spec for spec in specs if spec.head in architectures]
-    fitting.sort(key=lambda spec: spec.problem_type != problem_type)
-    heads = ", ".join(dict.fromkeys(spec.head for spec in specs))
-    check(
-        bool(fitting),
-        f"{source} has no head for predictions (its config.json has the architecture {architectures}); give a model "
-        f"with one of: {heads}",
-    )
-    return fitting[0].settings()
+def lengths_of(task: TextTask) -> tuple[int, ...]:
+    """Return the lengths in tokens to which rows to predict are padded."""
+    seq_len = task.sizes.seq_len
+    if task.sizes.has_one_length:
+        return (seq_len,)
+    step = eager_step(seq_len)
+    shortest = -(-min(task.shortest, seq_len) // step) * step
+    return (*range(shortest, seq_len, step), seq_len)

@@ -38,7 +38,7 @@ class Metric:
     @property
     def sign(self) -> int:
         """Return 1 if higher values are better, -1 if lower values are, 0 if this is unknown."""
-        return 0 if self.higher_is_better is None else 1 if self.higher_is_better else -1
+        return {True: 1, False: -1, None: 0}[self.higher_is_better]
 
     @property
     def title(self) -> str:
@@ -52,69 +52,57 @@ LOSS = Metric("loss", higher_is_better=False, is_shown_beside=False)
 class TaskSpec:
     """A task's entry in `train.tasks.TASKS`, which can be read without torch."""
 
-    # the class of its settings; `learns_from` says which data the task reads
+    # The class of its settings; `learns_from` says which data the task reads.
     settings: type[TaskConfig]
-    module: (
-        str  # the module that imports torch and whose TASK is the task's class; or module:Class
-    )
-    # transformers loads an export as AutoModelFor<head>
+    # The task's class, as module:Class; it needs torch.
+    module: str
+    # transformers loads an export as AutoModelFor<head>.
     head: str
-    # transformers' name, for a SequenceClassification head
+    # transformers' name of the objective, for a SequenceClassification head.
     problem_type: str = "single_label_classification"
-    # of evaluations; a report's headline is the first one that the run has
+    # The metrics of evaluations; a report's headline is the first one that the run has.
     metrics: tuple[Metric, ...]
 
     # The following fields are for model cards.
-    # transformers' pipeline that runs an export
+    # transformers' pipeline that runs an export.
     pipeline: str
-    # what the model does; {labels} is the number of labels, {names} their names
+    # A sentence on what the model does; {labels} is the number of labels, {names} their names.
     sentence: str
-    # the arguments of the pipeline, as Python code
+    # The arguments of the pipeline, as Python code.
     example: str
-    # Python code that runs an export {model}, if transformers has no such pipeline
+    # Python code that runs an export {model}, if transformers has no such pipeline.
     code: str = ""
-    # what a caller of the pipeline or the code must do to get the answers of baretrain predict
+    # A sentence on what a caller must do to get the answers of `baretrain predict`.
     note: str = ""
-    # names and keys of task settings that the card lists
+    # The names and keys of task settings that the card lists.
     card_settings: tuple[tuple[str, str], ...] = ()
 
     # The following fields are for `baretrain predict`, whose rows have the same columns as the run's data.
-    # the words after the model's name in a message, such as "labels texts"
-    does: str = ""
-    # fields of ColumnsConfig that the model reads, and the help texts of their flags; empty: baretrain predict does not
-    # support the task
+    # Fields of ColumnsConfig that the model reads, with the help texts of their flags; {}: it cannot predict.
     inputs: Mapping[str, str] = field(default_factory=dict)
-    # inputs that only some models read; a run's settings say whether its model does
+    # The inputs that only some models read.
     optional: tuple[str, ...] = ()
-    # further flags, with numbers as values, and help texts
-    options: Mapping[str, str] = field(default_factory=dict)
 
 
 class Task(ABC):
     """The task of a run: its batches, the loss as a sum, and the metrics of an evaluation."""
 
-    # training examples in each shard; data without shards counts as one shard
+    # The training examples in each shard; data without shards counts as one shard.
     shard_rows: Sequence[int]
-    # the sum of shard_rows
-    train_rows: int
+    train_rows: int  # the sum of shard_rows
     eval_rows: int
-    # length of the longest batches, in tokens
-    seq_len: int
-    # the lengths of batches in tokens, ascending; None: seq_len is the only one
+    seq_len: int  # length of the longest batches, in tokens
+    # The lengths of batches in tokens, ascending; None: seq_len is the only one.
     lengths: Sequence[int] | None = None
-    # assigns a length to each example, if there are several lengths
+    # The lengths by example, if there are several.
     buckets: Buckets | None = None
-    # the names of eval_metrics; "loss" is among them
-    metrics: tuple[str, ...]
-    # identifies the training data; a checkpoint resumes only on the same data
-    data_id: str
-    # facts about the data, for metrics and report
-    facts: dict[str, float]
-    # remarks on the data, for the log
-    remarks: Sequence[str] = ()
-    # settings that the evaluation of the weights to be exported has chosen
+    metrics: tuple[str, ...]  # the names of eval_metrics; "loss" is among them
+    data_id: str  # identifies the training data; a checkpoint resumes only on the same data
+    facts: dict[str, float]  # facts about the data, for metrics and report
+    remarks: Sequence[str] = ()  # remarks on the data, for the log
+    # The settings that the evaluation of the weights to be exported has chosen.
     chosen: Mapping[str, Any] = {}
-    # details of the data, for run_dir/data.json; empty: the file is not written
+    # Details of the data, for run_dir/data.json; empty: the file is not written.
     details: dict[str, Any] = {}
 
     @classmethod
@@ -200,6 +188,6 @@ class Task(ABC):
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write the model and its tokenizer, for transformers' from_pretrained(folder)."""
 
-    def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
+    def samples(self, export: Path, most: int) -> list[Sample]:
         """Return up to `most` validation examples with the exported model's answers. Only rank 0 calls this."""
         return []

@@ -20,7 +20,7 @@ from train.storage.folders import canonical_json
 from train.storage.foreign import read_whole
 from train.storage.hub_access import asking_hub, fetched
 from train.storage.schema import read_object, record, shown
-from train.tasks import TASKS
+from train.tasks.table import TASKS
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
@@ -84,7 +84,9 @@ def read_state(source: str) -> TaskState | None:
             path = fetched(source, ("config.json", NAME)) / NAME
     except BAD_FILES as error:
         raise InputError(unavailable(source, error)) from error
-    return TaskState.from_json(read_whole(path, path.parent), str(path)) if path.exists() else None
+    if not path.exists():
+        return None
+    return TaskState.from_json(read_whole(path, path.parent), str(path))
 
 
 def files_beside(tokenizer: Path, *, inputs: Sequence[str], state: TaskState) -> dict[str, bytes]:

@@ -14,7 +14,7 @@ from train.checkpoints.manifest import Damaged, Manifest, chosen_at, step_name
 from train.checkpoints.retention import ALWAYS_VALID, best, retention
 from train.checkpoints.store import Store
 from train.config import InputError, S3Config, check, shortlist
-from train.machine import machine
+from train.machine import host
 from train.machine.console import say
 from train.run.command import (
     DONE,
@@ -40,7 +40,7 @@ def opened(folder: Folder, cache_dir: str | None) -> Iterator[Store]:
     if isinstance(folder, LocalFolder):
         yield open_store(folder, folder.path)
         return
-    cache = make_folder(local_path(cache_dir) if cache_dir else machine.cache_root())
+    cache = make_folder(local_path(cache_dir) if cache_dir else host.cache_root())
     with tempfile.TemporaryDirectory(
         prefix="checkpoints-", dir=cache, ignore_cleanup_errors=True
     ) as scratch:

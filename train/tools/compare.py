@@ -5,14 +5,27 @@ from __future__ import annotations
 import functools
 import os
 import re
+import shlex
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from subprocess import Popen
+from types import FrameType
+from typing import NamedTuple
 
-from train.config import check
+from train.config import InputError, TrainConfig, check, to_dict
 from train.config.train import TOLERANCE, CompareConfig
+from train.machine import processes
 from train.machine.console import say
 from train.observe.report.texts import printable
+from train.run import compose as cli
 from train.run.command import DONE, FAILED, STOPPED
+from train.run_folder.outcome import read_outcome
+from train.storage import imported
+from train.storage.folders import canonical_json, open_folder
+from train.storage.schema import BadContent, FileName, read_yaml
+from train.tasks import build_task
 from train.tools.report import check_output, write_report
 from train.tools.report import main as report
 
@@ -25,33 +38,38 @@ EXAMPLES = (
     "experiment=demo run_dir=runs/sizes 'compare.run=[none,wide]' 'compare.variants={wide: model.hidden_size=512}'",
     "runs/native s3://bucket/runs/compiled --tolerance 0.02 --output reports/compiled",
 )
-USED: tuple[str, ...] = (
+USED = (
     "run_dir",
     "data.path",
     "compare.run",
     "compare.variants",
     "compare.ranks",
+    "max_steps",
+    "max_epochs",
+    "micro_batch_size",
+    "seq_len",
 )
-USED += ("max_steps", "max_epochs", "micro_batch_size", "seq_len")
+
+
+class Variant(NamedTuple):
+    name: str
+    location: str  # run folder
+    overrides: list[str]
+    cfg: TrainConfig  # configuration with these overrides
 
 
 def main(arguments: Sequence[str]) -> int:
     given = [each for each in arguments if SETTING.fullmatch(each)]
     if not given and not {"--cfg", "--help", "-h"} & set(arguments):
         return report(arguments)
-    from train.run import compose as cli
-
     cli.add_schema(CompareConfig, "compare", [])
     parser = cli.settings_parser("compare", CompareConfig, PURPOSE, examples=EXAMPLES, keys=USED)
-    return cli.run(
-        CompareConfig, functools.partial(run_variants, given), parser, arguments=arguments
-    )
+    run = functools.partial(run_variants, given)
+    return cli.run(CompareConfig, run, parser, arguments=arguments)
 
 
 def run_variants(given: Sequence[str], cfg: CompareConfig) -> int:
     """Run the variants that are not done, write the report, and return the exit code."""
-    from train.tools.variants import Runner, check_tasks, make_variants
-
     check(
         "LOCAL_RANK" not in os.environ,
         "compare starts the ranks itself (compare.ranks); run it without torchrun",
@@ -62,22 +80,133 @@ def run_variants(given: Sequence[str], cfg: CompareConfig) -> int:
         len(variants) > 1,
         "there is only one variant: name two or more in compare.run, the baseline first",
     )
-    check_tasks(variants)
-    with Runner(cfg.compare) as runner:
-        endings = {variant.name: runner.run(variant) for variant in variants}
-    if any(ending.outcome == "stopped" for ending in endings.values()):
-        say("stopped; the same command resumes", file=sys.stderr)
-        return STOPPED
-    done = [variant.location for variant in variants if endings[variant.name].outcome == "done"]
-    failed = {
-        name: ending.reason for name, ending in endings.items() if ending.outcome == "failed"
-    }
+    for variant in variants:
+        if not is_done(variant):
+            with named(variant.name):
+                build_task(variant.cfg)  # opens its files, and prepares labelled data
+    failed = {}
+    with Runner(cfg.compare.ranks) as runner:
+        for variant in variants:
+            reason = runner.run(variant)
+            if runner.is_asked_to_stop:
+                say("stopped; the same command resumes", file=sys.stderr)
+                return STOPPED
+            if reason:
+                failed[variant.name] = printable(reason)
+    done = [variant.location for variant in variants if variant.name not in failed]
     if done:
         missing = [
-            f"{name} is missing here because it failed: {printable(reason)}"
+            f"{name} is missing here because it failed: {reason}"
             for name, reason in failed.items()
         ]
         write_report(done, cfg.s3, output=None, tolerance=TOLERANCE, failed=missing)
     for name, reason in failed.items():
         say(f"error: {name}: {reason}", file=sys.stderr)
     return FAILED if failed else DONE
+
+
+# ---- variants ------------------------------------------------------------------------------------------------------
+
+
+def make_variants(cfg: CompareConfig, given: Sequence[str]) -> list[Variant]:
+    """Return the runs of a comparison, the baseline first. `given` are the overrides from which `cfg` was composed."""
+    common = [override for override in given if not re.match(r"compare[.=]", override)]
+    made = {}
+    for name in {*cfg.compare.names, *cfg.compare.added}:
+        with named(name):
+            made[name] = make_variant(cfg, common, FileName(name))
+    return [made[name] for name in cfg.compare.names]
+
+
+def make_variant(cfg: CompareConfig, common: Sequence[str], name: str) -> Variant:
+    location = f"{cfg.run_dir.rstrip('/')}/{name}"
+    text = cfg.compare.variants[name]
+    try:
+        own = shlex.split(text)
+    except ValueError as error:
+        raise InputError(f"{text}: {error}") from error
+    for setting in own:
+        is_plain = "=" in setting and not setting.startswith("run_dir=")
+        check(is_plain, f"{setting} must be a key=value setting, and not run_dir")
+    own.append(f"run_dir={cli.quoted(location)}")
+    keys = tuple(f"{override.partition('=')[0]}=" for override in own)
+    overrides = [override for override in common if not override.startswith(keys)] + own
+    cli.check_typed(TrainConfig, own)
+    return Variant(name, location, overrides, cli.load_config(TrainConfig, overrides))
+
+
+def is_done(variant: Variant) -> bool:
+    """Return whether the run is done with exactly these settings. If they differ, the run itself decides what to do."""
+    folder = open_folder(variant.location, variant.cfg.s3)
+    if read_outcome(folder).get("outcome") != "done":
+        return False
+    with suppress(FileNotFoundError, BadContent, TypeError):  # TypeError: it is not a mapping
+        there = {**read_yaml(folder.read("config.yaml")), "run_dir": None}
+        here = {**to_dict(variant.cfg), "run_dir": None}
+        return canonical_json(there) == canonical_json(here)
+    return False
+
+
+@contextmanager
+def named(variant: str) -> Iterator[None]:
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"variant {variant}: {error}") from error
+
+
+# ---- running them --------------------------------------------------------------------------------------------------
+
+
+class Runner:
+    """A context that runs variants and forwards signals to the running one. After a signal, it starts no others."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.process: Popen[bytes] | None = None
+        self.is_asked_to_stop = False
+
+    def __enter__(self) -> Runner:
+        self.before = {}
+        for number in processes.FORWARDED:
+            # A signal that this process ignores, such as SIGHUP under nohup, must remain ignored.
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self.before[number] = signal.signal(number, self.handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def handle(self, number: int, _frame: FrameType | None) -> None:
+        self.is_asked_to_stop = True
+        # after Ctrl-C, the run gets two signals; it ignores the second
+        if self.process is not None:
+            self.process.send_signal(number)
+
+    def run(self, variant: Variant) -> str:
+        """Run or resume a variant unless it is done. Return why it failed; "" if it is done or was stopped."""
+        if is_done(variant):
+            say(f"{variant.name}: {variant.location} is done")
+            return ""
+        command = [sys.executable]
+        if self.num_ranks > 1:
+            command += ["-m", "train.machine.local_torchrun", f"--nproc-per-node={self.num_ranks}"]
+        command += ["-m", "train", *imported.flags(), *variant.overrides]
+        folder = open_folder(variant.location, variant.cfg.s3)
+        before = read_outcome(folder)
+        say(f"{variant.name}: python {shlex.join(command[1:])}")
+        self.process = processes.start(command, env=os.environ)
+        if self.is_asked_to_stop:  # the signal came before the process existed
+            self.process.terminate()
+        code = processes.exit_code(self.process)
+        self.process = None
+        if code == DONE:
+            return ""
+        outcome = read_outcome(folder)
+        if outcome == before:  # the run ended without writing an outcome
+            outcome = {}
+        # A notice that stops one run, such as one that EC2 takes the machine back, also stops the other variants.
+        if code == STOPPED or outcome.get("outcome") == "stopped":
+            self.is_asked_to_stop = True
+        return str(outcome.get("reason") or f"exit code {code}")

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from train.config import Plan, RecordsConfig, TrainConfig, check, make_plan, plural
 from train.data.records.table_facts import MOST_GRAPHS
-from train.machine import machine
+from train.machine import host, neuron
 from train.machine.console import say
 from train.machine.launched import Launched, check_launch
 from train.machine.versions import read_versions
@@ -135,12 +135,12 @@ def build_short_run(
     cli.check_typed(TrainConfig, options.overrides)
     cfg = cli.load_config(TrainConfig, options.overrides)
     native = cfg.backend.name == "neuron" or (
-        cfg.backend.name == "auto" and machine.is_native(cfg.instance.name)
+        cfg.backend.name == "auto" and neuron.is_native(cfg.instance.name)
     )
     check(
         not native,
         "native PyTorch (trn2, trn3) compiles operators while it runs, so there are no graphs to compile before a run; "
-        f"{machine.NATIVE_CACHE} names the folder of the compiled operators",
+        f"{neuron.NATIVE_CACHE} names the folder of the compiled operators",
     )
     check(
         cfg.backend.compile in ("none", "auto"),
@@ -167,7 +167,7 @@ def build_short_run(
     # The data is not opened here: assume more rows than any plan needs.
     plan = make_plan(cfg, world_size=world, rows=2**62, seq_len=cfg.seq_len)
     added = environment(environ)
-    cache, fault = machine.cache_location(environ), machine.cache_fault(environ)
+    cache, fault = neuron.cache_location(environ), neuron.cache_fault(environ)
     check(fault is None, fault or "")
     # Neuron's default folder may belong to another user.
     added["NEURON_COMPILE_CACHE_URL"] = cache
@@ -233,7 +233,7 @@ def find_machines(
         task == "0",
         f"this is Slurm task {task} of its machine; start only one: srun --ntasks-per-node=1",
     )
-    master = options.master_addr or machine.first_slurm_host(environ)
+    master = options.master_addr or host.first_slurm_host(environ)
     check(master is not None, f"{count} machines: give --master-addr, the host name of machine 0")
     flags = [
         "torch.distributed.run",
@@ -247,9 +247,9 @@ def find_machines(
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that the tool needs and the user has not set. Compiler flags are appended to the user's.
 
-    The backend sets the other variables of machine.neuron_environment, in the short run as in the real one.
+    The backend sets the other variables of neuron.neuron_environment, in the short run as in the real one.
     """
-    flags = machine.neuron_environment(environ, nodes=1, stochastic_rounding=False)[
+    flags = neuron.neuron_environment(environ, nodes=1, stochastic_rounding=False)[
         "NEURON_CC_FLAGS"
     ]
     wanted = {
@@ -279,7 +279,7 @@ def describe(short_run: ShortRun) -> None:
 
 def precompile(short_run: ShortRun, environ: dict[str, str]) -> int:
     # The tool silently skips locked graphs.
-    if locked := machine.cached_graphs(short_run.cache, "*.lock"):
+    if locked := neuron.cached_graphs(short_run.cache, "*.lock"):
         say(f"{short_run.cache} holds {len(locked)} locks: {CLEAR_LOCKS}")
     say("compiling takes minutes per graph; ignore the losses and figures below")
     began_s = time.monotonic()
@@ -298,7 +298,7 @@ def precompile(short_run: ShortRun, environ: dict[str, str]) -> int:
         return fail(f"{count}:\n  {names}", short_run)
     if graphs:
         say(f"{plural(len(graphs), 'graph')} compiled {took}")
-    elif machine.cached_graphs(short_run.cache) == set():
+    elif neuron.cached_graphs(short_run.cache) == set():
         return fail(
             "the short run succeeded, but no graph was collected; does this backend use Trainium?",
             short_run,

@@ -26,17 +26,11 @@ NO_RUN = [
     "micro_batch_size=1",
 ]
 SHOWN_CLASSES = 50
-
-
-USED: tuple[str, ...] = (
-    "data.path",
-    "data.format",
-    "data.train",
-    "data.validation",
-    "data.validation_fraction",
+USED = (
+    *("data.path", "data.format", "data.train", "data.validation", "data.validation_fraction"),
+    *("data.labels", "data.label_map", "data.max_bad_rows", "data.lengths", "data.delimiter"),
+    *("seq_len", "model.pretrained", "model.init_from", "model.tokenizer"),
 )
-USED += ("data.labels", "data.label_map", "data.max_bad_rows", "data.lengths", "data.delimiter")
-USED += ("seq_len", "model.pretrained", "model.init_from", "model.tokenizer")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -75,29 +69,26 @@ def show(cfg: TrainConfig) -> int:
 
 def description(tables: Tables, lengths: Sequence[int]) -> Iterator[str]:
     """Yield lines about the folder and each split. `lengths` are the numbers of tokens to which batches are padded."""
-    seq_len, at_most = tables.facts["settings"]["seq_len"], " or ".join(map(str, lengths))
-    yield f"{tables.folder}: id {tables.id[:12]}, {tables.facts['kind']}, at most {seq_len} tokens"
+    kind, seq_len = tables.facts["kind"], tables.facts["settings"]["seq_len"]
+    yield f"{tables.folder}: id {tables.id[:12]}, {kind}, at most {seq_len} tokens"
     for split, facts in tables.facts["splits"].items():
         yield f"{split}: {facts['examples']:,} examples, {facts['rows']:,} rows of tokens"
-        if facts["label_counts"]:
-            total = sum(facts["label_counts"].values())
-            counts = [
-                f"{label} {n:,} ({n / total:.1%})" for label, n in facts["label_counts"].items()
-            ]
+        total = sum(facts["label_counts"].values())
+        counts = [f"{name} {n:,} ({n / total:.1%})" for name, n in facts["label_counts"].items()]
+        if counts:
             yield f"  classes   {shortlist(counts, SHOWN_CLASSES)}"
-        yield f"  tokens    {', '.join(f'{name} {n:,}' for name, n in facts['length_quantiles'].items())}"
-        cut = cut_words(
-            rows=facts["rows"], tokens=facts["tokens"], notes=facts["notes"], seq_len=seq_len
-        )
+        quantiles = [f"{name} {n:,}" for name, n in facts["length_quantiles"].items()]
+        yield f"  tokens    {', '.join(quantiles)}"
+        rows, tokens, notes = facts["rows"], facts["tokens"], facts["notes"]
+        cut = cut_words(rows=rows, tokens=tokens, notes=notes, seq_len=seq_len)
         yield f"  cut       {cut or 'no rows'}"
-        for name, number in facts["notes"].items():
+        for name, number in notes.items():
             if name not in ("truncated", "tokens_cut"):
                 yield f"  {name.replace('_', ' ')}: {number:,.10g}"
-        yield f"  padding   {padding_share(tables.lengths(split), lengths):.1%} of batches padded to {at_most} tokens"
-        lines, rows = facts.get("read_lines", 0), facts.get("read_rows", 0)
-        if lines != rows:
-            hint = "if no text contains line breaks, set data.quote=null"
-            yield f"  lines     {lines:,}, but {rows:,} rows; {hint}"
+        share = padding_share(tables.lengths(split), lengths)
+        at_most = " or ".join(map(str, lengths))
+        yield f"  padding   {share:.1%} of batches padded to {at_most} tokens"
         if facts["bad_rows"] or facts["left_out"]:
-            yield f"  left out  {plural(facts['bad_rows'], 'bad row')}, {facts['left_out']:,} by data.label_map"
+            bad = plural(facts["bad_rows"], "bad row")
+            yield f"  left out  {bad}, {facts['left_out']:,} by data.label_map"
             yield from (f"    {example}" for example in facts["bad_examples"])

@@ -1,4 +1,4 @@
-"""The command `baretrain shards ls | verify | head | stats LOCATION`, which shows prepared data."""
+"""The command `baretrain shards ls | verify | head LOCATION`, which shows prepared data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from train.config import S3Config, ShardsConfig, check
 from train.data.batches.masking import IGNORE_INDEX, Masker
 from train.data.shards.format import SPLITS, TOKENIZER_FILE, DataManifest, Shard, read_manifest
 from train.data.shards.prepared import PreparedData
-from train.data.text.guessing import unigram_entropy
 from train.data.text.tokenizer import load_tokenizer
 from train.machine.console import say
 from train.machine.memory import usable_cpus
@@ -22,7 +21,6 @@ from train.storage.folders import open_folder, sha256_file
 
 MASK_RATE, MAX_NGRAM = 0.15, 3  # ALBERT's values, as in conf/task/mlm.yaml
 MOST_AT_ONCE = 8  # maximum number of shards that `verify` reads at the same time
-ROWS_AT_ONCE = 65536  # number of rows that `stats` holds in memory
 
 
 def list_shards(location: str, manifest: DataManifest) -> Iterator[str]:
@@ -70,8 +68,11 @@ def show_rows(data: PreparedData, split: str, number: int) -> Iterator[str]:
         special_ids=tuple(info.special_ids),
         vocab_size=info.vocab_size,
     )
-    rows = np.arange(min(number, manifest.rows(split)))
-    tokens = data.on_demand(split).rows(rows).tokens
+    shards = data.split(split)
+    rows = np.arange(min(number, len(shards)))
+    last = np.searchsorted(shards.first_rows, len(rows))
+    data.bring(shards.shards[:last])
+    tokens = shards.rows(rows).tokens
     masked = masker(tokens, np.zeros_like(rows), rows)
     for row in rows:
         predicted = masked.positions[row][masked.labels[row] != IGNORE_INDEX]
@@ -83,37 +84,10 @@ def show_rows(data: PreparedData, split: str, number: int) -> Iterator[str]:
         yield " ".join(pieces)
 
 
-def describe(data: PreparedData, split: str, number: int) -> Iterator[str]:
-    """Yield lines about lengths, the entropy of the token frequencies, and the `number` most frequent tokens."""
-    manifest, rows_of = data.manifest, data.on_demand(split)
-    total = len(rows_of)
-    check(total > 0, f"{data.cfg.path} has no {split} sequences")
-    counts = np.zeros(manifest.tokenizer.vocab_size, np.int64)
-    firsts, same = [], 0
-    for start in tqdm(
-        range(0, total, ROWS_AT_ONCE), unit_scale=ROWS_AT_ONCE, unit="sequences", disable=None
-    ):
-        rows = rows_of.rows(np.arange(start, min(start + ROWS_AT_ONCE, total)))
-        counts += np.bincount(rows.tokens.ravel(), minlength=len(counts))
-        firsts.append(rows.pivot)
-        same += int(rows.same_document.sum())
-    text = counts.copy()
-    text[manifest.tokenizer.special_ids] = 0
-    quantiles = np.quantile(np.concatenate(firsts), [0, 0.25, 0.5, 0.75, 1]).astype(int)
-    yield f"{split}: {total:,} sequences of {manifest.seq_len} tokens, {1 - text.sum() / counts.sum():.1%} are special"
-    yield f"first segment: {' / '.join(map(str, quantiles))} tokens (minimum, quartiles, maximum)"
-    yield f"sequences from one document: {same / total:.1%}"
-    entropy = unigram_entropy(counts, manifest.tokenizer)
-    yield f"{np.count_nonzero(text):,} of {len(counts):,} tokens occur, unigram entropy {entropy:.3f} nats"
-    tokenizer = load_tokenizer(str(data.folder / "tokenizer"))
-    for token in np.argsort(-text, kind="stable")[:number]:
-        yield f"{text[token]:12,}  {text[token] / text.sum():6.2%}  {tokenizer.convert_ids_to_tokens(int(token))}"
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = command_parser(
         "shards",
-        "Show prepared data, on disk or in S3: its files, checksums, sequences, or lengths and token frequencies.",
+        "Show prepared data, on disk or in S3: its files, checksums or sequences.",
         examples=(
             "ls data/mine",
             "verify s3://bucket/mine",
@@ -121,47 +95,32 @@ def main(arguments: Sequence[str]) -> int:
         ),
         exits={**EXITS, FAILED: "verify found damage, or S3 did not answer"},
     )
-    what = (
-        "list files; compare checksums; show sequences as text and as masked tokens; count tokens"
-    )
-    parser.add_argument("command", choices=("ls", "verify", "head", "stats"), help=what)
+    what = "list files; compare checksums; show sequences as text and as masked tokens"
+    parser.add_argument("command", choices=("ls", "verify", "head"), help=what)
     parser.add_argument(
         "location",
         metavar="LOCATION",
         help="the output of baretrain prepare: a folder or s3://bucket/prefix",
     )
     parser.add_argument(
-        "--split",
-        choices=SPLITS,
-        default="train",
-        help="split for head and stats (default: train)",
+        "--split", choices=SPLITS, default="train", help="for head (default: train)"
     )
-    parser.add_argument(
-        "-n",
-        type=int,
-        default=None,
-        help="sequences for head (default: 3) or tokens for stats (20)",
-    )
+    parser.add_argument("-n", type=int, default=3, help="sequences for head (default: 3)")
     add_s3_flags(parser)
     return run_flags(parser, arguments, look)
 
 
 def look(options: argparse.Namespace, s3: S3Config) -> int:
-    check(options.n is None or options.n > 0, f"-n {options.n} must be above 0")
+    check(options.n > 0, f"-n {options.n} must be above 0")
     if options.command == "ls":
         say(*list_shards(options.location, read_manifest(open_folder(options.location, s3))))
         return DONE
-    data = PreparedData(
-        ShardsConfig(path=options.location, cache_dir=options.cache_dir), s3, looks=False
-    )
+    cfg = ShardsConfig(path=options.location, cache_dir=options.cache_dir)
+    data = PreparedData(cfg, s3, looks=False)
     if options.command == "verify":
         faults = find_damage(data)
         say(*faults or [f"{options.location}: all {len(data.manifest.shards)} shards are valid"])
         return FAILED if faults else DONE
-    if options.command == "head":
-        lines = show_rows(data, options.split, options.n or 3)
-    else:
-        lines = describe(data, options.split, options.n or 20)
-    for line in lines:
+    for line in show_rows(data, options.split, options.n):
         say(line)
     return DONE

@@ -30,19 +30,15 @@ from train.machine.torchrun import leave_signals_to_the_parent
 from train.storage.atomic_io import free_bytes, warn_once
 
 Batch = dict[str, Any]
-# at most this many sequences and micro batches are drawn together
-MULTI_BATCH_ROWS, MULTI_BATCH = (
-    1024,
-    32,
-)
-# index of the random number that decides whether to swap; masking.py has the other indices
+MULTI_BATCH_ROWS = 1024  # at most this many sequences,
+MULTI_BATCH = 32  # and at most this many micro batches, are drawn together
+# The index of the random number that decides whether to swap; masking.py has the other indices.
 ORDER = 4
 SHARED_MEMORY = Path("/dev/shm")  # where loader processes put batches for their rank
 MOST_TMPDIR = 75  # bytes: sockets in it are named pymp-xxxxxxxx/listener-xxxxxxxx, and may have 107 bytes (unix(7))
 LARGER = "enlarge it (docker run --shm-size=8g), or lower data.num_workers, to 0 if necessary"
-# sequences checked at the start: at most 1 % of them may have nothing to predict
-CHECKED_ROWS = 1000
-# the epoch that seeds every evaluation's masks, so that they are equal; training never reaches it
+CHECKED_ROWS = 1000  # sequences checked at the start: at most 1 % may have nothing to predict
+# The epoch that seeds every evaluation's masks, so that they are equal. Training never reaches it.
 EVAL_EPOCH = 2**40
 
 
@@ -81,18 +77,21 @@ class Swapper:
         """
         seq_len = tokens.shape[1]
         pivot = pivot.astype(np.int64)
-        # neither segment is empty
-        has_order = same_document.astype(bool) & (pivot > 2) & (pivot < seq_len - 1)
+        is_whole = (pivot > 2) & (pivot < seq_len - 1)  # neither segment is empty
+        has_order = same_document.astype(bool) & is_whole
         swaps = has_order & (hash_uniform(self.seed, epochs, rows, 0, ORDER) < 0.5)
-        index, swapped_pivot = np.arange(seq_len), seq_len + 1 - pivot
-        first = index[None] < swapped_pivot[:, None]  # True in [CLS] B [SEP]
-        source = index + np.where(first, pivot[:, None] - 1, 1 - swapped_pivot[:, None])
-        source[:, 0], source[:, -1] = 0, seq_len - 1
+        swapped_pivot = seq_len + 1 - pivot
+        index = np.arange(seq_len)
+        is_first = index[None] < swapped_pivot[:, None]  # True in [CLS] B [SEP]
+        source = index + np.where(is_first, pivot[:, None] - 1, 1 - swapped_pivot[:, None])
+        source[:, 0] = 0
+        source[:, -1] = seq_len - 1
         separator = swapped_pivot - 1
         source[swaps, separator[swaps]] = pivot[swaps] - 1
         source = np.where(swaps[:, None], source, index)
         labels = np.where(has_order, swaps, IGNORE_INDEX).astype(np.int64)
-        return np.take_along_axis(tokens, source, 1), np.where(swaps, swapped_pivot, pivot), labels
+        pivots = np.where(swaps, swapped_pivot, pivot)
+        return np.take_along_axis(tokens, source, 1), pivots, labels
 
 
 class MaskedRows:
@@ -108,20 +107,12 @@ class MaskedRows:
         sample: np.ndarray | None = None,
     ) -> None:
         """Mask rows of `shards`; a `swapper` first swaps segments. If there is a `sample` [n], items index its rows."""
-        self.shards, self.masker, self.is_training, self.swapper = (
-            shards,
-            masker,
-            is_training,
-            swapper,
-        )
+        self.shards, self.masker, self.swapper = shards, masker, swapper
+        self.is_training = is_training
         self.sample = sample
-        # how many sequences were checked, and how many have nothing to predict
-        self.num_drawn, self.num_without = (
-            0,
-            0,
-        )
-        # drawn in place of PADDING: this machine may lack the shards of other rows
-        self.last_item = 0
+        self.num_drawn = 0  # sequences that were checked
+        self.num_without = 0  # those of them that have nothing to predict
+        self.last_item = 0  # drawn in place of PADDING: this machine may lack the shards of others
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -136,52 +127,59 @@ class MaskedRows:
             rows = self.sample[rows]
         if not self.is_training:
             epochs = np.full_like(epochs, EVAL_EPOCH)
-        order = None
+        tokens, pivot, order = self.sequences(epochs, rows)
+        micro_batches = zip(tokens, epochs, rows, strict=True)
+        masked = [self.masker(*micro_batch) for micro_batch in micro_batches]
+        labels = np.stack([each.labels for each in masked])
+        self.check_labels(labels, is_padding)
+        labels[is_padding] = IGNORE_INDEX
+        segments = np.arange(tokens.shape[-1]) >= pivot[..., None]
+        inputs = {
+            "input_ids": torch.from_numpy(np.stack([each.input_ids for each in masked])),
+            "token_type_ids": torch.from_numpy(segments.astype(np.int64)),
+            "positions": torch.from_numpy(np.stack([each.positions for each in masked])),
+            "labels": torch.from_numpy(labels),
+        }
+        if order is not None:
+            inputs["order"] = torch.from_numpy(np.where(is_padding, IGNORE_INDEX, order))
+        tokens_each = (~is_padding).sum(1) * tokens.shape[-1]
+        count = (labels != IGNORE_INDEX).sum((1, 2))
+        return {"inputs": inputs, "count": count.tolist(), "tokens": tokens_each.tolist()}
+
+    def sequences(
+        self, epochs: np.ndarray, rows: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Return tokens [K, B, S], pivots [K, B] and, with a swapper, the labels of the order [K, B]."""
         if self.swapper is None:
             tokens, pivot = self.shards.gather(rows.ravel(), ("tokens", "pivot"))
+            order = None
         else:
             tokens, pivot, same_document = self.shards.gather(rows.ravel(), ROW_TENSORS)
             tokens, pivot, order = self.swapper(
                 tokens, pivot, same_document, epochs.ravel(), rows.ravel()
             )
-        tokens = tokens.reshape(*items.shape, -1)
-        masked = [
-            self.masker(*micro_batch) for micro_batch in zip(tokens, epochs, rows, strict=True)
-        ]
-        labels = np.stack([one.labels for one in masked])
-        if self.num_drawn < CHECKED_ROWS:
-            self.num_drawn += labels[..., 0].size
-            self.num_without += int((labels == IGNORE_INDEX).all(-1)[~is_padding].sum())
-            check(
-                self.num_without <= CHECKED_ROWS // 100,
-                f"{self.num_without} of the first {self.num_drawn} sequences have no token that may be masked: the "
-                "tokenizer has no tokens for their characters; prepare them with another tokenizer",
-            )
-        labels[is_padding] = IGNORE_INDEX
-        segments = np.arange(tokens.shape[-1]) >= pivot.reshape(*items.shape, 1)
-        inputs = {
-            "input_ids": torch.from_numpy(np.stack([one.input_ids for one in masked])),
-            "token_type_ids": torch.from_numpy(segments.astype(np.int64)),
-            "positions": torch.from_numpy(np.stack([one.positions for one in masked])),
-            "labels": torch.from_numpy(labels),
-        }
-        if order is not None:
-            inputs["order"] = torch.from_numpy(
-                np.where(is_padding, IGNORE_INDEX, order.reshape(items.shape))
-            )
-        tokens_each = (~is_padding).sum(1) * tokens.shape[-1]
-        return {
-            "inputs": inputs,
-            "count": (labels != IGNORE_INDEX).sum((1, 2)).tolist(),
-            "tokens": tokens_each.tolist(),
-        }
+            order = order.reshape(rows.shape)
+        return tokens.reshape(*rows.shape, -1), pivot.reshape(rows.shape), order
+
+    def check_labels(self, labels: np.ndarray, is_padding: np.ndarray) -> None:
+        """Raise InputError if too many of the first sequences have nothing to predict."""
+        if self.num_drawn >= CHECKED_ROWS:
+            return
+        self.num_drawn += is_padding.size
+        is_empty = (labels == IGNORE_INDEX).all(-1) & ~is_padding
+        self.num_without += int(is_empty.sum())
+        check(
+            self.num_without <= CHECKED_ROWS // 100,
+            f"{self.num_without} of the first {self.num_drawn} sequences have no token that may be masked: the "
+            "tokenizer has no tokens for their characters; prepare them with another tokenizer",
+        )
 
 
 class MultiBatch(Dataset[Batch]):
     """A data set that draws several micro batches per call, because each call, and each tensor sent, costs time.
 
-    If a micro batch cannot be drawn, the batch contains those before it, and the exception under "failure". The rank
-    can then report it to the other ranks at the end of a step instead of leaving them waiting.
+    If they cannot be drawn, the batch has the exception under "failure". The rank can then report it to the other ranks
+    at the end of a step instead of leaving them waiting.
     """
 
     def __init__(self, dataset: Drawable) -> None:
@@ -190,18 +188,13 @@ class MultiBatch(Dataset[Batch]):
     def __getitems__(self, micro_batches: list[np.ndarray]) -> Batch:
         try:
             return self.dataset.draw(np.stack(micro_batches))
-        except Exception:
-            return self.until_failure(micro_batches)
+        except Exception as error:
+            return failed(error)
 
-    def until_failure(self, micro_batches: list[np.ndarray]) -> Batch:
-        for good, micro_batch in enumerate(micro_batches):
-            try:
-                self.dataset.draw(np.asarray(micro_batch)[None])
-            except Exception as error:
-                none: Batch = {"inputs": {}, "count": [], "tokens": []}
-                drawn = self.dataset.draw(np.stack(micro_batches[:good])) if good else none
-                return {**drawn, "failure": error}
-        return self.dataset.draw(np.stack(micro_batches))
+
+def failed(error: Exception) -> Batch:
+    """Return what takes the place of batches that cannot be drawn or sent."""
+    return {"inputs": {}, "count": [], "tokens": [], "failure": error}
 
 
 def failure_of(batches: Iterable[Batch]) -> Exception | None:
@@ -223,42 +216,42 @@ class Batches:
         pin_memory: bool,
         multi_batch: int | None = None,  # the maximum drawn together; None: MULTI_BATCH
     ) -> None:
-        if num_workers and (fault := worker_fault()):
-            warn_once(
-                "loader",
-                f"data.num_workers={num_workers}: the rank reads its data itself, since {fault}",
-            )
+        fault = worker_fault() if num_workers else ""
+        if fault:
+            what = f"data.num_workers={num_workers}: the rank reads its data itself, since {fault}"
+            warn_once("loader", what)
             num_workers = 0
         num_drawn = drawn_at_once(batch_size, multi_batch)
-        self.groups, self.dataset = batched(order, num_drawn), MultiBatch(dataset)
+        self.groups = batched(order, num_drawn)
+        self.dataset = MultiBatch(dataset)
         self.loader: DataLoader[Batch] | None = None
+        options: dict[str, Any] = {}
+        if num_workers:
+            options["prefetch_factor"] = -(-prefetch // num_drawn)
+            options["multiprocessing_context"] = "fork"  # forked workers share the memory maps
         if num_workers or pin_memory:
-            # runs before multiprocessing's exit function, which was registered earlier
+            # This runs before multiprocessing's exit function, which was registered earlier.
             atexit.register(end_workers)
             self.loader = DataLoader(
                 self.dataset,
                 batch_sampler=self.groups,
                 collate_fn=dict,  # MultiBatch has already built the batch
                 num_workers=num_workers,
-                prefetch_factor=-(-prefetch // num_drawn) if num_workers else None,
                 pin_memory=pin_memory,
-                multiprocessing_context="fork"
-                if num_workers
-                else None,  # forked workers share the memory maps
                 worker_init_fn=begin_worker,
                 generator=torch.Generator(),  # drawing from the default one would change dropout after a resume
+                **options,
             )
 
     def __iter__(self) -> Iterator[Batch]:
         # Without workers and page-locked memory, a DataLoader would only cost time.
-        source = (
-            map(self.dataset.__getitems__, self.groups) if self.loader is None else self.loader
-        )
+        source: Iterable[Batch] = map(self.dataset.__getitems__, self.groups)
+        if self.loader is not None:
+            source = self.loader
         for drawn in source:
             parts = {name: tensor.unbind(0) for name, tensor in drawn["inputs"].items()}
-            for number, (count, tokens) in enumerate(
-                zip(drawn["count"], drawn["tokens"], strict=True)
-            ):
+            counts = zip(drawn["count"], drawn["tokens"], strict=True)
+            for number, (count, tokens) in enumerate(counts):
                 inputs = {name: tensors[number] for name, tensors in parts.items()}
                 yield {"inputs": inputs, "count": count, "tokens": tokens}
             if "failure" in drawn:
@@ -276,12 +269,9 @@ def worker_fault() -> str:
     if not SHARED_MEMORY.is_dir():
         return f"there is no {SHARED_MEMORY}"
     folder = tempfile.gettempdir()
-    is_long = len(os.fsencode(folder)) > MOST_TMPDIR
-    return (
-        f"TMPDIR={folder} is longer than {MOST_TMPDIR} bytes, too long for sockets"
-        if is_long
-        else ""
-    )
+    if len(os.fsencode(folder)) > MOST_TMPDIR:
+        return f"TMPDIR={folder} is longer than {MOST_TMPDIR} bytes, too long for sockets"
+    return ""
 
 
 def check_shared_memory(
@@ -313,17 +303,17 @@ def check_shared_memory(
 
 def begin_worker(worker: int) -> None:
     leave_signals_to_the_parent(worker)
-    Queue._on_queue_feeder_error = send_failure  # type: ignore[attr-defined]  # multiprocessing drops what cannot be sent
+    # multiprocessing drops what it cannot send, and the rank would wait for it.
+    Queue._on_queue_feeder_error = send_failure  # type: ignore[attr-defined]
 
 
 def send_failure(queue: Queue[Any], error: Exception, unsent: tuple[int, Any]) -> None:
     """Send, in place of a batch, the reason why a loader process could not send it. The rank then ends the run."""
-    is_full = getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(
-        error
-    )
-    cure = f"{SHARED_MEMORY} is full; {LARGER}" if is_full else str(error)
+    cure = str(error)
+    if getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in cure:
+        cure = f"{SHARED_MEMORY} is full; {LARGER}"
     failure = Failure(f"a loader process cannot send its batches: {cure}")
-    queue.put((unsent[0], {"inputs": {}, "count": [], "tokens": [], "failure": failure}))
+    queue.put((unsent[0], failed(failure)))
 
 
 def end_workers() -> None:

@@ -20,7 +20,7 @@ from train.data.random_bits import hash_bits, hash_uniform
 from train.data.text.words import WordEdges
 
 IGNORE_INDEX = -100  # torch's cross entropy skips it
-# indices of a position's random numbers; loader.py uses 4
+# Indices of a position's random numbers; loader.py uses 4.
 LENGTHS, PRIORITY, KIND, REPLACEMENT = range(4)
 PLACE = 5
 
@@ -58,57 +58,46 @@ class Masker:
         tokens = tokens.astype(np.int64)  # signed, because labels may be IGNORE_INDEX
         batch_size, seq_len = tokens.shape
         line = np.arange(batch_size)[:, None]
-        keys = (self.seed, epochs[:, None], rows[:, None])
-        at_tokens = hash_bits(*keys, np.arange(seq_len))
+        bits = hash_bits(self.seed, epochs[:, None], rows[:, None], np.arange(seq_len))
         candidate = ~self.special[tokens]
         unit = self._units(tokens, candidate)
-        tile = self._tiles(hash_bits(LENGTHS, state=at_tokens))[line, unit]
-        order = first_in_order(
-            hash_bits(PRIORITY, state=at_tokens)[line, tile], candidate, self.max_predictions + 1
-        )
-
-        budget = (
-            np.rint(candidate.sum(1) * self.mask_rate)
-            .astype(np.int64)
-            .clip(1, self.max_predictions)
-        )
+        order = self._order(unit, candidate, bits)
+        budget = self._budget(candidate)
         chosen = order[:, : self.max_predictions]
-        used = (np.arange(chosen.shape[1]) < budget[:, None]) & candidate[line, chosen]
-        # the budget may end inside a word: leave it out, unless nothing else is hidden
+        used = (np.arange(chosen.shape[1]) < budget) & candidate[line, chosen]
         if self.words is not None:
-            last, following = (
-                order[line, budget[:, None] - 1],
-                order[line, budget[:, None].clip(max=seq_len - 1)],
-            )
-            is_cut = (
-                (unit[line, last] == unit[line, following])
-                & candidate[line, following]
-                & (last != following)
-            )
-            first = order[:, :1]
-            is_alone = is_cut & (unit[line, first] == unit[line, last])
-            used &= ~is_cut | is_alone | (unit[line, chosen] != unit[line, last])
-            # If a word is longer than the budget, a part of it is hidden, at a random place in the word.
-            length = ((unit == unit[line, first]) & candidate).sum(1, keepdims=True)
-            place = hash_uniform(PLACE, state=at_tokens[line, first])
-            chosen = chosen + np.where(is_alone, place * (length - budget[:, None] + 1), 0).astype(
-                np.int64
-            )
+            chosen, used = whole_words(order, chosen, used, budget, unit, candidate, bits)
         positions = np.sort(np.where(used, chosen, seq_len), axis=1)
         used = positions < seq_len
         positions = np.where(used, positions, 0)
         labels = np.where(used, tokens[line, positions], IGNORE_INDEX)
-
-        at_slots = at_tokens[line, positions]
-        kind = hash_uniform(KIND, state=at_slots)
-        drawn = self.replacements[
-            (hash_uniform(REPLACEMENT, state=at_slots) * len(self.replacements)).astype(int)
-        ]
-        hidden = np.where(kind < 0.8, self.mask_id, np.where(kind < 0.9, drawn, labels))
+        hidden = self._hidden(labels, bits[line, positions])
         input_ids = tokens.copy()
         lines, slots = np.nonzero(used)
         input_ids[lines, positions[lines, slots]] = hidden[lines, slots]
         return Masked(input_ids, positions, labels)
+
+    def _order(self, unit: np.ndarray, candidate: np.ndarray, bits: np.ndarray) -> np.ndarray:
+        """Return the positions in the order in which they are hidden, one more than may be hidden: [B, P + 1 or S].
+
+        All positions of a run have the priority of one of them.
+        """
+        line = np.arange(len(unit))[:, None]
+        run = self._runs(hash_bits(LENGTHS, state=bits))[line, unit]
+        priority = hash_bits(PRIORITY, state=bits)[line, run]
+        return first_in_order(priority, candidate, self.max_predictions + 1)
+
+    def _budget(self, candidate: np.ndarray) -> np.ndarray:
+        """Return how many tokens are hidden in each sequence, [B, 1]."""
+        wanted = np.rint(candidate.sum(1, keepdims=True) * self.mask_rate).astype(np.int64)
+        return wanted.clip(1, self.max_predictions)
+
+    def _hidden(self, labels: np.ndarray, bits: np.ndarray) -> np.ndarray:
+        """Return what replaces the tokens `labels`: [MASK], a random token, or the token itself."""
+        kind = hash_uniform(KIND, state=bits)
+        number = hash_uniform(REPLACEMENT, state=bits) * len(self.replacements)
+        drawn = self.replacements[number.astype(int)]
+        return np.where(kind < 0.8, self.mask_id, np.where(kind < 0.9, drawn, labels))
 
     def _units(self, tokens: np.ndarray, candidate: np.ndarray) -> np.ndarray:
         """Return the unit (token or word) of each position, [B, S]. Units are numbered from 0 in each sequence."""
@@ -119,7 +108,7 @@ class Masker:
             begins = candidate & (self.words.begins[tokens] | after)
         return (np.cumsum(begins, axis=1) - 1).clip(0)
 
-    def _tiles(self, bits: np.ndarray) -> np.ndarray:
+    def _runs(self, bits: np.ndarray) -> np.ndarray:
         """Return the run of each unit, [B, units], numbered like the units. A run has n units with p(n) ~ 1/n."""
         weights = 1.0 / np.arange(1, self.max_ngram + 1)
         lengths = np.ones(bits.shape, np.int64)
@@ -131,17 +120,45 @@ class Masker:
         return np.cumsum(first_of_run[:, :-1], axis=1)
 
 
+def whole_words(
+    order: np.ndarray,
+    chosen: np.ndarray,
+    used: np.ndarray,
+    budget: np.ndarray,
+    unit: np.ndarray,
+    candidate: np.ndarray,
+    bits: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return `chosen` and `used` [B, P], changed so that no part of a word is hidden without the rest.
+
+    The budget may end inside a word, which is then left out. If nothing else is hidden, because the word is longer than
+    the budget, a part of it is hidden, at a random place in the word.
+    """
+    seq_len = unit.shape[1]
+    line = np.arange(len(unit))[:, None]
+    first = order[:, :1]
+    last = order[line, budget - 1]
+    following = order[line, budget.clip(max=seq_len - 1)]
+    is_cut = (unit[line, last] == unit[line, following]) & (last != following)
+    is_cut &= candidate[line, following]
+    is_alone = is_cut & (unit[line, first] == unit[line, last])
+    used = used & (~is_cut | is_alone | (unit[line, chosen] != unit[line, last]))
+    length = ((unit == unit[line, first]) & candidate).sum(1, keepdims=True)
+    place = hash_uniform(PLACE, state=bits[line, first])
+    moved = np.where(is_alone, place * (length - budget + 1), 0).astype(np.int64)
+    return chosen + moved, used
+
+
 def first_in_order(priority: np.ndarray, candidate: np.ndarray, count: int) -> np.ndarray:
     """Sort positions by `priority` [B, S] uint64, lowest first, and return the first `count`: [B, count or S].
 
     Equal priorities keep the order of the positions. Positions that are not candidates come last.
     """
     seq_len = priority.shape[1]
-    # the low bits become the position: sorting integers is fast
+    # The low bits become the position, since sorting integers is fast.
     bits = np.uint64((seq_len - 1).bit_length())
-    keys = np.where(candidate, priority, ~np.uint64(0)) >> bits << bits | np.arange(
-        seq_len, dtype=np.uint64
-    )
+    keys = np.where(candidate, priority, ~np.uint64(0)) >> bits << bits
+    keys |= np.arange(seq_len, dtype=np.uint64)
     if count < seq_len:
         keys = np.partition(keys, count - 1, axis=1)[:, :count]
     keys.sort(axis=1)

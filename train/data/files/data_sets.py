@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,37 +48,50 @@ def open_builder(path: str, *, data_files: str | None = None, **options: Any) ->
     if a column has a type that is not plain.
     """
     import datasets  # imported here: importing takes over a second, and some sources do not need it
+
+    check_descriptions(Path(path))
+    with only_own_files(path, data_files) as found:
+        builder = datasets.load_dataset_builder(path, data_files=data_files, **options)
+    files = {str(file) for part in (builder.config.data_files or {}).values() for file in part}
+    unchecked = f"datasets {datasets.__version__} found files that could not be checked"
+    ok = files <= found or builder.name == OWN_CACHE
+    check(ok, f"data set {path}: {unchecked}; install another version")
+    check_builder(builder, path)
+    return builder
+
+
+@contextmanager
+def only_own_files(path: str, data_files: str | None) -> Iterator[set[str]]:
+    """Let the library find only files of the data set, or `data_files`, in this block. Yields the files found.
+
+    The library requests a file, even over http://, as soon as it resolves the name, so names are checked before that.
+    Raises InputError if another file is named.
+    """
     from datasets import data_files as library
 
-    find, outside, found = library.resolve_pattern, list[str](), set[str]()
+    resolve_pattern = library.resolve_pattern
+    outside: list[str] = []
+    found: set[str] = set()
 
     def resolve(pattern: str, base_path: str, *args: Any, **kwargs: Any) -> list[str]:
         is_users = data_files is not None and pattern == data_files
         if not is_users and not is_within(path, base_path, pattern):
             outside.append(pattern)
             raise FileNotFoundError(pattern)
-        files: list[str] = find(pattern, base_path, *args, **kwargs)
-        outside.extend(
-            file for file in files if not is_users and not is_within(path, base_path, file)
-        )
+        files: list[str] = resolve_pattern(pattern, base_path, *args, **kwargs)
         found.update(files)
+        if not is_users:
+            outside.extend(file for file in files if not is_within(path, base_path, file))
         return files
 
-    check_descriptions(Path(path))
-    # The library requests a file, even over http://, as soon as it resolves the name, so names are checked before that.
     library.resolve_pattern = resolve
     try:
-        builder = datasets.load_dataset_builder(path, data_files=data_files, **options)
+        yield found
     finally:
-        library.resolve_pattern = find
+        library.resolve_pattern = resolve_pattern
         name = "".join(outside[:1])[:SHOWN_CHARS]
-        hint = "which is not a file of this data set and is not read; download the files you trust and use those"
-        check(not outside, f"data set {path}: its description (README.md) names {name!r}, {hint}")
-    files = {str(file) for part in (builder.config.data_files or {}).values() for file in part}
-    unchecked = f"datasets {datasets.__version__} found files that could not be checked; install another version"
-    check(files <= found or builder.name == OWN_CACHE, f"data set {path}: {unchecked}")
-    check_builder(builder, path)
-    return builder
+        says = f"data set {path}: its description (README.md) names {name!r}, which is not a file of this data set"
+        check(not outside, f"{says} and is not read; download the files you trust and use those")
 
 
 def check_descriptions(folder: Path) -> None:

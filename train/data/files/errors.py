@@ -32,21 +32,19 @@ class BadRow(Exception):
     """The reason why a row cannot be used: raised, or yielded in place of its values. It does not locate the row."""
 
 
-def listed(columns: Iterable[str], wanted: str) -> str:
-    """Return at most 20 column names for a message.
-
-    A hint is added if a name differs from `wanted` only in blanks or case, or if the only one is probably several.
-    """
+def columns_shown(columns: Iterable[str]) -> str:
+    """Return at most 20 column names for a message, with a hint if the only one is probably several."""
     names = list(columns)
-    near = next((name for name in names if name.strip().lower() == wanted.strip().lower()), None)
-    hint = "" if near is None else f'; "{near}" exists: blanks and capitals matter'
-    return (shortlist(names, SHOWN_COLUMNS) or "(none)") + hint + delimiter_hint(names)
+    shown = shortlist(names, SHOWN_COLUMNS) or "(none)"
+    return shown + delimiter_hint(names)
 
 
 def delimiter_hint(names: list[str]) -> str:
     """Return a hint for a message if the only column is probably several."""
-    mark = next((mark for mark in ";|\t" if len(names) == 1 and mark in names[0]), None)
-    return "" if mark is None else f"; the delimiter seems to be {mark!r}"
+    for mark in ";|\t":
+        if len(names) == 1 and mark in names[0]:
+            return f"; the delimiter seems to be {mark!r}"
+    return ""
 
 
 @contextmanager
@@ -59,10 +57,8 @@ def naming(what: str, errors: tuple[type[Exception], ...], hint: str = "") -> It
     except (InputError, Failure):
         raise
     except errors as error:
-        lines = str(getattr(error, "strerror", None) or error).strip().splitlines() or [
-            type(error).__name__
-        ]
-        raise InputError(f"{what}: {lines[0]}{hint}") from error
+        reason = str(getattr(error, "strerror", None) or error).strip() or type(error).__name__
+        raise InputError(f"{what}: {reason.splitlines()[0]}{hint}") from error
 
 
 def unreadable(text: str, encoding: str, settings: str = "data.encoding") -> BadRow | None:

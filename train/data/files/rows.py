@@ -13,10 +13,13 @@ from train.config import InputError, check, plural, shortlist
 from train.data.files.errors import LIBRARY_ERRORS, BadRow, delimiter_hint, naming, unreadable
 
 Values = dict[str, Any] | BadRow  # a row's values by column, or why it is bad
+Records = Iterator[tuple[int, list[str] | BadRow]]  # first line number and fields of each record
 
 BATCH_ROWS = 256  # Parquet rows decoded together
-# bytes of a Parquet file read at a time; without a buffer, pyarrow reads whole row groups
+# read at a time of a Parquet file; by default, pyarrow reads whole row groups
 BUFFER_BYTES = 2**20
+SECOND_HEADER = "a second header, as if files had been joined: join them by the names of columns"
+QUOTES = "quote fields that contain commas, quotes or line ends, and double the quotes in them"
 
 
 def json_rows(
@@ -30,8 +33,9 @@ def json_rows(
 
 def json_object(line: str) -> Values:
     row = json_value(line)
-    is_row = isinstance(row, dict | BadRow)
-    return row if is_row else BadRow(f"not a JSON object on one line but a {type(row).__name__}")
+    if isinstance(row, dict | BadRow):
+        return row
+    return BadRow(f"not a JSON object on one line but a {type(row).__name__}")
 
 
 def json_value(line: str) -> Any:
@@ -47,23 +51,18 @@ def holds_objects(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
-def csv_dialect(
-    delimiter: str = ",", quote: str | None = '"', escape: str | None = None
-) -> dict[str, Any]:
-    """Return arguments for `csv.reader`. `quote` None: quotes are plain text; `escape` None: quotes are doubled."""
+def csv_dialect(delimiter: str, quotes: str) -> dict[str, Any]:
+    """Return arguments for `csv.reader`. `quotes`: "doubled", "escaped" (by a backslash) or "none" (they are text)."""
     # With "strict", a quote that is never closed is an error, and so is text after a closing quote.
-    quoting = csv.QUOTE_NONE if quote is None else csv.QUOTE_MINIMAL
-    return {
-        "delimiter": delimiter,
-        "quotechar": quote,
-        "escapechar": escape,
-        "quoting": quoting,
-        "strict": True,
-    }
+    dialect: dict[str, Any] = {"delimiter": delimiter, "strict": True}
+    if quotes == "none":
+        dialect |= {"quotechar": None, "quoting": csv.QUOTE_NONE}
+    if quotes == "escaped":
+        dialect["escapechar"] = "\\"
+    return dialect
 
 
-COMMAS = csv_dialect()
-QUOTES = "quote fields that contain commas, quotes or line ends, and double the quotes in them"
+COMMAS = csv_dialect(",", "doubled")
 
 
 def csv_rows(
@@ -81,47 +80,43 @@ def csv_rows(
     `name`: the file's name in errors; `settings`: see `unreadable`; `dialect`: from `csv_dialect`. Without a header,
     the returned names are None, and rows use 0, 1, ... as names. Raises InputError if the header cannot be used.
     """
-    records = csv_records(lines, name, dialect, max_field_chars=max_field_chars)
+    records = csv_records(lines, name, dialect, max_field_chars)
     names: list[str] | None = None
     if header:
-        line, fields = next(records, (1, []))
-        broken = (
-            fields
-            if isinstance(fields, BadRow)
-            else unreadable("".join(fields), encoding, settings)
-        )
-        if broken is not None or isinstance(fields, BadRow):
-            raise InputError(f"{name}:{line}: no header: {broken}")
-        names = fields
-        twice = sorted({name for name in names if name and names.count(name) > 1})
-        check(not twice, f"{name}:{line}: two columns are named {shortlist(twice)}; rename one")
+        names = header_of(records, name, encoding, settings)
 
     def rows() -> Iterator[tuple[int, Values]]:
-        columns, first = names, "header" if header else "first row"
+        columns = names or []
+        again = sorted(folded(columns))
         for line, fields in records:
             if isinstance(fields, BadRow):
                 yield line, fields
-            elif broken := unreadable("".join(fields), encoding, settings):
-                yield line, broken
-            else:
-                columns = columns or [str(number) for number in range(len(fields))]
-                fits = len(fields) == len(columns)
-                wrong = f"{plural(len(fields), 'field')} where the {first} has {len(columns)}{delimiter_hint(columns)}"
-                if header and is_header(fields, columns):
-                    same = f"{name}:{line}: a second header, whose columns are in another order: join by names"
-                    check(folded(fields) == folded(columns), same)
-                    fits, wrong = (
-                        False,
-                        "the header again, as if files had been joined; remove this line",
-                    )
-                yield line, dict(zip(columns, fields, strict=True)) if fits else BadRow(wrong)
+                continue
+            columns = columns or [str(number) for number in range(len(fields))]
+            bad = unreadable("".join(fields), encoding, settings)
+            if bad is None and len(fields) != len(columns):
+                first = "header" if header else "first row"
+                found = plural(len(fields), "field")
+                hint = delimiter_hint(columns)
+                bad = BadRow(f"{found} where the {first} has {len(columns)}{hint}")
+            if bad is None and len(again) > 1:
+                is_header = sorted(folded(fields)) == again
+                check(not is_header, f"{name}:{line}: {SECOND_HEADER}")
+            yield line, bad or dict(zip(columns, fields, strict=True))
 
     return names, rows()
 
 
-def is_header(fields: list[str], columns: list[str]) -> bool:
-    """Return whether fields are the names of the columns, in any order and in capitals or not."""
-    return len(fields) == len(columns) and sorted(folded(fields)) == sorted(folded(columns))
+def header_of(records: Records, name: str, encoding: str, settings: str) -> list[str]:
+    """Return the fields of the first record. Raises InputError if they cannot be the names of columns."""
+    line, names = next(records, (1, []))
+    if isinstance(names, BadRow):
+        raise InputError(f"{name}:{line}: no header: {names}")
+    bad = unreadable("".join(names), encoding, settings)
+    check(bad is None, f"{name}:{line}: no header: {bad}")
+    twice = sorted({column for column in names if column and names.count(column) > 1})
+    check(not twice, f"{name}:{line}: two columns are named {shortlist(twice)}; rename one")
+    return names
 
 
 def folded(names: list[str]) -> list[str]:
@@ -129,8 +124,8 @@ def folded(names: list[str]) -> list[str]:
 
 
 def csv_records(
-    lines: Iterator[str], name: str, dialect: dict[str, Any], *, max_field_chars: int
-) -> Iterator[tuple[int, list[str] | BadRow]]:
+    lines: Iterator[str], name: str, dialect: dict[str, Any], max_field_chars: int
+) -> Records:
     """Yield each record's first line number and fields. Raises InputError if a quote is never closed."""
     csv.field_size_limit(max_field_chars)
     reader = csv.reader(lines, **dialect)
@@ -141,20 +136,13 @@ def csv_records(
         except StopIteration:
             return
         except csv.Error as error:
+            reason = f"not CSV: {error}"
             if str(error).startswith("field larger"):
-                limit = f"a field of more than {max_field_chars:,} characters"
-                check(
-                    reader.line_num == first_line,
-                    f"{name}:{first_line}: {limit}, or an unclosed quote; {QUOTES}",
-                )
-                yield first_line, BadRow(limit)
-                continue
+                reason = f"a field of more than {max_field_chars:,} characters"
             is_open = reader.line_num > first_line or str(error) == "unexpected end of data"
-            check(
-                not is_open,
-                f"{name}:{first_line}: not CSV: {error}: the field's quote is not closed; {QUOTES}",
-            )
-            yield first_line, BadRow(f"not CSV: {error}")
+            unclosed = f"{reason}: the field's quote is not closed; {QUOTES}"
+            check(not is_open, f"{name}:{first_line}: {unclosed}")
+            yield first_line, BadRow(reason)
         else:
             if fields:
                 yield first_line, fields
@@ -165,10 +153,9 @@ def open_parquet(path: Path, name: object = None) -> Iterator[Any]:
     """Open a pyarrow.parquet.ParquetFile. Raises InputError if opening it, or reading it in the `with` block, fails."""
     import pyarrow.parquet  # imported here: importing is slow, and few runs need it
 
+    errors = (*LIBRARY_ERRORS, pyarrow.ArrowException)
     with (
-        naming(
-            f"{name or path} cannot be read as Parquet", (*LIBRARY_ERRORS, pyarrow.ArrowException)
-        ),
+        naming(f"{name or path} cannot be read as Parquet", errors),
         pyarrow.parquet.ParquetFile(path, buffer_size=BUFFER_BYTES) as file,
     ):
         yield file

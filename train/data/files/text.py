@@ -7,7 +7,7 @@ import gzip
 import io
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -16,21 +16,16 @@ from train.config import InputError, check
 from train.data.files.errors import naming
 from train.storage.foreign import open_inside
 
-# a longer line is rejected: a gzip file of a megabyte can contain a line of a gigabyte
+# A longer line is rejected: a gzip file of a megabyte can contain a line of a gigabyte.
 LONGEST_LINE_CHARS = 2**27
-# a longer line of plain text is read in stretches, so that memory and time are bounded
+# A longer line of plain text is read in stretches, so that memory and time are bounded.
 MAX_LINE_CHARS = 2**20
 START_CHARS = 2**16  # first characters, which show the line end, and how JSON is laid out
 STRETCH_CHARS = 2**16  # maximum characters in a stretch
-# cut at a blank if possible
+# A stretch is cut at a blank if possible.
 STRETCH = re.compile(rf".{{1,{STRETCH_CHARS}}}(?!\S)|.{{1,{STRETCH_CHARS}}}", re.DOTALL)
-# prefixes of encodings in which 0x0a is always a line end
-SEEKABLE = (
-    "utf-8",
-    "ascii",
-    "iso8859",
-    "cp125",
-)
+# Prefixes of encodings in which 0x0a is always a line end.
+SEEKABLE = ("utf-8", "ascii", "iso8859", "cp125")
 
 
 @contextmanager
@@ -53,16 +48,15 @@ def open_text(
     Raises InputError if the file cannot be opened or read.
     """
     check_encoding(encoding, key)
-    is_utf8 = codecs.lookup(encoding).name == "utf-8"
+    if codecs.lookup(encoding).name == "utf-8" and first == 0:
+        encoding = "utf-8-sig"  # this drops a byte order mark
     with (
         naming(f"{path} cannot be read", (OSError, EOFError, zlib.error)),
         naming(f"{path} cannot be read", (UnicodeError,), f"; is {key} right?"),
         open_inside(path) as raw,
         io.TextIOWrapper(
             window(raw, path, first, last),
-            encoding="utf-8-sig"
-            if is_utf8 and first == 0
-            else encoding,  # utf-8-sig drops a byte order mark
+            encoding=encoding,
             errors=errors,
             newline=newline,
         ) as text,
@@ -132,11 +126,10 @@ class BoundedFile(io.RawIOBase):
         return len(content)
 
 
-def check_length(num_chars: int, where: Callable[[], str]) -> None:
-    """Raise InputError if a line of `num_chars` characters is too long. `where` returns the line's name for errors."""
-    if num_chars > LONGEST_LINE_CHARS:
-        most = f"{LONGEST_LINE_CHARS:,} characters, which is the limit; are line ends missing?"
-        raise InputError(f"{where()}: a line of more than {most}")
+def too_long(where: str) -> InputError:
+    """Return the error for a line that is too long. `where` names the line."""
+    most = f"{LONGEST_LINE_CHARS:,} characters, which is the limit; are line ends missing?"
+    return InputError(f"{where}: a line of more than {most}")
 
 
 def bounded_lines(text: IO[str], name: str) -> Iterator[str]:
@@ -144,17 +137,16 @@ def bounded_lines(text: IO[str], name: str) -> Iterator[str]:
     number = 0
     while line := text.readline(LONGEST_LINE_CHARS + 1):
         number += 1
-        check_length(len(line), lambda at=number: f"{name}:{at}")  # type: ignore[misc]
+        if len(line) > LONGEST_LINE_CHARS:
+            raise too_long(f"{name}:{number}")
         yield line
 
 
 def bounded_text(text: IO[str], name: str, cure: str) -> str:
     """Return a whole text. Raises InputError, without reading all of it, if it exceeds LONGEST_LINE_CHARS."""
     content = text.read(LONGEST_LINE_CHARS + 1)
-    most = (
-        f"{LONGEST_LINE_CHARS:,} characters, which is the limit for a file read as a whole; {cure}"
-    )
-    check(len(content) <= LONGEST_LINE_CHARS, f"{name}: more than {most}")
+    most = f"{LONGEST_LINE_CHARS:,} characters, which is the limit for a file read as a whole"
+    check(len(content) <= LONGEST_LINE_CHARS, f"{name}: more than {most}; {cure}")
     return content
 
 

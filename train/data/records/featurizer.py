@@ -45,9 +45,9 @@ class Featurizer(ABC):
         reserved = {getattr(tokenizer, f"{name}_token_id") for name in names} - {None}
         unknown = tokenizer.unk_token_id
         self.labels: Sequence[str] = ()  # label names by id; empty until they are known
-        self.stand_ins: dict[int, int] = (
-            {} if unknown is None else dict.fromkeys(reserved, unknown)
-        )
+        self.stand_ins: dict[int, int] = {}
+        if unknown is not None:
+            self.stand_ins = dict.fromkeys(reserved, unknown)
         self._notes: dict[str, Counter[str]] = {}
         # the tokenizer without truncation, if it drops unknown characters
         self.dropping: Tokenizer | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,9 @@ WHOLE = re.compile(r"\+?(-?\d+)(\.0*)?")
 BOOLEANS = {"True": "true", "TRUE": "true", "False": "false", "FALSE": "false"}
 
 
+Columns = dict[str, str | tuple[str, ...]]  # the data's column or columns by key of data.columns
+
+
 @dataclass(frozen=True)
 class RowKind:
     """The kind of rows that a task learns from."""
@@ -31,34 +34,45 @@ class RowKind:
     name: str  # the task's name
     # keys of data.columns that the task reads, with their types in a table
     columns: dict[str, Any]
-    # returns a row's texts by key; raises BadRow if they are unusable
-    read: Callable[[Row], dict[str, Any]]
+    read: Callable[[Row], dict[str, Any]]  # returns a row's texts by key; raises BadRow
     target: str  # the key of the value to predict, which new rows may lack
     split_by: str  # the key of the text whose hash chooses a row's split
     tokens: dict[str, Any]  # columns of a token row in addition to TOKENS, with their types
     # A function that returns the target, given its value, the texts, and whether the row is for training. None: the
     # target is the name of a label, or a list of names if its type is a list.
     read_target: Callable[[Any, dict[str, Any], bool], Any] | None = None
-    # checks the label of each item of split_by; raises BadRow
+    # A function that checks the label of each item of split_by, and raises BadRow.
     check_each: Callable[[str], None] | None = None
     has_unique_ids: bool = False
     takes_columns: bool = False  # a key may name several columns
 
     @property
-    def has_lists(self) -> bool:
-        """Return whether the target is a list of labels."""
-        return self.read_target is None and isinstance(self.columns[self.target], List)
+    def has_labels(self) -> bool:
+        return self.read_target is None
 
-    def columns_of(self, columns: ColumnsConfig) -> dict[str, str | tuple[str, ...]]:
+    @property
+    def takes_words(self) -> bool:
+        """Return whether each word has a label."""
+        return self.check_each is not None
+
+    @property
+    def takes_lists(self) -> bool:
+        """Return whether a row may have any number of labels."""
+        is_list = isinstance(self.columns[self.target], List)
+        return self.has_labels and is_list and not self.takes_words
+
+    def columns_of(self, columns: ColumnsConfig) -> Columns:
         """Return the data's column or columns for each key. Raises InputError if a key may not name several."""
-        named = {key: getattr(columns, key) for key in ("id", *self.columns)}
-        several = {key: tuple(column) for key, column in named.items() if isinstance(column, list)}
-        for key, names in several.items():
-            many = f"data.columns.{key}=[{','.join(names)}] names several columns"
-            check(self.takes_columns, f"{many}; task={self.name} reads one")
-        return {
-            key: several.get(key, column) for key, column in named.items() if column is not None
-        }
+        found: Columns = {}
+        for key in ("id", *self.columns):
+            column = getattr(columns, key)
+            if isinstance(column, list):
+                many = f"data.columns.{key}=[{','.join(column)}] names several columns"
+                check(self.takes_columns, f"{many}; task={self.name} reads one")
+                found[key] = tuple(column)
+            elif column is not None:
+                found[key] = column
+        return found
 
     def wanted(self, columns: ColumnsConfig) -> list[str]:
         """Return the names of all columns that are read."""
@@ -69,28 +83,29 @@ def names_in(columns: str | tuple[str, ...]) -> tuple[str, ...]:
     return columns if isinstance(columns, tuple) else (columns,)
 
 
-class Row:
-    """The values of one row by the keys of data.columns. `columns`: the column or columns of each key."""
+def holds(columns: Container[str], name: str) -> bool:
+    """Return whether a column is among `columns`; a dot in its name selects a value in an object."""
+    return name in columns or name.split(".")[0] in columns
 
-    def __init__(
-        self, values: dict[str, Any], columns: dict[str, str | tuple[str, ...]], encoding: str
-    ) -> None:
-        self.values, self.columns, self.encoding = values, columns, encoding
+
+@dataclass
+class Row:
+    """The values of one row by the keys of data.columns."""
+
+    values: dict[str, Any]
+    columns: Columns
+    encoding: str
+    names: Sequence[str] | None = None  # what the numbers in the column of labels stand for
 
     def has(self, key: str) -> bool:
-        return all(
-            name in self.values or name.split(".")[0] in self.values
-            for name in names_in(self.columns[key])
-        )
+        return all(holds(self.values, name) for name in names_in(self.columns[key]))
 
     def value(self, key: str) -> Any:
         """Return the value of a key, or a list if it names several columns. Raises BadRow if there is none."""
         column = self.columns[key]
-        return (
-            [self.value_in(name) for name in column]
-            if isinstance(column, tuple)
-            else self.value_in(column)
-        )
+        if isinstance(column, tuple):
+            return [self.value_in(name) for name in column]
+        return self.value_in(column)
 
     def value_in(self, column: str) -> Any:
         if column in self.values:
@@ -112,15 +127,12 @@ class Row:
     def texts(self, key: str) -> list[str]:
         """Return a key's list of texts. Raises BadRow if the value is not a list of strings, or if one is blank."""
         values, column = self.value(key), self.columns[key]
-        if (
-            not isinstance(values, list)
-            or not values
-            or not all(isinstance(text, str) for text in values)
-        ):
+        ok = isinstance(values, list) and all(isinstance(text, str) for text in values)
+        if not ok or not values:
             raise BadRow(f"{column} holds {values!r:.40}, not a list of strings")
-        blank = next((number for number, text in enumerate(values, 1) if not text.strip()), None)
-        if blank:
-            raise BadRow(f"{column}: item {blank} is empty")
+        for number, text in enumerate(values, 1):
+            if not text.strip():
+                raise BadRow(f"{column}: item {number} is empty")
         return [self.checked(text) for text in values]
 
     def id(self) -> str:

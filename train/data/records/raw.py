@@ -1,14 +1,13 @@
 """Labelled examples as tables: each split, in whatever format, becomes a `datasets.Dataset` with the same columns.
 
-The sources are CSV, JSON lines, Parquet, SQuAD and CoNLL files on disk or in S3, folders that save_to_disk wrote, and
-the Hub. Rows are copied into Arrow files, with only a few in memory at a time. Unusable rows are counted, and the first
-of them reported; more than `data.max_bad_rows` are an error.
+Rows are copied into Arrow files, with only a few in memory at a time. Unusable rows are counted, and the first of them
+reported; more than `data.max_bad_rows` are an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,21 @@ import numpy as np
 from datasets.arrow_writer import ArrowWriter
 
 from train.config import RecordsConfig, S3Config, check, shortlist
-from train.config.data import is_named
+from train.config.data import FILE_FORMATS, is_named
 from train.data.files.errors import naming
 from train.data.random_bits import draw_rows, text_uniform
-from train.data.records.formats import Table, open_splits
+from train.data.records.content_checks import (
+    LABEL_CHECKS,
+    ROW_CHECKS,
+    TRAIN_CHECKS,
+    remarks_on,
+)
+from train.data.records.examples import Dropped, learnt_examples, new_examples
+from train.data.records.formats import Table
 from train.data.records.kinds import STRING, RowKind, names_in
-from train.data.records.label_checks import check_column
-from train.data.records.rows import Dropped, LabelNames, examples
-from train.data.records.sources import FILE_FORMATS, MAX_LISTED, layout
-from train.data.records.table_facts import column
+from train.data.records.labels import LabelNames
+from train.data.records.located import MAX_LISTED
+from train.data.records.sources import layout, open_source
 from train.machine import progress
 from train.machine.progress import Phase
 from train.storage.folders import scratch_folder
@@ -33,15 +38,15 @@ from train.storage.folders import scratch_folder
 BATCH_ROWS = 500  # rows gathered in memory before they are written
 
 
-@dataclass(frozen=True)
+@dataclass
 class Raw:
     """Tables with a string column `id` and the RowKind's columns that data.columns sets. Labels are ClassLabels."""
 
     # "train", "validation", then the names of data.more_validation
-    splits: dict[str, datasets.Dataset]
-    labels: list[str]  # names by id; [] if the task has no labels
-    dropped: dict[str, Dropped]  # the unused rows of each split
-    remarks: list[str]  # what seems strange about the labels
+    splits: dict[str, datasets.Dataset] = field(default_factory=dict)
+    labels: list[str] = field(default_factory=list)  # names by id; [] if the task has no labels
+    dropped: dict[str, Dropped] = field(default_factory=dict)  # the unused rows of each split
+    remarks: list[str] = field(default_factory=list)  # what seems strange about the rows
 
 
 def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, folder: Path) -> Raw:
@@ -51,62 +56,49 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
     kind.split_by text and the seed. If the settings limit a split's examples, a random sample is drawn with the seed;
     it keeps the order of the data. Raises InputError if the user has to fix the data.
     """
-    tables = open_splits(cfg, kind.wanted(cfg.columns), s3, folder)
-    has_labels = kind.read_target is None
-    labels = given_labels(cfg, kind, next(iter(tables.values()))[0]) if has_labels else []
-    splits: dict[str, datasets.Dataset] = {}
-    dropped: dict[str, Dropped] = {}
-    remarks: list[str] = []
+    tables = open_source(cfg, s3).tables(kind.wanted(cfg.columns), folder)
+    raw = Raw()
+    if kind.has_labels:
+        raw.labels = given_labels(cfg, kind, next(iter(tables.values()))[0])
     for number, (split, parts) in enumerate(tables.items()):
         progress.begin(Phase(f"reading {split} of data.path={cfg.path}"))
-        dropped[split], names = Dropped(split, cfg.max_bad_rows), LabelNames(cfg, labels)
-        rows = examples(parts, cfg, kind, names, dropped[split])
-        table = write_table(rows, cfg, kind, folder / f"{number}.arrow")
-        dropped[split].check()
-        if has_labels and not labels:
-            target = ", ".join(
-                names_in(kind.columns_of(parts[0].keys or cfg.columns)[kind.target])
-            )
-            remarks += check_column(names.column(target, kind))
-            labels = names.in_order()
-        ok = bool(labels) or not has_labels or not len(table)
-        check(
-            ok,
-            f"{split}: no row has a label, so there is nothing to learn; is data.columns.{kind.target} right?",
-        )
-        if split == "train" and names.unmapped and any(cfg.label_map.values()):
-            some = shortlist(sorted(names.unmapped))
-            remarks.append(f"data.label_map does not name {some}: these labels are left unchanged")
-        if labels:
-            label = datasets.ClassLabel(names=labels)
-            table = table.cast_column(
-                kind.target, datasets.List(label) if kind.has_lists else label
-            )
-        splits |= (
-            hold_out(table, cfg, kind, seed)
-            if split == "train" and cfg.validation is None
-            else {split: table}
-        )
-    dropped = {split: dropped.get(split, Dropped(split, 0)) for split in splits}
-    counts = {split: len(table) for split, table in splits.items()}
-    is_learnt = "train" in splits
-    # Validation splits have the same numbers with and without a training split, so that the same rows are drawn.
-    for number, (split, table) in enumerate(splits.items(), start=0 if is_learnt else 1):
-        check_size(
-            cfg, split, counts, dropped[split], [table.where for table in tables.get(split, ())]
-        )
-        most = cfg.max_train_examples if split == "train" else cfg.max_validation_examples
-        if most is not None and most < len(table):
-            splits[split] = table.select(draw_rows(len(table), most, seed, number))
-    if has_labels and is_learnt:
-        num_rows, numbers = len(splits["train"]), column(splits["train"], kind.target)
-        found = [labels[number] for number in np.unique(numbers)] or ["none"]
-        # A single label can be learnt if some rows lack it.
-        is_some = kind.has_lists and kind.check_each is None and 0 < len(numbers) < num_rows
-        what = f"train: all {num_rows:,} rows have the label {found[0]}"
-        ok = len(found) > 1 or is_some
-        check(ok, f"{what}, so there is nothing to learn; is data.columns.{kind.target} right?")
-    return Raw(splits, labels, dropped, remarks)
+        table = read_split(raw, split, parts, cfg, kind, folder / f"{number}.arrow")
+        raw.splits[split] = table
+        if split == "train" and cfg.validation is None:
+            raw.splits |= hold_out(table, cfg, kind, seed)
+            raw.dropped["validation"] = Dropped("validation", 0)
+    for split in raw.splits:
+        check_size(raw, split, cfg, tables.get(split, []))
+    draw_samples(raw, cfg, seed)
+    return raw
+
+
+def read_split(
+    raw: Raw, split: str, parts: list[Table], cfg: RecordsConfig, kind: RowKind, path: Path
+) -> datasets.Dataset:
+    """Read a split into an Arrow file. The first split decides on the labels, unless they are given."""
+    targets = names_in(kind.columns_of(parts[0].keys or cfg.columns)[kind.target])
+    names = LabelNames(cfg, kind, ", ".join(targets), raw.labels)
+    dropped = Dropped(split, cfg.max_bad_rows)
+    table = write_table(learnt_examples(parts, cfg, kind, names, dropped), cfg, kind, path)
+    dropped.check()
+    raw.dropped[split] = dropped
+    is_first = kind.has_labels and not raw.labels
+    checks = ROW_CHECKS
+    if split == "train":
+        checks = (*TRAIN_CHECKS, *checks)
+    if is_first:
+        checks = (*LABEL_CHECKS, *checks)
+    said = remarks_on(names.facts, checks)
+    raw.remarks += [remark for remark in said if remark not in raw.remarks]
+    if is_first:
+        raw.labels = names.in_order()
+    if raw.labels:
+        label: Any = datasets.ClassLabel(names=raw.labels)
+        if kind.takes_lists or kind.takes_words:
+            label = datasets.List(label)
+        table = table.cast_column(kind.target, label)
+    return table
 
 
 def write_table(
@@ -114,9 +106,8 @@ def write_table(
 ) -> datasets.Dataset:
     """Write examples to an Arrow file and return it as a memory-mapped table."""
     used = kind.columns_of(cfg.columns)
-    features = datasets.Features(
-        {"id": STRING} | {key: type_ for key, type_ in kind.columns.items() if key in used}
-    )
+    types = {key: type_ for key, type_ in kind.columns.items() if key in used}
+    features = datasets.Features({"id": STRING, **types})
     with (
         naming(f"{path} cannot be written", (OSError,)),
         ArrowWriter(path=str(path), features=features, writer_batch_size=BATCH_ROWS) as writer,
@@ -132,11 +123,14 @@ def hold_out(
     table: datasets.Dataset, cfg: RecordsConfig, kind: RowKind, seed: int
 ) -> dict[str, datasets.Dataset]:
     """Split a table into training rows and held-out rows. Rows with the same text are in the same split."""
-    values = (value for batch in table.iter(BATCH_ROWS) for value in batch[kind.split_by])
-    texts = (value if isinstance(value, str) else " ".join(value) for value in values)
-    is_held_out = np.array(
-        [text_uniform(text, seed)[0] < cfg.validation_fraction for text in texts], bool
-    )
+    is_held_out = np.zeros(len(table), bool)
+    number = 0
+    for batch in table.iter(BATCH_ROWS):
+        for text in batch[kind.split_by]:
+            if not isinstance(text, str):
+                text = " ".join(text)
+            is_held_out[number] = text_uniform(text, seed)[0] < cfg.validation_fraction
+            number += 1
     return {
         "train": table.select(np.flatnonzero(~is_held_out)),
         "validation": table.select(np.flatnonzero(is_held_out)),
@@ -146,32 +140,40 @@ def hold_out(
 def given_labels(cfg: RecordsConfig, kind: RowKind, table: Table) -> list[str]:
     """Return the label names from the settings or from the data's description; [] if they must be found in the rows."""
     names = table.names_of(kind.columns_of(cfg.columns)[kind.target])
-    if names is None:
+    if cfg.labels or names is None:
         return list(cfg.labels)
-    labels = LabelNames(cfg)
-    mapped = dict.fromkeys(labels.look_up(number, names)[1] for number in range(len(names)))
-    if not cfg.labels:
-        return [name for name in mapped if name is not None]
-    agree = mapped.keys() - {None} <= set(cfg.labels)
-    have = f"{table.where}: its labels are {shortlist(names)}, but data.labels are {shortlist(cfg.labels)}"
-    check(agree, f"{have}; use the same names, or map the data's with data.label_map")
-    return list(cfg.labels)
+    labels = LabelNames(cfg, kind)
+    mapped = [labels.look_up(number, names)[1] for number in range(len(names))]
+    return list(dict.fromkeys(filter(None, mapped)))
 
 
-def check_size(
-    cfg: RecordsConfig, split: str, rows: dict[str, int], dropped: Dropped, names: list[str]
-) -> None:
-    """Raise InputError, with the reason, if a split has no rows. `names`: the files that it was read from."""
-    total = rows.get("train", 0) + rows["validation"]
-    if cfg.validation is None and total and split in ("train", "validation"):
-        share = f"data.validation_fraction={cfg.validation_fraction} of {total:,} rows"
-        hint = f"{share} leaves none, because rows with the same text stay together; change it, or set data.validation"
-    elif dropped.bad_rows or dropped.left_out:
-        hint = f"{dropped.bad_rows:,} are bad and data.label_map maps {dropped.left_out:,} to null"
-    else:
-        hint = f"there is none in {shortlist(names, MAX_LISTED)}"
-        hint += "" if cfg.format == "auto" else f", read as data.format={cfg.format}"
-    check(rows[split] > 0, f"{split}: no row is left: {hint}")
+def check_size(raw: Raw, split: str, cfg: RecordsConfig, tables: list[Table]) -> None:
+    """Raise InputError, with the reason, if a split has no rows. `tables`: where it was read from."""
+    dropped = raw.dropped[split]
+    where = shortlist([table.where for table in tables], MAX_LISTED)
+    reason = (
+        f"of {where}, read as data.format={cfg.format}, {dropped.bad_rows:,} rows are bad and "
+        f"{dropped.left_out:,} are left out by data.label_map"
+    )
+    total = sum(len(raw.splits.get(name, ())) for name in ("train", "validation"))
+    if cfg.validation is None and total:
+        reason = (
+            f"data.validation_fraction={cfg.validation_fraction} of {total:,} rows leaves none, because rows with the "
+            "same text stay together; change it, or set data.validation"
+        )
+    check(len(raw.splits[split]) > 0, f"{split}: no row is left: {reason}")
+
+
+def draw_samples(raw: Raw, cfg: RecordsConfig, seed: int) -> None:
+    """Keep at most the number of examples that the settings allow, in the order of the data."""
+    # Validation splits have the same numbers with and without a training split, so that the same rows are drawn.
+    first = 0 if "train" in raw.splits else 1
+    for number, (split, table) in enumerate(raw.splits.items(), first):
+        most = cfg.max_validation_examples
+        if split == "train":
+            most = cfg.max_train_examples
+        if most is not None and most < len(table):
+            raw.splits[split] = table.select(draw_rows(len(table), most, seed, number))
 
 
 def read_texts(
@@ -189,10 +191,12 @@ def read_texts(
     The target is missing if the data lacks it. Raises InputError if a row cannot be read (the message names it), or if
     the data lacks the column for a key in `named`.
     """
-    new = replace(cfg, path=path, train=None, validation=None, more_validation={})
+    new = replace(cfg, path=path, train=None, validation=None, more_validation={}, format="auto")
     says_format = is_named(path) and not path.endswith(".json")
-    new.format = cfg.format if cfg.format in FILE_FORMATS and not says_format else "auto"
+    if cfg.format in FILE_FORMATS and not says_format:
+        new.format = cfg.format
     check(layout(new, s3) != "hub", f"{path}: there is no such file or folder")
+    names = LabelNames(new, kind, known=labels)
     with scratch_folder() as scratch:
-        tables = open_splits(new, kind.wanted(new.columns), s3, scratch)["train"]
-        yield from examples(tables, new, kind, LabelNames(new, labels), None, named=named)
+        tables = open_source(new, s3).tables(kind.wanted(new.columns), scratch)["train"]
+        yield from new_examples(tables, new, kind, names, named)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from itertools import pairwise
 from typing import Any
 
 from train.data.files.errors import BadRow
 
-WORD = re.compile(r"\S+")
 # of spans that are objects
 KEYS = (
     ("start", "start_offset"),
@@ -31,20 +28,19 @@ def words_of(text: str, spans: Any, column: str) -> tuple[list[str], list[str]]:
             ".to_json(NEW, orient='records', lines=True), or write a line per word (data.format=conll)"
         )
     found = sorted(span_of(span, text, column) for span in spans)
-    for (_, last, _), (first, *_) in pairwise(found):
-        if first < last:
-            raise BadRow(
-                f"{column}: two spans overlap at character {first}; each word has one tag"
-            )
-    cuts = sorted(place for span in found for place in span[:2])
-    words, tags, begun = [], [], set[Span]()
-    for match in WORD.finditer(text):
-        inside = [place for place in cuts if match.start() < place < match.end()]
-        for first, last in pairwise([match.start(), *dict.fromkeys(inside), match.end()]):
-            span = next((span for span in found if span[0] <= first < span[1]), None)
-            words.append(text[first:last])
-            tags.append("O" if span is None else f"{'I' if span in begun else 'B'}-{span[2]}")
-            begun |= {span} if span else set()
+    words: list[str] = []
+    tags: list[str] = []
+    place = 0
+    for first, last, kind in [*found, (len(text), len(text), "")]:
+        if first < place:
+            overlap = f"two spans overlap at character {first}; each word has one tag"
+            raise BadRow(f"{column}: {overlap}")
+        outside, inside = text[place:first].split(), text[first:last].split()
+        words += outside + inside
+        tags += ["O"] * len(outside)
+        for number in range(len(inside)):
+            tags.append(f"{'BI'[min(number, 1)]}-{kind}")
+        place = last
     return words, tags
 
 
@@ -54,13 +50,9 @@ def span_of(span: Any, text: str, column: str) -> Span:
         span = [next((span[name] for name in names if name in span), None) for names in KEYS]
         if isinstance(span[2], list) and len(span[2]) == 1:
             span[2] = span[2][0]
-    ok = (
-        isinstance(span, list)
-        and len(span) == 3
-        and [type(each) for each in span] == [int, int, str]
-    )
-    if not ok or not 0 <= span[0] < span[1] <= len(text) or not span[2].strip():
-        raise BadRow(
-            f"{column} holds the span {span!r:.60}, not [first, last, type] in a text of {len(text)} characters"
-        )
-    return span[0], span[1], span[2].strip()
+    if isinstance(span, list) and list(map(type, span)) == [int, int, str]:
+        first, last, kind = span
+        if 0 <= first < last <= len(text) and kind.strip():
+            return first, last, kind.strip()
+    wanted = f"[first, last, type] in a text of {len(text)} characters"
+    raise BadRow(f"{column} holds the span {span!r:.60}, not {wanted}")

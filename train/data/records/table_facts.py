@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from train.config import plural, shortlist
-
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# the share of rows up to each length
-QUANTILES = {
-    "median": 0.5,
-    "p90": 0.9,
-    "p95": 0.95,
-    "p99": 0.99,
-    "longest": 1.0,
-}
+# The share of rows up to each length.
+QUANTILES = {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "longest": 1.0}
 SHORTEST_EDGE = 4
 STEP = 16  # tokens; lengths are multiples of this, which suits matrix units
 LEAST_GAIN = 0.01  # share of computed tokens that one more length must save; each one makes batches less mixed
-FEW_EXAMPLES = 30  # with fewer examples in an evaluation, one answer changes a score by over 3 %
 MOST_GRAPHS = 3  # maximum number of lengths from data.lengths=auto if each needs a compiled graph
 
 
 def column(table: Dataset, name: str) -> np.ndarray:
     """Return a column of numbers, [rows]. If it has lists of numbers, they are concatenated."""
     values = table.select_columns(name).with_format("arrow")[:].column(name).combine_chunks()
-    numbers: np.ndarray = (
-        values.flatten() if hasattr(values.type, "value_type") else values
-    ).to_numpy()
+    if hasattr(values.type, "value_type"):
+        values = values.flatten()
+    numbers: np.ndarray = values.to_numpy()
     return numbers
 
 
@@ -47,41 +38,20 @@ def facts_of_split(
 ) -> dict[str, Any]:
     """Return a split's facts for tables.json and the report. `target`: the column of the labels in `examples`."""
     lengths = column(features, "length")
-    counts = (
-        np.bincount(column(examples, target), minlength=len(labels)).tolist() if labels else []
-    )
+    counts: list[int] = []
+    if labels:
+        counts = np.bincount(column(examples, target), minlength=len(labels)).tolist()
+    quantiles = np.quantile(lengths, list(QUANTILES.values()), method="higher").tolist()
     return {
         "examples": len(examples),
         "rows": len(features),
         "tokens": int(lengths.sum()),
         "label_counts": dict(zip(labels, counts, strict=True)),
-        "length_quantiles": {
-            name: int(np.quantile(lengths, share, method="higher"))
-            for name, share in QUANTILES.items()
-        },
+        "length_quantiles": dict(zip(QUANTILES, map(int, quantiles), strict=True)),
         "length_histogram": length_histogram(lengths, seq_len),
         "padding_share": round(padding_share(lengths, [seq_len]), 6),
         "notes": notes,
     }
-
-
-def shortages(splits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a warning about labels without training rows, and warnings about small or incomplete validation splits."""
-    counts = splits["train"]["label_counts"] if "train" in splits else {}
-    names = [name for name, count in counts.items() if not count]
-    if names:
-        yield f"no training row has the label {shortlist(names)}: it cannot be learnt"
-    for split, facts in splits.items():
-        if split != "train" and (rows := facts["examples"]) < FEW_EXAMPLES:
-            what = f"{split} has only {plural(rows, 'example')}"
-            yield f"{what}: one answer moves a score by {1 / rows:.0%}; hold out at least {FEW_EXAMPLES}"
-        absent = [
-            name
-            for name, count in facts["label_counts"].items()
-            if not count and counts.get(name, 1)
-        ]
-        if split != "train" and absent:
-            yield f"{split} has no row with the label {shortlist(absent)}: its scores do not measure it"
 
 
 def cut_words(*, rows: int, tokens: int, notes: Mapping[str, float], seq_len: int) -> str:

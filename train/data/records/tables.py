@@ -5,8 +5,8 @@
     store     CACHE_DIR/records/SETTINGS-VERSION/: SPLIT/ (token rows), SPLIT_examples/ (rows as read), tokenizer/ and
               tables.json; SETTINGS and VERSION are hashes of the settings, and of the raw files' names, sizes and times
 
-The data's id is a hash of the token rows and the labels, so it does not depend on where they were prepared.
-Machines that share a disk prepare once if CACHE_DIR is on it.
+A folder gets its name when it is complete. The data's id is a hash of the token rows and the labels, so it does not
+depend on where they were prepared. Machines that share a disk prepare once if CACHE_DIR is on it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,38 +27,48 @@ import datasets
 import numpy as np
 
 from train.config import RecordsConfig, TrainConfig, check
+from train.data.records.content_checks import shortages
+from train.data.records.examples import Dropped
 from train.data.records.featurizer import Featurizer
-from train.data.records.formats import load_saved
 from train.data.records.raw import read_raw
-from train.data.records.rows import Dropped
+from train.data.records.saved import load_saved
 from train.data.records.sources import settings_of, version
-from train.data.records.table_facts import column, facts_of_split, shortages
-from train.data.records.table_folder import FORMAT, NAME, Facts, parse_facts, seal, whole_facts
+from train.data.records.table_facts import column, facts_of_split
 from train.data.shards.cache import cache_dir
 from train.machine import progress
 from train.machine.launched import launched
-from train.machine.processes import is_gone, owner_name
+from train.machine.processes import owner_name
 from train.machine.progress import Phase
-from train.storage.atomic_io import discard, made_once
-from train.storage.folders import canonical_json, disk_errors, make_folder, sha256_json
+from train.storage.atomic_io import discard, new_folder, remove_temporaries
+from train.storage.folders import (
+    canonical_json,
+    disk_errors,
+    make_folder,
+    read_json,
+    sha256_json,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger("train")
 
+FORMAT = 4  # changes if other versions of this program cannot read the folder
+FACTS = "tables.json"
 RESERVED = ("tokenizer", "scratch")  # folder names that a split cannot have
 ROWS_AT_ONCE = 1000  # rows tokenised together, and rows per chunk of an Arrow file
-LAUNCH = ".launch-"  # prefix of the files in which a rank leaves a result for the other ranks of its machine
-# maximum size of each file of a table: an upload to S3 reads a whole file into memory
-SHARD = "128MB"
+
+
+# The content of tables.json: "id" (see Tables), "kind", "labels", "remarks" (what seems strange about the data),
+# "settings" of the featurizer, and in "splits" the facts of each (see table_facts.py) and its unused rows.
+Facts = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Tables:
     folder: Path
     id: str  # sha256 of the token rows and the labels
-    facts: Facts  # tables.json
+    facts: Facts
 
     def features(self, split: str) -> datasets.Dataset:
         """Return the token rows of a split, memory-mapped."""
@@ -75,77 +85,46 @@ class Tables:
 
 def open_tables(cfg: TrainConfig, featurizer: Featurizer) -> Tables:
     """Return the data of a run, which one rank per machine prepares. Raises InputError if it cannot be used."""
-    assert isinstance(cfg.data, RecordsConfig)
-    data, root = cfg.data, cache_dir(cfg.data) / "records"
+    data = cfg.data
+    assert isinstance(data, RecordsConfig)
     for name in data.more_validation:
-        ok = (
-            re.fullmatch(r"\w{1,64}", name)
-            and name not in RESERVED
-            and not name.endswith("_examples")
-        )
-        check(
-            bool(ok),
-            f"data.more_validation: {name} cannot be the name of a split; choose a plain word",
-        )
+        is_taken = name in RESERVED or name.endswith("_examples")
+        ok = re.fullmatch(r"\w{1,64}", name) and not is_taken
+        cannot = f"data.more_validation: {name} cannot be the name of a split"
+        check(bool(ok), f"{cannot}; choose a plain word")
+    settings = [FORMAT, settings_of(data), cfg.seed, featurizer.kind.name]
     tokenizer_id = tokenizer_sha256(featurizer.tokenizer)
-    key = sha256_json(
-        [asdict(data), cfg.seed, featurizer.kind.name, featurizer.settings, tokenizer_id]
-    )[:16]
-    request = TableRequest(cfg, data, featurizer, tokenizer_id, root)
-    folder = Path(once_per_machine(root, key, lambda: provide(request)))
-    facts = parse_facts((folder / NAME).read_bytes())
-    return Tables(folder, facts["id"], facts)
-
-
-@dataclass(frozen=True)
-class TableRequest:
-    """A request for the data of a run, which one rank of each machine fulfils."""
-
-    cfg: TrainConfig
-    data: RecordsConfig
-    featurizer: Featurizer
-    tokenizer_id: str
-    root: Path  # the folder of all tables on this machine
-
-
-def once_per_machine(root: Path, key: str, action: Callable[[], str]) -> str:
-    """Return the result of `action`, which only one rank of each machine performs.
-
-    The ranks lock a file in `root` one after the other. The first one performs `action` and writes the
-    result into the file. If it dies or fails, the next one performs `action`.
-    """
-    launch = launched()
-    if launch.local_world_size == 1:
-        return action()
+    made_by = sha256_json([*settings, featurizer.settings, tokenizer_id])[:12]
+    root = cache_dir(data) / "records"
     make_folder(root)
-    for path in root.glob(f"{LAUNCH}*"):
-        if is_gone(path.name.removeprefix(LAUNCH).rsplit("-", 2)[0]):
-            discard(path)
-    # Ranks of one launch have the same parent, torchrun's agent, and the same restart count.
-    path = root / f"{LAUNCH}{owner_name(os.getppid())}-{launch.restart_count}-{key}"
-    with path.open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        result = file.read()
-        if not result:
-            result = action()
-            file.write(result)
-    return result
-
-
-def provide(request: TableRequest) -> str:
-    """Return the folder with the tables on this machine."""
-    launch = launched()
-    is_first_machine = launch.rank == launch.local_rank
-    progress.begin(Phase(f"looking for data.path={request.data.path}"))
-    with progress.reported(speaks=is_first_machine):
-        folder = find_or_make(request)
-        facts = parse_facts((folder / NAME).read_bytes())
-        for line in (*facts["remarks"], *shortages(facts["splits"])) if is_first_machine else ():
-            logger.warning(line)
+    lock = root / f"{made_by}.lock"
+    name = once_per_machine(lock, lambda: find_or_make(cfg, data, featurizer, root, made_by))
     # The tokenizer has used threads in this process. This keeps forked workers from using any, and from warning.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return str(folder)
+    facts = read_json(root / name / FACTS)
+    return Tables(root / name, facts["id"], facts)
+
+
+def once_per_machine(lock: Path, action: Callable[[], str]) -> str:
+    """Return the result of `action`, which only one rank of each machine performs while other processes wait.
+
+    The rank that holds the lock writes the result into it, with the name of the launch. If a rank dies or fails, the
+    next one performs `action`.
+    """
+    launch = launched()
+    # Ranks of one launch have the same parent, torchrun's agent, and the same restart count.
+    name = f"{owner_name(os.getppid())}-{launch.restart_count}"
+    with disk_errors("write", lock):
+        file = lock.open("a+")
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        made_by, _, result = file.read().partition(" ")
+        if made_by != name or launch.local_world_size == 1:
+            result = action()
+            file.truncate(0)
+            file.write(f"{name} {result}")
+    return result
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
@@ -156,76 +135,74 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
     )
 
 
-def find_or_make(request: TableRequest) -> Path:
-    """Return the folder for these rows, settings and tokenizer, and make it if it is not in the cache.
+def find_or_make(
+    cfg: TrainConfig, data: RecordsConfig, featurizer: Featurizer, root: Path, made_by: str
+) -> str:
+    """Return the name of the folder for these rows, and make it if it is not in the cache.
 
-    Unchanged raw data is not read again. Raises InputError if too many rows are bad, or if the disk is full.
+    Unchanged raw data is not read again. Raises InputError if too many rows are bad, or if the disk is full. The first
+    machine logs what seems strange about the data.
     """
-    data, kind, settings = request.data, request.featurizer.kind.name, request.featurizer.settings
-    now = version(data, request.cfg.s3)
-    made_by = sha256_json(
-        [FORMAT, settings_of(data), request.cfg.seed, kind, settings, request.tokenizer_id]
-    )
-    folder = request.root / f"{made_by[:12]}-{now[:12]}"
+    launch = launched()
+    is_first_machine = launch.rank == launch.local_rank
+    progress.begin(Phase(f"looking for data.path={data.path}"))
+    with progress.reported(speaks=is_first_machine):
+        now = version(data, cfg.s3)
+        folder = root / f"{made_by}-{now[:12]}"
+        if not (folder / FACTS).exists():
+            remove_temporaries(root, re.escape(folder.name))
+            with disk_errors("write", folder), new_folder(folder, replaces=True) as temporary:
+                make(cfg, data, featurizer, temporary, now)
+    facts = read_json(folder / FACTS)
+    for split, entry in facts["splits"].items():
+        bad = {key: entry[key] for key in ("bad_rows", "bad_examples")}
+        Dropped(split, data.max_bad_rows, **bad).check()
+    if is_first_machine:
+        for remark in facts["remarks"]:
+            logger.warning(remark)
+    return folder.name
 
-    def is_whole(there: Path) -> bool:
-        return whole_facts(there, checksums=data.verify) is not None
 
-    if not is_whole(folder):
-        make_folder(folder.parent)
-        with disk_errors("write", folder):
-            made_once(folder, lambda temporary: make(request, temporary, now), is_whole=is_whole)
-    for split, facts in parse_facts((folder / NAME).read_bytes())["splits"].items():
-        Dropped(split, data.max_bad_rows, facts["bad_rows"], facts["bad_examples"]).check()
-    return folder
-
-
-def make(request: TableRequest, folder: Path, now: str) -> None:
+def make(
+    cfg: TrainConfig, data: RecordsConfig, featurizer: Featurizer, folder: Path, now: str
+) -> None:
     """Read the raw data, whose version is `now`, and write the tables of all splits and the tokenizer to `folder`."""
-    data, s3, scratch, featurizer = (
-        request.data,
-        request.cfg.s3,
-        folder / "scratch",
-        request.featurizer,
-    )
+    scratch = folder / "scratch"
+    scratch.mkdir()
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    scratch.mkdir()
-    raw = read_raw(data, featurizer.kind, s3, seed=request.cfg.seed, folder=scratch)
-    check(
-        version(data, s3) == now,
-        f"data.path={data.path} changed while it was being read; start again",
-    )
+    raw = read_raw(data, featurizer.kind, cfg.s3, seed=cfg.seed, folder=scratch)
+    changed = f"data.path={data.path} changed while it was being read; start again"
+    check(version(data, cfg.s3) == now, changed)
     featurizer.labels = raw.labels
     splits, tokens = {}, {}
     for split, examples in raw.splits.items():
         tokens[split] = make_features(featurizer, split, examples, scratch)
-        tokens[split].save_to_disk(str(folder / split), max_shard_size=SHARD)
-        examples.save_to_disk(str(folder / f"{split}_examples"), max_shard_size=SHARD)
-        target, seq_len, notes = (
-            featurizer.kind.target,
-            featurizer.settings["seq_len"],
-            featurizer.notes(split),
-        )
+        tokens[split].save_to_disk(str(folder / split))
+        examples.save_to_disk(str(folder / f"{split}_examples"))
         facts = facts_of_split(
-            examples, tokens[split], target=target, labels=raw.labels, seq_len=seq_len, notes=notes
+            examples,
+            tokens[split],
+            target=featurizer.kind.target,
+            labels=raw.labels,
+            seq_len=featurizer.settings["seq_len"],
+            notes=featurizer.notes(split),
         )
         splits[split] = {**facts, **raw.dropped[split].facts()}
     fast = featurizer.tokenizer.backend_tokenizer
     fast.no_truncation()  # undo the settings of the last call
     fast.no_padding()
     featurizer.tokenizer.save_pretrained(str(folder / "tokenizer"))
+    discard(scratch)
     about = {
-        "format": FORMAT,
         "id": content_id(tokens, raw.labels),
         "kind": featurizer.kind.name,
         "labels": raw.labels,
-        "remarks": raw.remarks,
+        "remarks": [*raw.remarks, *shortages(splits)],
         "settings": featurizer.settings,
         "splits": splits,
     }
-    discard(scratch)
-    seal(folder, about)
+    (folder / FACTS).write_text(json.dumps(about, indent=1))
 
 
 def content_id(tables: Mapping[str, datasets.Dataset], labels: list[str]) -> str:

@@ -22,11 +22,7 @@ if TYPE_CHECKING:
     from pyarrow import ChunkedArray, DataType
 
 # numpy's dtypes by Arrow's names
-FLOATS = {
-    "halffloat": np.float16,
-    "float": np.float32,
-    "double": np.float64,
-}
+FLOATS: dict[str, type] = {"halffloat": np.float16, "float": np.float32, "double": np.float64}
 NUMBERS = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", *FLOATS}
 LABELS = "labels"  # the input with the class of each row or of each token; not every table has it
 
@@ -37,7 +33,7 @@ class Lists:
     def __init__(self, column: ChunkedArray) -> None:
         self.offsets = [chunk.offsets.to_numpy() for chunk in column.chunks]
         self.values = [chunk.values.to_numpy() for chunk in column.chunks]
-        # the first row of each chunk, then the row count
+        # The first row of each chunk, then the row count.
         self.firsts = np.cumsum([0, *map(len, column.chunks)])
 
     def __len__(self) -> int:
@@ -63,22 +59,21 @@ def input_dtype(column: ChunkedArray, name: str) -> np.dtype:
     """Return int64 for integers and booleans, else the column's float dtype. Raises InputError if it is not numeric."""
     parts = [chunk.values if hasattr(chunk, "values") else chunk for chunk in column.chunks]
     kinds = {str(part.type) for part in parts}
-    check(
-        kinds <= NUMBERS,
-        f"column {name} has type {', '.join(sorted(kinds))}: model inputs must be numbers",
-    )
-    check(not any(part.null_count for part in (column, *parts)), f"column {name} has empty values")
-    is_float = any(kind in FLOATS for kind in kinds)
-    return np.dtype(FLOATS[kinds.pop()] if is_float else np.int64)
+    found = f"column {name} has type {', '.join(sorted(kinds))}"
+    check(kinds <= NUMBERS, f"{found}: model inputs must be numbers")
+    has_nulls = any(part.null_count for part in (column, *parts))
+    check(not has_nulls, f"column {name} has empty values")
+    for kind in kinds & FLOATS.keys():
+        return np.dtype(FLOATS[kind])
+    return np.dtype(np.int64)
 
 
 def values_of(column: ChunkedArray) -> np.ndarray:
     """Return a column of numbers as [rows], or a column of lists of a fixed size C as [rows, C]."""
     if not hasattr(column.type, "list_size"):
         return column.to_numpy()
-    return np.concatenate([chunk.flatten().to_numpy() for chunk in column.chunks]).reshape(
-        -1, column.type.list_size
-    )
+    parts = [chunk.flatten().to_numpy() for chunk in column.chunks]
+    return np.concatenate(parts).reshape(-1, column.type.list_size)
 
 
 class TokenRows:
@@ -100,38 +95,33 @@ class TokenRows:
         the weight of each class's rows; None: 1. `first_type`: the segment of a row's first token. Raises InputError
         if a column is missing or not numeric, or a row is longer than the last of `lengths`.
         """
-        missing = sorted(
-            {"input_ids", "second_at", "length", *columns.values()} - set(table.column_names)
-        )
-        check(
-            not missing,
-            f"the data has no column {', '.join(missing)}; there are {shortlist(table.column_names)}",
-        )
+        needed = {"input_ids", "second_at", "length", *columns.values()}
+        missing = ", ".join(sorted(needed - set(table.column_names)))
+        known = f"there are {shortlist(table.column_names)}"
+        check(not missing, f"the data has no column {missing}; {known}")
         self.pad_id, self.lengths, self.weights = pad_id, tuple(lengths), weights
         self.first_type = first_type
-        # mapped from disk; copied only if the table is a selection
+        # Rows are mapped from disk. They are copied only if the table is a selection.
         arrow = table.with_format("arrow")[:]
         self.tokens = Lists(arrow.column("input_ids"))
         self.row_lengths = arrow.column("length").to_numpy()  # copied: a few bytes per row
         self.second_at = arrow.column("second_at").to_numpy()
-        named = {name: arrow.column(column) for name, column in columns.items()}
-        self.dtypes = {name: input_dtype(column, columns[name]) for name, column in named.items()}
-        self.fill = {
-            name: np.nan if dtype.kind == "f" else IGNORE_INDEX
-            for name, dtype in self.dtypes.items()
-        }
-        self.lists = {
-            name: Lists(column) for name, column in named.items() if is_list(column.type)
-        }
-        self.values = {
-            name: values_of(column) for name, column in named.items() if name not in self.lists
-        }
+        self.dtypes: dict[str, np.dtype] = {}
+        self.lists: dict[str, Lists] = {}
+        self.values: dict[str, np.ndarray] = {}
+        for name, column in columns.items():
+            values = arrow.column(column)
+            self.dtypes[name] = input_dtype(values, column)
+            if is_list(values.type):
+                self.lists[name] = Lists(values)
+            else:
+                self.values[name] = values_of(values)
         longest = int(self.row_lengths.max(initial=0))
-        check(
-            longest <= self.lengths[-1],
-            f"the data has a row of {longest} tokens, longer than {self.lengths[-1]}",
-        )
-        self.shortest_row = int(self.row_lengths.argmin()) if len(self) else 0
+        most = self.lengths[-1]
+        check(longest <= most, f"the data has a row of {longest} tokens, longer than {most}")
+        self.shortest_row = 0
+        if len(self):
+            self.shortest_row = int(self.row_lengths.argmin())
         self.bucket_of = np.searchsorted(self.lengths, self.row_lengths).astype(np.uint8)  # [rows]
 
     def check_ids(self, vocab_size: int) -> None:
@@ -152,9 +142,8 @@ class TokenRows:
         column of floats keeps its dtype.
 
         PADDING becomes another row of the batch (the shortest row, if the batch has none), which is never cut: some
-        models reject a row that is not whole. Its columns have IGNORE_INDEX, or NaN in columns of floats, because any
-        number may be a target. "count" is the number of labels (of rows, if there are no `labels`) or the sum of their
-        weights; "tokens" is the number of tokens without padding.
+        models reject a row that is not whole. "count" is the number of labels (of rows, if there are no `labels`) or
+        the sum of their weights; "tokens" is the number of tokens without padding.
         """
         plain, bucket = parts_of(items)
         is_padding = (plain == PADDING).ravel()
@@ -163,32 +152,8 @@ class TokenRows:
             rows[:], bucket = self.shortest_row, self.bucket_of[self.shortest_row]
         rows[is_padding] = rows[is_padding.argmin()]
         seq_len = self.lengths[bucket]
-        tokens = self.tokens.take(rows)
-        lengths = np.array(list(map(len, tokens)))
-        if (too_long := lengths.max(initial=0)) > seq_len:
-            raise ValueError(f"a row of {too_long} tokens in a batch of {seq_len}")
-
-        input_ids = np.full((len(rows), seq_len), self.pad_id, np.int64)
-        for number, (row_tokens, length) in enumerate(zip(tokens, lengths.tolist(), strict=True)):
-            input_ids[number, :length] = row_tokens
-        positions = np.arange(seq_len)
-        is_token = positions < lengths[:, None]
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": is_token.astype(np.int64),
-            "token_type_ids": (is_token & (positions >= self.second_at[rows][:, None])).astype(
-                np.int64
-            ),
-        }
-        inputs["token_type_ids"][:, 0] = self.first_type
-        for name, values in self.values.items():
-            inputs[name] = values[rows].astype(self.dtypes[name], copy=False)
-            inputs[name][is_padding] = self.fill[name]
-        for name, lists in self.lists.items():
-            inputs[name] = np.full((len(rows), seq_len), self.fill[name], self.dtypes[name])
-            for number, values_of_row in enumerate(lists.take(rows)):
-                if not is_padding[number]:
-                    inputs[name][number, : len(values_of_row)] = values_of_row
+        inputs, lengths = self._tokens(rows, seq_len)
+        inputs |= self._columns(rows, is_padding, seq_len)
         shape = items.shape
         counts = self._counts(is_padding, inputs.get(LABELS)).reshape(shape).sum(1)
         tokens_each = np.where(is_padding, 0, lengths).reshape(shape).sum(1)
@@ -198,13 +163,55 @@ class TokenRows:
         }
         return {"inputs": tensors, "count": counts.tolist(), "tokens": tokens_each.tolist()}
 
+    def _tokens(self, rows: np.ndarray, seq_len: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Return the inputs [B, S] that every model has, and the length of each row [B]."""
+        tokens = self.tokens.take(rows)
+        lengths = np.array(list(map(len, tokens)))
+        longest = lengths.max(initial=0)
+        if longest > seq_len:
+            raise ValueError(f"a row of {longest} tokens in a batch of {seq_len}")
+        input_ids = np.full((len(rows), seq_len), self.pad_id, np.int64)
+        for number, (row_tokens, length) in enumerate(zip(tokens, lengths.tolist(), strict=True)):
+            input_ids[number, :length] = row_tokens
+        positions = np.arange(seq_len)
+        is_token = positions < lengths[:, None]
+        is_second = is_token & (positions >= self.second_at[rows][:, None])
+        token_types = is_second.astype(np.int64)
+        token_types[:, 0] = self.first_type
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": is_token.astype(np.int64),
+            "token_type_ids": token_types,
+        }
+        return inputs, lengths
+
+    def _columns(
+        self, rows: np.ndarray, is_padding: np.ndarray, seq_len: int
+    ) -> dict[str, np.ndarray]:
+        """Return the additional inputs. Those of padding are IGNORE_INDEX, or NaN in columns of floats."""
+        inputs: dict[str, np.ndarray] = {}
+        for name, dtype in self.dtypes.items():
+            fill: float = IGNORE_INDEX
+            if dtype.kind == "f":
+                fill = np.nan  # any number may be a target
+            if name in self.values:
+                inputs[name] = self.values[name][rows].astype(dtype, copy=False)
+                inputs[name][is_padding] = fill
+                continue
+            inputs[name] = np.full((len(rows), seq_len), fill, dtype)
+            for number, values in enumerate(self.lists[name].take(rows)):
+                if not is_padding[number]:
+                    inputs[name][number, : len(values)] = values
+        return inputs
+
     def _counts(self, is_padding: np.ndarray, labels: np.ndarray | None) -> np.ndarray:
         """Return the number (or weight) of each row's labels, [rows] float64. Without labels, it is 1 for each row."""
         if labels is None:
             return (~is_padding).astype(np.float64)
-        has_label = ~np.isnan(labels) if labels.dtype.kind == "f" else labels != IGNORE_INDEX
+        has_label = labels != IGNORE_INDEX
+        if labels.dtype.kind == "f":
+            has_label = ~np.isnan(labels)
         if self.weights is None:
             return has_label.reshape(len(labels), -1).sum(1).astype(np.float64)
-        return np.where(
-            has_label, np.asarray(self.weights, np.float64)[np.where(has_label, labels, 0)], 0.0
-        )
+        weights = np.asarray(self.weights, np.float64)[np.where(has_label, labels, 0)]
+        return np.where(has_label, weights, 0.0)

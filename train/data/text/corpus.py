@@ -48,7 +48,6 @@ from train.storage.hub_access import asking_hub, hub_or_path, why_missing
 from train.storage.schema import BadContent, record
 
 MIN_PYDOC_CHARS = 100
-BLOCK_DOCUMENTS = 256
 SKIPPED_STDLIB = (
     "site-packages",
     "dist-packages",
@@ -170,8 +169,7 @@ def docstrings(node: ast.AST) -> Iterator[str]:
 class HFCorpus:
     """Data sets of the Hub or of local folders, streamed one after the other. A null is an empty row.
 
-    If there are enough files (as `datasets` counts them), a part consists of whole files. Otherwise several parts read
-    the same file, and take turns of BLOCK_DOCUMENTS documents. No document continues in the next file.
+    A part consists of whole files, as `datasets` counts them. No document continues in the next file.
     """
 
     total_bytes = None
@@ -187,15 +185,12 @@ class HFCorpus:
             self.readings.append(Reading(len(cfg.datasets), is_validation=True))
         for dataset in self.datasets:
             rows = dataset.rows_per_document
-            check(
-                rows > 0,
-                f"corpus.datasets: rows_per_document={rows} of {dataset.path} must be above 0",
-            )
+            says = f"rows_per_document={rows} of {dataset.path} must be above 0"
+            check(rows > 0, f"corpus.datasets: {says}")
 
     def fingerprint(self) -> str:
-        return sha256_json(
-            [[asdict(dataset), listing(local_files(dataset))] for dataset in self.datasets]
-        )
+        files = [[asdict(dataset), listing(local_files(dataset))] for dataset in self.datasets]
+        return sha256_json(files)
 
     @property
     def most_parts(self) -> int:
@@ -204,13 +199,13 @@ class HFCorpus:
     @cached_property  # asks the Hub once, whatever the number of parts
     def files(self) -> list[tuple[Reading, HFDataset, Any, int]]:
         """The files of all readings: the reading, the data set's settings, the opened data set, the file's index."""
-        opened = [(dataset, stream(dataset)) for dataset in self.datasets]
-        sets = ((each, *opened[each.corpus]) for each in self.readings)
-        return [
-            (each, dataset, rows, file)
-            for each, dataset, rows in sets
-            for file in range(rows.num_shards)
-        ]
+        opened = [stream(dataset) for dataset in self.datasets]
+        found: list[tuple[Reading, HFDataset, Any, int]] = []
+        for reading in self.readings:
+            rows = opened[reading.corpus]
+            dataset = self.datasets[reading.corpus]
+            found += [(reading, dataset, rows, number) for number in range(rows.num_shards)]
+        return found
 
     def remarks(self) -> Iterable[str]:
         why = "datasets reads one format of a folder, the most frequent; corpus.datasets: data_files=GLOB names others"
@@ -221,36 +216,18 @@ class HFCorpus:
 
     def validation(self) -> Iterator[Document] | None:
         files = [file for file in self.files if file[0].is_validation]
-        return self.read_all(files, WHOLE) if files else None
+        return self.read_all(files) if files else None
 
     def documents(self, part: CorpusPart = WHOLE) -> Iterator[Document]:
-        mine, turn = divide(len(self.files), part)
-        yield from self.read_all(self.files[mine], turn)
+        yield from self.read_all(self.files[slice(*part.span(len(self.files)))])
 
-    def read_all(
-        self, files: list[tuple[Reading, HFDataset, Any, int]], turn: CorpusPart
-    ) -> Iterator[Document]:
-        for reading, dataset, rows, file in files:
-            texts = texts_of(dataset, rows.shard(rows.num_shards, file), file)
-            number = 0
+    def read_all(self, files: list[tuple[Reading, HFDataset, Any, int]]) -> Iterator[Document]:
+        for reading, dataset, rows, number in files:
+            texts = texts_of(dataset, rows.shard(rows.num_shards, number), number)
             while block := list(islice(texts, dataset.rows_per_document)):
-                text = (
-                    clean("\n".join(block))
-                    if number // BLOCK_DOCUMENTS % turn.count == turn.index
-                    else ""
-                )
-                number += 1
+                text = clean("\n".join(block))
                 if text and reading.has(text):
                     yield Document(text, len(text.encode()), reading)
-
-
-def divide(num_files: int, part: CorpusPart) -> tuple[slice, CorpusPart]:
-    """Return the files of a part, and the part's turn in each of them."""
-    if num_files >= part.count:
-        return slice(*part.span(num_files)), WHOLE
-    file = part.index * num_files // part.count
-    first, last = (-(-bound * part.count // num_files) for bound in (file, file + 1))
-    return slice(file, file + 1), CorpusPart(part.index - first, last - first)
 
 
 def stream(dataset: HFDataset) -> Any:

@@ -6,22 +6,23 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain, dropwhile, islice, takewhile
+from itertools import chain, dropwhile, takewhile
 from pathlib import Path
 from typing import IO
 
 from train.config import FilesCorpusConfig, InputError, check
 from train.config.prepare import paths_of
+from train.data.files import text as text_files
 from train.data.files.errors import SURROGATE, BadRow, naming, unreadable
 from train.data.files.rows import BATCH_ROWS, QUOTES, csv_rows, json_rows, open_parquet
 from train.data.files.text import (
     LONGEST_LINE_CHARS,
     bounded_lines,
     check_encoding,
-    check_length,
     is_seekable,
     open_text,
     stretches,
+    too_long,
 )
 from train.data.text.documents import (
     OF_VALIDATION,
@@ -40,7 +41,7 @@ from train.data.text.documents import (
 from train.storage.folders import sha256_json
 
 PART_BYTES = 16 * 2**20  # text that one process prepares at a time, a few seconds of work
-# text without separators is cut at the first line end after this, to limit memory
+# Text without separators is cut at the first line end after this, to limit memory.
 MAX_DOCUMENT_CHARS = 2**24
 # Prefixes of the Arrow types of text columns.
 STRING_TYPES = (
@@ -51,18 +52,16 @@ STRING_TYPES = (
 )
 BLANK = r"^\s*$"  # the default separator, which str.isspace tests faster
 ENCODING = "corpus.encoding"
-# the settings to change if a byte does not decode
-DECODING = f"{ENCODING} or corpus.errors=replace"
+DECODING = f"{ENCODING} or corpus.errors=replace"  # what to change if a byte does not decode
 
 
 class FilesCorpus(ABC):
     """Files that are read one after the other, in the order of their names.
 
     A part is a range of the bytes of all files; its documents are those that begin in the range. Files outside the
-    range are not opened. Plain text and JSON lines are read from the first byte of the range, Parquet from the row
-    group at that byte. Three kinds of files must be read from their beginning: gzipped files, CSV, and text in an
-    encoding whose line ends cannot be found from an arbitrary byte. Such a file belongs to the part in which it begins.
-    If it is longer than a part, however, several parts read it, and each skips the documents of the others.
+    range are not opened. Plain text and JSON lines are read from the first byte of the range, Parquet from the first
+    row group in it. Three kinds of files must be read from their beginning: gzipped files, CSV, and text in an encoding
+    whose line ends cannot be found from an arbitrary byte. Such a file belongs to the part in which it begins.
     """
 
     suffixes: tuple[str, ...]  # suffixes of the files that are read in a folder
@@ -70,18 +69,19 @@ class FilesCorpus(ABC):
     def __init__(self, cfg: FilesCorpusConfig) -> None:
         self.cfg = cfg
         check_encoding(cfg.encoding, ENCODING)
-        found = [find_files(path, self.suffixes) for path in cfg.sources]
-        self.pieces = [
-            (each, path)
-            for each in readings(cfg.weights, cfg.sources)
-            for path in found[each.corpus]
-        ]
-        for path in [] if cfg.validation is None else paths_of(cfg.validation):
-            found.append(find_files(path, self.suffixes, "corpus.validation"))
-            self.pieces += [(OF_VALIDATION, file) for file in found[-1]]
-        self.found, self.listings = found, list(map(listing, found))
-        sizes = (size for rows in self.listings for _, size, _ in rows)
-        self.sizes = dict(zip(chain(*found), sizes, strict=True))
+        self.places = list(cfg.sources)
+        self.found = [find_files(path, self.suffixes) for path in cfg.sources]
+        self.pieces: list[tuple[Reading, Path]] = []
+        for reading in readings(cfg.weights, cfg.sources):
+            self.pieces += [(reading, path) for path in self.found[reading.corpus]]
+        for place in [] if cfg.validation is None else paths_of(cfg.validation):
+            files = find_files(place, self.suffixes, "corpus.validation")
+            self.places.append(place)
+            self.found.append(files)
+            self.pieces += [(OF_VALIDATION, path) for path in files]
+        self.listings = [listing(files) for files in self.found]
+        sizes = [size for rows in self.listings for _, size, _ in rows]
+        self.sizes = dict(zip(chain(*self.found), sizes, strict=True))
 
     @property
     def total_bytes(self) -> int:
@@ -96,48 +96,29 @@ class FilesCorpus(ABC):
 
     @property
     def most_parts(self) -> int:
-        sizes = [self.read_at_once(path) for path in self.sizes]
-        return max(1, (self.total_bytes + len(self.pieces)) // max(PART_BYTES, *sizes))
-
-    def read_at_once(self, path: Path) -> int:
-        """Return the bytes of a file's largest unit that must be read from its start; 0 if any byte can be a start."""
-        return 0 if self.can_seek(path) else self.sizes[path] + 1
+        return max(1, self.total_bytes // PART_BYTES)
 
     def fingerprint(self) -> str:
         count = len(self.cfg.sources)
-        corpora, validation = self.listings[:count], self.listings[count:]
-        return sha256_json(
-            [corpora, validation] if validation else corpora if count > 1 else corpora[0]
-        )
+        return sha256_json([self.listings[:count], self.listings[count:]])
 
     def remarks(self) -> Iterable[str]:
-        given = [
-            *self.cfg.sources,
-            *([] if self.cfg.validation is None else paths_of(self.cfg.validation)),
-        ]
         why = f"corpus={self.cfg.kind} reads {', '.join(self.suffixes)}"
-        return [files_line(*pair, why) for pair in zip(given, self.found, strict=True)]
+        places = zip(self.places, self.found, strict=True)
+        return [files_line(place, files, why) for place, files in places]
 
     def documents(self, part: CorpusPart = WHOLE) -> Iterator[Document]:
         return self.read_all(self.spans(part))
 
     def validation(self) -> Iterator[Document] | None:
-        whole = [
-            (each, path, 0, self.sizes[path] + 1)
-            for each, path in self.pieces
-            if each.is_validation
-        ]
-        return self.read_all(whole) if whole else None
+        spans = [span for span in self.spans(WHOLE) if span[0].is_validation]
+        return self.read_all(spans) if spans else None
 
     def read_all(self, spans: Iterable[tuple[Reading, Path, int, int]]) -> Iterator[Document]:
         for reading, path, first, last in spans:
             before = first
             end = min(last, self.sizes[path])
-            if self.can_seek(path):
-                texts = self.read(path, first, last)
-            else:
-                texts = beginning_in(self.read(path, 0, self.sizes[path] + 1), first, last)
-            for raw, position in texts:
+            for raw, position in self.read(path, first, last):
                 text = clean(raw)
                 if text and reading.has(text):
                     yield Document(text, max(0, min(position, end) - before), reading)
@@ -148,16 +129,16 @@ class FilesCorpus(ABC):
 
         The second reading of a corpus follows the first, so that two copies of a document are far apart.
         """
-        total = self.total_bytes + len(self.pieces)
-        first, last = part.span(total)
+        first, last = part.span(self.total_bytes + len(self.pieces))
         for reading, path in self.pieces:
-            size = self.sizes[path]
-            if self.can_seek(path) or (size + 1) * part.count > total:
-                if first <= size and last > 0:
-                    yield reading, path, max(first, 0), min(last, size + 1)
-            elif first <= 0 < last:
-                yield reading, path, 0, size + 1
-            first, last = first - size - 1, last - size - 1
+            size = self.sizes[path] + 1
+            if not self.can_seek(path):
+                if first <= 0 < last:
+                    yield reading, path, 0, size
+            elif first < size and last > 0:
+                yield reading, path, max(first, 0), min(last, size)
+            first -= size
+            last -= size
 
     @contextmanager
     def opened(
@@ -165,7 +146,7 @@ class FilesCorpus(ABC):
     ) -> Iterator[tuple[IO[str], Callable[[], int]]]:
         """Open the lines that begin in bytes [first, last) of a text file, with a counter of the bytes read."""
         errors = "surrogateescape" if self.cfg.errors == "strict" else self.cfg.errors
-        with open_text(
+        opened = open_text(
             path,
             self.cfg.encoding,
             key=ENCODING,
@@ -173,10 +154,8 @@ class FilesCorpus(ABC):
             newline=None,
             first=first,
             last=last,
-        ) as (
-            text,
-            raw,
-        ):
+        )
+        with opened as (text, raw):
             yield text, raw.tell
 
     @abstractmethod
@@ -188,19 +167,6 @@ class FilesCorpus(ABC):
 def line_name(path: Path, first: int, number: int) -> str:
     """Return the name of a line for errors. `number` counts lines from byte `first`."""
     return f"{path}, line {number} after byte {first}" if first else f"{path}:{number}"
-
-
-def beginning_in(
-    texts: Iterable[tuple[str, int]], first: int, last: int
-) -> Iterator[tuple[str, int]]:
-    """Yield the texts of a file that begin in bytes [first, last). Each begins where the previous one ended."""
-    begin = 0
-    for text, position in texts:
-        if begin >= last:
-            return
-        if begin >= first:
-            yield text, position
-        begin = position
 
 
 class TextFiles(FilesCorpus):
@@ -218,49 +184,57 @@ class TextFiles(FilesCorpus):
         self.begins = str.isspace if cfg.separator == BLANK else self.matches
         super().__init__(cfg)
 
+    def matches(self, line: str) -> bool:
+        return self.separator is not None and self.separator.search(line.rstrip("\n")) is not None
+
     def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
         with self.opened(path, first, last) as (lines, position):
             part: list[str] = []
-            size, is_cut = 0, False
+            num_chars = 0
+            is_full = False
             for line in self.whole_documents(self.checked(lines, path, first), path, first, last):
-                if self.begins(line) or (self.separator and (is_cut or size > MAX_DOCUMENT_CHARS)):
+                if self.begins(line) or (self.separator and is_full):
                     yield "".join(part), position()
-                    part, size = [], 0
+                    part = []
+                    num_chars = 0
                 part.append(line)
-                size += len(line)
-                # a very long line: each stretch of it ends a document
-                is_cut = not line.endswith("\n")
+                num_chars += len(line)
+                # Each stretch of a very long line ends a document.
+                is_full = num_chars > MAX_DOCUMENT_CHARS or not line.endswith("\n")
             yield "".join(part), position()
 
     def whole_documents(
         self, lines: Iterator[str], path: Path, first: int, last: int
     ) -> Iterator[str]:
         """Yield the lines, except those of a document that began earlier, and complete the last document."""
-        begin = lines if first == 0 else dropwhile(lambda line: not self.begins(line), lines)
+        if first > 0:
+            lines = dropwhile(self.continues, lines)
         is_empty = True
-        for line in begin:
+        for line in lines:
             is_empty = False
             yield line
         if not is_empty and last < self.sizes[path]:
             with self.opened(path, last) as (text, _):
-                yield from takewhile(
-                    lambda line: not self.begins(line), self.checked(text, path, last)
-                )
+                yield from takewhile(self.continues, self.checked(text, path, last))
+
+    def continues(self, line: str) -> bool:
+        return not self.begins(line)
 
     def checked(self, text: IO[str], path: Path, first: int) -> Iterator[str]:
         """Yield lines, very long ones in stretches. Raises InputError on NUL and undecodable bytes."""
-        number, is_whole, num_chars = 0, True, 0
+        number = 1
+        num_chars = 0  # of the line so far
         for line in stretches(text):
-            number += is_whole
-            num_chars = len(line) if is_whole else num_chars + len(line)
-            is_whole = line.endswith("\n")
-            check_length(num_chars, lambda at=number: line_name(path, first, at))  # type: ignore[misc]
-            if bad := unreadable(line, self.cfg.encoding, DECODING):
+            num_chars += len(line)
+            if num_chars > text_files.LONGEST_LINE_CHARS:
+                raise too_long(line_name(path, first, number))
+            bad = unreadable(line, self.cfg.encoding, DECODING)
+            if bad:
                 raise InputError(f"{line_name(path, first, number)}: {bad}")
             yield line
-
-    def matches(self, line: str) -> bool:
-        return self.separator is not None and self.separator.search(line.rstrip("\n")) is not None
+            if line.endswith("\n"):
+                number += 1
+                num_chars = 0
 
 
 class JsonLines(FilesCorpus):
@@ -292,9 +266,9 @@ class Csv(FilesCorpus):
 
     def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
         with self.opened(path) as (text, position):
-            encoding, lines = self.cfg.encoding, bounded_lines(text, str(path))
+            lines = bounded_lines(text, str(path))
             columns, rows = csv_rows(
-                lines, str(path), encoding, DECODING, max_field_chars=LONGEST_LINE_CHARS
+                lines, str(path), self.cfg.encoding, DECODING, max_field_chars=LONGEST_LINE_CHARS
             )
             check_column(self.cfg.column, columns or [], f"{path}:1")
             for line, row in rows:
@@ -310,57 +284,40 @@ class Parquet(FilesCorpus):
 
     def __init__(self, cfg: FilesCorpusConfig) -> None:
         super().__init__(cfg)
-        self.largest_groups: dict[
-            Path, int
-        ] = {}  # bytes of the column in a file's largest row group
-        self.sizes = {path: self.column_bytes(path) for path in self.sizes}
+        self.groups = {path: self.group_bytes(path) for path in self.sizes}
+        self.sizes = {path: sum(sizes) for path, sizes in self.groups.items()}
 
     def can_seek(self, path: Path) -> bool:
         return True
 
-    def column_bytes(self, path: Path) -> int:
-        """Return the uncompressed bytes of a file's text column. Raises InputError if it is missing or not text."""
-        column = self.cfg.column
-        with open_parquet(path) as file:
-            check_column(column, file.schema_arrow.names, str(path))
-            kind = str(file.schema_arrow.field(column).type)
-            check(
-                kind.startswith(STRING_TYPES),
-                f"{path}: column {column} is {kind}; set corpus.column to a text column",
-            )
-            groups = [
-                file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)
-            ]
-            columns = [
-                group.column(index) for group in groups for index in range(group.num_columns)
-            ]
-            sizes = [
-                item.total_uncompressed_size for item in columns if item.path_in_schema == column
-            ]
-        self.largest_groups[path] = max(sizes, default=0)
-        return sum(sizes)
+    def group_bytes(self, path: Path) -> list[int]:
+        """Return the uncompressed bytes of the text column in each row group.
 
-    def read_at_once(self, path: Path) -> int:
-        return self.largest_groups[path]
+        Raises InputError if the column is missing or not text.
+        """
+        name = self.cfg.column
+        with open_parquet(path) as file:
+            check_column(name, file.schema_arrow.names, str(path))
+            kind = str(file.schema_arrow.field(name).type)
+            says = f"{path}: column {name} is {kind}; set corpus.column to a text column"
+            check(kind.startswith(STRING_TYPES), says)
+            sizes = []
+            for number in range(file.metadata.num_row_groups):
+                group = file.metadata.row_group(number)
+                columns = [group.column(index) for index in range(group.num_columns)]
+                of_text = [each for each in columns if each.path_in_schema == name]
+                sizes.append(sum(each.total_uncompressed_size for each in of_text))
+        return sizes
 
     def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
-        # Rows are treated as equally long: row i of n begins at byte size * i // n.
         with open_parquet(path) as file:
-            size, num_rows = max(1, self.sizes[path]), file.metadata.num_rows
-            first_row, last_row = (
-                min(num_rows, -(-byte * num_rows // size)) for byte in (first, last)
-            )
-            row = 0  # the first row of the group
-            for group in range(file.num_row_groups):
-                end = row + file.metadata.row_group(group).num_rows
-                if row < last_row and end > first_row:
+            begin = 0
+            for number, size in enumerate(self.groups[path]):
+                if first <= begin < last:
                     batches = file.iter_batches(
-                        BATCH_ROWS, row_groups=[group], columns=[self.cfg.column]
+                        BATCH_ROWS, row_groups=[number], columns=[self.cfg.column]
                     )
-                    texts = enumerate(
-                        chain.from_iterable(batch.column(0).to_pylist() for batch in batches),
-                        row + 1,
-                    )
-                    for done, text in islice(texts, max(0, first_row - row), last_row - row):
-                        yield text or "", self.sizes[path] * done // num_rows
-                row = end
+                    for batch in batches:
+                        for text in batch.column(0).to_pylist():
+                            yield text or "", begin + size
+                begin += size

@@ -15,16 +15,9 @@ from train.config import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# shares of unknown tokens above which to warn and to reject
-MOST_UNKNOWN, TOO_MANY_UNKNOWN = (
-    0.01,
-    0.3,
-)
+MOST_UNKNOWN = 0.01  # share of unknown tokens above which to warn
+TOO_MANY_UNKNOWN = 0.3  # share of unknown tokens above which to reject
 MOST_CHANGED = 0.01  # maximum share of characters that normalisation may change without a warning
-# maximum share of words with inner capitals; program code has fewer, formulas more
-MOST_INNER_CAPITALS = 0.1
-# maximum share of pieces with capitals, as in special tokens, in a lower-case vocabulary
-MOST_CAPITAL_PIECES = 0.01
 MOST_SAMPLES, SAMPLED_CHARS = 4096, 256
 SHOWN_CHARS = 40  # maximum characters of an example in a message
 CURE = (
@@ -62,38 +55,26 @@ class Sample:
             pass
 
 
-def losses_of(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield a phrase for each loss by normalisation (characters, capitals inside words), with the setting to change."""
+def changed_by(tokenizer: Tokenizer, texts: Iterable[str]) -> str:
+    """Return a phrase about characters that normalisation changes other than in case, as accents; "" if few are."""
     if tokenizer.normalizer is None:
-        return
-    num_chars, num_changed, num_capitals = 0, 0, 0
-    examples: list[Counter[tuple[str, str]]] = [Counter(), Counter()]
+        return ""
+    num_chars, num_changed = 0, 0
+    examples: Counter[tuple[str, str]] = Counter()
     words = Counter(word for text in texts for word in text.split())
     for word, times in words.items():
         # A different Unicode form (NFC, NFD) does not count as a change, nor does ▁, which replaces a space.
         before = normalize("NFC", word)
         after = normalize("NFC", re.sub(r"[\s▁]", "", tokenizer.normalizer.normalize_str(word)))
         changed = (Counter(before.lower()) - Counter(after.lower())).total() * times
-        num_chars, num_changed = num_chars + len(before) * times, num_changed + changed
+        num_chars += len(before) * times
+        num_changed += changed
         if changed:
-            examples[0][before[:SHOWN_CHARS], after[:SHOWN_CHARS]] += times
-        elif before != after and has_inner_capitals(before):
-            num_capitals += times
-            examples[1][before[:SHOWN_CHARS], after[:SHOWN_CHARS]] += times
-    if num_changed > MOST_CHANGED * num_chars:
-        (old, new), _ = examples[0].most_common(1)[0]
-        share = f"{num_changed / num_chars:.1%} of the characters, and not only their case"
-        yield f"changes {share}: {old} becomes {new}", "strip_accents"
-    if num_capitals > MOST_INNER_CAPITALS * words.total():
-        (old, new), _ = examples[1].most_common(1)[0]
-        share = f"{num_capitals / words.total():.0%} of the words"
-        yield f"drops the capitals inside {share}: {old} becomes {new}", "lowercase"
-
-
-def has_inner_capitals(word: str) -> bool:
-    """Return whether a word mixes upper and lower case in a way other than Name, NAME or Double-Name."""
-    parts = ("".join(filter(str.isalpha, part)) for part in re.split(r"[^\w()=#@+]|_", word))
-    return any(not (part.isupper() or part[1:].islower() or not part[1:]) for part in parts)
+            examples[before[:SHOWN_CHARS], after[:SHOWN_CHARS]] += times
+    if num_changed <= MOST_CHANGED * num_chars:
+        return ""
+    (old, new), _ = examples.most_common(1)[0]
+    return f"{num_changed / num_chars:.1%} of the characters: {old} becomes {new}"
 
 
 def unknown_share(
@@ -134,24 +115,3 @@ def num_dropped(texts: Iterable[str], encodings: Iterable[Encoding]) -> int:
             end = max(end, last)
         count += sum(map(str.isprintable, "".join(text[end:].split())))
     return count
-
-
-def unused_capitals(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return a warning if a vocabulary has pieces with capital letters that the tokenizer never uses, else ""."""
-    # transformers lowercases all text if a cased vocab.txt has no tokenizer_config.json next to it.
-    fast = tokenizer.backend_tokenizer
-    if fast.normalizer is None or fast.normalizer.normalize_str("A").strip(" ▁") != "a":
-        return ""
-    special = set(tokenizer.all_special_tokens)
-    pieces = [
-        piece
-        for piece in fast.get_vocab()
-        if piece not in special and not re.fullmatch(r"[\[<].*[\]>]", piece)
-    ]
-    capitals = sorted((piece for piece in pieces if piece != piece.lower()), key=len, reverse=True)
-    if len(capitals) <= MOST_CAPITAL_PIECES * len(pieces):
-        return ""
-    return (
-        f"reads text in lower case, but {len(capitals):,} of its {len(pieces):,} pieces have capital letters, such as "
-        f"{capitals[0][:SHOWN_CHARS]}: if the model is cased, tokenizer_config.json must say do_lower_case=false"
-    )

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from train.config import InputError, check, plural, shortlist
-from train.data.files.errors import listed, naming
+from train.data.files.errors import columns_shown, naming
 from train.data.files.find import matching, walk
 from train.data.random_bits import text_uniform
 from train.storage.folders import local_path
 
-# differs from all seeds in settings: weights and validation must use different hashes
+# This differs from all seeds in settings: weights and validation must use different hashes.
 WEIGHT_SEED = -1
 
 
@@ -46,15 +46,12 @@ ONCE, OF_VALIDATION = Reading(), Reading(is_validation=True)
 def readings(weights: list[float] | None, sources: list[str]) -> list[Reading]:
     """Return the readings of each corpus according to corpus.weights. Raises InputError unless each has a weight."""
     given = weights or [1.0] * len(sources)
-    has = (
-        f"corpus.weights={weights} has {len(given)} numbers, but {len(sources)} corpora are given"
-    )
-    check(len(given) == len(sources), f"{has}: {shortlist(sources)}; set one number for each")
-    return [
-        Reading(number, copy, each)
-        for number, each in enumerate(given)
-        for copy in range(ceil(each))
-    ]
+    says = f"has {len(given)} numbers, but {len(sources)} corpora are given: {shortlist(sources)}"
+    check(len(given) == len(sources), f"corpus.weights={weights} {says}; set one for each")
+    found = []
+    for number, weight in enumerate(given):
+        found += [Reading(number, copy, weight) for copy in range(ceil(weight))]
+    return found
 
 
 @dataclass(frozen=True)
@@ -95,23 +92,23 @@ WHOLE = CorpusPart()
 
 
 def clean(text: str) -> str:
-    return (re.sub(r"\r\n?", "\n", text) if "\r" in text else text).strip()
+    if "\r" in text:
+        text = re.sub(r"\r\n?", "\n", text)
+    return text.strip()
 
 
 def check_column(column: str, columns: Iterable[str], where: str) -> None:
     if column not in columns:
-        raise InputError(
-            f"{where}: no column={column}; the columns are: {listed(columns, column)}"
-        )
+        there = f"the columns are: {columns_shown(columns)}"
+        raise InputError(f"{where}: no column={column}; {there}")
 
 
 def text_of(row: dict[str, Any], column: str, where: str) -> str:
     check_column(column, row, where)
     value = row[column]
     if not isinstance(value, str):
-        raise InputError(
-            f"{where}: column {column} holds {str(value)[:40]} ({type(value).__name__}), not a string"
-        )
+        what = f"{str(value)[:40]} ({type(value).__name__})"
+        raise InputError(f"{where}: column {column} holds {what}, not a string")
     return value
 
 
@@ -124,11 +121,8 @@ def find_files(location: str, suffixes: tuple[str, ...], key: str = "corpus.path
     hint = ""
     with naming(f"{key}={location} cannot be read", (OSError,)):
         if path.is_dir():
-            paths = [
-                item
-                for item in walk(path)
-                if item.name.lower().removesuffix(".gz").endswith(suffixes)
-            ]
+            found = [(item, item.name.lower().removesuffix(".gz")) for item in walk(path)]
+            paths = [item for item, name in found if name.endswith(suffixes)]
             hint = f" that ends in {', '.join(suffixes)} or one of these and .gz"
         elif path.is_file():
             paths = [path]
@@ -140,18 +134,17 @@ def find_files(location: str, suffixes: tuple[str, ...], key: str = "corpus.path
 
 def files_line(location: str, paths: Iterable[Path], why: str) -> str:
     """Return a line on how many files are read at a location, and how many of a folder's are left out, by ending."""
-    read, folder = set(map(Path.resolve, paths)), local_path(location)
-    others = (
-        [path for path in walk(folder, may_lead_out=True) if path.resolve() not in read]
-        if folder.is_dir()
-        else []
-    )
+    read = {path.resolve() for path in paths}
     line = f"{location}: {plural(len(read), 'file')} to read"
+    folder = local_path(location)
+    if not folder.is_dir():
+        return line
+    others = [path for path in walk(folder, may_lead_out=True) if path.resolve() not in read]
     if not others:
         return line
     endings = Counter(Path(path.name.removesuffix(".gz")).suffix or "no ending" for path in others)
-    counts = (f"{count} with {ending}" for ending, count in endings.most_common())
-    return f"{line}; {plural(len(others), 'file')} left out ({shortlist(counts)}): {why}"
+    counts = shortlist(f"{count} with {ending}" for ending, count in endings.most_common())
+    return f"{line}; {plural(len(others), 'file')} left out ({counts}): {why}"
 
 
 def listing(paths: list[Path]) -> list[tuple[str, int, int]]:
@@ -161,7 +154,6 @@ def listing(paths: list[Path]) -> list[tuple[str, int, int]]:
     for path in paths:
         check(path.is_file(), f"{path} is not a regular file, or is a broken link; remove it")
         check(os.access(path, os.R_OK), f"{path} cannot be read: permission denied")
-        rows.append(
-            (path.relative_to(root).as_posix(), path.stat().st_size, path.stat().st_mtime_ns)
-        )
+        stat = path.stat()
+        rows.append((path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns))
     return rows

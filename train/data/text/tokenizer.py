@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import logging
-import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -23,7 +22,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 from transformers.utils import logging as their_logging
 
-from train.config import MIN_VOCAB_SIZE, InputError, check
+from train.config import InputError, check
 from train.data.shards.format import TokenizerInfo
 from train.data.text.encoding import Vocabulary, take_ends
 from train.machine.memory import available_bytes
@@ -37,7 +36,7 @@ logger = logging.getLogger("train")
 
 # ALBERT's special pieces, with ALBERT's ids: https://github.com/google-research/albert README, "SentencePiece"
 PAD, UNK, CLS, SEP, MASK = "<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"
-# the count changes the result: sentencepiece adds up its statistics thread by thread
+# The count changes the result: sentencepiece adds up its statistics thread by thread.
 TRAINER_THREADS = 16
 PUBLISHED = "tokenizer/tokenizer.json"
 # the files to fetch from the Hub
@@ -72,7 +71,11 @@ for piece in ("a", "1", " ", "a1", "a ", "\\n", "a.", "-"):
 TRIAL_S = 120  # a usual one takes a second; a regular expression may need time that grows exponentially with the text
 MOST_IDS = 2  # maximum ratio of ids to pieces; it is above 1 because some vocabularies skip ids
 TRAINER_BYTES = 20  # bytes of memory per byte of text that sentencepiece reads; 19 measured (benchmarks/notes.md)
-# sentencepiece drops longer lines (its limit is 4192), so they are cut at a space
+TOO_LITTLE_MEMORY = (
+    f"training the tokenizer takes {TRAINER_BYTES} bytes of memory per byte of text, more than is free; set "
+    "tokenizer.train_bytes={most} or less"
+)
+# sentencepiece drops longer lines (its limit is 4192), so they are cut at a space.
 MAX_LINE_BYTES = 4000
 
 
@@ -132,8 +135,15 @@ def train_tokenizer(
     except RuntimeError as error:
         if failures:
             raise failures[0] from None
-        raise InputError(unfit(vocab_size, str(error))) from error
-    pieces = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+        why = str(error).rpartition("] ")[2].strip() or "it is empty"
+        says = f"tokenizer.vocab_size={vocab_size}: no tokenizer can be made from this text"
+        raise InputError(f"{says}: {why}") from error
+    return fast_tokenizer(model.getvalue(), rule)
+
+
+def fast_tokenizer(model: bytes, rule: normalizers.Normalizer) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of transformers with the pieces of a model of sentencepiece."""
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
     vocabulary = [
         (pieces.id_to_piece(i), pieces.get_score(i)) for i in range(pieces.get_piece_size())
     ]
@@ -156,54 +166,38 @@ def train_tokenizer(
     )
 
 
-def check_trainer_memory(num_bytes: int) -> str:
-    """Return a sentence about the memory for training on `num_bytes` of text. Raises InputError if it is not free."""
-    needed, free = TRAINER_BYTES * num_bytes, available_bytes()
-    what = f"the tokenizer is trained on {num_bytes / 1e6:,.3g} MB of text, which takes about {needed / 1e9:.2g} GB"
-    most = f"tokenizer.train_bytes={free // TRAINER_BYTES} or less"
-    check(needed <= free, f"{what} of memory, but {free / 1e9:.2g} GB are free; set {most}")
-    return f"{what} of memory"
-
-
-def unfit(vocab_size: int, error: str) -> str:
-    """Return the reason why sentencepiece made no vocabulary of this size, and a size that the text allows."""
-    given = f"tokenizer.vocab_size={vocab_size}"
-    if most := re.search(r"too high .*<= (\d+)", error):
-        smaller = (
-            f"set tokenizer.vocab_size={most[1]} or less, or "
-            if int(most[1]) >= MIN_VOCAB_SIZE
-            else ""
-        )
-        return f"{given} is more than this text can fill: {smaller}add text"
-    if fewest := re.search(r"required_chars\. \d+ vs (\d+)", error):
-        return f"{given} is too small for this text's characters: set tokenizer.vocab_size={fewest[1]} or more"
-    return f"{given}: no tokenizer can be made from this text ({error.rsplit('] ', 1)[-1].strip() or 'it is empty'})"
-
-
 def short_lines(
     texts: Iterable[str], rule: normalizers.Normalizer, train_bytes: int
 ) -> Iterator[str]:
-    """Yield normalised lines of at most MAX_LINE_BYTES, until their total size reaches `train_bytes`."""
-    given, free_bytes = 0, available_bytes()
+    """Yield normalised lines of at most MAX_LINE_BYTES, until their total size reaches `train_bytes`.
+
+    Raises InputError if the trainer would need more memory than is free.
+    """
+    given = 0
+    most = available_bytes() // TRAINER_BYTES
     for text in texts:
         for raw in text.splitlines():
-            line, start = rule.normalize_str(raw), 0
-            while start < len(line):
-                # enough to see whether the rest fits
-                head = line[start : start + MAX_LINE_BYTES + 1]
-                if len(head.encode()) > MAX_LINE_BYTES:
-                    head = head[: MAX_LINE_BYTES // 4]
-                    head = head.rpartition(" ")[0] or head
-                given += len(head.encode())
-                # a text's size may be unknown until it has been read
-                if TRAINER_BYTES * given > free_bytes:
-                    check_trainer_memory(given)
-                yield head
-                start += len(head)
-                while line[start : start + 1].isspace():
-                    start += 1
-            if given >= train_bytes:
-                return
+            for line in cut_line(rule.normalize_str(raw)):
+                given += len(line.encode())
+                if given > most:
+                    raise InputError(TOO_LITTLE_MEMORY.format(most=most))
+                yield line
+        if given >= train_bytes:
+            return
+
+
+def cut_line(line: str) -> Iterator[str]:
+    """Yield a line in parts of at most MAX_LINE_BYTES, cut at spaces."""
+    start = 0
+    while start < len(line):
+        head = line[start : start + MAX_LINE_BYTES + 1]  # enough to see whether the rest fits
+        if len(head.encode()) > MAX_LINE_BYTES:
+            head = head[: MAX_LINE_BYTES // 4]
+            head = head.rpartition(" ")[0] or head
+        yield head
+        start += len(head)
+        while line[start : start + 1].isspace():
+            start += 1
 
 
 def load_tokenizer(
@@ -214,6 +208,28 @@ def load_tokenizer(
     Raises InputError if it cannot be loaded, is slow, or lacks one of the special tokens `needs`.
     """
     source = hub_or_path(source)
+    tokenizer = read_tokenizer(source)
+    check(
+        tokenizer.is_fast,
+        f"tokenizer {source} is a slow one ({type(tokenizer).__name__}, pure Python): it does not know which "
+        "characters a token is from; choose a fast one (tokenizer.json)",
+    )
+    tokenizer.chat_template = None  # not needed; saving it would write files that it names
+    tokenizer.backend_tokenizer.no_truncation()  # some tokenizers are saved with truncation
+    tokenizer.backend_tokenizer.no_padding()
+    take_ends(tokenizer)
+    for name in needs:
+        says = f"tokenizer {source} has no {name}, which the model needs"
+        cure = "name one of its tokens in its tokenizer_config.json"
+        check(getattr(tokenizer, name) is not None, f"{says}; {cure}")
+    check_ids(source, tokenizer)
+    return tokenizer
+
+
+def read_tokenizer(source: str) -> Any:
+    """Return a tokenizer as transformers reads it. Raises InputError if it cannot be loaded."""
+    # A name may be that of a model or run, of which the tokenizer is only read first.
+    what = source if is_at_hub(source) else f"tokenizer {source} cannot be loaded"
     try:
         with quiet(), asking_hub(source):
             folder = fetched(source, FILES)
@@ -224,69 +240,51 @@ def load_tokenizer(
             check(has_pieces, f"tokenizer {source} cannot be loaded: {no_pieces}")
             if (folder / "tokenizer.json").is_file():
                 try_tokenizer(folder)
-            tokenizer = AutoTokenizer.from_pretrained(
+            return AutoTokenizer.from_pretrained(
                 folder, config=config, local_files_only=True, trust_remote_code=False
             )
     except InputError:
         raise
-    except BaseException as error:  # `tokenizers` raises a plain Exception for a bad file
-        # raised by Rust code
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        # A name may be that of a model or run, of which the tokenizer is only read first.
-        what = source if is_at_hub(source) else f"tokenizer {source} cannot be loaded"
+    except Exception as error:  # `tokenizers` raises a plain Exception for a bad file
         raise InputError(f"{what}: {why_missing(source, error)}") from error
-    check(
-        tokenizer.is_fast,
-        f"tokenizer {source} is a slow one ({type(tokenizer).__name__}, pure Python): it does not know which "
-        "characters a token is from; choose a fast one (tokenizer.json)",
-    )
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # raised by Rust code
+            raise
+        raise InputError(f"{what}: {why_missing(source, error)}") from error
+
+
+def check_ids(source: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raise InputError if ids are far from contiguous, or if a token has an id after those of all pieces."""
     piece, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     check(
         last < MOST_IDS * len(tokenizer),
         f"tokenizer {source}: piece {shown(piece)} has the id {last}, though there are only {len(tokenizer)} pieces",
     )
-    tokenizer.chat_template = None  # not needed; saving it would write files that it names
-    tokenizer.backend_tokenizer.no_truncation()  # some tokenizers are saved with truncation
-    tokenizer.backend_tokenizer.no_padding()
-    take_ends(tokenizer)
-    for name in needs:
-        needed = f"tokenizer {source} has no {name}, which the model needs"
-        check(
-            getattr(tokenizer, name) is not None,
-            f"{needed}; name one of its tokens in its tokenizer_config.json",
-        )
     for given in (("",), ("", "")):
-        # tokens that its post-processor adds
-        added = max(tokenizer.backend_tokenizer.encode(*given).ids, default=0)
-        check(
-            added <= last,
-            f"tokenizer {source} adds a token with id {added}, but its pieces' ids end at {last}",
+        ids = tokenizer.backend_tokenizer.encode(*given).ids  # tokens that its post-processor adds
+        added = max(ids, default=0)
+        says = (
+            f"tokenizer {source} adds a token with id {added}, but its pieces' ids end at {last}"
         )
-    return tokenizer
+        check(added <= last, says)
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> None:
     """Add tokens with the ids after the last one. Raises InputError if one is already known, or not recognised."""
     known, first = tokenizer.get_vocab(), len(tokenizer)
-    ok = not tokens or max(known.values()) < first
-    check(
-        ok,
-        f"tokenizer.add_tokens: the tokenizer does not use all ids below {first}, so it cannot grow",
-    )
+    is_dense = not tokens or max(known.values()) < first
+    says = f"the tokenizer does not use all ids below {first}, so it cannot grow"
+    check(is_dense, f"tokenizer.add_tokens: {says}")
     for token in tokens:
-        given = f"tokenizer.add_tokens: {shown(token)}"
-        check(token not in known, f"{given} is already a piece of the tokenizer; leave it out")
+        says = "is already a piece of the tokenizer; leave it out"
+        check(token not in known, f"tokenizer.add_tokens: {shown(token)} {says}")
         tokenizer.add_tokens(token)
         known[token] = first
-    # two tokens that differ only in case may collide
+    # Two tokens that differ only in case may collide.
     for number, token in enumerate(tokens, first):
         read = tokenizer.backend_tokenizer.encode(token, add_special_tokens=False).ids
-        given = f"tokenizer.add_tokens: {shown(token)}"
-        check(
-            read == [number],
-            f"{given} cannot be added: the tokenizer reads it as {read}, not as [{number}]",
-        )
+        says = f"cannot be added: the tokenizer reads it as {read}, not as [{number}]"
+        check(read == [number], f"tokenizer.add_tokens: {shown(token)} {says}")
 
 
 def tokenizer_config(source: str, folder: Path) -> PreTrainedConfig:
@@ -297,21 +295,15 @@ def tokenizer_config(source: str, folder: Path) -> PreTrainedConfig:
     values, settings = read_model_json(folder) or {}, read_tokenizer_json(folder)
     config = AutoConfig.for_model(values["model_type"]) if values else PreTrainedConfig()
     config.tokenizer_class = values.get("tokenizer_class")
-    for name in map(str, filter(None, (settings.get("tokenizer_class"), config.tokenizer_class))):
-        # transformers tries all of these names
-        variants = (
-            name,
-            name.removesuffix("Fast"),
-            f"{name}Fast",
-        )
-        for variant in variants if name != ANY_FAST else ():
+    for name in (settings.get("tokenizer_class"), config.tokenizer_class):
+        if not name or name == ANY_FAST:
+            continue
+        base = str(name).removesuffix("Fast")
+        for variant in (str(name), base, f"{name}Fast"):  # transformers tries all of these names
             found: Any = tokenizer_class_from_name(variant)
-            check(
-                found is None
-                or (isinstance(found, type) and issubclass(found, PreTrainedTokenizerFast)),
-                f"tokenizer {source} is not a fast one ({name}): only a fast one knows which characters a token "
-                "is from; choose one (tokenizer.json)",
-            )
+            is_fast = isinstance(found, type) and issubclass(found, PreTrainedTokenizerFast)
+            says = f"tokenizer {source} is not a fast one ({name}): only a fast one knows which characters a token"
+            check(found is None or is_fast, f"{says} is from; choose one (tokenizer.json)")
     return config
 
 
@@ -324,16 +316,11 @@ def try_tokenizer(folder: Path) -> None:
         )
     except subprocess.TimeoutExpired:
         slow = f"its tokenizer.json takes more than {TRIAL_S} s to read a trial text"
-        raise InputError(
-            f"tokenizer {folder} cannot be used: {slow}; choose another tokenizer"
-        ) from None
-    if done.returncode != 0:
-        why = (
-            done.stderr.strip().splitlines() or [f"it ended a process with code {done.returncode}"]
-        )[-1]
-        raise InputError(
-            f"tokenizer {folder} cannot be loaded: its tokenizer.json is damaged ({why})"
-        )
+        what = f"tokenizer {folder} cannot be used: {slow}"
+        raise InputError(f"{what}; choose another tokenizer") from None
+    said = done.stderr.strip().splitlines() or [f"it ended a process with code {done.returncode}"]
+    what = f"tokenizer {folder} cannot be loaded: its tokenizer.json is damaged"
+    check(done.returncode == 0, f"{what} ({said[-1]})")
 
 
 def open_tokenizer(folder: Path) -> Tokenizer:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from train.config import InputError
 from train.config.checks import LARGEST_FLOAT
@@ -14,8 +14,6 @@ from train.observe.report.texts import count, score, share
 from train.storage.folders import Folder
 from train.storage.schema import BadContent, of_type, read_json, record
 
-FIRST = ("train", "validation")  # these splits come first, then the others by name
-SCORES = ("precision", "recall", "f1", "support")  # columns of the table of labels
 ROWS = (  # rows of the table of splits: label and field of SplitFacts
     ("Rows in the data", "examples"),
     ("Rows that the model sees", "rows"),
@@ -23,7 +21,13 @@ ROWS = (  # rows of the table of splits: label and field of SplitFacts
     ("Bad rows, left out", "bad_rows"),
     ("Left out by data.label_map", "left_out"),
 )
+SCORES = {
+    "Precision": "precision",
+    "Recall": "recall",
+    "F1": "f1",
+}  # columns of the table of labels
 Numbers = dict[str, float]
+T = TypeVar("T")
 Table = list[list[str]]  # the first row is the header
 
 
@@ -100,135 +104,137 @@ class Records:
 # ---- reading -------------------------------------------------------------------------------------------------------
 
 
-def read_mapping(
-    folder: Folder, name: str, parse: Callable[[bytes], Any], convert: Callable[[Any], Any] = dict
-) -> dict[str, Any]:
-    """Return the mapping in a file, converted; {} if the file is missing. Raises InputError if it is damaged."""
+@contextmanager
+def reading(folder: Folder, name: str) -> Iterator[None]:
+    """Raise InputError, which names the file, if the block finds that it is damaged."""
     try:
-        value = parse(folder.read(name))
-        if not isinstance(value, dict):
-            raise BadContent(f"expected a mapping, found {type(value).__name__}")
-        converted: dict[str, Any] = convert({str(key): item for key, item in value.items()})
-        return converted
-    except FileNotFoundError:
-        return {}
+        yield
     except (ValueError, RecursionError) as error:
         raise InputError(f"{folder.location}/{name} is damaged: {error}") from error
 
 
+def read_mapping(folder: Folder, name: str, parse: Callable[[bytes], Any]) -> dict[str, Any]:
+    """Return the mapping in a file; {} if the file is missing. Raises InputError if it is damaged."""
+    with reading(folder, name):
+        try:
+            value = parse(folder.read(name))
+        except FileNotFoundError:
+            return {}
+        if not isinstance(value, dict):
+            raise BadContent(f"expected a mapping, found {type(value).__name__}")
+        return {str(key): item for key, item in value.items()}
+
+
 def read_records(folder: Folder) -> Records | None:
     """Read data.json and evaluation.json; None if the folder has neither. Raises InputError if one is damaged."""
-    data = read_mapping(folder, "data.json", parse, partial(fields_of, DATA, "splits", SplitFacts))
-    evaluation = read_mapping(
-        folder, "evaluation.json", parse, partial(fields_of, EVALUATION, "evaluated", Evaluated)
-    )
-    return Records(**data | evaluation) if data or evaluation else None
+    data = read_mapping(folder, "data.json", parse)
+    evaluation = read_mapping(folder, "evaluation.json", parse)
+    if not data and not evaluation:
+        return None
+    with reading(folder, "data.json"):
+        records = Records(
+            labels=of_type(list[str], data.get("labels", []), "labels"),
+            lengths=of_type(list[float], data.get("lengths", []), "lengths"),
+            note=of_type(str, data.get("note", ""), "note"),
+            splits=splits_of(data, SplitFacts),
+        )
+    with reading(folder, "evaluation.json"):
+        splits = of_type(dict[str, dict[str, Any]], evaluation.get("splits", {}), "splits")
+        for (
+            split
+        ) in splits.values():  # related numbers, such as a threshold, are listed as metrics
+            metrics = of_type(dict[str, Any], split.get("metrics", {}), "metrics")
+            others = {key: value for key, value in split.items() if type(value) in (int, float)}
+            split["metrics"] = metrics | others
+        step = of_type(int | None, evaluation.get("step"), "step")
+        return replace(records, step=step, evaluated=splits_of({"splits": splits}, Evaluated))
+
+
+def splits_of(content: dict[str, Any], kind: type[T]) -> list[T]:
+    """Return the splits as `kind`: train and validation first, then the others by name. Unknown keys are ignored."""
+    splits = of_type(dict[str, dict[str, Any]], content.get("splits", {}), "splits")
+    wanted = {item.name for item in fields(kind)}  # type: ignore[arg-type]
+    result = []
+    for name in sorted(splits, key=lambda name: (name != "train", name != "validation", name)):
+        values = {key: value for key, value in splits[name].items() if key in wanted}
+        result.append(record(kind, values | {"name": name}, f"splits.{name}"))
+    return result
 
 
 def parse(content: bytes) -> Any:
     """Parse the JSON of a file, leaving out unknown values: null, infinity, and NaN, which a diverged run writes."""
+    return without_unknown(read_json(content))
 
-    def known(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: known(item) for key, item in value.items() if not is_unknown(item)}
-        return [known(item) for item in value] if isinstance(value, list) else value
 
-    return known(read_json(content))
+def without_unknown(value: Any) -> Any:
+    if isinstance(value, dict):
+        known = {key: item for key, item in value.items() if not is_unknown(item)}
+        return {key: without_unknown(item) for key, item in known.items()}
+    if isinstance(value, list):
+        return [without_unknown(item) for item in value]
+    return value
 
 
 def is_unknown(value: object) -> bool:
     return value is None or (isinstance(value, float) and not abs(value) < LARGEST_FLOAT)
 
 
-DATA: dict[str, Any] = {"labels": list[str], "lengths": list[float], "note": str}
-EVALUATION: dict[str, Any] = {"step": int | None}
-
-
-def fields_of(
-    hints: dict[str, Any], name: str, kind: type[SplitFacts | Evaluated], content: dict[str, Any]
-) -> dict[str, Any]:
-    """Return fields of Records: those in `hints`, and in `name` the splits as `kind`. Unknown keys are ignored."""
-    result = {
-        key: of_type(hint, content[key], key) for key, hint in hints.items() if key in content
-    }
-    splits: dict[str, dict[str, Any]] = of_type(
-        dict[str, dict[str, Any]], content.get("splits", {}), "splits"
-    )
-    result[name], known = [], {item.name for item in fields(kind)}
-    for split in sorted(
-        splits, key=lambda each: (FIRST.index(each) if each in FIRST else len(FIRST), each)
-    ):
-        values = {key: value for key, value in splits[split].items() if key in known}
-        if kind is Evaluated:
-            metrics = of_type(dict[str, Any], values.get("metrics", {}), f"splits.{split}.metrics")
-            others = {
-                key: value for key, value in splits[split].items() if type(value) in (int, float)
-            }
-            values["metrics"] = metrics | others
-        result[name].append(record(kind, values | {"name": split}, f"splits.{split}"))
-    return result
-
-
 # ---- tables --------------------------------------------------------------------------------------------------------
 
 
-def with_header(corner: str, columns: Iterable[str], rows: Table) -> Table:
-    header = [corner, *columns]
-    return [header, *rows] if rows and len(header) > 1 else []
+def table_of(corner: str, columns: dict[str, dict[str, str]], missing: str = "unknown") -> Table:
+    """Return a table with a row for each key of the columns; [] if there is none. The first row is the header."""
+    labels = {label: None for column in columns.values() for label in column}
+    rows = [[label, *(each.get(label, missing) for each in columns.values())] for label in labels]
+    if not rows:
+        return []
+    return [[corner, *columns], *rows]
 
 
 def splits_table(records: Records) -> Table:
     """Return a table with a column per split: the numbers of rows used, left out or cut, and the share of padding."""
-    splits = records.splits
-    rows = [[label, *(count(getattr(split, key)) for split in splits)] for label, key in ROWS]
-    for note in {note: None for split in splits for note in split.notes}:
-        rows.append(
-            [
-                note.replace("_", " ").capitalize(),
-                *(count(split.notes.get(note)) for split in splits),
-            ]
-        )
-    rows.append(
-        ["Padding (share of all tokens)", *(share(split.padding_share) for split in splits)]
-    )
-    return with_header("", (split.name for split in splits), rows)
+    columns = {}
+    for split in records.splits:
+        column = {label: count(getattr(split, key)) for label, key in ROWS}
+        for note, value in split.notes.items():
+            column[note.replace("_", " ").capitalize()] = count(value)
+        column["Padding (share of all tokens)"] = share(split.padding_share)
+        columns[split.name] = column
+    return table_of("", columns)
 
 
 def labels_table(records: Records) -> Table:
     """Return a table with a row per label: its count in each split, and its share of the split's labels."""
-    columns = {split.name: split.label_counts for split in records.splits if split.label_counts}
-    counted = [label for counts in columns.values() for label in counts]
-    rows = []
-    for label in dict.fromkeys([*records.labels, *counted]):
-        shares = ((counts.get(label, 0), sum(counts.values()) or 1) for counts in columns.values())
-        rows.append(
-            [label, *(f"{count(value)} ({share(value / total)})" for value, total in shares)]
-        )
-    return with_header("Label", columns, rows)
+    columns = {}
+    for split in records.splits:
+        counts = dict.fromkeys(records.labels, 0.0) | split.label_counts
+        total = sum(counts.values())
+        if total:
+            columns[split.name] = {
+                label: f"{count(value)} ({share(value / total)})"
+                for label, value in counts.items()
+            }
+    return table_of("Label", columns, missing="0 (0.0%)")
 
 
 def metrics_table(records: Records) -> Table:
     """Return a table of an evaluation with a row per metric and a column per split."""
-    columns = {split.name: split.metrics for split in records.evaluated}
-    names = {name: None for metrics in columns.values() for name in metrics}
-    rows = [
-        [name.replace("_", " "), *(score(each.get(name)) for each in columns.values())]
-        for name in names
-    ]
-    return with_header("", columns, rows)
+    columns = {}
+    for split in records.evaluated:
+        columns[split.name] = {
+            name.replace("_", " "): score(value) for name, value in split.metrics.items()
+        }
+    return table_of("", columns)
 
 
 def classes_table(evaluated: Evaluated) -> Table:
     """Return a table with a row per label: precision, recall, F1 and the number of examples with the label."""
-    known = [label for label in evaluated.labels if label in evaluated.per_class]
-    rows = []
-    for label in dict.fromkeys([*known, *evaluated.per_class]):
-        scores = evaluated.per_class[label]
-        rows.append(
-            [
-                label,
-                *(score(scores.get(name)) for name in SCORES[:-1]),
-                count(scores.get("support")),
-            ]
-        )
-    return with_header("Label", ("Precision", "Recall", "F1", "Support"), rows)
+    known: dict[str, Numbers] = {}
+    for label in [*evaluated.labels, *evaluated.per_class]:
+        if label in evaluated.per_class:
+            known[label] = evaluated.per_class[label]
+    columns = {}
+    for title, name in SCORES.items():
+        columns[title] = {label: score(values.get(name)) for label, values in known.items()}
+    columns["Support"] = {label: count(values.get("support")) for label, values in known.items()}
+    return table_of("Label", columns)

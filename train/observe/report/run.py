@@ -1,8 +1,9 @@
-"""A run folder, read for the report: its lines, its attempts and a summary. This module does not import torch.
+"""A run folder, read for the report: its lines, and a summary of all attempts. This module does not import torch.
 
 It reads metrics.jsonl, config.yaml, environment.json, outcome.json, data.json, evaluation.json and
 export/baretrain.json; page.py also reads samples.json. To report a further value, let Recorder in
-train/observe/metrics.py write it, let `summarise` compute it for the whole run, and add a row to ROWS in page.py.
+train/observe/metrics.py write it, add it to NUMBERS, let `summarise` compute it for the whole run, and add a row to
+ROWS in page.py.
 """
 
 from __future__ import annotations
@@ -11,35 +12,57 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pandas
+
 from train.config import InputError, check, flatten
-from train.observe.lines import NAME, read_back
+from train.config.checks import LARGEST_FLOAT
+from train.observe.lines import Line, read_back
 from train.observe.report.data import Records, read_mapping, read_records
-from train.observe.report.lines import (
-    Attempt,
-    Faults,
-    Line,
-    Reading,
-    Saves,
-    high,
-    highest,
-    number,
-    number_list,
-    numbers,
-    total,
-)
-from train.observe.report.texts import printable
+from train.observe.report.texts import as_text, printable
 from train.run_folder.exported import marked
+from train.run_folder.metrics_files import NAME, files_of
 from train.run_folder.outcome import WRITTEN_UNIX_S, read_outcome
 from train.storage.folders import Folder, LocalFolder
 from train.storage.schema import read_json, read_yaml
 from train.tasks import Metric, scores_of
 
 Summary = dict[str, Any]  # see `summarise`
+Table = Any  # a pandas.DataFrame; pandas has no types
 logger = logging.getLogger("train")
+
+MOST_BYTES = 10**9  # of metrics.jsonl: reading it takes about twice as much memory
+TEXTS = ("kind", "reason")
+WITH_STEPS = ("train", "eval", "summary")  # kinds of lines
+NUMBERS = (  # the keys of metrics lines that the report reads, besides scores; anything else is ignored
+    "attempt",
+    "step",
+    "time_unix_s",
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens_per_s",
+    "data_wait_s",
+    "step_s",
+    "steps",
+    "examples",
+    "epoch",
+    "train_s",
+    "tokens",
+    "mfu",
+    "bubble_share",
+    "goodput",
+    "compile_s",
+    "cost_usd",
+    "wall_s",
+    "stall_s",
+    "steps_lost",
+    "suggested_every",
+    "peak_device_bytes",
+    "peak_host_bytes",
+)
 
 # ---- reading -------------------------------------------------------------------------------------------------------
 
@@ -49,70 +72,34 @@ class Run:
     folder: Folder
     config: dict[str, Any]  # settings by dotted key, such as "optim.lr"
     environment: dict[str, Any]  # environment.json, by dotted key
-    attempts: list[Attempt] = field(default_factory=list)  # from all lines, for times and costs
-    # train lines for the curves, without superseded ones
-    train: list[Line] = field(default_factory=list)
-    evaluations: list[Line] = field(default_factory=list)  # eval lines, without superseded ones
-    summaries: list[Line] = field(default_factory=list)
-    saves: Saves = field(default_factory=Saves)
-    faults: Faults = field(default_factory=Faults)
+    lines: Table  # all lines, oldest first; numbers that are unknown are NaN
     records: Records | None = None  # None if there is neither data.json nor evaluation.json
-    # how the last attempt ended; {}: running or killed
-    outcome: dict[str, Any] = field(default_factory=dict)
-    # step of the exported weights; None if there is no export or it has no step
-    exported_step: int | None = None
+    outcome: dict[str, Any] = field(default_factory=dict)  # of the last attempt; {}: none
+    exported_step: int | None = None  # of the exported weights; None: no export, or it has no step
     label: str = ""  # the run's name in a report
 
-    def add(self, lines: Iterable[Line]) -> None:
-        """Add the run's lines: all of them, newest first."""
-        start_s = number(self.environment, "first_started_unix_s")
+    @cached_property
+    def train(self) -> Table:
+        return standing(self.lines, "train")
 
-        def told(known: list[Line]) -> set[int | None]:
-            return {
-                self.exported_step,
-                *(step for each in scores(self, known).values() for _, step in each.values()),
-            }
+    @cached_property
+    def evaluations(self) -> Table:
+        return standing(self.lines, "eval")
 
-        reading = Reading(told)
-        for line in lines:
-            if start_s is not None and start_s > WRITTEN_UNIX_S:
-                line["since_start_s"] = line["time_unix_s"] - start_s
-            reading.add(line)
-        self.attempts, self.train, self.evaluations = (
-            reading.attempts(),
-            reading.curve.lines,
-            reading.evaluations[::-1],
-        )
-        self.summaries, self.saves, self.faults = reading.summaries, reading.saves, reading.faults
+    def of_kind(self, kind: str) -> Table:
+        return self.lines[self.lines.kind == kind]
 
     @cached_property
     def summary(self) -> Summary:
         return summarise(self)
 
-    def drawn(self, kind: str) -> list[Line]:
-        return self.evaluations if kind == "eval" else self.train
-
     @cached_property
     def declared(self) -> dict[str, Metric]:
-        """The scores that the run's task declares, by name; of a task that is not known, also best.metric."""
-        prefix = "data.more_validation."
-        splits = [key.removeprefix(prefix) for key in self.config if key.startswith(prefix)]
-        wanted = str(self.config.get("best.metric"))
-        return {
-            wanted: Metric(wanted, None),
-            **scores_of(str(self.config.get("task.kind")), splits),
-        }
+        return declared_scores(self.config)
 
     def metric(self, name: str) -> Metric:
         """Return the task's declaration of a metric, with a printable name."""
         return replace(self.declared.get(name, Metric(name, None)), name=printable(name))
-
-    @property
-    def exported(self) -> Line | None:
-        """The evaluation of the exported weights; None if there was none."""
-        return next(
-            (line for line in self.evaluations if line["step"] == self.exported_step), None
-        )
 
     @property
     def name(self) -> str:
@@ -121,34 +108,72 @@ class Run:
 
 def read_run(folder: Folder | Path) -> Run:
     """Read a run folder. Raises InputError if it is not one or if a file in it is damaged."""
-    folder = LocalFolder(folder) if isinstance(folder, Path) else folder
+    if isinstance(folder, Path):
+        folder = LocalFolder(folder)
     if isinstance(folder, LocalFolder):
-        check(
-            folder.path.is_dir(),
-            f"{folder.location} is not a folder; name the run_dir of a training run",
-        )
-    where, damage = f"{folder.location}/{NAME}", list[str]()
-    lines = read_back(folder, damage=damage)
-    newest = next(lines, None)
-    if newest is None:
-        check(
-            folder.size(NAME) is not None,
-            f"{folder.location} is not a run folder: it has no {NAME}",
-        )
-        raise InputError(
-            f"{where}: {', '.join(damage) or 'no lines yet, so there is nothing to report'}"
-        )
+        is_folder = folder.path.is_dir()
+        check(is_folder, f"{folder.location} is not a folder; name the run_dir of a training run")
+    where = f"{folder.location}/{NAME}"
+    names = files_of(folder)
+    check(bool(names), f"{folder.location} is not a run folder: it has no {NAME}")
+    num_bytes = sum(folder.size(name) or 0 for name in names)
+    check(
+        num_bytes <= MOST_BYTES,
+        f"{where} has more than {MOST_BYTES / 1e9:g} GB: report on a copy with fewer lines",
+    )
     config = dict(flatten(read_mapping(folder, "config.yaml", read_yaml)))
     environment = dict(flatten(read_mapping(folder, "environment.json", read_json)))
-    run = Run(
-        folder, config, environment, records=read_records(folder), outcome=read_outcome(folder)
-    )
+    damage: list[str] = []
+    table = table_of(read_back(folder, damage=damage), config, environment)
+    if table.empty:
+        why = ", ".join(damage) or "no lines yet, so there is nothing to report"
+        raise InputError(f"{where}: {why}")
+    run = Run(folder, config, environment, table)
+    run.records = read_records(folder)
+    run.outcome = read_outcome(folder)
     run.exported_step = marked(folder, "weights")
-    run.add(chain([newest], lines))
+    run.label = printable(run.name)
     if damage:
         logger.warning("%s: %s; such lines are left out", where, damage[0])
-    run.label = printable(run.name)
     return run
+
+
+def table_of(
+    lines: Iterable[Line], config: Mapping[str, Any], environment: Mapping[str, Any]
+) -> Table:
+    """Return a table of the lines, which come newest first: NUMBERS, the declared scores, TEXTS and `since_start_s`."""
+    names = list(dict.fromkeys([*NUMBERS, *declared_scores(config)]))
+    rows = []
+    for line in lines:
+        row: list[Any] = [number(line, name) for name in names]
+        row += [as_text(line.get(name, "")) for name in TEXTS]
+        rows.append(row)
+    table = pandas.DataFrame(rows[::-1], columns=[*names, *TEXTS]).astype(
+        dict.fromkeys(names, float)
+    )
+    start_s = number(environment, "first_started_unix_s") or 0.0
+    table["since_start_s"] = float("nan")
+    if start_s > WRITTEN_UNIX_S:
+        table["since_start_s"] = table.time_unix_s - start_s
+    table["data_wait_share"] = table.data_wait_s / (table.step_s * table.steps)
+    return table
+
+
+def declared_scores(config: Mapping[str, Any]) -> dict[str, Metric]:
+    """Return the scores that the run's task declares, by name; of a task that is not known, also best.metric."""
+    prefix = "data.more_validation."
+    splits = [key.removeprefix(prefix) for key in config if key.startswith(prefix)]
+    wanted = str(config.get("best.metric"))
+    declared = {wanted: Metric(wanted, None), **scores_of(str(config.get("task.kind")), splits)}
+    taken = {*NUMBERS, *TEXTS} - {"loss"}
+    return {name: metric for name, metric in declared.items() if name not in taken}
+
+
+def standing(lines: Table, kind: str) -> Table:
+    """Return the lines of a kind that no later one supersedes: after a resume, lost steps are repeated."""
+    own = lines[lines.kind == kind]
+    lowest_later = own.step[::-1].cummin().shift()[::-1]
+    return own[~(own.step >= lowest_later)]
 
 
 def tell_apart(runs: list[Run]) -> None:
@@ -161,67 +186,62 @@ def tell_apart(runs: list[Run]) -> None:
             break
 
 
-# ---- values of lines -----------------------------------------------------------------------------------------------
+# ---- values --------------------------------------------------------------------------------------------------------
 
 
-def last(lines: list[Line], key: str) -> float | None:
-    return next(iter(numbers(lines[::-1], key)), None)
+def number(values: Mapping[str, Any], key: str) -> float | None:
+    """Return the value of a key if it is a finite number, else None."""
+    value = values.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if abs(value) < LARGEST_FLOAT else None
 
 
-def mean(pairs: list[tuple[float | None, float | None]]) -> float | None:
-    """Return the mean of the values, weighted by their seconds. For MFUs, this is total FLOPs over peak FLOPs."""
-    known = [(value, seconds) for value, seconds in pairs if value is not None and seconds]
-    return (
-        sum(value * seconds for value, seconds in known) / sum(seconds for _, seconds in known)
-        if known
-        else None
-    )
+def known(value: float) -> float | None:
+    return None if pandas.isna(value) else float(value)
+
+
+def last(column: Table) -> float | None:
+    """Return the last known value of a column; None if there is none."""
+    values = column.dropna()
+    return float(values.iloc[-1]) if len(values) else None
+
+
+def total(column: Table) -> float | None:
+    return known(column.sum(min_count=1))
 
 
 # ---- summary -------------------------------------------------------------------------------------------------------
 
 MODEL_SIZES = (("{} layers", "model.num_layers"), ("hidden size {}", "model.hidden_size"))
-# numbers
-OF_ENVIRONMENT = (
-    "parameters",
-    "world_size",
-    "seq_len",
-    "unigram_entropy",
-    "neighbour_accuracy",
-)
-OF_PLAN = ("global_batch_size", "micro_batch_size", "accumulation")
-OF_SUMMARY = (
-    "bubble_share",
-    "bubble_share_ideal",
-    "mttf_s",
-    "suggested_interval_s",
-    "suggested_every",
-)
 
 
-def scores(run: Run, evaluations: list[Line]) -> dict[str, dict[str, tuple[Any, int]]]:
+def summarise(run: Run) -> Summary:
+    """Return the values of the summary table; None means unknown. Times, tokens and peaks cover all attempts."""
+    return {**setting(run), **speed(run), **reliability(run), "scores": scores(run)}
+
+
+def scores(run: Run) -> dict[str, dict[str, tuple[float | None, int]]]:
     """Return each declared score's "last" (value, step), and if they are known, "exported" and "best".
 
     A value that is not finite is None. "exported" is that of the exported weights; a score without a direction has no
     "best".
     """
-    result: dict[str, dict[str, tuple[Any, int]]] = {}
-    for name in {key: None for line in evaluations for key in line if key in run.declared}:
-        reached = [
-            (value, line["step"])
-            for line in evaluations
-            if (value := number(line, name)) is not None
-        ]
+    result: dict[str, dict[str, tuple[float | None, int]]] = {}
+    lines = run.evaluations.set_index(run.evaluations.step.astype(int))
+    for name in run.declared:
+        column = lines[name]
         sign = run.metric(name).sign
-        best = (
-            {"best": max(reached, key=lambda point: sign * point[0])} if sign and reached else {}
-        )
-        if reached:
-            end = next(line for line in reversed(evaluations) if name in line)
-            result[name] = {**best, "last": (number(end, name), end["step"])}
-            line = next((line for line in evaluations if line["step"] == run.exported_step), None)
-            if line is not None:
-                result[name]["exported"] = number(line, name), line["step"]
+        if column.isna().all():
+            continue
+        points = {"last": (known(column.iloc[-1]), int(column.index[-1]))}
+        if sign:
+            step = int((sign * column).idxmax())
+            points["best"] = (known(column[step]), step)
+        exported = run.exported_step
+        if exported is not None and exported in column.index:
+            points["exported"] = (known(column[exported]), exported)
+        result[name] = points
     return result
 
 
@@ -230,20 +250,10 @@ def settled(points: Mapping[str, tuple[Any, int]]) -> tuple[Any, int]:
     return points.get("exported", points["last"])
 
 
-def summarise(run: Run) -> Summary:
-    """Return the values of the summary table; None means unknown. Times, tokens and peaks cover all attempts."""
-    return {
-        **setting(run),
-        **speed(run),
-        **reliability(run),
-        "scores": scores(run, run.evaluations),
-    }
-
-
 def setting(run: Run) -> Summary:
     """Return what was trained, on which data and machines. Instead of auto, return the value that was used."""
     config, environment = run.config, run.environment
-    # then the architecture is unknown
+    # The architecture of weights from elsewhere is unknown.
     from_elsewhere = config.get("model.pretrained") or config.get("model.init_from")
     model = from_elsewhere or config.get("model.architecture")
     shape = [form.format(config[key]) for form, key in MODEL_SIZES if config.get(key)]
@@ -251,127 +261,108 @@ def setting(run: Run) -> Summary:
     if isinstance(device, str):
         device = device.removesuffix(" through XLA")  # the device is the same with and without XLA
     versions = {"baretrain": environment.get("baretrain"), "commit": environment.get("commit")}
-    versions |= {
-        key[9:]: value for key, value in environment.items() if key.startswith("versions.")
-    }
+    for key, value in environment.items():
+        if key.startswith("versions."):
+            versions[key.removeprefix("versions.")] = value
+    named = [f"{name} {value}" for name, value in versions.items() if value]
     return {
         "task": config.get("task.kind"),
         "model": ", ".join([str(model), *shape]) if model else None,
+        "parameters": number(environment, "parameters"),
         "data": environment.get("identity.data"),
         "instance": config.get("instance.name"),
         "device": device,
+        "world_size": number(environment, "world_size"),
+        "backend": environment.get("backend"),
+        "compile": environment.get("compile"),
+        "precision": environment.get("precision"),
+        "global_batch_size": number(environment, "plan.global_batch_size"),
+        "seq_len": number(environment, "seq_len"),
         "lengths": environment.get("identity.data.lengths"),
-        **{key: environment.get(key) for key in ("backend", "compile", "precision")},
-        **{key: number(environment, key) for key in OF_ENVIRONMENT},
-        **{key: number(environment, f"plan.{key}") for key in OF_PLAN},
-        "versions": ", ".join(f"{name} {value}" for name, value in versions.items() if value)
-        or None,
+        "unigram_entropy": number(environment, "unigram_entropy"),
+        "neighbour_accuracy": number(environment, "neighbour_accuracy"),
+        "versions": ", ".join(named) or None,
     }
 
 
 def speed(run: Run) -> Summary:
     """Return the run's progress, speed, memory and cost."""
-    environment, newest = run.environment, run.train[-1:]
-    train_s, tokens, compile_s, graphs = (
-        total([attempt.figure(key) for attempt in run.attempts])
-        for key in ("train_s", "tokens", "compile_s", "graphs")
-    )
-    steps, wall_s, examples = run.attempts[-1].step, billable_s(run), last(run.train, "examples")
-    batch = number(environment, "plan.global_batch_size")
-    if batch and examples is not None:  # a stopped run may lack a line for its last steps
-        examples += batch * max(0, steps - run.train[-1]["step"])
-    # `examples` leaves out redone steps, `train_s` does not
-    once = examples if len(run.attempts) == 1 else None
-    without_summary = sum(attempt.last["kind"] != "summary" for attempt in run.attempts)
-    # with or without XLA: device memory is host memory
-    is_cpu = str(environment.get("device")).startswith("cpu")
-    peaks = number_list(newest_summary(run), "peak_bytes_of_ranks")
+    # An attempt that came to no step counts for nothing.
+    lines = run.lines
+    worked = lines.attempt[lines.kind.isin(WITH_STEPS)]
+    if len(worked):
+        lines = lines[lines.attempt.isin(worked)]
+    ends = lines.groupby("attempt").tail(1)
+    is_cut = ends.kind != "summary"
+    # Each attempt counts from 0; the time to compile, each train line.
+    reached = lines.groupby("attempt")[["train_s", "tokens"]].max()
+    train_s, tokens = total(reached.train_s), total(reached.tokens)
+    compiled = lines[lines.kind == "train"].groupby("attempt").compile_s.sum(min_count=1)
+    summaries = lines[lines.kind == "summary"].groupby("attempt").last()
     return {
-        "steps": steps,
-        "steps_total": number(environment, "plan.total_steps"),
-        "examples": examples,
+        "steps": last_step(lines),
+        "steps_total": number(run.environment, "plan.total_steps"),
+        "examples": last(run.train.examples),
         "tokens": tokens,
         "train_s": train_s,
         "tokens_per_s": tokens / train_s if tokens and train_s else None,
-        "sequences_per_s": once / train_s if once and train_s else None,
-        "wall_s": wall_s,
-        "wall_without_compile_s": None
-        if wall_s is None
-        else max(0.0, wall_s - (compile_s or 0.0)),
-        "compile_s": compile_s,
-        "graphs": graphs,
-        "mfu": mean(
-            [(attempt.figure("mfu"), attempt.figure("train_s")) for attempt in run.attempts]
-        ),
-        "peak_device_bytes": max(numbers(run.summaries, "peak_device_bytes"), default=None),
-        "monitored_device_bytes": None if is_cpu else highest(run.train, "device_memory_bytes"),
-        "peak_host_bytes": max(numbers(run.summaries, "peak_host_bytes"), default=None),
-        "least_rank_bytes": min(peaks, default=None),
-        "most_rank_bytes": max(peaks, default=None),
-        "cost_usd": last(
-            [attempt.newest for attempt in run.attempts], "cost_usd"
-        ),  # the sum over all attempts so far
-        "cost_partial": without_summary > 0
-        or any(number(each.last, "cost_usd") is None for each in run.attempts),
-        "train_loss": number(newest[0], "loss") if newest else None,  # None: it was not finite
-        "attempts": len(run.attempts),
-        "attempts_without_summary": without_summary,
-        "reason": closing(run).get("reason"),
+        "wall_s": billable_s(ends.iloc[-1]),
+        "compile_s": total(summaries.compile_s.combine_first(compiled)),
+        "mfu": last(lines.mfu),
+        "bubble_share": last(lines.bubble_share),
+        "peak_device_bytes": known(lines.peak_device_bytes.max()),
+        "peak_host_bytes": known(lines.peak_host_bytes.max()),
+        "cost_usd": last(lines.cost_usd),  # of all attempts so far
+        "cost_partial": bool((is_cut | ends.cost_usd.isna()).any()),
+        "train_loss": known(run.train.loss.iloc[-1]) if len(run.train) else None,
+        "attempts": len(ends),
+        "attempts_without_summary": int(is_cut.sum()),
+        "reason": None if is_cut.iloc[-1] else ends.reason.iloc[-1],
     }
+
+
+def last_step(lines: Table) -> int:
+    """Return the last step of the last attempt. A fault or a checkpoint may be of an earlier step."""
+    own = lines[(lines.attempt == lines.attempt.iloc[-1]) & lines.kind.isin(WITH_STEPS)]
+    return int(own.step.iloc[-1]) if len(own) else 0
+
+
+def billable_s(end: Any) -> float | None:
+    """Return the seconds from the first start of a run to its last line `end`, including pauses between attempts."""
+    wall_s = known(end.since_start_s if pandas.isna(end.wall_s) else end.wall_s)
+    if wall_s is None or wall_s <= 0:
+        return None
+    return wall_s
 
 
 def reliability(run: Run) -> Summary:
-    """Return values on faults and saves. Skipped steps and rollbacks are unknown if the last attempt was killed."""
-    saves, faults, end = run.saves, run.faults, newest_summary(run)
-    planned = number(run.environment, "plan.total_steps")
-    of_end = {key: number(end, key) for key in OF_SUMMARY}
-    if planned and of_end["suggested_every"]:  # a short run needs only the save at its end
-        of_end["suggested_every"] = min(planned, of_end["suggested_every"])
+    """Return values on faults and saves, of which summaries have totals of all attempts."""
+    summaries = run.of_kind("summary")
     return {
-        "goodput": last([attempt.newest for attempt in run.attempts], "goodput"),
-        "faults_survived": faults.survived,
-        "steps_lost": faults.steps_lost,
-        "recover_s": faults.recover_s,
-        "stall_s": saves.stall_s / saves.number if saves.number else None,
-        "checkpoint_bytes": saves.bytes,
-        "checkpoint_every": number(run.config, "checkpoint.every"),
-        "checkpoints": saves.number,
-        "save_s": saves.save_s if saves.number else None,
-        "alarms": faults.number,
-        **{key: number(closing(run), key) for key in ("skipped_steps", "rollbacks")},
-        **of_end,
+        "goodput": last(run.lines.goodput),
+        "alarms": len(run.of_kind("fault")),
+        "steps_lost": last(summaries.steps_lost),
+        "stall_s": known(run.of_kind("checkpoint").stall_s.mean()),
+        "suggested_every": last(summaries.suggested_every),
     }
 
 
-def last_finite(run: Run) -> Line | None:
-    """Return the last train line with a finite loss if the run diverged ({} if it has none); None if it did not."""
-    if not run.train or "loss" not in run.train[-1] or number(run.train[-1], "loss") is not None:
-        return None
-    return next((line for line in reversed(run.train) if number(line, "loss") is not None), {})
+# ---- the end of a run ----------------------------------------------------------------------------------------------
 
 
 def divergence(run: Run) -> str:
     """Describe when the loss of a diverged run stopped being finite, with advice; "" for other runs."""
-    line = last_finite(run)
-    if line is None:
+    step = last_finite_step(run)
+    if step is None:
         return ""
-    since = f"after step {high(line, 'step'):,.0f}" if line else "at any step"
+    since = f"after step {step:,}" if step else "at any step"
     return f"no finite loss {since}: try a lower optim.lr, and check the weights and the data"
 
 
-def newest_summary(run: Run) -> Line:
-    """Return the newest summary line of all attempts; {} if there is none."""
-    return run.summaries[-1] if run.summaries else {}
-
-
-def closing(run: Run) -> Line:
-    """Return the summary line of the last attempt; {} if it is still running or was killed."""
-    return run.attempts[-1].last if run.attempts[-1].last["kind"] == "summary" else {}
-
-
-def billable_s(run: Run) -> float | None:
-    """Return the seconds from the first start of a run to its last line, including pauses between attempts."""
-    wall_s = number(closing(run), "wall_s")
-    if wall_s is None:
-        wall_s = number(run.attempts[-1].last, "since_start_s")
-    return wall_s if wall_s is not None and wall_s > 0 else None
+def last_finite_step(run: Run) -> int | None:
+    """Return the last step with a finite loss if the run diverged (0: none); None if it did not."""
+    losses = run.train.loss
+    if losses.empty or not pandas.isna(losses.iloc[-1]):
+        return None
+    finite = run.train.step[losses.notna()]
+    return int(finite.iloc[-1]) if len(finite) else 0

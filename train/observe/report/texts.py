@@ -11,28 +11,31 @@ from train.storage.folders import sha256_bytes
 
 def printable(text: object) -> str:
     """Replace unprintable characters with U+FFFD: control and direction characters, and lone surrogates."""
-    return "".join(
-        char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(text)
-    )
+    chars = (char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(text))
+    return "".join(chars)
 
 
-def shortened(text: str, length: int = 40) -> str:
+def shortened(text: object, length: int = 40) -> str:
     """Return the text, or only its beginning and end if it is longer than `length`."""
-    text, half = printable(text), length // 2
-    return text if len(text) <= length else f"{text[: half - 1]}...{text[2 - half :]}"
+    shown = printable(text)
+    if len(shown) <= length:
+        return shown
+    half = length // 2
+    return f"{shown[: half - 1]}...{shown[2 - half :]}"
 
 
 def as_text(value: object) -> str:
-    return printable(
-        value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-    )
+    if not isinstance(value, str):
+        value = json.dumps(value, default=str, ensure_ascii=False)
+    return printable(value)
 
 
 def file_name(prefix: str, name: str) -> str:
     """Return a figure's file name, the same in every report. If characters are replaced, a hash is added."""
     plain = re.sub(r"[^a-z0-9_]", "_", name)[:60]
-    hashed = "" if plain == name else f"_{sha256_bytes(name.encode(errors='surrogatepass'))[:8]}"
-    return f"{prefix}_{plain}{hashed}"
+    if plain != name:
+        plain += f"_{sha256_bytes(name.encode(errors='surrogatepass'))[:8]}"
+    return f"{prefix}_{plain}"
 
 
 # ---- numbers -------------------------------------------------------------------------------------------------------
@@ -41,7 +44,9 @@ def file_name(prefix: str, name: str) -> str:
 def count(value: float | None) -> str:
     if value is None:
         return "unknown"
-    return f"{value:,.0f}" if value == round(value) and abs(value) < LARGEST else f"{value:,.4g}"
+    if value == round(value) and abs(value) < LARGEST:
+        return f"{value:,.0f}"
+    return f"{value:,.4g}"
 
 
 def share(value: float | None) -> str:
@@ -49,17 +54,20 @@ def share(value: float | None) -> str:
 
 
 def score(value: float | None) -> str:
-    return count(value) if value is None or isinstance(value, int) else f"{value:.4f}"
+    if value is None or isinstance(value, int):
+        return count(value)
+    return f"{value:.4f}"
 
 
 def figure(value: float | None) -> str:
-    return (
-        "no number" if value is None else f"{value:,.3f}" if abs(value) < 10 else f"{value:,.2f}"
-    )
+    if value is None:
+        return "no number"
+    return f"{value:,.3f}" if abs(value) < 10 else f"{value:,.2f}"
 
 
 def at_step(value: float | None, step: int) -> str:
-    return f"{'no number' if value is None else f'{value:,.4f}'} at step {step:,}"
+    shown = "no number" if value is None else f"{value:,.4f}"
+    return f"{shown} at step {step:,}"
 
 
 def duration(seconds: float) -> str:

@@ -112,7 +112,9 @@ class Answers:
     @property
     def null_odds(self) -> float:
         """The score of "no answer" minus the score of the best span."""
-        return self.null_score - self.spans[0].score if self.spans else float("inf")
+        if not self.spans:
+            return float("inf")
+        return self.null_score - self.spans[0].score
 
     @property
     def best(self) -> str:
@@ -120,12 +122,16 @@ class Answers:
 
     def answer(self, threshold: float | None) -> str:
         """Return the best span; "" if there is a `threshold` and "no answer" scores higher by more than that."""
-        return "" if threshold is not None and self.null_odds > threshold else self.best
+        if threshold is not None and self.null_odds > threshold:
+            return ""
+        return self.best
 
     def n_best(self, *, v2: bool) -> list[dict[str, Any]]:
         """Return all spans with probabilities (softmax of scores), for prediction files. v2 includes the empty span."""
-        spans = [*self.spans, Span("", self.null_score, 0)] if v2 or not self.spans else self.spans
-        spans = sorted(spans, key=lambda span: -span.score)
+        spans = list(self.spans)
+        if v2 or not spans:
+            spans.append(Span("", self.null_score, 0))
+        spans.sort(key=lambda span: -span.score)
         scores = np.array([span.score for span in spans])
         shares = np.exp(scores - scores.max())
         shares = (shares / shares.sum()).tolist()
@@ -216,7 +222,9 @@ def evaluate_v2(
 
 
 def mean_percent(values: np.ndarray) -> float:
-    return 100.0 * float(values.mean()) if len(values) else 0.0
+    if not len(values):
+        return 0.0
+    return 100.0 * float(values.mean())
 
 
 V1_NAMES = ("exact_match", "f1")

@@ -5,7 +5,7 @@ Contexts that are too long are read in overlapping windows. Shapes: B windows, S
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from datasets import Dataset
 from torch import Tensor
 
-from train.config import RecordsConfig
+from train.config.tasks import QAConfig
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.records.table_facts import column
 from train.data.records.token_rows import Lists
 from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
 from train.storage.folders import canonical_json
 from train.tasks.finetune import Entry, Results, TextTask, json_lines, mean_loss
-from train.tasks.qa import QAConfig, spans
+from train.tasks.qa import spans
 from train.tasks.qa.windows import QAFeaturizer
 from train.tasks.texts import Sizes
 from train.tasks.topk import topk
@@ -90,8 +90,11 @@ class QuestionAnswering(TextTask):
         self.featurizer = QAFeaturizer(sizes.tokenizer, seq_len=sizes.seq_len, task=cfg)
         self.shortest = N_BEST  # tokens; shorter batches would keep fewer candidates
         # The `null_odds` above which no answer is given. SQuAD v1 has no threshold: its models always answer.
-        self.threshold = (cfg.null_threshold or 0.0) if cfg.unanswerable else None
-        self.metric_names = ("loss", *(spans.V2_NAMES if cfg.unanswerable else spans.V1_NAMES))
+        self.threshold: float | None = None
+        self.metric_names = ("loss", *spans.V1_NAMES)
+        if cfg.unanswerable:
+            self.threshold = cfg.null_threshold or 0.0
+            self.metric_names = ("loss", *spans.V2_NAMES)
 
     @property
     def k(self) -> int:
@@ -135,17 +138,13 @@ class QuestionAnswering(TextTask):
             | {"answers": one.predicted.n_best(v2=self.cfg.unanswerable)}
             for one in questions
         )
+        answers = {one.id: one.predicted.answer(self.threshold) for one in questions}
         files = {
-            f"{split}.json": canonical_json(
-                {one.id: one.predicted.answer(self.threshold) for one in questions}
-            ),
+            f"{split}.json": canonical_json(answers),
             f"{split}_nbest.jsonl": json_lines(lines),
         }
-        return files, {
-            "questions": len(questions),
-            "windows": len(statistics),
-            "threshold": self.threshold,
-        }
+        sizes = {"questions": len(questions), "windows": len(statistics)}
+        return files, {**sizes, "threshold": self.threshold}
 
     def choose(self, rows: np.ndarray, metrics: Mapping[str, float]) -> dict[str, Any]:
         if not self.cfg.unanswerable or self.cfg.null_threshold is not None:
@@ -154,57 +153,28 @@ class QuestionAnswering(TextTask):
         margin = metrics["best_f1_threshold"]
         return {"null_threshold": float(np.clip(margin, spans.LOWEST, -spans.LOWEST))}
 
-    # ---- predictions -----------------------------------------------------------------------------------------------
-
-    def use(self, data: RecordsConfig, options: Mapping[str, Any]) -> None:
-        given = options["null_threshold"]
-        self.threshold = self.threshold if given is None else given
-        # The run's shortest batch length limits the scores kept per window, as it did in the run.
-        lengths = [] if data.lengths == "auto" else data.lengths
-        self.shortest = min([N_BEST, *lengths])
-
     def predictions(
-        self, rows: list[Entry], features: Dataset, statistics: np.ndarray
+        self, rows: Iterable[Entry], features: Dataset, statistics: np.ndarray
     ) -> Iterator[Entry]:
         examples = Dataset.from_list(
             [{"id": row["id"], "context": row["context"]} for row in rows]
         )
         for one in answered(statistics, features, examples, self.cfg):
-            answer, n_best = (
-                one.predicted.answer(self.threshold),
-                one.predicted.n_best(v2=self.threshold is not None),
-            )
+            answer = one.predicted.answer(self.threshold)
             score = one.predicted.spans[0].score if answer else one.predicted.null_score
+            n_best = one.predicted.n_best(v2=self.threshold is not None)
             yield {"id": one.id, "answer": answer, "score": score, "n_best": n_best}
-
-    def known(self, row: Entry, prediction: Entry) -> tuple[list[str], str] | None:
-        wanted = row.get("answers")
-        has_truth = wanted is not None and (wanted["text"] or self.threshold is not None)
-        return (wanted["text"], prediction["answer"]) if has_truth else None  # type: ignore[index]
-
-    def score(self, truth: Sequence[list[str]], predicted: Sequence[str]) -> dict[str, float]:
-        threshold = {} if self.threshold is None else {"null_threshold": self.threshold}
-        return spans.evaluate(predicted, truth, v2=self.threshold is not None) | threshold
 
     def sample(self, row: Entry, prediction: Entry) -> Sample:
         wanted, given = row["answers"], prediction["answer"]
-        first, *others = sorted(prediction["n_best"], key=lambda span: span["text"] != given)
-        others = [span for span in others if span["text"] != given]
+        spans_by_rank = sorted(prediction["n_best"], key=lambda span: span["text"] != given)
         guesses = [
             Guess(excerpt(span["text"]), span["probability"])
-            for span in (first, *others)[:MOST_GUESSES]
+            for span in spans_by_rank[:MOST_GUESSES]
         ]
-        truth, at = (
-            (wanted["text"][0], wanted["answer_start"][0])
-            if wanted["text"]
-            else ("", first["begin"])
-        )
-        score = spans.score(given, wanted["text"], v2=self.threshold is not None)[1]
-        return Sample(
-            excerpt(row["question"]),
-            [Answer(excerpt(truth), guesses, score)],
-            excerpt(row["context"], at),
-        )
-
-
-TASK = QuestionAnswering
+        truth, at = "", spans_by_rank[0]["begin"]
+        if wanted["text"]:
+            truth, at = wanted["text"][0], wanted["answer_start"][0]
+        f1 = spans.score(given, wanted["text"], v2=self.threshold is not None)[1]
+        answer = Answer(excerpt(truth), guesses, f1)
+        return Sample(excerpt(row["question"]), [answer], excerpt(row["context"], at))

@@ -9,11 +9,11 @@ import numpy as np
 from datasets import List, Value
 
 from train.config import check
+from train.config.tasks import QAConfig
 from train.data.files.errors import BadRow
 from train.data.records.featurizer import Featurizer
-from train.data.records.formats import answers_of
 from train.data.records.kinds import NUMBER, NUMBERS, STRING, Row, RowKind
-from train.tasks.qa import QAConfig
+from train.data.records.squad import answers_of
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -72,17 +72,14 @@ class QAFeaturizer(Featurizer):
         )
         self.task, self.kind = task, qa_rows(task)
         cls, special = tokenizer.cls_token, tokenizer.num_special_tokens_to_add(pair=True)
-        begins = tokenizer("a", "b")["input_ids"][0] == tokenizer.cls_token_id
-        fault = (
-            ""
-            if begins
-            else f"does not begin sequences with its {cls}, the answer to unanswerable questions"
-        )
-        if "left" in (tokenizer.padding_side, tokenizer.truncation_side):
-            fault = fault or "pads or cuts sequences on the left"
+        other = "choose a model like bert, albert, roberta, distilbert"
         check(
-            not fault,
-            f"this tokenizer {fault}; choose a model like bert, albert, roberta, distilbert",
+            tokenizer("a", "b")["input_ids"][0] == tokenizer.cls_token_id,
+            f"this tokenizer does not begin sequences with its {cls}, the answer to unanswerable questions; {other}",
+        )
+        check(
+            "left" not in (tokenizer.padding_side, tokenizer.truncation_side),
+            f"this tokenizer pads or cuts sequences on the left; {other}",
         )
         left = seq_len - special - task.max_question_tokens
         check(
@@ -142,14 +139,12 @@ class QAFeaturizer(Featurizer):
         encodings = self.pieces(stripped)
         is_long = [len(encoding.ids) > self.task.max_question_tokens for encoding in encodings]
         self.count(split, cut_questions=sum(is_long))
-        result = [
-            self.cut(text) if long else text for text, long in zip(stripped, is_long, strict=True)
-        ]
-        read = self.pieces(result) if any(is_long) else encodings
-        self.tokens_cut = np.array(
-            [len(a.ids) - len(b.ids) for a, b in zip(encodings, read, strict=True)]
-        )
-        return result
+        self.tokens_cut = np.zeros(len(questions), np.int64)
+        for number in np.flatnonzero(is_long):
+            stripped[number] = self.cut(stripped[number])
+            kept = self.pieces([stripped[number]])[0]
+            self.tokens_cut[number] = len(encodings[number].ids) - len(kept.ids)
+        return stripped
 
     def cut(self, question: str) -> str:
         most = self.task.max_question_tokens
@@ -177,4 +172,6 @@ def answer_tokens(begin: int, end: int, offsets: np.ndarray, first: int) -> tupl
         return 0, 0
     start = int(np.searchsorted(ends, begin, side="right"))
     stop = int(np.searchsorted(begins, end, side="left")) - 1
-    return (first + start, first + stop) if start <= stop else (0, 0)
+    if start > stop:
+        return 0, 0
+    return first + start, first + stop

@@ -18,7 +18,7 @@ from train.config import Failure, HubConfig, InputError, TelemetryConfig, TrainC
 from train.config.attempt import BestConfig
 from train.config.train import EarlyStopConfig
 from train.entry import leave_at_once
-from train.machine import machine
+from train.machine import host
 from train.machine.console import say
 from train.machine.environment import environment
 from train.machine.launched import launched
@@ -199,7 +199,7 @@ class Meter:
             "threads": torch.get_num_threads(),
             "memory_bytes": total_memory_bytes(),
             "instance": instance.name,
-            "instance_type": machine.instance_type() or None,
+            "instance_type": host.instance_type() or None,
             **environment(),
         }
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from train.machine.machine import installed_versions, instance_names, instance_type
+from train.machine.host import installed_versions, instance_names, instance_type
 from train.machine.memory import usable_cpus
 from train.storage.atomic_io import free_bytes
 from train.tools.doctor import checks_devices, checks_host, checks_versions

@@ -11,7 +11,7 @@ import re
 
 from train.config import InputError, InstanceConfig, plural
 from train.machine.launched import Launched, check_launch
-from train.machine.machine import Chip, read_neuron_ls
+from train.machine.neuron import Chip, read_neuron_ls
 from train.tools.doctor.probe import Finding, Probe, ToolOutput, bad, ok, skip, warn
 
 CHIP_QUERY = ("neuron-ls", "-j")

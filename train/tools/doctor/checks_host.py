@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from train.config import plural
-from train.machine import machine
+from train.machine import host, neuron
 from train.machine.rank_setup import OPEN_FILES
 from train.tools.doctor.probe import Finding, Probe, bad, nearest, ok, skip, warn
 
@@ -81,7 +81,7 @@ def cache(probe: Probe) -> Finding:
         if "://" in location:
             return bad(f"{location} is not a folder", cure=f"unset {name}")
     else:
-        if fault := machine.cache_fault(probe.environ):
+        if fault := neuron.cache_fault(probe.environ):
             what, _, cure = fault.partition("; ")
             return bad(what, cure=cure or f"unset {name}")
     if "://" in location:
@@ -94,14 +94,14 @@ def cache(probe: Probe) -> Finding:
         return warn(
             text, cure="if no compiler is running: neuron_parallel_compile --command clear-locks"
         )
-    return ok(f"{location} ({machine.filesystem(location) or 'file system unknown'})")
+    return ok(f"{location} ({host.filesystem(location) or 'file system unknown'})")
 
 
 def cache_of(probe: Probe) -> tuple[str, str]:
     """Return the name of the variable that sets the compile cache's location, and the location."""
     if probe.is_native:
-        return machine.NATIVE_CACHE, machine.native_cache(probe.environ)
-    return "NEURON_COMPILE_CACHE_URL", machine.cache_location(probe.environ)
+        return neuron.NATIVE_CACHE, neuron.native_cache(probe.environ)
+    return "NEURON_COMPILE_CACHE_URL", neuron.cache_location(probe.environ)
 
 
 def is_old(file: Path, now_s: float) -> bool:
@@ -178,7 +178,7 @@ def clock(probe: Probe) -> Finding:
 
 
 def knobs(probe: Probe) -> Finding:
-    wrong = machine.bad_knobs(probe.environ)
+    wrong = neuron.bad_knobs(probe.environ)
     if probe.is_old_kernel:
         wrong = [knob for knob in wrong if knob.name != "FI_EFA_FORK_SAFE"]
     if not wrong:

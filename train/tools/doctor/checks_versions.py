@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from train.machine.machine import package_faults
+from train.machine.neuron import package_faults
 from train.machine.versions import Native, Sdk, read_versions, release
 from train.tools.doctor.probe import Finding, Probe, bad, numbers, ok, skip, warn
 

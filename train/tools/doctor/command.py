@@ -17,8 +17,8 @@ from typing import Any
 from train.config import check
 from train.machine import rank_setup
 from train.machine.console import paint, say
+from train.machine.host import instance_names
 from train.machine.launched import check_launch, launched
-from train.machine.machine import instance_names
 from train.run.command import DONE, FAILED, REJECTED, command_parser, guarded
 from train.run.rejection import inform_others
 from train.tools.doctor import checks

@@ -18,7 +18,8 @@ import yaml
 
 from train.config import InstanceConfig
 from train.machine.console import visible
-from train.machine.machine import is_native, nvidia_gpus
+from train.machine.host import nvidia_gpus
+from train.machine.neuron import is_native
 from train.machine.rank_setup import AMAZON, efa_devices
 
 TOOL_FOLDERS = (
