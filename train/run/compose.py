@@ -338,7 +338,8 @@ def error_text(error: BaseException, schema: type, overrides: Sequence[str] = ()
         ]
         where = " or ".join(options)
         hint = f"{where} has it" if where else "--cfg job lists all"
-        return f"{key} is not a setting of the {group} chosen here; {hint}"
+        place = f"of the {group} chosen here" if group else "at the top level"
+        return f"{key} is not a setting {place}; {hint}"
     if is_dataclass(known[key]):
         return f"{seen}: {key} is a group of settings; give one of them, such as {key}.name=value"
     words = type_name(known[key])
