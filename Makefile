@@ -6,7 +6,8 @@
 # make test-newest    what trains, with the newest torch, transformers and datasets (without XLA), in .venv/newest
 # make test-lowest    the same with the lowest versions that pyproject.toml allows, of all but torch
 # make test-gpu    what trains, on GPUs, which ranks share where there are fewer
-# make test    run the tests that need no service      make test-services    those with Slurm, S3, EC2, images, several machines
+# make test    run the tests that need no service, in minutes      make test-all    these and the slow ones
+# make test-services    those with Slurm, S3, EC2, images, several machines
 # make docs    README and docs as a site with search, build/site/index.html
 # make lint    style and types        make bench    the benchmarks (make bench-smoke: each in its smallest form)
 PYTHON ?= python3
@@ -34,7 +35,7 @@ TWEETS_ARGS ?=
 SLURM_DIR ?= runs/slurm
 SLURM_ARGS ?= max_steps=200 eval_every=100 checkpoint.every=100
 
-.PHONY: setup demo demo-tweets demo-slurm mlflow-server test test-services test-gpu test-newest test-lowest docs lint types bench bench-smoke clean
+.PHONY: setup demo demo-tweets demo-slurm mlflow-server test test-slow test-all test-services test-gpu test-newest test-lowest docs lint types bench bench-smoke clean
 
 setup: $(VENV)/.ready
 
@@ -75,7 +76,12 @@ $(MLFLOW)/.ready: $(VENV)/.ready
 PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=$$($(BIN)/python -c "import os; print(2 * os.cpu_count())") --maxprocesses=4
 
 test: setup
-	@$(PYTEST) -m "not services" $(TEST_ARGS)
+	@$(PYTEST) -m "not services and not slow" $(TEST_ARGS)
+
+test-slow: setup
+	@$(PYTEST) -m "slow and not services" $(TEST_ARGS)
+
+test-all: test test-slow
 
 test-services: setup
 	@$(PYTEST) -m services $(TEST_ARGS)

@@ -47,7 +47,7 @@ from train.config import BackendConfig
 from train.data.batches.masking import IGNORE_INDEX
 from train.models.encoder import build_masked_lm
 from train.parallel.ddp import DDP
-from train.parallel.optimizers import build_optimizer
+from train.parallel.optim import build_optimizer
 from train.run.stopping import StopRequest
 from train.tasks import build_task
 from train.tools.bench.measure import matmul_flops_per_s

@@ -9,7 +9,7 @@ from sklearn.metrics import cohen_kappa_score
 from train.config import OptimConfig, setting
 from train.config.tasks import ClassifyConfig
 from train.data.batches.masking import IGNORE_INDEX
-from train.parallel.optimizer_spec import OptimizerSpec, add_moments
+from train.parallel.optim import OptimizerSpec, add_moments
 from train.tasks import TASKS as KNOWN
 from train.tasks import Metric
 from train.tasks.classify import Classification

@@ -18,12 +18,12 @@ from pathlib import Path
 
 
 def hold():
-    import train.parallel.optimizers
+    import train.parallel.optim
     from train.run import stopping
     from train.run.stopping import StopRequest
 
     stopping.POLL_S = 0.1
-    rate, ask, asked = train.parallel.optimizers.learning_rate, StopRequest.ask, []
+    rate, ask, asked = train.parallel.optim.learning_rate, StopRequest.ask, []
 
     def noted(self, reason, **settings):
         asked.append(reason)
@@ -37,7 +37,7 @@ def hold():
             time.sleep(0.02)
         return rate(step, **settings)
 
-    StopRequest.ask, train.parallel.optimizers.learning_rate = noted, held
+    StopRequest.ask, train.parallel.optim.learning_rate = noted, held
 
 
 if __name__ == "__main__":

@@ -130,13 +130,11 @@ def command(arguments: list[str], *, ranks: int = 1, module: str = "train") -> l
     return [*launcher, "-m", "train", module, *arguments]
 
 
-def train_here(
-    run_dir: Path, data: Path, *overrides: str, collects: bool = False
-) -> tuple[str, int]:
+def train_here(run_dir: Path, data: Path, *overrides: str) -> tuple[str, int]:
     """The same run in the tests' own process."""
     from train import loop  # late: conftest.py sets what torch and its neighbours read
 
-    return loop.run(train_config(run_dir, data, *overrides), StopRequest(), collects=collects)
+    return loop.run(train_config(run_dir, data, *overrides), StopRequest())
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:

@@ -6,14 +6,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch._dynamo
+
 from train import __main__ as program
-from train.parallel import compiled
 
 
 def without_kernels(put: Callable[[Any, str, Any], Any] = setattr) -> None:
     """Do so by `put(object, name, value)`."""
-    eager = compiled.lookup_backend("aot_eager")
-    put(compiled, "lookup_backend", lambda _: eager)
+    eager = torch._dynamo.lookup_backend("aot_eager")
+    put(torch._dynamo, "lookup_backend", lambda _: eager)
 
 
 if __name__ == "__main__":

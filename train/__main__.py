@@ -27,7 +27,7 @@ COMMANDS = {
     "compare": ("train.tools.compare", "run variants of an experiment and compare them"),
     "bench": ("train.tools.bench.command", "measure how fast a run would train on this machine"),
     "precompile": ("train.tools.precompile", "compile the graphs of a run before it starts"),
-    "doctor": ("train.tools.doctor.command", "check whether this machine can train"),
+    "doctor": ("train.tools.doctor", "check whether this machine can train"),
     "checkpoints": (
         "train.tools.checkpoints",
         "list, verify, prune or export the checkpoints of a run",

@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import NoReturn
 
 from train.config import InputError, TrainConfig, plural
@@ -17,7 +16,6 @@ from train.machine.launched import launched
 from train.machine.runtime import search_rarely
 from train.machine.torchrun import end_torchrun, first_to
 from train.run import compose as cli
-from train.run.rejection import inform_others
 from train.run.stopping import StoppedEarly, StopRequest
 from train.run_folder.outcome import may_continue, read_outcome, what_is_over
 from train.run_folder.run_folder import RunFolder
@@ -58,8 +56,8 @@ def main(arguments: Sequence[str]) -> int:
     return run_command_line(arguments)
 
 
-def run_command_line(arguments: Sequence[str], *, collects: bool = False) -> int:
-    """Run the command line and return the exit code. With `collects`, only run each graph once, and save nothing."""
+def run_command_line(arguments: Sequence[str]) -> int:
+    """Run the command line and return the exit code."""
     parser = cli.settings_parser(
         "train",
         TrainConfig,
@@ -71,14 +69,13 @@ def run_command_line(arguments: Sequence[str], *, collects: bool = False) -> int
         ),
         keys=USED,
     )
-    act = partial(attempt, collects=collects)
-    code = cli.run(TrainConfig, act, parser, arguments=arguments, after_rejection=inform_others)
+    code = cli.run(TrainConfig, attempt, parser, arguments=arguments)
     if code == cli.REJECTED:  # every restart would be rejected too
         end_torchrun()
     return code
 
 
-def attempt(cfg: TrainConfig, *, collects: bool = False) -> int:
+def attempt(cfg: TrainConfig) -> int:
     """Train until the run ends or fails, and return the exit code. Does not catch InputError."""
     use_console("stdout")
     launch = launched()
@@ -110,7 +107,7 @@ def attempt(cfg: TrainConfig, *, collects: bool = False) -> int:
         from train.run.attempt import ENDS, kind_of
 
         try:
-            reason, step = loop.run(cfg, stop, collects=collects)
+            reason, step = loop.run(cfg, stop)
         except InputError:
             raise
         except StoppedEarly as signal:

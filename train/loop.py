@@ -25,7 +25,7 @@ from train.observe.monitor import open_monitor
 from train.observe.trackers import check_trackers
 from train.parallel.backends import Backend, Workload, check_attention, open_backend
 from train.parallel.engines import Engine, build_engine
-from train.parallel.optimizers import learning_rate
+from train.parallel.optim import learning_rate
 from train.parallel.ranks import AGREED
 from train.run.attempt import ENDS, Attempt, begin, record_end
 from train.run.checkpoint_manager import CheckpointManager
@@ -44,17 +44,14 @@ OnLine = Callable[[Recorder, str, dict[str, Any]], None]
 MOST_NAMED = 3  # the log names at most this many of the ranks that were asked to stop
 
 
-def run(
-    cfg: TrainConfig, stop: StopRequest, *, on_line: OnLine | None = None, collects: bool = False
-) -> tuple[str, int]:
+def run(cfg: TrainConfig, stop: StopRequest, *, on_line: OnLine | None = None) -> tuple[str, int]:
     """Train with these settings, from scratch or from the newest checkpoint in the run folder.
 
     Settings and data are checked before a device is opened. Returns the reason why training ended ("done", "early_stop"
     or what asked it to stop), and the number of steps done.
 
     `on_line` is for measurements: it receives the recorder, and the kind and fields of each line that would otherwise
-    be written to metrics.jsonl. The first kind is "start". `collects` is for `baretrain precompile`: each graph runs
-    once, and results are not checked. With either, nothing is saved.
+    be written to metrics.jsonl. The first kind is "start". Measurements save nothing.
     """
     with stop.nothing_to_save():
         check_launch(cfg.instance, launched())
@@ -66,7 +63,7 @@ def run(
             )
 
             check_push(cfg)
-        saves = on_line is None and not collects
+        saves = on_line is None
         if saves and launched().rank == 0:
             check_trackers(cfg.telemetry)
         task = build_task(cfg)
@@ -81,7 +78,7 @@ def run(
         attempt.watch.phase("join", is_start=True)
         with stop.nothing_to_save():
             work = workload(cfg, plan, task, is_whole=saves)
-            backend = open_backend(cfg.backend, cfg.instance, collects=collects, work=work)
+            backend = open_backend(cfg.backend, cfg.instance, work=work)
         attempt.watch.compiles = backend.compilers.are_busy
         attempt.joined(backend.world)
         failure: Exception | None = None
@@ -149,7 +146,7 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
             if metrics.progress.step == 0:
                 checkpoints.save(None, is_last=True)
             checkpoints.finish()
-            if metrics.owes_summary() and not backend.collects:
+            if metrics.owes_summary():
                 metrics.summary(reason, {**task.facts, **checkpoints.facts()})
         if reason in ENDS:
             checkpoints.remove_leftovers()

@@ -17,7 +17,6 @@ from launch.ec2.config import Ec2Config
 from launch.record import Job, Record
 from train.config import check
 from train.config.backend import CUDA, NEURON
-from train.machine.neuron import is_native
 from train.machine.versions import read_versions
 from train.storage.schema import record
 
@@ -255,8 +254,7 @@ def check_image(api: Api, region: str, image: str, accelerators: str, instance: 
         kind == accelerators,
         f"image {image} was built for {kind}, but the machines need one for {accelerators}",
     )
-    versions = read_versions()
-    wanted = versions.native.name if is_native(instance) else versions.sdk.name
+    wanted = read_versions().sdk.name
     sdk = tags.get(SDK_TAG, wanted)
     check(
         accelerators != NEURON or sdk == wanted,

@@ -20,7 +20,7 @@ from train.checkpoints.loader import load
 from train.checkpoints.manifest import step_name, step_of
 from train.checkpoints.store import LocalStore
 from train.config import OptimConfig
-from train.parallel.optimizers import build_optimizer
+from train.parallel.optim import build_optimizer
 
 OLDER, LAST, NEXT = 1, 3, 6  # to be removed, whole, and being saved
 # of sys.addaudithook

@@ -21,7 +21,7 @@ from train.config import BackendConfig, CheckpointConfig, OptimConfig
 from train.parallel.ddp import DDP
 from train.parallel.engines import Engine
 from train.parallel.guards import tied_names
-from train.parallel.optimizers import build_optimizer
+from train.parallel.optim import build_optimizer
 from train.run_folder.ownership import LeaseLost
 from train.tasks import build_task
 

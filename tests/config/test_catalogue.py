@@ -7,7 +7,7 @@ import pytest
 from train.config import InstanceConfig, TrainConfig
 from train.machine.host import instance_names
 from train.run import compose as cli
-from train.tools.doctor.probe import read_instance
+from train.tools.probe import read_instance
 
 GIVEN = ["run_dir=x", "data.path=x", "global_batch_size=32", "max_steps=1"]
 MACHINES = [name for name in instance_names() if name != "local"]

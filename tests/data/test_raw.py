@@ -154,9 +154,6 @@ def test_bad_rows_are_named_by_line_counted_and_left_out_or_rejected(folder):
         assert example.startswith(f"{bad}:{line}: {reason}")
     says = r"validation: 8 bad rows, .*max_bad_rows=7 .*a\.csv:3: 3 fields"
     rejects(says, read, path, **settings, max_bad_rows=7)
-    path = put(folder, "many.csv", csv_of([*ROWS, *[("", "1")] * 30]))
-    says = r"30 bad rows, .*: (\S+many\.csv:\d+: an empty text; ){2}\.\.\.$"
-    rejects(says, read, path, max_bad_rows=20)
 
 
 UNUSABLE = [
@@ -256,24 +253,18 @@ def test_files_below_a_folder(folder):
     assert labels == [[1], [0]]
 
 
-PATTERNS = (
-    "train/**/*.jsonl **/a.jsonl ** train/** **/train/* *.jsonl */*.jsonl train/?1.csv train/b[0-9].csv "
-    "train/[[]a].jsonl .*.jsonl train/.x/* ./train/*.csv train A.jsonl **/deep/**/*.jsonl"
-).split()
+PATTERNS = "train/**/*.jsonl **/a.jsonl ** *.jsonl */*.jsonl train/?1.csv train/[[]a].jsonl .*.jsonl train/.x/*"
 
 
 def test_a_glob_matches_the_same_names_on_disk_and_in_s3(tmp_path):
-    names = (
-        "a.jsonl train/a.jsonl train/b1.csv train/deep/er/a.jsonl train/.x/a.jsonl .a.jsonl "
-        "train/[a].jsonl train/__pycache__/a.jsonl other/train/a.jsonl"
-    ).split()
-    for name in names:
+    files = "a.jsonl train/a.jsonl train/b1.csv train/deep/er/a.jsonl train/.x/a.jsonl .a.jsonl train/[a].jsonl"
+    for name in files.split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    for pattern in PATTERNS:
+    for pattern in PATTERNS.split():
         found = matching(str(tmp_path / pattern))
         here = {path.relative_to(tmp_path).as_posix() for path in found}
-        assert here == {name for name in names if is_match(name, pattern)}, pattern
+        assert here == {name for name in files.split() if is_match(name, pattern)}, pattern
 
 
 # ---- labels -------------------------------------------------------------------------------------------------------
@@ -285,14 +276,13 @@ def test_labels_are_found_and_sorted_or_keep_the_order_of_the_settings(folder):
     assert raw.labels == [str(number) for number in range(12)]
     assert all(raw.labels[row["label"]] == str(int(row["id"]) % 12) for row in raw.splits["train"])
     words = csv_of([("a", "no"), ("b", "Yes"), ("c", "maybe")])
-    assert read(put(folder, "b.csv", words)).labels == ["Yes", "maybe", "no"]
-    put(folder, "dev.csv", csv_of([("x", "maybe"), ("y", "1")]))
-    path = put(folder, "c.csv", csv_of(ROWS))
-    raw = read(path, validation="dev.csv", labels=["1", "0", "maybe"])
-    assert raw.labels == ["1", "0", "maybe"] and raw.splits["validation"]["label"][:] == [2, 0]
-    assert all(raw.labels[row["label"]] == str(int(row["id"]) % 2) for row in raw.splits["train"])
-    says = r"dev\.csv:2: unknown label maybe; the labels are 0, 1"
-    rejects(says, read, path, validation="dev.csv")
+    path = put(folder, "b.csv", words)
+    assert read(path).labels == ["Yes", "maybe", "no"]
+    put(folder, "dev.csv", csv_of([("x", "no"), ("y", "other")]))
+    labels = ["maybe", "other", "no", "Yes"]
+    raw = read(path, validation="dev.csv", labels=labels)
+    assert raw.labels == labels and raw.splits["validation"]["label"][:] == [2, 1]
+    rejects(r"dev\.csv:3: unknown label other; the labels", read, path, validation="dev.csv")
 
 
 def test_label_map(folder):
@@ -310,9 +300,6 @@ def test_label_map(folder):
     raw = read(path, label_map=names)
     assert raw.labels == ["good", "very bad", "bad", "2"]
     assert raw.remarks == ["data.label_map does not name 2: these labels are left unchanged"]
-    raw = read(path, label_map=names, labels=["bad", "good", "very bad"], max_bad_rows=10)
-    says = "a.jsonl:2: unknown label 2; the labels are bad, good"
-    assert says in raw.dropped["train"].bad_examples[0]
 
 
 @pytest.mark.parametrize(
@@ -543,36 +530,35 @@ def test_another_file_time_or_setting_of_reading_is_another_version(folder):
 
 
 def test_data_in_s3(folder, bucket):
-    put(folder, "train.csv", csv_of(ROWS))
     bucket.put("set/train.csv", csv_of(ROWS).encode())
+    bucket.put("set/bad.csv", csv_of([*ROWS, ("", "1")]).encode())
     bucket.put("set/deep/train.csv", b"not taken")
     bucket.put("set/dev-1.jsonl", b'{"text": "a", "label": 1}\n')
     table().save_to_disk(folder / "saved")
     for path in (folder / "saved").iterdir():
         bucket.put(f"saved/{path.name}", path.read_bytes())
-    s3 = bucket.config()
 
     def splits(prefix, **settings):
-        return read(bucket.location(prefix), s3=s3, **settings).splits
+        return read(bucket.location(prefix), s3=bucket.config(), **settings).splits
 
-    there, here = splits("set/train.csv"), read(folder / "train.csv").splits
-    assert all(there[name].to_dict() == here[name].to_dict() for name in here)
-    result = splits("set", train="tr*.csv", validation="dev-?.jsonl")
-    assert len(result["train"]) == 40 and result["validation"]["text"][:] == ["a"]
-    assert sum(map(len, splits("saved").values())) == 40
-    bucket.put("set/bad.csv", csv_of([*ROWS, ("", "1")]).encode())
+    found = splits("set", train="tr*.csv", validation="dev-?.jsonl")
+    assert found["train"]["text"][:] == TEXTS and found["validation"]["text"][:] == ["a"]
+    assert (
+        sum(map(len, splits("saved").values()))
+        == 40
+        == sum(map(len, splits("set/train.csv").values()))
+    )
     for message, prefix, settings in (
         (r"set/nowhere\.csv: there is no such file", "set/nowhere.csv", {}),
         (r"data\.train=x-\*: there is no such file in s3://", "set", {"train": "x-*"}),
         (r"1 bad row.*: s3://\S+/set/bad\.csv:42: an empty text", "set/bad.csv", {}),
     ):
-        rejects(message, read, bucket.location(prefix), s3=s3, **settings)
+        rejects(message, splits, prefix, **settings)
     cfg = RecordsConfig(path=bucket.location("set/train.csv"))
-    versions, before = set(), len(bucket.proxy.requests("^GET"))
-    for rows in (ROWS, ROWS[::-1]):  # of the same size
-        bucket.put("set/train.csv", csv_of(rows).encode())
-        versions.add(version(cfg, s3))
-    assert len(versions) == 2 and len(bucket.proxy.requests("^GET")) == before
+    first, before = version(cfg, bucket.config()), len(bucket.proxy.requests("^GET"))
+    bucket.put("set/train.csv", csv_of(ROWS[::-1]).encode())  # of the same size
+    assert version(cfg, bucket.config()) != first
+    assert len(bucket.proxy.requests("^GET")) == before
 
 
 # ---- questions ----------------------------------------------------------------------------------------------------

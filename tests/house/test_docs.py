@@ -58,9 +58,7 @@ LANGUAGES = {"bash", "python", "text", "yaml", "json", "csv"}
 PLACEHOLDERS = re.compile(r"\b(RUN|DATA|MODEL|FOLDER|ADDRESS)\b|\.\.\.")
 FENCE = re.compile(r"^(?: *<!-- needs: ([^\n]*) -->\n)? *```([^\n]*)\n(.*?)^ *```$", re.S | re.M)
 COMMAND = re.compile(r"(?:[A-Z_]+=\S* )*(?:baretrain [a-z]+ \S|torchrun \S.* -m train \S)")
-SCHEMAS: dict[str, type] = dict.fromkeys(
-    ("train", "records", "precompile", "doctor", "evaluate"), TrainConfig
-)
+SCHEMAS: dict[str, type] = dict.fromkeys(("train", "records", "doctor", "evaluate"), TrainConfig)
 SCHEMAS |= {
     "prepare": PrepareConfig,
     "bench": BenchConfig,
@@ -88,7 +86,7 @@ REQUIRED = {
     "train": "run_dir=runs/any data.path=any model.init_from=any max_steps=2 micro_batch_size=1".split()
 }
 REQUIRED |= dict.fromkeys(
-    ("precompile", "bench", "compare", "doctor", "evaluate"),
+    ("bench", "compare", "doctor", "evaluate"),
     REQUIRED["train"],
 )
 REQUIRED["prepare"] = []
@@ -152,6 +150,8 @@ def parse(command: str) -> Program:
     if given[program] == "torchrun":
         at = words.index("train")  # after -m
         options, words = words[: at - 1], words[at + 1 :]
+    if words[0] == "precompile":  # before the command of a run
+        words = words[words.index("train") + 1 :]
     if words[0] not in COMMANDS:
         words = ["train", *words]
     return Program(env, options, words[0], words[1:])

@@ -29,8 +29,8 @@ FOR_LAUNCH = tuple(f"train.{package}" for package in FOR_LAUNCH.split())
 ONLY_IN = {  # heavy or device libraries, and the files that may import them
     "torch_xla": "parallel/xla",
     "boto3": "storage/s3 storage/s3_session",
-    "psutil": "machine/memory machine/processes machine/rank_setup observe/monitor tools/doctor/checks",
-    "pynvml": "observe/monitor tools/doctor/checks",
+    "psutil": "machine/memory machine/processes machine/rank_setup observe/monitor tools/doctor",
+    "pynvml": "observe/monitor",
     "matplotlib": "observe/report/figures",
     "jinja2": "observe/report/page",
     "pandas": "observe/report/run",

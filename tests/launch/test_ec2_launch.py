@@ -23,7 +23,6 @@ from launch.ec2.api import Api
 from launch.record import END, Record
 from launch.supervise import Decision, conclude
 from train.config import InputError, S3Config
-from train.machine.versions import read_versions
 
 
 @pytest.fixture
@@ -80,16 +79,12 @@ def test_the_image_is_the_projects_own_and_stays_when_the_job_resumes(ec2, monke
     assert resolve(run.job, run.cluster, run.record, run.api).sites == before.sites
 
 
-NATIVE = read_versions().native.name
-
-
 @pytest.mark.parametrize(
     ("instance", "changed", "line"),
     [
         ("trn1.32xlarge", {}, ""),
         ("trn1.32xlarge", {"image": "cuda"}, "was built for cuda, but .* need one for neuron"),
-        # Native PyTorch has an SDK of its own.
-        ("trn2.48xlarge", {}, f"needs {NATIVE} on trn2.48xlarge: .*cluster.image"),
+        ("trn1.32xlarge", {"neuron-sdk": "2.20.0"}, "has Neuron SDK 2.20.0, but .* needs"),
     ],
 )
 def test_an_image_is_one_for_these_machines(ec2, instance, changed, line):

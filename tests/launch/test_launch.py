@@ -13,19 +13,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-import torch.distributed as dist
 from forks import TORCHRUN, free_port, launch, run_forked, start_forked
 from running import ROOT, command, eventually, lines, run, train_overrides
 
 from train import entry, loop
-from train.config import Failure, InputError, XLAConfig
+from train.config import InputError
 from train.machine import torchrun
 from train.machine.launched import Launched, launched
 from train.machine.torchrun import die_with_torchrun
-from train.parallel import rendezvous
-from train.parallel.ranks import World
-from train.parallel.rendezvous import join
 from train.run import compose as cli
 from train.run.stopping import StoppedEarly, StopRequest
 
@@ -99,118 +94,7 @@ def test_variables_that_contradict_each_other_are_one_line(
     )
 
 
-# ---- ranks that never come -------------------------------------------------------------------------------------------
-
-
-def be_alone(monkeypatch: pytest.MonkeyPatch, rank: int, size: int = 3) -> None:
-    """The environment of one rank whose others never come."""
-    values = {
-        "RANK": rank,
-        "WORLD_SIZE": size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
-    }
-    for name, value in values.items():
-        monkeypatch.setenv(name, str(value))
-
-
-@pytest.mark.parametrize(
-    ("rank", "absent"), [(0, "rank 1, 2 of 3"), (2, r"rank 0 of 3 \(Connection refused\)")]
-)
-def test_a_rank_that_waits_says_for_whom_and_gives_up_in_time(
-    monkeypatch, log, rank: int, absent: str
-):
-    be_alone(monkeypatch, rank)
-    monkeypatch.setattr(rendezvous, "REPORT_EVERY_S", 0.0)
-    with pytest.raises(Failure, match=f"^{absent} did not reach 127.0.0.1:.* within 3 s$"):
-        # enough to open the store in
-        join("gloo", "ddp on cpu", timeout_s=HANG_S, join_timeout_s=3.0)
-    said = log.messages
-    assert said and all(
-        text.startswith(f"waiting for rank {'1' if rank == 0 else '0'}") for text in said
-    )
-
-
-def test_a_collective_has_its_own_timeout_once_all_have_joined(monkeypatch):
-    """Until then a rank that dies is waited for no longer than one that never came."""
-    be_alone(monkeypatch, 0, 1)
-    makes, timeouts = dist.init_process_group, []
-    made = lambda *names, **given: timeouts.append(given["timeout"]) or makes(*names, **given)  # noqa: E731
-    monkeypatch.setattr(dist, "init_process_group", made)
-    join("gloo", "ddp on cpu", timeout_s=60, join_timeout_s=1)
-    try:
-        group = dist.distributed_c10d._get_default_group()
-        timeouts.append(group._get_backend(torch.device("cpu")).options._timeout)
-        assert [each.seconds for each in timeouts] == [1, 60]
-    finally:
-        dist.destroy_process_group()
-
-
-def started(store: dist.Store, launch: Launched, device: str = "") -> rendezvous.Rendezvous:
-    """A rank that has found the store."""
-    here = rendezvous.Rendezvous(launch, HANG_S, device)
-    here.store = store
-    return here
-
-
-def arrives(here: rendezvous.Rendezvous) -> dist.Store | None:
-    try:
-        return here.arrive()
-    except rendezvous.Absent:
-        return None
-
-
-def test_ranks_that_train_by_something_else_than_rank_0_are_rejected_before_they_join():
-    """One machine of four whose driver has failed, or whose torch is another one."""
-    devices = [
-        "ddp on cuda, bf16, torch 2.9.1",
-        "ddp on cuda, bf16, torch 2.9.1",
-        "ddp on cpu, fp32, torch 2.9.1",
-    ]
-    store = dist.HashStore()
-    ranks = [started(store, Launched(rank, 3), device) for rank, device in enumerate(devices)]
-    assert [arrives(rank) for rank in ranks] == [None, None, None]
-    with pytest.raises(
-        InputError,
-        match=f"^rank 2 on .* trains with {devices[2]}, but rank 0 with {devices[0]}; run",
-    ):
-        ranks[0].arrive()
-
-
-def test_a_process_never_joins_those_that_its_predecessor_met():
-    """torchrun keeps the store over restarts, and rank 0 may be the last to be started again."""
-    store = dist.HashStore()
-    ranks = [started(store, Launched(rank, 2)) for rank in (0, 1)]
-    assert [arrives(rank) is not None for rank in (*ranks, *ranks)] == [False, False, True, True]
-    second = started(store, Launched(1, 2))
-    assert arrives(second) is arrives(second) is None
-    first = started(store, Launched(0, 2))
-    assert arrives(first) is None
-    second = started(store, Launched(1, 2))  # once more, before the roster is written
-    assert arrives(second) is None
-    ours, theirs = arrives(first), arrives(second)
-    assert ours is not None and theirs is not None
-    ours.set("address", "a port")
-    assert theirs.get("address") == b"a port"
-
-
-def test_ranks_on_trainium_join_where_they_have_met(monkeypatch):
-    """PyTorch/XLA's own way to a store, with one rank on the CPU; not run on hardware."""
-    from train.parallel import xla
-
-    be_alone(monkeypatch, 0, 1)
-    monkeypatch.setattr(xla.xla_rendezvous, "_store", None)
-    backend, stores = object.__new__(xla.XLA), []
-    backend.cfg, backend.world, backend.precision = XLAConfig(timeout_s=HANG_S), World(), "bf16"
-    backend.is_neuron, backend.reduces_on_host = True, False
-
-    def init(_: str, init_method: str, timeout: object) -> None:
-        stores.append(next(xla.xla_rendezvous.pjrt_rendezvous_handler(init_method))[0])
-
-    monkeypatch.setattr(dist, "init_process_group", init)
-    monkeypatch.setattr(dist, "new_group", lambda **_: None)
-    backend._join()
-    assert isinstance(stores[0], dist.PrefixStore) and stores[0].check(["roster"])
+# ---- signals ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_signal_from_before_the_wait_counts_and_a_notice_does_not():
@@ -268,7 +152,7 @@ from train.machine import rank_setup
 from train.machine.launched import launched
 
 rank_setup.prepare(launched(), forks=False)
-join("gloo", "cpu", timeout_s=60, join_timeout_s=60)
+join("gloo", timeout_s=60, join_timeout_s=60)
 for process in (psutil.Process(), psutil.Process().parent()):
     for each in process.net_connections("inet"):
         if each.status == psutil.CONN_LISTEN:
@@ -460,13 +344,13 @@ def test_what_ends_for_good_ends_torchrun_too(
     assert "not started again" not in result.stderr
 
 
-@pytest.mark.parametrize(("module", "restarts"), [("train", 3), ("compare", 0), ("precompile", 0)])
+@pytest.mark.parametrize(("module", "restarts"), [("train", 3), ("compare", 0)])
 def test_a_rejection_under_torchrun_is_said_once_above_its_traceback(module, restarts):
     words = command(["stepz=1"], ranks=2, module=module)
     words.insert(words.index(TORCHRUN) + 1, f"--max-restarts={restarts}")
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     above, traceback, _ = done.stderr.partition("Traceback")
-    reason = "stepz is not" if module != "precompile" else "without torchrun"
+    reason = "stepz is not"
     assert (
         done.returncode == 1
         and traceback

@@ -190,7 +190,7 @@ TRN1 = {
         ({"torch-neuronx": "1.0.0"}, "torch-neuronx 1.0.0 is the public index's empty stub"),
         (
             {"torch-neuronx": "2.14.3.0.1"},
-            "torch-neuronx 2.14.3.0.1 is the native build for trn2 and trn3",
+            "torch-neuronx 2.14.3.0.1 has no PyTorch/XLA",
         ),
         (
             {"torch-neuronx": "2.8.0.2.10.16998"},

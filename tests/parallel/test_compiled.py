@@ -19,7 +19,7 @@ from traced import without_kernels
 from train import loop
 from train.config import BackendConfig, ModelConfig
 from train.models.encoder import build_masked_lm
-from train.parallel import auto_compile, compiled, ddp
+from train.parallel import compiled, ddp
 from train.parallel.ranks import World
 from train.run.command import DONE
 from train.run.stopping import StopRequest
@@ -129,10 +129,10 @@ def test_auto_compiles_what_repays_it_and_goes_on_without_where_the_first_graph_
 
     with pytest.MonkeyPatch.context() as patch:
         without_kernels(patch.setattr)
-        patch.setattr(auto_compile, "DEVICES", (DEVICE,))
-        patch.setattr(auto_compile, "compile_fault", str)
+        patch.setattr(compiled, "DEVICES", (DEVICE,))
+        patch.setattr(compiled, "compile_fault", str)
         for name, least, graphs in (("short", 7, 0), ("long", 6, 3)):
-            patch.setattr(auto_compile, "LEAST_PASSES", least)
+            patch.setattr(compiled, "LEAST_PASSES", least)
             loop.run(train_config(tmp_path / name, prepared, "backend=ddp", WIDE), StopRequest())
             assert_same_run(tmp_path / name, plain)
             assert summary(tmp_path / name)["graphs"] == graphs
@@ -143,7 +143,7 @@ def test_auto_compiles_what_repays_it_and_goes_on_without_where_the_first_graph_
         def fails(*_args, **_options):
             raise RuntimeError("no kernels today")
 
-        patch.setattr(compiled, "lookup_backend", lambda _name: fails)
+        patch.setattr(torch._dynamo, "lookup_backend", lambda _name: fails)
         in_bf16 = ["backend=ddp", WIDE, "backend.precision=bf16"]
         loop.run(
             train_config(tmp_path / "plain", prepared, *in_bf16, "backend.compile=none"),
@@ -160,7 +160,7 @@ def test_auto_compiles_what_repays_it_and_goes_on_without_where_the_first_graph_
         )
         with pytest.raises(Exception, match="no kernels today"):
             loop_fails(StopRequest())
-        patch.setattr(auto_compile, "compile_fault", lambda: "there is no Triton")
+        patch.setattr(compiled, "compile_fault", lambda: "there is no Triton")
         loop.run(
             train_config(tmp_path / "no_triton", prepared, "backend=ddp", WIDE), StopRequest()
         )
@@ -172,14 +172,15 @@ def test_auto_compiles_what_repays_it_and_goes_on_without_where_the_first_graph_
 ONE_RANK_FAILS = f"""
 import os, sys
 from train.__main__ import main
-from train.parallel import auto_compile, compiled
-eager = compiled.lookup_backend("aot_eager")
+import torch._dynamo
+from train.parallel import compiled
+eager = torch._dynamo.lookup_backend("aot_eager")
 def build(graph, inputs):
     if os.environ["RANK"] == "1":
         raise RuntimeError("no kernels on this rank")
     return eager(graph, inputs)
-compiled.lookup_backend = lambda _: build
-auto_compile.DEVICES, auto_compile.compile_fault, auto_compile.LEAST_PASSES = ({DEVICE!r},), str, 1
+torch._dynamo.lookup_backend = lambda _: build
+compiled.DEVICES, compiled.compile_fault, compiled.LEAST_PASSES = ({DEVICE!r},), str, 1
 sys.exit(main())
 """
 
@@ -218,7 +219,7 @@ def test_a_trial_that_fails_is_freed_before_training_continues(log):
         kept.append(weakref.ref(activations))
         raise RuntimeError("no kernels today")
 
-    compiler = compiled.TorchCompiler(BackendConfig())
+    compiler = compiled.TorchCompiler(BackendConfig(compile="auto"), work=compiled.Workload())
     compiler.try_first(fails, World())
     assert kept[0]() is None and not compiler.is_on and "no kernels today" in log.text
     compiler.close()
@@ -241,10 +242,7 @@ def test_auto_takes_one_graph_where_the_host_would_fall_behind(
         architecture=architecture, hidden_size=8, num_layers=2, num_heads=2, max_positions=8
     )
     model = build_masked_lm(cfg, vocab_size=9, pad_id=0, seq_len=8)
-    assert (
-        auto_compile.way_of(model, auto_compile.Workload(10**6, tokens), one_graph=one_graph)
-        == way
-    )
+    assert compiled.way_of(model, compiled.Workload(10**6, tokens), one_graph=one_graph) == way
 
 
 @compiles

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rejections import rejects
-from running import ROOT, eventually, lines, run, train_overrides
+from running import eventually, lines, run, train_overrides
 from torch import nn
 from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel
 
@@ -45,10 +45,8 @@ from train.parallel.backends import open_backend
 from train.parallel.ddp import DDP
 from train.parallel.engines import Engine
 from train.parallel.graphs import Compilers, GraphBudget
-from train.parallel.optimizer_spec import set_learning_rate
-from train.parallel.optimizers import build_optimizer
+from train.parallel.optim import build_optimizer, set_learning_rate
 from train.run import compose as cli
-from train.run import rejection as announcing
 
 pytest.importorskip("torch_xla")
 
@@ -129,7 +127,6 @@ def machine_has(monkeypatch):
         (["backend.device=auto"], "there is no /dev/neuron0"),
         ([], "has neuron devices, but backend.device=cpu; set instance=local"),
         (["backend=ddp", "backend.device=auto"], "set backend=xla on trn1"),
-        (["backend=neuron", "backend.device=auto"], "needs native PyTorch"),
         (
             ["instance=p5.48xlarge", "backend=xla", "backend.device=auto"],
             "set backend=ddp for GPUs",
@@ -138,7 +135,7 @@ def machine_has(monkeypatch):
 )
 def test_a_run_goes_to_no_other_device_than_the_instance_has(train, machine_has, overrides, said):
     """PJRT_DEVICE may be left over from a test of somebody's: the instance counts for more."""
-    machine_has(installed_versions={} if "backend=neuron" in overrides else TRN1)
+    machine_has(installed_versions=TRN1)
     instance = [] if overrides[:1] == ["instance=p5.48xlarge"] else ["instance=trn1.32xlarge"]
     assert said in rejection(train(*instance, *overrides))
 
@@ -224,17 +221,13 @@ def test_numbers_of_ranks_that_hang_are_rejected(instance, world, local):
         )
 
 
-def test_they_are_rejected_before_any_group_as_tasks_of_slurm_without_torchrun_are(
-    train, monkeypatch, tmp_path
-):
+def test_they_are_rejected_before_any_group(train, monkeypatch, tmp_path):
     os.environ.update(launched_as(16, 8))
-    monkeypatch.setattr(announcing, "INFORM_S", 0.5)  # the second machine never comes
     monkeypatch.setattr(
         dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was opened")
     )
-    assert "8 ranks on each of 2" in rejection(
-        train("instance=trn1.32xlarge", "backend.device=auto")
-    )
+    said = rejection(train("instance=trn1.32xlarge", "backend.device=auto"))
+    assert "8 ranks on each of 2" in said
     assert not (tmp_path / "run").exists()
 
 
@@ -268,22 +261,18 @@ def test_processes_that_would_each_train_alone_are_rejected(variables, is_reject
 def test_variables_that_change_what_is_computed_are_rejected_and_those_without_effect_named(
     monkeypatch, log
 ):
-    named = []
     for knob in neuron.KNOBS:
+        said = f"{knob.name}=1 {knob.why}"
         with monkeypatch.context() as patch:
             patch.setenv(knob.name, "1")
             if knob.is_dangerous:
-                with pytest.raises(InputError) as error:
-                    xla_environment.ready(XLAConfig(device="cpu"), collects=False)
-                assert f"{knob.name}=1 {knob.why}" in str(error.value) and "unset it" in str(
-                    error.value
-                )
+                rejects(re.escape(said), xla_environment.ready, XLAConfig(device="cpu"))
             else:
-                xla_environment.ready(XLAConfig(device="cpu"), collects=False)
-                named.append(f"{knob.name}=1 {knob.why}")
-    assert log.messages == named and 0 < len(named) < len(neuron.KNOBS)
+                xla_environment.ready(XLAConfig(device="cpu"))
+                assert log.messages[-1] == said
     monkeypatch.setenv("NEURON_EXTRACT_GRAPHS_ONLY", "1")
-    xla_environment.ready(XLAConfig(device="cpu"), collects=True)  # the run that is for it
+    monkeypatch.setenv(xla_environment.COLLECTS, "1")  # set by precompile, whose run is for it
+    xla_environment.ready(XLAConfig(device="cpu"))
 
 
 @pytest.fixture
@@ -309,34 +298,22 @@ def test_packages_that_do_not_fit_or_are_missing_are_rejected_with_what_to_insta
     assert f"torch-neuronx and neuronx-cc not installed: {read_versions().sdk.install}" in line
 
 
-def test_torch_xla_that_somebody_imported_before_is_rejected_on_trainium_only(
-    on_trainium, monkeypatch
+@pytest.mark.parametrize(
+    ("cache", "said"),
+    [("/shared/home/me/cache", "is on nfs4"), ("TMP/cache", "can be written to by others")],
+)
+def test_a_compile_cache_that_breaks_or_that_others_can_write_to_is_rejected(
+    train, on_trainium, monkeypatch, tmp_path, cache, said
 ):
-    monkeypatch.setitem(sys.modules, "torch_xla", object())
-    with pytest.raises(InputError, match="imported torch_xla before its environment was set"):
-        xla_environment.ready(XLAConfig(device="neuron"), collects=False)
-    for name in ("torch-neuronx", "neuronx-cc"):  # the CPU needs no package of Neuron
-        del on_trainium[name]
-    monkeypatch.setenv("PJRT_DEVICE", "NEURON")  # the setting counts for more
-    xla_environment.ready(XLAConfig(device="cpu"), collects=False)
-    assert os.environ["PJRT_DEVICE"] == "CPU" and "NEURON_CC_FLAGS" not in os.environ
-
-
-def test_a_compile_cache_on_nfs_is_rejected(train, on_trainium, monkeypatch):
-    monkeypatch.setattr(host, "MOUNTINFO", ROOT / "tests/recorded/precompile/mountinfo_nfs.txt")
-    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", "/shared/home/me/cache")
-    line = rejection(train("instance=trn1.32xlarge", "backend.device=auto"))
-    assert "compile cache /shared/home/me/cache is on nfs4" in line
-
-
-def test_a_compile_cache_that_others_can_write_to_is_rejected(
-    train, on_trainium, monkeypatch, tmp_path
-):
+    nfs = "1 1 0:1 / / rw - ext4 /dev/a rw\n2 1 0:2 / /shared rw - nfs4 server:/ rw\n"
+    (tmp_path / "mountinfo").write_text(nfs)
+    monkeypatch.setattr(host, "MOUNTINFO", tmp_path / "mountinfo")
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
-    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", f"{tmp_path}/cache")
+    cache = cache.replace("TMP", str(tmp_path))
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", cache)
     line = rejection(train("instance=trn1.32xlarge", "backend.device=auto"))
-    assert f"{tmp_path}/cache can be written to by others (mode 777)" in line
+    assert f"{cache} {said}" in line
 
 
 def test_the_runtime_is_told_before_it_is_loaded(on_trainium, monkeypatch, log):
@@ -347,7 +324,7 @@ def test_the_runtime_is_told_before_it_is_loaded(on_trainium, monkeypatch, log):
     monkeypatch.setattr(rank_setup, "neuron_address", lambda environ, core: f"chip of core {core}")
     monkeypatch.setattr(rank_setup, "pin", pinned.append)
     del os.environ["PJRT_DEVICE"]
-    xla_environment.ready(XLAConfig(precision="bf16_stochastic"), collects=False)
+    xla_environment.ready(XLAConfig(precision="bf16_stochastic"))
     assert pinned == ["chip of core 1"]
     assert os.environ["PJRT_DEVICE"] == "NEURON"
     assert os.environ["NEURON_RT_ROOT_COMM_ID"] == f"head:{neuron.ROOT_COMM_PORT}"

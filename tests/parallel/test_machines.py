@@ -74,16 +74,10 @@ def test_ranks_of_two_machines_meet_again_after_one_was_killed(
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
-# The second machine has no compiled graphs, and its rank compiles one more in the fourth step: that takes 9 s.
+# The rank of the second machine compiles one more graph in the fourth step: that takes 9 s.
 COMPILES = """
 import os, sys, time
-from pathlib import Path
 rank = os.environ["RANK"]
-graph = Path(os.environ["CACHES"], rank, "neuronxcc-2", "MODULE_1", "model.done")
-os.environ["NEURON_COMPILE_CACHE_URL"] = str(graph.parents[2])
-if rank == "0":
-    graph.parent.mkdir(parents=True)
-    graph.touch()
 from train.parallel.xla import XLA
 step, is_compiling, steps, ends_s = XLA.optimizer_step, XLA.is_compiling, [], 0.0
 
@@ -105,12 +99,9 @@ def test_a_machine_waits_for_another_one_that_compiles(machines, prepared, tmp_p
     script, log = tmp_path / "script.py", tmp_path / "log"
     script.write_text(COMPILES)
     arguments = train_overrides(tmp_path / "run", prepared, "backend=xla", "watchdog.step_s=3")
-    agents = machines.torchrun(
-        script, arguments, env={"CACHES": str(tmp_path / "caches")}, log=log
-    )
+    agents = machines.torchrun(script, arguments, env={}, log=log)
     codes, said = ended(agents), log.with_suffix(".0").read_text()
     assert codes == [0, 0], said
-    assert "of 1 compiled graphs on this run's machines, machine1 lacks 1. All ranks wait" in said
 
 
 JOINS = """
@@ -122,7 +113,7 @@ from train.parallel.ranks import World
 
 cards = [rank_setup.network_card(host) for host in (os.environ["MASTER_ADDR"], socket.gethostname(), "10.88.0.9")]
 rank_setup.prepare(launched(), forks=False)
-join("gloo", "cpu", timeout_s=60, join_timeout_s=60)
+join("gloo", timeout_s=60, join_timeout_s=60)
 print("cards", *cards, "sum", *World().sum([1.0]), flush=True)
 """
 
@@ -164,46 +155,6 @@ def test_after_a_machine_died_the_run_goes_on_with_one_less(machines, bucket, pr
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").write_bytes(bucket.get("run/metrics.jsonl"))
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
-
-
-REJECTED = """
-import sys
-from train import entry
-entry.end_torchrun = lambda: None
-before = entry.cli.run
-def run(*arguments, **named):
-    code = before(*arguments, **named)
-    print("exit code", code, flush=True)
-    return code
-entry.cli.run = run
-from train.__main__ import main
-sys.exit(main())
-"""
-
-
-@pytest.mark.parametrize(
-    ("rejected", "setting", "said"),
-    [
-        (1, "data.path=/nowhere", "/nowhere"),
-        (0, "seed=-1", "seed=-1 must be"),
-    ],  # the data opened; settings read
-)
-def test_a_rank_that_is_rejected_ends_those_of_the_other_machine(
-    machines, prepared, tmp_path, rejected: int, setting: str, said: str
-):
-    script, log = tmp_path / "script.py", tmp_path / "log"
-    script.write_text(REJECTED)
-    arguments = train_overrides(tmp_path / "run", prepared)
-    agents = machines.torchrun(script, arguments, env={}, log=log, changes={rejected: [setting]})
-    assert ended(agents) == [1, 1]
-    for number in (0, 1):
-        spoken = log.with_suffix(f".{number}").read_text()
-        (line,) = (line for line in spoken.splitlines() if line.startswith("error: "))
-        whose = (
-            "" if number == rejected else f"rank {rejected} on machine{rejected} was rejected: "
-        )
-        assert line.startswith(f"error: {whose}") and said in line, spoken
-        assert "exit code 2" in spoken
 
 
 def ended(agents: list[ForkServerProcess]) -> list[int | None]:

@@ -21,7 +21,7 @@ from train.parallel import nonfinite
 from train.parallel.data import divide_and_clip
 from train.parallel.ddp import DDP
 from train.parallel.engines import Engine
-from train.parallel.optimizers import build_optimizer
+from train.parallel.optim import build_optimizer
 
 pytest.importorskip("torch_xla")
 
@@ -266,7 +266,7 @@ ENVIRONMENT = {"PJRT_DEVICE": "CPU", "PYTHONPATH": f"{ROOT}/tests:{ROOT}/tests/p
 
 
 def test_a_bad_micro_batch_of_one_rank_is_skipped_by_both(tmp_path):
-    done = run(["ranks", str(tmp_path)], ranks=2, module="test_nonfinite", env=ENVIRONMENT)
+    done = run(["ranks", str(tmp_path)], ranks=2, module=__file__, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         for way, result in json.loads((tmp_path / f"{rank}.json").read_text()).items():
@@ -275,9 +275,7 @@ def test_a_bad_micro_batch_of_one_rank_is_skipped_by_both(tmp_path):
 
 
 def test_without_functionalization_as_on_neuron_it_is_the_same():
-    done = run(
-        ["xla"], module="test_nonfinite", env={**ENVIRONMENT, "XLA_DISABLE_FUNCTIONALIZATION": "1"}
-    )
+    done = run(["xla"], module=__file__, env={**ENVIRONMENT, "XLA_DISABLE_FUNCTIONALIZATION": "1"})
     assert done.returncode == 0, done.stderr
 
 

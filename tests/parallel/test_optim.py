@@ -8,8 +8,14 @@ from transformers import AutoConfig, AutoModelForMaskedLM
 
 from train.config import InputError, OptimConfig, Plan
 from train.models.network import Network
-from train.parallel.optimizer_spec import load_state, parameter_groups, roles, set_learning_rate
-from train.parallel.optimizers import build_optimizer, learning_rate
+from train.parallel.optim import (
+    build_optimizer,
+    learning_rate,
+    load_state,
+    parameter_groups,
+    roles,
+    set_learning_rate,
+)
 from train.storage.model_folder import ENCODERS
 
 

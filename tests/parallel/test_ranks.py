@@ -79,22 +79,9 @@ def rank_of_three(folder):
         # which cannot be sent
         answer["broadcast"] = world.broadcast(5 if rank == 0 else threading.Lock())
         answer["gather"] = [float(each) for each in world.gather(torch.arange(rank * 1000).sum())]
-        answer["shared"], collected = (
-            world.run_and_broadcast(lambda: rank + 5),
-            world.run_and_gather(lambda: rank + 5),
-        )
-        answer["collected"] = world.broadcast(collected)
         answer["agree"] = message(
             world.agree, lambda: fails_on(2, InputError("rank 2 has no file"))
         )
-    summed, received = torch.tensor([1.0, rank]), torch.zeros(1)
-    world.all_reduce(summed)
-    if rank > 0:
-        world.sendrecv(3 - rank, torch.tensor([float(rank)]), received)
-    answer["tensors"], answer["exchanged"] = (
-        summed.tolist(),
-        world.all_gather_object(received.item()),
-    )
     answer["first"] = world.run_on_rank0(lambda: f"by {rank}", lambda: heartbeats.append(1))
 
     answer["first fails"] = message(
@@ -118,6 +105,10 @@ def rank_of_three(folder):
     answer["stops"] = [votes.stops, votes.failures]
     answer["reasons"] = [[number, reason] for number, reason, *_ in votes.reasons()]
     answer["none"] = message(votes.raise_failure)
+    try:
+        world.agree(lambda: fails_on(1, KeyError("a bug")))
+    except (KeyError, RuntimeError) as error:
+        answer["bug"] = f"{type(error).__name__}: {error}"
     (Path(folder) / f"{rank}.json").write_text(json.dumps(answer))
     dist.destroy_process_group()
 
@@ -127,15 +118,14 @@ def test_three_ranks_agree(tmp_path):
     assert done.returncode == 0, done.stderr
     answers = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     assert [answer.pop("gather") for answer in answers] == [[0.0, 499500.0, 1999000.0], [], []]
+    bugs = [answer.pop("bug") for answer in answers]
+    others = "RuntimeError: rank 1: KeyError: 'a bug'"
+    assert bugs == [others, "KeyError: 'a bug'", others]
     assert answers[0] == answers[1] == answers[2]
     assert answers[0] == {
         "sum": [3.0, 3.0],
         "gathered": [0, 2, 4],
         "broadcast": 5,
-        "shared": 5,
-        "collected": [5, 6, 7],
-        "tensors": [3.0, 3.0],
-        "exchanged": [0.0, 2.0, 1.0],
         "first": "by 0",
         "agree": "InputError: rank 2 has no file",
         "first fails": "Failure: the disk is full",

@@ -251,7 +251,6 @@ def large(self, *, build=ToyTask.build_model):
     ("changes", "method", "says"),
     [
         ({"backend": TF32_ON_A_CPU}, None, "tf32 needs a CUDA device"),
-        ({"backend": BackendConfig(name="neuron")}, None, "needs native PyTorch"),
         ({"preempt": {"block_end": "2001-01-01T00:00:00Z"}}, None, "leaves no time"),
         ({}, ("build_model", unloadable), "lacks weights"),
         (

@@ -15,9 +15,9 @@ from rejections import rejects
 from running import ROOT
 
 from train.config import BackendConfig
-from train.machine import host, neuron
+from train.machine import host
 from train.machine.home import settle
-from train.parallel.auto_compile import compile_fault
+from train.parallel.compiled import compile_fault
 from train.parallel.ddp import DDP
 from train.storage import caches
 from train.storage.folders import LocalFolder, make_folder
@@ -32,7 +32,6 @@ def home(tmp_path, monkeypatch):
     """No variable names a cache, and the home and TMPDIR are new."""
     for name in (
         *caches.KERNELS,
-        neuron.NATIVE_CACHE,
         "NEURON_COMPILE_CACHE_URL",
         "NEURON_CC_FLAGS",
     ):
@@ -194,17 +193,11 @@ def test_neurons_graphs_lie_below_our_cache_and_begin_with_the_images(home, monk
     (home / "image/neuronxcc-2").mkdir(parents=True)
     (home / "image/neuronxcc-2/model.done").touch()
     for _ in range(2):
-        own = caches.place_graphs({}, is_native=False)
+        own = caches.place_graphs({})
         assert own == {"NEURON_COMPILE_CACHE_URL": f"{home}/xdg/baretrain/neuron"}
     graphs = home / "xdg/baretrain/neuron"
     assert (graphs / "neuronxcc-2/model.done").is_file() and mode(graphs) == 0o700
-    assert (
-        caches.place_graphs({"NEURON_CC_FLAGS": "--cache_dir=s3://bucket/x"}, is_native=False)
-        == {}
-    )
-    assert caches.place_graphs({}, is_native=True) == {
-        neuron.NATIVE_CACHE: f"{home}/xdg/baretrain/neff"
-    }
+    assert caches.place_graphs({"NEURON_CC_FLAGS": "--cache_dir=s3://bucket/x"}) == {}
 
 
 # ---- what is another user's -----------------------------------------------------------------------------------------

@@ -136,7 +136,6 @@ def test_the_last_length_is_that_of_the_longest_row_up_to_what_the_model_can_rea
         ([], True, 8, 64),
         (["backend.compile=layers"], False, 16, 3),
         (["backend=xla"], False, 16, 3),
-        (["backend=neuron", "backend.device=neuron"], False, 16, 3),
     ],
 )
 def test_by_default_lengths_keep_padding_low_or_are_few_graphs(

@@ -8,10 +8,10 @@ from running import TINY, run
 
 from train.config import InstanceConfig
 from train.run import compose as cli
-from train.tools.bench.speeds import Peak, TimedSteps, cost, speeds, table
+from train.tools.bench.speeds import Peak, TimedSteps, speeds, table, usd_per_million
 
 SPREAD = {"median": float, "least": float, "most": float}
-SPREADS = ("steps_per_s", "step_s", "sequences_per_s", "tokens_per_s")
+SPREADS = ("step_s", "tokens_per_s")
 KINDS = {
     "padding_share mfu flops_per_s peak_flops_per_s data_wait_share compile_s": float,
     "graphs peak_process_bytes world_size global_batch_size micro_batch_size accumulation threads": int,
@@ -34,27 +34,20 @@ WINDOWS = [
 
 
 def test_speeds_are_of_whole_windows_and_shares_of_all_the_time_and_what_is_unknown_is_left_out():
-    result = speeds(WINDOWS, global_batch_size=8, peak=Peak(12e9, "made up"))
+    result = speeds(WINDOWS, peak=Peak(12e9, "made up"))
     assert result["step_s"] == {"median": 0.5, "least": 0.5, "most": 1.0}
-    assert result["sequences_per_s"] == {"median": 16.0, "least": 8.0, "most": 16.0}
     assert result["tokens_per_s"] == {"median": 90.0, "least": 50.0, "most": 95.0}
     assert result["padding_share"] == pytest.approx(15 / 300)
     assert result["flops_per_s"] == 3e9 and result["mfu"] == 0.25  # 12e9 in 4 s, of 12e9 a second
     assert result["data_wait_share"] == pytest.approx(0.2)
     assert result["compile_s_in_timed_steps"] == 3.0 and result["timed_s"] == 4.0
     unknown = [dataclasses.replace(each, flops=0.0) for each in WINDOWS]
-    assert speeds(unknown, global_batch_size=8, peak=Peak(1e9, ""))["mfu"] is None
-    priced = InstanceConfig(usd_per_hour=36.0, price_date="2026-11-09")
-    # 1000 s of 2 machines at a cent a second
-    known = cost(priced, machines=2, sequences_per_s=1000.0)
-    assert (
-        known["usd_per_million_sequences"] == pytest.approx(20.0)
-        and known["price_date"] == "2026-11-09"
-    )
-    assert (
-        cost(InstanceConfig(), machines=1, sequences_per_s=5.0)["usd_per_million_sequences"]
-        is None
-    )
+    assert speeds(unknown, peak=Peak(1e9, ""))["mfu"] is None
+    # 1000 s of 2 machines at a cent a second.
+    priced = InstanceConfig(usd_per_hour=36.0)
+    batches = {"machines": 2, "batch_size": 500, "step_s": 0.5}
+    assert usd_per_million(priced, **batches) == pytest.approx(20.0)
+    assert usd_per_million(InstanceConfig(), **batches) is None
 
 
 # ---- a measurement -------------------------------------------------------------------------------------------------

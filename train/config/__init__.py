@@ -9,7 +9,7 @@ a feature off, or derives the value; the setting's comment says which.
 # ruff: noqa: F401 -- these names are imported by other packages
 
 from train.config.attempt import CheckpointConfig, LeaseConfig, PreemptConfig, WatchdogConfig
-from train.config.backend import BackendConfig, InstanceConfig, NeuronConfig, XLAConfig
+from train.config.backend import BackendConfig, InstanceConfig, XLAConfig
 from train.config.checks import (
     Failure,
     InputError,

@@ -57,7 +57,7 @@ class NonfiniteConfig(Section, prefix="nonfinite."):
     """Limits for steps with a NaN or infinite gradient. These steps change neither weights nor optimizer."""
 
     # The number of consecutive steps without a finite gradient after which the run goes back to its newest checkpoint
-    # and skips the data that it has read since. CPUs and backend=neuron check this after every step; CUDA and XLA
+    # and skips the data that it has read since. CPUs check this after every step; CUDA and XLA
     # devices keep the count, which the run reads only every log_every steps, so the rollback may come later. After two
     # rollbacks, the run ends instead.
     max_skips: int = setting(3, above=0)

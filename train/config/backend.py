@@ -19,7 +19,7 @@ class BackendConfig(Section, prefix="backend."):
     precisions: ClassVar[tuple[str, ...]] = ("auto", "fp32", "tf32", "bf16", "fp16")
 
     # The backend; auto uses xla on Trainium 1, otherwise ddp.
-    name: str = setting("auto", among=("auto", "ddp", "xla", "neuron"))
+    name: str = setting("auto", among=("auto", "ddp", "xla"))
     # The device; auto uses this machine's best one.
     device: str = setting("auto", among=("auto", "cpu", *DEVICES))
     # The precision: fp32, tf32, bf16, fp16 or auto. bf16 and fp16 use autocast, and fp16 scales the loss. tf32 is fp32,
@@ -96,22 +96,6 @@ class XLAConfig(BackendConfig):
 
 
 @dataclass(kw_only=True)
-class NeuronConfig(BackendConfig):
-    """Native PyTorch on Trainium 2 and 3. Not run on hardware."""
-
-    precisions: ClassVar[tuple[str, ...]] = ("auto", "fp32", "bf16")
-
-    name: str = "neuron"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(
-            not self.cuda_graphs,
-            "backend.cuda_graphs=true is only for GPUs; leave it out with backend=neuron",
-        )
-
-
-@dataclass(kw_only=True)
 class InstanceConfig(Section, prefix="instance."):
     """A machine type. Unknown figures are None; results that need them (MFU, cost) are left out, never guessed."""
 
@@ -164,11 +148,7 @@ class InstanceConfig(Section, prefix="instance."):
 
 def check_backend(backend: BackendConfig, instance: InstanceConfig) -> None:
     """Raise InputError if the instance's devices cannot run the backend."""
-    wrong = (instance.device, backend.name) in (
-        ("cuda", "xla"),
-        ("cuda", "neuron"),
-        ("neuron", "ddp"),
-    )
+    wrong = (instance.device, backend.name) in (("cuda", "xla"), ("neuron", "ddp"))
     check(
         not wrong or backend.device == "cpu",
         f"backend={backend.name} does not run on {instance.name}; leave it out, or choose another instance",

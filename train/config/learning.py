@@ -88,7 +88,7 @@ class ModelConfig(Section, prefix="model."):
 
 @dataclass(kw_only=True)
 class OptimConfig(Section, prefix="optim."):
-    # The name of the optimizer in train.parallel.optimizers.OPTIMIZERS; optim=... sets it.
+    # The name of the optimizer in train.parallel.optim.OPTIMIZERS; optim=... sets it.
     name: str = "adamw"
     # The peak learning rate.
     lr: float = setting(1e-3, above=0)

@@ -9,7 +9,7 @@ from train.config.backend import BackendConfig
 from train.config.checks import Section, check, setting
 
 PARTS_PER_RANK = 2  # model parts with schedule=interleaved: ranks wait half as long as in 1f1b, and send twice as much
-SPLITTING = ("auto", "ddp", "neuron")  # backends whose ranks can communicate within a step
+SPLITTING = ("auto", "ddp")  # backends whose ranks can communicate within a step
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata, resources
 from pathlib import Path
@@ -149,16 +147,3 @@ def instance_names() -> list[str]:
 def instance_type(product: Path = Path("/sys/devices/virtual/dmi/id/product_name")) -> str:
     """Return this machine's EC2 instance type ("trn1.32xlarge"); elsewhere the product's name or an empty string."""
     return product.read_text().strip() if product.is_file() else ""
-
-
-def first_slurm_host(environ: Mapping[str, str]) -> str | None:
-    """Return the host name of node 0 of a Slurm job; None outside Slurm."""
-    scontrol = shutil.which("scontrol", path=environ.get("PATH"))
-    hosts = environ.get("SLURM_JOB_NODELIST")
-    if scontrol is None or not hosts:
-        return None
-    done = subprocess.run(
-        [scontrol, "show", "hostnames", hosts], capture_output=True, text=True, check=False
-    )
-    names = done.stdout.split()
-    return names[0] if done.returncode == 0 and names else None

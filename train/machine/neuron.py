@@ -20,9 +20,6 @@ from train.config.backend import NEURON_TIMEOUT_S
 from train.machine.host import LOCAL_ROOT, NETWORK_FILESYSTEMS, compile_root, filesystem
 from train.machine.versions import read_versions, release
 
-NATIVE = ("trn2", "trn3")  # prefixes of the instance types that have native PyTorch
-# the variable that names native PyTorch's folder of compiled operators
-NATIVE_CACHE = "TORCH_NEURONX_NEFF_CACHE_DIR"
 # port of Neuron's collectives, as in torch_xla; above Linux's ephemeral ports
 ROOT_COMM_PORT = 62182
 FLAGS = ("--model-type=transformer", "--auto-cast=none", "--retry_failed_compilation")
@@ -89,11 +86,6 @@ def cache_location(environ: Mapping[str, str]) -> str:
     return environ.get("NEURON_COMPILE_CACHE_URL") or str(compile_root() / "neuron")
 
 
-def native_cache(environ: Mapping[str, str]) -> str:
-    """Return where native PyTorch keeps compiled operators. PyTorch's default, a fixed folder in /tmp, is not used."""
-    return environ.get(NATIVE_CACHE) or str(compile_root() / "neff")
-
-
 def split_flags(flags: str) -> list[str]:
     """Return the options in NEURON_CC_FLAGS. Raises InputError if its quotes are not closed."""
     try:
@@ -120,29 +112,7 @@ def cache_fault(environ: Mapping[str, str]) -> str | None:
     )
 
 
-def cached_graphs(cache: str, name: str = "model.done") -> set[str] | None:
-    """Return the graphs in a local compile cache that have a file called `name`; None if the cache is in S3.
-
-    The files are model.done (compiled), model.log (failed) and *.lock (being compiled, or left by a killed process).
-    They are in folders neuronxcc-<version>/MODULE_<graph>+<flags> (optimum-neuron's cache guide).
-    """
-    files = Path(cache).expanduser().glob(f"neuronxcc-*/MODULE_*/{name}")
-    return None if "://" in cache else {str(Path(*path.parts[-3:-1])) for path in files}
-
-
 # ---- environment of PyTorch on Trainium ----------------------------------------------------------------------------
-
-
-def runtime_environment(
-    environ: Mapping[str, str], *, nodes: int, timeout_s: float
-) -> dict[str, str]:
-    """Return the variables that the Neuron runtime reads at its start, except those that the user has set."""
-    wanted = {"NEURON_RT_EXEC_TIMEOUT": f"{math.ceil(timeout_s)}"}
-    if "TORCHELASTIC_RUN_ID" not in environ and "NEURON_RT_VISIBLE_CORES" not in environ:
-        wanted["NEURON_RT_NUM_CORES"] = "1"  # otherwise a single process would use all cores
-    if nodes > 1:
-        wanted |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}
-    return {name: value for name, value in wanted.items() if name not in environ}
 
 
 def neuron_environment(
@@ -162,9 +132,13 @@ def neuron_environment(
     Raises InputError if the user's variables disable stochastic rounding that was requested, or give the ranks an
     unusable address.
     """
-    wanted = runtime_environment(environ, nodes=nodes, timeout_s=timeout_s)
-    wanted["XLA_TRANSFER_SEED_ASYNC"] = "1"
-    wanted["NEURON_RT_STOCHASTIC_ROUNDING_EN"] = "1" if stochastic_rounding else "0"
+    wanted = {
+        "NEURON_RT_EXEC_TIMEOUT": f"{math.ceil(timeout_s)}",
+        "XLA_TRANSFER_SEED_ASYNC": "1",
+        "NEURON_RT_STOCHASTIC_ROUNDING_EN": "1" if stochastic_rounding else "0",
+    }
+    if "TORCHELASTIC_RUN_ID" not in environ and "NEURON_RT_VISIBLE_CORES" not in environ:
+        wanted["NEURON_RT_NUM_CORES"] = "1"  # otherwise a single process would use all cores
     if stochastic_rounding:
         wanted["NEURON_RT_STOCHASTIC_ROUNDING_SEED"] = "0"
         check(
@@ -175,6 +149,8 @@ def neuron_environment(
     if "MASTER_ADDR" in environ:
         wanted["NEURON_RT_ROOT_COMM_ID"] = root_address(environ, nodes=nodes)
     if nodes > 1:
+        wanted["FI_PROVIDER"] = "efa"
+        wanted["FI_EFA_USE_DEVICE_RDMA"] = "1"
         wanted["ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB"] = "512"
     missing = {name: value for name, value in wanted.items() if name not in environ}
     return {**missing, "NEURON_CC_FLAGS": with_flags(environ.get("NEURON_CC_FLAGS", ""), FLAGS)}
@@ -264,8 +240,3 @@ def read_neuron_ls(text: str) -> list[Chip]:
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     return chips
-
-
-def is_native(*types: str) -> bool:
-    """Return whether any of these instance types has native PyTorch, without XLA."""
-    return any(each.startswith(NATIVE) for each in types)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 
@@ -44,45 +43,6 @@ class Sdk:
         )
 
 
-@dataclass(frozen=True)
-class Native:
-    """Versions that native PyTorch needs on trn2 and trn3, from one release of the Neuron SDK."""
-
-    name: str
-    ubuntu: str  # the Ubuntu release that the wheels are built for
-    # releases, oldest first; each needs the torch release of the same number
-    torch_neuronx: list[str]
-    neuronx_cc: str
-    runtime: str
-    dkms: str
-    pythons: str  # oldest and newest Python
-
-    @property
-    def install(self) -> str:
-        """The command that installs native PyTorch's packages."""
-        packages = f"'torch-neuronx=={self.torch_neuronx[-1]}.*' neuronx-cc=={self.neuronx_cc} nki"
-        return f"{from_index(packages)} --extra-index-url https://download.pytorch.org/whl/cpu"
-
-    def faults(self, versions: Mapping[str, str]) -> list[str]:
-        """Return why native PyTorch cannot run with these installed packages, and the fix."""
-        torch, neuronx = versions.get("torch", ""), versions.get("torch-neuronx", "")
-        if release(neuronx) not in map(release, self.torch_neuronx):
-            wanted, here = " or ".join(self.torch_neuronx), neuronx or "none"
-            return [
-                f"trn2 and trn3 need torch-neuronx {wanted}, and this machine has {here}; {self.install}"
-            ]
-        if release(neuronx) != release(torch):
-            return [
-                f"torch-neuronx {neuronx} needs torch of the same release, and torch is {torch}; {self.install}"
-            ]
-        compiler = versions.get("neuronx-cc", "")
-        if compiler.partition(".")[0] in ("0", "1"):
-            return [
-                f"neuronx-cc {compiler} is PyPI's empty stub; pip uninstall neuronx-cc && {self.install}"
-            ]
-        return []
-
-
 def release(version: str) -> tuple[int, int]:
     """Return the major and minor number of a version: (2, 9) for "2.9.0.2.15.32035"; (0, 0) for ""."""
     match = re.match(r"(\d+)\.(\d+)", version)
@@ -100,7 +60,6 @@ class Pin:
 class Versions:
     pins: dict[str, Pin]
     sdks: tuple[Sdk, ...]  # oldest first
-    native: Native
     keys: dict[str, Pin]  # fingerprints of keys that sign downloads
     bases: dict[str, Pin]  # SSM parameters that name the images from which our images are built
 
@@ -139,8 +98,5 @@ def read_versions() -> Versions:
         {name: Pin(**pin) for name, pin in table[part].items()}
         for part in ("pins", "keys", "bases")
     )
-    sdks, native = (
-        tuple(Sdk(**sdk) for sdk in table["neuron_sdks"]),
-        Native(**table["neuron_native"]),
-    )
-    return Versions(pins, sdks, native, keys, bases)
+    sdks = tuple(Sdk(**sdk) for sdk in table["neuron_sdks"])
+    return Versions(pins, sdks, keys, bases)

@@ -103,7 +103,7 @@ class Recorder:
         step, is_first_rank, cfg = self.progress.step, self.world.rank == 0, self.cfg
         self.journal: Journal | None = None
         if is_first_rank:
-            is_measurement = self.on_line is not None or self.backend.collects
+            is_measurement = self.on_line is not None
             self.journal = Journal(
                 self.folder,
                 first_step=step + 1,
@@ -180,8 +180,6 @@ class Recorder:
         self._busy(max(time.perf_counter() - self.began_s - compile_s, 1e-9))
         if self.profiler is not None:
             self.profiler.end_step()
-        for text in self.backend.notices():
-            self.alarm(text)
         if is_due:
             self._write_train(fields)
             self.window = Window()
@@ -189,8 +187,6 @@ class Recorder:
 
     def _new_skips(self) -> int:
         """Return how many steps were skipped since the last line."""
-        if self.backend.collects:
-            return 0
         before = self.skipped
         self.skipped, self.skips_in_a_row = self.backend.skips.counts()
         return self.skipped - before
@@ -201,7 +197,7 @@ class Recorder:
         if new_skips:
             self.alarm(f"skipped steps: {new_skips}; the gradient was not finite (norm {norm})")
             return
-        if self.skips_in_a_row or self.backend.collects:
+        if self.skips_in_a_row:
             return
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise FloatingPointError(
@@ -303,8 +299,6 @@ class Recorder:
         self.is_first_evaluation = False
         line = {"step": step, "examples": self.progress.examples, **metrics, "eval_s": eval_s}
         self.write("eval", line, lambda: self.console.evaluation(step, metrics, eval_s))
-        for text in self.backend.notices():
-            self.alarm(text)
 
     def saved(self, saved: Saved) -> None:
         if saved.failure is not None:

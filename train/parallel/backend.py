@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from train.parallel.grad_sync import GradSync
 from train.parallel.graphs import Compilers, Graphs
 from train.parallel.nonfinite import Skips
 from train.parallel.ranks import World
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from train.data.batches.loader import Batch
     from train.parallel.compiled import TorchCompiler
+    from train.parallel.engines import GradSync
 
 State = dict[str, Any]  # tensors and plain containers
 RANK_STRIDE = 1_000_003  # difference between adjacent ranks' seeds; large, so that runs with nearby seeds share no seed
@@ -42,7 +42,8 @@ class Work:
         self.taken_s += time.perf_counter() - began_s
 
     def take_s(self) -> float:
-        taken_s, self.taken_s = self.taken_s, 0.0
+        taken_s = self.taken_s
+        self.taken_s = 0.0
         return taken_s
 
 
@@ -56,12 +57,10 @@ class Backend(ABC):
     adamw: dict[str, bool]  # the options that choose torch's AdamW implementation for the device
     monitor_kind: str  # the source of utilisation figures: neuron | nvidia | cpu
     compiler: TorchCompiler | None = None  # of torch.compile; None if nothing is compiled
-    # set by baretrain precompile: each graph runs once, and its results are meaningless
+    # whether each graph is only traced, so that results are meaningless (`precompile`)
     collects: bool = False
     # whether dropout is known to repeat exactly after a random state is restored
     continues_dropout: bool = True
-    # operators that ran on the host because the device lacks them
-    lacking: frozenset[str] = frozenset()
     captures: bool = False  # whether steps of parallel=data run as CUDA graphs
     compiles: str = "none"  # the parts that torch.compile compiles: none | layers | model
     pin_memory: bool  # whether batches are in page-locked memory, so that copies to the device overlap with computing
@@ -71,9 +70,9 @@ class Backend(ABC):
     def __init__(self) -> None:
         """Set the attributes that all backends share. Subclasses must call this first."""
         self.world = World()  # communication between ranks, through host memory
-        # seconds of this rank's work, on the host's clock unless the backend replaces the timer
+        # Seconds of this rank's work, on the host's clock unless the backend replaces the timer.
         self.work = Work()
-        # seconds from the first to the last pass of a step, including waits for other ranks
+        # Seconds from the first to the last pass of a step, including waits for other ranks.
         self.span = Work()
         self.compilers = Compilers()
         # The scaler multiplies losses before backward passes. It does nothing unless the precision is fp16.
@@ -157,10 +156,6 @@ class Backend(ABC):
     def graphs(self) -> Graphs:
         """Return counts of compiled and executed graphs; zeros if the device has no graphs."""
 
-    def notices(self) -> list[str]:
-        """Return device events since the last call, for the run's log. Called after each step and evaluation."""
-        return []
-
     def tracer(self, folder: Path) -> torch.profiler.profile:
         """Return a profiler of steps. The device's tools write their additional files to `folder`."""
         return torch.profiler.profile()
@@ -203,9 +198,7 @@ def peak_device_bytes() -> int | None:
     """Return the peak bytes that PyTorch allocated on this process's device; None if PyTorch does not count them."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
-    native: Any = getattr(torch, "neuron", None)  # its functions have the names of torch.cuda's
-    peak = getattr(native, "max_memory_allocated", None)
-    return None if peak is None else int(peak())
+    return None
 
 
 def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -226,9 +219,11 @@ def all_reduce_flat(
 def widen(parameters: Sequence[nn.Parameter]) -> None:
     """Convert bf16 parameters and their gradients to fp32, for one update."""
     for parameter in parameters:
-        grad, parameter.grad = parameter.grad, None
+        grad = parameter.grad
+        parameter.grad = None
         parameter.data = parameter.data.float()
-        parameter.grad = None if grad is None else grad.float()
+        if grad is not None:
+            parameter.grad = grad.float()
 
 
 def round_to_bf16(parameters: Sequence[nn.Parameter]) -> None:

@@ -11,16 +11,14 @@ from torch import Tensor, nn
 from train.config import OptimConfig, ParallelConfig, check
 from train.parallel.captured import Graphs, Inputs
 from train.parallel.engines import Engine
-from train.parallel.optimizer_spec import roles, set_learning_rate
-from train.parallel.optimizers import build_optimizer
+from train.parallel.optim import build_optimizer, roles, set_learning_rate
 
 if TYPE_CHECKING:
     from train.data.batches.loader import Batch
     from train.parallel.backend import Backend, State
     from train.parallel.ddp import DDP
-    from train.parallel.engines import LossFunction, Statistics
-    from train.parallel.grad_sync import GradSync
-    from train.parallel.optimizer_spec import Roles
+    from train.parallel.engines import GradSync, LossFunction, Statistics
+    from train.parallel.optim import Roles
     from train.parallel.pieces import Tensors
 
 
@@ -48,8 +46,11 @@ class DataParallel(Engine):
         accumulation: int,
         lengths: int = 1,
     ) -> None:
-        self.backend, self.model, self.loss = backend, model, loss
-        self.data_rank, self.data_size = backend.world.rank, backend.world.size
+        self.backend = backend
+        self.model = model
+        self.loss = loss
+        self.data_rank = backend.world.rank
+        self.data_size = backend.world.size
         self.max_grad_norm = optim.max_grad_norm
         backend.setup_model(model, accumulation=accumulation, lengths=lengths)
         self.sync = self.build_sync(accumulation)
@@ -122,7 +123,8 @@ class Captured(DataParallel):
     def forward_backward(self, batch: Batch, *, is_last: bool) -> None:
         self.backend.try_graphs(lambda: self._gradients(batch))
         with self.backend.work.timed():
-            self.graphs.run(self._step if self.is_whole else self._micro_batch, batch["inputs"])
+            run = self._step if self.is_whole else self._micro_batch
+            self.graphs.run(run, batch["inputs"])
 
     def reduce_and_clip(self) -> Tensor:
         if not self.is_whole:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -24,11 +22,11 @@ from train.config import BackendConfig, check
 from train.config.backend import DEFAULT_TIMEOUT_S
 from train.machine import host, rank_setup
 from train.machine.console import without_stdout
-from train.parallel import auto_compile, guards, nonfinite
-from train.parallel.auto_compile import Workload
+from train.parallel import guards, nonfinite, rendezvous
 from train.parallel.backend import RANK_STRIDE, Backend, State, Work
 from train.parallel.captured import captures_steps
-from train.parallel.grad_sync import GradSync
+from train.parallel.compiled import Workload, open_compiler
+from train.parallel.engines import GradSync
 from train.parallel.graphs import Compilers, Graphs
 from train.parallel.precision import (
     AUTOCAST,
@@ -37,12 +35,9 @@ from train.parallel.precision import (
     pick_precision,
     set_deterministic,
 )
-from train.parallel.rendezvous import join
-from train.storage import caches
 
 if TYPE_CHECKING:
     from train.data.batches.loader import Batch
-    from train.parallel.compiled import TorchCompiler
 
 logger = logging.getLogger("train")
 
@@ -51,100 +46,75 @@ class DDP(Backend):
     """A CPU or a CUDA device. Gradients are reduced by DistributedDataParallel."""
 
     name = "ddp"
-    adamw = {"fused": True}
-    drops_masks = True  # whether to drop the attention mask of batches without padding
-    norms: torch.dtype | None = None  # the dtype of norms' outputs; None if autocast chooses it
-    compiled_norms: Sequence[RemovableHandle] = ()  # hooks on norms, removed if compilation fails
-    skips_on_device = False  # whether the device decides to skip a step, so that the host does not wait for the norm
-    deterministic = False  # whether kernels always add in the same order
-    # whether backend.compile=auto may compile small layers together as one graph
-    one_graph = False
 
     def __init__(self, cfg: BackendConfig, *, work: Workload | None = None) -> None:
         super().__init__()
         world = self.world
         self.device = pick_device(cfg.device, world.local_rank, world.local_size)
-        is_cuda = self.device.type == "cuda"
-        self.pin_memory = is_cuda
-        self.skips_on_device = is_cuda
-        if is_cuda:
-            self.work, self.span = CudaWork(), CudaWork()
-        self.device_name = torch.cuda.get_device_name(self.device) if is_cuda else "cpu"
+        self.is_cuda = self.device.type == "cuda"
         self.precision = pick_precision(cfg.precision, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
+        self.adamw = {"fused": True}
+        self.pin_memory = self.is_cuda
+        self.skips_on_device = self.is_cuda  # so that the host does not wait for the norm
+        self.device_name = "cpu"
+        self.monitor_kind = "cpu"
+        self.timeout_s = cfg.timeout_s or DEFAULT_TIMEOUT_S
         self.compresses = cfg.grad_compression == "bf16"
-        self.monitor_kind = "nvidia" if is_cuda else "cpu"
-        self.recomputes, self.deterministic = (
-            cfg.activation_checkpointing,
-            is_cuda and cfg.deterministic,
-        )
-        self.workload = work or Workload()
+        self.recomputes = cfg.activation_checkpointing
+        self.deterministic = self.is_cuda and cfg.deterministic
         self.captures = captures_steps(cfg, self.device, self.precision, world.size)
-        self.one_graph = world.num_machines == 1 and not self.captures
         if self.captures:
-            self.adamw = {"fused": True, "capturable": True}
-        chooses = auto_compile.is_wanted(cfg.compile, self.device.type, self.workload)
-        fault = auto_compile.compile_fault() if chooses else ""
-        if cfg.compile not in ("none", "auto") or (chooses and not fault):
-            self.compiler = self.open_compiler(cfg)
-        if is_cuda:
-            torch.cuda.set_device(self.device)
-            rank_setup.pin(pci_address(self.device))
-            if self.deterministic:
-                set_deterministic(True)
-            torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
+            self.adamw["capturable"] = True
+        if self.is_cuda:
+            self.open_gpu()
+        store = None
         if world.is_distributed:
-            self.join_ranks(
-                "cpu:gloo,cuda:nccl" if is_cuda else "gloo", cfg.timeout_s or DEFAULT_TIMEOUT_S
-            )
-        elif self.compiler is not None:
-            self.compilers = Compilers(self.compiler.is_busy)
-        if chooses and not auto_compile.all_can(fault, world):
-            self.compiler = None
-        compiles_on_gpu = is_cuda and self.compiler is not None
-        self.norms = norms_of(cfg.norms, self.precision, compiles_on_gpu=compiles_on_gpu)
-        self.chooses_norms = cfg.norms == "auto"
-        self.drops_masks = self.compiler is None  # batches without a mask would need another graph
-
-    def join_ranks(self, collectives: str, timeout_s: float) -> None:
-        """Join the other ranks with these collectives, and let ranks tell each other when they compile."""
-        device = f"{self.name} on {self.device.type}, {self.precision}"
-        self.timeout_s = timeout_s
-        store = join(collectives, device, timeout_s=timeout_s)
+            backends = "cpu:gloo,cuda:nccl" if self.is_cuda else "gloo"
+            store = rendezvous.join(backends, timeout_s=self.timeout_s)
+            rendezvous.check_alike(world, f"ddp on {self.device.type}, {self.precision}")
+        self.compiler = open_compiler(cfg, self.device.type, work or Workload(), world)
+        # If True, batches without padding lose their attention mask: a compiled model would need another graph.
+        self.drops_masks = self.compiler is None
         if self.compiler is not None:
             self.compilers = Compilers(self.compiler.is_busy, store)
+        # The dtype of norms' outputs; None if autocast chooses it.
+        compiles_on_gpu = self.is_cuda and self.compiler is not None
+        self.norms = norms_of(cfg.norms, self.precision, compiles_on_gpu=compiles_on_gpu)
+        self.chooses_norms = cfg.norms == "auto"
+        self.compiled_norms: Sequence[RemovableHandle] = ()  # hooks, removed if compilation fails
 
-    def open_compiler(self, cfg: BackendConfig) -> TorchCompiler:
-        caches.place_kernels()
-        from train.parallel.compiled import TorchCompiler  # late: it imports Inductor
-
-        cxx = os.environ.get("CXX", "g++")
-        check(
-            self.device.type != "cpu" or shutil.which(cxx) is not None,
-            f"backend.compile={cfg.compile} needs a C++ compiler for a CPU, and there is no {cxx} here: apt-get "
-            "install g++, set CXX, or leave backend.compile out",
-        )
-        return TorchCompiler(cfg, work=self.workload)
+    def open_gpu(self) -> None:
+        self.work = CudaWork()
+        self.span = CudaWork()
+        self.device_name = torch.cuda.get_device_name(self.device)
+        self.monitor_kind = "nvidia"
+        torch.cuda.set_device(self.device)
+        rank_setup.pin(pci_address(self.device))
+        if self.deterministic:
+            set_deterministic(True)
+        torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
 
     def setup_model(self, model: Any, *, accumulation: int = 1, lengths: int = 1) -> None:
         tied = guards.tied_names(model)
         self.place(model)
         guards.tie(model, tied)
-        self.skips = nonfinite.Skips(
-            self.device if self.skips_on_device else torch.device("cpu"), self.to_host
-        )
+        counts_on = self.device if self.skips_on_device else torch.device("cpu")
+        self.skips = nonfinite.Skips(counts_on, self.to_host)
         if self.norms is not None:
             hooks = model.narrow_norms(self.norms)
-            self.compiled_norms = hooks if self.chooses_norms else ()
+            if self.chooses_norms:
+                self.compiled_norms = hooks
         if self.compiler is not None:
-            widens = (
-                self.device.type == "cuda"
-                and self.precision in AUTOCAST
-                and self.norms is not torch.bfloat16
-            )
-            if self.device.type == "cuda":
+            is_narrow = self.precision in AUTOCAST and self.norms is not torch.bfloat16
+            if self.is_cuda:
                 model.join_projections()
-            self.compiler.compile(model, one_graph=self.one_graph, widens=widens)
+            # Small layers may become one graph together, unless this would delay reductions between machines.
+            self.compiler.compile(
+                model,
+                one_graph=self.world.num_machines == 1 and not self.captures,
+                widens=self.is_cuda and is_narrow,
+            )
             self.compiler.expect(lengths)
             self.compiles = self.compiler.what
         if self.recomputes:
@@ -158,21 +128,24 @@ class DDP(Backend):
         from train.models.network import Network  # late: it imports transformers
 
         model.to(self.device)
-        if self.device.type == "cpu" and self.precision == "bf16" and isinstance(model, Network):
+        if not self.is_cuda and self.precision == "bf16" and isinstance(model, Network):
             model.attend_by_products(torch.bfloat16)
 
     def compile_loss(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return loss if self.compiler is None else self.compiler.compile_loss(loss)
+        if self.compiler is None:
+            return loss
+        return self.compiler.compile_loss(loss)
 
     def try_graphs(self, micro_batch: Callable[[], object]) -> None:
-        if self.compiler is not None and self.compiler.is_trial:
-            devices = [self.device] if self.device.type == "cuda" else []
-            with torch.random.fork_rng(devices):
-                self.compiler.try_first(micro_batch, self.world)
-            if not self.compiler.is_on:  # continue as a run that never compiles
-                self.drops_masks = True
-                for hook in self.compiled_norms:
-                    hook.remove()
+        if self.compiler is None or not self.compiler.is_trial:
+            return
+        devices = [self.device] if self.is_cuda else []
+        with torch.random.fork_rng(devices):
+            self.compiler.try_first(micro_batch, self.world)
+        if not self.compiler.is_on:  # continue as a run that never compiles
+            self.drops_masks = True
+            for hook in self.compiled_norms:
+                hook.remove()
 
     def grad_sync(self, model: nn.Module, *, accumulation: int) -> GradSync:
         if not self.world.is_distributed:
@@ -196,17 +169,16 @@ class DDP(Backend):
         return group
 
     def to_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        for batch in batches if self.compiler is None else self.compiler.budget.watched(batches):
+        if self.compiler is not None:
+            batches = self.compiler.budget.watched(batches)
+        for batch in batches:
             inputs = {
                 name: value.to(self.device, non_blocking=True)
                 for name, value in batch["inputs"].items()
             }
-            if (
-                self.drops_masks
-                and "attention_mask" in inputs
-                and inputs["attention_mask"].numel() == batch["tokens"]
-            ):
-                # it hides nothing, and CUDA's fastest attention accepts no mask
+            mask = inputs.get("attention_mask")
+            if self.drops_masks and mask is not None and mask.numel() == batch["tokens"]:
+                # It hides nothing, and CUDA's fastest attention accepts no mask.
                 del inputs["attention_mask"]
             yield {**batch, "inputs": inputs}
 
@@ -254,11 +226,13 @@ class DDP(Backend):
     def copy_to_host(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         for buffer, tensor in zip(buffers, tensors, strict=True):
             buffer.copy_(tensor, non_blocking=True)  # does not wait if the buffers are page-locked
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).synchronize()
+        if self.is_cuda:
+            torch.cuda.synchronize()
 
     def graphs(self) -> Graphs:
-        return Graphs() if self.compiler is None else self.compiler.graphs()
+        if self.compiler is None:
+            return Graphs()
+        return self.compiler.graphs()
 
     def close(self) -> None:
         if self.compiler is not None:
@@ -272,18 +246,14 @@ class DDP(Backend):
 
     def rng_state(self) -> State:
         state = {"cpu": torch.get_rng_state()}
-        if self.device.type != "cpu":
-            state[self.device.type] = torch.get_device_module(self.device).get_rng_state(
-                self.device
-            )
+        if self.is_cuda:
+            state["cuda"] = torch.cuda.get_rng_state(self.device)
         return state
 
     def set_rng_state(self, state: State) -> None:
         torch.set_rng_state(state["cpu"])
-        if self.device.type != "cpu" and self.device.type in state:
-            torch.get_device_module(self.device).set_rng_state(
-                state[self.device.type], self.device
-            )
+        if self.is_cuda and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], self.device)
 
 
 class DDPSync(GradSync):
@@ -305,21 +275,24 @@ class DDPSync(GradSync):
         self.replica = DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
-            gradient_as_bucket_view=True,  # gradients are views of the buckets that are sent: no copy, less memory
-            static_graph=accumulation
-            == 1,  # graphs are static in all tasks, but torch forbids this with no_sync
+            # Gradients are views of the buckets that are sent: no copy, less memory.
+            gradient_as_bucket_view=True,
+            # Graphs are static in all tasks, but torch forbids this with no_sync.
+            static_graph=accumulation == 1,
         )
-        # buffers are constant; the argument is deprecated since PyTorch 2.13
+        # Buffers are constant. The argument is deprecated since PyTorch 2.13.
         self.replica.broadcast_buffers = False
         self.module = self.replica
         if compresses:
             self.replica.register_comm_hook(None, bf16_compress_hook)
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        return nullcontext() if is_last else self.replica.no_sync()
+        if is_last:
+            return nullcontext()
+        return self.replica.no_sync()
 
     def reduce(self) -> Tensor:
-        # DDP averages gradients over the ranks, so the count is averaged too
+        # DDP averages gradients over the ranks, so the count is averaged too.
         return super().reduce() / self.world_size
 
 
@@ -332,11 +305,12 @@ class CudaWork(Work):
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        events[0].record()
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        begin.record()
         yield
-        events[1].record()
-        self.events.append(events)
+        end.record()
+        self.events.append((begin, end))
 
     def take_s(self) -> float:
         # Wait until the timed work has ended.
@@ -348,13 +322,12 @@ class CudaWork(Work):
 
 
 def pick_device(name: str, local_rank: int, local_world_size: int) -> torch.device:
-    check(
-        name != "neuron",
-        "backend=ddp runs on CPUs and GPUs; set backend=xla on trn1, backend=neuron on trn2 and trn3",
-    )
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-        check_no_idle_gpu(name)
+    check(name != "neuron", "backend=ddp runs on CPUs and GPUs; set backend=xla on trn1")
+    if name == "auto" and torch.cuda.is_available():
+        name = "cuda"
+    elif name == "auto":
+        name = "cpu"
+        check_no_idle_gpu()
     if name == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
@@ -377,13 +350,14 @@ def pci_address(device: torch.device) -> str | None:
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
-def check_no_idle_gpu(name: str) -> None:
+def check_no_idle_gpu() -> None:
     """Raise InputError if a run would use the CPU of an EC2 GPU instance; warn on other machines with a GPU."""
-    if name == "cpu" and host.nvidia_gpus():
-        fault = "has an NVIDIA GPU that PyTorch cannot use: no driver is loaded, or this PyTorch was built without CUDA"
-        kind = host.instance_type()
-        check(
-            not host.is_ec2_type(kind),
-            f"this {kind} {fault}; see baretrain doctor, or set backend.device=cpu to train on the CPU",
-        )
-        logger.warning("this machine %s; training on the CPU", fault)
+    if not host.nvidia_gpus():
+        return
+    fault = "has an NVIDIA GPU that PyTorch cannot use: no driver is loaded, or this PyTorch was built without CUDA"
+    kind = host.instance_type()
+    check(
+        not host.is_ec2_type(kind),
+        f"this {kind} {fault}; see baretrain doctor, or set backend.device=cpu to train on the CPU",
+    )
+    logger.warning("this machine %s; training on the CPU", fault)

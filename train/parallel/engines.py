@@ -1,22 +1,39 @@
-"""The engines and their base class. An engine holds a model and its optimizer, runs steps, saves and loads state."""
+"""The engines' base class, and the interface of their reductions of gradients.
+
+An engine holds a model and its optimizer, runs steps, saves and loads state. Losses are sums over labels. Gradients are
+reduced once per step. `GradSync.reduce` returns the label count of all ranks, by which the engine's `clip` divides the
+gradients in the pass that clips them.
+
+    class         where                     reduces                                       over ranks  returns
+    GradSync      one rank on ddp           never                                         -           its labels
+    DDPSync       parallel=data on ddp      in the last backward pass, by buckets         average     labels / ranks
+    XLASync       xla, even with one rank   in `reduce`, in the graph of the update       sum         labels
+    ShardSync     parallel=fsdp             in the last backward pass, or in every one    sum         labels
+    PipelineSync  parallel=pipeline         in `reduce`, over the holders of each weight  sum         labels
+
+torch's DDP always divides by the number of ranks, so DDPSync also divides the label count by it. With one rank, XLASync
+reduces nothing, and parallel=fsdp runs as parallel=data.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from train.config import OptimConfig, ParallelConfig
+from train.config.backend import CUDA
 from train.parallel import guards
-from train.parallel.optimizer_spec import load_state, set_learning_rate
+from train.parallel.optim import load_state, set_learning_rate
 
 if TYPE_CHECKING:
     from train.data.batches.loader import Batch
     from train.parallel.backend import Backend, State
-    from train.parallel.grad_sync import GradSync
     from train.parallel.pieces import Tensors
 
 LossFunction = Callable[[nn.Module, dict[str, Tensor]], Tensor]
@@ -28,6 +45,40 @@ ENGINES = {  # the engines' modules; each has a function `build`
 }
 
 
+class GradSync:
+    """A reduction of gradients, once per step. This base class is for a single rank and reduces nothing."""
+
+    module: nn.Module  # the model as forward passes call it
+    count: Tensor  # [1], on the device: the number of labels in this step
+    count_type = torch.float32
+    adds_counts = False  # whether the label counts are summed over the ranks during the passes
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.module, self.device = model, device
+
+    def begin(self, count: float) -> None:
+        """Begin a step in which this rank has `count` labels."""
+        self.count = sent(torch.tensor([count], dtype=self.count_type), self.device)
+        if self.adds_counts:
+            self.adding = dist.all_reduce(self.count, async_op=True)
+
+    def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        """Return the context for the passes of one micro batch. `is_last` marks the last micro batch of a step."""
+        return nullcontext()
+
+    def reduce(self) -> Tensor:
+        """Finish the reduction. Returns the number [1] by which to divide the gradients; 0 if there are no labels."""
+        if self.adds_counts:
+            self.adding.wait()
+        return self.count
+
+
+def sent(value: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of a tensor on a device. On CUDA the copy does not wait for the previous step."""
+    # CUDA reads the host's memory before the call returns. Other devices may read it later, when it has been freed.
+    return value.to(device, non_blocking=device.type == CUDA)
+
+
 class Engine:
     """A model with its optimizer and training steps. All ranks must call the methods in the same order.
 
@@ -36,9 +87,7 @@ class Engine:
     """
 
     parameters: list[nn.Parameter]  # parameters that this rank trains
-    sync: (
-        GradSync  # reduces gradients over the ranks; train/parallel/grad_sync.py lists the classes
-    )
+    sync: GradSync  # reduces gradients over the ranks
     data_rank: int  # ranks with the same data_rank read the same rows
     data_size: int  # number of different data_ranks
     loss_sum: Tensor  # [1], on the device: sum of losses since the last `take_loss`; a resumed run restores it
@@ -47,7 +96,9 @@ class Engine:
         self, backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
         """Store the model, which must include the task's head, and its optimizer."""
-        self.backend, self.model, self.optimizer = backend, model, optimizer
+        self.backend = backend
+        self.model = model
+        self.optimizer = optimizer
 
     def ready(self) -> None:
         """Prepare the first step. Call this after weights and optimizer state have been loaded."""
@@ -102,20 +153,19 @@ class Engine:
         A part has "model" (tensors by name) and "optimizer" (without its settings). A tensor is in one part only,
         unless it is split into `piece`s. Everything outside "model" and the optimizer's "state" is in rank 0's part.
         """
-        state = self.local_state_dict()
-        return state if self.backend.world.rank == 0 else {}
+        if self.backend.world.rank > 0:
+            return {}
+        return self.local_state_dict()
 
     def local_state_dict(self) -> dict[str, State]:
         """Return all the state that this rank holds."""
         moments = self.optimizer.state_dict()
         groups = [{"params": group["params"]} for group in moments["param_groups"]]
-        scaler = self.backend.scaler
-        scale = {"loss_scale": scaler.state_dict()} if scaler.is_enabled() else {}
+        optimizer = {**moments, "param_groups": groups}
+        if self.backend.scaler.is_enabled():
+            optimizer["loss_scale"] = self.backend.scaler.state_dict()
         # keep_vars returns the parameters themselves, so tied names get the same object.
-        return {
-            "model": self.model.state_dict(keep_vars=True),
-            "optimizer": {**moments, "param_groups": groups, **scale},
-        }
+        return {"model": self.model.state_dict(keep_vars=True), "optimizer": optimizer}
 
     def sources(self, rank: int, num_ranks: int, settings: Mapping[str, Any]) -> set[int] | None:
         """Return the ranks whose parts of a checkpoint `rank` loads, in addition to rank 0's part; None for all ranks.

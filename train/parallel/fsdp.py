@@ -21,7 +21,7 @@ from train.config import FSDPConfig, OptimConfig, ParallelConfig
 from train.config.parallel import check_shards
 from train.parallel import data, guards
 from train.parallel.data import DataParallel, scale
-from train.parallel.grad_sync import GradSync
+from train.parallel.engines import GradSync
 from train.parallel.pieces import Tensors, piece
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ class FSDP(DataParallel):
     def __init__(
         self, optim: Any, backend: Backend, model: Any, *args: Any, cfg: FSDPConfig, **options: Any
     ) -> None:
-        self.cfg, self.mesh = cfg, backend.mesh()
+        self.cfg = cfg
+        self.mesh = backend.mesh()
         # Weights are compared now, because no two ranks hold the same rows after sharding.
         guards.check_same(backend, model, guards.smallest(model.parameters()))
         # `half` is the dtype in which weights are gathered and used; None leaves it unchanged.
@@ -88,28 +89,28 @@ class FSDP(DataParallel):
     def state(self) -> dict[str, State]:
         local = self.local_state_dict()
         moments = {index: self._pieces(own) for index, own in local["optimizer"]["state"].items()}
-        rest = local["optimizer"] if self.data_rank == 0 else {}
-        return {"model": self._pieces(local["model"]), "optimizer": {**rest, "state": moments}}
+        optimizer = {"state": moments}
+        if self.data_rank == 0:
+            optimizer = {**local["optimizer"], "state": moments}
+        return {"model": self._pieces(local["model"]), "optimizer": optimizer}
 
     def sources(self, rank: int, num_ranks: int, settings: Mapping[str, Any]) -> set[int] | None:
         if settings.get("parallel.name") != "fsdp":
             return None
         ranks = set[int]()
         for num_rows in {len(weight) for weight in self.model.parameters()}:
-            rows, share = rows_of(rank, num_rows, self.data_size), share_of(num_rows, num_ranks)
-            ranks.update(
-                range(rows.start // share, -(-rows.stop // share))
-                if rows.start < rows.stop
-                else ()
-            )
+            rows = rows_of(rank, num_rows, self.data_size)
+            share = share_of(num_rows, num_ranks)
+            if rows.start < rows.stop:
+                ranks.update(range(rows.start // share, -(-rows.stop // share)))
         return ranks
 
     def load(self, model: Tensors, optimizer: State) -> None:
         own = self.model.state_dict()
-        weights = {
-            name: self._part(model, name) if isinstance(own.get(name), DTensor) else model[name]
-            for name in model
-        }
+        weights = {}
+        for name in model:
+            is_split = isinstance(own.get(name), DTensor)
+            weights[name] = self._part(model, name) if is_split else model[name]
         moments = {
             index: {name: self._part(state, name) for name in state}
             for index, state in optimizer["state"].items()
@@ -124,29 +125,25 @@ class FSDP(DataParallel):
         """Gather whole tensors one at a time. Returns them on rank 0's host, with ties; {} on other ranks."""
         copies: dict[int, Tensor] = {}
         for part in parts.values():
-            if id(part) not in copies:
-                whole = part.full_tensor() if isinstance(part, DTensor) else part
-                copies[id(part)] = (
-                    self.backend.to_host([whole])[0] if self.data_rank == 0 else EMPTY
-                )
-        return (
-            {name: copies[id(part)] for name, part in parts.items()} if self.data_rank == 0 else {}
-        )
+            if id(part) in copies:
+                continue
+            whole = part.full_tensor() if isinstance(part, DTensor) else part
+            copies[id(part)] = EMPTY
+            if self.data_rank == 0:
+                copies[id(part)] = self.backend.to_host([whole])[0]
+        if self.data_rank > 0:
+            return {}
+        return {name: copies[id(part)] for name, part in parts.items()}
 
     def _pieces(self, parts: Mapping[str, Tensor]) -> State:
         """Return this rank's rows of each tensor; tied names share them. Only rank 0 returns unsharded tensors."""
         pieces: dict[str, Any] = {}
-        rows = {
-            id(part): part.to_local().detach()
-            for part in parts.values()
-            if isinstance(part, DTensor)
-        }
+        rows: dict[int, Tensor] = {}
         for name, part in parts.items():
             if isinstance(part, DTensor):
-                if len(rows[id(part)]):
-                    pieces[name] = piece(
-                        rows[id(part)], self._own_rows(len(part)).start, len(part)
-                    )
+                own = rows.setdefault(id(part), part.to_local().detach())
+                if len(own):
+                    pieces[name] = piece(own, self._own_rows(len(part)).start, len(part))
             elif self.data_rank == 0:
                 pieces[name] = part
         return pieces

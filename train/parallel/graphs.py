@@ -27,7 +27,9 @@ class GraphBudget:
 
     def __init__(self, compiled: Callable[[], int], *, is_fatal: bool, hint: str) -> None:
         """Store `compiled`, which returns the number of graphs so far. `hint`: how to find causes other than shapes."""
-        self.compiled, self.is_fatal, self.hint = compiled, is_fatal, hint
+        self.compiled = compiled
+        self.is_fatal = is_fatal
+        self.hint = hint
         self.limit = 0  # set once the model is known
         self.base: int | None = None
         self.reported = 0
@@ -41,7 +43,9 @@ class GraphBudget:
 
     @property
     def used(self) -> int:
-        return 0 if self.base is None else self.compiled() - self.base
+        if self.base is None:
+            return 0
+        return self.compiled() - self.base
 
     def forgive(self, number: int) -> None:
         """Exclude `number` compiled graphs from the count, because they belong to no step."""
@@ -70,7 +74,8 @@ class GraphBudget:
         self.reported = used
         cause = f"no input changed its shape: {self.hint}"
         if len(self.shapes) > 1:
-            first, last = self.shapes[0], self.shapes[-1]
+            first = self.shapes[0]
+            last = self.shapes[-1]
             changed = [
                 f"{k} {list(first.get(k, ()))} -> {list(v)}"
                 for k, v in last.items()
@@ -116,7 +121,8 @@ class Compilers:
 
     def ask(self, own_signs: int) -> None:
         assert self.store is not None
-        before, self.others_compile = self.signs, False
+        before = self.signs
+        self.others_compile = False
         with suppress(dist.DistError):  # the store's process has ended
             self.signs = self.store.add("signs_of_compiling", own_signs)
             self.others_compile = before is not None and self.signs > before

@@ -77,12 +77,6 @@ def check_world(*, launched: int, device: int, group: int, ones: float) -> None:
         )
 
 
-def check_collective(name: str, result: Tensor, wanted: Sequence[float]) -> None:
-    """Raise RuntimeError unless the device's collective `name` returned the `wanted` result on this rank."""
-    if (seen := result.cpu().tolist()) != list(wanted):
-        raise RuntimeError(f"the device's {name} returns {seen[:8]} instead of {list(wanted)[:8]}")
-
-
 def check_distinct_seeds(seeds: Sequence[int]) -> None:
     """Raise RuntimeError if two ranks would draw the same dropout masks."""
     # An XLA device has the same initial seed in every process, https://github.com/pytorch/xla/issues/2092.

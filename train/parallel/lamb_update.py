@@ -37,9 +37,8 @@ class Lamb(torch.optim.Optimizer):
             if not params:
                 continue
             grads = [parameter.grad for parameter in params]
-            means, squares = (
-                [self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq")
-            )
+            means = [self.state[parameter]["exp_avg"] for parameter in params]
+            squares = [self.state[parameter]["exp_avg_sq"] for parameter in params]
             beta1, beta2 = group["betas"]
             if skips is None:
                 torch._foreach_lerp_(means, grads, 1 - beta1)
@@ -60,10 +59,8 @@ class Lamb(torch.optim.Optimizer):
             if skips is not None:
                 torch._foreach_mul_(updates, (~skips).float())
             if group["trust_ratio"]:
-                weight_norms, update_norms = (
-                    torch._foreach_norm(params),
-                    torch._foreach_norm(updates),
-                )
+                weight_norms = torch._foreach_norm(params)
+                update_norms = torch._foreach_norm(updates)
                 ratios = [
                     torch.where((w > 0) & (u > 0), w / u, torch.ones_like(w))
                     for w, u in zip(weight_norms, update_norms, strict=True)

@@ -13,12 +13,12 @@ from train.models.chain import Chain
 from train.parallel import guards
 from train.parallel.engines import Engine
 from train.parallel.guards import replace
-from train.parallel.optimizer_spec import load_state, parameter_groups, part_of
+from train.parallel.optim import load_state, parameter_groups, part_of
 
 if TYPE_CHECKING:
     from train.parallel.backend import Backend, State
     from train.parallel.engines import LossFunction, Statistics
-    from train.parallel.optimizer_spec import Roles
+    from train.parallel.optim import Roles
     from train.parallel.pieces import Tensors
 
 
@@ -32,13 +32,11 @@ class Part(nn.Module):
         self, backend: Backend, chain: Chain, layers: range, model: nn.Module, loss: LossFunction
     ) -> None:
         super().__init__()
-        self.backend, self.chain, self.layers, self.model, self.loss = (
-            backend,
-            chain,
-            layers,
-            model,
-            loss,
-        )
+        self.backend = backend
+        self.chain = chain
+        self.layers = layers
+        self.model = model
+        self.loss = loss
 
     def forward(self, received: Tensor | None = None, **inputs: Tensor) -> Tensor:
         """Return the loss sum [1] of a micro batch if this is the last part, otherwise hidden states [B, S, H]."""
@@ -46,7 +44,9 @@ class Part(nn.Module):
         # the whole part is frozen, but a gradient will arrive
         if not output.requires_grad and torch.is_grad_enabled():
             output.requires_grad_()
-        return torch.stack([output]) if output.ndim == 0 else output
+        if output.ndim == 0:
+            return torch.stack([output])
+        return output
 
     def run(
         self, function: Statistics, received: Tensor | None, inputs: dict[str, Tensor]
@@ -165,9 +165,9 @@ class PipelineState(Engine):
         for name, weight in self.model.named_parameters():
             source = self.holders[name][0]  # the stage's rank in the first pipeline
             if source and world.rank in (0, source):
-                tensor = (
-                    torch.empty(weight.shape, dtype=weight.dtype) if world.rank == 0 else weight
-                )
+                tensor: Tensor = weight
+                if world.rank == 0:
+                    tensor = torch.empty(weight.shape, dtype=weight.dtype)
                 world.recv_from([tensor], source)
                 full[weight] = nn.Parameter(tensor, weight.requires_grad)  # on the host
         if world.rank == 0:

@@ -60,18 +60,23 @@ class Tensors(Mapping[Any, Tensor]):
         """Return rows of a tensor, reading only the files that have them. Raises BadContent if a row is in no file."""
         values = [value for _, value in self.found[name]]
         if isinstance(values[0], Tensor):
-            return values[0] if wanted == slice(None) else values[0][wanted]
+            if wanted == slice(None):
+                return values[0]
+            return values[0][wanted]
         start, stop, _ = wanted.indices(values[0]["num_rows"])
         rows = []
         for value in sorted(values, key=lambda value: value["first_row"]):
             first = value["first_row"]
             own = value["rows"][max(0, start - first) : max(0, stop - first)]
-            rows += [own] if len(own) else []
+            if len(own):
+                rows.append(own)
         if sum(map(len, rows)) != max(0, stop - start):
             raise BadContent(
                 f"rows {start} to {stop} of {shown(name)} are not in the files that should have them"
             )
-        return rows[0] if len(rows) == 1 else torch.cat(rows or [values[0]["rows"][:0]])
+        if len(rows) == 1:
+            return rows[0]
+        return torch.cat(rows or [values[0]["rows"][:0]])
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.found)
@@ -96,7 +101,8 @@ def check_covered(name: str, values: list[tuple[str, Any]], *, are_all: bool) ->
             raise BadContent(f"{file}: {name} holds {shown(rows)}, not rows of a tensor")
     values = sorted(values, key=lambda item: item[1]["first_row"])
     file, first = values[0]
-    kind, end = kind_of(first), 0
+    kind = kind_of(first)
+    end = 0
     for file, value in values:
         if kind_of(value) != kind:
             raise BadContent(

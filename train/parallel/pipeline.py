@@ -30,9 +30,8 @@ from train.models.chain import Chain
 from train.models.network import Network
 from train.parallel.backend import all_reduce_flat
 from train.parallel.data import scale
-from train.parallel.grad_sync import GradSync
-from train.parallel.optimizer_spec import roles
-from train.parallel.optimizers import build_optimizer
+from train.parallel.engines import GradSync
+from train.parallel.optim import build_optimizer, roles
 from train.parallel.parts import Part, PipelineState, hold
 
 if TYPE_CHECKING:
@@ -80,7 +79,10 @@ class Pipeline(PipelineState):
         accumulation: int,
         lengths: int = 1,
     ) -> None:
-        self.cfg, self.backend, self.model, self.loss = cfg, backend, model, loss
+        self.cfg = cfg
+        self.backend = backend
+        self.model = model
+        self.loss = loss
         self.data_rank, self.stage = divmod(backend.world.rank, cfg.stages)
         self.data_size = backend.world.size // cfg.stages
         self.max_grad_norm = optim.max_grad_norm
@@ -116,7 +118,8 @@ class Pipeline(PipelineState):
 
     def _groups(self, own: dict[str, Any]) -> tuple[Any, list[Any]]:
         """Return the process group of this rank's pipeline, and the `sums` for `PipelineSync`."""
-        stages, replicas = self.cfg.stages, range(self.data_size)
+        stages = self.cfg.stages
+        replicas = range(self.data_size)
         pipelines = [
             self.backend.subgroup([stages * replica + s for s in range(stages)])
             for replica in replicas
@@ -158,7 +161,8 @@ class Pipeline(PipelineState):
 
         Shapes are passed explicitly. To infer them, the library would run the parts, which draws random numbers.
         """
-        num_parts, device = self.cfg.num_parts, self.backend.device
+        num_parts = self.cfg.num_parts
+        device = self.backend.device
         shape = (rows, seq_len, self.chain.network.config.hidden_size)
         # otherwise newer PyTorch sends no gradient
         hidden = torch.empty(shape, device="meta", requires_grad=True)
@@ -193,7 +197,9 @@ class Pipeline(PipelineState):
 
     def evaluate(self, statistics: Statistics, inputs: dict[str, Tensor]) -> Tensor | None:
         # Batches pass through the parts one at a time. The last rank of each pipeline computes the statistics.
-        first, stages, output = self.data_rank * self.cfg.stages, self.cfg.stages, None
+        stages = self.cfg.stages
+        first = self.data_rank * stages
+        output = None
         shape = (*inputs["input_ids"].shape, self.chain.network.config.hidden_size)
         for number, part in self.parts.items():
             received = None
@@ -223,7 +229,8 @@ class PipelineSync(GradSync):
     ) -> None:
         """Store `sums`, tuples (group, weights, whether several stages hold them). `counts`: if True, count labels."""
         super().__init__(model, device)
-        self.sums, self.counts = sums, counts
+        self.sums = sums
+        self.counts = counts
 
     def begin(self, count: float) -> None:
         # All ranks of a pipeline have the same rows, so only its first stage counts labels.

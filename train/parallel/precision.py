@@ -22,19 +22,24 @@ def pick_precision(name: str, device: torch.device) -> str:
     higher (V100, T4), bf16 and TF32 with 8.0 or higher.
     """
     is_cuda = device.type == "cuda"
-    capability = torch.cuda.get_device_capability(device) if is_cuda else (0, 0)
+    capability = (0, 0)
+    found = "is a CPU"
+    if is_cuda:
+        capability = torch.cuda.get_device_capability(device)
+        found = f"one has {capability[0]}.{capability[1]}"
     check(
         name != "tf32" or capability >= (8, 0),
-        "backend.precision=tf32 needs a CUDA device of compute capability 8.0 or higher, and this "
-        + (f"one has {capability[0]}.{capability[1]}" if is_cuda else "is a CPU")
-        + "; set backend.precision=fp32",
+        f"backend.precision=tf32 needs a CUDA device of compute capability 8.0 or higher, and this {found}; "
+        "set backend.precision=fp32",
     )
     if name != "auto":
         return name
     if not is_cuda:
         is_native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         return "bf16" if is_native else "fp32"
-    return "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
+    if capability >= (8, 0):
+        return "bf16"
+    return "fp16" if capability >= (7, 0) else "fp32"
 
 
 def norms_of(name: str, precision: str, *, compiles_on_gpu: bool) -> torch.dtype | None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -32,14 +32,14 @@ def no_wait() -> None:
 class World:
     """The ranks of a run, as the launcher numbers them."""
 
-    # None: the default group, which uses gloo for host tensors
+    # None is the default group, which uses gloo for host tensors.
     group: dist.ProcessGroup | None = None
 
     def __init__(self) -> None:
         launch = launched()
         self.rank, self.size = launch.rank, launch.world_size
         self.local_rank, self.local_size = launch.local_rank, launch.local_world_size
-        # True under a launcher, even with a single rank
+        # True under a launcher, even with a single rank.
         self.is_distributed = launch.is_distributed
 
     @property
@@ -49,7 +49,8 @@ class World:
     def beside(self, group: dist.ProcessGroup | None) -> World:
         """Return a World of the same ranks with another group, for use in a thread; with None, of this rank alone."""
         other = copy(self)
-        other.group, other.is_distributed = group, group is not None
+        other.group = group
+        other.is_distributed = group is not None
         return other
 
     # ---- values ----------------------------------------------------------------------------------------------------
@@ -71,6 +72,10 @@ class World:
         """Return the sum of each number over all ranks."""
         return self.begin_sum(values)()
 
+    def barrier(self) -> None:
+        """Wait until all ranks have called this."""
+        self.sum([0.0])
+
     def all_gather_object(self, value: Result) -> list[Result]:
         """Return every rank's value in rank order, on all ranks."""
         if not self.is_distributed:
@@ -83,7 +88,9 @@ class World:
         """Return rank 0's value on all ranks. Other ranks' values are ignored, and rank 0 does not wait."""
         if not self.is_distributed:
             return value
-        values: list[Any] = [value if self.rank == 0 else None]
+        values: list[Any] = [None]
+        if self.rank == 0:
+            values = [value]
         dist.broadcast_object_list(values, group=self.group)
         return cast(Result, values[0])
 
@@ -97,20 +104,12 @@ class World:
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.group)
         content += bytes(int(longest) - len(content))  # pickle reads only to the end of the value
         own = torch.frombuffer(content, dtype=torch.uint8)
-        contents = [torch.empty_like(own) for _ in range(self.size)] if self.rank == 0 else None
+        if self.rank > 0:
+            dist.gather(own, None, group=self.group)
+            return []
+        contents = [torch.empty_like(own) for _ in range(self.size)]
         dist.gather(own, contents, group=self.group)
-        return [pickle.loads(each.numpy().tobytes()) for each in contents or ()]
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum a host tensor over all ranks, in place."""
-        dist.all_reduce(tensor, group=self.group)
-
-    def sendrecv(self, peer: int, mine: torch.Tensor, theirs: torch.Tensor) -> None:
-        """Exchange host tensors with rank `peer`: send `mine`, and receive into `theirs`. Both ranks call this."""
-        sending = dist.isend(mine, peer, group=self.group)
-        dist.recv(theirs, peer, group=self.group)
-        assert sending is not None  # it is None for ranks outside the group
-        sending.wait()
+        return [pickle.loads(each.numpy().tobytes()) for each in contents]
 
     def recv_from(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         """Copy `tensors` of rank `source` to those of rank 0, on the host. Only these two ranks call this."""
@@ -125,45 +124,42 @@ class World:
     def agree(self, action: Callable[[], Result]) -> Result:
         """Run an action on every rank. Returns this rank's result if all ranks succeed.
 
-        Otherwise all ranks raise the first failure. An exception not in AGREED is raised only on its rank.
+        Otherwise all ranks raise the first failure, as `raise_failure` does.
         """
-        result, failure = None, None
+        result = None
+        failure: Exception | None = None
         try:
             result = action()
         except AGREED as error:
             failure = error.with_traceback(None)
+        except Exception as error:
+            failure = error
         if self.sum([failure is not None])[0]:
             self.raise_failure(failure)
         return cast(Result, result)
 
-    def raise_failure(self, failure: Exception | None) -> None:
-        """Raise on all ranks the failure of the lowest rank that has one. At least one rank must have one."""
-        first = self.broadcast(next(filter(None, self.gather(failure)), None))
+    def raise_failure(self, failure: Exception | None) -> NoReturn:
+        """Raise on all ranks the failure of the lowest rank that has one. At least one rank must have one.
+
+        A failure that is not in AGREED is raised on its rank. Other ranks raise a RuntimeError that names the rank.
+        """
+        told = failure
+        if failure is not None and not isinstance(failure, AGREED):
+            told = RuntimeError(f"rank {self.rank}: {type(failure).__name__}: {failure}")
+        first = self.broadcast(next(filter(None, self.gather(told)), None))
         assert first is not None
+        if failure is not None and told is not failure:
+            raise failure
         raise first
 
     def run_and_gather(self, action: Callable[[], Result]) -> list[Result]:
-        """Run an action on every rank. Returns all results, in rank order, on rank 0; an empty list elsewhere.
-
-        If an action raises any exception, its rank raises it. All others raise a RuntimeError that names that rank.
-        """
-        result, failure = attempt(action)
-        answers = self.gather((result, failure and f"{type(failure).__name__}: {failure}"))
-        texts = (
-            f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text is not None
-        )
-        text = self.broadcast(next(texts, None))
-        if failure is not None or text is not None:
-            raise failure or RuntimeError(text)
-        return cast(list[Result], [each for each, _ in answers])
+        """Run an action on every rank. Returns all results on rank 0. Failures are raised as in `agree`."""
+        return self.gather(self.agree(action))
 
     def run_and_broadcast(self, action: Callable[[], Result]) -> Result:
-        """Run an action on rank 0 and return its result on all ranks. Failures are raised as in `run_and_gather`."""
-        result, failure = attempt(action) if self.rank == 0 else (None, None)
-        result, text = self.broadcast((result, failure and f"{type(failure).__name__}: {failure}"))
-        if failure is not None or text is not None:
-            raise failure or RuntimeError(f"rank 0: {text}")
-        return cast(Result, result)
+        """Run an action on rank 0 and return its result on all ranks. Failures are raised as in `agree`."""
+        is_first = self.rank == 0
+        return self.broadcast(cast(Result, self.agree(lambda: action() if is_first else None)))
 
     def run_on_rank0(
         self, action: Callable[[], Result], on_wait: Callable[[], None] = no_wait
@@ -212,15 +208,3 @@ class World:
         finally:
             for _ in range(num_turns - mine):
                 self.barrier()
-
-    def barrier(self) -> None:
-        """Wait until all ranks have called this."""
-        self.sum([0.0])
-
-
-def attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-    """Return the result of an action, or its exception, which the caller raises after telling the other ranks."""
-    try:
-        return action(), None
-    except Exception as error:
-        return None, error

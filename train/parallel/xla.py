@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +31,7 @@ from torch_xla.utils.checkpoint import checkpoint
 
 from train.config import BackendConfig, XLAConfig, check
 from train.config.backend import DEFAULT_TIMEOUT_S, JOIN_TIMEOUT_S, NEURON_TIMEOUT_S
-from train.machine import neuron
+from train.machine.launched import launched
 from train.parallel import guards, nonfinite, rendezvous
 from train.parallel.backend import (
     RANK_STRIDE,
@@ -43,9 +41,10 @@ from train.parallel.backend import (
     round_to_bf16,
     widen,
 )
-from train.parallel.grad_sync import GradSync
+from train.parallel.engines import GradSync
 from train.parallel.graphs import Compilers, GraphBudget, Graphs
 from train.parallel.precision import check_precision
+from train.parallel.xla_environment import COLLECTS
 
 if TYPE_CHECKING:
     from train.data.batches.loader import Batch
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("train")
 BUCKET_MB = 50  # torch_xla's value on Neuron, unless ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB is set
 HOST_PREFETCH, DEVICE_PREFETCH = 8, 4  # micro batches kept ready on the host, and on the device
-MOST_NAMED = 8  # at most this many machines are named in a message
 HINT = (  # how to find the cause of an extra graph
     "look for a Python number that becomes 0 or 1, or for control flow that depends on values (PT_XLA_DEBUG_LEVEL=2 "
     "prints the line)"
@@ -70,20 +68,26 @@ class XLA(Backend):
     # time, another graph would be needed.
     adamw = {"capturable": True}
 
-    def __init__(self, cfg: BackendConfig, *, collects: bool = False) -> None:
+    def __init__(self, cfg: BackendConfig) -> None:
         super().__init__()
-        self.cfg = (
-            cfg if isinstance(cfg, XLAConfig) else XLAConfig(**{**asdict(cfg), "name": "xla"})
-        )
+        if not isinstance(cfg, XLAConfig):
+            cfg = XLAConfig(**{**asdict(cfg), "name": "xla"})
+        self.cfg = cfg
         self.is_neuron = xr.device_type() == "NEURON"
-        self.collects = collects  # if True, NeuronCores return only zeros
-        automatic = "bf16" if self.is_neuron else "fp32"
-        self.precision = automatic if self.cfg.precision == "auto" else self.cfg.precision
+        self.collects = os.environ.get(COLLECTS) == "1"
+        self.device_name = "cpu through XLA"
+        self.monitor_kind = "cpu"
+        self.precision = cfg.precision
+        automatic = "fp32"
+        if self.is_neuron:
+            self.device_name = "NeuronCore"
+            self.monitor_kind = "neuron"
+            automatic = "bf16"
+        if cfg.precision == "auto":
+            self.precision = automatic
         self.reduces_on_host = self.world.is_distributed and not self.is_neuron
         self._join()
         self.device = torch_xla.device()
-        self.device_name = "NeuronCore" if self.is_neuron else "cpu through XLA"
-        self.monitor_kind = "neuron" if self.is_neuron else "cpu"
         # Neuron's documentation contradicts itself on whether the compiler uses seeds: the release notes say that it
         # does since 2.9, but the operator list says that it does not.
         self.continues_dropout = not self.is_neuron
@@ -99,26 +103,21 @@ class XLA(Backend):
 
     def _join(self) -> None:
         """Join the other ranks. Call this first, because the device runtime caches the first rank count it sees."""
-        timeout_s = self.cfg.timeout_s or (
-            NEURON_TIMEOUT_S if self.is_neuron else DEFAULT_TIMEOUT_S
-        )
-        device = f"{self.name} on {xr.device_type()}, {self.precision}"
-        # on CPUs each XLA process is a world of one rank, so gloo joins them
+        if not self.world.is_distributed:
+            return
+        usual_s = NEURON_TIMEOUT_S if self.is_neuron else DEFAULT_TIMEOUT_S
+        timeout_s = self.cfg.timeout_s or usual_s
         if self.reduces_on_host:
-            store = rendezvous.join("gloo", device, timeout_s=timeout_s)
-            self.compilers = Compilers(self.is_compiling, store)
-        elif self.world.is_distributed:
+            # On CPUs each XLA process is a world of one rank, so gloo joins them.
+            store = rendezvous.join("gloo", timeout_s=timeout_s)
+        else:
             # PyTorch/XLA would name its store after this machine's restart count, which can differ between machines.
-            store = xla_rendezvous._store = rendezvous.wait_for_ranks(device, JOIN_TIMEOUT_S)
-            self.compilers = Compilers(self.is_compiling, store)
-            dist.init_process_group(
-                "xla", init_method="xla://", timeout=timedelta(seconds=JOIN_TIMEOUT_S)
-            )
-            self.world.group = rendezvous.connect(
-                partial(dist.new_group, backend="gloo"),
-                timeout_s=timeout_s,
-                connect_timeout_s=JOIN_TIMEOUT_S,
-            )
+            store = rendezvous.await_ranks(launched(), JOIN_TIMEOUT_S)
+            xla_rendezvous._store = store
+            joining = timedelta(seconds=JOIN_TIMEOUT_S)
+            dist.init_process_group("xla", init_method="xla://", timeout=joining)
+            self.world.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self.compilers = Compilers(self.is_compiling, store)
 
     def is_compiling(self) -> bool:
         """Return whether the training thread is compiling a graph. Any thread may call this."""
@@ -126,7 +125,8 @@ class XLA(Backend):
 
     def check_world(self) -> None:
         """Check that the expected device was opened, and that the reduction of gradients reaches all ranks."""
-        opened, wanted = xm.xla_device_hw(self.device), "NEURON" if self.is_neuron else "CPU"
+        opened = xm.xla_device_hw(self.device)
+        wanted = "NEURON" if self.is_neuron else "CPU"
         check(
             opened == wanted,
             f"PJRT_DEVICE={wanted}, but PyTorch/XLA opened {opened}: see baretrain doctor",
@@ -135,46 +135,25 @@ class XLA(Backend):
             return
         ones = torch.ones(1).to(self.device)
         self.all_reduce([ones])
-        # always read, because baretrain precompile must compile this graph, too
+        # always read, because neuron_parallel_compile must compile this graph, too
         total = float(ones)
+        if self.collects:
+            total = self.world.size
         guards.check_world(
             launched=self.world.size,
             device=dist.get_world_size() if self.reduces_on_host else xr.world_size(),
             group=dist.get_world_size(),
-            ones=self.world.size if self.collects else total,
+            ones=total,
         )
         if not self.reduces_on_host and self.world.rank != xr.global_ordinal():
             raise RuntimeError(
                 f"torchrun's rank {self.world.rank} is rank {xr.global_ordinal()} of the device runtime"
             )
-        self.compare_caches()
-
-    def compare_caches(self) -> None:
-        """Warn if a machine's cache lacks graphs that others have, because all ranks wait while a machine compiles."""
-        if self.collects:
-            return
-        location = neuron.cache_location(os.environ)
-        own = neuron.cached_graphs(location) if self.world.local_rank == 0 else None
-        caches = [
-            (host, has)
-            for host, has in self.world.gather((socket.gethostname(), own))
-            if has is not None
-        ]
-        known = set().union(*(has for _, has in caches))
-        lacking = ", ".join(
-            [f"{host} lacks {len(known - has)}" for host, has in caches if has != known][
-                :MOST_NAMED
-            ]
-        )
-        if lacking:
-            logger.warning(
-                f"of {len(known)} compiled graphs on this run's machines, {lacking}. All ranks wait while a "
-                "machine compiles: run baretrain precompile on each machine first, or keep the cache in S3"
-            )
+        rendezvous.check_alike(self.world, f"xla on {opened}, {self.precision}")
 
     def all_reduce(self, tensors: list[Tensor]) -> None:
         if not self.reduces_on_host:
-            bucket_mb = int(os.environ.get("ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB") or 0) or BUCKET_MB
+            bucket_mb = int(os.environ.get("ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB") or BUCKET_MB)
             xm.all_reduce_bucketized_gradients(tensors, 1.0, None, True, bucket_cap_mb=bucket_mb)
             return
         torch_xla.sync()
@@ -186,11 +165,12 @@ class XLA(Backend):
 
     def setup_model(self, model: Any, *, accumulation: int = 1, lengths: int = 1) -> None:
         check_precision(model, self.precision)
-        training = (
-            2 if self.reduces_on_host or accumulation > self.cfg.batches_per_execution else 1
-        )
+        training = 1
+        if self.reduces_on_host or accumulation > self.cfg.batches_per_execution:
+            training = 2
         self.budget.limit = (training + 1) * lengths  # training graphs, and one for evaluation
-        self.model, self.tied = model, guards.tied_names(model)
+        self.model = model
+        self.tied = guards.tied_names(model)
         if self.precision == "bf16_stochastic":
             model.to(torch.bfloat16)
         model.to(self.device)
@@ -217,12 +197,14 @@ class XLA(Backend):
         self._clear(parameters)
         self.mark_step()
         # Only a new run must change weights in its first step. A resumed run's learning rate may be too small in bf16.
-        self.first_step_of = [] if any(copy.any() for copy in self.to_host(moments)) else smallest
+        is_new = not any(copy.any() for copy in self.to_host(moments))
+        self.first_step_of = smallest if is_new else []
 
     def mark_step(self) -> None:
-        before, seed = self.budget.used, xm.get_rng_state()
+        before = self.budget.used
+        seed = xm.get_rng_state()
         torch_xla.sync()
-        # every sync advances the seed, but a resumed run starts from the saved one
+        # Every sync advances the seed, but a resumed run starts from the saved one.
         xm.set_rng_state(seed)
         self.budget.forgive(self.budget.used - before)
 
@@ -237,9 +219,8 @@ class XLA(Backend):
         def source() -> Iterator[Batch]:
             try:
                 yield from self.budget.watched(batches)
-            except (
-                Exception
-            ) as error:  # torch_xla's loader thread would treat it as the end of the data
+            except Exception as error:
+                # torch_xla's loader thread would treat it as the end of the data.
                 failures.append(error)
 
         loader = pl.ParallelLoader(
@@ -249,8 +230,8 @@ class XLA(Backend):
             device_prefetch_size=DEVICE_PREFETCH,
         )
         try:
-            iterator, seed = loader.per_device_loader(self.device), xm.get_rng_state()
-            while (batch := next(iterator, None)) is not None:
+            seed = xm.get_rng_state()
+            for batch in loader.per_device_loader(self.device):
                 # The loader may end a graph, which advances the seed. Dropout must not depend on when it does.
                 xm.set_rng_state(seed)
                 yield batch
@@ -274,7 +255,7 @@ class XLA(Backend):
 
     def unscale(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         self.first_weights = self.to_host(self.first_step_of)
-        # before `widen` changes dtypes
+        # Before `widen` changes dtypes.
         self.before_step = nonfinite.copies(nonfinite.changed_by(optimizer))
         if self.precision == "bf16_stochastic":
             widen(parameters)
@@ -292,15 +273,18 @@ class XLA(Backend):
         self._clear(parameters)
         torch_xla.sync()  # run the whole step as one graph
         self.before_step = []
-        watched, self.first_step_of = self.first_step_of, []
-        before, self.first_weights = self.first_weights, []
-        if watched and not self.collects:
-            if nonfinite.is_finite(self.to_host([norm])[0]):
-                guards.check_changed(before, self.to_host(watched), step="the first step")
-            else:  # the step was skipped, so check the next one instead
-                self.first_step_of = watched
+        if self.first_step_of and not self.collects:
+            self._check_first_step(norm)
+        self.first_weights = []
         self.untimed = num_begun() - metric("CompileTime")[0]
         self.budget.check()
+
+    def _check_first_step(self, norm: Tensor) -> None:
+        if not nonfinite.is_finite(self.to_host([norm])[0]):
+            return  # the step was skipped, so the next one is checked instead
+        watched = self.first_step_of
+        self.first_step_of = []
+        guards.check_changed(self.first_weights, self.to_host(watched), step="the first step")
 
     def _clear(self, parameters: list[nn.Parameter]) -> None:
         """Set gradients to zero instead of freeing them: a backward pass that creates them would be another graph."""
@@ -351,17 +335,18 @@ class XLASync(GradSync):
 
     def __init__(self, backend: XLA, model: nn.Module) -> None:
         super().__init__(model, backend.device)
-        self.backend, self.per_execution, self.micro = (
-            backend,
-            backend.cfg.batches_per_execution,
-            0,
-        )
+        self.backend = backend
+        self.per_execution = backend.cfg.batches_per_execution
+        self.micro = 0
 
     @contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
         yield
-        self.micro = 0 if is_last else self.micro + 1
-        if not is_last and self.micro % self.per_execution == 0:
+        if is_last:
+            self.micro = 0
+            return
+        self.micro += 1
+        if self.micro % self.per_execution == 0:
             torch_xla.sync()
 
     def reduce(self) -> Tensor:
@@ -369,7 +354,7 @@ class XLASync(GradSync):
             gradients = [
                 weight.grad for weight in self.module.parameters() if weight.grad is not None
             ]
-            # the last layers' gradients are ready first
+            # The last layers' gradients are ready first.
             self.backend.all_reduce([self.count, *reversed(gradients)])
         return self.count
 
@@ -377,7 +362,9 @@ class XLASync(GradSync):
 def metric(name: str) -> tuple[int, float]:
     """Return the count of one of PyTorch/XLA's metrics in this process, and its total in nanoseconds."""
     data = metrics.metric_data(name)
-    return (0, 0.0) if data is None else (data[0], data[1])
+    if data is None:
+        return 0, 0.0
+    return data[0], data[1]
 
 
 def num_begun() -> int:

@@ -20,7 +20,7 @@ from train.checkpoints.saver import MAX_LOSS_S, MAX_WAIT_S, AsyncSaver, Saved, S
 from train.config import Failure, InputError, NotPermitted, TrainConfig, flat, plural
 from train.machine.environment import versions
 from train.observe.metrics import Recorder, Window
-from train.parallel.optimizers import check_continues
+from train.parallel.optim import check_continues
 from train.run import goodput
 from train.run_folder.run_folder import side_channel
 from train.storage.schema import record

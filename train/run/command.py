@@ -140,14 +140,13 @@ def run_flags(
 def guarded(
     act: Callable[[], int],
     *,
-    after_rejection: Callable[[str], object] = leave_rejection,
     interrupted: tuple[str, int] = ("interrupted", INTERRUPTED),
 ) -> int:
     """Call `act` and return the exit code.
 
     One rank of each machine prints an error as one line on standard error, after a traceback if the error is a bug.
-    `after_rejection` is called with the reason for a rejection. By default, it passes the reason to the program that
-    started torchrun. `interrupted` is the line to print and the exit code after Ctrl-C.
+    The program that started torchrun gets the reason for a rejection. `interrupted` is the line to print and the exit
+    code after Ctrl-C.
     """
     begin_program()
     line, code = "", DONE
@@ -164,7 +163,7 @@ def guarded(
             if is_first:
                 say(printable(line), file=sys.stderr)
     if code == REJECTED:
-        after_rejection(printable(line).removeprefix("error: "))
+        leave_rejection(printable(line).removeprefix("error: "))
     return code
 
 

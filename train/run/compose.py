@@ -27,7 +27,6 @@ from train.config import (
     HFCorpusConfig,
     InputError,
     InstanceConfig,
-    NeuronConfig,
     PrepareConfig,
     RecordsConfig,
     ShardsConfig,
@@ -40,8 +39,7 @@ from train.config import (
     leaves,
 )
 from train.machine.console import say
-from train.machine.torchrun import leave_rejection
-from train.parallel.optimizers import OPTIMIZERS, check_optimizer
+from train.parallel.optim import OPTIMIZERS, check_optimizer
 from train.run.command import (
     DONE,
     EXITS,
@@ -71,7 +69,6 @@ SCHEMAS: list[Schema] = [  # `schemas` adds those of tasks and optimizers
     ("data", "shards", ShardsConfig),
     ("data", "records", RecordsConfig),
     ("backend", XLAConfig.name, XLAConfig),
-    ("backend", NeuronConfig.name, NeuronConfig),
     *(("parallel", schema.name, schema) for schema in SPLITS),
     ("corpus", "plain", CorpusConfig),
     ("corpus", "files", FilesCorpusConfig),
@@ -341,7 +338,8 @@ def error_text(error: BaseException, schema: type, overrides: Sequence[str] = ()
         ]
         where = " or ".join(options)
         hint = f"{where} has it" if where else "--cfg job lists all"
-        return f"{key} is not a setting of the {group} chosen here; {hint}"
+        place = f"of the {group} chosen here" if group else "at the top level"
+        return f"{key} is not a setting {place}; {hint}"
     if is_dataclass(known[key]):
         return f"{seen}: {key} is a group of settings; give one of them, such as {key}.name=value"
     words = type_name(known[key])
@@ -425,12 +423,11 @@ def run(
     *,
     arguments: Sequence[str] | None = None,
     given: Sequence[str] | Callable[[Namespace], Given] = (),
-    after_rejection: Callable[[str], object] = leave_rejection,
 ) -> int:
     """Read and check the command line, call `action` with the settings, and return the exit code.
 
     `given` are further overrides, or a function that returns them, and values by key, for the parsed flags; the command
-    line takes precedence. The reason for a rejection is printed and then passed to `after_rejection`.
+    line takes precedence.
     """
 
     def act() -> int:
@@ -450,6 +447,5 @@ def run(
 
     return guarded(
         act,
-        after_rejection=after_rejection,
         interrupted=("interrupted; the same command resumes it", STOPPED),
     )

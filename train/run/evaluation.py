@@ -50,7 +50,14 @@ def evaluate(
     """
     began_s = time.perf_counter()
     votes = Votes(backend.world, attempt.stop)
-    measured = measure(attempt, backend, engine, votes, is_first=recorder.is_first_evaluation)
+    measured = measure(
+        attempt,
+        backend,
+        engine,
+        votes,
+        is_first=recorder.is_first_evaluation,
+        is_trial=backend.collects,
+    )
     recorder.progress.owes_evaluation = votes.stops > 0 and measured is None
     if measured is None:
         return None
@@ -200,12 +207,11 @@ def measure(
 
     The third result, on rank 0, is the statistics [examples, n] behind them.
 
-    Returns None if a rank is asked to stop. Also returns None if the backend only collects graphs: each rank then
-    runs a single batch, whose metrics would be meaningless. The same holds for a trial, which runs the last batch.
+    Returns None if a rank is asked to stop, and after a trial, which runs only the last batch.
     """
     task, world = attempt.task, backend.world
     batch_size = attempt.plan.eval_batch_size
-    order = eval_order(task, engine, batch_size=batch_size, collects=backend.collects)
+    order = eval_order(task, engine, batch_size=batch_size)
     batches = Batches(
         task.eval_data(),
         deque(order, maxlen=1) if is_trial else order,
@@ -232,8 +238,6 @@ def measure(
         return None
     rows = torch.cat(backend.to_host(statistics)).numpy() if statistics else None
     gathered = world.gather((engine.data_rank, rows))
-    if backend.collects:
-        return None
     # The host merges the rows in the order of the data, so the metrics are the same on any number of ranks.
     parts = {data_rank: part for data_rank, part in gathered if part is not None}
     merged = np.empty(0)

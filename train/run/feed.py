@@ -162,14 +162,12 @@ def draw(steps: Iterator[list[Batch]]) -> tuple[list[Batch], Exception | None]:
     return batches, failure_of(batches)
 
 
-def eval_order(
-    task: Task, engine: Engine, *, batch_size: int, collects: bool
-) -> EvalOrder | BucketEvalOrder:
-    """Return this rank's batches of an evaluation; if `collects`, only one per length and rank, to collect graphs."""
-    rank, size = engine.data_rank, engine.data_size
+def eval_order(task: Task, engine: Engine, *, batch_size: int) -> EvalOrder | BucketEvalOrder:
+    """Return this rank's batches of an evaluation."""
+    rank = engine.data_rank
+    size = engine.data_size
     if task.buckets is None:
-        return EvalOrder(task.eval_rows, batch_size, rank, size, 1 if collects else None)
-    most = batch_size * size if collects else task.eval_rows
+        return EvalOrder(task.eval_rows, batch_size, rank, size)
     return BucketEvalOrder(
-        task.buckets.evaluation, batch_size=batch_size, rank=rank, world_size=size, most=most
+        task.buckets.evaluation, batch_size=batch_size, rank=rank, world_size=size
     )

@@ -60,10 +60,14 @@ def hanging(head: str, text: str, *, indent: int) -> list[str]:
 
 
 def explained_field(schema: type, key: str) -> tuple[Field, str]:
-    """Return the field and the comment of a key such as "checkpoint.every". A subclass of the section may define it."""
+    """Return the field and the comment of a key such as "checkpoint.every". A subclass of a section may define it."""
     *path, name = key.split(".")
     for part in path:
-        schema = typing.get_type_hints(schema)[part]
+        schema = next(
+            hints[part]
+            for hints in map(typing.get_type_hints, (schema, *schema.__subclasses__()))
+            if part in hints
+        )
     for kind in (schema, *schema.__subclasses__()):
         for item in fields(kind):
             if item.name == name:

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from train.config import check
-from train.parallel.optimizer_spec import OptimizerSpec
-from train.parallel.optimizers import OPTIMIZERS, SCHEDULES
+from train.parallel.optim import OPTIMIZERS, SCHEDULES, OptimizerSpec
 from train.run.help import add_option
 from train.storage import imported
 from train.tasks import TASKS, TaskSpec

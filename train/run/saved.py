@@ -14,13 +14,12 @@ from train.config import (
     InputError,
     InstanceConfig,
     ModelConfig,
-    NeuronConfig,
     RecordsConfig,
     TrainConfig,
     XLAConfig,
     check,
 )
-from train.parallel.optimizers import OPTIMIZERS
+from train.parallel.optim import OPTIMIZERS
 from train.run import compose as cli
 from train.run_folder.identity import find_identity
 from train.storage import imported
@@ -101,9 +100,7 @@ def whole_config(folder: Folder) -> TrainConfig:
         schema.parallel = {name: kind for group, name, kind in cli.SCHEMAS if group == "parallel"}[
             saved.parallel.name
         ]
-        # other backends share BackendConfig
-        kinds = {kind.name: kind for kind in (XLAConfig, NeuronConfig)}
-        schema.backend = kinds.get(saved.backend.name, BackendConfig)
+        schema.backend = XLAConfig if saved.backend.name == XLAConfig.name else BackendConfig
         config = OmegaConf.to_object(OmegaConf.merge(schema, saved))
     except FileNotFoundError as error:
         raise InputError(f"{config_path} is missing: it has the model's sizes") from error

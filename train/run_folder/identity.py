@@ -37,7 +37,7 @@ FOLDERS = (
 # files changed in place, not replaced
 WRITTEN = re.compile(r"checkpoints|lease|log|metrics\.jsonl|rank_\d{4,}\.txt")
 # Settings of the model and the optimizer that a resume may change. The first only selects an implementation. The second
-# only changes the end of a run: `check_continues` in train/parallel/optimizers.py rejects a change to earlier steps.
+# only changes the end of a run: `check_continues` in train/parallel/optim.py rejects a change to earlier steps.
 FREE = ("model.attention", "optim.decay_fraction")
 IDENTITY_KEYS = {"data", "seed", "global_batch_size"}
 

@@ -94,17 +94,17 @@ def headers_folder() -> Path:
     return Path(tempfile.gettempdir(), f"torchinductor_{user}")
 
 
-def place_graphs(environ: Mapping[str, str], *, is_native: bool) -> dict[str, str]:
+def place_graphs(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variable that sets the folder of Neuron's cache; {} if the cache is in a bucket.
 
     A new folder begins as a copy of the image's graphs. Raises InputError if others could write to the folder.
     """
-    name = neuron.NATIVE_CACHE if is_native else "NEURON_COMPILE_CACHE_URL"
-    location = neuron.native_cache(environ) if is_native else neuron.cache_location(environ)
+    name = "NEURON_COMPILE_CACHE_URL"
+    location = neuron.cache_location(environ)
     if "://" in location:
         return {}
     path = Path(location)
-    if location == neuron.cache_location({}) and not is_native and IMAGE_GRAPHS.is_dir():
+    if location == neuron.cache_location({}) and IMAGE_GRAPHS.is_dir():
         private_folder(path.parent, name)
         made_once(path, lambda folder: copytree(IMAGE_GRAPHS, folder, dirs_exist_ok=True))
     return {name: str(private_folder(path, name))}

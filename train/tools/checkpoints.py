@@ -40,9 +40,11 @@ def opened(folder: Folder, cache_dir: str | None) -> Iterator[Store]:
     if isinstance(folder, LocalFolder):
         yield open_store(folder, folder.path)
         return
-    cache = make_folder(local_path(cache_dir) if cache_dir else host.cache_root())
+    cache = host.cache_root()
+    if cache_dir:
+        cache = local_path(cache_dir)
     with tempfile.TemporaryDirectory(
-        prefix="checkpoints-", dir=cache, ignore_cleanup_errors=True
+        prefix="checkpoints-", dir=make_folder(cache), ignore_cleanup_errors=True
     ) as scratch:
         yield open_store(folder, Path(scratch))
 
@@ -85,7 +87,8 @@ def table(store: Store) -> Iterator[str]:
     names = {"newest": max(whole, default=None), "best": best(whole)}
     for step, cells in rows.items():
         marks = [name for name, marked in names.items() if marked == step]
-        cells[-1] += f"  ({', '.join(marks)})" if marks else ""
+        if marks:
+            cells[-1] += f"  ({', '.join(marks)})"
     lines = [list(COLUMNS), *(rows[step] for step in sorted(rows))]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines if rows else ():
@@ -100,7 +103,9 @@ def table(store: Store) -> Iterator[str]:
 
 
 def row(manifest: Manifest) -> list[str]:
-    score = "-" if manifest.metric is None else f"{abs(manifest.metric):.4f}"
+    score = "-"
+    if manifest.metric is not None:
+        score = f"{abs(manifest.metric):.4f}"
     numbers = [str(manifest.step), size(manifest), score, str(manifest.world_size)]
     return [*numbers, manifest.backend, str(manifest.fence)]
 
@@ -114,7 +119,8 @@ def size(manifest: Manifest) -> str:
 
 def verify(store: Store, step: int | None) -> int:
     """Read a step, or all steps, and compare the checksums. Prints a line per step and returns the exit code."""
-    steps, valid = store.steps() if step is None else [step], []
+    steps = [step] if step is not None else store.steps()
+    valid = []
     for each in steps:
         try:
             store.release(fetch(store, each))
@@ -125,15 +131,15 @@ def verify(store: Store, step: int | None) -> int:
             valid.append(each)
     is_lost = not valid and bool(steps or store.quarantined())
     if step is None:
-        start = (
-            f"resumes from step {valid[-1]}"
-            if valid
-            else "begins from scratch: there is no checkpoint"
-        )
-        say(
-            f"the next start {'fails: there are checkpoints, but none is valid' if is_lost else start}"
-        )
-    return FAILED if is_lost or len(valid) < len(steps) else DONE
+        start = "begins from scratch: there is no checkpoint"
+        if valid:
+            start = f"resumes from step {valid[-1]}"
+        elif is_lost:
+            start = "fails: there are checkpoints, but none is valid"
+        say(f"the next start {start}")
+    if is_lost or len(valid) < len(steps):
+        return FAILED
+    return DONE
 
 
 def prune(folder: Folder, store: Store, keep: int, *, removes: bool) -> int:
@@ -162,7 +168,8 @@ def prune(folder: Folder, store: Store, keep: int, *, removes: bool) -> int:
 
 def show(reasons: dict[int, str | None], uncommitted: list[str], action: str) -> None:
     for step, reason in reasons.items():
-        say(f"{step_name(step)}  {action if reason is None else f'kept: {reason}'}")
+        what = action if reason is None else f"kept: {reason}"
+        say(f"{step_name(step)}  {what}")
     for name in uncommitted:
         say(f"{name}  {action}: files of an unfinished save, which no manifest lists")
 
@@ -174,11 +181,9 @@ def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Conf
     from train.checkpoints.export import export_step  # torch and transformers take long to import
 
     target = local_path(options.folder)
-    is_new = not target.exists() or (target.is_dir() and not any(target.iterdir()))
-    check(
-        is_new,
-        f"{target} is {'a file' if target.is_file() else 'not empty'}; choose another folder",
-    )
+    check(not target.is_file(), f"{target} is a file; choose another folder")
+    is_new = not target.exists() or not any(target.iterdir())
+    check(is_new, f"{target} is not empty; choose another folder")
     cfg = read_config(folder)
     cfg.data.path, cfg.data.cache_dir, cfg.s3 = options.data or "", options.cache_dir, s3
     step, why = chosen(store, options.step)
@@ -212,11 +217,11 @@ def chosen(store: Store, step: int | None) -> tuple[int, str]:
     best_step = best(whole)
     if best_step is None:
         return max(whole), "the newest (none was evaluated)"
-    name, score = whole[best_step].settings.get("best.metric", "loss"), whole[best_step].metric
-    return (
-        best_step,
-        f"the best (validation {name}{'' if score is None else f' {abs(score):.4f}'})",
-    )
+    name = whole[best_step].settings.get("best.metric", "loss")
+    score = whole[best_step].metric
+    if score is not None:
+        name = f"{name} {abs(score):.4f}"
+    return best_step, f"the best (validation {name})"
 
 
 # ---- command line --------------------------------------------------------------------------------------------------

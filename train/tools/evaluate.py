@@ -26,7 +26,6 @@ from train.machine.runtime import search_rarely
 from train.machine.torchrun import end_torchrun
 from train.run import compose as cli
 from train.run.command import printable
-from train.run.rejection import inform_others
 from train.run.saved import WHERE, read_data
 from train.run_folder.exported import is_outdated, marked, saved_steps
 from train.storage.folders import Folder
@@ -177,9 +176,7 @@ def main(arguments: Sequence[str]) -> int:
     def act(cfg: TrainConfig) -> int:
         return evaluate(cfg, found[0])
 
-    code = cli.run(
-        TrainConfig, act, parser, arguments=arguments, given=given, after_rejection=inform_others
-    )
+    code = cli.run(TrainConfig, act, parser, arguments=arguments, given=given)
     if code != cli.DONE:
         end_torchrun()
     return code

@@ -41,8 +41,8 @@ A setting on the command line overrides a recipe (`experiment=`). This includes 
 `model.pretrained` overrides the recipe's `model.init_from`, and `max_steps` its `max_epochs`. Two such keys on the
 command line are an error, except for the length of training, where the shortest one counts.
 
-Below, `train` stands for all commands that take the settings of a run: `baretrain train`, `baretrain precompile`,
-`baretrain records` and `baretrain doctor --collectives`.
+Below, `train` stands for all commands that take the settings of a run: `baretrain train`, `baretrain records` and
+`baretrain doctor --collectives`.
 
 ## Every day
 
@@ -66,20 +66,14 @@ def commands() -> dict[str, type]:
 
     The packages launch and ami depend on the package train, so it may import them only by name.
     """
-    above = import_module("launch.config").LaunchConfig, import_module("ami.config").AmiConfig
-    schemas = (TrainConfig, PrepareConfig, CompareConfig, BenchConfig, *above)
-    return dict(
-        zip(("train", "prepare", "compare", "bench", "launch", "ami"), schemas, strict=True)
-    )
-
-
-def every_day() -> dict[str, set[str]]:
-    """Return the keys that the help of each command explains. The keys of baretrain records count as keys of train."""
-    used = {
-        command: [import_module(name).USED for name in names]
-        for command, names in EXPLAINED.items()
+    return {
+        "train": TrainConfig,
+        "prepare": PrepareConfig,
+        "compare": CompareConfig,
+        "bench": BenchConfig,
+        "launch": import_module("launch.config").LaunchConfig,
+        "ami": import_module("ami.config").AmiConfig,
     }
-    return {command: set().union(*lists) for command, lists in used.items()}
 
 
 @cache
@@ -95,17 +89,19 @@ def sections() -> dict[tuple[str, type], list[str]]:
 
     def add(kind: type, prefix: str, command: str) -> None:
         for base in filter(is_dataclass, reversed(kind.__mro__)):
-            found[prefix, base] = [*dict.fromkeys([*found.get((prefix, base), []), command])]
+            users = found.setdefault((prefix, base), [])
+            if command not in users:
+                users.append(command)
         hints = typing.get_type_hints(kind)
-        for name, inner in (
-            (item.name, each) for item in fields(kind) for each in held(hints[item.name])
-        ):
-            below = f"{prefix}{name}{'' if inner is hints[name] else '[]'}."
-            for schema in (
-                inner,
-                *(option for group, _, option in options() if f"{group}." == below),
-            ):
-                add(schema, below, command)
+        for item in fields(kind):
+            for inner in held(hints[item.name]):
+                below = f"{prefix}{item.name}."
+                if inner is not hints[item.name]:
+                    below = f"{prefix}{item.name}[]."
+                add(inner, below, command)
+                for group, _, option in options():
+                    if f"{group}." == below:
+                        add(option, below, command)
 
     for command, schema in commands().items():
         add(schema, "", command)
@@ -114,102 +110,87 @@ def sections() -> dict[tuple[str, type], list[str]]:
 
 def held(hint: typing.Any) -> list[type]:
     """Return the dataclass of a field's value or, if the value is a list, of its items; [] if there is none."""
-    return [
-        each
-        for each in (hint, *typing.get_args(hint))
-        if isinstance(each, type) and is_dataclass(each)
-    ]
+    kinds = (hint, *typing.get_args(hint))
+    return [kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)]
 
 
 def keys(prefix: str, kind: type) -> Iterator[list[str]]:
     """Yield a table row for each field that the class itself defines, except the one that names a group's option."""
     hints = typing.get_type_hints(kind)
-    inherited = {
-        item.name for base in filter(is_dataclass, kind.__mro__[1:]) for item in fields(base)
-    }
+    bases = filter(is_dataclass, kind.__mro__[1:])
+    inherited = {item.name for base in bases for item in fields(base)}
     for item in fields(kind):
-        is_own = item.name in get_annotations(kind) and not (
-            item.name in ("kind", "name") and item.name in inherited
-        )
-        if is_own and not is_dataclass(hints[item.name]):
-            shown = [type_name(hints[item.name]), f"`{shown_default(item)}`", allowed(item)]
-            yield [f"`{prefix}{item.name}`", *shown, comment(kind, item.name)]
+        names_option = item.name in ("kind", "name") and item.name in inherited
+        if (
+            item.name not in get_annotations(kind)
+            or names_option
+            or is_dataclass(hints[item.name])
+        ):
+            continue
+        yield [
+            f"`{prefix}{item.name}`",
+            type_name(hints[item.name]),
+            f"`{shown_default(item)}`",
+            allowed(item),
+            comment(kind, item.name),
+        ]
 
 
 def title(prefix: str, kind: type) -> str:
     if not prefix:
-        return f"Top-level keys of {next(name for name, schema in commands().items() if issubclass(schema, kind))}"
+        owners = [name for name, schema in commands().items() if issubclass(schema, kind)]
+        return f"Top-level keys of {owners[0]}"
     of_group = [(name, option) for group, name, option in options() if f"{group}." == prefix]
     names = [name for name, option in of_group if issubclass(option, kind)]
-    return f"`{prefix}` of {', '.join(names)}" if 0 < len(names) < len(of_group) else f"`{prefix}`"
+    if 0 < len(names) < len(of_group):
+        return f"`{prefix}` of {', '.join(names)}"
+    return f"`{prefix}`"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a Markdown table, with a blank line before it."""
-    cells = [[cell.replace("|", r"\|") for cell in row] for row in rows]
-    return [
-        "",
-        *(
-            f"| {' | '.join(row)} |".replace("|  |", "| |")
-            for row in (head, ["---"] * len(head), *cells)
-        ),
-    ]
+    lines = [""]
+    for row in (head, ["---"] * len(head), *rows):
+        cells = " | ".join(cell.replace("|", r"\|") for cell in row)
+        lines.append(f"| {cells} |".replace("|  |", "| |"))
+    return lines
 
 
 def tables(*, is_every_day: bool) -> Iterator[str]:
     """Yield a section per dataclass: its everyday keys if `is_every_day`, otherwise its other keys."""
-    chosen = every_day()
+    # The keys of `records` count as keys of `train`.
+    explained = {
+        command: {key for module in modules for key in import_module(module).USED}
+        for command, modules in EXPLAINED.items()
+    }
     for (prefix, kind), users in sections().items():
-        used = set().union(*(chosen.get(user, ()) for user in users))
-        if rows := [
-            row for row in keys(prefix, kind) if (row[0].strip("`") in used) is is_every_day
-        ]:
-            about = (kind.__doc__ or "").split("\n\n")[0]
-            about = (
-                ""
-                if about.startswith(f"{kind.__name__}(")
-                else " ".join(about.replace("None", "null").split())
-            )
-            yield from (
-                "",
-                f"### {title(prefix, kind)}",
-                "",
-                f"{about} Used by {', '.join(users)}.".strip(),
-            )
-            yield from table(("key", "type", "default", "values", "meaning"), rows)
+        used = {key for user in users for key in explained.get(user, ())}
+        rows = [row for row in keys(prefix, kind) if (row[0].strip("`") in used) is is_every_day]
+        if not rows:
+            continue
+        about = (kind.__doc__ or "").split("\n\n")[0]
+        if about.startswith(f"{kind.__name__}("):
+            about = ""
+        about = " ".join(about.replace("None", "null").split())
+        yield from ("", f"### {title(prefix, kind)}", "")
+        yield f"{about} Used by {', '.join(users)}.".strip()
+        yield from table(("key", "type", "default", "values", "meaning"), rows)
 
 
-def page() -> str:
-    lines = [
-        *INTRODUCTION.splitlines(),
-        *tables(is_every_day=True),
-        *OTHERS.splitlines(),
-        *tables(is_every_day=False),
-    ]
-    lines += GROUPS.splitlines()
-    listed = [
-        (group, name, default)
-        for name in commands()
-        for group, (default, _) in groups(name).items()
-    ]
-    for group in dict.fromkeys(group for group, _, _ in listed):
-        defaults = {name: default or "null" for each, name, default in listed if each == group}
-        used = "; ".join(
-            f"{', '.join(name for name in defaults if defaults[name] == value)} (default `{value}`)"
-            for value in dict.fromkeys(defaults.values())
-        )
-        rows = [
-            [f"`{option}`", option_help(group, option)]
-            for option in groups(next(iter(defaults)))[group][1]
-        ]
-        lines += [
-            "",
-            f"### `{group}=`",
-            "",
-            f"Used by {used}.",
-            *table(("option", "what it is"), rows),
-        ]
-    return "\n".join(lines) + "\n"
+def group_tables() -> Iterator[str]:
+    """Yield a section per group: the commands that have it, each with its default option, and all options."""
+    defaults: dict[str, dict[str, list[str]]] = {}
+    listed: dict[str, list[str]] = {}
+    for command in commands():
+        for group, (default, names) in groups(command).items():
+            users = defaults.setdefault(group, {})
+            users.setdefault(default or "null", []).append(command)
+            listed.setdefault(group, names)
+    for group, users in defaults.items():
+        used = [f"{', '.join(names)} (default `{value}`)" for value, names in users.items()]
+        yield from ("", f"### `{group}=`", "", f"Used by {'; '.join(used)}.")
+        rows = [[f"`{name}`", option_help(group, name)] for name in listed[group]]
+        yield from table(("option", "what it is"), rows)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -218,7 +199,9 @@ def main(arguments: Sequence[str]) -> int:
 
     def act() -> int:
         parser.parse_args(arguments)
-        say(*page().splitlines())
+        say(*INTRODUCTION.splitlines(), *tables(is_every_day=True))
+        say(*OTHERS.splitlines(), *tables(is_every_day=False))
+        say(*GROUPS.splitlines(), *group_tables())
         return DONE
 
     return guarded(act)

@@ -100,12 +100,10 @@ class BucketEvalOrder:
         batch_size: int,
         rank: int,
         world_size: int,
-        most: int | None = None,
     ) -> None:
-        """Order the rows. `most`: how many rows of each bucket to read; None: all."""
         self.num_rows, self.batch_size = len(bucket_of), batch_size
         buckets = range(int(bucket_of.max(initial=0)) + 1)
-        self.members = [np.flatnonzero(bucket_of == bucket)[:most] for bucket in buckets]
+        self.members = [np.flatnonzero(bucket_of == bucket) for bucket in buckets]
         self.parts = [EvalOrder(len(rows), batch_size, rank, world_size) for rows in self.members]
 
     def __len__(self) -> int:

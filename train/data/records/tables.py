@@ -114,7 +114,9 @@ def once_per_machine(lock: Path, action: Callable[[], str]) -> str:
     launch = launched()
     # Ranks of one launch have the same parent, torchrun's agent, and the same restart count.
     name = f"{owner_name(os.getppid())}-{launch.restart_count}"
-    with lock.open("a+") as file:
+    with disk_errors("write", lock):
+        file = lock.open("a+")
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         made_by, _, result = file.read().partition(" ")

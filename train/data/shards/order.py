@@ -318,12 +318,9 @@ class EvalOrder:
     batch_size: int
     rank: int
     world_size: int
-    most_batches: int | None = None  # batches per rank; None: all
 
     def __len__(self) -> int:
-        return min(
-            -(-self.rows // (self.batch_size * self.world_size)), self.most_batches or self.rows
-        )
+        return -(-self.rows // (self.batch_size * self.world_size))
 
     def __iter__(self) -> Iterator[list[int]]:
         padded = np.full(len(self) * self.batch_size, PADDING)

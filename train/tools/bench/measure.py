@@ -33,7 +33,7 @@ from train.run.stopping import StoppedEarly, StopRequest
 from train.storage.atomic_io import write_atomic
 from train.storage.folders import local_path
 from train.tools.bench.config import BenchConfig
-from train.tools.bench.speeds import Peak, TimedSteps, cost, speeds, table
+from train.tools.bench.speeds import Peak, TimedSteps, speeds, table, usd_per_million
 
 logger = logging.getLogger("train")
 MEASURED = "measured"  # the reason why the run stops
@@ -134,23 +134,19 @@ class Meter:
             self.summarise(recorder)
 
     def keep(self, recorder: Recorder, values: dict[str, Any]) -> None:
-        window, now_s, end = (
-            recorder.window,
-            time.perf_counter(),
-            self.cfg.untimed + self.cfg.steps,
-        )
+        now_s = time.perf_counter()
+        end = self.cfg.untimed + self.cfg.steps
+        window = recorder.window
         if self.cfg.untimed < values["step"] <= end:
-            wall_s = max(now_s - self.line_s - window.compile_s, 1e-9)
-            wait_s, compile_s = values["data_wait_s"], window.compile_s
             self.windows.append(
                 TimedSteps(
-                    window.steps,
-                    wall_s,
-                    window.tokens,
-                    window.slots,
-                    window.flops,
-                    wait_s,
-                    compile_s,
+                    steps=window.steps,
+                    wall_s=max(now_s - self.line_s - window.compile_s, 1e-9),
+                    tokens=window.tokens,
+                    slots=window.slots,
+                    flops=window.flops,
+                    wait_s=values["data_wait_s"],
+                    compile_s=window.compile_s,
                 )
             )
         self.line_s = now_s
@@ -158,27 +154,30 @@ class Meter:
             self.stop.ask(MEASURED)
 
     def summarise(self, recorder: Recorder) -> None:
-        backend, world, plan, instance = (
-            recorder.backend,
-            recorder.world,
-            recorder.plan,
-            recorder.cfg.instance,
-        )
+        backend = recorder.backend
+        world = recorder.world
+        plan = recorder.plan
+        instance = recorder.cfg.instance
         graphs = backend.graphs()
-        peaks = world.all_gather_object((own_peak_bytes(), peak_device_bytes()))
-        of_devices = [device for _, device in peaks if device is not None]
-        result = speeds(
-            self.windows, global_batch_size=plan.global_batch_size, peak=peak(recorder)
-        )
-        sequences_per_s = result["sequences_per_s"]["median"]
+        on_hosts = world.all_gather_object(own_peak_bytes())
+        on_devices = [peak for peak in world.all_gather_object(peak_device_bytes()) if peak]
+        weights = recorder.engine.model.parameters()
+        result = speeds(self.windows, peak=peak(recorder))
         self.result = {
             "kind": "bench",
             **result,
             "compile_s": graphs.compile_s,
             "graphs": graphs.compiled,
-            "peak_process_bytes": max(host for host, _ in peaks),
-            "peak_device_bytes": max(of_devices) if of_devices else None,
-            **cost(instance, machines=world.num_machines, sequences_per_s=sequences_per_s),
+            "peak_process_bytes": max(on_hosts),
+            "peak_device_bytes": max(on_devices, default=None),
+            "usd_per_million_sequences": usd_per_million(
+                instance,
+                machines=world.num_machines,
+                batch_size=plan.global_batch_size,
+                step_s=result["step_s"]["median"],
+            ),
+            "usd_per_hour": instance.usd_per_hour,
+            "price_date": instance.price_date,
             "global_batch_size": plan.global_batch_size,
             "micro_batch_size": plan.micro_batch_size,
             "accumulation": plan.accumulation,
@@ -188,11 +187,7 @@ class Meter:
             "timed_steps": sum(each.steps for each in self.windows),
             "untimed_steps": self.cfg.untimed,
             "windows": len(self.windows),
-            "parameters": sum(
-                weight.numel()
-                for weight in recorder.engine.model.parameters()
-                if weight.requires_grad
-            ),
+            "parameters": sum(weight.numel() for weight in weights if weight.requires_grad),
             "backend": backend.name,
             "device": backend.device_name,
             "precision": backend.precision,
@@ -209,23 +204,17 @@ class Meter:
 
 def peak(recorder: Recorder) -> Peak:
     """Return the peak from the instance's settings or, if unknown, the sum of what all ranks reach simultaneously."""
-    backend, world, instance = recorder.backend, recorder.world, recorder.cfg.instance
+    backend = recorder.backend
+    world = recorder.world
+    instance = recorder.cfg.instance
     known = instance.peak_flops_per_s(backend.precision)
     if known is not None:
         return Peak(known * world.size, f"conf/instance/{instance.name}.yaml: {instance.source}")
     world.barrier()
     own, size = matmul_flops_per_s(backend)
-    total = world.sum([own])[0]
-    device = (
-        plural(torch.get_num_threads(), "thread")
-        if backend.device.type == "cpu"
-        else backend.device_name
-    )
-    ranks = f", {world.size} ranks at the same time" if world.size > 1 else ""
-    return Peak(
-        total,
-        f"measured here: product of {size} x {size} matrices in {backend.precision} on {device}{ranks}",
-    )
+    product = f"product of {size} x {size} matrices in {backend.precision}"
+    source = f"measured here on {plural(world.size, 'rank')}: {product}"
+    return Peak(world.sum([own])[0], source)
 
 
 def matmul_flops_per_s(backend: Backend) -> tuple[float, int]:

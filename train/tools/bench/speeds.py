@@ -10,7 +10,6 @@ from typing import Any
 from train.config import InstanceConfig, plural
 
 GIB = 2**30
-FLOPS_SOURCE = "train/models/model_sizes.py: a multiply-add is 2 operations; a backward pass is twice a forward pass"
 
 
 @dataclass(frozen=True)
@@ -38,22 +37,17 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
-def speeds(windows: Sequence[TimedSteps], *, global_batch_size: int, peak: Peak) -> dict[str, Any]:
+def speeds(windows: Sequence[TimedSteps], *, peak: Peak) -> dict[str, Any]:
     """Return the speeds of all ranks together. The MFU is None if the model's FLOPs are unknown."""
-    wall_s, flops = sum(each.wall_s for each in windows), sum(each.flops for each in windows)
-    tokens, slots = sum(each.tokens for each in windows), sum(each.slots for each in windows)
-    flops_per_s = flops / wall_s or None
+    wall_s = sum(each.wall_s for each in windows)
+    flops_per_s = sum(each.flops for each in windows) / wall_s or None
+    tokens = sum(each.tokens for each in windows)
     return {
         "step_s": spread([each.wall_s / each.steps for each in windows]),
-        "steps_per_s": spread([each.steps / each.wall_s for each in windows]),
-        "sequences_per_s": spread(
-            [each.steps * global_batch_size / each.wall_s for each in windows]
-        ),
         "tokens_per_s": spread([each.tokens / each.wall_s for each in windows]),
-        "padding_share": 1 - tokens / slots,
-        "mfu": flops_per_s / peak.flops_per_s if flops_per_s else None,
+        "padding_share": 1 - tokens / sum(each.slots for each in windows),
+        "mfu": flops_per_s and flops_per_s / peak.flops_per_s,
         "flops_per_s": flops_per_s,
-        "flops_source": FLOPS_SOURCE,
         "peak_flops_per_s": peak.flops_per_s,
         "peak_source": peak.source,
         "data_wait_share": sum(each.wait_s for each in windows) / wall_s,
@@ -62,51 +56,42 @@ def speeds(windows: Sequence[TimedSteps], *, global_batch_size: int, peak: Peak)
     }
 
 
-def cost(instance: InstanceConfig, *, machines: int, sequences_per_s: float) -> dict[str, Any]:
+def usd_per_million(
+    instance: InstanceConfig, *, machines: int, batch_size: int, step_s: float
+) -> float | None:
     """Return the on-demand price in dollars of the steps for a million sequences; None if unknown."""
-    price = instance.usd_per_hour
-    usd = None if price is None else price * machines * 1e6 / (3600 * sequences_per_s)
-    return {
-        "usd_per_million_sequences": usd,
-        "usd_per_hour": price,
-        "price_date": instance.price_date,
-    }
+    if instance.usd_per_hour is None:
+        return None
+    return instance.usd_per_hour / 3600 * machines * step_s * 1e6 / batch_size
 
 
 def table(result: dict[str, Any]) -> str:
-    def spread_text(key: str, form: str) -> str:
-        values = result[key]
-        return f"{values['median']:{form}} ({values['least']:{form}} to {values['most']:{form}})"
-
-    ranks = f"{plural(result['world_size'], 'rank')} of {plural(result['threads'], 'thread')}"
+    threads = plural(result["threads"], "thread")
     parts = f"{result['micro_batch_size']} x {result['accumulation']} x {result['replicas']}"
-    padding, mfu = result["padding_share"], "unknown: no formula for the FLOPs of this model"
-    if result["mfu"] is not None:
-        mfu = f"{result['mfu']:.1%} of {result['peak_flops_per_s'] / 1e12:.3g} TFLOP/s ({result['peak_source']})"
-    compiling, late_s = "nothing was compiled", result["compile_s_in_timed_steps"]
-    if result["compile_s"]:
-        compiling = f"{result['compile_s']:.1f} s, {result['graphs']} graphs"
-    if late_s:
-        compiling += (
-            f"; {late_s:.1f} s of it in timed steps (left out of the speeds): raise warmup"
-        )
-    memory = f"{result['peak_process_bytes'] / GIB:.2f} GiB of host memory in the largest rank"
-    if result["peak_device_bytes"] is not None:
-        memory = f"{result['peak_device_bytes'] / GIB:.2f} GiB of device memory, {memory}"
-    usd = result["usd_per_million_sequences"]
     rows = {
-        "device": f"{result['backend']} on {result['device']}, {result['precision']}, {ranks}, "
-        f"instance={result['instance']}",
+        "device": f"{result['backend']} on {result['device']}, {result['precision']}, "
+        f"{plural(result['world_size'], 'rank')} of {threads}, instance={result['instance']}",
         "batch": f"{result['global_batch_size']} sequences per step = {parts} (micro batch, accumulation, replicas)",
-        "steps/s": spread_text("steps_per_s", ".4g"),
-        "tokens/s": spread_text("tokens_per_s", ",.0f")
-        + (f", excluding {padding:.1%} padding" if padding else ""),
-        "MFU": mfu,
+        "s/step": spread_text(result["step_s"], ".4g"),
+        "tokens/s": f"{spread_text(result['tokens_per_s'], ',.0f')}, excluding {result['padding_share']:.1%} padding",
+        "MFU": "unknown: no formula for the FLOPs of this model",
         "data wait": f"{result['data_wait_share']:.1%} of the time",
-        "compiling": compiling,
-        "memory": memory,
-        "cost": f"unknown: instance={result['instance']} has no price"
-        if usd is None
-        else f"${usd:,.2f} per million sequences",
+        "compiling": f"{result['compile_s']:.1f} s, {result['graphs']} graphs",
+        "memory": f"{result['peak_process_bytes'] / GIB:.2f} GiB of host memory in the largest rank",
+        "cost": f"unknown: instance={result['instance']} has no price",
     }
+    if result["mfu"] is not None:
+        peak = f"{result['peak_flops_per_s'] / 1e12:.3g} TFLOP/s ({result['peak_source']})"
+        rows["MFU"] = f"{result['mfu']:.1%} of {peak}"
+    late_s = result["compile_s_in_timed_steps"]
+    if late_s:
+        rows["compiling"] += f"; {late_s:.1f} s in timed steps, not counted: raise warmup"
+    if result["peak_device_bytes"] is not None:
+        rows["memory"] += f", {result['peak_device_bytes'] / GIB:.2f} GiB of device memory"
+    if result["usd_per_million_sequences"] is not None:
+        rows["cost"] = f"${result['usd_per_million_sequences']:,.2f} per million sequences"
     return "\n".join(f"{head:11}{text}" for head, text in rows.items())
+
+
+def spread_text(values: dict[str, float], form: str) -> str:
+    return f"{values['median']:{form}} ({values['least']:{form}} to {values['most']:{form}})"
