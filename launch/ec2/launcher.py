@@ -19,8 +19,8 @@ from launch.ec2.instances import ASKED, LISTS_S, Instance, end_all, find, region
 from launch.ec2.machine import MAX_RUN, REGISTERED, settle
 from launch.ec2.request import run_instances
 from launch.record import CONFIG, END, REQUEUE, Attempt, Job, Record
-from launch.run_progress import read_progress
-from launch.supervise import CODES, Decision, conclude
+from launch.run_progress import newest_checkpoint, read_progress
+from launch.supervise import CODES, Decision, close, conclude
 from launch.values import shown_duration, shown_moment, text
 from train.config import Failure, InputError, Unreachable
 from train.machine.console import say
@@ -108,14 +108,24 @@ class Launcher:
             is_decided = last is not None and last.next == REQUEUE  # the first machine has decided
             self.end_machines(LEAVE_S if is_decided else 0.0)
             self.is_training = False
-            decision = Decision(REQUEUE, "failed", reason)
-            if not is_decided and not settle(self.record, self.cluster, decision):
+            if not is_decided and not settle(self.record, self.cluster, self.interrupted(reason)):
                 return
             self.check()
             if time.time() >= self.ends_unix_s:
                 conclude(self.record, Decision(END, "stopped", MAX_RUN))
                 return
             say("asking for all machines again (cluster.again)")
+
+    def interrupted(self, reason: str) -> Decision:
+        """Record that the machines were lost: in the running attempt, or else in a new one, which saved nothing."""
+        decision = Decision(REQUEUE, "failed", reason)
+        running = self.record.history().running_attempt
+        if running is None:
+            conclude(self.record, decision)
+        else:
+            saved = newest_checkpoint(self.record.run) or 0
+            close(self.record, replace(running, checkpoint=saved), decision)
+        return decision
 
     def check(self) -> None:
         """Raise Superseded if another launch has begun, Cancelled if this one has ended or was cancelled."""

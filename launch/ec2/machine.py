@@ -91,22 +91,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def settle(record: Record, cluster: Ec2Config, decision: Decision) -> bool:
-    """Record the decision after the last attempt; return whether to ask for all machines again."""
-    if decision.next == REQUEUE and not cluster.again:
-        hint = f"{decision.reason}; baretrain launch resume {record.run_dir} continues it"
-        decision = Decision(END_JOB, decision.outcome, hint)
+    """Return whether to ask for all machines again, after a decision in the record. If not, record the job's end."""
+    history = retry(record.history)
     if decision.next != REQUEUE:
-        if retry(record.history).ended is None:
+        if history.ended is None:
             conclude(record, decision)
         return False
-    conclude(record, decision)
-    history = retry(record.history)
     limit = exhausted(history, cluster)
     if history.is_stop_asked:
         conclude(record, Decision(END_JOB, "stopped", "stopped as asked"))
+    elif not cluster.again:
+        hint = f"{decision.reason}; baretrain launch resume {record.run_dir} continues it"
+        conclude(record, Decision(END_JOB, decision.outcome, hint))
     elif limit:
         conclude(record, Decision(END_JOB, "failed", f"{limit}; {decision.reason}"))
-    return not (history.is_stop_asked or limit)
+    else:
+        return True
+    return False
 
 
 def act(options: argparse.Namespace, s3: S3Config) -> int:

@@ -33,6 +33,7 @@ from launch.record import Record
 from launch.run_progress import newest_checkpoint
 from train.config import S3Config
 from train.run.command import DONE
+from train.run_folder.metrics_files import rows
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ class Cloud(Trial):
     interruptions: tuple[str, ...] = ()  # one in each attempt, after its first checkpoint
     interrupted: int = 0
     started: dict[str, int] = field(default_factory=dict)  # machine: its namespace
-    ended: set[str] = field(default_factory=set)
+    over: set[str] = field(default_factory=set)
     lost: int = -1  # namespace of a machine that was lost
     stack: ExitStack = field(default_factory=ExitStack)
 
@@ -64,7 +65,7 @@ class Cloud(Trial):
     def pause(self, seconds: float) -> None:
         time.sleep(0.2)
         for machine in self.made():
-            if machine.state == "running" and machine.id not in {*self.started, *self.ended}:
+            if machine.state == "running" and machine.id not in {*self.started, *self.over}:
                 number = next(
                     each for each in (0, 1, 2) if each not in (*self.started.values(), self.lost)
                 )
@@ -76,7 +77,7 @@ class Cloud(Trial):
             number = self.started.get(machine.id)
             if machine.state == "terminated" and number is not None:
                 self.machines.machines.kill_all(self.started.pop(machine.id))
-                self.ended.add(machine.id)
+                self.over.add(machine.id)
             elif number is not None and self.machines.shutdowns(number)[-1:] == ["-P now"]:
                 self.ec2.client().terminate_instances(InstanceIds=[machine.id])
         began = [each for each in self.record.history().attempts if each.is_training]
@@ -178,9 +179,8 @@ def test_an_interrupted_run_resumes_on_new_machines_to_the_same_losses(
     hold.before(*HELD_BEFORE)
     run = cloud("cluster.gate=false", "cluster.again=true", interruptions=("spot", "lost"))
     assert run.launcher().run() == DONE, run.says()
-    assert losses(run.record.run.read("metrics.jsonl")) == pytest.approx(
-        undisturbed_losses, rel=1e-5
-    )
+    lines = b"\n".join(rows(run.record.run))
+    assert losses(lines) == pytest.approx(undisturbed_losses, rel=1e-5)
     first, second, third = run.record.history().attempts
     assert 0 == first.begun_at < second.begun_at < third.begun_at, run.says()
     assert len(run.made()) == 6
