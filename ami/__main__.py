@@ -54,7 +54,10 @@ COMMANDS = {
 
 def main(arguments: Sequence[str]) -> int:
     words = list(arguments)
-    first = words[0] if words else "nothing"
+    if words:
+        first = words[0]
+    else:
+        first = "nothing"
     if first in COMMANDS:
         return act(first, words[1:])
     if first in IMAGES:

@@ -100,7 +100,10 @@ def base_parameter(cfg: AmiConfig) -> str:
     """Return the SSM parameter that holds the id of the base image; "" if the settings name an image."""
     if cfg.base.startswith("ami-"):
         return ""
-    name = "ubuntu" if cfg.base == "ubuntu" else f"{cfg.image}-dlami"
+    if cfg.base == "ubuntu":
+        name = "ubuntu"
+    else:
+        name = f"{cfg.image}-dlami"
     return read_versions().bases[name].version
 
 

@@ -61,7 +61,10 @@ def restore(options: argparse.Namespace) -> int:
 def installed(environment: Path = ENVIRONMENT, efa: Path = EFA) -> dict[str, Any]:
     """Return the versions on this machine, without times, so that equal machines have equal manifests."""
     values = dict(re.findall(r"^([A-Z_]+)='(.*)'$", environment.read_text(), re.MULTILINE))
-    text = efa.read_text() if efa.is_file() else ""
+    if efa.is_file():
+        text = efa.read_text()
+    else:
+        text = ""
     version = re.search(r"EFA installer version: (\S+)", text)
     return {
         "schema": 1,

@@ -63,7 +63,10 @@ def copy_of(api: Api, region: str, image: dict[str, Any]) -> str:
 def point(api: Api, region: str, parameter: str, image: str, *, is_wanted: bool) -> None:
     """Set the SSM parameter from which launches read the image, and say what it was before."""
     answer = api.ask(region, "get_parameters", service="ssm", Names=[parameter])["Parameters"]
-    before = answer[0]["Value"] if answer else "none"
+    if answer:
+        before = answer[0]["Value"]
+    else:
+        before = "none"
     say(f"{parameter} in {region}: {before} -> {image}")
     if is_wanted:
         api.ask(

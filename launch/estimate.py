@@ -146,7 +146,9 @@ def timed(
 
 
 def price(hours: float, usd_per_hour: float | None) -> float | None:
-    return None if usd_per_hour is None else hours * usd_per_hour
+    if usd_per_hour is None:
+        return None
+    return hours * usd_per_hour
 
 
 # ---- assumptions -----------------------------------------------------------------------------------------------------
@@ -209,7 +211,10 @@ def notes_of_price(instance: InstanceConfig) -> list[str]:
             known.append(f"${usd:,.2f} an hour {market}")
     notes = []
     if known:
-        date = f", as of {instance.price_date}" if instance.price_date else ""
+        if instance.price_date:
+            date = f", as of {instance.price_date}"
+        else:
+            date = ""
         notes.append(f"a {instance.name} costs {' and '.join(known)}{date}")
     if unknown:
         notes.append(f"the price {' and '.join(unknown)} is unknown")

@@ -82,4 +82,6 @@ def launched_as(record: Record) -> str:
     except InputError:
         return absolute(record.run_dir)
     is_this = os.path.realpath(named) == os.path.realpath(local_path(record.run_dir))
-    return named if is_this else absolute(record.run_dir)
+    if is_this:
+        return named
+    return absolute(record.run_dir)

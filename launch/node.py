@@ -95,7 +95,10 @@ class Node:
         self.job = job
         self.options = options
         self.name = FileName(os.environ.get("SLURMD_NODENAME") or platform.node())
-        self.hosts = options.hosts.split(",") if options.hosts else [self.name]
+        if options.hosts:
+            self.hosts = options.hosts.split(",")
+        else:
+            self.hosts = [self.name]
         check(
             self.name in self.hosts,
             f"this machine, {self.name}, is not one of the job's: {', '.join(self.hosts)}",

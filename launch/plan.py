@@ -59,7 +59,9 @@ def located(overrides: Sequence[str], key: str, location: str) -> list[str]:
 
 def absolute(location: str) -> str:
     """Return a location as an absolute path or S3 URL, which is valid in every working directory."""
-    return location.rstrip("/") if is_s3(location) else str(local_path(location).absolute())
+    if is_s3(location):
+        return location.rstrip("/")
+    return str(local_path(location).absolute())
 
 
 def make_job(
@@ -155,7 +157,10 @@ def check_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> None:
         cpus = instance.vcpus
         if cpus is None and cfg.cluster.is_here:
             cpus = usable_cpus()
-        most = None if cpus is None else RANKS_PER_CPU * cpus
+        if cpus is None:
+            most = None
+        else:
+            most = RANKS_PER_CPU * cpus
         share = f"{RANKS_PER_CPU} per CPU"
     too_many = f"processes_per_node={ranks}: {instance.name} runs at most {most} ranks, {share}"
     check(most is None or ranks <= most, too_many)

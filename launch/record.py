@@ -196,18 +196,24 @@ class History:
     def last_attempt(self) -> Attempt | None:
         """The last attempt of the last submission."""
         attempts = self.of_submission
-        return attempts[-1] if attempts else None
+        if attempts:
+            return attempts[-1]
+        return None
 
     @property
     def running_attempt(self) -> Attempt | None:
         last = self.last_attempt
-        return last if last is not None and not last.is_over else None
+        if last is not None and not last.is_over:
+            return last
+        return None
 
     @property
     def ended(self) -> Attempt | None:
         """The attempt with which the last submission's job ended; None if it has not ended."""
         last = self.last_attempt
-        return last if last is not None and last.next == END else None
+        if last is not None and last.next == END:
+            return last
+        return None
 
     @property
     def is_stop_asked(self) -> bool:

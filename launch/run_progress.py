@@ -49,10 +49,16 @@ def read_progress(run: Folder) -> RunProgress:
     names = run.names_here()
     lines = list(read_back(run, limit_bytes=TAIL_BYTES))  # the newest comes first
     trained = of_kind(lines, "train")
-    last = trained[0] if trained else {}
+    if trained:
+        last = trained[0]
+    else:
+        last = {}
     evaluation = next(iter(of_kind(lines, "eval")), {})
     summary = next(iter(of_kind(lines, "summary")), {})
-    newest_line = lines[0] if lines else {}
+    if lines:
+        newest_line = lines[0]
+    else:
+        newest_line = {}
     environment = read_environment(run)
     planned = count(table(environment, "plan"), "total_steps")
     return RunProgress(

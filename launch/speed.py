@@ -110,7 +110,10 @@ def increase(first: dict[str, Any], last: dict[str, Any], name: str) -> float:
 
 def flops_per_sequence(cfg: TrainConfig, shape: Shape, seq_len: int) -> float:
     """Return the number of FLOPs needed to train on one sequence, counted as for a run's MFU."""
-    labels = len(cfg.data.labels) if isinstance(cfg.data, RecordsConfig) else 0
+    if isinstance(cfg.data, RecordsConfig):
+        labels = len(cfg.data.labels)
+    else:
+        labels = 0
     head = cfg.task.head_size(seq_len, labels)
     return shape.train_flops(head, seq_len=seq_len, frozen=cfg.model.freeze_layers)
 

@@ -130,7 +130,9 @@ def state_of_active(kind: str, answer: State, history: History) -> str:
 def clean(text: str) -> str:
     """Return a text as one line without control characters, cut to MAX_CHARS."""
     line = printable(text)
-    return line if len(line) <= MAX_CHARS else f"{line[:MAX_CHARS]}..."
+    if len(line) <= MAX_CHARS:
+        return line
+    return f"{line[:MAX_CHARS]}..."
 
 
 def lines_of(status: Status) -> list[str]:
@@ -193,16 +195,24 @@ def of_run(status: Status) -> list[tuple[str, str]]:
 
 def attempt_text(attempt: Attempt) -> str:
     if not attempt.is_over:
-        where = f" on {', '.join(attempt.nodes)}" if attempt.nodes else ""
+        if attempt.nodes:
+            where = f" on {', '.join(attempt.nodes)}"
+        else:
+            where = ""
         return f"since {shown_moment(attempt.began_unix_s)}{where}"
-    step = f" at step {attempt.step:,}" if attempt.step else ""
+    if attempt.step:
+        step = f" at step {attempt.step:,}"
+    else:
+        step = ""
     return f"{attempt.outcome}{step}, {attempt.reason}; then: {attempt.next}"
 
 
 def shown_step(status: Status) -> str:
     step, total = status.progress.step, status.progress.total_steps
     if total is None:
-        return "" if step is None else f"{step:,}"
+        if step is None:
+            return ""
+        return f"{step:,}"
     if step is None:
         return f"none of {total:,} yet"
     return f"{step:,} of {total:,} ({step / total:.1%})"

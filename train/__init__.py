@@ -16,7 +16,10 @@ __version__ = "0.1.0"
 def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Report the error that ends the program."""
     # Ctrl-C (even while torch is being imported) and a missing package get one line instead of a traceback.
-    missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+    if isinstance(error, ModuleNotFoundError):
+        missing = error.name or ""
+    else:
+        missing = ""
     if missing and missing.split(".")[0] not in ("train", "launch", "ami", "conf"):
         how = (
             "use .venv/bin/python, or first `source .venv/bin/activate` (make setup creates .venv)"

@@ -51,8 +51,14 @@ ON_RANKS = ("train", "bench", "evaluate")  # torchrun may start these
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code. Words that name no command are settings of a training run."""
-    words = sys.argv[1:] if arguments is None else arguments
-    first = words[0] if words else "--help"
+    if arguments is None:
+        words = sys.argv[1:]
+    else:
+        words = arguments
+    if words:
+        first = words[0]
+    else:
+        first = "--help"
     if first in COMMANDS:
         return run(first, words[1:])
     if first == "--version":

@@ -85,7 +85,10 @@ def train(settings: Sequence[str], *, ranks: int = 1, imports: Sequence[str] = (
         for line in read_lines(folder)
         if line["kind"] == "eval"
     ]
-    export = f"{location.rstrip('/')}/export" if folder.names("export/") else None
+    if folder.names("export/"):
+        export = f"{location.rstrip('/')}/export"
+    else:
+        export = None
     scores = {}
     if evaluations:
         from train.observe.report.run import read_run  # imported late: it imports pandas
@@ -124,7 +127,10 @@ def predict(
     or a list, generator, array, data frame or data set of them. A Path names a file of rows. `options` are settings of
     the command.
     """
-    lines = [] if isinstance(rows, Path) else lines_of(rows)
+    if isinstance(rows, Path):
+        lines = []
+    else:
+        lines = lines_of(rows)
     if not isinstance(rows, Path) and not lines:
         return []
     with TemporaryDirectory() as folder:
@@ -234,7 +240,10 @@ def flags(imports: Sequence[str]) -> list[str]:
 def listed(values: Iterable[str]) -> list[str]:
     """Return the values, which a generator yields once. Raises InputError if they are not a list of texts."""
     # The characters of a string, or the keys of a dict, would become values.
-    given = [] if isinstance(values, str | Mapping) else list(values)
+    if isinstance(values, str | Mapping):
+        given = []
+    else:
+        given = list(values)
     is_list = not isinstance(values, str | Mapping) and all(
         isinstance(each, str) for each in given
     )

@@ -128,7 +128,10 @@ def attempt(cfg: TrainConfig) -> int:
                 leave_at_once(cli.FAILED)
             return cli.FAILED
     if reason in ENDS:
-        flags = cfg.s3.flags() if is_s3(cfg.run_dir) else []
+        if is_s3(cfg.run_dir):
+            flags = cfg.s3.flags()
+        else:
+            flags = []
         logger.info(
             "%s at step %d: baretrain report %s",
             reason,

@@ -185,7 +185,10 @@ def train(
         # without this checkpoint the next start would evaluate again
         if is_over(attempt, progress):
             checkpoints.save(score, is_last=True)
-    batches = [] if is_over(attempt, progress) else draw_first(attempt, data, metrics, votes)
+    if is_over(attempt, progress):
+        batches = []
+    else:
+        batches = draw_first(attempt, data, metrics, votes)
     while not is_over(attempt, progress):
         votes.raise_failure()
         watch.phase("data", step=progress.step, is_start=metrics.is_first)
@@ -218,9 +221,15 @@ def train(
         )
         if metrics.skips_in_a_row >= cfg.nonfinite.max_skips:
             progress = checkpoints.roll_back()
-            batches = draw_first(attempt, data, metrics, votes) if is_last else following
+            if is_last:
+                batches = draw_first(attempt, data, metrics, votes)
+            else:
+                batches = following
             continue
-        score = evaluate(attempt, backend, engine, metrics) if evaluates else None
+        if evaluates:
+            score = evaluate(attempt, backend, engine, metrics)
+        else:
+            score = None
         stops = votes.stops > 0 or progress.owes_evaluation
         ends = stops or is_over(attempt, progress)
         if ends or checkpoints.is_due():
@@ -232,7 +241,9 @@ def train(
 
 
 def num_lengths(task: Task) -> int:
-    return 1 if task.buckets is None else len(task.buckets.lengths)
+    if task.buckets is None:
+        return 1
+    return len(task.buckets.lengths)
 
 
 def workload(cfg: TrainConfig, plan: Plan, task: Task, *, is_whole: bool) -> Workload:

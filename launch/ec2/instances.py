@@ -19,9 +19,8 @@ from train.machine.console import say
 
 ASKED = "asked"  # key of a submission's handle: the last request for machines
 SIGNED_S = 900.0  # how long EC2 accepts a signed request (EC2 API reference, RequestExpired)
-LISTS_S = (
-    300.0  # how long EC2 may take to list new machines (EC2 API reference, "Eventual consistency")
-)
+# how long EC2 may take to list new machines (EC2 API reference, "Eventual consistency")
+LISTS_S = 300.0
 FIRST_S, MOST_S = 5.0, 60.0  # first and longest pause between two looks
 LIMIT_S = 1200.0  # machines with many network interfaces take minutes to end
 

@@ -93,7 +93,9 @@ class Launcher:
         is_ending = ended is not None and self.is_training
         self.end_machines(LEAVE_S if is_ending else 0.0)
         say("no machine of the run is left on EC2")
-        return CODES.get(ended.outcome, FAILED) if ended else FAILED
+        if ended:
+            return CODES.get(ended.outcome, FAILED)
+        return FAILED
 
     def train(self) -> None:
         """Make machines and wait for the end of the run. After an interruption, make new ones if that is wanted."""
@@ -246,7 +248,9 @@ class Launcher:
     def attempt_on_machines(self) -> Attempt | None:
         """Return the last attempt on the machines that were made last; None if there is none yet."""
         attempts = self.record.history().attempts
-        return attempts[-1] if len(attempts) > self.attempts_before else None
+        if len(attempts) > self.attempts_before:
+            return attempts[-1]
+        return None
 
     def reason_of(self, ident: str, machine: Instance | None) -> str:
         with suppress(FileNotFoundError):

@@ -238,7 +238,9 @@ class Machine:
         """Let all machines run a command of launch.node at the same time; return this machine's exit code."""
         retry(self.record.folder.write, self.next_step, canonical_json(asdict(step)))
         self.number += 1
-        return DONE if step.command == END else self.do(step)
+        if step.command == END:
+            return DONE
+        return self.do(step)
 
     # ---- the other machines ------------------------------------------------------------------------------------------
 

@@ -163,7 +163,10 @@ class Batch:
     ) -> int:
         """Run srun; return its exit code. Raises NeverBegan if no task starts or, with `needs_all`, if not all do."""
         log = self.log()
-        before = log.stat().st_size if log is not None else 0
+        if log is not None:
+            before = log.stat().st_size
+        else:
+            before = 0
         process = processes.start(["srun", *command, *self.record.flags()], env=os.environ)
         code = processes.exit_code(process, meanwhile=self.stop.write, limit_s=limit_s)
         if code == 0 or log is None or self.stop.reason is not None:

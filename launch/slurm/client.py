@@ -83,8 +83,13 @@ def read_jobs(text: str, job_id: int, expand: Callable[[str], tuple[str, ...]]) 
         match = JOB_LINE.fullmatch(line)
         if match is None or job_id not in (int(match["job_id"]), int(match["array_id"])):
             raise BadContent(f"Slurm's line about job {job_id} cannot be read: {shown(line)}")
-        reason = "" if match["reason"] in UNKNOWN else match["reason"]
-        nodes = () if match["nodes"] in UNKNOWN else expand(match["nodes"])
+        if match["reason"] in UNKNOWN:
+            reason = ""
+        else:
+            reason = match["reason"]
+        nodes: tuple[str, ...] = ()
+        if match["nodes"] not in UNKNOWN:
+            nodes = expand(match["nodes"])
         task = (match["task"] or "").partition("%")[0] or None
         jobs.append(SlurmJob(int(match["job_id"]), match["state"], reason, nodes, task))
     return jobs
@@ -219,7 +224,10 @@ class Slurm:
                 f"this machine has no Slurm configuration: {one_line(said)}; start this on a login node of the cluster"
             )
         if code is None or (code and SILENT.search(said + out)):
-            heard = f"it said: {one_line(said or out)}; " if said or out else ""
+            if said or out:
+                heard = f"it said: {one_line(said or out)}; "
+            else:
+                heard = ""
             raise Unreachable(
                 f"slurmctld does not answer {command[0]}; {heard}`scontrol ping` shows whether it is up"
             )

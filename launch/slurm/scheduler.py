@@ -96,7 +96,9 @@ def said(handle: Handle, name: str, jobs: Sequence[SlurmJob]) -> str:
     text = f"job {handle[name]} {job.state}"
     if name == "parts_id" and job.array_task is not None:
         text = f"job {handle[name]}, part {job.array_task} {job.state}"
-    return f"{text} ({job.reason})" if job.reason else text
+    if job.reason:
+        return f"{text} ({job.reason})"
+    return text
 
 
 def number(handle: Handle, name: str) -> int:

@@ -64,9 +64,8 @@ def drawn_ids(drawn):
 
 
 def test_tensors_hold_the_rows_asked_for(table):
-    drawn = token_rows(table).draw(
-        np.array([[3, 4], [49, 3 + 2 * ROWS]])
-    )  # the last: of another epoch
+    # the last: of another epoch
+    drawn = token_rows(table).draw(np.array([[3, 4], [49, 3 + 2 * ROWS]]))
     inputs = drawn["inputs"]
     assert inputs.keys() == {*COLUMNS, "attention_mask", "input_ids", "token_type_ids"}
     assert {tensor.dtype for tensor in inputs.values()} == {torch.int64}

@@ -1,7 +1,7 @@
 """A ratchet: size, density and conditional expressions stay at or below what is written here.
 
-Size is counted in nodes of Python's syntax tree without docstrings, which squeezing does not change. A change that needs
-more raises a number here, in a commit that says for what.
+Size is counted in nodes of Python's syntax tree without docstrings, which squeezing does not change. A change that
+needs more raises a number here, in a commit that says for what.
 """
 
 import ast

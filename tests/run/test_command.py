@@ -248,12 +248,13 @@ def test_an_interrupt_during_imports_is_one_line(tmp_path):
 
 @pytest.mark.parametrize("command", ["train report", "launch", "ami"])
 def test_python_without_the_environment_is_one_line(command):
+    # -S: without the packages of the environment
     words = [
         sys.executable,
         "-S",
         "-m",
         *command.split(),
-    ]  # -S: without the packages of the environment
+    ]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 1 and "has no module " in line

@@ -73,7 +73,10 @@ class Progress:
     def keep(self, chosen: dict[str, Any]) -> None:
         """Keep what the evaluation of this step has chosen, beside that of the best step. Call `saw` first."""
         kept = self.chosen.get(str(self.best_step))
-        self.chosen = {str(self.best_step): kept} if kept else {}
+        if kept:
+            self.chosen = {str(self.best_step): kept}
+        else:
+            self.chosen = {}
         if chosen:
             self.chosen[str(self.step)] = chosen
 
@@ -186,7 +189,9 @@ def file_name(content: str, rank: int) -> FileName:
 def rank_of(name: str) -> int:
     """Return the rank that wrote a file."""
     match = PART.fullmatch(name)
-    return int(match[1]) if match else 0
+    if match:
+        return int(match[1])
+    return 0
 
 
 def step_name(step: int) -> str:
@@ -196,7 +201,9 @@ def step_name(step: int) -> str:
 def step_of(name: str) -> int | None:
     """Return the step in a folder's name; None for other names."""
     match = re.fullmatch("step_([0-9]{1,18})", name)
-    return int(match[1]) if match else None
+    if match:
+        return int(match[1])
+    return None
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:

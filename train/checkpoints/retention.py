@@ -37,7 +37,10 @@ def retention(store: Store, keep: int, verified: set[int] | None = None) -> dict
         return True
 
     steps = store.steps()
-    newest = steps[-keep:] if keep else steps
+    if keep:
+        newest = steps[-keep:]
+    else:
+        newest = steps
     reasons: dict[int, str | None] = dict.fromkeys(steps)
     if newest != steps:
         manifests, damaged = store.look_at_all()
@@ -66,4 +69,6 @@ def best(manifests: dict[int, Manifest]) -> int | None:
         for step, manifest in manifests.items()
         if manifest.metric is not None and manifest.settings.get("best.metric") == name
     }
-    return min(scores, key=lambda step: (scores[step], step)) if scores else None
+    if scores:
+        return min(scores, key=lambda step: (scores[step], step))
+    return None

@@ -188,7 +188,10 @@ class AsyncSaver:
                 return
             if saved.num_bytes:
                 self.newest, self.save_s = saved.step, saved.save_s
-            self.failures = [] if saved.failure is None else [*self.failures, saved.failure]
+            if saved.failure is None:
+                self.failures = []
+            else:
+                self.failures = [*self.failures, saved.failure]
             if saved.failure is None:
                 self.worked_s = time.monotonic()
             self.results.append(saved)
@@ -209,11 +212,10 @@ class AsyncSaver:
 
     @property
     def newest_text(self) -> str:
-        newest = (
-            f"the newest checkpoint is of step {self.newest}"
-            if self.newest
-            else "there is no checkpoint"
-        )
+        if self.newest:
+            newest = f"the newest checkpoint is of step {self.newest}"
+        else:
+            newest = "there is no checkpoint"
         return f"{newest} ({self.store.location}){self.unsent_text}"
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,13 +74,13 @@ def named(value: Any, prefix: str = "") -> list[tuple[str, Tensor]]:
     """List all tensors of a state with their names, such as "model.embeddings.weight"."""
     if isinstance(value, Tensor):
         return [(prefix, value)]
-    items = (
-        value.items()
-        if isinstance(value, Mapping)
-        else enumerate(value)
-        if isinstance(value, list | tuple)
-        else ()
-    )
+    items: Iterable[tuple[Any, Any]]
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    else:
+        items = ()
     return [
         pair
         for key, item in items

@@ -125,9 +125,10 @@ class LocalStore(Store):
         self.path, self.location = path, str(path)
 
     def steps(self) -> list[int]:
-        numbers = (
-            [step_of(path.name) for path in self.path.iterdir()] if self.path.is_dir() else []
-        )
+        if self.path.is_dir():
+            numbers = [step_of(path.name) for path in self.path.iterdir()]
+        else:
+            numbers = []
         return sorted(step for step in numbers if step is not None)
 
     def quarantined(self) -> list[str]:

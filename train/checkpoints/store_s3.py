@@ -106,7 +106,10 @@ class S3Store(Store):
 
     def compare(self, step: int, objects: Mapping[str, Head]) -> Manifest:
         """Return a step's manifest. Raises Damaged if the lengths of `objects` differ from it."""
-        version = objects[FILE].version if FILE in objects else ""
+        if FILE in objects:
+            version = objects[FILE].version
+        else:
+            version = ""
         known, manifest = self.known.get(step, ("", None))
         if manifest is None or known != version:
             manifest = self.manifest(step)
@@ -265,7 +268,10 @@ class S3Store(Store):
             step = None  # remains None if the manifest cannot be read
             with suppress(Damaged, OtherVersion):
                 path = folder / FILE
-                step = Manifest.from_json(path.read_bytes()).step if path.is_file() else 0
+                if path.is_file():
+                    step = Manifest.from_json(path.read_bytes()).step
+                else:
+                    step = 0
             if step is not None and step <= newest:
                 discard(folder)
             else:
@@ -275,7 +281,9 @@ class S3Store(Store):
 
 def below(manifest: Manifest, name: str) -> str:
     """Return a file's name relative to its step. A step that was copied from a disk has no folder per save."""
-    return f"{manifest.folder}/{name}" if manifest.folder else name
+    if manifest.folder:
+        return f"{manifest.folder}/{name}"
+    return name
 
 
 def in_quarantine(name: str) -> bool:

@@ -143,7 +143,9 @@ class InstanceConfig(Section, prefix="instance."):
         # TF32 has half the peak of bf16 in NVIDIA's data sheets: 156 and 312 TFLOP/s on the A100; 989 and 1,979, both
         # with sparsity, on the H100 SXM.
         share = 0.5 if precision == "tf32" else 1.0
-        return None if tflops is None else tflops * share * 1e12
+        if tflops is None:
+            return None
+        return tflops * share * 1e12
 
 
 def check_backend(backend: BackendConfig, instance: InstanceConfig) -> None:

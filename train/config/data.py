@@ -169,7 +169,9 @@ def column_names(value: Any) -> str | list[str]:
         and len(set(names)) == len(names)
     )
     check(ok, f"data.columns.label={value} must be a column, or a list of different columns")
-    return names if len(names) > 1 else names[0]
+    if len(names) > 1:
+        return names
+    return names[0]
 
 
 @dataclass(kw_only=True)
@@ -209,7 +211,9 @@ class S3Config(Section, prefix="s3."):
         }
         # Flag and value are one argument, since a value may begin with a dash.
         flags = [f"{flag}={value}" for flag, value in given.items() if value is not None]
-        return [*flags, "--path-style"] if self.path_style else flags
+        if self.path_style:
+            return [*flags, "--path-style"]
+        return flags
 
 
 def check_endpoint(key: str, url: str) -> None:

@@ -38,11 +38,10 @@ class Plan:
 def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | None) -> Plan:
     """Plan a run over `rows` sequences of at most `seq_len` tokens. Raises InputError if this is impossible."""
     replicas = cfg.parallel.replicas(world_size)
-    over = (
-        f"{replicas} ranks"
-        if replicas == world_size
-        else f"{replicas} replicas of {world_size // replicas} ranks"
-    )
+    if replicas == world_size:
+        over = f"{replicas} ranks"
+    else:
+        over = f"{replicas} replicas of {world_size // replicas} ranks"
     # TrainConfig requires one of them
     global_batch = cfg.global_batch_size or (cfg.micro_batch_size or 0) * replicas
     try:
@@ -56,9 +55,15 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
     )
     # rows that do not fill a batch are left out, different ones each epoch
     steps_per_epoch = rows // global_batch
-    by_examples = None if cfg.max_examples is None else cfg.max_examples // global_batch
+    if cfg.max_examples is None:
+        by_examples = None
+    else:
+        by_examples = cfg.max_examples // global_batch
     # Rounded first: 1.15 * 100 is 114.99999999999999.
-    by_epochs = None if cfg.max_epochs is None else int(round(cfg.max_epochs * steps_per_epoch, 6))
+    if cfg.max_epochs is None:
+        by_epochs = None
+    else:
+        by_epochs = int(round(cfg.max_epochs * steps_per_epoch, 6))
     lengths = (cfg.max_steps, by_examples, by_epochs)
     total = min(length for length in lengths if length is not None)
     check(
@@ -66,11 +71,10 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
         f"the run is shorter than one step of {global_batch} sequences; raise max_examples or max_epochs",
     )
     optim = cfg.optim
-    warmup = (
-        optim.warmup_steps
-        if optim.warmup_steps is not None
-        else round(total * optim.warmup_fraction)
-    )
+    if optim.warmup_steps is not None:
+        warmup = optim.warmup_steps
+    else:
+        warmup = round(total * optim.warmup_fraction)
     check(
         warmup <= total,
         f"optim.warmup_steps={warmup} is longer than the run of {total} steps; lower it, or use optim.warmup_fraction",
@@ -130,7 +134,9 @@ def nearest(cfg: TrainConfig, global_batch: int, replicas: int, seq_len: int | N
     larger = (number * replicas for number in range(share + 1, share + MOST_TRIED))
     found = [next(filter(can_split, sizes), None) for sizes in (smaller, larger)]
     sizes = [f"global_batch_size={size}" for size in found if size is not None]
-    return f"; the nearest that can is {' or '.join(sizes)}" if sizes else ""
+    if sizes:
+        return f"; the nearest that can is {' or '.join(sizes)}"
+    return ""
 
 
 def micro_batch(cfg: TrainConfig, share: int, seq_len: int | None) -> int:
@@ -149,4 +155,6 @@ def micro_batch(cfg: TrainConfig, share: int, seq_len: int | None) -> int:
 def fitting(cfg: TrainConfig, seq_len: int | None) -> int | None:
     """Return the largest batch, in sequences, that this instance allows; None if there is no limit."""
     tokens = cfg.instance.micro_batch_tokens
-    return None if tokens is None else max(1, tokens // (seq_len or 1))
+    if tokens is None:
+        return None
+    return max(1, tokens // (seq_len or 1))

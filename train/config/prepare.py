@@ -75,14 +75,19 @@ class FilesCorpusConfig(CorpusConfig):
 
 def check_paths(key: str, given: Any) -> None:
     """Raise InputError unless a setting is a path or a list of paths."""
-    paths = given if isinstance(given, list) else [given]
+    if isinstance(given, list):
+        paths = given
+    else:
+        paths = [given]
     ok = bool(paths) and all(isinstance(path, str | int | float) for path in paths)
     check(ok, f"{key}={given} must be a file, a folder or a glob, or a list of these")
 
 
 def paths_of(given: Any) -> list[str]:
     """Return a setting's path or paths as a list."""
-    return list(map(str, given)) if isinstance(given, list) else [str(given)]
+    if isinstance(given, list):
+        return list(map(str, given))
+    return [str(given)]
 
 
 @dataclass(kw_only=True)

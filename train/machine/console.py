@@ -53,11 +53,9 @@ def escaped(char: str) -> str:
 
 def visible_json(line: str) -> str:
     """Return a line of JSON with the same value, in which unprintable characters are escaped."""
-    return (
-        line
-        if line.isprintable()
-        else "".join(x if x.isprintable() else json.dumps(x)[1:-1] for x in line)
-    )
+    if line.isprintable():
+        return line
+    return "".join(x if x.isprintable() else json.dumps(x)[1:-1] for x in line)
 
 
 def printable(text: str) -> str:
@@ -223,4 +221,6 @@ def strip_variables() -> None:
 def bare(value: str) -> str:
     """Return a value without blanks and unprintable characters at its ends."""
     printed = [index for index, char in enumerate(value) if char.isprintable() and char != " "]
-    return value[printed[0] : printed[-1] + 1] if printed else ""
+    if printed:
+        return value[printed[0] : printed[-1] + 1]
+    return ""

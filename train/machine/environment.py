@@ -63,9 +63,9 @@ def commit() -> str | None:
         return None
     # A repository around an installed copy of the code does not have its files.
     is_ours = git("ls-files", "--error-unmatch", Path(train.__file__).name) is not None
-    return (
-        git("describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*") if is_ours else None
-    )
+    if is_ours:
+        return git("describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*")
+    return None
 
 
 def git(*words: str) -> str | None:
@@ -73,4 +73,6 @@ def git(*words: str) -> str | None:
     command = ["git", "-C", str(Path(train.__file__).parent), *words]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     done = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None
+    if done.returncode == 0:
+        return done.stdout.strip()
+    return None

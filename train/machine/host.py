@@ -32,7 +32,10 @@ def filesystem(path: str | Path) -> str:
         if real_path.is_relative_to(point) and len(point.parts) >= best:
             best = len(point.parts)
             # both are of type "fuse"
-            kind = f"{type_}.s3" if source in ("mountpoint-s3", "s3fs") else type_
+            if source in ("mountpoint-s3", "s3fs"):
+                kind = f"{type_}.s3"
+            else:
+                kind = type_
     return kind
 
 
@@ -58,7 +61,10 @@ def instance_stores() -> list[Path]:
         members = SYS_BLOCK / device / "slaves"
         if model.is_file():
             return "Instance Storage" in model.read_text()
-        parts = [path.name for path in members.iterdir()] if members.is_dir() else []
+        if members.is_dir():
+            parts = [path.name for path in members.iterdir()]
+        else:
+            parts = []
         return bool(parts) and all(map(is_instance_store, parts))
 
     return [
@@ -146,4 +152,6 @@ def instance_names() -> list[str]:
 
 def instance_type(product: Path = Path("/sys/devices/virtual/dmi/id/product_name")) -> str:
     """Return this machine's EC2 instance type ("trn1.32xlarge"); elsewhere the product's name or an empty string."""
-    return product.read_text().strip() if product.is_file() else ""
+    if product.is_file():
+        return product.read_text().strip()
+    return ""

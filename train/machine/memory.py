@@ -36,7 +36,10 @@ def available_bytes() -> int:
             or read_number(folder / "memory.usage_in_bytes")
             or 0
         )
-        stat = (folder / "memory.stat").read_text() if (folder / "memory.stat").is_file() else ""
+        if (folder / "memory.stat").is_file():
+            stat = (folder / "memory.stat").read_text()
+        else:
+            stat = ""
         dropped = re.search(r"^(?:total_)?inactive_file (\d+)", stat, re.MULTILINE)
         free.append(max(0, limit - max(0, used - int(dropped[1] if dropped else 0))))
     return min(free)
@@ -72,12 +75,18 @@ def cgroup_folders(controller: str) -> list[Path]:
     found: list[Path] = []
     file = PROC / "self/cgroup"
     # names may contain any bytes
-    lines = os.fsdecode(file.read_bytes()).split("\n") if file.is_file() else []
+    if file.is_file():
+        lines = os.fsdecode(file.read_bytes()).split("\n")
+    else:
+        lines = []
     for line in filter(None, lines):
         _, controllers, path = line.split(":", 2)
         # cgroup v2 has one tree for all controllers
         if controllers == "" or controller in controllers.split(","):
-            root = CGROUPS / controller if controllers else CGROUPS
+            if controllers:
+                root = CGROUPS / controller
+            else:
+                root = CGROUPS
             # "..": the cgroup is above the container's root
             inside = Path("" if ".." in path else path.lstrip("/"))
             found += [root / each for each in (inside, *inside.parents)]
@@ -86,8 +95,13 @@ def cgroup_folders(controller: str) -> list[Path]:
 
 def read_number(path: Path) -> int | None:
     """Return the number in a kernel file; None without a limit: the file is missing, or contains "max" or -1."""
-    text = path.read_text().strip() if path.is_file() else ""
-    return int(text) if text.isdigit() else None
+    if path.is_file():
+        text = path.read_text().strip()
+    else:
+        text = ""
+    if text.isdigit():
+        return int(text)
+    return None
 
 
 def find_oom_counter() -> Path | None:

@@ -35,7 +35,9 @@ class Metadata:
         Raises OSError, HTTPException or ValueError if the service does not answer, or if its answer is invalid.
         """
         content = self.content(path)
-        return None if content is None else json.loads(content)
+        if content is None:
+            return None
+        return json.loads(content)
 
     def text(self, path: str) -> str:
         """Return the text of a category that every machine has. Raises the same errors as `get`."""

@@ -69,7 +69,10 @@ def bad_knobs(environ: Mapping[str, str]) -> list[Knob]:
 def with_flags(flags: str, wanted: Iterable[str]) -> str:
     """Append the `wanted` options to NEURON_CC_FLAGS, except options that the user already gave."""
     given = {part.split("=")[0] for part in split_flags(flags)}
-    words = [flags] if flags.strip() else []
+    if flags.strip():
+        words = [flags]
+    else:
+        words = []
     words += [flag for flag in wanted if flag.split("=")[0] not in given]
     return " ".join(words)
 
@@ -233,7 +236,10 @@ def read_neuron_ls(text: str) -> list[Chip]:
             holders = tuple(
                 (int(process["pid"]), str(process.get("command") or "")) for process in processes
             )
-            address = f"0000:{bdf}" if bdf.count(":") == 1 else bdf
+            if bdf.count(":") == 1:
+                address = f"0000:{bdf}"
+            else:
+                address = bdf
             chips.append(
                 Chip(int(entry.get("neuron_device", number)), int(num_cores), holders, address)
             )

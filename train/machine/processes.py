@@ -150,7 +150,9 @@ def exit_code(
         except subprocess.TimeoutExpired:
             meanwhile()
         else:
-            return 128 - code if code < 0 else code
+            if code < 0:
+                return 128 - code
+            return code
         if time.monotonic() > until_s:
             process.terminate()
             with suppress(subprocess.TimeoutExpired):

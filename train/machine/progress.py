@@ -27,11 +27,16 @@ class Phase:
         waited = f"{time.monotonic() - self.began_s:.0f} s"
         if not self.done:
             return f"{self.name} ({waited})"
-        total = "" if self.total is None else f" of {self.amount(self.total)}"
+        if self.total is None:
+            total = ""
+        else:
+            total = f" of {self.amount(self.total)}"
         return f"{self.name}: {self.amount(self.done)}{total} ({waited})"
 
     def amount(self, number: int) -> str:
-        return f"{number / 1e6:,.1f} MB" if self.unit == "bytes" else f"{number:,} {self.unit}"
+        if self.unit == "bytes":
+            return f"{number / 1e6:,.1f} MB"
+        return f"{number:,} {self.unit}"
 
 
 _phase = Phase("starting")

@@ -64,7 +64,10 @@ def rank_environment(
     Since libfabric 1.18 and aws-ofi-nccl 1.7, NCCL over EFA needs FI_EFA_USE_HUGE_PAGE=0: otherwise forks can fail if
     huge pages run out (awsome-distributed-training, 1.architectures/efa-cheatsheet.md).
     """
-    wanted = {"FI_EFA_USE_HUGE_PAGE": "0"} if forks and efa_devices(SYSFS) else {}
+    if forks and efa_devices(SYSFS):
+        wanted = {"FI_EFA_USE_HUGE_PAGE": "0"}
+    else:
+        wanted = {}
     if not launch.is_one_machine and (card := network_card(launch.master_addr)):
         # By default gloo uses the address of the host name, which Debian and Ubuntu map to 127.0.1.1, and NCCL and
         # Neuron's collectives use the first card they find. "=" tells NCCL to compare the whole name.
@@ -130,7 +133,9 @@ def near_cpus(address: str, allowed: set[int]) -> set[int]:
     if not all(file.is_file() for file in files):
         return set()
     online, near = (read_cpus(file.read_text()) for file in files)
-    return near if allowed == online and near < online else set()
+    if allowed == online and near < online:
+        return near
+    return set()
 
 
 def read_cpus(text: str) -> set[int]:
@@ -161,4 +166,6 @@ def neuron_address(environ: Mapping[str, str], core: int) -> str | None:
         )
         return None
     addresses = [chip.address for chip in chips for _ in range(chip.num_cores)]
-    return addresses[core] if core < len(addresses) else None
+    if core < len(addresses):
+        return addresses[core]
+    return None

@@ -62,7 +62,9 @@ def find_torchrun() -> tuple[int, int] | None:
         process = read_process(pid)
         pid = process.parent if process else 0
     process = read_process(pid)
-    return (pid, process.started) if process and (pid > 1 or runs_python(pid)) else None
+    if process and (pid > 1 or runs_python(pid)):
+        return (pid, process.started)
+    return None
 
 
 def has_variables_of_this_rank(pid: int) -> bool:
@@ -90,7 +92,9 @@ def file_of_start(name: str) -> Path:
     one at which no file can be created.
     """
     error_file = os.environ.get(ERROR_FILE)
-    return Path(error_file).parents[1] / name if error_file else Path("/dev/null", name)
+    if error_file:
+        return Path(error_file).parents[1] / name
+    return Path("/dev/null", name)
 
 
 @contextmanager
@@ -133,7 +137,10 @@ def end_torchrun() -> None:
     restarts, limit = (
         os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS")
     )
-    found = find_torchrun() if is_under_torchrun() and restarts != limit else None
+    if is_under_torchrun() and restarts != limit:
+        found = find_torchrun()
+    else:
+        found = None
     if found is not None and is_alive(*found) and runs_python(found[0]):
         with first_to("end") as is_first:
             if is_first:

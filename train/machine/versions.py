@@ -46,7 +46,9 @@ class Sdk:
 def release(version: str) -> tuple[int, int]:
     """Return the major and minor number of a version: (2, 9) for "2.9.0.2.15.32035"; (0, 0) for ""."""
     match = re.match(r"(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
+    if match:
+        return (int(match[1]), int(match[2]))
+    return (0, 0)
 
 
 @dataclass(frozen=True)

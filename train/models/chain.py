@@ -52,7 +52,10 @@ class Chain:
         groups = repeated_layers(base)
         # ALBERT applies each of its groups several times
         is_shared = hasattr(config, "num_hidden_groups")
-        depth = config.num_hidden_layers if is_shared else len(groups)
+        if is_shared:
+            depth = config.num_hidden_layers
+        else:
+            depth = len(groups)
         self.layers = [groups[index * len(groups) // depth] for index in range(depth)]
         projections = [
             module for name, module in base.named_modules() if name.split(".")[-1] in PROJECTIONS
@@ -147,7 +150,9 @@ class Chain:
             position = self.position
             self.position += 1
             if position < self.part.start:
-                return (hidden, None) if self.gives_pairs else hidden
+                if self.gives_pairs:
+                    return (hidden, None)
+                return hidden
             if position == self.part.start and self.received is not None:
                 hidden = self.received
             output = forward(hidden, *args, **kwargs)

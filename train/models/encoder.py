@@ -426,7 +426,10 @@ def most_positions(config: PreTrainedConfig) -> int | None:
     for name, module in model.named_modules():
         if name.split(".")[-1] == "position_embeddings":
             padding = getattr(module, "padding_idx", None)
-            first = 0 if padding is None else padding + 1
+            if padding is None:
+                first = 0
+            else:
+                first = padding + 1
             limits.append(len(module.weight) - first)
     stated = getattr(config, "max_position_embeddings", None)
     if stated:

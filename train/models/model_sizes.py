@@ -154,7 +154,9 @@ def find_shape(cfg: ModelConfig, *, vocab_size: int | None = None) -> Shape | No
     source = cfg.init_from or cfg.pretrained
     if source is not None:
         folder = folder_of(source)
-        return None if folder is None else read_shape(LocalFolder(folder))
+        if folder is None:
+            return None
+        return read_shape(LocalFolder(folder))
     default = DEFAULTS.get(cfg.architecture)
     if default is None:
         return None
@@ -215,7 +217,9 @@ def read_shape(folder: Folder) -> Shape | None:
 def shape_of_model(model: Any) -> Shape | None:
     """Return the sizes of a `Network`; None for other models, or if DEFAULTS has no such architecture."""
     network = getattr(model, "network", None)
-    return None if network is None else shape_of(network.config.to_dict())
+    if network is None:
+        return None
+    return shape_of(network.config.to_dict())
 
 
 def shape_of(values: dict[str, Any]) -> Shape | None:

@@ -80,7 +80,9 @@ class Network(nn.Module):
 
     def segments(self, token_type_ids: Tensor) -> dict[str, Tensor]:
         """Return the segments as a keyword argument; {} if the architecture does not distinguish segments."""
-        return {"token_type_ids": token_type_ids} if self.has_segments else {}
+        if self.has_segments:
+            return {"token_type_ids": token_type_ids}
+        return {}
 
     def mask(self, real: Tensor) -> Tensor:
         """Return the attention mask in the architecture's form; `real` [B, S] is 1 at tokens and 0 at padding.

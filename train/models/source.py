@@ -56,7 +56,10 @@ def resolved(cfg: ModelConfig, s3: S3Config, cache: Path) -> ModelConfig:
         f"model.initializer_range={cfg.initializer_range} is for a new model, but the weights come from {given}; "
         "set it to null",
     )
-    weights = None if cfg.pretrained is None else hub_or_path(cfg.pretrained)
+    if cfg.pretrained is None:
+        weights = None
+    else:
+        weights = hub_or_path(cfg.pretrained)
     if cfg.init_from is not None:
         weights = located("model.init_from", cfg.init_from, s3, cache, needs="config.json")
     tokenizer = weights

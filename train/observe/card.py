@@ -228,7 +228,10 @@ def settings(run: Run, figures: dict[str, str]) -> Iterator[tuple[str, str]]:
     for label, key in [*SETTINGS, *(task.card_settings if task else ())]:
         value = known.get(key)
         if value not in (None, False, 0, []):
-            values = value if isinstance(value, list) else [value]
+            if isinstance(value, list):
+                values = value
+            else:
+                values = [value]
             yield label, ", ".join(map(plain, values))
 
 

@@ -75,7 +75,10 @@ class MLflow:
         self.client = client = MlflowClient()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "Default"
         known = client.get_experiment_by_name(name)
-        experiment = known.experiment_id if known else client.create_experiment(name)
+        if known:
+            experiment = known.experiment_id
+        else:
+            experiment = client.create_experiment(name)
         found = client.search_runs([experiment], f"tags.`{TAG}` = '{run.id}'", max_results=1)
         if found:
             (mine,) = found

@@ -102,7 +102,10 @@ class TorchCompiler:
         if self.what == "model":
             part = "the encoder as one graph"
             took_s = MODEL_LAYER_COMPILE_S * model.network.config.num_hidden_layers
-        passes = "many" if self.work.passes == sys.maxsize else f"{self.work.passes:,}"
+        if self.work.passes == sys.maxsize:
+            passes = "many"
+        else:
+            passes = f"{self.work.passes:,}"
         logger.info(
             "backend.compile=auto compiles %s (backend.compile=%s): about %.0f s for each batch length, and there are "
             "%s micro batches of each",

@@ -99,7 +99,10 @@ class DDP(Backend):
         tied = guards.tied_names(model)
         self.place(model)
         guards.tie(model, tied)
-        counts_on = self.device if self.skips_on_device else torch.device("cpu")
+        if self.skips_on_device:
+            counts_on = self.device
+        else:
+            counts_on = torch.device("cpu")
         self.skips = nonfinite.Skips(counts_on, self.to_host)
         if self.norms is not None:
             hooks = model.narrow_norms(self.norms)
@@ -139,7 +142,10 @@ class DDP(Backend):
     def try_graphs(self, micro_batch: Callable[[], object]) -> None:
         if self.compiler is None or not self.compiler.is_trial:
             return
-        devices = [self.device] if self.is_cuda else []
+        if self.is_cuda:
+            devices = [self.device]
+        else:
+            devices = []
         with torch.random.fork_rng(devices):
             self.compiler.try_first(micro_batch, self.world)
         if not self.compiler.is_on:  # continue as a run that never compiles

@@ -110,7 +110,10 @@ class FSDP(DataParallel):
         weights = {}
         for name in model:
             is_split = isinstance(own.get(name), DTensor)
-            weights[name] = self._part(model, name) if is_split else model[name]
+            if is_split:
+                weights[name] = self._part(model, name)
+            else:
+                weights[name] = model[name]
         moments = {
             index: {name: self._part(state, name) for name in state}
             for index, state in optimizer["state"].items()
@@ -127,7 +130,10 @@ class FSDP(DataParallel):
         for part in parts.values():
             if id(part) in copies:
                 continue
-            whole = part.full_tensor() if isinstance(part, DTensor) else part
+            if isinstance(part, DTensor):
+                whole = part.full_tensor()
+            else:
+                whole = part
             copies[id(part)] = EMPTY
             if self.data_rank == 0:
                 copies[id(part)] = self.backend.to_host([whole])[0]

@@ -56,11 +56,10 @@ class GraphBudget:
         """Yield the batches and record their shapes, which explain an extra graph."""
         seen: list[dict[str, tuple[int, ...]]] = []
         for batch in batches:
-            shapes = (
-                {}
-                if "failure" in batch
-                else {name: tuple(each.shape) for name, each in batch["inputs"].items()}
-            )
+            if "failure" in batch:
+                shapes = {}
+            else:
+                shapes = {name: tuple(each.shape) for name, each in batch["inputs"].items()}
             if shapes and shapes not in seen:
                 seen.append(shapes)
                 self.shapes = seen

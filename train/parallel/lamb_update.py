@@ -31,7 +31,10 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        skips = None if self.found_inf is None else self.found_inf != 0
+        if self.found_inf is None:
+            skips = None
+        else:
+            skips = self.found_inf != 0
         for group in self.param_groups:
             params = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not params:

@@ -45,7 +45,9 @@ class Skips:
 
     def known_streak(self) -> int:
         """Return the current streak, which is equal on all ranks; 0 if the device counts it."""
-        return int(self.streak) if self.streak.device.type == "cpu" else 0
+        if self.streak.device.type == "cpu":
+            return int(self.streak)
+        return 0
 
     def reset_streak(self) -> None:
         """Reset the streak to 0, after the run has returned to a step before the skipped ones."""

@@ -133,7 +133,10 @@ class Roles(TypedDict):
 
 def roles(cfg: OptimConfig, model: Any) -> Roles:
     """Return the roles of a model's parameters. Raises InputError if cfg.layer_decay does not suit the model."""
-    distances = {} if cfg.layer_decay is None else model.distances()
+    if cfg.layer_decay is None:
+        distances = {}
+    else:
+        distances = model.distances()
     return {"head": model.head_parameters(), "distances": distances}
 
 
@@ -160,7 +163,10 @@ def parameter_groups(
         kinds.setdefault((is_head, parameter.ndim < 2), []).append(parameter)
     groups = []
     for (is_head, is_vector), chosen in sorted(kinds.items()):
-        lr_factor = (cfg.head_lr or cfg.lr) / cfg.lr if is_head else 1.0
+        if is_head:
+            lr_factor = (cfg.head_lr or cfg.lr) / cfg.lr
+        else:
+            lr_factor = 1.0
         for distance, same in groupby(chosen, lambda weight: (distances or {}).get(weight, 0)):
             groups.append(
                 {

@@ -133,11 +133,10 @@ class PipelineState(Engine):
         moments: State = {
             "state": {number: self.optimizer.state[own[number]] for number in sorted(own)}
         }
-        groups = (
-            {"param_groups": [{"params": list(range(len(self.numbers)))}]}
-            if self.stage == 0
-            else {}
-        )
+        if self.stage == 0:
+            groups = {"param_groups": [{"params": list(range(len(self.numbers)))}]}
+        else:
+            groups = {}
         return {"model": weights, "optimizer": {**moments, **groups}}
 
     def sources(self, rank: int, num_ranks: int, settings: Mapping[str, Any]) -> set[int] | None:

@@ -50,11 +50,9 @@ class Tensors(Mapping[Any, Tensor]):
     def shape(self, name: Any) -> torch.Size:
         """Return the shape of the whole tensor."""
         _, value = self.found[name][0]
-        return (
-            value.shape
-            if isinstance(value, Tensor)
-            else torch.Size([value["num_rows"], *value["rows"].shape[1:]])
-        )
+        if isinstance(value, Tensor):
+            return value.shape
+        return torch.Size([value["num_rows"], *value["rows"].shape[1:]])
 
     def rows(self, name: Any, wanted: slice) -> Tensor:
         """Return rows of a tensor, reading only the files that have them. Raises BadContent if a row is in no file."""

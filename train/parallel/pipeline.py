@@ -127,7 +127,10 @@ class Pipeline(PipelineState):
         sums = []
         for held_by in sorted({self.holders[name] for name in self.numbers}):
             ranks = [stages * replica + stage for replica in replicas for stage in held_by]
-            group = self.backend.subgroup(ranks) if len(ranks) > 1 else None
+            if len(ranks) > 1:
+                group = self.backend.subgroup(ranks)
+            else:
+                group = None
             weights = [weight for name, weight in own.items() if self.holders[name] == held_by]
             if group is not None and weights:
                 sums.append((group, weights, len(held_by) > 1))
@@ -244,7 +247,10 @@ class PipelineSync(GradSync):
             gradients = [
                 torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in held
             ]
-            totals = all_reduce_flat(gradients, group) if held else []
+            if held:
+                totals = all_reduce_flat(gradients, group)
+            else:
+                totals = []
             for weight, total in zip(held, totals, strict=True):
                 weight.grad = total
         return super().reduce()

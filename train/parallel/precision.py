@@ -49,7 +49,9 @@ def norms_of(name: str, precision: str, *, compiles_on_gpu: bool) -> torch.dtype
         f"backend.norms=bf16 needs backend.precision=bf16; here it is {precision}",
     )
     is_narrow = name == "auto" and precision == "bf16" and compiles_on_gpu
-    return torch.bfloat16 if is_narrow else NORMS.get(name)
+    if is_narrow:
+        return torch.bfloat16
+    return NORMS.get(name)
 
 
 def check_precision(model: Any, precision: str) -> None:

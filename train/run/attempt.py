@@ -174,7 +174,10 @@ def record_end(attempt: Attempt, reason: str, step: int) -> None:
 
 def record_failure(error: BaseException, attempt: Attempt) -> None:
     """Record that the attempt failed. If several ranks fail, the outcome of the first is kept."""
-    kind = str(error) if isinstance(error, StoppedEarly) else kind_of(error)
+    if isinstance(error, StoppedEarly):
+        kind = str(error)
+    else:
+        kind = kind_of(error)
     ownership = attempt.folder.ownership
     if isinstance(error, LeaseLost):  # the error may come from another rank
         ownership.lost = ownership.lost or str(error)

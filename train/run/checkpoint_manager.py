@@ -218,7 +218,10 @@ class CheckpointManager:
         loss_sum = float(self.backend.to_host([self.engine.loss_sum])[0])
         own = asdict(Sums(loss_sum, window.wait_s, window.work_s))
         must = is_last or (self.cfg.exports_best and progress.best_step == progress.step)
-        patience_s = last_save_patience_s(self.cfg, self.attempt.began_s) if is_last else 0.0
+        if is_last:
+            patience_s = last_save_patience_s(self.cfg, self.attempt.began_s)
+        else:
+            patience_s = 0.0
         if self.recorder.journal is not None:
             self.recorder.journal.write_waiting()  # a run that resumes from here does not write these lines again
         if self.attempt.saves:
@@ -332,9 +335,15 @@ class CheckpointManager:
     def restore_exported(self) -> tuple[int, dict[str, Any]]:
         """Load the weights to be exported into rank 0's model. Return their step, and the settings chosen for them."""
         progress = self.recorder.progress
-        step = self._restore_best() if self.cfg.exports_best else progress.step
+        if self.cfg.exports_best:
+            step = self._restore_best()
+        else:
+            step = progress.step
         by, key = self.cfg.best.metric, "checkpoint.best=true exports the best by best.metric"
-        why = f"the best by {by}" if self.cfg.exports_best else f"the last; {key}={by}"
+        if self.cfg.exports_best:
+            why = f"the best by {by}"
+        else:
+            why = f"the last; {key}={by}"
         logger.info("the export has the weights of step %d, %s", step, why)
         known = progress.chosen.get(str(step))
         return step, known or chosen_at(
@@ -373,5 +382,8 @@ class CheckpointManager:
 
 def last_save_patience_s(cfg: TrainConfig, began_s: float) -> float:
     """Return for how many seconds the last save is retried: PATIENCE_S, or less if max_run_s ends earlier."""
-    left_s = math.inf if cfg.max_run_s is None else began_s + cfg.max_run_s - time.monotonic()
+    if cfg.max_run_s is None:
+        left_s = math.inf
+    else:
+        left_s = began_s + cfg.max_run_s - time.monotonic()
     return max(0.0, min(PATIENCE_S, left_s))

@@ -40,7 +40,10 @@ class Parser(argparse.ArgumentParser):
         raise InputError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
     def format_help(self) -> str:
-        self.epilog = self.details() if self.details is not None else None
+        if self.details is not None:
+            self.epilog = self.details()
+        else:
+            self.epilog = None
         return super().format_help()
 
 
@@ -179,7 +182,9 @@ def report_of(error: Exception, code: int) -> tuple[str, int]:
         # For example, `| head` has read enough. The command's error code is kept.
         is_read_enough = isinstance(error, BrokenPipeError) and is_unread()
         drop_unwritten()
-        return ("", code or UNREAD) if is_read_enough else (f"error: {os_words(error)}", FAILED)
+        if is_read_enough:
+            return ("", code or UNREAD)
+        return (f"error: {os_words(error)}", FAILED)
     sys.stderr.write(f"{trace_of(error)}\n")
     whose = imported.blamed(error) or "this is a bug, please report it"
     return f"error: {type(error).__name__}: {error}; {whose}", FAILED

@@ -337,8 +337,14 @@ def error_text(error: BaseException, schema: type, overrides: Sequence[str] = ()
             if kind == group and key.rpartition(".")[2] in get_type_hints(node)
         ]
         where = " or ".join(options)
-        hint = f"{where} has it" if where else "--cfg job lists all"
-        place = f"of the {group} chosen here" if group else "at the top level"
+        if where:
+            hint = f"{where} has it"
+        else:
+            hint = "--cfg job lists all"
+        if group:
+            place = f"of the {group} chosen here"
+        else:
+            place = "at the top level"
         return f"{key} is not a setting {place}; {hint}"
     if is_dataclass(known[key]):
         return f"{seen}: {key} is a group of settings; give one of them, such as {key}.name=value"

@@ -108,7 +108,10 @@ def write_samples(attempt: Attempt, step: int) -> None:
     """Write some validation examples with the answers of the model exported at `step`. Only rank 0 calls this."""
     folder, most = attempt.folder, attempt.cfg.samples
     with side_channel("could not write samples of the model's answers"):
-        answered = attempt.task.samples(folder.export, most) if most else []
+        if most:
+            answered = attempt.task.samples(folder.export, most)
+        else:
+            answered = []
         samples.write(folder.folder, samples.Samples(step, answered))
 
 
@@ -178,7 +181,10 @@ def evaluate_model(
 
     torch.manual_seed(cfg.seed)  # makes weights that the checkpoint lacks the same on every rank
     model = world.agree(build)
-    lengths = 1 if task.buckets is None else len(task.buckets.lengths)
+    if task.buckets is None:
+        lengths = 1
+    else:
+        lengths = len(task.buckets.lengths)
     engine = build_engine(
         cfg.parallel, cfg.optim, backend, model, task.loss, accumulation=1, lengths=lengths
     )
@@ -236,7 +242,10 @@ def measure(
     # If it was stopped, it was after the same batch on all ranks.
     if num_done < len(order) or is_trial:
         return None
-    rows = torch.cat(backend.to_host(statistics)).numpy() if statistics else None
+    if statistics:
+        rows = torch.cat(backend.to_host(statistics)).numpy()
+    else:
+        rows = None
     gathered = world.gather((engine.data_rank, rows))
     # The host merges the rows in the order of the data, so the metrics are the same on any number of ranks.
     parts = {data_rank: part for data_rank, part in gathered if part is not None}

@@ -68,7 +68,10 @@ def facts(
     """Return fields of the summary line: the cost of faults so far, and how often to save."""
     lines = read_lines(run, containing=b'"steps_lost"')
     faults = [line for line in lines if line["kind"] == "fault" and "steps_lost" in line]
-    mttf_s = wall_s / len(faults) if faults and wall_s is not None else None
+    if faults and wall_s is not None:
+        mttf_s = wall_s / len(faults)
+    else:
+        mttf_s = None
     interval_s = suggested_interval_s(stall_s, mttf_s, max_loss_s=max_loss_s, save_s=save_s)
     return {
         "faults": len(faults),
@@ -91,7 +94,10 @@ def suggested_interval_s(
     (2006), after J. W. Young, CACM 17 (1974). The result is at most `max_loss_s`, even if there was no fault so far
     (`mttf_s` None), and at least `save_s`.
     """
-    best_s = math.inf if mttf_s is None else math.sqrt(2 * stall_s * mttf_s)
+    if mttf_s is None:
+        best_s = math.inf
+    else:
+        best_s = math.sqrt(2 * stall_s * mttf_s)
     return max(save_s, min(best_s, max_loss_s))
 
 

@@ -85,7 +85,9 @@ def shown_default(item: Field) -> str:
     """Return the default as the command line spells it; "..." if there is none."""
     if callable(item.default_factory):
         return plain(item.default_factory())
-    return "..." if item.default in (NO_DEFAULT, MISSING) else plain(item.default)
+    if item.default in (NO_DEFAULT, MISSING):
+        return "..."
+    return plain(item.default)
 
 
 def plain(value: Any) -> str:
@@ -98,7 +100,9 @@ def plain(value: Any) -> str:
         return f"{{{', '.join(f'{key}: {plain(each)}' for key, each in value.items())}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(plain, value))}]"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
 
 
 def type_name(hint: Any) -> str:

@@ -99,7 +99,10 @@ def close_to(name: str, keys: Collection[str]) -> str:
     section, _, word = name.rpartition(".")
     words = {key.rpartition(".")[2]: key for key in keys}
     words |= {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
-    meant = None if word in keys else ours(word.lower(), keys)
+    if word in keys:
+        meant = None
+    else:
+        meant = ours(word.lower(), keys)
     if meant is None:
         close = difflib.get_close_matches(word, list(words), n=1)
         if not close:

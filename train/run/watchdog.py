@@ -66,7 +66,10 @@ class Heartbeat(ctypes.Structure):
 
     @property
     def where(self) -> str:
-        step = f" of step {self.step}" if self.step >= 0 else ""
+        if self.step >= 0:
+            step = f" of step {self.step}"
+        else:
+            step = ""
         return f"'{self.phase.decode()}'{step}"
 
 
@@ -80,7 +83,9 @@ class Peer:
 
     @property
     def last(self) -> Heartbeat | None:
-        return None if self.memory is None else Heartbeat.from_buffer_copy(self.memory)
+        if self.memory is None:
+            return None
+        return Heartbeat.from_buffer_copy(self.memory)
 
     @property
     def state(self) -> str | None:

@@ -110,7 +110,10 @@ def check_layout(location: str) -> None:
     """Raise InputError if an entry of the folder is a link to a file, of the wrong kind, or not writable."""
     path = local_path(location)
     with disk_errors("list", path):
-        files = [*path.iterdir()] if path.is_dir() else []
+        if path.is_dir():
+            files = [*path.iterdir()]
+        else:
+            files = []
     if (path / "log").is_dir():
         files += (path / "log").iterdir()
     for file in files:
@@ -144,7 +147,10 @@ def check_is_run_folder(folder: Folder, names: set[str]) -> dict[str, Any]:
 
     Raises InputError if the folder is not a run's but has files that a run would replace.
     """
-    identity = find_identity(folder) if ENVIRONMENT in names else None
+    if ENVIRONMENT in names:
+        identity = find_identity(folder)
+    else:
+        identity = None
     if identity is not None:
         return identity
     leases = [parse_lease(folder.read(lease_name(number))) for number in lease_numbers(folder)]

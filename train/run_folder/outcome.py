@@ -80,4 +80,6 @@ def what_is_over(outcome: dict[str, Any]) -> dict[str, Any]:
     """
     if not outcome or outcome["launch"] != launched().torchrun or outcome["kind"] == "SIGTERM":
         return {}
-    return {} if outcome["goes_on"] and outcome["outcome"] == "failed" else outcome
+    if outcome["goes_on"] and outcome["outcome"] == "failed":
+        return {}
+    return outcome

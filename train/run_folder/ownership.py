@@ -82,7 +82,10 @@ class Lease:
     released: bool = False
 
     def __str__(self) -> str:
-        job = f"job {self.job}, " if self.job else ""
+        if self.job:
+            job = f"job {self.job}, "
+        else:
+            job = ""
         return f"{job}process {self.pid} on {self.host}, since {self.started}"
 
     def is_of_machine(self, other: Lease) -> bool:
@@ -209,7 +212,9 @@ class Ownership:
 
     @property
     def failure(self) -> LeaseLost | None:
-        return LeaseLost(self.lost) if self.lost else None
+        if self.lost:
+            return LeaseLost(self.lost)
+        return None
 
     def may_append(self) -> bool:
         """Return whether the run's files on this machine may still grow. Copies of a folder in S3 always may."""

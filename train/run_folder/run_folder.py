@@ -264,7 +264,10 @@ class RunFolder:
         waits = not is_last and time.monotonic() < self.uploaded_s + UPLOAD_EVERY_S
         for name in (*files_of(self.local), LOG):
             path = self.path / name
-            size = path.stat().st_size if path.is_file() else 0
+            if path.is_file():
+                size = path.stat().st_size
+            else:
+                size = 0
             if size == self.uploaded.get(name, 0) or (waits and size > SMALL_BYTES):
                 continue
             content = path.read_bytes()

@@ -28,7 +28,9 @@ def fault_of(
         return "is missing"
     if size != entry["bytes"]:
         return f"has {size} bytes, the manifest says {entry['bytes']}"
-    seen = entry["sha256"] if sha256 is None else sha256()
+    if sha256 is None:
+        return None
+    seen = sha256()
     if seen != entry["sha256"]:
         return (
             f"has sha256 {seen[:SHOWN_DIGITS]}, the manifest says {entry['sha256'][:SHOWN_DIGITS]}"
@@ -40,7 +42,10 @@ def fault_of_file(path: Path, entry: FileEntry, *, checksum: bool) -> str | None
     """Return the result of `fault_of` for a file on this machine."""
     if path.is_symlink() and not is_inside(path, path.parent):
         return "is a link that leads out of its folder"
-    size = path.stat().st_size if path.is_file() else None
+    if path.is_file():
+        size = path.stat().st_size
+    else:
+        size = None
     return fault_of(entry, size, (lambda: sha256_file(path)) if checksum else None)
 
 

@@ -111,7 +111,9 @@ class LocalFolder:
 
     def root_of(self, name: str) -> Path:
         """Return the folder that a file may not lead out of. A run's checkpoints may lie on another disk."""
-        return self.path / CHECKPOINTS if name.startswith(f"{CHECKPOINTS}/") else self.path
+        if name.startswith(f"{CHECKPOINTS}/"):
+            return self.path / CHECKPOINTS
+        return self.path
 
     def read(self, name: str) -> bytes:
         path = self.at(name)
@@ -157,7 +159,9 @@ class LocalFolder:
         path = self.at(name)
         # Another process may remove it after is_file().
         with suppress(FileNotFoundError), disk_errors("read", path):
-            return head_of(path) if path.is_file() else None
+            if path.is_file():
+                return head_of(path)
+            return None
         return None
 
     def size(self, name: str) -> int | None:
@@ -183,7 +187,9 @@ class LocalFolder:
 
     def names_here(self) -> set[str]:
         with disk_errors("list", self.path):
-            return {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
+            if self.path.is_dir():
+                return {path.name for path in self.path.iterdir()}
+            return set()
 
 
 def head_of(path: Path) -> Head:

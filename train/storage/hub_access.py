@@ -20,7 +20,9 @@ HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 def hub_or_path(source: str) -> str:
     """Return a Hub id unchanged, and a folder as a path that libraries accept, with "~" expanded."""
-    return str(local_path(source)) if source.startswith(("~", "file://")) else source
+    if source.startswith(("~", "file://")):
+        return str(local_path(source))
+    return source
 
 
 def is_at_hub(source: str) -> bool:
@@ -40,7 +42,9 @@ def silence() -> str | None:
         status = get_session().head(constants.ENDPOINT, timeout=ANSWERS_WITHIN_S).status_code
     except (HTTPError, OSError, ValueError) as error:
         return f"the Hub cannot be reached: {str(error) or type(error).__name__}"
-    return f"the Hub answers with status {status}" if status >= 500 else None
+    if status >= 500:
+        return f"the Hub answers with status {status}"
+    return None
 
 
 @contextmanager
@@ -76,6 +80,11 @@ def why_missing(source: str, error: BaseException) -> str:
     if is_at_hub(source):  # `source` may also be the misspelt name of a folder
         if "/" in source and local_path(source).parent.is_dir():
             return f"there is no such folder in {local_path(source).parent}"
-        why = why if silence() is None else f"it is not in the Hub's cache, and {silence()}"
+        if silence() is None:
+            why = why
+        else:
+            why = f"it is not in the Hub's cache, and {silence()}"
         return f"there is no such file or folder here, and at the Hub: {why}"
-    return why if not source or local_path(source).exists() else "there is no such file or folder"
+    if not source or local_path(source).exists():
+        return why
+    return "there is no such file or folder"

@@ -56,7 +56,10 @@ def load(given: str) -> ModuleType:
     except Exception as error:
         del sys.modules[module.__name__]
         line = line_in(error, path) or getattr(error, "lineno", None)
-        where = "" if line is None else f"line {line}: "
+        if line is None:
+            where = ""
+        else:
+            where = f"line {line}: "
         raise InputError(f"{FLAG} {given}: {where}{type(error).__name__}: {error}") from error
     IMPORTED[path.name] = Imported(path, sha256_bytes(content), module)
     return module
@@ -100,7 +103,9 @@ def line_in(error: BaseException, path: Path) -> int | None:
         for each in traceback.extract_tb(error.__traceback__)
         if each.filename == str(path)
     ]
-    return lines[-1] if lines else None
+    if lines:
+        return lines[-1]
+    return None
 
 
 def blamed(error: BaseException) -> str | None:

@@ -113,7 +113,9 @@ def models_below(folder: Path) -> str:
         for path in found
         if (name := path.parent.relative_to(folder).as_posix()).isprintable()
     ]
-    return f"; there are models in {shortlist(names, MOST_NAMED)}: name one" if names else ""
+    if names:
+        return f"; there are models in {shortlist(names, MOST_NAMED)}: name one"
+    return ""
 
 
 def read_tokenizer_json(folder: Path) -> dict[str, Any]:

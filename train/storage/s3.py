@@ -186,7 +186,9 @@ class S3Folder:
         self.endpoint = None if USUAL_ENDPOINT.fullmatch(endpoint) else endpoint
 
     def key(self, name: str) -> str:
-        return f"{self.prefix}/{name}" if self.prefix else name
+        if self.prefix:
+            return f"{self.prefix}/{name}"
+        return name
 
     def address(self, name: str) -> dict[str, str]:
         """Return the bucket and key as arguments for boto3."""
@@ -255,7 +257,9 @@ class S3Folder:
 
     def head(self, name: str) -> Head | None:
         answer = self._head(name)
-        return None if answer is None else Head(int(answer["ContentLength"]), answer["ETag"])
+        if answer is None:
+            return None
+        return Head(int(answer["ContentLength"]), answer["ETag"])
 
     def size(self, name: str) -> int | None:
         head = self.head(name)
@@ -367,7 +371,12 @@ class S3Folder:
             )
         text = one_line(error.response["Error"].get("Message") or "")
         if code in NOT_ALLOWED:
-            hint = f": {text}" if "not authorized" in text else UNSAID if action == "read" else ""
+            if "not authorized" in text:
+                hint = f": {text}"
+            elif action == "read":
+                hint = UNSAID
+            else:
+                hint = ""
             cure = aws_errors.problem_and_cure(code, text)[1]
             if action == "write" and not self.encryption:
                 cure += "; if the bucket's policy demands encryption, set s3.sse"

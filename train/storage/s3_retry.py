@@ -58,7 +58,10 @@ class RetryPolicy:
 
         If there is no time for another attempt, raises the error that ends the request.
         """
-        parsed = response[1] if response else {}
+        if response:
+            parsed = response[1]
+        else:
+            parsed = {}
         status, code = (
             parsed.get("ResponseMetadata", {}).get("HTTPStatusCode", 0),
             parsed.get("Error", {}).get("Code"),

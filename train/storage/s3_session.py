@@ -33,11 +33,10 @@ def open_session(s3: S3Config) -> Any:
             session = boto3.session.Session(profile_name=s3.profile, region_name=s3.region)
             session._session.get_scoped_config()  # reads the files, so that their faults are reported here
         except ProfileNotFound as error:
-            name = (
-                f"profile={s3.profile}"
-                if s3.profile
-                else f"AWS_PROFILE={os.environ.get('AWS_PROFILE')}"
-            )
+            if s3.profile:
+                name = f"profile={s3.profile}"
+            else:
+                name = f"AWS_PROFILE={os.environ.get('AWS_PROFILE')}"
             raise InputError(
                 f"{name} is not in ~/.aws; aws configure list-profiles lists the profiles"
             ) from error

@@ -93,7 +93,9 @@ def is_path(name: str) -> bool:
 def shown(value: object) -> str:
     """Return a value as text for an error message: short, and without control characters."""
     text = ascii(value)
-    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
+    if len(text) <= SHOWN_CHARS:
+        return text
+    return f"{text[:SHOWN_CHARS]}..."
 
 
 class FileEntry(TypedDict):
@@ -204,7 +206,10 @@ def record(kind: type[T], values: object, where: str = "") -> T:
             for item in fields(kind)  # type: ignore[arg-type]
             if item.default is MISSING and item.default_factory is MISSING
         }
-    prefix = f"{where}." if where else ""
+    if where:
+        prefix = f"{where}."
+    else:
+        prefix = ""
     if lacking := sorted(needed - values.keys()):
         raise BadContent(f"{prefix}{lacking[0]} is missing")
     if unknown := sorted(values.keys() - hints.keys(), key=str):
@@ -220,7 +225,9 @@ def of_type(hint: Any, value: object, where: str) -> Any:
     if hint is Any or hint is object:
         return value
     if origin in (Union, UnionType):  # X | None
-        return None if value is None else of_type(inner[0], value, where)
+        if value is None:
+            return None
+        return of_type(inner[0], value, where)
     if origin is list and isinstance(value, list):
         return [of_type(inner[0], item, f"{where}[{index}]") for index, item in enumerate(value)]
     if origin is dict and isinstance(value, dict):

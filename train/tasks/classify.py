@@ -199,7 +199,10 @@ def scores(truth: ArrayLike, predicted: ArrayLike, *, num_labels: int) -> dict[s
     for average in ("macro", "weighted"):
         values[f"f1_{average}"] = f1_score(truth, predicted, average=average, zero_division=0)
     is_mixed = len(np.unique([truth, predicted])) > 1  # otherwise scikit-learn warns
-    values["matthews_correlation"] = matthews_corrcoef(truth, predicted) if is_mixed else 0.0
+    if is_mixed:
+        values["matthews_correlation"] = matthews_corrcoef(truth, predicted)
+    else:
+        values["matthews_correlation"] = 0.0
     if num_labels == 2:
         values["f1"] = f1_score(truth, predicted, zero_division=0)
     return {name: float(value) for name, value in values.items()}

@@ -236,7 +236,10 @@ class TextTask(Task):
             features = self.tables.features(name)
             if cfg.eval_examples is not None and cfg.eval_examples < len(features):
                 features = features.select(drawn(features, cfg.eval_examples, cfg.seed, number))
-            prefix = "" if name == "validation" else f"{name}_"
+            if name == "validation":
+                prefix = ""
+            else:
+                prefix = f"{name}_"
             yield Split(name, prefix, features, first)
             first += len(features)
 
@@ -380,7 +383,10 @@ class TextTask(Task):
     def sample(self, row: Entry, prediction: Entry) -> Sample:
         """Return a sample for the report from a row, whose right answer must be known, and its prediction."""
         first, *others = spec_of(self.cfg).inputs
-        text = row[first] if isinstance(row[first], str) else " ".join(row[first])
+        if isinstance(row[first], str):
+            text = row[first]
+        else:
+            text = " ".join(row[first])
         context = " ".join(row.get(name) or "" for name in others)
         truth = self.in_words(row, row[self.featurizer.kind.target])
         given = self.in_words(row, prediction["prediction"])

@@ -66,7 +66,9 @@ class MaskedLMTask(Task):
         known = {**self.fit, "vocab_size": info.vocab_size - len(self.new_rows)}
         size = fitting_config(self.model, **known).vocab_size
         self.masker, self.eval_masker = self._maskers(cfg.task, seed=cfg.seed)
-        self.swapper = Swapper(cfg.seed) if cfg.task.sop else None
+        self.swapper: Swapper | None = None
+        if cfg.task.sop:
+            self.swapper = Swapper(cfg.seed)
         self.shard_rows = [shard.rows for shard in self.manifest.splits["train"]]
         self.train_rows = self.manifest.rows("train")
         self.facts = {name: self.manifest.counts.get(name, math.nan) for name in FACTS}
@@ -207,9 +209,9 @@ class MaskedLMTask(Task):
     def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         logits, labels, order = self._logits(model, inputs)
         loss = self.token_loss(logits, labels)
-        return (
-            loss if order is None else loss + self.predictions * loss_sum(order, inputs["order"])
-        )
+        if order is None:
+            return loss
+        return loss + self.predictions * loss_sum(order, inputs["order"])
 
     def eval_statistics(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         # [B, 3]: loss, number of right predictions, number of predictions; with SOP [B, 6], also these for the order.

@@ -227,6 +227,11 @@ def chosen(truth: np.ndarray, shares: np.ndarray, *, each: bool) -> list[float]:
         truth, shares = truth.reshape(-1, 1), shares.reshape(-1, 1)
     limits = []
     for has_label, share in zip(truth.T, shares.T, strict=True):
-        best = best_threshold(has_label, share)["best_threshold"] if has_label.any() else USUAL
+        if has_label.any():
+            best = best_threshold(has_label, share)["best_threshold"]
+        else:
+            best = USUAL
         limits.append(best)
-    return limits if each else limits * num_labels
+    if each:
+        return limits
+    return limits * num_labels

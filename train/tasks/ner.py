@@ -63,7 +63,10 @@ def read_words(row: Row) -> dict[str, Any]:
     words, tags = words_of(row.text("tokens"), [] if spans is None else spans, column)
     if not words:
         raise BadRow(f"an empty {row.columns['tokens']}")
-    row.values = row.values if spans is None else {**row.values, column: tags}
+    if spans is None:
+        row.values = row.values
+    else:
+        row.values = {**row.values, column: tags}
     return {"tokens": words}
 
 
@@ -92,7 +95,10 @@ class NERFeaturizer(Featurizer):
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, scheme: str = "entities"
     ) -> None:
-        settings = {} if scheme == "entities" else {"scheme": scheme}
+        if scheme == "entities":
+            settings = {}
+        else:
+            settings = {"scheme": scheme}
         super().__init__(tokenizer, seq_len=seq_len, **settings)
         self.kind = ner_rows(scheme)
 
@@ -120,7 +126,10 @@ def first_tokens(encoding: Encoding, words: Sequence[str]) -> tuple[np.ndarray, 
     Truncated words, and words whose characters the tokenizer drops, have no tokens.
     """
     sequences = encoding.sequence_ids
-    first = sequences.index(0) if 0 in sequences else 0
+    if 0 in sequences:
+        first = sequences.index(0)
+    else:
+        first = 0
     offsets = np.array(encoding.offsets[first : first + sequences.count(0)]).reshape(-1, 2)
     ends = np.cumsum([len(word) + 1 for word in words]) - 1
     begins = ends - [len(word) for word in words]

@@ -74,7 +74,10 @@ def regress_rows(names: Sequence[str]) -> RowKind:
     """Return the kind of rows that have the targets `names`."""
 
     def read_numbers(value: Any, texts: dict[str, Any], is_learnt: bool) -> list[float] | None:
-        values = value if len(names) > 1 else [value]
+        if len(names) > 1:
+            values = value
+        else:
+            values = [value]
         try:
             if not isinstance(values, list) or len(values) != len(names):
                 raise BadRow(f"{value!r:.40} in place of the numbers {', '.join(names)}")

@@ -89,18 +89,23 @@ class Task(ABC):
 
     # The training examples in each shard; data without shards counts as one shard.
     shard_rows: Sequence[int]
-    train_rows: int  # the sum of shard_rows
+    # the sum of shard_rows
+    train_rows: int
     eval_rows: int
-    seq_len: int  # length of the longest batches, in tokens
-    # The lengths of batches in tokens, ascending; None: seq_len is the only one.
+    # length of the longest batches, in tokens The lengths of batches in tokens, ascending; None: seq_len is the only
+    # one.
+    seq_len: int
     lengths: Sequence[int] | None = None
     # The lengths by example, if there are several.
     buckets: Buckets | None = None
-    metrics: tuple[str, ...]  # the names of eval_metrics; "loss" is among them
-    data_id: str  # identifies the training data; a checkpoint resumes only on the same data
-    facts: dict[str, float]  # facts about the data, for metrics and report
-    remarks: Sequence[str] = ()  # remarks on the data, for the log
-    # The settings that the evaluation of the weights to be exported has chosen.
+    # the names of eval_metrics; "loss" is among them
+    metrics: tuple[str, ...]
+    # identifies the training data; a checkpoint resumes only on the same data
+    data_id: str
+    # facts about the data, for metrics and report
+    facts: dict[str, float]
+    # remarks on the data, for the log The settings that the evaluation of the weights to be exported has chosen.
+    remarks: Sequence[str] = ()
     chosen: Mapping[str, Any] = {}
     # Details of the data, for run_dir/data.json; empty: the file is not written.
     details: dict[str, Any] = {}

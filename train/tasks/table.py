@@ -187,7 +187,10 @@ def scores_of(kind: str, splits: Iterable[str] = ()) -> dict[str, Metric]:
 
     Everything else in an evaluation is no score. Of an unknown task, only the loss is known.
     """
-    declared = TASKS[kind].metrics if kind in TASKS else (LOSS,)
+    if kind in TASKS:
+        declared = TASKS[kind].metrics
+    else:
+        declared = (LOSS,)
     scores = {metric.name: metric for metric in declared}
     for split in splits:
         for metric in declared:

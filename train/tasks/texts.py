@@ -120,7 +120,10 @@ def resolved_lengths(
     longest = max(
         int(tables.lengths(split).max(initial=shortest)) for split in tables.facts["splits"]
     )
-    step = STEP if is_compiled else eager_step(longest, MOST_CHOICES)
+    if is_compiled:
+        step = STEP
+    else:
+        step = eager_step(longest, MOST_CHOICES)
     longest = min(-(-longest // step) * step, seq_len)
     if cfg.data.lengths != "auto":
         return lengths_up_to(cfg.seq_len or max([longest, *cfg.data.lengths]), cfg.data.lengths)

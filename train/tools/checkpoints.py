@@ -119,7 +119,10 @@ def size(manifest: Manifest) -> str:
 
 def verify(store: Store, step: int | None) -> int:
     """Read a step, or all steps, and compare the checksums. Prints a line per step and returns the exit code."""
-    steps = [step] if step is not None else store.steps()
+    if step is not None:
+        steps = [step]
+    else:
+        steps = store.steps()
     valid = []
     for each in steps:
         try:
@@ -168,7 +171,10 @@ def prune(folder: Folder, store: Store, keep: int, *, removes: bool) -> int:
 
 def show(reasons: dict[int, str | None], uncommitted: list[str], action: str) -> None:
     for step, reason in reasons.items():
-        what = action if reason is None else f"kept: {reason}"
+        if reason is None:
+            what = action
+        else:
+            what = f"kept: {reason}"
         say(f"{step_name(step)}  {what}")
     for name in uncommitted:
         say(f"{name}  {action}: files of an unfinished save, which no manifest lists")

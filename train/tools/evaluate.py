@@ -69,7 +69,10 @@ def find(options: Namespace) -> tuple[Model, cli.Given]:
 
     Raises InputError if flags contradict each other, or if a typed setting would train the model.
     """
-    output = None if options.output is None else output_path(options.output)
+    if options.output is None:
+        output = None
+    else:
+        output = output_path(options.output)
     typed = typed_keys(options.settings)
     check(
         "data.train" not in typed, "data.train: nothing is trained; name rows with data.validation"
@@ -87,7 +90,10 @@ def find(options: Namespace) -> tuple[Model, cli.Given]:
         values = {"eval_batch_size": BATCH_SIZE, "backend.precision": "fp32"}
     else:
         if not is_chosen:
-            step = None if is_outdated(run) else marked(run, "weights")
+            if is_outdated(run):
+                step = None
+            else:
+                step = marked(run, "weights")
         if is_chosen or (step is None and saved_steps(run)):
             with opened(run, trained.cache_dir) as store:
                 step = chosen(store, step)[0]
@@ -242,13 +248,19 @@ def report(cfg: TrainConfig, model: Model, result: Evaluated) -> None:
     from train.storage.atomic_io import write_atomic
 
     location, world_size = model.trained.location, launched().world_size
-    ranks = f", {world_size} ranks" if world_size > 1 else ""
+    if world_size > 1:
+        ranks = f", {world_size} ranks"
+    else:
+        ranks = ""
     where = f"{result.precision} on {result.device}{ranks}"
     say(
         f"{location}: {result.rows:,} validation rows of data.path={cfg.data.path}, {where}",
         file=sys.stderr,
     )
-    step = "" if model.step is None else f"step {model.step} "
+    if model.step is None:
+        step = ""
+    else:
+        step = f"step {model.step} "
     say(f"{step}{evaluation_words(result.metrics, result.eval_s)}")
     if model.output is None:
         return

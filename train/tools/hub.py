@@ -67,7 +67,10 @@ def act(options: argparse.Namespace, s3: S3Config) -> int:
         files = gathered(run, Path(folder.location).name)
         if options.dry_run:
             for name, content in files.items():
-                size = len(content) if isinstance(content, bytes) else content.stat().st_size
+                if isinstance(content, bytes):
+                    size = len(content)
+                else:
+                    size = content.stat().st_size
                 say(f"{size / 1e6:10.3f} MB  {name}")
             say(f"nothing was sent to {options.to}: leave out --dry-run to push these files")
             return DONE

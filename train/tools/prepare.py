@@ -198,7 +198,10 @@ def prepare(cfg: PrepareConfig) -> DataManifest | None:
 
 def parts_of(cfg: PrepareConfig, corpus: Corpus) -> list[CorpusPart]:
     """Return the parts that this call prepares. The number of processes does not change them."""
-    job = CorpusPart.parse(cfg.part) if cfg.part else WHOLE
+    if cfg.part:
+        job = CorpusPart.parse(cfg.part)
+    else:
+        job = WHOLE
     return job.divided(max(1, min(corpus.most_parts, MOST_PARTS) // job.count))
 
 
@@ -260,7 +263,10 @@ def settings_of(cfg: PrepareConfig, num_parts: int) -> dict[str, Any]:
     settings = to_dict(cfg)
     for key in NOT_DATA:
         section, _, name = key.rpartition(".")
-        values = settings[section] if section else settings
+        if section:
+            values = settings[section]
+        else:
+            values = settings
         values.pop(name, None)
     for section, name in (("corpus", "weights"), ("tokenizer", "add_tokens")):
         if not settings[section][name]:

@@ -66,7 +66,10 @@ def write_report(
         each.rstrip("/") if is_s3(each) else str(local_path(each).resolve()) for each in locations
     ]
     runs = [read_run(open_folder(place, s3)) for place in dict.fromkeys(places)]
-    folder = default_output(runs) if output is None else local_path(output)
+    if output is None:
+        folder = default_output(runs)
+    else:
+        folder = local_path(output)
     html = render(runs, folder.resolve(), tolerance=tolerance, failed=failed)
     seeds = comparison.over_seeds(runs)
     rows = seeds or [["", *(run.label for run in runs)], *table(runs)]
@@ -74,7 +77,10 @@ def write_report(
     for row in rows:
         say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     if len(runs) > 1:
-        sentences = [] if seeds else comparison.sentences(runs, tolerance)
+        if seeds:
+            sentences = []
+        else:
+            sentences = comparison.sentences(runs, tolerance)
         say("", *sentences, *failed, *comparison.warnings(runs))
     say("", f"report: {html}")
     return html

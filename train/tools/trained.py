@@ -53,7 +53,10 @@ def find_trained(location: str, settings: Sequence[str]) -> Trained:
     s3 = OmegaConf.to_object(composed.s3)
     assert isinstance(s3, S3Config)
     run = find_run(location, s3)
-    cfg = None if run is None else read_config(run)
+    if run is None:
+        cfg = None
+    else:
+        cfg = read_config(run)
     from train.data.shards.cache import cache_dir
     from train.models.source import located
     from train.tasks.state import NAME, read_state
@@ -138,7 +141,9 @@ def task_of(trained: Trained, typed: Mapping[str, str]) -> str:
     config = read_model_config(trained.source)
     names = " ".join(config.architectures or ())
     is_pretrained = "MaskedLM" in names or "PreTraining" in names
-    return "mlm" if is_pretrained else default_task(trained.source, config).kind
+    if is_pretrained:
+        return "mlm"
+    return default_task(trained.source, config).kind
 
 
 def outputs_of(trained: Trained, task: str) -> dict[str, Any]:

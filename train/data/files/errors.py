@@ -67,7 +67,10 @@ def unreadable(text: str, encoding: str, settings: str = "data.encoding") -> Bad
         return BadRow(
             f"a NUL character: a binary file, or text in another encoding; check {settings}"
         )
-    bad = None if text.isascii() else SURROGATE.search(text)
+    if text.isascii():
+        bad = None
+    else:
+        bad = SURROGATE.search(text)
     if bad is None:
         return None
     code = ord(bad.group())

@@ -72,7 +72,9 @@ def start_of(path: Path, encoding: str) -> str:
 
 def line_end_of(start: str) -> str:
     """Return how lines end in a text that begins so: in a carriage return alone, as in old files of Macs, or not."""
-    return "\r" if "\r" in start and "\n" not in start else "\n"
+    if "\r" in start and "\n" not in start:
+        return "\r"
+    return "\n"
 
 
 def check_encoding(encoding: str, key: str) -> None:
@@ -91,11 +93,16 @@ def is_seekable(path: Path, encoding: str) -> bool:
 
 
 def window(raw: IO[bytes], path: Path, first: int, last: int | None) -> Any:
-    end = None if last is None or last >= path.stat().st_size else line_start(raw, last)
+    if last is None or last >= path.stat().st_size:
+        end = None
+    else:
+        end = line_start(raw, last)
     raw.seek(line_start(raw, first))
     if end is not None:
         return BoundedFile(raw, end)
-    return gzip.GzipFile(fileobj=raw) if is_packed(path) else raw
+    if is_packed(path):
+        return gzip.GzipFile(fileobj=raw)
+    return raw
 
 
 def line_start(raw: IO[bytes], offset: int) -> int:

@@ -140,4 +140,6 @@ class Featurizer(ABC):
 def second_at(encoding: Encoding) -> int:
     """Return the index of segment 1's first token; the length if there is no segment 1, as in RoBERTa."""
     segments = encoding.type_ids
-    return segments.index(1) if 1 in segments else len(segments)
+    if 1 in segments:
+        return segments.index(1)
+    return len(segments)

@@ -65,7 +65,9 @@ class Table:
 
     def names_of(self, column: str | tuple[str, ...]) -> Sequence[str] | None:
         """Return the labels that a column's numbers stand for, if known; for several columns, the columns' names."""
-        return column if isinstance(column, tuple) else self.class_names.get(column)
+        if isinstance(column, tuple):
+            return column
+        return self.class_names.get(column)
 
 
 # ---- files of text ---------------------------------------------------------------------------------------------------
@@ -94,7 +96,10 @@ def file_table(path: Path, name: str, cfg: RecordsConfig, wanted: Collection[str
             for number, row in readers[form](bounded_lines(file, name)):
                 yield f"{name}:{number}", row
 
-    keys = ColumnsConfig() if form == "conll" else None
+    if form == "conll":
+        keys = ColumnsConfig()
+    else:
+        keys = None
     return Table(name, rows, keys=keys, lines=lines)
 
 

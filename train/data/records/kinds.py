@@ -80,7 +80,9 @@ class RowKind:
 
 
 def names_in(columns: str | tuple[str, ...]) -> tuple[str, ...]:
-    return columns if isinstance(columns, tuple) else (columns,)
+    if isinstance(columns, tuple):
+        return columns
+    return (columns,)
 
 
 def holds(columns: Container[str], name: str) -> bool:
@@ -164,4 +166,6 @@ def plain_label(value: Any) -> str:
     whole = WHOLE.fullmatch(text)
     if whole is None:
         return BOOLEANS.get(text, text)
-    return "0" if whole[1] == "-0" else whole[1]
+    if whole[1] == "-0":
+        return "0"
+    return whole[1]

@@ -56,7 +56,9 @@ def copies_of(location: str, scratch: Path) -> Path:
 
 def local_copy(file: File, scratch: Path) -> Path:
     """Return the path of a local file, or of a copy inside `scratch` if the file is in S3."""
-    return file.copy(scratch) if isinstance(file, S3File) else file
+    if isinstance(file, S3File):
+        return file.copy(scratch)
+    return file
 
 
 def stamp(file: File) -> list[Any]:

@@ -58,7 +58,9 @@ def cut_words(*, rows: int, tokens: int, notes: Mapping[str, float], seq_len: in
     """Return a sentence about rows cut at `seq_len` and their lost tokens; "" if none. `tokens`: the rows' tokens."""
     num_cut, lost = int(notes.get("truncated", 0)), int(notes.get("tokens_cut", 0))
     loss = f"{lost:,} of {tokens + lost:,} tokens ({lost / max(1, tokens + lost):.1%}) are lost"
-    return f"{num_cut:,} of {rows:,} rows are cut at {seq_len} tokens: {loss}" if num_cut else ""
+    if num_cut:
+        return f"{num_cut:,} of {rows:,} rows are cut at {seq_len} tokens: {loss}"
+    return ""
 
 
 def length_histogram(lengths: np.ndarray, seq_len: int) -> dict[str, list[int]]:

@@ -49,7 +49,9 @@ class FetcherState(TypedDict):
 
 def cache_dir(cfg: DataConfig) -> Path:
     """Return the cache folder that the settings name, or the machine's default one."""
-    return host.cache_root() if cfg.cache_dir is None else local_path(cfg.cache_dir)
+    if cfg.cache_dir is None:
+        return host.cache_root()
+    return local_path(cfg.cache_dir)
 
 
 def launch_name() -> str:

@@ -124,7 +124,7 @@ class DataManifest:
 
 def read_manifest(where: Folder | Path) -> DataManifest:
     """Return the manifest of a prepared folder. Raises InputError if it is missing or damaged."""
-    folder = LocalFolder(where) if isinstance(where, Path) else where
+    folder: Folder = LocalFolder(where) if isinstance(where, Path) else where
     location = folder.location
     try:
         content = folder.read("manifest.json")
@@ -309,7 +309,10 @@ class ShardSet:
         tensors = map_tensors(path, reads_ahead=self.reads_ahead)
         for name, (shape, dtype) in self.layout.items():
             wanted = ((shard.rows, *shape), dtype)
-            found = (tensors[name].shape, tensors[name].dtype) if name in tensors else None
+            if name in tensors:
+                found = (tensors[name].shape, tensors[name].dtype)
+            else:
+                found = None
             says = f"{path} does not have the {shard.rows} sequences listed in the manifest"
             check(found == wanted, f"{says}; prepare again")
         self.maps[number] = tensors

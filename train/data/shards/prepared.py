@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from train.config import InputError, S3Config, ShardsConfig
@@ -69,9 +70,13 @@ class PreparedData:
         if self.cache is None:
             fault = fault_of_file(self.folder / shard.file, shard.entry, checksum=checksum)
         else:
-            sha256 = (lambda: sha256_bytes(self.source.read(shard.file))) if checksum else None
-            fault = fault_of(shard.entry, self.source.size(shard.file), sha256)
+            size = self.source.size(shard.file)
+            sha256 = partial(self.checksum, shard) if checksum else None
+            fault = fault_of(shard.entry, size, sha256)
         return fault and f"{self.source.location}/{shard.file} {fault}; prepare the data again"
+
+    def checksum(self, shard: Shard) -> str:
+        return sha256_bytes(self.source.read(shard.file))
 
     def bring(self, shards: Sequence[Shard]) -> None:
         """Verify the checksums of local shards, or fetch shards from S3 into the cache, where `split` then finds them.

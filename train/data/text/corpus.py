@@ -216,7 +216,9 @@ class HFCorpus:
 
     def validation(self) -> Iterator[Document] | None:
         files = [file for file in self.files if file[0].is_validation]
-        return self.read_all(files) if files else None
+        if files:
+            return self.read_all(files)
+        return None
 
     def documents(self, part: CorpusPart = WHOLE) -> Iterator[Document]:
         yield from self.read_all(self.files[slice(*part.span(len(self.files)))])
@@ -276,12 +278,19 @@ def texts_of(dataset: HFDataset, rows: Iterable[dict[str, Any]], file: int) -> I
 def local_files(dataset: HFDataset) -> list[Path]:
     """Return the files of a data set if it is on this machine; [] if it is on the Hub."""
     path, files = hub_or_path(dataset.path), data_files(dataset)
-    folder = glob.escape(path) if Path(path).is_dir() else ""
-    return matching(str(Path(folder, files or "**"))) if folder or files else []
+    if Path(path).is_dir():
+        folder = glob.escape(path)
+    else:
+        folder = ""
+    if folder or files:
+        return matching(str(Path(folder, files or "**")))
+    return []
 
 
 def data_files(dataset: HFDataset) -> str | None:
-    return None if dataset.data_files is None else hub_or_path(dataset.data_files)
+    if dataset.data_files is None:
+        return None
+    return hub_or_path(dataset.data_files)
 
 
 SOURCES: dict[str, tuple[type[CorpusConfig], Callable[[Any], Corpus]]] = {

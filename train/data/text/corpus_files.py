@@ -112,7 +112,9 @@ class FilesCorpus(ABC):
 
     def validation(self) -> Iterator[Document] | None:
         spans = [span for span in self.spans(WHOLE) if span[0].is_validation]
-        return self.read_all(spans) if spans else None
+        if spans:
+            return self.read_all(spans)
+        return None
 
     def read_all(self, spans: Iterable[tuple[Reading, Path, int, int]]) -> Iterator[Document]:
         for reading, path, first, last in spans:
@@ -166,7 +168,9 @@ class FilesCorpus(ABC):
 
 def line_name(path: Path, first: int, number: int) -> str:
     """Return the name of a line for errors. `number` counts lines from byte `first`."""
-    return f"{path}, line {number} after byte {first}" if first else f"{path}:{number}"
+    if first:
+        return f"{path}, line {number} after byte {first}"
+    return f"{path}:{number}"
 
 
 class TextFiles(FilesCorpus):
@@ -180,7 +184,10 @@ class TextFiles(FilesCorpus):
 
     def __init__(self, cfg: FilesCorpusConfig) -> None:
         with naming(f"corpus.separator={cfg.separator} is not a regular expression", (re.error,)):
-            self.separator = None if cfg.separator is None else re.compile(cfg.separator)
+            if cfg.separator is None:
+                self.separator = None
+            else:
+                self.separator = re.compile(cfg.separator)
         self.begins = str.isspace if cfg.separator == BLANK else self.matches
         super().__init__(cfg)
 

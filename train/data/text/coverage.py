@@ -87,19 +87,30 @@ def unknown_share(
 
     Raises UnusableText if the share is above `most`. `reads`: how the sentence begins, such as "tokenizer x reads y".
     """
-    share = unknown / tokens if tokens else 0.0
+    if tokens:
+        share = unknown / tokens
+    else:
+        share = 0.0
     text = f"{reads} with {share:.2%} unknown tokens"
     if share > most:
         raise UnusableText(f"{text}, too many to learn from; {CURE}")
-    return f"warning: {text}; {CURE}" if share > MOST_UNKNOWN else text
+    if share > MOST_UNKNOWN:
+        return f"warning: {text}; {CURE}"
+    return text
 
 
 def unknown_of(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> tuple[int, int]:
     """Return the count of unknown tokens in texts, and the count of all tokens. Both include dropped characters."""
     encodings = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
     ids = Counter(token for encoding in encodings for token in encoding.ids)
-    missing = num_dropped(texts, encodings) if drops(tokenizer.backend_tokenizer) else 0
-    unknown = 0 if tokenizer.unk_token_id is None else ids[tokenizer.unk_token_id]
+    if drops(tokenizer.backend_tokenizer):
+        missing = num_dropped(texts, encodings)
+    else:
+        missing = 0
+    if tokenizer.unk_token_id is None:
+        unknown = 0
+    else:
+        unknown = ids[tokenizer.unk_token_id]
     return unknown + missing, ids.total() + missing
 
 

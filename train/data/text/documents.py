@@ -149,7 +149,10 @@ def files_line(location: str, paths: Iterable[Path], why: str) -> str:
 
 def listing(paths: list[Path]) -> list[tuple[str, int, int]]:
     """Return the name, size and mtime (ns) of each file. Names are relative, so a moved corpus has the same list."""
-    root = os.path.commonpath([path.parent for path in paths]) if paths else ""
+    if paths:
+        root = os.path.commonpath([path.parent for path in paths])
+    else:
+        root = ""
     rows = []
     for path in paths:
         check(path.is_file(), f"{path} is not a regular file, or is a broken link; remove it")

@@ -68,7 +68,10 @@ class HeldOut:
         reading = document.reading
         if not self.has(document.text):
             return "train" if reading.learns(document.text) else None
-        is_validated = reading.copy == 0 if self.known is None else reading.is_validation
+        if self.known is None:
+            is_validated = reading.copy == 0
+        else:
+            is_validated = reading.is_validation
         return "validation" if is_validated else None
 
 
@@ -259,7 +262,10 @@ class Preparation:
         arrays = {"token_counts": self.token_counts}
         for split, parts in self.pending.items():
             rows = Rows.concatenate(parts)
-            whole = len(rows) if finished else len(rows) // size * size
+            if finished:
+                whole = len(rows)
+            else:
+                whole = len(rows) // size * size
             # Pairs are sequences for sentence-order prediction: both segments are from one document.
             if split == "validation":
                 self.done["validation_pairs"] += int(rows.same_document[:whole].sum())

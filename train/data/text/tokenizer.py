@@ -89,7 +89,10 @@ def normalizer(*, lowercase: bool, strip_accents: bool) -> normalizers.Normalize
     if strip_accents:
         quotes = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
         steps = [*quotes, normalizers.NFKD(), normalizers.StripAccents()]
-    case = [normalizers.Lowercase()] if lowercase else []
+    if lowercase:
+        case = [normalizers.Lowercase()]
+    else:
+        case = []
     return normalizers.Sequence(
         [*steps, *case, normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
     )
@@ -229,7 +232,10 @@ def load_tokenizer(
 def read_tokenizer(source: str) -> Any:
     """Return a tokenizer as transformers reads it. Raises InputError if it cannot be loaded."""
     # A name may be that of a model or run, of which the tokenizer is only read first.
-    what = source if is_at_hub(source) else f"tokenizer {source} cannot be loaded"
+    if is_at_hub(source):
+        what = source
+    else:
+        what = f"tokenizer {source} cannot be loaded"
     try:
         with quiet(), asking_hub(source):
             folder = fetched(source, FILES)
@@ -293,7 +299,10 @@ def tokenizer_config(source: str, folder: Path) -> PreTrainedConfig:
     Raises BadContent if the files are unsafe to load, InputError if the class is not a fast tokenizer.
     """
     values, settings = read_model_json(folder) or {}, read_tokenizer_json(folder)
-    config = AutoConfig.for_model(values["model_type"]) if values else PreTrainedConfig()
+    if values:
+        config = AutoConfig.for_model(values["model_type"])
+    else:
+        config = PreTrainedConfig()
     config.tokenizer_class = values.get("tokenizer_class")
     for name in (settings.get("tokenizer_class"), config.tokenizer_class):
         if not name or name == ANY_FAST:

@@ -49,7 +49,10 @@ def word_edges(folder: Path) -> WordEdges:
 
     ends = np.zeros_like(begins)
     for number, piece in enumerate(pieces):
-        text = bytes_of.decode([piece]) if is_bytes else piece.replace("▁", " ")
+        if is_bytes:
+            text = bytes_of.decode([piece])
+        else:
+            text = piece.replace("▁", " ")
         if text and "\ufffd" not in text:  # skip pieces that are only some bytes of a character
             begins[number] |= splits("x", text)
             ends[number] = not text.isspace() and splits(text, "x")

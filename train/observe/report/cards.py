@@ -87,7 +87,10 @@ def model(run: Run) -> Card | None:
 def quality(run: Run) -> Card:
     """Return a card with the task's main metric of the exported weights, and comparisons that help to judge it."""
     summary, scores, spec = run.summary, run.summary["scores"], TASKS.get(str(run.summary["task"]))
-    declared = [metric.name for metric in spec.metrics] if spec else []
+    if spec:
+        declared = [metric.name for metric in spec.metrics]
+    else:
+        declared = []
     wanted = [*declared, str(run.config.get("best.metric")), "loss"]
     name = next((name for name in wanted if name in scores), None)
     if name is None:

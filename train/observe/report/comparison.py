@@ -23,7 +23,9 @@ def times(run: Run, baseline: Run, key: str) -> str:
     if run is baseline or not value or not base or value < 0 or base < 0:
         return ""
     ratio = value / base
-    return f"{ratio:.2f} times" if 1 / MOST_TIMES < ratio < MOST_TIMES else ""
+    if 1 / MOST_TIMES < ratio < MOST_TIMES:
+        return f"{ratio:.2f} times"
+    return ""
 
 
 def sentences(runs: Sequence[Run], tolerance: float) -> list[str]:
@@ -70,7 +72,10 @@ def quality(run: Run, baseline: Run, tolerance: float) -> str:
         return f"quality not comparable ({both}, on different data)"
     apart = abs(value - base) / (abs(base) or abs(value) or 1.0)
     if apart <= tolerance:
-        how_far = f"{percent(apart)} apart" if apart else "the same"
+        if apart:
+            how_far = f"{percent(apart)} apart"
+        else:
+            how_far = "the same"
         return f"equal quality ({metric.title} {how_far}, tolerance {percent(tolerance)})"
     gain = metric.sign * (value - base)
     which = "different"
@@ -115,7 +120,9 @@ def differing(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
 
 
 def told(value: object) -> str:
-    return "unknown" if value is None else shortened(as_text(value))
+    if value is None:
+        return "unknown"
+    return shortened(as_text(value))
 
 
 # ---- several seeds, and what spoils a comparison -------------------------------------------------------------------

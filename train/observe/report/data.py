@@ -21,11 +21,12 @@ ROWS = (  # rows of the table of splits: label and field of SplitFacts
     ("Bad rows, left out", "bad_rows"),
     ("Left out by data.label_map", "left_out"),
 )
+# columns of the table of labels
 SCORES = {
     "Precision": "precision",
     "Recall": "recall",
     "F1": "f1",
-}  # columns of the table of labels
+}
 Numbers = dict[str, float]
 T = TypeVar("T")
 Table = list[list[str]]  # the first row is the header

@@ -105,7 +105,9 @@ def x_axis(runs: list[Run]) -> str:
     """Return the key of the x axis: sequences if the batch sizes differ and all runs count sequences, else steps."""
     batches = {run.summary["global_batch_size"] for run in runs}
     are_counted = all(run.train.examples.notna().all() for run in runs)
-    return "examples" if len(batches) > 1 and are_counted else "step"
+    if len(batches) > 1 and are_counted:
+        return "examples"
+    return "step"
 
 
 def curves(runs: list[Run]) -> list[tuple[str, str, bytes]]:
@@ -140,7 +142,10 @@ def draw(panel: Panel, runs: list[Run], x: str) -> bytes | None:
         add_marks(axes, runs, "neighbour_accuracy", "table of neighbouring tokens")
     end = last_x(runs, x)
     if len(runs) == 1 and lost[0] is not None:
-        finite = points[0].x.max() if len(points[0]) else 0.0
+        if len(points[0]):
+            finite = points[0].x.max()
+        else:
+            finite = 0.0
         axes.axvspan(finite, end, color="#555555", alpha=0.2, lw=0, label=" no finite loss")
     finish(axes, panel, [y for each in points for y in each.y], end)
     add_legend(figure, axes, num_columns=3 if len(runs) == 1 else 1)

@@ -80,8 +80,14 @@ def facts(run: Run, baseline: Run) -> dict[str, str]:
     result = {"Outcome": ": ".join(filter(None, ending(run)))}
     for label, key, form in ROWS:
         value = summary[key]
-        result[label] = "unknown" if value is None else form(value)
-        times = comparison.times(run, baseline, key) if key in WITH_RATIO else ""
+        if value is None:
+            result[label] = "unknown"
+        else:
+            result[label] = form(value)
+        if key in WITH_RATIO:
+            times = comparison.times(run, baseline, key)
+        else:
+            times = ""
         if times:
             result[label] += f" ({times})"
     if summary["cost_usd"] is not None and summary["cost_partial"]:
@@ -141,7 +147,10 @@ def describe(run: Run, index: int) -> dict[str, Any]:
 
 def sections(records: Records) -> dict[str, list[tuple[str, Table]]]:
     """Return tables with their captions, by title: of the data and of an evaluation. A table may be empty."""
-    step = "" if records.step is None else f" at step {records.step:,}"
+    if records.step is None:
+        step = ""
+    else:
+        step = f" at step {records.step:,}"
     by_label = [(f"Labels of {split.name}", classes_table(split)) for split in records.evaluated]
     return {
         "Data": [("", splits_table(records)), ("", labels_table(records))],
@@ -226,7 +235,10 @@ def render(
 
 def write_files(folder: LocalFolder, files: dict[str, bytes]) -> None:
     """Write the files of a report. Raises InputError if one would replace a file that no report wrote."""
-    there = folder.read("report.html") if folder.size("report.html") is not None else b""
+    if folder.size("report.html") is not None:
+        there = folder.read("report.html")
+    else:
+        there = b""
     is_ours = any(f"<title>{title}".encode() in there for title in TITLES)
     foreign = [name for name in files if name in folder.names_here() and not is_ours]
     check(

@@ -198,13 +198,17 @@ def number(values: Mapping[str, Any], key: str) -> float | None:
 
 
 def known(value: float) -> float | None:
-    return None if pandas.isna(value) else float(value)
+    if pandas.isna(value):
+        return None
+    return float(value)
 
 
 def last(column: Table) -> float | None:
     """Return the last known value of a column; None if there is none."""
     values = column.dropna()
-    return float(values.iloc[-1]) if len(values) else None
+    if len(values):
+        return float(values.iloc[-1])
+    return None
 
 
 def total(column: Table) -> float | None:
@@ -324,7 +328,9 @@ def speed(run: Run) -> Summary:
 def last_step(lines: Table) -> int:
     """Return the last step of the last attempt. A fault or a checkpoint may be of an earlier step."""
     own = lines[(lines.attempt == lines.attempt.iloc[-1]) & lines.kind.isin(WITH_STEPS)]
-    return int(own.step.iloc[-1]) if len(own) else 0
+    if len(own):
+        return int(own.step.iloc[-1])
+    return 0
 
 
 def billable_s(end: Any) -> float | None:
@@ -355,7 +361,10 @@ def divergence(run: Run) -> str:
     step = last_finite_step(run)
     if step is None:
         return ""
-    since = f"after step {step:,}" if step else "at any step"
+    if step:
+        since = f"after step {step:,}"
+    else:
+        since = "at any step"
     return f"no finite loss {since}: try a lower optim.lr, and check the weights and the data"
 
 
@@ -365,4 +374,6 @@ def last_finite_step(run: Run) -> int | None:
     if losses.empty or not pandas.isna(losses.iloc[-1]):
         return None
     finite = run.train.step[losses.notna()]
-    return int(finite.iloc[-1]) if len(finite) else 0
+    if len(finite):
+        return int(finite.iloc[-1])
+    return 0

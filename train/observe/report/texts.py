@@ -50,7 +50,9 @@ def count(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.1%}"
+    if value is None:
+        return "unknown"
+    return f"{value:.1%}"
 
 
 def score(value: float | None) -> str:
@@ -62,11 +64,16 @@ def score(value: float | None) -> str:
 def figure(value: float | None) -> str:
     if value is None:
         return "no number"
-    return f"{value:,.3f}" if abs(value) < 10 else f"{value:,.2f}"
+    if abs(value) < 10:
+        return f"{value:,.3f}"
+    return f"{value:,.2f}"
 
 
 def at_step(value: float | None, step: int) -> str:
-    shown = "no number" if value is None else f"{value:,.4f}"
+    if value is None:
+        shown = "no number"
+    else:
+        shown = f"{value:,.4f}"
     return f"{shown} at step {step:,}"
 
 

@@ -118,7 +118,9 @@ class Answers:
 
     @property
     def best(self) -> str:
-        return self.spans[0].text if self.spans else ""
+        if self.spans:
+            return self.spans[0].text
+        return ""
 
     def answer(self, threshold: float | None) -> str:
         """Return the best span; "" if there is a `threshold` and "no answer" scores higher by more than that."""

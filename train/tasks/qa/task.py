@@ -161,7 +161,10 @@ class QuestionAnswering(TextTask):
         )
         for one in answered(statistics, features, examples, self.cfg):
             answer = one.predicted.answer(self.threshold)
-            score = one.predicted.spans[0].score if answer else one.predicted.null_score
+            if answer:
+                score = one.predicted.spans[0].score
+            else:
+                score = one.predicted.null_score
             n_best = one.predicted.n_best(v2=self.threshold is not None)
             yield {"id": one.id, "answer": answer, "score": score, "n_best": n_best}
 

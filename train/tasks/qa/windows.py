@@ -118,7 +118,10 @@ class QAFeaturizer(Featurizer):
 
     def window(self, encoding: Encoding, answer: dict[str, list]) -> dict[str, Any]:
         sequences = encoding.sequence_ids  # RoBERTa has no token_type_ids
-        first = sequences.index(1) if 1 in sequences else 0
+        if 1 in sequences:
+            first = sequences.index(1)
+        else:
+            first = 0
         end = first + sequences.count(1)
         offsets = np.array(encoding.offsets[first:end], np.int32).reshape(-1, 2)
         start, stop = 0, 0
