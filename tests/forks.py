@@ -111,7 +111,7 @@ def fail_unless_warm() -> None:
 
 
 def become(words: list[str], env: dict[str, str], out: Path, err: Path, cwd: Path) -> None:
-    """In the fork: be `python -m MODULE ...`, or `python -c CODE ...`."""
+    """In the fork: be `python -m MODULE ...`, `python FILE.py ...` or `python -c CODE ...`."""
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
@@ -130,6 +130,8 @@ def become(words: list[str], env: dict[str, str], out: Path, err: Path, cwd: Pat
     module, *sys.argv[1:] = words
     if module == "-c":
         exec(sys.argv.pop(1), {"__name__": "__main__"})
+    elif module.endswith(".py"):
+        runpy.run_path(module, run_name="__main__")
     else:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -24,7 +24,7 @@ MOST_NODES = {
     "train/checkpoints": 11_300,
     "train/observe": 24_800,
     "train/run": 20_300,
-    "train/tools": 21_100,
+    "train/tools": 21_200,
     "train": 238_900,
     "launch": 37_300,
     "ami": 4_300,

@@ -108,13 +108,15 @@ def test_a_signal_from_before_the_wait_counts_and_a_notice_does_not():
 
 
 IN_TORCH = """
+import threading
 from datetime import timedelta
 import torch.distributed as dist
 from train.run import stopping
 stopping.GRACE_S = 0.2
 with stopping.StopRequest() as stop, stop.nothing_to_save():
     store = dist.HashStore()
-    print("waiting", flush=True)
+    # after the main thread has entered torch
+    threading.Timer(0.5, print, ["waiting"], {"flush": True}).start()
     store.wait(["never"], timedelta(seconds=600))
 """
 
@@ -402,7 +404,7 @@ import sys
 from pathlib import Path
 from train.run import evaluation
 def measure(attempt, *more, before=evaluation.measure, **named):
-    for path in [] if "is_trial" in named else Path(attempt.cfg.data.path).glob("validation-*"):
+    for path in [] if named["is_trial"] else Path(attempt.cfg.data.path).glob("validation-*"):
         path.unlink()
     return before(attempt, *more, **named)
 evaluation.measure = measure

@@ -12,12 +12,12 @@ from rejections import rejects
 from running import train_here
 
 from launch.estimate import estimate
-from train import loop
 from train.config import HeadSize, TrainConfig
 from train.models.encoder import build_masked_lm
 from train.models.memory_estimate import GIB, Memory, activation_bytes, advice, memory_of
 from train.models.model_sizes import Shape, shape_of_model
 from train.run import compose as cli
+from train.run import description
 
 GIVEN = ["run_dir=x", "data.path=x", "max_steps=1", "global_batch_size=64"]
 BERT_LARGE = Shape("bert", 30_522, 1024, 4096, 24)
@@ -172,7 +172,7 @@ def test_a_plan_names_the_memory_and_what_to_change_if_it_is_too_much():
 def test_a_run_that_this_machine_cannot_hold_is_rejected_before_it_starts(
     prepared: Path, tmp_path: Path, monkeypatch
 ):
-    monkeypatch.setattr(loop, "total_memory_bytes", lambda: 50_000)
+    monkeypatch.setattr(description, "total_memory_bytes", lambda: 50_000)
     more = "^about .* activations .*; this machine or container has too little, .* for 1 rank; lower micro_batch"
     rejects(more, train_here, tmp_path / "run", prepared)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -18,13 +18,12 @@ from services.process import Process, free_port
 from toy import Toy
 
 from train import loop
-from train.config import InputError, TelemetryConfig, TrainConfig
+from train.config import InputError, TelemetryConfig
 from train.observe import trackers
 from train.run import compose
 from train.run.command import DONE
 from train.run.stopping import StopRequest
 from train.run_folder.run_folder import RunFolder
-from train.tools import precompile
 from train.tools.bench import measure
 from train.tools.bench.config import BenchConfig
 
@@ -134,12 +133,11 @@ def test_a_measurement_has_no_tracker(toy, fake, monkeypatch):
     assert fake.runs == []
 
 
-def test_measurements_and_dry_runs_are_of_runs_with_any_tracker():
+def test_measurements_are_of_runs_with_any_tracker():
     compose.add_schema(BenchConfig, "bench", [])
     given = ["experiment=demo", "data.path=d", "telemetry.trackers=[wandb]"]
-    dry = compose.load_config(TrainConfig, [*given, *precompile.short_run(Path("r"))])
-    for cfg in (dry, measure.short_run(compose.load_config(BenchConfig, given), "r")):
-        assert (cfg.tensorboard, cfg.telemetry.trackers) == (False, [])
+    cfg = measure.short_run(compose.load_config(BenchConfig, given), "r")
+    assert (cfg.tensorboard, cfg.telemetry.trackers) == (False, [])
 
 
 def test_a_tracker_whose_package_is_missing_is_rejected_before_anything_is_written(

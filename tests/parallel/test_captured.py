@@ -313,7 +313,7 @@ def test_a_run_whose_steps_are_recorded_compiles_layers(monkeypatch):
         what="layers",
         is_busy=lambda: True,
     )
-    monkeypatch.setattr(ddp.DDP, "open_compiler", lambda *_, **__: compiler)
+    monkeypatch.setattr(ddp, "open_compiler", lambda *_, **__: compiler)
     backend = ddp.DDP(BackendConfig(device="cpu", compile="layers"))
     assert backend.captures and backend.compilers.are_busy()  # without torchrun, too
     backend.setup_model(torch.nn.Linear(2, 2))

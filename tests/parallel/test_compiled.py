@@ -50,7 +50,7 @@ def test_compiled_layers_train_as_plain_ones(plain, prepared, tmp_path):
     result = run(
         settings,
         ranks=2,
-        module="traced",
+        module=str(ROOT / "tests" / "traced.py"),
         env={
             "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
         },

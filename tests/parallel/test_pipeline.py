@@ -128,7 +128,7 @@ def test_compiled_layers_in_bf16_are_nearly_those_of_one_process(prepared, tmp_p
         prepared,
         *more,
         ranks=2,
-        module="traced",
+        module=str(ROOT / "tests" / "traced.py"),
         env={"PYTHONPATH": str(ROOT / "tests")},
     )
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=5e-3)

@@ -268,8 +268,16 @@ FLAGS = [
         "experiment=demo compare.run=[../a] 'compare.variants={../a: seed=1}'",
         "is not the name of a file",
     ),
-    ("compare", "experiment=demo 'compare.variants={a: run_dir=x}'", "settings without run_dir"),
-    ("compare", "experiment=demo 'compare.variants={a: nosuch}'", "must be key=value settings"),
+    (
+        "compare",
+        "experiment=demo 'compare.variants={a: run_dir=x}'",
+        "must be a key=value setting, and not run_dir",
+    ),
+    (
+        "compare",
+        "experiment=demo 'compare.variants={a: nosuch}'",
+        "nosuch must be a key=value setting",
+    ),
     ("train", "optim=adamw optim=lamb", "optim=adamw and optim=lamb choose the same thing"),
     (
         "compare",

@@ -253,18 +253,14 @@ def large(self, *, build=ToyTask.build_model):
         ({"backend": TF32_ON_A_CPU}, None, "tf32 needs a CUDA device"),
         ({"preempt": {"block_end": "2001-01-01T00:00:00Z"}}, None, "leaves no time"),
         ({}, ("build_model", unloadable), "lacks weights"),
-        (
-            {},
-            ("train_data", unloadable),
-            "lacks weights",
-        ),  # the first of TrainData, as the check of /dev/shm
+        ({}, ("train_data", unloadable), "lacks weights"),
         (
             {"backend": BackendConfig(device="cpu")},
             ("build_model", large),
             "this machine or container has too little",
         ),
     ],
-    ids=["precision", "device", "block", "model", "batches", "memory"],
+    ids=["device", "block", "model", "batches", "memory"],
 )
 def test_a_start_that_is_rejected_late_changes_no_result_and_can_be_repeated(
     toy, monkeypatch, is_new, changes, method, says

@@ -197,9 +197,7 @@ def package_faults(versions: Mapping[str, str]) -> list[str]:
     elif neuronx and release(neuronx) < (2, 9):
         faults.append(f"torch-neuronx {neuronx} is older than 2.9; {install}")
     elif neuronx and release(neuronx) > (2, 9):
-        faults.append(
-            f"torch-neuronx {neuronx} is the native build for trn2 and trn3 (backend=neuron); on trn1: {install}"
-        )
+        faults.append(f"torch-neuronx {neuronx} has no PyTorch/XLA; {install}")
     compiler = versions.get("neuronx-cc", "")
     if compiler and compiler.split(".")[0] in ("0", "1"):
         faults.append(

@@ -56,11 +56,12 @@ def command_parser(
     settings: Callable[[], str] | None = None,
     imports: bool = False,
 ) -> Parser:
-    """Make a parser. Each example is a command line that begins with torchrun, or only the command's arguments."""
+    """Make a parser. An example is a line that begins with torchrun or baretrain, or only the command's arguments."""
     prog = f"baretrain {name}"
     lines = [f"{purpose}\n\nexamples:"]
     for example in examples:
-        lines.append(example if example.startswith("torchrun") else f"{prog} {example}".rstrip())
+        is_whole = example.startswith(("torchrun", "baretrain"))
+        lines.append(example if is_whole else f"{prog} {example}".rstrip())
 
     def details() -> str:
         codes = [f"  {code:<5}{meaning}" for code, meaning in exits.items()]
@@ -160,6 +161,12 @@ def guarded(
         line, code = interrupted
     except Exception as error:
         line, code = report_of(error, code)
+    except BaseException as error:
+        # A panic of a library in Rust, which derives from no other exception.
+        if type(error).__name__ != "PanicException":
+            raise
+        line = f"error: the tokenizer cannot read a text: {error}; choose another tokenizer"
+        code = FAILED
     if line:
         # Standard error may be closed, or on a full disk.
         with suppress(OSError, ValueError), first_to("report") as is_first:

@@ -53,7 +53,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "Compile every graph of a run on Trainium 1 before it starts.\n"
         "Put it before the command of the run, on each machine of the run.",
         examples=(
-            "torchrun --standalone --nproc-per-node=32 -m train experiment=albert_pretrain instance=trn1.32xlarge",
+            "baretrain precompile torchrun --standalone --nproc-per-node=32 -m train experiment=albert_pretrain",
+            "baretrain precompile torchrun --standalone --nproc-per-node=2 -m train experiment=tweets_trainium",
+            "--dry-run torchrun --standalone --nproc-per-node=32 -m train experiment=albert_pretrain",
         ),
         exits={
             DONE: "all graphs compiled",
