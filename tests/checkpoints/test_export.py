@@ -73,6 +73,7 @@ def test_a_fine_tuning_is_exported_without_its_data_as_by_itself(finetuned, unex
     assert AutoTokenizer.from_pretrained(tmp_path / "out").mask_token == "[MASK]"
 
 
+@pytest.mark.slow
 def test_it_answers_and_is_a_start_without_its_data(finetuned, unexported, tmp_path, capsys):
     cfg = resolved(ModelConfig(init_from=str(unexported)), S3Config(), tmp_path / "cache")
     wanted = (finetuned[1] / "export/model.safetensors").read_bytes()
@@ -115,6 +116,7 @@ def allocated(call):
 # ---- of a run that goes on -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_that_has_gone_on_is_not_taken_for_its_old_export(prepared, tmp_path, capsys):
     run = tmp_path / "run"
 

@@ -21,6 +21,7 @@ def load(*overrides):
     return cli.load_config(TrainConfig, [*GIVEN, *overrides])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "group", ["task", "data", "optim", "backend", "parallel", "instance", "model"]
 )

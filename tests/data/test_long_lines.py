@@ -59,6 +59,7 @@ def test_lines_for_the_tokenizer_are_cut_where_they_always_were(alphabet: str) -
         assert list(short_lines([line], cast(Any, AsItIs()), 2**30)) == given
 
 
+@pytest.mark.slow
 def test_stretches_are_the_text_and_cut_only_very_long_lines(prepared: Path) -> None:
     ordinary = ["\n", "short\n", long_text(MAX_LINE_CHARS - 2) + "\n"]
     long = [

@@ -100,6 +100,7 @@ def permutation(size, key):
     )
 
 
+@pytest.mark.slow
 def test_the_computed_permutation_is_one_for_every_size_and_another_for_another_key():
     for size in range(1, 5001):
         assert np.array_equal(np.sort(permutation(size, hash_bits(size))), np.arange(size))

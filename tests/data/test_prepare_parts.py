@@ -101,6 +101,7 @@ def as_files(folder, corpus, kind):
     return folder, {"txt.gz": "text"}.get(kind, kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "num_parts"), [("txt", 4), ("jsonl", 4), ("txt.gz", 4), ("csv", 4)]
 )
@@ -240,6 +241,7 @@ def spawned(parent):
     return found
 
 
+@pytest.mark.slow
 def test_processes_end_with_the_one_that_started_them(corpus, ready, tmp_path):
     text = tmp_path / "long.txt"
     text.write_text(

@@ -112,6 +112,7 @@ def many(prepared, tmp_path):
     return tmp_path, replace(manifest, splits={**manifest.splits, "train": shards}), rows.tokens
 
 
+@pytest.mark.slow
 def test_of_many_shards_a_process_maps_those_read_last(many, monkeypatch):
     """And looks up a deleted one, whose space a map would hold, only among those that the next to open could free."""
     folder, manifest, tokens = many

@@ -273,6 +273,7 @@ def test_what_takes_minutes_is_run_elsewhere() -> None:
     assert [each for each in made if each not in elsewhere] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", RUN)
 def test_the_blocks_of_a_page_run(folder: Path, page: str) -> None:
     for block in BLOCKS[page]:
@@ -285,6 +286,7 @@ def test_the_blocks_of_a_page_run(folder: Path, page: str) -> None:
             run_lines(folder, lines(block))
 
 
+@pytest.mark.slow
 def test_the_search_of_the_notebook_page_runs(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

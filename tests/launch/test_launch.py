@@ -270,6 +270,7 @@ def runs(process: psutil.Process) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_a_torchrun_that_is_killed_while_they_start(tmp_path, prepared):
     """As soon as there are ranks, and once the run folder is taken. A new start is not rejected. A real torchrun: ranks
     that it forks get a signal at its end from torch.
@@ -346,6 +347,7 @@ def test_what_ends_for_good_ends_torchrun_too(
     assert "not started again" not in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "restarts"), [("train", 3), ("compare", 0)])
 def test_a_rejection_under_torchrun_is_said_once_above_its_traceback(module, restarts):
     words = command(["stepz=1"], ranks=2, module=module)
@@ -413,6 +415,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 def test_a_run_with_loader_processes_ends_after_an_unexpected_error(tmp_path, prepared):
     """A process of its own: forks leave without what Python does at exit."""
     data = shutil.copytree(prepared, tmp_path / "data")

@@ -45,6 +45,7 @@ def below(run: LaunchedRun) -> list[psutil.Process]:
     return psutil.Process(run.handle["pid"]).children(recursive=True)
 
 
+@pytest.mark.slow
 def test_a_run_is_killed_stopped_cancelled_and_resumed(
     launched, hold, prepared, undisturbed_losses, monkeypatch, tmp_path, capsys
 ):
@@ -91,6 +92,7 @@ def test_a_run_is_killed_stopped_cancelled_and_resumed(
     assert launched.losses == pytest.approx(undisturbed_losses, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_with_a_checkpoint(launched, prepared):
     command = [
         sys.executable,
@@ -110,6 +112,7 @@ def test_ctrl_c_stops_with_a_checkpoint(launched, prepared):
     assert read_outcome(launched.run)["outcome"] == "stopped"
 
 
+@pytest.mark.slow
 def test_what_the_trainer_rejects_ends_the_job_at_once(launched, prepared, tmp_path, capfd):
     assert main(words(launched, tmp_path / "no_data")) == REJECTED
     assert not launched.exists()  # nothing was started

@@ -99,6 +99,7 @@ def test_lines_of_predictions_move_no_cursor():
     assert [json.loads(line) for line in lines] == rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "report", "launch", "ami"])
 def test_a_file_of_variables_with_windows_lines_is_named_once_and_harmless(command):
     names = "AWS_SESSION_TOKEN AWS_REGION AWS_PROFILE MLFLOW_TRACKING_TOKEN HF_ENDPOINT AWS_ENDPOINT_URL_S3".split()

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from running import ROOT, train_overrides
 
 # Prints, after each step, how many threads of the process are none of Python's, and the size of the training's team.
@@ -22,6 +23,7 @@ SAVING = ["backend=ddp", "checkpoint.every=1", "eval_every=2", "max_steps=4", "d
 LARGE = "model.intermediate_size=2048"  # tensors that are worth a team
 
 
+@pytest.mark.slow
 def test_a_run_that_saves_and_evaluates_has_one_team(tmp_path, prepared):
     native, team = {}, {}
     for threads in ("1", "4"):

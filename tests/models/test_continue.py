@@ -107,6 +107,7 @@ def recipe(name, run_dir, data, *overrides):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["bert", "roberta", "modernbert"])
 def test_a_published_model_learns_on(published, tmp_path, architecture):
     folder = published[architecture]

@@ -264,6 +264,7 @@ def outcome(model, inputs, compute=lambda: None):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "precision"),
     [("albert", "fp32"), ("albert", "autocast"), ("bert", "weights"), ("deberta-v2", "fp32")],

@@ -125,6 +125,7 @@ def ner(run_dir, prepared, texts):
     return tuning(run_dir, prepared / "tokenizer", "task=ner", *data, "seq_len=32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "architecture"),
     [

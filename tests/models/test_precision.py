@@ -230,6 +230,7 @@ def test_deterministic_kernels_are_for_one_run_on_a_gpu(cuda):
     rejects("backend.deterministic=true is only for GPUs", XLAConfig, deterministic=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seq_len", [128, 512])
 def test_backward_passes_of_a_deterministic_run_are_bitwise_equal(seq_len):
     """More tokens than one kernel's table of embeddings takes; attention with and without a mask."""

@@ -97,6 +97,7 @@ def test_a_run_gives_its_export(finished, tmp_path):
     assert (alone.pretrained, alone.tokenizer) == (None, export)
 
 
+@pytest.mark.slow
 def test_a_run_without_an_export_gives_its_checkpoint(finished, tmp_path, monkeypatch):
     copy = tmp_path / "run"
     shutil.copytree(finished, copy, ignore=shutil.ignore_patterns("export"))

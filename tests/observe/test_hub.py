@@ -211,6 +211,7 @@ def test_a_run_in_s3_is_pushed_from_another_machine(
     assert not [path for path in (tmp_path / "other").rglob("*") if path.is_file()]
 
 
+@pytest.mark.slow
 def test_labelled_data_comes_from_the_hub(texts, tokenizer_folder, tmp_path):
     """A process of its own: datasets reads the environment when it is imported."""
     rows = [f'"{text}",{number % 2}\n'.encode() for number, text in enumerate(texts[:40])]

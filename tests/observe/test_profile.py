@@ -3,6 +3,7 @@
 import gzip
 import json
 
+import pytest
 from running import lines, run, train_here, train_overrides
 
 from train.observe import profile
@@ -35,6 +36,7 @@ def test_a_run_is_traced_and_trains_as_without(prepared, tmp_path, capfd, monkey
     assert sum("Optimizer.step" in str(name) for name in names) == 2
 
 
+@pytest.mark.slow
 def test_a_run_through_xla_adds_what_its_device_says(prepared, tmp_path):
     settings = ["backend=xla", "eval_every=null", "export=false", "profile=true", "max_steps=15"]
     result = run(train_overrides(tmp_path / "run", prepared, *settings))

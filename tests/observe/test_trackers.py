@@ -154,6 +154,7 @@ def test_a_tracker_whose_package_is_missing_is_rejected_before_anything_is_writt
 # ---- Weights & Biases ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_ranks_are_one_run_of_wandb(tmp_path, prepared):
     pytest.importorskip("wandb")
     more = ["max_steps=4", "eval_every=4", "telemetry.trackers=[wandb]"]

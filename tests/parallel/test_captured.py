@@ -62,6 +62,7 @@ def log(folder):
     return (folder / "log" / "rank_0000.txt").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
 @pytest.mark.parametrize(
     ("micro", "functions"), [(8, ["_step"]), (2, ["_micro_batch", "_update"])]
@@ -107,6 +108,7 @@ def test_shapes_beyond_the_last_graph_run_without(
     assert log(run).count("steps with other shapes than these 1 run without") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro", [8, 2])
 def test_recorded_steps_are_skipped_and_rolled_back_as_others(
     recorded, prepared, tmp_path, monkeypatch, micro
@@ -144,6 +146,7 @@ def test_recorded_steps_are_skipped_and_rolled_back_as_others(
     assert reasons[0] == reasons[1] and "back to step 9" in reasons[0][-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["bert", "modernbert"])
 def test_a_model_that_makes_its_own_masks_is_recorded(
     recorded, tokenizer_folder, tmp_path, architecture
@@ -177,6 +180,7 @@ def test_a_step_that_waits_for_the_gpu_is_not_recorded(recorded, prepared, tmp_p
     assert "test_captured.py" in log(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("micro", "failing"), [(8, "_step"), (2, "_update")])
 def test_a_recording_that_fails_costs_nothing_but_speed(
     recorded, prepared, tmp_path, monkeypatch, micro, failing

@@ -42,6 +42,7 @@ def plain(tmp_path_factory, prepared):
     return run_dir
 
 
+@pytest.mark.slow
 def test_compiled_layers_train_as_plain_ones(plain, prepared, tmp_path):
     """Two ranks, accumulation, activation checkpointing; ALBERT's shared layer is compiled once for each mode."""
     settings = train_overrides(
@@ -62,6 +63,7 @@ def test_compiled_layers_train_as_plain_ones(plain, prepared, tmp_path):
     assert not lines(tmp_path / "run", "fault") and "graph" not in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "freezing", "graphs"),
     [
@@ -82,6 +84,7 @@ def test_as_many_graphs_are_expected_as_layers_need(architecture, freezing, grap
     assert traced_and_expected(architecture, **freezing) == (graphs, graphs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norms", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("architecture", "sizes", "graphs"),
@@ -119,6 +122,7 @@ def traced_and_expected(architecture, *, norms=None, **settings):
     return len(traced), expected
 
 
+@pytest.mark.slow
 def test_auto_compiles_what_repays_it_and_goes_on_without_where_the_first_graph_fails(
     plain, prepared, tmp_path
 ):
@@ -185,6 +189,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 def test_where_the_first_graph_fails_on_one_rank_all_ranks_go_on_without(prepared, tmp_path):
     (tmp_path / "script.py").write_text(ONE_RANK_FAILS)
     for name, program, compile in (
@@ -245,6 +250,7 @@ def test_auto_takes_one_graph_where_the_host_would_fall_behind(
     assert compiled.way_of(model, compiled.Workload(10**6, tokens), one_graph=one_graph) == way
 
 
+@pytest.mark.slow
 @compiles
 def test_a_compiled_model_resumes_bit_for_bit_with_dropout(toy):
     """The masks of compiled dropout follow the run's random state."""
@@ -262,6 +268,7 @@ def test_a_compiled_model_resumes_bit_for_bit_with_dropout(toy):
     )
 
 
+@pytest.mark.slow
 def test_a_classifier_of_several_lengths_has_a_graph_for_each_and_one_too_many_is_named(
     tokenizer_folder, tmp_path, monkeypatch
 ):

@@ -68,6 +68,7 @@ def splits(tmp_path_factory, prepared):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "model"), [(name, model) for name, (model, *_) in SPLITS.items()]
 )
@@ -147,6 +148,7 @@ def test_a_part_that_the_manifest_does_not_name_is_not_read(splits, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_best_step_is_exported_whole(prepared, tmp_path):
     """Training diverges, so that the best step is not the last one."""
     options = [*BERT, "optim.lr=0.3", "optim.warmup_steps=4", "eval_every=1", "checkpoint.every=1"]
@@ -168,6 +170,7 @@ def test_the_best_step_is_exported_whole(prepared, tmp_path):
 
 
 # Each product is rounded to 8 bits, and gathered weights are too: losses of 5 differ by a few thousandths.
+@pytest.mark.slow
 def test_in_bf16_it_is_nearly_the_run_of_one_process(prepared, tmp_path):
     options = [*BERT, "backend.precision=bf16"]
     train_here(tmp_path / "plain", prepared, *options)
@@ -213,6 +216,7 @@ def classifier(prepared, tmp_path_factory):
     return tuned(tmp_path_factory.mktemp("classifier") / "plain", prepared / "tokenizer", *TWEETS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "split"), [(2, [FSDP]), (4, PIPELINE)], ids=["fsdp", "pipeline"]
 )
@@ -338,6 +342,7 @@ def held(prepared, tmp_path_factory):
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", HELD)
 def test_a_rank_holds_its_part_alone_and_all_skip_a_step_that_one_cannot_take(held, way):
     ranks = [rank[way] for rank in held]

@@ -100,6 +100,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     return figures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["albert", "bert"])
 def test_a_layer_has_few_kernels_that_move_few_bytes(made, architecture):
     layer = made[f"layer of {architecture}"]

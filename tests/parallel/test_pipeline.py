@@ -75,6 +75,7 @@ def four(tmp_path_factory, prepared):
     return trained(run_dir, prepared, *MODELS["bert"], *options, ranks=4)
 
 
+@pytest.mark.slow
 def test_four_interleaved_stages_are_one_model_and_the_bubble_and_each_memory_are_measured(
     alone, four
 ):
@@ -94,6 +95,7 @@ def test_four_interleaved_stages_are_one_model_and_the_bubble_and_each_memory_ar
     assert rows["Pipeline bubble"].endswith("%")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "ranks", "options"),
     [
@@ -109,6 +111,7 @@ def test_stages_are_one_model(alone, prepared, tmp_path, model, ranks, options):
     assert_same_run(tmp_path / "run", alone[model])
 
 
+@pytest.mark.slow
 def test_four_stages_resume_as_one_rank_and_back(alone, four, prepared, tmp_path):
     one = cut_back(four, tmp_path / "one")
     train_here(one, prepared, *MODELS["bert"])

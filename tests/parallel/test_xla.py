@@ -60,6 +60,7 @@ def with_lamb(tmp_path_factory, prepared):
     return train(tmp_path_factory.mktemp("lamb") / "run", prepared, "optim=lamb")
 
 
+@pytest.mark.slow
 def test_the_run_is_that_of_ddp_and_its_export_the_trained_model(xla, finished):
     assert losses(xla)[-1] < losses(xla)[0] - 0.05
     assert_same_curve(xla, finished)
@@ -80,6 +81,7 @@ FUNCTIONALIZATION_OFF = {"XLA_DISABLE_FUNCTIONALIZATION": "1"}  # as Neuron has 
 
 
 # One graph to train, two to accumulate, and one to evaluate.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("micro", "expected", "env", "options"),
     [(24, 2, {}, []), (12, 3, FUNCTIONALIZATION_OFF, ["optim=lamb"])],
@@ -109,6 +111,7 @@ def test_graphs_over_evaluations_checkpoints_a_resume_and_the_end_of_an_epoch(
     assert lines(tmp_path / "run", "train")[-1]["epoch"] > 1 and second["compile_s"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "graphs"),
     [
@@ -131,6 +134,7 @@ def test_without_functionalization_the_numbers_are_the_same(
         assert_same_curve(tmp_path / "run", with_lamb)
 
 
+@pytest.mark.slow
 def test_a_model_without_shared_layers_is_one_graph_as_well(prepared, tmp_path):
     bert = [
         "model.architecture=bert",
@@ -143,6 +147,7 @@ def test_a_model_without_shared_layers_is_one_graph_as_well(prepared, tmp_path):
     assert_same_curve(tmp_path / "xla", tmp_path / "ddp")
 
 
+@pytest.mark.slow
 def test_two_ranks_are_one_with_the_double_batch(finished, prepared, tmp_path):
     result = run(train_overrides(tmp_path / "run", prepared, *XLA, "micro_batch_size=2"), ranks=2)
     assert result.returncode == 0, result.stderr
@@ -173,6 +178,7 @@ def layout(value):
     return value
 
 
+@pytest.mark.slow
 def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(prepared, tmp_path):
     options = [
         *XLA,
@@ -188,6 +194,7 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(prepared, tmp_path
     assert_same_weights(tmp_path / "cut", tmp_path / "whole", 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "bf16_master", "bf16_stochastic"])
 def test_bf16_policies_train_keep_the_optimizer_in_fp32_and_go_on_in_it(
     finished, prepared, tmp_path, precision
@@ -224,6 +231,7 @@ def read_after_each_step(monkeypatch, read, run_dir, prepared, *options):
     return values
 
 
+@pytest.mark.slow
 def test_batches_per_execution_is_the_number_of_micro_batches_in_a_graph(
     xla, prepared, tmp_path, monkeypatch
 ):
@@ -287,6 +295,7 @@ def test_activation_checkpointing_with_dropout_draws_the_same_units_again(prepar
 
 
 # That a setting takes effect: equal numbers would not show that it was ignored.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "calls"),
     [(XLA, 3), ([*XLA, AGAIN], 6), (["backend=ddp", AGAIN], 6)],

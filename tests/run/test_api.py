@@ -55,6 +55,7 @@ def cell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Notebook:
     return output
 
 
+@pytest.mark.slow
 def test_a_run_is_trained_and_asked_with_its_progress_in_the_cell(
     cell: Notebook, prepared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

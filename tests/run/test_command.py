@@ -183,6 +183,7 @@ SMALL += [
 SMALL += ["backend.device=cpu", "backend.precision=fp32", "eval_examples=8", "checkpoint.every=1"]
 
 
+@pytest.mark.slow
 def test_a_run_needs_no_asserts_no_home_and_no_folder_of_its_own(prepared, tmp_path):
     """As `python -O` in somebody's folder, where HOME is not set: rejected, and run."""
     (tmp_path / "conf").mkdir()  # somebody's own

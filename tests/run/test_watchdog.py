@@ -143,6 +143,7 @@ def test_a_hang_that_holds_the_gil_dumps_its_stacks_to_standard_error(start: Sta
     assert "in hold_the_gil" in rank.communicate(timeout=PATIENCE_S)[1] and rank.returncode == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("behind", "how"),
     [

@@ -366,6 +366,7 @@ def without_keys(monkeypatch, tmp_path):
     return tmp_path / "aws"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", BROKEN, ids=BROKEN.values())
 def test_a_broken_file_of_aws_is_named_and_no_object_counts_as_missing(
     without_keys, tmp_path, content

@@ -83,6 +83,7 @@ WRITES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", WRITES)
 @pytest.mark.parametrize("sse", ["AES256", "aws:kms", ARN])
 def test_every_write_asks_for_the_encryption_that_is_set(folder, tmp_path, how, sse):

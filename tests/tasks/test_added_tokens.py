@@ -85,6 +85,7 @@ def test_new_rows_begin_as_the_mean_and_the_others_as_they_were(
     assert task.remarks[-1] == f"{says}others: 120 'Wuzu', 121 'ba-be'"
 
 
+@pytest.mark.slow
 def test_export_and_tokenizer_agree_after_a_stop_and_on_two_ranks(published, grown, tmp_path):
     tokens = ShardSet(grown, read_manifest(grown), "train")
     tokens = tokens.rows(np.arange(len(tokens))).tokens

@@ -62,6 +62,7 @@ def best(train, tmp_path_factory):
 NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
 
 
+@pytest.mark.slow
 def test_training_and_evaluation_are_the_same_on_three_ranks(overrides, train, tmp_path):
     given = [
         "task.class_weights=balanced",
@@ -95,6 +96,7 @@ def test_training_and_evaluation_are_the_same_on_three_ranks(overrides, train, t
     assert numbers[0] == pytest.approx(numbers[1], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_continues_bit_for_bit(train, best, tmp_path):
     given = [*BEST, "max_steps=8", "optim.lr=0.1", "optim.schedule=constant", "checkpoint.every=1"]
     asked = StopRequest()
@@ -113,6 +115,7 @@ def test_an_interrupted_run_continues_bit_for_bit(train, best, tmp_path):
     ).read_bytes()
 
 
+@pytest.mark.slow
 def test_on_xla_each_length_has_graphs_to_train_to_accumulate_and_to_evaluate(overrides, tmp_path):
     """In a process of its own: within one, a second run finds the graphs of the first."""
     pytest.importorskip("torch_xla")

@@ -147,6 +147,7 @@ def test_metrics_worked_out_by_hand(given, tmp_path):
     assert chosen(*few, each=False) == pytest.approx([0.25] * 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["best", "best_per_label"])
 def test_thresholds_that_the_validation_data_chose_are_those_of_exports_and_predictions(
     given, rows, tmp_path, capsys, how
@@ -188,6 +189,7 @@ def test_thresholds_that_the_validation_data_chose_are_those_of_exports_and_pred
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("best", [True, False])
 def test_thresholds_predictions_and_scores_are_those_of_the_exported_step(given, tmp_path, best):
     """Also after a stop, with fewer checkpoints kept than made, and in exports of other steps."""

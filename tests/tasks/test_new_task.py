@@ -91,6 +91,7 @@ def test_a_task_that_resembles_none_is_a_module_settings_an_entry_and_a_yaml():
     assert found == {*code, "conf/task/ner.yaml"}
 
 
+@pytest.mark.slow
 def test_it_learns_on_two_ranks_and_on_xla_as_on_one(code, settings, trained, tmp_path):
     done("--import", str(code), *settings, "optim.schedule=steps", f"run_dir={tmp_path / 'one'}")
     for kind, keys in (

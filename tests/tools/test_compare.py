@@ -251,6 +251,7 @@ def test_what_cannot_have_been_measured_is_no_ratio(times, tmp_path):
         assert "inf" not in said and " in -" not in said and not re.search(r"\d{20}", said)
 
 
+@pytest.mark.slow
 @settings(quick, max_examples=100)
 @given(changed(GOOD), changed([LAST]))
 def test_no_run_folder_breaks_the_comparison(files, lines):
@@ -295,6 +296,7 @@ def training(runs: Path, data: Path, *more: str) -> list[str]:
     return [each for key, each in given.items() if key != "backend.precision"]
 
 
+@pytest.mark.slow
 def test_variants_are_run_once_and_one_that_fails_hides_no_other(tmp_path, prepared, capfd):
     words, fp32 = training(tmp_path / "runs", prepared, VARIANTS), tmp_path / "runs/fp32"
     assert main([*words, "compare.run=[gpu,fp32]"]) == FAILED

@@ -191,6 +191,7 @@ def test_what_is_rejected(arguments, said, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_two_ranks_on_xla():
     arguments = ["--collectives", "backend=xla", "backend.device=cpu", "--json"]
     done = run(arguments, ranks=2, module="doctor")

@@ -96,6 +96,7 @@ def evaluated(model, output, *arguments, ranks=1):
     return json.loads(output.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["classify", "regress", "multilabel", "ner", "qa", "mlm"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_is_evaluated_as_it_was_in_training(trained, tmp_path, task, ranks):
