@@ -14,6 +14,7 @@ from launch.run_progress import newest_checkpoint
 from launch.schedulers import scheduler
 from launch.spec import State
 from train.run.command import DONE
+from train.run_folder.metrics_files import rows
 
 LONG = [
     "max_steps=80",
@@ -70,7 +71,7 @@ class LaunchedRun(Record):
 
     @property
     def losses(self) -> list[float]:
-        return losses(self.run.read("metrics.jsonl"))
+        return losses(b"\n".join(rows(self.run)))
 
     def logs(self) -> str:
         files = sorted((self.local_folder() / "logs").rglob("*.txt"))

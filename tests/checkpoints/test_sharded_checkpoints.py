@@ -28,6 +28,7 @@ from train.parallel.ddp import DDP
 from train.parallel.engines import Engine
 from train.parallel.fsdp import FSDP, rows_of
 from train.parallel.pieces import piece
+from train.run_folder.metrics_files import rows
 from train.storage.folders import open_folder
 from train.storage.schema import FileName
 
@@ -47,10 +48,8 @@ def test_in_s3_every_rank_uploads_its_part_and_a_save_that_lacks_one_is_none(
     )
     done = run(arguments, ranks=2)
     assert done.returncode == 0, done.stderr
-    text = bucket.get("run/metrics.jsonl").decode()
-    (fault,) = [
-        line["reason"] for line in map(json.loads, text.splitlines()) if line["kind"] == "fault"
-    ]
+    told = map(json.loads, rows(open_folder(location, bucket.config())))
+    (fault,) = [line["reason"] for line in told if line["kind"] == "fault"]
     assert (
         fault.startswith("checkpoint of step 3: RuntimeError: rank 1: InputError: s3://")
         and "whole in" not in fault

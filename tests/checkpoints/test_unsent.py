@@ -82,7 +82,7 @@ def test_the_next_save_removes_from_s3_what_one_that_failed_has_left(bucket, sto
     bucket.proxy.set(Fault("status", match=f"^PUT .*/{name}", code=403, error="AccessDenied"))
     assert "no permission" in saved(saver, 3, trained)
     bucket.proxy.set()
-    assert len(bucket.keys("run/checkpoints/step_00000003/")) > 1
+    assert bucket.keys("run/checkpoints/step_00000003/")
     assert saved(saver, 6, trained) is None
     keys = bucket.keys("run/checkpoints/")
     assert keys[0] == earlier and len(keys) == 5

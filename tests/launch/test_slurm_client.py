@@ -124,7 +124,10 @@ def test_variables_of_the_environment_add_no_options(slurm, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--partition=nosuch"], "invalid partition specified: nosuch; `sinfo --summarize` shows"),
+        (
+            ["--partition=nosuch"],
+            "invalid partition specified: nosuch; .*`sinfo --summarize` shows",
+        ),
         (["--nodelist=n9"], "Invalid node name specified; .*`sinfo --Node"),
         (["--bogus"], "unrecognized option '--bogus'"),
     ],
