@@ -71,7 +71,8 @@ class MLflow:
             warn(record.getMessage())
             return False
 
-        logging.getLogger(MLFLOW_QUEUE).addFilter(warn_instead)
+        # Not added: a process may train several runs in turn, and only the present one is to be warned.
+        logging.getLogger(MLFLOW_QUEUE).filters = [warn_instead]
         self.client = client = MlflowClient()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "Default"
         known = client.get_experiment_by_name(name)
