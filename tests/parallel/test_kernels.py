@@ -23,6 +23,7 @@ REASONS = {
     "no gcc": shutil.which("gcc") is None,
 }
 pytestmark = [pytest.mark.skipif(is_so, reason=reason) for reason, is_so in REASONS.items()]
+pytestmark.append(pytest.mark.slow)
 # Triton's kernels of a layer, forward and backward, and the activations [tokens, width] in bf16 that they move.
 # One product for queries, keys and values costs 4 activations, and was faster by 1.0 ms of 24.4 on an H100.
 MOST_KERNELS, MOST_ACTIVATIONS = (28, 55) if torch.__version__ >= "2.11" else (32, 62)
@@ -100,7 +101,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     return figures
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["albert", "bert"])
 def test_a_layer_has_few_kernels_that_move_few_bytes(made, architecture):
     layer = made[f"layer of {architecture}"]
