@@ -42,27 +42,17 @@ from benchmarks.peers.bare_encoder import BareEncoder, bare_step
 
 SKIPPED, TIMED = 20, 40  # steps of a candidate; the skipped ones compile and fill caches
 SKIPPED_LENGTHS = 100  # skipped steps if lengths vary: each of about 16 lengths needs four
-# steps of the simulated run (MNLI, 3 epochs), for backend.compile=auto
-LONG_RUN, FINE_TUNING = (
-    100_000,
-    36_000,
-)
+# Steps of the simulated runs, for backend.compile=auto; fine-tuning is that of MNLI, 3 epochs.
+LONG_RUN = 100_000
+FINE_TUNING = 36_000
 TOGETHER = 8  # candidates that compile at the same time, before the first is timed; the others compile on their own
 COMPILING_SHARE = 1 / 3  # maximum share of the budget for compiling
-# minimum seconds left to start a candidate; maximum seconds for a candidate
-LEAST_S, MOST_S = (
-    15,
-    90,
-)
+LEAST_S = 15  # seconds that must be left to start a candidate
+MOST_S = 90  # seconds that a candidate may take
 MASKED = 0.15  # share of the tokens to predict
 GIB = 2**30
 # words per text, as in MNLI: log-normal mean and deviation, minimum, maximum
-WORDS_OF_TEXT = (
-    3.4,
-    0.5,
-    8,
-    128,
-)
+WORDS_OF_TEXT = (3.4, 0.5, 8, 128)
 ROWS = 4096  # texts to fine-tune on
 
 

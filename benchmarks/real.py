@@ -40,11 +40,7 @@ from benchmarks.harness import ROOT, Result, Usage, run_timed, spread, table, tu
 
 SIDES = ("ours", "trainer", "trainer best")
 # generated rows; rows of --tweets, a fifth for validation
-TRAIN_ROWS, VALIDATION_ROWS, MOST_TWEETS = (
-    1600,
-    400,
-    4000,
-)
+TRAIN_ROWS, VALIDATION_ROWS, MOST_TWEETS = (1600, 400, 4000)
 BATCH, SEQ_LEN = 32, 128
 
 

@@ -22,11 +22,7 @@ from torch.utils._pytree import tree_leaves
 from train.parallel import captured
 
 # operations that return when the device has computed a value
-WAITS = (
-    "_local_scalar_dense",
-    "equal",
-    "nonzero",
-)
+WAITS = ("_local_scalar_dense", "equal", "nonzero")
 
 
 def tensors_in(values: Any) -> list[Tensor]:

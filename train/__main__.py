@@ -51,14 +51,10 @@ ON_RANKS = ("train", "bench", "evaluate")  # torchrun may start these
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code. Words that name no command are settings of a training run."""
-    if arguments is None:
-        words = sys.argv[1:]
-    else:
+    words = sys.argv[1:]
+    if arguments is not None:
         words = arguments
-    if words:
-        first = words[0]
-    else:
-        first = "--help"
+    first = next(iter(words), "--help")
     if first in COMMANDS:
         return run(first, words[1:])
     if first == "--version":

@@ -452,7 +452,7 @@ def test_a_folder_that_does_not_hold_the_split_or_is_broken_is_one_line(folder):
         ("two", {"validation": "dev"}, "has no split dev; there are train, test"),
         ("three", {"format": "hub"}, f"data.path={folder}/three cannot be read: "),
         ("nowhere", {}, "there is no such file or folder"),
-        ("pipe.csv", {}, "pipe.csv cannot be read: Not a directory"),
+        ("pipe.csv", {}, "pipe.csv is neither a file nor a folder"),
         ("four", {}, "four/train.csv is no regular file .a pipe"),
     ):
         rejects(message, read, folder / name, **settings)

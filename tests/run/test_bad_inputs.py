@@ -248,6 +248,7 @@ FLAGS = [
     ("report", "nosuch", "nosuch is not a folder"),
     ("report", "EMPTY", "has no metrics.jsonl"),
     ("report", "RUN --output TEXT/x", "TEXT/x"),
+    ("predict", "RUN --text=a --text=b", "--text: it is given twice, the second time with b"),
     ("compare", "", "required"),
     ("compare", "RUN EMPTY", "has no metrics.jsonl"),
     ("compare", "RUN EMPTY --tolerance -1", "--tolerance=-1"),
@@ -523,12 +524,7 @@ def filled(text: str, places: dict[str, str]) -> str:
 
 
 # lines before the one that counts
-NOTICES = (
-    "[transformers]",
-    "... ",
-    "starting ",
-    "validation has only ",
-)
+NOTICES = ("[transformers]", "... ", "starting ", "validation has only ")
 
 
 def fault(

@@ -171,3 +171,20 @@ def test_shards_and_tables_are_those_recorded(inputs: Path, tmp_path: Path):
     if WRITES:
         DATA.write_text(json.dumps(found, indent=1) + "\n")
     assert found == json.loads(DATA.read_text())
+
+
+@pytest.mark.parametrize("name", ["multilabel", "regress", "ner", "qa"])
+def test_a_task_is_the_same_on_two_ranks_and_through_xla(name: str, inputs: Path, tmp_path: Path):
+    """Without dropout, whose draws belong to a rank."""
+    still = ["model.hidden_dropout=0", "model.attention_dropout=0", "max_steps=4", "eval_every=4"]
+    given = {"settings": [*GOLDEN[name]["settings"], *still], "ranks": 1}
+    train(given, inputs, tmp_path / "one")
+    others = {"two": {**given, "ranks": 2}}
+    others["two"]["settings"] = [*given["settings"], "micro_batch_size=4"]
+    if name != "qa":
+        pytest.importorskip("torch_xla")
+        others["xla"] = {**given, "settings": [*given["settings"], "backend=xla"]}
+    for where, other in others.items():
+        train(other, inputs, tmp_path / where)
+        for kind, values in numbers(tmp_path / "one").items():
+            assert numbers(tmp_path / where)[kind] == pytest.approx(values, rel=1e-4), where

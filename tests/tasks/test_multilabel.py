@@ -1,4 +1,4 @@
-"""Multi-label classification: any number of labels in and out, the same on any number of ranks and after a stop."""
+"""Multi-label classification: any number of labels in and out."""
 
 import csv
 import json

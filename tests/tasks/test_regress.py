@@ -1,4 +1,4 @@
-"""Regression: numbers in, numbers in the same units out, the same on any number of ranks and after a stop."""
+"""Regression: numbers in, numbers in the same units out."""
 
 import csv
 import json

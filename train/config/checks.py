@@ -13,19 +13,11 @@ LARGEST = 2**63  # upper bound of numbers: NumPy, torch and safetensors store in
 LAST_UNIX_S = 253402300800.0  # start of the year 10000: later times are not printed
 LONGEST_S = 1e9  # 30 years; the timers of Python and gloo overflow not far above this
 # Unicode categories: controls, undecodable bytes, line and paragraph ends
-CONTROLS = (
-    "Cc",
-    "Cs",
-    "Zl",
-    "Zp",
-)
+CONTROLS = ("Cc", "Cs", "Zl", "Zp")
 SHOWN_NAMES = 10  # maximum number of names in a message
 T = TypeVar("T")
 # settings whose names end in these may be a tab, or Hive's \x01
-MARKS = (
-    "delimiter",
-    "separator",
-)
+MARKS = ("delimiter", "separator")
 
 
 class InputError(Exception):

@@ -14,12 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 # variables that getpass.getuser() reads before the user database
-NAMES = (
-    "LOGNAME",
-    "USER",
-    "LNAME",
-    "USERNAME",
-)
+NAMES = ("LOGNAME", "USER", "LNAME", "USERNAME")
 # variables, and the folders without them
 IN_HOME = {
     "XDG_CACHE_HOME": ".cache",

@@ -13,11 +13,8 @@ from train.config import check
 
 ENDPOINTS = {"ipv4": "http://169.254.169.254", "ipv6": "http://[fd00:ec2::254]"}
 TIMEOUT_S = 1.0  # seconds per request; the service runs on the machine's host
-# the longest lifetime of a token, and how long before its end it is renewed
-TOKEN_S, RENEWS_S = (
-    21600,
-    300,
-)
+TOKEN_S = 21600  # the longest lifetime of a token
+RENEWS_S = 300  # how long before its end a token is renewed
 
 
 class Metadata:

@@ -24,12 +24,7 @@ POLL_S, ORPHANS_POLL_S = 1.0, 0.1
 ENDING_S = 10.0  # seconds that a process may take to end after SIGTERM
 TIMED_OUT = 124  # the exit code of timeout(1)
 # variables that make a process one of several ranks
-RANKS = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-)
+RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 TORCHRUN = "PET_"  # the start of variables from which torchrun takes options; Kubeflow sets them
 LIBC = ctypes.CDLL(None, use_errno=True)
 

@@ -16,11 +16,7 @@ from train.config import check
 from train.models.network import ADDING, CHOOSING, PROJECTIONS, Network, repeated_layers
 
 # architectures whose parts are compared with the whole network in tests
-KNOWN = (
-    *ADDING,
-    *CHOOSING,
-    "modernbert",
-)
+KNOWN = (*ADDING, *CHOOSING, "modernbert")
 
 
 class Reached(Exception):

@@ -18,11 +18,7 @@ from train.storage.schema import BadContent, of_type, read_object
 NO_RATES = "optim.layer_decay: the layers of {} share their weights, so they cannot have different rates; leave it out"
 MOST = 10**9  # the largest size accepted, so that products of sizes fit into a float
 # paths in transformers folders and in run folders
-CONFIGS = (
-    "config.json",
-    "export/config.json",
-    "model/config.json",
-)
+CONFIGS = ("config.json", "export/config.json", "model/config.json")
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,7 @@ CHOOSING = ("deberta", "deberta-v2")
 # through convolutions, Fourier transforms, pooled or averaged positions, or the embedding of the next token.
 READING_PADDING = ("convbert", "fnet", "funnel", "mobilebert", "nystromformer")
 # transformers makes special masks for these kinds of attention
-OWN_MASKS = (
-    "flash_attention_2",
-    "flex_attention",
-)
+OWN_MASKS = ("flash_attention_2", "flex_attention")
 ENCODERS = ("encoder", "transformer")  # names of the module that contains all layers
 WHOLE_GRAPHS = 2  # graphs of a whole encoder: one for training and one for evaluation
 # The projections of ALBERT's and ELECTRA's embeddings to the hidden size.
@@ -60,11 +57,8 @@ class Network(nn.Module):
         """Wrap a model. `new` names the parameters that the checkpoint lacked; `attention` is model.attention."""
         super().__init__()
         self.attention = attention
-        # transformers returns pretrained models in eval mode
-        self.network, self.new = (
-            network.train(),
-            new,
-        )
+        self.network = network.train()  # transformers returns pretrained models in eval mode
+        self.new = new
         # To warn about padding without a mask, some models would read tokens in each step, and wait for the device.
         network.base_model.warn_if_padding_and_no_attention_mask = lambda *_: None
         self.has_segments = getattr(network.config, "type_vocab_size", 0) >= 2

@@ -56,11 +56,7 @@ UNREAD = re.compile(
     r"(.*\.)?(position_ids|token_type_ids|(original_)?inv_freq)|(pooler|decoder)\..+"
 )
 # attributes of transformers' configurations
-ACTIVATIONS = (
-    "hidden_act",
-    "hidden_activation",
-    "activation",
-)
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation")
 # Pickled weights are not read: before PyTorch 2.10 they could write to any memory (CVE-2026-24747).
 CONVERT = (
     'python -c "import glob, torch; from safetensors.torch import save_file; save_file({k: v.contiguous().clone() '

@@ -35,10 +35,7 @@ FULL_SHARED_MEMORY = "killed by signal: Bus error"  # a loader process wrote to 
 OOM_COUNTER = find_oom_counter()
 OOM_KILLS_BEFORE = count_oom_kills(OOM_COUNTER)
 # from torch's CPU allocator, and for ENOMEM
-HOST_MEMORY_ERRORS = (
-    "can't allocate memory",
-    "Cannot allocate memory",
-)
+HOST_MEMORY_ERRORS = ("can't allocate memory", "Cannot allocate memory")
 KINDS: dict[type[BaseException], str] = {
     InputError: "refused",
     NoneValid: "no_valid_checkpoint",

@@ -26,6 +26,21 @@ EXITS = {
 }
 
 
+class Once(argparse.Action):
+    """The action of a flag that may be given only once. argparse's own action silently keeps the last value."""
+
+    is_given = False
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        if option and self.is_given:
+            says = f"it is given twice, the second time with {values}; give it once"
+            raise argparse.ArgumentError(self, says)
+        self.is_given = True
+        setattr(namespace, self.dest, values)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser of a command's flags, which cannot be abbreviated. It raises InputError if a flag is wrong."""
 
@@ -35,6 +50,7 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options
         )
         self.details = details
+        self.register("action", None, Once)
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message.removeprefix('argument ')}; see {self.prog} --help")

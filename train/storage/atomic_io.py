@@ -22,30 +22,13 @@ from typing import Any, BinaryIO
 logger = logging.getLogger("train")
 TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{32}")  # 38 bytes longer than the final name
 # errors of rename() if the new name is taken
-TAKEN = (
-    errno.ENOTEMPTY,
-    errno.EEXIST,
-    errno.ENOTDIR,
-)
+TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 # errors of link() on SMB, exFAT and gcsfuse
-LINKLESS = (
-    errno.EPERM,
-    errno.EOPNOTSUPP,
-    errno.ENOSYS,
-    errno.EINVAL,
-)
+LINKLESS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # errors of fsync() for folders on such disks
-UNSYNCED = (
-    errno.EINVAL,
-    errno.EOPNOTSUPP,
-    errno.ENOSYS,
-    errno.EBADF,
-)
+UNSYNCED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
 # errors of unlink() if there is nothing to remove
-MISSING = (
-    FileNotFoundError,
-    NotADirectoryError,
-)
+MISSING = (FileNotFoundError, NotADirectoryError)
 said = set[object]()  # keys of the warnings that this process has logged
 
 

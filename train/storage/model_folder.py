@@ -29,22 +29,11 @@ LOADS = re.compile(
 )
 WAS_SET = "_attn_implementation_autoset"  # a boolean that transformers 4.46 to 4.50 wrote into every config.json
 # arguments that no saved tokenizer contains
-FOR_THE_CLASS = (
-    "init_inputs",
-    "vocab",
-    "merges",
-    "tokenizer_object",
-)
+FOR_THE_CLASS = ("init_inputs", "vocab", "merges", "tokenizer_object")
 # paths on another machine, which transformers replaces
-IGNORED_PATHS = (
-    "tokenizer_file",
-    "special_tokens_map_file",
-)
-# largest size and largest layer count; building more layers could hang a machine
-LARGEST, DEEPEST = (
-    10**9,
-    1000,
-)
+IGNORED_PATHS = ("tokenizer_file", "special_tokens_map_file")
+LARGEST = 10**9  # the largest size
+DEEPEST = 1000  # the largest number of layers: building more could hang a machine
 MOST_NAMED = 5  # folders that an error message names
 MOST_LABELS = 10**6  # limited because transformers creates a name for each label
 WIDTHS = ("vocab_size", "hidden_size", "dim", "embedding_size", "intermediate_size", "hidden_dim")

@@ -18,11 +18,8 @@ from train.storage.aws_errors import is_temporary
 logger = logging.getLogger("train")
 ATTEMPTS = 7  # at most; if each fails immediately, the pauses between them take about 30 s
 SILENT_ATTEMPTS = 6  # attempts that fit into s3.timeout_s if none gets a response
-# seconds until the first warning, and between warnings
-FIRST_WARNING_S, NEXT_WARNING_S = (
-    3.0,
-    10.0,
-)
+FIRST_WARNING_S = 3.0
+NEXT_WARNING_S = 10.0  # between warnings
 
 
 class NotAnswered(BotoCoreError):

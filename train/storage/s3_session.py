@@ -18,11 +18,8 @@ from train.machine.console import strip_variables
 from train.storage.aws_errors import settings_explained
 
 METADATA_ATTEMPTS = 5  # attempts to get credentials from the metadata service
-# attempts to read files that credentials need, and the seconds between them
-TOKEN_READS, TOKEN_PAUSE_S = (
-    6,
-    1.0,
-)
+TOKEN_READS = 6  # attempts to read files that credentials need
+TOKEN_PAUSE_S = 1.0  # seconds between these attempts
 
 
 def open_session(s3: S3Config) -> Any:

@@ -22,19 +22,10 @@ SHOWN_CHARS = 200  # maximum length of a name in an error
 BUILDERS = ("arrow", "csv", "json", "parquet", "text")
 OWN_CACHE = "cache"  # reads what one of BUILDERS wrote to this user's cache when the Hub answered
 # files that the library reads in any folder
-DESCRIPTIONS = (
-    "README.md",
-    "dataset_infos.json",
-    ".huggingface.yaml",
-)
+DESCRIPTIONS = ("README.md", "dataset_infos.json", ".huggingface.yaml")
 INNER = ("List", "LargeList")  # types of columns that contain another type
 # names, since older versions lack some of these types
-PLAIN = (
-    *INNER,
-    "Value",
-    "ClassLabel",
-    "Json",
-)
+PLAIN = (*INNER, "Value", "ClassLabel", "Json")
 
 
 def open_builder(path: str, *, data_files: str | None = None, **options: Any) -> Any:

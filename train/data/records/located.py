@@ -98,6 +98,8 @@ def find(location: str, key: str, pattern: str | None, s3: S3Config) -> list[Fil
         return find_in_s3(location, key, pattern, s3)
     root = local_path(location)
     check(root.exists(), f"data.path={location}: there is no such file or folder")
+    is_readable = root.is_file() or root.is_dir()
+    check(is_readable, f"data.path={location} is neither a file nor a folder")
     with naming(f"data.path={location} cannot be read", (OSError,)):
         if pattern is not None:
             return find_beside(root, key, str(local_path(pattern)))

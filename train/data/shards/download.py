@@ -33,11 +33,7 @@ REQUEST_BYTES = 8 * 2**20
 CONNECTOR_ATTEMPTS = 3
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 # variables that the connector reads
-USED = (
-    *CREDENTIALS,
-    *s3_route.PROXIES,
-    s3_route.AUTHORITIES,
-)
+USED = (*CREDENTIALS, *s3_route.PROXIES, s3_route.AUTHORITIES)
 
 Read = Callable[[str, int, int], Iterator[bytes]]  # reads the bytes [first, last) of a file
 
