@@ -385,17 +385,21 @@ def settings_parser(
     *,
     examples: Sequence[str],
     keys: Sequence[str],
-    model: str = "",
+    first: tuple[str, str] | None = None,
 ) -> Parser:
-    """Make the parser of a command with settings. --help explains `keys`. `model`: help on the argument MODEL."""
+    """Make the parser of a command with settings. --help explains `keys`.
+
+    `first`: the name of the argument before the settings, and help on it.
+    """
     exits = {**EXITS, STOPPED: "stopped on request; the same command resumes it"}
     settings = partial(settings_help, schema, CONFIGS[schema], keys)
     imports = issubclass(schema, TrainConfig)
     parser = command_parser(
         name, purpose, examples=examples, exits=exits, settings=settings, imports=imports
     )
-    if model:
-        parser.add_argument("model", metavar="MODEL", help=model)
+    if first is not None:
+        name, text = first
+        parser.add_argument(name, metavar=name.upper(), help=text)
     parser.add_argument(
         "settings", nargs="*", metavar="key=value", help="settings, without dashes; see below"
     )

@@ -163,7 +163,10 @@ def main(arguments: Sequence[str]) -> int:
             "org/model data.path=new.csv data.columns.label=sentiment",
         ),
         keys=USED,
-        model="run_dir of a run (its validation data is read unless data.path names other data), a folder, or a Hub id",
+        first=(
+            "model",
+            "run_dir of a run (its validation data is read unless data.path names other data), a folder, or a Hub id",
+        ),
     )
     parser.add_argument(
         "--checkpoint",

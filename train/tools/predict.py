@@ -165,7 +165,7 @@ def main(arguments: Sequence[str]) -> int:
             'RUN --question "Who?" --context "Ann."',
         ),
         keys=USED,
-        model="run_dir of a run, a transformers folder, or a Hub id",
+        first=("model", "run_dir of a run, a transformers folder, or a Hub id"),
     )
     for name, text in INPUTS.items():
         parser.add_argument(flag(name), metavar="TEXT", help=text)
