@@ -232,6 +232,12 @@ FLAGS = [
     ("train", "", "is not set"),
     ("train", "run_dir=r", "data.path is not set"),
     ("prepare", "", "output is not set"),
+    ("train", "experiment=demo data.path=DATA 'run_dir=$HOME/x'", "$HOME is not expanded here"),
+    (
+        "prepare",
+        "corpus=text corpus.path=TEXT 'output=s3://b/$NAME'",
+        "$NAME is not expanded here",
+    ),
     ("records", "data.path=DATA", "baretrain shards"),
     (
         "records",
