@@ -52,7 +52,9 @@ SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2
 
 
 class Corpus(Protocol):
-    remarks: Sequence[str]  # on the files that are read, and on those that are left out
+    @property
+    def remarks(self) -> Sequence[str]:
+        """Lines on the files that are read, and on those that are left out."""
 
     @property
     def total_bytes(self) -> int | None:
