@@ -23,7 +23,8 @@ class CorpusConfig(Section, prefix="corpus."):
     kind: str = MISSING
     # The name of the corpus in the manifest.
     name: str = MISSING
-    # The number of times to read each corpus, in the order of the corpora; None reads all once.
+    # The number of times to read each corpus, in the order of the corpora; 2.5 reads all documents twice, and half of
+    # them, chosen by hash, a third time; None reads all once.
     weights: Any = None
     # The validation text, in the same form as corpus.path or an entry of corpus.datasets; None holds out
     # validation_fraction of the corpus.
@@ -37,15 +38,13 @@ class CorpusConfig(Section, prefix="corpus."):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.weights is not None:
-            says = (
-                f"must be a list of whole numbers above 0, at most {MOST_READINGS}, such as [1,3]"
-            )
+            says = f"must be a list of numbers above 0, at most {MOST_READINGS}, such as [1,3]"
             ok = isinstance(self.weights, list) and all(map(is_weight, self.weights))
             check(ok, f"corpus.weights={self.weights} {says}")
 
 
 def is_weight(value: Any) -> bool:
-    return type(value) is int and 0 < value <= MOST_READINGS
+    return type(value) in (int, float) and 0 < value <= MOST_READINGS
 
 
 @dataclass(kw_only=True)
@@ -135,20 +134,9 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     # Remove accents and other marks, and replace compatibility characters and LaTeX quotes with plain characters, as
     # ALBERT does; leave it off for languages in which accents matter, such as French.
     strip_accents: bool = False
-    # The tokens to add to tokenizer.pretrained. They are recognised even inside words, and training adds an embedding
-    # row for each.
-    add_tokens: list[str] = field(default_factory=list)
     # The maximum number of bytes of text on which a new tokenizer is trained; training needs 20 times as much memory.
     # From a Hub stream, the first bytes are used.
     train_bytes: int = setting(256 * 2**20, above=0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        ok = self.pretrained is not None or not self.add_tokens
-        check(
-            ok,
-            "tokenizer.add_tokens needs tokenizer.pretrained: a new tokenizer learns its tokens from the text",
-        )
 
 
 @dataclass(kw_only=True)

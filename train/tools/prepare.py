@@ -37,6 +37,7 @@ from train.data.text.corpus import Corpus, open_corpus
 from train.data.text.coverage import (
     MOST_SAMPLES,
     Sample,
+    changed_by,
     unknown_of,
     unknown_share,
 )
@@ -89,7 +90,6 @@ USED: tuple[str, ...] = (
     "seq_len",
     "corpus.weights",
     "corpus.validation",
-    "tokenizer.add_tokens",
     "tokenizer.vocab_size",
     "tokenizer.pretrained",
     "tokenizer.lowercase",
@@ -165,7 +165,7 @@ def prepare(cfg: PrepareConfig) -> DataManifest | None:
     """
     progress.begin(Phase(f"looking for corpus={cfg.corpus.kind}"))
     folder, corpus = open_folder(cfg.output, cfg.s3), open_corpus(cfg.corpus)
-    for line in corpus.remarks:
+    for line in corpus.remarks():
         say(f"... {line}", file=sys.stderr)
     if cfg.merge:
         parts = []
@@ -267,9 +267,8 @@ def settings_of(cfg: PrepareConfig, num_parts: int) -> dict[str, Any]:
         else:
             values = settings
         values.pop(name, None)
-    for section, name in (("corpus", "weights"), ("tokenizer", "add_tokens")):
-        if not settings[section][name]:
-            del settings[section][name]
+    if not settings["corpus"]["weights"]:
+        del settings["corpus"]["weights"]
     return {**settings, "parts": num_parts}
 
 
@@ -334,7 +333,6 @@ def vocabulary_of(
         sample = Sample()
         if own.pretrained is not None:
             made = tokenizers.load_tokenizer(own.pretrained)
-            tokenizers.add_tokens(made, own.add_tokens)
             sample.take(document.text for document in islice(corpus.documents(), MOST_SAMPLES))
         else:
             made = tokenizers.train_tokenizer(
@@ -352,13 +350,19 @@ def vocabulary_of(
 def check_coverage(
     cfg: PrepareConfig, tokenizer: PreTrainedTokenizerFast, texts: list[str]
 ) -> None:
-    """Raise InputError if the tokenizer cannot read the corpus."""
+    """Warn if the tokenizer changes characters of the corpus. Raises InputError if it cannot read the corpus."""
     source = cfg.tokenizer.pretrained
     name = "the new tokenizer"
+    cure = "tokenizer.strip_accents=false keeps them"
     if source is not None:
         name = f"tokenizer.pretrained={source}"
+        cure = "another tokenizer.pretrained may keep them"
     # This is the share of a sample. The exact share is printed at the end.
     unknown_share(*unknown_of(tokenizer, texts), f"{name} reads the corpus")
+    changed = changed_by(tokenizer.backend_tokenizer, texts)
+    if changed:
+        what = f"warning: the normalisation of {name} changes {changed}"
+        say(f"{what}; {cure}", file=sys.stderr)
 
 
 def training_texts(cfg: PrepareConfig, corpus: Corpus, held_out: HeldOut) -> Iterator[str]:

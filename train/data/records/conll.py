@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from itertools import dropwhile, filterfalse
 
 from train.config import ColumnsConfig, check
 from train.data.files.errors import BadRow, unreadable
 from train.data.files.rows import Values
 
-TAG = re.compile(r"O|[BIESLU]-\S(.*\S)?")  # O: the word is in no entity
+TAG = re.compile(r"O|[BIES]-\S(.*\S)?")  # O: the word is in no entity
 MAX_WORDS = 10_000  # words per sentence; more suggest a file without blank lines
 IN_FILES = {"tokens": "0", "tags": "-1"}  # read if data.columns has the default names
 DOCUMENT = "-DOCSTART-"  # marks the beginning of a document; not a word
@@ -77,17 +76,16 @@ def words_in(block: list[Line], columns: int) -> list[Line]:
     Before the first word, a line that begins with "# " is a comment, unless its first column is "#" and it has the
     number of columns that words have.
     """
-
-    def is_comment(line: Line) -> bool:
+    words = []
+    is_head = True
+    for line in block:
         _, text, fields = line
-        is_word = fields[0] == "#" and len(fields) == columns
-        return text.startswith(COMMENT) and not is_word
-
-    def is_range(line: Line) -> bool:
-        fields = line[2]
-        return len(fields) == UNIVERSAL and NO_WORD.fullmatch(fields[0]) is not None
-
-    return list(filterfalse(is_range, dropwhile(is_comment, block)))
+        is_head = is_head and text.startswith(COMMENT)
+        is_comment = is_head and (fields[0] != "#" or len(fields) != columns)
+        is_range = len(fields) == UNIVERSAL and NO_WORD.fullmatch(fields[0])
+        if not is_comment and not is_range:
+            words.append(line)
+    return words
 
 
 def fault_of(words: list[Line], columns: int, encoding: str) -> tuple[int, BadRow] | None:
