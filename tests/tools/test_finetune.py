@@ -10,7 +10,10 @@ import pandas
 import pyarrow.parquet
 import pytest
 import yaml
+from forks import Forked
+from rejections import rejects
 
+from train import api
 from train.config import ModelConfig
 from train.models.encoder import build_masked_lm
 from train.tools import evaluate, finetune, predict
@@ -71,7 +74,7 @@ def test_a_csv_becomes_a_trained_model_and_a_report(texts, model, tmp_path, caps
     assert config["checkpoint"]["best"]
     answers = tmp_path / "answers.jsonl"
     assert predict.main([str(run), f"data.path={data}", "--output", str(answers)]) == 0
-    labels = {json.loads(line)["label"] for line in answers.read_text().splitlines()}
+    labels = {json.loads(line)["prediction"] for line in answers.read_text().splitlines()}
     assert labels <= {"bad", "good"}
     assert evaluate.main([str(run)]) == 0
 
@@ -89,7 +92,7 @@ def test_the_command_that_is_shown_is_the_run(texts, model, tmp_path, capsys):
 
     cfg = cli.load_config(TrainConfig, [f"{key}={text}" for key, text in settings.items()])
     assert cfg.max_epochs == finetune.EPOCHS
-    assert cfg.global_batch_size == finetune.BATCH_ROWS
+    assert cfg.global_batch_size == 8  # 60 rows would be 6 steps of 32
 
 
 def test_files_say_their_delimiter_and_folders_their_splits(texts, model, tmp_path, capsys):
@@ -136,3 +139,27 @@ def test_what_is_wrong_is_one_line(words, says, texts, model, tmp_path, capsys):
     assert len(lines) == 1
     assert says in lines[0]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_rows_in_python_become_a_run_a_report_and_predictions(texts, model, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(api.processes, "start", Forked)
+    frame = pandas.DataFrame({"text": texts[:60], "label": ["x", "y"] * 30})
+    settings = {word.partition("=")[0]: word.partition("=")[2] for word in QUICK}
+    run = api.finetune(
+        frame, model=str(model), run_dir=str(tmp_path / "run"), **settings, **{"optim.lr": 1e-3}
+    )
+    assert (run.outcome, run.step) == ("done", 4)
+    assert {"f1_macro", "loss"} <= run.scores.keys()
+    assert {answer["prediction"] for answer in run.predict(texts[:4])} <= {"x", "y"}
+    page = api.report(run.run_dir, output=str(tmp_path / "pages"))
+    assert page.read_text().startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [(["a text"], "row 1 is a text without a label"), ([], "data has no rows")],
+)
+def test_rows_without_labels_are_rejected(rows, says, tmp_path):
+    rejects(says, api.finetune, rows, model="m", run_dir=str(tmp_path / "run"))

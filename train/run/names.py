@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from train.config import check
 
 TABLES = ("data.label_map", "data.more_validation", "compare.variants")
 LABELS = "data.labels"
+# Texts that need no quotation marks as values.
+PLAIN = re.compile(r"(?!(null|true|false|inf|nan)$)[A-Za-z_/.][\w./:-]*", re.IGNORECASE)
 # The names in transformers' Trainer and its scripts, and in other training programs, by our setting; for settings that
 # only `train` or only `prepare` has, one name may be in two lines.
 ELSEWHERE = """
@@ -114,6 +117,22 @@ def close_to(name: str, keys: Collection[str]) -> str:
 def quoted(text: str) -> str:
     """Quote the value of an override, so that Hydra reads all of it as text except references (${...})."""
     return QuotedString(text, Quote.double).with_quotes()
+
+
+def as_typed(value: Any) -> str:
+    """Return a value as it is typed after key=."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value is None:
+        return "null"
+    if isinstance(value, dict):
+        entries = [f"{as_typed(name)}: {as_typed(each)}" for name, each in value.items()]
+        return f"{{{', '.join(entries)}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(as_typed, value))}]"
+    if isinstance(value, str) and not PLAIN.fullmatch(value):
+        return quoted(value)
+    return str(value)
 
 
 def own_table(key: str, text: str) -> dict[str, str | None]:

@@ -6,7 +6,6 @@ does is `baretrain train` with these settings: --show prints that command.
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 from argparse import Namespace
@@ -22,18 +21,18 @@ from train.machine.console import say
 from train.machine.launched import launched
 from train.machine.torchrun import end_torchrun
 from train.run import compose as cli
-from train.run.names import quoted
+from train.run.names import as_typed
 from train.tasks import TASKS
 from train.tools.trained import typed_keys
 
 if TYPE_CHECKING:
     from train.data.records.look import Reading, Sample
 
-# Texts that need no quotation marks as values.
-PLAIN = re.compile(r"(?!(null|true|false|inf|nan)$)[A-Za-z_/.][\w./:-]*", re.IGNORECASE)
 EPOCHS = 3
-BATCH_ROWS = 32
-FEWEST_STEPS, MOST_STEPS = 50, 500  # between evaluations
+BATCH_SIZES = (32, 16, 8)  # the largest with which a run has FEWEST_STEPS, else the smallest
+FEWEST_STEPS = 100
+EVAL_EVERY_LEAST = 10  # steps between evaluations, of which there is otherwise one for each epoch
+EVAL_EVERY_MOST = 500
 USED = (
     *("task", "data.columns.text", "data.columns.label", "data.validation", "data.max_bad_rows"),
     *("seq_len", "max_epochs", "global_batch_size", "optim.lr", "seed", "backend.precision"),
@@ -76,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
 
     def given(options: Namespace) -> cli.Given:
         assumed = look(options)
-        words = [f"{key}={word(value)}" for key, value in assumed.settings.items()]
+        words = [f"{key}={as_typed(value)}" for key, value in assumed.settings.items()]
         found.append((options, [*words, *options.settings]))
         for line in assumed.says:
             if launched().rank == 0:
@@ -100,10 +99,9 @@ def train(cfg: TrainConfig) -> int:
     """Train, write the report, and say which commands come next."""
     code = entry.attempt(cfg)
     if code == cli.DONE and launched().rank == 0:
-        from train.config.train import TOLERANCE
         from train.tools.report import write_report  # imported late: it needs packages of its own
 
-        write_report([cfg.run_dir], cfg.s3, output=None, tolerance=TOLERANCE)
+        write_report([cfg.run_dir], cfg.s3, output=None)
         run = shlex.join([cfg.run_dir, *cfg.s3.flags()])
         say(
             f"predict: baretrain predict {run} data.path=NEW.csv --output answers.csv",
@@ -129,7 +127,8 @@ def look(options: Namespace) -> Assumed:
     columns = dict(reading.settings)
     if sample.has_fixed_columns:
         columns = {key: value for key, value in columns.items() if key.startswith("task.")}
-    evaluate_every = min(max(sample.num_rows // BATCH_ROWS, FEWEST_STEPS), MOST_STEPS)
+    batch_size = batch_size_for(sample.num_rows)
+    eval_every = min(max(sample.num_rows // batch_size, EVAL_EVERY_LEAST), EVAL_EVERY_MOST)
     settings = {
         "run_dir": options.output,
         "task": reading.task,
@@ -140,10 +139,10 @@ def look(options: Namespace) -> Assumed:
         "model": "any",
         "model.init_from": options.model,
         "optim": "finetune",
-        "global_batch_size": BATCH_ROWS,
+        "global_batch_size": batch_size,
         "max_epochs": EPOCHS,
-        "eval_every": evaluate_every,
-        "checkpoint.every": evaluate_every,
+        "eval_every": eval_every,
+        "checkpoint.every": eval_every,
         "checkpoint.best": True,
         "best.metric": TASKS[reading.task].metrics[0].name,
     }
@@ -151,20 +150,11 @@ def look(options: Namespace) -> Assumed:
     return Assumed(assumed, sentences(sample, reading, {**assumed, **texts}))
 
 
-def word(value: Any) -> str:
-    """Return a value as it is typed after key=."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if value is None:
-        return "null"
-    if isinstance(value, dict):
-        entries = [f"{word(name)}: {word(each)}" for name, each in value.items()]
-        return f"{{{', '.join(entries)}}}"
-    if isinstance(value, list):
-        return f"[{','.join(map(word, value))}]"
-    if isinstance(value, str) and not PLAIN.fullmatch(value):
-        return quoted(value)
-    return str(value)
+def batch_size_for(num_rows: int) -> int:
+    for size in BATCH_SIZES:
+        if num_rows * EPOCHS >= FEWEST_STEPS * size:
+            return size
+    return BATCH_SIZES[-1]
 
 
 def data_settings(options: Namespace) -> tuple[RecordsConfig, S3Config]:
@@ -180,7 +170,7 @@ def data_settings(options: Namespace) -> tuple[RecordsConfig, S3Config]:
 def sentences(sample: Sample, reading: Reading, settings: Mapping[str, Any]) -> list[str]:
     """Return what is assumed, for the user to check."""
     columns = {key: value for key, value in settings.items() if key.startswith("data.columns.")}
-    named = [f"{key.rpartition('.')[2]}={word(value)}" for key, value in columns.items()]
+    named = [f"{key.rpartition('.')[2]}={as_typed(value)}" for key, value in columns.items()]
     read = f"columns: {', '.join(named) or 'those of the format'}"
     if reading.unread:
         read += f"; other texts, which are not read: {shortlist(reading.unread)}"
