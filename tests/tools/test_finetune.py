@@ -154,7 +154,7 @@ def test_rows_in_python_become_a_run_a_report_and_predictions(texts, model, tmp_
     assert {"f1_macro", "loss"} <= run.scores.keys()
     assert {answer["prediction"] for answer in run.predict(texts[:4])} <= {"x", "y"}
     page = api.report(run.run_dir, output=str(tmp_path / "pages"))
-    assert page.read_text().startswith("<!DOCTYPE html>")
+    assert page.read_text().startswith("<!doctype html>")
 
 
 @pytest.mark.parametrize(
