@@ -16,6 +16,7 @@ from train.machine.launched import launched
 from train.machine.runtime import search_rarely
 from train.machine.torchrun import end_torchrun, first_to
 from train.run import compose as cli
+from train.run.early import check_early
 from train.run.stopping import StoppedEarly, StopRequest
 from train.run_folder.outcome import ENDS, may_continue, read_outcome, what_is_over
 from train.run_folder.run_folder import RunFolder
@@ -77,6 +78,7 @@ def attempt(cfg: TrainConfig) -> int:
         if over:
             return not_again(over)
     if launch.rank == 0:
+        check_early(cfg, launch.world_size)
         ranks = plural(launch.world_size, "rank")
         # Importing torch takes several seconds.
         say(f"starting {cfg.run_dir}: {ranks}", file=sys.stderr)

@@ -103,7 +103,7 @@ READ = {
         ("ner", {"data.columns.tokens": "text", "data.columns.tags": "label"}),
     ),
     "parts of speech": (
-        {"tokens": [["Ann", "ran"]], "tags": [["PROPN", "VERB"]]},
+        {"tokens": [["Ann", "ran"]], "tags": [["PROPN", "VERBAL"]]},
         (
             "ner",
             {

@@ -7,10 +7,13 @@ for each of them values that it cannot have.
 import copy
 import dataclasses
 import functools
+import os
 import re
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,6 +25,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rejections import rejects
+from running import ROOT
 
 from train import entry, loop
 from train.config import InputError, PrepareConfig, TrainConfig
@@ -409,7 +413,7 @@ TABLES = [
     ("task.class_weights=[1,-1]", "task.class_weights"),
     ("task.label_smoothing=1", "task.label_smoothing=1"),
     ("model.tokenizer=EMPTY", "that folder is empty"),
-    ("task=qa", "context"),
+    ("task=qa", "no column question"),
 ]
 
 
@@ -679,3 +683,39 @@ def rejection(base: DictConfig, schema: type, row: str) -> str | None:
     finally:
         OmegaConf.update(base, key, old, merge=False)
     return None
+
+
+WITHOUT_TORCH = [
+    "train experiment=demo data.path=nosuch run_dir=new",
+    "train experiment=demo data.path=DATA run_dir=new global_batch_size=32 micro_batch_size=3",
+    "train task=classify data=csv data.path=CSV model.tokenizer=/nosuch run_dir=new max_steps=1 micro_batch_size=1",
+    "train task=classify data=csv data.path=CSV data.columns.label=nosuch run_dir=new max_steps=1 micro_batch_size=1",
+    "records task=classify data=csv data.path=nosuch.csv model.tokenizer=DATA/tokenizer",
+    "evaluate ./nosuch",
+    "evaluate RUN data.path=nosuch.csv",
+    "predict ./nosuch --text=a",
+    "predict RUN data.path=nosuch.csv",
+]
+PROGRAM = """
+import shlex, sys
+from train.__main__ import main
+for line in sys.stdin.read().splitlines():
+    code = main(shlex.split(line))
+    print(code, "torch" in sys.modules, line)
+"""
+
+
+def test_what_needs_no_torch_is_rejected_before_its_import(places, tmp_path):
+    lines = "\n".join(filled(line, places) for line in WITHOUT_TORCH)
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=lines,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    told = ended.stdout.splitlines()
+    assert len(told) == len(WITHOUT_TORCH)
+    assert [line for line in told if not line.startswith("2 False ")] == []

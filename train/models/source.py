@@ -33,7 +33,7 @@ from train.storage.folders import (
     sha256_json,
 )
 from train.storage.foreign import check_inside
-from train.storage.hub_access import hub_or_path, is_at_hub
+from train.storage.hub_access import check_model, hub_or_path
 from train.storage.imported import flags
 from train.storage.model_folder import models_below
 
@@ -69,8 +69,8 @@ def resolved(cfg: ModelConfig, s3: S3Config, cache: Path) -> ModelConfig:
 
 def located(key: str, location: str, s3: S3Config, cache: Path, *, needs: str) -> str:
     """Return a local folder that contains the file `needs`; a Hub id is returned unchanged."""
+    check_model(key, location)
     if not is_s3(location) and not local_path(location).is_dir():
-        check(is_at_hub(location), f"{key}={location}: there is no such folder")
         return location
     folder = open_folder(location, s3)
     names = folder.names_here()

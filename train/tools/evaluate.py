@@ -26,6 +26,7 @@ from train.machine.runtime import search_rarely
 from train.machine.torchrun import end_torchrun
 from train.run import compose as cli
 from train.run.command import printable
+from train.run.early import check_exists
 from train.run.saved import WHERE, read_data
 from train.run_folder.exported import is_outdated, marked, saved_steps
 from train.storage.folders import Folder
@@ -77,6 +78,8 @@ def find(options: Namespace) -> tuple[Model, cli.Given]:
     check(
         "data.train" not in typed, "data.train: nothing is trained; name rows with data.validation"
     )
+    if "data.path" in typed:
+        check_exists(typed["data.path"].strip("\"'"))
     trained = find_trained(options.model, options.settings)
     step, is_chosen, run = options.checkpoint, options.checkpoint is not None, trained.run
     check(

@@ -1,7 +1,7 @@
 """The command `baretrain finetune DATA --model MODEL --output RUN`: from a file of labelled rows to a trained model.
 
-It looks at the rows first, says what it assumes, fills in the settings of a run, trains, and writes the report. What it
-does is `baretrain train` with these settings: --show prints that command.
+It looks at the rows first, says what it assumes, fills in the settings of a run, trains, and writes the report. --show
+prints the `baretrain train` command with the same settings.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from train.tasks import TASKS
 from train.tools.trained import typed_keys
 
 if TYPE_CHECKING:
-    from train.data.records.look import Reading, Sample
+    from train.data.records.look import Reading
+    from train.data.records.sample import Sample
 
 EPOCHS = 3
 BATCH_SIZES = (32, 16, 8)  # the largest with which a run has FEWEST_STEPS, else the smallest
@@ -113,7 +114,8 @@ def train(cfg: TrainConfig) -> int:
 def look(options: Namespace) -> Assumed:
     """Look at the rows, and fill in the settings that the user has not typed."""
     # Imported late: it needs datasets.
-    from train.data.records.look import reading_of, sample_of
+    from train.data.records.look import reading_of
+    from train.data.records.sample import sample_of
 
     texts = typed_keys(options.settings)
     for key in ("run_dir", "data", "data.path", "model.pretrained", "model.init_from"):

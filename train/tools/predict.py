@@ -23,6 +23,7 @@ from train.config import InputError, RecordsConfig, TrainConfig, check
 from train.machine.console import say
 from train.machine.launched import launched
 from train.run import compose as cli
+from train.run.early import check_exists
 from train.storage.atomic_io import open_whole
 from train.storage.folders import disk_errors, is_s3, local_path
 from train.tasks import TASKS, spec_of
@@ -182,6 +183,8 @@ def main(arguments: Sequence[str]) -> int:
             ("data.path" in typed) != bool(texts_of(options)),
             f"give data.path=FILE, or texts with {', '.join(map(flag, INPUTS))}",
         )
+        if "data.path" in typed:
+            check_exists(typed["data.path"].strip("\"'"))
         trained = find_trained(options.model, options.settings)
         found.append((options, trained, output))
         task = task_of(trained, typed)

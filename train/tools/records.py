@@ -14,6 +14,7 @@ from train.config import RecordsConfig, TrainConfig, check, plural, shortlist
 from train.data.records.table_facts import cut_words, padding_share
 from train.machine.console import say
 from train.run import compose as cli
+from train.run.early import check_early
 from train.tasks import build_task
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def show(cfg: TrainConfig) -> int:
         f"task={cfg.task.kind} learns from shards, which baretrain shards shows; choose a task that "
         "learns from labelled records",
     )
+    check_early(cfg, world_size=1)
     say(f"... opening data.path={cfg.data.path}", file=sys.stderr)
     # torch takes seconds to import, so check the settings first
     from train.tasks.finetune import (
