@@ -100,6 +100,9 @@ def test_files_say_their_delimiter_and_folders_their_splits(texts, model, tmp_pa
     frame.to_csv(tmp_path / "semicolons.csv", sep=";", index=False)
     settings = shown(tmp_path / "semicolons.csv", model, capsys)
     assert settings["data.delimiter"] == '";"'
+    escaped = "".join(f'"so \\"{text}\\"",x{n % 2}\n' for n, text in enumerate(texts[:60]))
+    (tmp_path / "escaped.csv").write_text("text,label\n" + escaped)
+    assert shown(tmp_path / "escaped.csv", model, capsys)["data.quotes"] == "escaped"
     folder = tmp_path / "folder"
     folder.mkdir()
     for name in ("my_train.tsv", "my_dev.tsv", "my_test.tsv"):

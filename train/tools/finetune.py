@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from train.data.records.sample import Sample
 
 EPOCHS = 3
+LENGTHS = {"max_steps": "steps", "max_examples": "rows", "max_epochs": "epochs"}
 BATCH_SIZES = (32, 16, 8)  # the largest with which a run has FEWEST_STEPS, else the smallest
 FEWEST_STEPS = 100
 EVAL_EVERY_LEAST = 10  # steps between evaluations, of which there is otherwise one for each epoch
@@ -131,7 +132,7 @@ def look(options: Namespace) -> Assumed:
         columns = {key: value for key, value in columns.items() if key.startswith("task.")}
     batch_size = batch_size_for(sample.num_rows)
     eval_every = min(max(sample.num_rows // batch_size, EVAL_EVERY_LEAST), EVAL_EVERY_MOST)
-    settings = {
+    settings: dict[str, Any] = {
         "run_dir": options.output,
         "task": reading.task,
         "data": "records",
@@ -148,6 +149,10 @@ def look(options: Namespace) -> Assumed:
         "checkpoint.best": True,
         "best.metric": TASKS[reading.task].metrics[0].name,
     }
+    if LENGTHS.keys() & texts.keys():
+        del settings["max_epochs"]
+    if "micro_batch_size" in texts:
+        del settings["global_batch_size"]
     assumed = {key: value for key, value in settings.items() if key not in texts}
     return Assumed(assumed, sentences(sample, reading, {**assumed, **texts}))
 
@@ -180,11 +185,16 @@ def sentences(sample: Sample, reading: Reading, settings: Mapping[str, Any]) -> 
     rows = f"rows: {sample.num_rows:,} for training and validation, a tenth of them for validation"
     if held_out:
         rows = f"rows: {sample.num_rows:,} for training; validation on {held_out}"
-    epochs, batch = settings["max_epochs"], settings["global_batch_size"]
+    lengths = [
+        f"{settings[key]} {unit}"
+        for key, unit in LENGTHS.items()
+        if settings.get(key) not in (None, "null")
+    ]
+    batch = settings.get("global_batch_size") or settings.get("micro_batch_size")
     return [
         ", ".join(filter(None, [f"task: {settings['task']}", reading.seen])),
         read,
         rows,
-        f"training: {epochs} epochs of batches of {batch}, from {settings['model.init_from']}",
+        f"training: {' or '.join(lengths)} of batches of {batch}, from {settings['model.init_from']}",
         f"best: the evaluation with the best {settings['best.metric']}, every {settings['eval_every']} steps",
     ]

@@ -12,6 +12,7 @@ from typing import Any
 
 from train.config import InputError, RecordsConfig, S3Config, check
 from train.config.data import is_named
+from train.data.files.errors import BadRow
 from train.data.files.text import start_of
 from train.data.records.formats import Table, format_of
 from train.data.records.located import local_copy
@@ -46,8 +47,8 @@ def sample_of(cfg: RecordsConfig, s3: S3Config, typed: Mapping[str, Any]) -> Sam
         found = splits_among(names_in_folder(cfg, s3))
     with scratch_folder() as scratch:
         source = open_source(replace(cfg, **found), s3)
-        if isinstance(source, FileSource) and "data.delimiter" not in typed:
-            found |= delimiter_of(source, scratch)
+        if isinstance(source, FileSource):
+            found |= form_of(source, typed, s3, scratch)
             source = FileSource(replace(cfg, **found), s3)
         table = open_all(source, scratch)
         values = (row for _, row in table.rows())
@@ -98,14 +99,36 @@ def splits_among(names: Sequence[str]) -> dict[str, str]:
     return {}
 
 
-def delimiter_of(source: FileSource, scratch: Path) -> dict[str, str]:
-    """Return the setting for the delimiter of a CSV file, if its first line has something else than commas."""
+def form_of(
+    source: FileSource, typed: Mapping[str, Any], s3: S3Config, scratch: Path
+) -> dict[str, str]:
+    """Return the settings for the form of a CSV file: its delimiter, and quotation marks escaped by backslashes."""
     file = source.files["train"][0]
     path = local_copy(file, scratch)
     if format_of(path, str(file), source.cfg) != "csv":
         return {}
-    header = start_of(path, source.cfg.encoding).splitlines()[0]
+    found = {}
+    if "data.delimiter" not in typed:
+        found = delimiter_in(start_of(path, source.cfg.encoding), str(file))
+    if "data.quotes" in typed:
+        return found
+    escaped = {**found, "quotes": "escaped"}
+    if bad_rows(source, found, s3, scratch) and not bad_rows(source, escaped, s3, scratch):
+        return escaped
+    return found
+
+
+def bad_rows(source: FileSource, form: Mapping[str, str], s3: S3Config, scratch: Path) -> int:
+    """Return how many of the first rows are bad in such a form."""
+    table = FileSource(replace(source.cfg, **form), s3).tables((), scratch)["train"][0]
+    return sum(isinstance(row, BadRow) for _, row in islice(table.rows(), ROWS_LOOKED_AT))
+
+
+def delimiter_in(start: str, name: str) -> dict[str, str]:
+    """Return the setting for the delimiter of a CSV file, if its first line has something else than commas."""
+    header = start.splitlines()[0]
     mark = max(DELIMITERS, key=header.count)
-    if header.count(mark) <= header.count(",") or str(file).removesuffix(".gz").endswith(".tsv"):
+    is_tsv = name.lower().removesuffix(".gz").endswith(".tsv")
+    if header.count(mark) <= header.count(",") or is_tsv:
         return {}
     return {"delimiter": mark}
