@@ -1,6 +1,6 @@
 """The command `baretrain launch key=value ... -- RUN_SETTINGS`: it plans a run on N machines and can start it.
 
-The subcommands (list, status, logs, stop, resume, cancel; those for EC2) are in launch/commands.py.
+The subcommands (status, logs, stop, resume, cancel; those for EC2) are in launch/commands.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from launch.record import Job, Record
 from launch.schedulers import SETTINGS, scheduler
 from launch.speed import read_calibration
 from launch.values import columns, line, paragraph
-from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check, plural
+from train.config import InputError, ShardsConfig, TrainConfig, check, plural
 from train.data.shards.format import DataManifest, read_manifest
 from train.machine.console import say
 from train.run import compose as cli
@@ -37,8 +37,6 @@ USED = [
     "submit",
     "check",
     "calibrate",
-    "prepare",
-    "parts",
     "cluster.gate",
     "cluster.attempts",
 ]
@@ -48,7 +46,7 @@ def names(*schemas: type[Any]) -> set[str]:
     return {each.name for schema in schemas for each in dataclasses.fields(schema)}
 
 
-OF_RUN = {"experiment", *names(TrainConfig, PrepareConfig)} - names(LaunchConfig)
+OF_RUN = {"experiment", *names(TrainConfig)} - names(LaunchConfig)
 EXAMPLES = (
     "cluster=local -- experiment=demo data.path=data/mine run_dir=runs/mine",
     "cluster=slurm instance=trn1.32xlarge nodes=16 submit=true -- experiment=albert_pretrain run_dir=runs/a",
@@ -103,27 +101,19 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str]) ->
         bool(of_run),
         "settings of the run are missing: write them after --, as in -- experiment=demo run_dir=runs/a",
     )
-    schema: type[Any] = TrainConfig
     overrides = run_overrides(of_run, settings)
-    if cfg.prepare:
-        schema = PrepareConfig
-        overrides = list(of_run)
-    cli.check_typed(schema, of_run)
-    run = cli.load_config(schema, overrides)
+    cli.check_typed(TrainConfig, of_run)
+    run = cli.load_config(TrainConfig, overrides)
     bundle, packed = code.pack()
     job = make_job(cfg, run, overrides, packed, folder=str(Path.cwd()))
     record = Record(job.run_dir, run.s3, job.sha256)
     starts = scheduler(job.scheduler)
     command = starts.request(job, record)
-    plan: dict[str, Any] = {"request": command, "estimate": None}
-    said = [*plan_lines(job, command, len(bundle)), ""]
-    hours = None
-    if not cfg.prepare:
-        expected = expect(cfg, run)
-        hours = expected.at(cfg.nodes).hours
-        plan["estimate"] = dataclasses.asdict(expected)
-        said += estimate_lines(cfg, run, expected)
-    say(*said)
+    expected = expect(cfg, run)
+    hours = expected.at(cfg.nodes).hours
+    plan = {"request": command, "estimate": dataclasses.asdict(expected)}
+    say(*plan_lines(job, command, len(bundle)), "")
+    say(*estimate_lines(cfg, run, expected))
     say(*paragraph("scheduler", starts.preview(job, record, cfg, hours)))
     if not cfg.submit:
         say("nothing was started; submit=true starts the job")
@@ -206,8 +196,6 @@ def plan_lines(job: Job, request: Sequence[str], bundle_bytes: int) -> list[str]
     ranks = plural(job.processes_per_node, "rank")
     total = job.nodes * job.processes_per_node
     machines = f"{job.nodes} x {job.instance}, {ranks} each, {total} in all"
-    if job.kind == "prepare":
-        machines = f"{plural(job.parts, 'part')} of the corpus, each on one {job.instance}"
     chosen = []
     for key, value in job.cluster.items():
         if value not in (None, [], ""):
@@ -215,7 +203,7 @@ def plan_lines(job: Job, request: Sequence[str], bundle_bytes: int) -> list[str]
     variables = [f"{name}={value}" for name, value in sorted(job.environment.items())]
     kilobytes = f"{bundle_bytes / 1e3:.0f} kB"
     return [
-        line("run", f"{job.run_dir} ({job.kind})"),
+        line("run", job.run_dir),
         line("settings", f"sha256 {job.config_sha256[:16]}: {shlex.join(job.overrides)}"),
         line("machines", machines),
         line("cluster", ", ".join(chosen)),

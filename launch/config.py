@@ -62,18 +62,9 @@ class LaunchConfig(Section):
     check: bool = False
     # The folder of a finished run, whose measured speed the estimate uses; None uses a published figure for the device.
     calibrate: str | None = None
-    # Prepare a corpus instead of training. Settings of baretrain prepare then follow the --.
-    prepare: bool = False
-    # The number of parts into which prepare=true splits the corpus, each a task of a job array; None does not split it.
-    parts: int | None = setting(None, above=0, most=100_000)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self.prepare or self.parts is None, "parts needs prepare=true")
-        check(
-            not (self.prepare and self.cluster.is_here),
-            "prepare=true is for cluster=slurm; on this machine, run baretrain prepare",
-        )
         check(
             self.nodes == 1 or not self.cluster.is_here,
             f"cluster=local uses only this machine, not {self.nodes}; choose cluster=slurm or cluster=ec2",

@@ -13,7 +13,6 @@ from launch.record import Code, Job
 from train.config import (
     InputError,
     InstanceConfig,
-    PrepareConfig,
     ShardsConfig,
     TrainConfig,
     check,
@@ -66,25 +65,24 @@ def absolute(location: str) -> str:
 
 def make_job(
     cfg: LaunchConfig,
-    run: TrainConfig | PrepareConfig,
+    run: TrainConfig,
     overrides: Sequence[str],
     code: Code,
     *,
     folder: str,
 ) -> Job:
     """Return the job for `run`, made from `overrides`. Raises InputError if the machines cannot run that many ranks."""
-    check_machines(cfg, run)
-    if isinstance(run, TrainConfig):
-        kind, key, where = "train", "run_dir", absolute(run.run_dir)
-    else:
-        kind, key, where = "prepare", "output", absolute(run.output)
+    check_ranks(cfg, uses_devices=run.backend.device != "cpu")
+    check_backend(run.backend, cfg.instance)
+    if not cfg.cluster.shares_disks:
+        check_reachable(run)
+    where = absolute(run.run_dir)
     ranks = cfg.ranks_per_node
     settings = to_dict(run)
     return Job(
         id=FileName(f"{safe_name(where)}-{sha256_json([where, settings, code.sha256])[:8]}"),
-        kind=kind,
         run_dir=where,
-        overrides=located(overrides, key, where),
+        overrides=located(overrides, "run_dir", where),
         config_sha256=Sha256(sha256_json(settings)),
         python=cfg.cluster.interpreter(),
         folder=folder,
@@ -96,27 +94,12 @@ def make_job(
         processes_per_node=ranks,
         environment=environment(cfg.instance, nodes=cfg.nodes, processes_per_node=ranks),
         s3=asdict(run.s3),
-        parts=cfg.parts or 1,
     )
 
 
-def check_machines(cfg: LaunchConfig, run: TrainConfig | PrepareConfig) -> None:
-    """Raise InputError if the machines cannot run this."""
-    if isinstance(run, TrainConfig):
-        check_ranks(cfg, uses_devices=run.backend.device != "cpu")
-        check_backend(run.backend, cfg.instance)
-    else:
-        check(
-            cfg.nodes == 1,
-            f"nodes={cfg.nodes} is for training: a preparation uses parts={cfg.nodes}, with one machine per part",
-        )
-    if not cfg.cluster.shares_disks:
-        check_reachable(run)
-
-
-def check_reachable(run: TrainConfig | PrepareConfig) -> None:
+def check_reachable(run: TrainConfig) -> None:
     """Raise InputError if a setting names a file or folder of this computer, which the machines do not see."""
-    has_shards = isinstance(run, TrainConfig) and isinstance(run.data, ShardsConfig)
+    has_shards = isinstance(run.data, ShardsConfig)
     local = []
     for key, value in flatten(to_dict(run)):
         if key in OF_MACHINE:

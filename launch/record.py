@@ -40,8 +40,7 @@ from train.storage.folders import (
 )
 from train.storage.schema import BadContent, FileName, Sha256, read_object, record
 
-FORMAT = 3
-KINDS = ("train", "prepare")  # what a job can do: commands of baretrain
+FORMAT = 4
 SUFFIX = ".launch"
 JOB, PLAN, CONFIG = "job.json", "plan.json", "config.yaml"
 SUBMISSIONS, REQUESTS, ATTEMPTS = "submissions", "requests", "attempts"
@@ -67,9 +66,8 @@ class Code:
 @dataclass(frozen=True)
 class Job:
     id: FileName  # name of the run folder, with a checksum of settings and code
-    kind: str  # train | prepare
-    run_dir: str  # the run folder, or a preparation's output folder
-    overrides: list[str]  # settings of train or baretrain prepare
+    run_dir: str
+    overrides: list[str]  # settings of the run
     config_sha256: Sha256  # checksum of the resolved settings
     python: str  # path of the interpreter on the nodes
     folder: str  # the working folder at submission, to which relative paths in the settings refer
@@ -81,7 +79,6 @@ class Job:
     processes_per_node: int
     environment: dict[str, str] = field(default_factory=dict)
     s3: dict[str, Any] = field(default_factory=dict)
-    parts: int = 1  # number of parts of a preparation
     format: int = FORMAT
 
     def to_json(self) -> bytes:
@@ -99,9 +96,7 @@ class Job:
             values.get("format") == FORMAT,
             f"the job has format {values.get('format')!r}; this version reads {FORMAT}: use the version that wrote it",
         )
-        job = record(cls, values)
-        check(job.kind in KINDS, f"the job's kind {job.kind!r} is not known")
-        return job
+        return record(cls, values)
 
 
 @dataclass(frozen=True)
@@ -298,8 +293,7 @@ class Record:
             content = self.folder.read(JOB)
         except FileNotFoundError:
             raise InputError(
-                f"{self.run_dir} was not launched: {self.location}/{JOB} is missing; baretrain launch list shows the "
-                "launched runs"
+                f"{self.run_dir} was not launched: {self.location}/{JOB} is missing"
             ) from None
         found = sha256_bytes(content)
         check(

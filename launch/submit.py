@@ -14,7 +14,7 @@ from launch.plan import check_unchanged
 from launch.record import CONFIG, Job, Record, Submission
 from launch.schedulers import cluster_of, scheduler
 from launch.spec import Handle
-from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check, to_dict
+from train.config import InputError, ShardsConfig, TrainConfig, check, to_dict
 from train.data.shards.format import read_manifest
 from train.run_folder.identity import ENVIRONMENT, check_is_run_folder
 from train.run_folder.outcome import STOP_FILE, read_outcome
@@ -27,7 +27,7 @@ SUBMITTING_S = 120.0  # time for a scheduler to answer, during which no other su
 def submit(
     record: Record,
     job: Job,
-    run: TrainConfig | PrepareConfig,
+    run: TrainConfig,
     *,
     plan: dict[str, Any],
     bundle: bytes,
@@ -38,8 +38,7 @@ def submit(
     if record.exists() and record.run.size(ENVIRONMENT) is not None:
         before = read_yaml(record.folder.read(CONFIG)) or {}
         check_unchanged(before, settings, run_dir=record.run_dir)
-    if isinstance(run, TrainConfig):
-        check_run(record, job, run)
+    check_run(record, job, run)
     submission = claim(record, job, number)
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
     record.write(job, plan=plan, config=text, bundle=bundle)

@@ -112,10 +112,6 @@ def check_job(job: Job, record: Record) -> None:
     """Raise InputError if no AWS account could run a job with these settings."""
     s3 = record.s3
     check(
-        job.kind == "train",
-        "cluster=ec2 can only train; prepare=true is for cluster=local and cluster=slurm",
-    )
-    check(
         record.is_remote,
         f"run_dir={record.run_dir} must be in S3 (s3://bucket/runs/mine): machines have no other shared storage",
     )

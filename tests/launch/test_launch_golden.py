@@ -13,22 +13,18 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from planning import node, plan, script, two_nodes, with_module
+from planning import node, plan, two_nodes, with_module
 from running import ROOT
 
 from launch.record import Job, Record
 from launch.slurm.batch import Batch
 from launch.slurm.scheduler import Scheduler
-from launch.slurm.scheduler import script as job_script
 from train.config import S3Config
 from train.storage.schema import FileName, Sha256
 
 GOLDEN = Path(__file__).parent.parent / "golden/launch"
-OWN = ["cluster=slurm", "instance=trn1.32xlarge", "nodes=2", "cluster.partition=trn1"]
-OWN += [
-    'cluster.sbatch_args=["--constraint=efa&nvme","--chdir=/fsx"]',
-    "cluster.time_limit=2-00:00:00",
-]
+OWN = ["cluster=slurm", "instance=trn1.32xlarge", "nodes=2"]
+OWN += ['cluster.sbatch_args=["--partition=trn1","--constraint=efa&nvme","--chdir=/fsx"]']
 RUN = [
     "experiment=albert_pretrain",
     "data.path=s3://bucket/albert",
@@ -68,12 +64,6 @@ def test_the_request_to_slurm():
     job = job_of()
     record = Record(job.run_dir, S3Config(**job.s3))
     check_golden("sbatch.txt", lines(Scheduler().request(job, record), launch=ROOT / "launch"))
-    prepare = ["cluster=slurm", "prepare=true", "parts=64"]
-    _, job = plan(
-        prepare, ["corpus=text", "corpus.path=/fsx/text", "output=/fsx/albert", "seq_len=128"]
-    )
-    words = Scheduler().request(job, Record(job.run_dir, S3Config()))
-    check_golden("sbatch_prepare.txt", lines(words, launch=ROOT / "launch"))
 
 
 @pytest.mark.parametrize(
@@ -118,18 +108,3 @@ def test_shell_scripts_are_clean(request):
         ["shellcheck", "-x", *scripts], capture_output=True, text=True, check=False
     )
     assert len(scripts) > 2 and done.returncode == 0, done.stdout
-
-
-def test_the_prologue_of_a_site_runs_before_the_job(tmp_path):
-    python = script(tmp_path / "python", 'echo "$SITE|$*"')
-    lines = """["export SITE='a b'", ": $NOT_SET"]"""
-    job = dataclasses.replace(job_of(f"cluster.prologue={lines}"), run_dir="runs/mine")
-    _, path, _, prologue, *_ = job_script(job, Record(job.run_dir, S3Config()))
-    done, failed = (
-        subprocess.run(
-            ["bash", path, python, each, "runs/mine"], capture_output=True, text=True, check=False
-        )
-        for each in (prologue, "module load none")
-    )
-    assert done.stdout == "a b|-m launch.slurm.batch runs/mine\n"
-    assert failed.returncode != 0 and not failed.stdout  # a job without its modules does not train

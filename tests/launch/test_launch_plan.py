@@ -148,14 +148,13 @@ LOCAL = (
     ["model=pretrained", "model.pretrained=../models/mine"],
 )
 CSV = ["experiment=glue_bert", "data=csv", *RUN[2:]]
-PREPARE = ["corpus=text", "corpus.path=x", "output=y", "seq_len=32"]
 
 
 def test_a_plan_for_slurm_needs_no_slurm_and_its_submission_does(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))  # as on a laptop
     assert main([*SLURM, "--", *OF_RUN]) == DONE
-    assert "Not checked: the partition" in capsys.readouterr().out
+    assert "Not checked: its partition" in capsys.readouterr().out
     assert main([*SLURM, "submit=true", "--", *OF_RUN]) == REJECTED
     said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
     assert len(said) == 1 and "is not on the PATH" in said[0]
@@ -174,14 +173,12 @@ def others(words: list[str]) -> list[str]:
         (["instance=p9.9xlarge"], OF_RUN, "there is no such instance; choose one of: "),
         (["cluster=skypilot"], OF_RUN, "no such cluster; choose one of: ec2, local, slurm"),
         (
-            ["cluster.partition=x"],
+            ["cluster.sbatch_args=[]"],
             OF_RUN,
-            "cluster.partition is not a setting of the cluster chosen here",
+            "cluster.sbatch_args is not a setting of the cluster chosen here",
         ),
         ([], [*OF_RUN, "run_dir=runs/${oc.env:HOME}"], "references are not resolved"),
         (["nodes=2"], OF_RUN, "cluster=local uses only this machine, not 2; choose cluster=slurm"),
-        ([*SLURM, "parts=2"], OF_RUN, "parts needs prepare=true"),
-        (["prepare=true"], PREPARE, "on this machine, run baretrain prepare"),
         (
             ["instance=trn1.32xlarge", "processes_per_node=16"],
             OF_RUN,
@@ -209,16 +206,15 @@ def others(words: list[str]) -> list[str]:
             "backend=xla does not run on p5.48xlarge; leave it out",
         ),
         (SLURM, [*OF_RUN, 'run_dir="a\\\\b"'], "Slurm drops backslashes from the names of logs"),
-        ([*SLURM, "prepare=true"], PREPARE, "nodes=2 is for training: a preparation uses parts=2"),
         (
             [*SLURM, sbatch("-p trn1")],
             OF_RUN,
             "has '-p trn1': an option is one line, --name=value or --name",
         ),
         (
-            [*SLURM, sbatch("--part=trn1")],
+            [*SLURM, sbatch("--arr=1-2")],
             OF_RUN,
-            "--partition is set only by launch; set cluster.partition",
+            "--array is set only by launch",
         ),
         # EC2
         (EC2, [*RUN, "run_dir=runs/mine"], "must be in S3"),

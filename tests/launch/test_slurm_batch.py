@@ -22,7 +22,7 @@ def batch(monkeypatch, tmp_path) -> Batch:
     monkeypatch.setattr(module, "REQUEUED_S", 0.0)  # Slurm does not end this process
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     _, job = plan(
-        ["cluster=slurm", "nodes=2", "cluster.stop_before_s=60"],
+        ["cluster=slurm", "nodes=2"],
         ["experiment=demo", "run_dir=runs/mine"],
     )
     record = Record(str(tmp_path / "run"), S3Config())
