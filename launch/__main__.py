@@ -16,12 +16,11 @@ from typing import Any
 
 from launch import code, commands, submit
 from launch.config import LaunchConfig
-from launch.estimate import HEADER, Estimate, cells, estimate
+from launch.estimate import Estimate, estimate, figures
 from launch.plan import make_job, run_overrides
 from launch.record import Job, Record
 from launch.schedulers import SETTINGS, scheduler
-from launch.speed import read_calibration
-from launch.values import columns, line, paragraph
+from launch.values import line, paragraph
 from train.config import InputError, ShardsConfig, TrainConfig, check, plural
 from train.data.shards.format import DataManifest, read_manifest
 from train.machine.console import say
@@ -35,8 +34,6 @@ USED = [
     "nodes",
     "processes_per_node",
     "submit",
-    "check",
-    "calibrate",
     "cluster.gate",
     "cluster.attempts",
 ]
@@ -110,15 +107,13 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str]) ->
     starts = scheduler(job.scheduler)
     command = starts.request(job, record)
     expected = expect(cfg, run)
-    hours = expected.at(cfg.nodes).hours
-    plan = {"request": command, "estimate": dataclasses.asdict(expected)}
     say(*plan_lines(job, command, len(bundle)), "")
     say(*estimate_lines(cfg, run, expected))
-    say(*paragraph("scheduler", starts.preview(job, record, cfg, hours)))
+    say(*paragraph("scheduler", starts.preview(job, record, cfg, expected.hours)))
     if not cfg.submit:
         say("nothing was started; submit=true starts the job")
         return cli.DONE
-    handle = submit.submit(record, job, run, plan=plan, bundle=bundle)
+    handle = submit.submit(record, job, run, bundle)
     if record.is_remote:
         say(
             f"job sha256 {job.sha256}: needed to resume from another computer (launch resume --job-sha256)"
@@ -140,20 +135,14 @@ def expect(cfg: LaunchConfig, run: TrainConfig) -> Estimate:
     if manifest is not None:
         seq_len, rows = manifest.seq_len, manifest.rows("train")
         vocab_size = manifest.tokenizer.vocab_size
-    calibration = None
-    if cfg.calibrate is not None:
-        calibration = read_calibration(cfg.calibrate, run.s3)
-    expected = estimate(
+    return estimate(
         run,
         nodes=cfg.nodes,
         processes_per_node=cfg.ranks_per_node,
         seq_len=seq_len,
         rows=rows,
-        calibration=calibration,
         vocab_size=vocab_size,
     )
-    expected.at(cfg.nodes)
-    return expected
 
 
 def manifest_of(run: TrainConfig) -> DataManifest | None:
@@ -171,9 +160,10 @@ def manifest_of(run: TrainConfig) -> DataManifest | None:
 
 
 def estimate_lines(cfg: LaunchConfig, run: TrainConfig, expected: Estimate) -> list[str]:
-    """Return the table of the estimate, and its assumptions as a list."""
-    lines = [*columns([HEADER, *map(cells, expected.rows)]), ""]
-    for note in [*expected.assumptions, *too_short(cfg, run, expected.at(cfg.nodes).hours)]:
+    """Return the figures of the estimate, and its assumptions as a list."""
+    lines = [line(name, text) for name, text in figures(expected).items()]
+    lines.append("")
+    for note in [*expected.notes, *too_short(cfg, run, expected.hours)]:
         lines += textwrap.wrap(f"- {note}", WIDTH, subsequent_indent="  ")
     return [*lines, ""]
 

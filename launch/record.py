@@ -2,7 +2,6 @@
 
 runs/mine/            the run folder, which only the trainer writes
 runs/mine.launch/     job.json      the job, which the scheduler's script and every node read
-                      plan.json     the plan that was printed
                       config.yaml   the resolved settings of the run
                       code-....tar.gz
                       submissions/  0001.json: a request to the scheduler, and the scheduler's answer
@@ -42,7 +41,7 @@ from train.storage.schema import BadContent, FileName, Sha256, read_object, reco
 
 FORMAT = 4
 SUFFIX = ".launch"
-JOB, PLAN, CONFIG = "job.json", "plan.json", "config.yaml"
+JOB, CONFIG = "job.json", "config.yaml"
 SUBMISSIONS, REQUESTS, ATTEMPTS = "submissions", "requests", "attempts"
 ATTEMPT = "attempt_"  # the start of an attempt's name
 STOP, CANCEL = "stop", "cancel"  # what the user can ask of a job
@@ -313,12 +312,11 @@ class Record:
         except BadContent as error:
             raise InputError(f"{self.location}/{name} cannot be read: {error}") from error
 
-    def write(self, job: Job, *, plan: dict[str, Any], config: str, bundle: bytes) -> None:
+    def write(self, job: Job, *, config: str, bundle: bytes) -> None:
         """Write all files that a job needs; job.json last."""
         if self.folder.size(job.code.file) != len(bundle):
             self.folder.write(job.code.file, bundle)
         self.folder.write(CONFIG, config.encode())
-        self.folder.write(PLAN, canonical_json(plan))
         self.folder.write(JOB, job.to_json())
 
     # ---- submissions and requests ----

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
 
 import yaml
 
@@ -24,14 +23,7 @@ from train.storage.schema import read_yaml
 SUBMITTING_S = 120.0  # time for a scheduler to answer, during which no other submission is allowed
 
 
-def submit(
-    record: Record,
-    job: Job,
-    run: TrainConfig,
-    *,
-    plan: dict[str, Any],
-    bundle: bytes,
-) -> Handle:
+def submit(record: Record, job: Job, run: TrainConfig, bundle: bytes) -> Handle:
     """Write the record and start the job. Raises InputError if the run has an active job or changed settings."""
     settings = to_dict(run)
     number = check_idle(record)
@@ -41,7 +33,7 @@ def submit(
     check_run(record, job, run)
     submission = claim(record, job, number)
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
-    record.write(job, plan=plan, config=text, bundle=bundle)
+    record.write(job, config=text, bundle=bundle)
     return start(record, job, submission)
 
 

@@ -74,7 +74,7 @@ class Trial:
 
     def submit(self, resolved: Resolved | None = None) -> None:
         """What a launch does before it is attended; what its settings come to is found out unless it is given."""
-        self.record.write(self.job, plan={}, config=PRICES, bundle=self.bundle)
+        self.record.write(self.job, config=PRICES, bundle=self.bundle)
         self.record.job_sha256 = self.job.sha256
         submission = self.record.claim(self.record.next_submission(), "ec2", self.job.nodes)
         assert submission is not None

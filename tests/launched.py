@@ -97,9 +97,7 @@ class Launched:
             "processes_per_node": 2,
             **changes,
         }
-        self.record.write(
-            replace(job, run_dir=self.run_dir, **settings), plan={}, config="", bundle=b""
-        )
+        self.record.write(replace(job, run_dir=self.run_dir, **settings), config="", bundle=b"")
         return self
 
     def submit(self, scheduler: str = "fake", nodes: int = 2, **answer: Any) -> Launched:

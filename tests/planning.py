@@ -77,7 +77,7 @@ def with_module(job: Job, name: str, source: bytes) -> tuple[Job, Record]:
         job, code=Code(FileName("code.tar.gz"), Sha256(sha256_bytes(content)), "")
     )
     record = Record(job.run_dir, S3Config())
-    record.write(bundled, plan={}, config="", bundle=content)
+    record.write(bundled, config="", bundle=content)
     return bundled, record
 
 

@@ -63,9 +63,8 @@ def test_subnets_are_those_whose_zone_has_the_type(ec2, resolved):
     again = resolved(f"cluster.subnets=[{','.join(named)}]")
     assert [site.subnet for site in again.sites] == named
     assert {site.placement_group for site in resolved("nodes=1").sites} == {""}
-    assert {site.placement_group for site in resolved("cluster.placement_group=false").sites} == {
-        ""
-    }
+    reserved = resolved("cluster.capacity_reservation=cr-1").sites
+    assert {site.placement_group for site in reserved} == {""}
 
 
 def test_the_image_is_the_projects_own_and_stays_when_the_job_resumes(ec2, monkeypatch, tmp_path):
@@ -102,7 +101,6 @@ def test_an_image_is_one_for_these_machines(ec2, instance, changed, line):
     [
         ("cluster.image=ami-0123456789abcdef0", "InvalidAMIID.NotFound: .* ids differ by region"),
         ("cluster.image=null", "baretrain ami neuron.*baretrain ami promote"),
-        ("cluster.public_address=true", "one network interface, but trn1.32xlarge has 9"),
         ("cluster.subnets=[subnet-0123456789abcdef0]", "has no subnet: name others"),
         ("cluster.subnets=[]", "cannot reach S3 from .* default VPC.*: name private subnets"),
     ],
@@ -180,19 +178,6 @@ def test_a_plan_asks_ec2_nothing(cli, capsys, monkeypatch):
         "nothing was started; submit=true starts the job",
     ):
         assert text in shown, shown
-
-
-def test_check_sends_dry_runs_and_turns_errors_into_advice(ec2, cli, capsys):
-    subnets = f"cluster.subnets=[{','.join(ec2.private_subnets())}]"
-    own = ["check=true", "instance=trn1.32xlarge", subnets]
-    assert cli.launch(*own) == 0
-    shown = capsys.readouterr().out
-    assert "efa-only on card 7" in shown and "EC2 would accept the request" in shown
-    assert len(ec2.requests) == 3 and all(each["DryRun"] for each in ec2.requests)
-    assert ec2.anything() == []
-    ec2.dry_run_error = "UnauthorizedOperation"
-    assert cli.launch(*own) == 2
-    assert "the one that baretrain launch setup makes does" in capsys.readouterr().err
 
 
 def test_a_launch_in_the_foreground_from_submission_to_the_end(ec2, cli, capsys):

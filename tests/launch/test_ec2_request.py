@@ -74,8 +74,8 @@ def test_interfaces_follow_the_cards_of_the_type(instance, expected):
         "NetworkInfo": {**network, "NetworkCards": network["NetworkCards"][::-1]},
     }
     for info in (TYPES[instance], shuffled):
-        assert layout(info, Ec2Config(), machines=2) == expected
-        assert layout(info, Ec2Config(), machines=1) == FIRST
+        assert layout(info, machines=2) == expected
+        assert layout(info, machines=1) == FIRST
 
 
 @functools.cache
@@ -86,7 +86,7 @@ def job_of(*own: str) -> Job:
 def request(*own: str, instance: str = "trn1.32xlarge"):
     job = job_of(f"instance={instance}", "nodes=4", *own)
     cluster, record = cluster_of(job, Ec2Config), Record(job.run_dir, S3Config(**job.s3))
-    interfaces = layout(TYPES[instance], cluster, job.nodes)
+    interfaces = layout(TYPES[instance], job.nodes)
     resolved = Resolved("id", job.sha256, [SITE], interfaces)
     numbers = {"request": 7, "ask": 1, "max_run_s": 3600}
     made = run_instances(job, cluster, record, resolved, SITE, **numbers)
@@ -174,13 +174,13 @@ def test_no_name_comes_into_a_shell(name: str, is_python: bool):
 
 
 def test_efa_is_never_left_out_without_a_word():
-    cluster, known = Ec2Config(), TYPES["trn1.32xlarge"]
+    known = TYPES["trn1.32xlarge"]
     # As botocore before 1.43.90 passes EC2's answer on.
     network = copy.deepcopy(known["NetworkInfo"])
     for card in network["NetworkCards"]:
         del card["InterfaceTypes"]
     old = {**known, "NetworkInfo": network}
     with pytest.raises(InputError, match="trn1.32xlarge supports EFA") as rejection:
-        layout(old, cluster, machines=2)
+        layout(old, machines=2)
     assert str(rejection.value).rpartition(" ")[2] in (ROOT / "pyproject.toml").read_text()
-    assert layout(old, cluster, machines=1) == FIRST
+    assert layout(old, machines=1) == FIRST

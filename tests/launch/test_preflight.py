@@ -51,7 +51,7 @@ def test_machines_that_fail_are_named(job, tmp_path, answers, code, says):
 
 def test_machines_meet_at_the_first(job, tmp_path, monkeypatch):
     record = Record(str(tmp_path / "run"), S3Config())
-    record.write(job, plan={}, config="", bundle=b"")
+    record.write(job, config="", bundle=b"")
     met = [rendezvous(node(monkeypatch, record, name), is_train=False) for name in ("n1", "n2")]
     assert [options[1] for options in met] == ["--node-rank=0", "--node-rank=1"]
     assert {options[2] for options in met} == {"--master-addr=10.0.0.1"}
