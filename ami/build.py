@@ -54,9 +54,6 @@ def variables(cfg: AmiConfig, now: datetime) -> dict[str, Any]:
     """Return the variables of ami/variables.pkr.hcl, except those that only AWS or the files decide."""
     versions = read_versions()
     revision = commit() or "none"
-    cache = (cfg.compile_cache or "").removeprefix("s3://")
-    bucket, _, prefix = cache.partition("/")
-    arns = [f"arn:aws:s3:::{bucket}", f"arn:aws:s3:::{bucket}/{prefix}*"]
     tags = {
         KIND_TAG: cfg.image,
         "baretrain:version": versions["baretrain"],
@@ -70,7 +67,6 @@ def variables(cfg: AmiConfig, now: datetime) -> dict[str, Any]:
         "name": f"baretrain-{cfg.image}-{now:%Y%m%d-%H%M%S}-{revision.rstrip('+')[:8]}",
         "instance_type": cfg.instance.name,
         "subnet": cfg.subnet or "",
-        "cache_arns": arns if bucket else [],
         "deprecate_at": f"{now + timedelta(days=DEPRECATE_DAYS):%Y-%m-%dT%H:%M:00Z}",
         "tags": tags,
         "max_minutes": MAX_MINUTES,

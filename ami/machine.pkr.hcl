@@ -29,14 +29,6 @@ source "amazon-ebs" "machine" {
       ]
       Resource = ["*"]
     }
-    dynamic "Statement" {
-      for_each = length(var.cache_arns) > 0 ? [1] : []
-      content {
-        Effect   = "Allow"
-        Action   = ["s3:GetObject", "s3:ListBucket"]
-        Resource = var.cache_arns
-      }
-    }
   }
 
   # >=1.7 begin

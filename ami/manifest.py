@@ -1,4 +1,4 @@
-"""Commands that run on an image while it is built: they write its versions, and fetch compiled graphs."""
+"""The command that runs on an image while it is built: it checks and writes the installed versions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import train
-from train.config import InputError, S3Config, check
-from train.machine.console import say
+from train.config import InputError
 from train.machine.versions import Versions, read_versions
 from train.run.command import DONE, Parser
-from train.storage.folders import canonical_json, local_path, open_folder
+from train.storage.folders import canonical_json, local_path
 
 ENVIRONMENT = Path("/etc/baretrain/image.env")
 SYSTEM = r"aws-neuronx|efa|libfabric|linux-image|linux-aws|mdadm|nvidia|libnccl-ofi|openmpi"  # package prefixes
@@ -32,26 +31,6 @@ def write_manifest(options: argparse.Namespace) -> int:
     manifest = installed()
     check_installed(manifest, read_versions())
     local_path(options.file).write_bytes(canonical_json(manifest))
-    return DONE
-
-
-def restore_flags(parser: Parser) -> None:
-    parser.add_argument("source", metavar="URL", help="s3://bucket/prefix")
-    parser.add_argument("folder", metavar="FOLDER", help="folder to write to")
-
-
-def restore(options: argparse.Namespace) -> int:
-    """Copy a compile cache from S3."""
-    source = open_folder(options.source, S3Config())
-    target = open_folder(options.folder, S3Config())
-    names = source.names()
-    check(
-        bool(names), f"{options.source} has no files: fill the compile cache with train.precompile"
-    )
-    for name in names:
-        if target.size(name) != source.size(name):
-            target.write(name, source.read(name))
-    say(f"{len(names)} files of {options.source} are in {options.folder}")
     return DONE
 
 

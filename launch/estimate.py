@@ -46,8 +46,7 @@ class Estimate:
     step_s: float | None = None
     tokens_per_s: float | None = None
     hours: float | None = None
-    usd_on_demand: float | None = None
-    usd_spot: float | None = None
+    usd: float | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -126,18 +125,10 @@ def timed(
     if expected.steps is None:
         return expected
     hours = expected.steps * step_s / 3600
-    return replace(
-        expected,
-        hours=hours,
-        usd_on_demand=price(hours * expected.nodes, instance.usd_per_hour),
-        usd_spot=price(hours * expected.nodes, instance.usd_per_hour_spot),
-    )
-
-
-def price(hours: float, usd_per_hour: float | None) -> float | None:
-    if usd_per_hour is None:
-        return None
-    return hours * usd_per_hour
+    expected = replace(expected, hours=hours)
+    if instance.usd_per_hour is None:
+        return expected
+    return replace(expected, usd=hours * expected.nodes * instance.usd_per_hour)
 
 
 # ---- speed -----------------------------------------------------------------------------------------------------------
@@ -230,23 +221,10 @@ def notes_of_memory(cfg: TrainConfig, shape: Shape, at: Estimate, seq_len: int) 
 
 
 def notes_of_price(instance: InstanceConfig) -> list[str]:
-    known, unknown = [], []
-    prices = {"on demand": instance.usd_per_hour, "on spot": instance.usd_per_hour_spot}
-    for market, usd in prices.items():
-        if usd is None:
-            unknown.append(market)
-        else:
-            known.append(f"${usd:,.2f} an hour {market}")
-    notes = []
-    if known:
-        if instance.price_date:
-            date = f", as of {instance.price_date}"
-        else:
-            date = ""
-        notes.append(f"a {instance.name} costs {' and '.join(known)}{date}")
-    if unknown:
-        notes.append(f"the price {' and '.join(unknown)} is unknown")
-    return [*notes, "hours count only steps, not starts, compilation, evaluations or saves"]
+    note = f"the price of a {instance.name} is unknown"
+    if instance.usd_per_hour is not None:
+        note = f"a {instance.name} costs ${instance.usd_per_hour:,.2f} an hour (instance.usd_per_hour)"
+    return [note, "hours count only steps, not starts, compilation, evaluations or saves"]
 
 
 # ---- as text ---------------------------------------------------------------------------------------------------------
@@ -256,8 +234,7 @@ FORMATS = {
     "step_s": "{:.3g} s",
     "tokens_per_s": "{:,.0f}",
     "hours": "{:,.3g}",
-    "usd_on_demand": "${:,.2f}",
-    "usd_spot": "${:,.2f}",
+    "usd": "${:,.2f}",
 }
 
 

@@ -36,7 +36,7 @@ RUN = [
     "seq_len=null",
 ]
 USER_DATA = b"#!/bin/bash\n"
-PRICES = "{instance: {usd_per_hour: 36.0, usd_per_hour_spot: 12.0}}"
+PRICES = "{instance: {usd_per_hour: 36.0}}"
 
 
 def set_up() -> None:

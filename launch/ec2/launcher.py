@@ -62,8 +62,8 @@ class Launcher:
         assert submission is not None
         self.submission = submission
         self.ends_unix_s = submission.time_unix_s + cluster.max_run_s
-        price = "usd_per_hour_spot" if cluster.market == "spot" else "usd_per_hour"
-        self.usd_per_hour: float | None = read_yaml(record.folder.read(CONFIG))["instance"][price]
+        settings = read_yaml(record.folder.read(CONFIG))
+        self.usd_per_hour: float | None = settings["instance"]["usd_per_hour"]
         self.is_training = False  # whether machines have been made and are not known to have ended
         self.request = 0  # number of the last request for machines, counted over all submissions
         self.asks = 0  # how often EC2 was asked for machines

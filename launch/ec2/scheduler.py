@@ -130,14 +130,13 @@ def check_job(job: Job, record: Record) -> None:
 
 def cost_lines(cluster: Ec2Config, cfg: LaunchConfig, hours: float | None) -> Iterator[str]:
     """Yield the highest cost: a timer ends the machines SPARE_S after max_run_s."""
-    name = "usd_per_hour_spot" if cluster.market == "spot" else "usd_per_hour"
-    price = getattr(cfg.instance, name)
+    price = cfg.instance.usd_per_hour
     longest_s = cluster.max_run_s + SPARE_S
     limit = (
         f"{shown_duration(longest_s)} (cluster.max_run_s, plus {shown_duration(SPARE_S)} to save)"
     )
     if price is None:
-        yield f"cost: {cfg.nodes} machines for at most {limit}; the price is unknown (instance.{name})"
+        yield f"cost: {cfg.nodes} machines for at most {limit}; the price is unknown (instance.usd_per_hour)"
         return
     per_hour = cfg.nodes * price
     most_usd = math.ceil(per_hour * longest_s / 3600)
