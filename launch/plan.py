@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
 
 from launch.config import LaunchConfig
 from launch.record import Code, Job
@@ -23,14 +22,10 @@ from train.config.backend import check_backend
 from train.config.data import is_named
 from train.machine.memory import usable_cpus
 from train.run.compose import quoted
-from train.run_folder.identity import FREE, differences
 from train.storage.folders import is_s3, local_path, sha256_json
 from train.storage.hub_access import is_at_hub
 from train.storage.schema import FileName, Sha256
 
-# Settings that a run must keep, see train/run_folder/identity.py.
-FIXED = ("task.", "model.", "optim.")  # prefixes
-FIXED_KEYS = ("seed", "global_batch_size", "data.path", "seq_len")
 # the start of a path, in settings that may be any text
 PATH = re.compile(r"(/|~|\.\.?/|file:)[^\n]")
 # Settings that name a place in S3, at the Hub or in a folder.
@@ -179,21 +174,3 @@ def safe_name(location: str) -> str:
     """Return the last part of a location, reduced to characters that every scheduler and shell reads literally."""
     last = location.rstrip("/").rpartition("/")[2]
     return re.sub(r"[^A-Za-z0-9_-]+", "-", last).strip("-")[:40] or "run"
-
-
-def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], *, run_dir: str) -> None:
-    """Raise InputError if a setting that is fixed for a run has changed: task, model, optimizer, data or batch."""
-
-    def fixed(settings: Mapping[str, Any]) -> dict[str, Any]:
-        kept = {}
-        for key, value in flatten(settings):
-            if key in FIXED_KEYS or (key.startswith(FIXED) and key not in FREE):
-                kept[key] = value
-        return kept
-
-    changed = differences(fixed(before), fixed(now))
-    check(
-        not changed,
-        f"the settings of {run_dir} have changed since the run began ({', '.join(changed)}); launch it with the old "
-        f"settings, choose another folder, or resume the launched job: baretrain launch resume {run_dir}",
-    )

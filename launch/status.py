@@ -162,8 +162,6 @@ def of_job(status: Status) -> list[tuple[str, str]]:
 FIGURES = {
     "loss": "{:.4f}",
     "tokens_per_s": "{:,.0f}",
-    "mfu": "{:.1%}",
-    "goodput": "{:.1%}",
     "checkpoint": "step {:,}",
     "cost_usd": "${:,.2f}",
 }
@@ -176,9 +174,6 @@ def of_run(status: Status) -> list[tuple[str, str]]:
         figure = getattr(progress, name)
         if figure is not None:
             rows.append((name, form.format(figure)))
-    if progress.scores:
-        scores = "  ".join(f"{name} {value:.4f}" for name, value in progress.scores.items())
-        rows.append(("evaluation", f"step {progress.evaluated_step or 0:,}: {scores}"))
     if status.time_left_s is not None:
         rows.append(("time left", shown_duration(status.time_left_s)))
     if status.line_age_s is not None:

@@ -38,7 +38,6 @@ def test_setup_shows_what_it_would_make_then_makes_it_and_can_be_repeated(ec2, c
     assert main(WORDS) == 0
     shown = capsys.readouterr().out
     for text in (
-        "AWS::IAM::Role Role",
         "Runs = bucket/alice/",
         "baretrain-ZONE",
         "--yes makes it",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from rejections import rejects
 from running import eventually
 
 from launch.slurm.client import Slurm, SlurmJob, read_job
-from launch.slurm.scheduler import job_name
 from train.config import Failure, Unreachable
 from train.storage.schema import BadContent
 
@@ -60,12 +58,6 @@ def test_damaged_output_is_rejected_or_read_never_a_traceback(text: str):
         read_job(text, 6, expand)
     except BadContent as error:
         assert "\n" not in str(error)
-
-
-def test_job_names_say_which_run():
-    assert re.fullmatch("run-[0-9a-f]{8}", job_name("/\u2028"))
-    assert re.fullmatch("albert-v1-[0-9a-f]{8}", job_name("s3://bucket/runs/albert v1"))
-    assert job_name("a/run") != job_name("b/run")
 
 
 def test_a_command_that_hangs_is_ended(monkeypatch):

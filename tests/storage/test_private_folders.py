@@ -225,7 +225,7 @@ def test_the_output_of_a_slurm_job_goes_where_no_other_user_can_have_put_a_file(
     environ = {**os.environ, "SLURM_JOB_ID": "7", "TMPDIR": str(tmp_path)}
     for _ in range(2):  # a requeued job goes on in its file
         subprocess.run(
-            ["bash", script, "echo", "", "runs/x"],
+            ["bash", script, "echo", "runs/x"],
             env=environ,
             stdout=subprocess.DEVNULL,
             check=True,
