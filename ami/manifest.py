@@ -19,7 +19,6 @@ from train.storage.folders import canonical_json, local_path
 
 ENVIRONMENT = Path("/etc/baretrain/image.env")
 SYSTEM = r"aws-neuronx|efa|libfabric|linux-image|linux-aws|mdadm|nvidia|libnccl-ofi|openmpi"  # package prefixes
-EFA = Path("/opt/amazon/efa_installed_packages")
 
 
 def manifest_flags(parser: Parser) -> None:
@@ -37,23 +36,16 @@ def write_manifest(options: argparse.Namespace) -> int:
 # ---- versions --------------------------------------------------------------------------------------------------------
 
 
-def installed(environment: Path = ENVIRONMENT, efa: Path = EFA) -> dict[str, Any]:
+def installed() -> dict[str, Any]:
     """Return the versions on this machine, without times, so that equal machines have equal manifests."""
-    values = dict(re.findall(r"^([A-Z_]+)='(.*)'$", environment.read_text(), re.MULTILINE))
-    if efa.is_file():
-        text = efa.read_text()
-    else:
-        text = ""
-    version = re.search(r"EFA installer version: (\S+)", text)
+    values = dict(re.findall(r"^([A-Z_]+)='(.*)'$", ENVIRONMENT.read_text(), re.MULTILINE))
     return {
-        "schema": 1,
         "image": values.get("IMAGE", ""),
         "base_image": values.get("BASE_IMAGE", ""),
         "commit": values.get("COMMIT", ""),
         "baretrain": train.__version__,
         "system": platform.freedesktop_os_release().get("PRETTY_NAME", ""),
         "python": platform.python_version(),
-        "efa_installer": version[1] if version else None,
         "system_packages": system_packages(),
         "packages": {each.name.lower(): each.version for each in metadata.distributions()},
     }

@@ -5,14 +5,12 @@ The subcommands (status, logs, stop, resume, cancel; those for EC2) are in launc
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from launch import code, commands, submit
 from launch.config import LaunchConfig
@@ -21,7 +19,7 @@ from launch.plan import make_job, run_overrides
 from launch.record import Job, Record
 from launch.schedulers import SETTINGS, scheduler
 from launch.values import line, paragraph
-from train.config import InputError, ShardsConfig, TrainConfig, check, plural
+from train.config import InputError, ShardsConfig, TrainConfig, plural
 from train.data.shards.format import DataManifest, read_manifest
 from train.machine.console import say
 from train.run import compose as cli
@@ -35,15 +33,9 @@ USED = [
     "processes_per_node",
     "submit",
     "cluster.gate",
-    "cluster.attempts",
 ]
 
 
-def names(*schemas: type[Any]) -> set[str]:
-    return {each.name for schema in schemas for each in dataclasses.fields(schema)}
-
-
-OF_RUN = {"experiment", *names(TrainConfig)} - names(LaunchConfig)
 EXAMPLES = (
     "cluster=local -- experiment=demo data.path=data/mine run_dir=runs/mine",
     "cluster=slurm instance=trn1.32xlarge nodes=16 submit=true -- experiment=albert_pretrain run_dir=runs/a",
@@ -75,11 +67,10 @@ def main(arguments: Sequence[str]) -> int:
     if "--" in arguments:
         split = arguments.index("--")
         own, of_run = arguments[:split], arguments[split + 1 :]
+    elif all("=" in each for each in arguments):  # neither --help nor --cfg
+        example = "baretrain launch cluster=local -- experiment=demo run_dir=runs/a"
+        return rejected(f"settings of the run are missing: write them after --, as in {example}")
     settings = [each for each in own if "=" in each and not each.startswith("-")]
-    for each in settings:
-        if re.split("[.=]", each.lstrip("+~"))[0] in OF_RUN:
-            example = f"baretrain launch cluster=local -- {each}"
-            return rejected(f"{each} is a setting of the run: write it after --, as in {example}")
     return cli.run(LaunchConfig, lambda cfg: launch(cfg, settings, of_run), parser, arguments=own)
 
 
@@ -94,10 +85,6 @@ def rejected(message: str) -> int:
 
 def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str]) -> int:
     """Print the plan of a run and, with submit=true, start it; return the exit code."""
-    check(
-        bool(of_run),
-        "settings of the run are missing: write them after --, as in -- experiment=demo run_dir=runs/a",
-    )
     overrides = run_overrides(of_run, settings)
     cli.check_typed(TrainConfig, of_run)
     run = cli.load_config(TrainConfig, overrides)

@@ -26,8 +26,6 @@ class ClusterConfig(Section, prefix="cluster."):
     kind: str = "local"
     # Before training, run baretrain doctor on every machine and test collectives over all machines.
     gate: bool = False
-    # The number of failed attempts after which the job gives up.
-    attempts: int = setting(20, above=0)
 
     def interpreter(self) -> str:
         """Return the path of Python on the nodes."""

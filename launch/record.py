@@ -138,7 +138,6 @@ class Attempt:
     ended_unix_s: float | None = None
     outcome: str = ""  # done | stopped | failed | refused
     reason: str = ""
-    exit_code: int | None = None
     step: int | None = None
     checkpoint: int | None = None
     next: str = ""  # again | requeue | end

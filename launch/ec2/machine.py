@@ -97,7 +97,7 @@ def settle(record: Record, cluster: Ec2Config, decision: Decision) -> bool:
         if history.ended is None:
             conclude(record, decision)
         return False
-    limit = exhausted(history, cluster)
+    limit = exhausted(history)
     if history.is_stop_asked:
         conclude(record, Decision(END_JOB, "stopped", "stopped as asked"))
     elif limit:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -14,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from forks import free_port, launch, run_forked, start_forked
-from running import ROOT, command, eventually, lines, run, train_overrides
+from running import ROOT, command, eventually, run, train_overrides
 
 from train import entry, loop
 from train.config import InputError
@@ -315,17 +314,6 @@ def test_what_is_printed_changes_no_exit_code(tmp_path: Path, kind: str):
     os.close(write)
     if kind == "good":
         assert sorted((tmp_path / "out").read_text()) == ["\n", "\n", *"x" * 100_000, "y"]
-
-
-def test_a_run_goes_on_although_nobody_hears_it(tmp_path, prepared):
-    full = Path("/dev/full")
-    process = start_forked(
-        ["train", *train_overrides(tmp_path / "run", prepared)], os.environ, out=full, err=full
-    )
-    process.join(HANG_S)
-    assert process.exitcode == 0
-    assert json.loads((tmp_path / "run/outcome.json").read_text())["outcome"] == "done"
-    assert [line["step"] for line in lines(tmp_path / "run", "train")] == [1, 2, 3, 4, 5, 6]
 
 
 # ---- processes that are left -----------------------------------------------------------------------------------------

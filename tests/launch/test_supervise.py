@@ -24,7 +24,7 @@ from train.config import InputError, Unreachable, check
 from train.run.command import REJECTED
 from train.run_folder.outcome import STOP_FILE, Outcome, write_outcome
 
-CLUSTER = SlurmConfig(attempts=5)
+CLUSTER = SlurmConfig()
 LIMIT = "the time limit is near"
 SUBMISSION = Submission(2, "fake", 1, 0.0)
 
@@ -84,7 +84,7 @@ def test_what_follows_an_attempt(attempt, options, expected):
 @pytest.mark.parametrize("kind", ["failed", "stopped"])
 @pytest.mark.parametrize(
     ("limit", "attempts"),
-    [("cluster.attempts", [tried(saved=True)] * 5), ("nothing new", [tried()] * 2)],
+    [("20 attempts failed", [tried(saved=True)] * 20), ("nothing new", [tried()] * 2)],
 )
 def test_a_job_gives_up(kind, limit, attempts):
     decision = decided(kind, history=history(*attempts), asked=LIMIT)
