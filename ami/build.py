@@ -9,9 +9,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from ami.config import MAX_MINUTES, AmiConfig
+from ami.config import KIND_TAG, MAX_MINUTES, AmiConfig
 from ami.files import HERE, write_files
-from launch.ec2.account import KIND_TAG, SDK_TAG
 from launch.ec2.api import Api
 from train.config import Failure, InputError
 from train.machine.console import say
@@ -61,7 +60,7 @@ def variables(cfg: AmiConfig, now: datetime) -> dict[str, Any]:
         "baretrain:torch": versions["torch"],
     }
     if cfg.image == "neuron":
-        tags[SDK_TAG] = versions.sdk.name
+        tags["baretrain:neuron-sdk"] = versions.sdk.name
     return {
         "image": cfg.image,
         "name": f"baretrain-{cfg.image}-{now:%Y%m%d-%H%M%S}-{revision.rstrip('+')[:8]}",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from train.config import InstanceConfig, Section, check, setting
 
+KIND_TAG = "baretrain:image"  # tag of images: neuron or cuda
 # The smallest machine on which each image can be tested.
 IMAGES = {"neuron": "trn1.2xlarge", "cuda": "g5.xlarge"}
 MAX_MINUTES = 120  # the builder shuts down after this time, so that a build that hangs does not cost money forever

@@ -31,7 +31,6 @@ source "amazon-ebs" "machine" {
     }
   }
 
-  # >=1.7 begin
   metadata_options {
     http_endpoint               = "enabled"
     http_tokens                 = "required"
@@ -39,7 +38,6 @@ source "amazon-ebs" "machine" {
   }
   imds_support = "v2.0"
   deprecate_at = var.deprecate_at
-  # >=1.7 end
 
   encrypt_boot = true
   launch_block_device_mappings {

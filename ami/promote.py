@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ami.config import IMAGES
-from launch.ec2.account import KIND_TAG, OWN_IMAGE
+from ami.config import IMAGES, KIND_TAG
+from launch.ec2.account import OWN_IMAGE
 from launch.ec2.api import Api
 from train.config import check
 from train.machine.console import say

@@ -20,7 +20,6 @@ from train.config import (
 )
 from train.config.backend import check_backend
 from train.config.data import is_named
-from train.machine.memory import usable_cpus
 from train.run.compose import quoted
 from train.storage.folders import is_s3, local_path, sha256_json
 from train.storage.hub_access import is_at_hub
@@ -31,7 +30,6 @@ PATH = re.compile(r"(/|~|\.\.?/|file:)[^\n]")
 # Settings that name a place in S3, at the Hub or in a folder.
 PLACES = ("data.path", "model.pretrained", "model.init_from", "model.tokenizer")
 OF_MACHINE = ("run_dir", "data.cache_dir")  # folders that each machine makes
-RANKS_PER_CPU = 4  # more ranks would only wait for one another
 
 
 def run_overrides(given: Sequence[str], launch: Sequence[str]) -> list[str]:
@@ -119,29 +117,13 @@ def is_here(key: str, value: str) -> bool:
 
 
 def check_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> None:
-    """Raise InputError if a machine cannot run this number of ranks: one per device, or up to RANKS_PER_CPU per CPU."""
+    """Raise InputError if a machine has fewer devices than ranks."""
     instance, ranks = cfg.instance, cfg.ranks_per_node
-    if instance.rank_counts is not None:
-        valid, name = instance.rank_counts, instance.name
-        if cfg.nodes > 1:
-            valid, name = [max(valid)], f"with several machines, each {name}"
+    if uses_devices and instance.device is not None and instance.devices is not None:
         check(
-            ranks in valid,
-            f"processes_per_node={ranks}: {name} runs {' or '.join(map(str, valid))}",
+            ranks <= instance.devices,
+            f"processes_per_node={ranks}: {instance.name} runs at most {instance.devices} ranks, one per device",
         )
-        return
-    most, share = instance.devices, "one per device"
-    if not uses_devices or instance.device is None or most is None:
-        cpus = instance.vcpus
-        if cpus is None and cfg.cluster.is_here:
-            cpus = usable_cpus()
-        if cpus is None:
-            most = None
-        else:
-            most = RANKS_PER_CPU * cpus
-        share = f"{RANKS_PER_CPU} per CPU"
-    too_many = f"processes_per_node={ranks}: {instance.name} runs at most {most} ranks, {share}"
-    check(most is None or ranks <= most, too_many)
 
 
 def environment(

@@ -13,7 +13,8 @@ from running import ROOT
 from services.fake_ec2 import ACCOUNT, REGION, fake_ec2
 
 from ami.__main__ import main
-from launch.ec2.account import KIND_TAG, OWN_IMAGE
+from ami.config import KIND_TAG
+from launch.ec2.account import OWN_IMAGE
 from train.machine.versions import read_versions
 
 OTHER = "us-west-2"
@@ -118,6 +119,20 @@ def test_a_build_that_fails_or_is_interrupted_lets_packer_clean_up(
     monkeypatch.setenv("FAKE_PACKER", how)
     assert line in says(f"neuron base={BASE} build=true", code).splitlines()[-1]
     assert how == "1" or (tmp_path / "packer.log").read_text().endswith("cleaned\n")
+
+
+def test_the_builder_is_closed_and_encrypted_and_ends_itself():
+    text = re.sub(" +", " ", (ROOT / "ami/machine.pkr.hcl").read_text())
+    for line in (
+        'ssh_interface = "session_manager"',
+        "associate_public_ip_address = false",
+        'temporary_security_group_source_cidrs = ["127.0.0.1/32"] #',
+        'http_tokens = "required"',
+        "encrypt_boot = true",
+        r'user_data = "#!/bin/sh\nshutdown -P +${var.max_minutes}\n"',
+        'shutdown_behavior = "terminate"',
+    ):
+        assert line in text, line
 
 
 # ---- promote ---------------------------------------------------------------------------------------------------------

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from typing import Any
 
 import boto3
@@ -15,10 +13,8 @@ import pytest
 from ec2_launching import OWN, RUN, set_time, set_up, trial
 from services.fake_ec2 import UBUNTU, FakeEc2, fake_ec2
 
-from ami.build import variables
-from ami.config import AmiConfig
 from launch.__main__ import main
-from launch.ec2.account import OWN_IMAGE, check_image, resolve
+from launch.ec2.account import OWN_IMAGE, resolve
 from launch.ec2.api import Api
 from launch.record import END, Record
 from launch.supervise import Decision, conclude
@@ -76,24 +72,6 @@ def test_the_image_is_the_projects_own_and_stays_when_the_job_resumes(ec2, monke
     assert {(site.image, site.root_device) for site in before.sites} == {(UBUNTU, "/dev/sda1")}
     boto3.client("ssm").put_parameter(**parameter, Value="ami-f4cf1d8d")
     assert resolve(run.job, run.cluster, run.record, run.api).sites == before.sites
-
-
-@pytest.mark.parametrize(
-    ("instance", "changed", "line"),
-    [
-        ("trn1.32xlarge", {}, ""),
-        ("trn1.32xlarge", {"image": "cuda"}, "was built for cuda, but .* need one for neuron"),
-        ("trn1.32xlarge", {"neuron-sdk": "2.20.0"}, "has Neuron SDK 2.20.0, but .* needs"),
-    ],
-)
-def test_an_image_is_one_for_these_machines(ec2, instance, changed, line):
-    """By the tags that baretrain ami writes."""
-    tags = variables(AmiConfig(), datetime.now(UTC))["tags"]
-    tags |= {f"baretrain:{name}": value for name, value in changed.items()}
-    listed = [{"Key": key, "Value": value} for key, value in tags.items()]
-    ec2.client().create_tags(Resources=[UBUNTU], Tags=listed)
-    with pytest.raises(InputError, match=line) if line else nullcontext():
-        assert check_image(Api(), "us-east-1", UBUNTU, "neuron", instance) == "/dev/sda1"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import copy
 import dataclasses
 import functools
 import gzip
@@ -174,16 +173,3 @@ def test_no_name_comes_into_a_shell(name: str, is_python: bool):
         f"--job-sha256={'0' * 64}",
     ]
     assert json.loads(base64.b64decode(match[2]))["arguments"] == words
-
-
-def test_efa_is_never_left_out_without_a_word():
-    known = TYPES["trn1.32xlarge"]
-    # As botocore before 1.43.90 passes EC2's answer on.
-    network = copy.deepcopy(known["NetworkInfo"])
-    for card in network["NetworkCards"]:
-        del card["InterfaceTypes"]
-    old = {**known, "NetworkInfo": network}
-    with pytest.raises(InputError, match="trn1.32xlarge supports EFA") as rejection:
-        layout(old, machines=2)
-    assert str(rejection.value).rpartition(" ")[2] in (ROOT / "pyproject.toml").read_text()
-    assert layout(old, machines=1) == FIRST

@@ -21,11 +21,9 @@ from launch.plan import absolute, located
 from launch.record import Job, Record
 from launch.schedulers import scheduler
 from train.config import S3Config, TrainConfig
-from train.machine.memory import usable_cpus
 from train.run import compose as cli
 from train.run.command import DONE, REJECTED
 
-TOO_MANY = 4 * usable_cpus() + 1  # ranks for this machine
 OF_RUN = ["experiment=demo", "data.path=data/mine", "run_dir=runs/mine"]
 
 
@@ -164,16 +162,10 @@ def others(words: list[str]) -> list[str]:
             OF_RUN,
             "trn1.32xlarge runs 1 or 2 or 8 or 32",
         ),
-        ([f"processes_per_node={TOO_MANY}"], OF_RUN, f"processes_per_node={TOO_MANY}"),
         (
             ["instance=p5.48xlarge", "processes_per_node=9"],
             OF_RUN,
             "p5.48xlarge runs at most 8 ranks, one per device",
-        ),
-        (
-            [*SLURM, "instance.vcpus=2", "processes_per_node=9"],
-            OF_RUN,
-            "local runs at most 8 ranks, 4 per CPU",
         ),
         (
             ["instance=p5.48xlarge"],

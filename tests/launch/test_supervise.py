@@ -91,22 +91,6 @@ def test_a_job_gives_up(kind, limit, attempts):
     assert (decision.next, decision.outcome) == ("end", "failed") and limit in decision.reason
 
 
-@pytest.mark.parametrize(
-    ("attempts", "faults", "idle"),
-    [
-        ([tried(submission=1), tried(saved=True), tried(), tried()], 3, 2),  # of this submission
-        ([tried(saved=True), tried(), tried(saved=True)], 3, 0),
-        # A chain of time limits, each with something new.
-        ([tried("stopped", saved=True)] * 30, 0, 0),
-        ([tried(), tried(never_began=True)], 2, 1),  # which says nothing of the run
-        ([tried(), tried(ended_unix_s=None)], 1, 1),  # the last one still runs
-    ],
-)
-def test_attempts_of_a_submission_are_counted(attempts, faults, idle):
-    seen = history(*attempts)
-    assert (seen.faults, seen.idle, seen.is_stop_asked) == (faults, idle, False)
-
-
 @pytest.fixture
 def record(monkeypatch, tmp_path) -> Record:
     monkeypatch.setattr("launch.supervise.PAUSE_S", 0.0)
