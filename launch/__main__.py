@@ -183,7 +183,7 @@ def plan_lines(job: Job, request: Sequence[str], bundle_bytes: int) -> list[str]
         line("run", job.run_dir),
         line("settings", f"sha256 {job.config_sha256[:16]}: {shlex.join(job.overrides)}"),
         line("machines", machines),
-        line("cluster", ", ".join(chosen)),
+        line("cluster", ", ".join([job.scheduler, *chosen])),
         line("code", f"{job.code.file}, {kilobytes}, git {job.code.revision or 'none'}"),
         *paragraph("variables", "\n".join(variables)),
         line("command", shlex.join(request)),

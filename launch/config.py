@@ -16,14 +16,14 @@ INSTANCE_TYPE = r"[a-z][a-z0-9-]*\.[a-z0-9-]+"
 class ClusterConfig(Section, prefix="cluster."):
     """Settings of the scheduler that provides the machines. Other code tests the class variables, never `kind`."""
 
+    # the name in launch/schedulers.py
+    kind: ClassVar[str] = "local"
     # whether the job runs on this machine; whether a SIGTERM to ranks alone means that machines are taken away.
     is_here: ClassVar[bool] = False
     signals_ranks: ClassVar[bool] = False
     # whether the machines see the folders of this one
     shares_disks: ClassVar[bool] = True
 
-    # The name of the scheduler in launch/schedulers.py; cluster=... sets it.
-    kind: str = "local"
     # Before training, run baretrain doctor on every machine and test collectives over all machines.
     gate: bool = False
 

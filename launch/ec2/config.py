@@ -18,9 +18,9 @@ MARKETS = ("on-demand", "spot", "capacity-block")
 class Ec2Config(ClusterConfig):
     """Machines on EC2. A YAML file in conf/cluster/ sets an account's values that differ from these defaults."""
 
+    kind: ClassVar[str] = "ec2"
     shares_disks: ClassVar[bool] = False
 
-    kind: str = "ec2"
     gate: bool = True
     # The regions to try, in order; [] uses s3.region, or else the profile's region.
     regions: list[str] = field(default_factory=list)

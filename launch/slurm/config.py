@@ -24,9 +24,9 @@ class SlurmConfig(ClusterConfig):
     No shell reads a value. sbatch checks its arguments for the plan (--test-only).
     """
 
+    kind: ClassVar[str] = "slurm"
     signals_ranks: ClassVar[bool] = True
 
-    kind: str = "slurm"
     gate: bool = True
     # The options of sbatch (man sbatch), for example ["--partition=gpu","--time=1-00:00:00","--gres=gpu:8"]; they
     # replace --exclusive, --mem=0 and --signal=B:USR1@300, which stops the run 300 seconds before the time limit.
