@@ -27,7 +27,7 @@ Answer = TypeVar("Answer")
 CODES = {"done": DONE, "stopped": STOPPED, "failed": FAILED, "refused": REJECTED}
 # Kinds of stops (train/run/stopping.py). KILLED: torchrun got a signal or died. TAKEN_BACK: machines may be lost.
 KILLED = "SIGTERM"
-TAKEN_BACK = (KILLED, "spot_notice", "scheduled_event", "capacity_block")
+TAKEN_BACK = (KILLED, "spot_notice", "capacity_block")
 ATTEMPTS = 20  # number of failed attempts after which a run is given up
 # number of attempts in a row without a new checkpoint after which a run is given up
 IDLE_ATTEMPTS = 2
