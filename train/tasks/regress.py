@@ -24,7 +24,6 @@ from train.data.records.kinds import STRING, RowKind
 from train.data.records.sources import NO_ROWS
 from train.data.records.table_facts import column
 from train.data.records.token_rows import TokenRows
-from train.data.shards.order import spread
 from train.models.heads import PaddedEncoder, Scale, default_names, learn_scaled, names_of_head
 from train.run_folder.samples import Sample
 from train.tasks.classify import ClassifyFeaturizer, read_texts
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
 NAMES = ("mse", "mae", "rmse", "pearson", "spearman")
 MOST = float(np.finfo(np.float32).max)
-MOST_PAIRS = 500  # pairs of truth and prediction in evaluation.json
 
 
 # ---- targets of rows -----------------------------------------------------------------------------------------------
@@ -191,14 +189,6 @@ class Regression(TextTask):
     ) -> dict[str, float]:
         metrics = scores(self.truth(examples, features), self.numbers(statistics))
         return {"loss": mean_loss(statistics), **metrics}
-
-    def scores_by_name(
-        self, examples: Dataset, features: Dataset, statistics: np.ndarray
-    ) -> dict[str, Any]:
-        # Pairs of truth and prediction for some rows.
-        pairs = np.stack([self.truth(examples, features), self.numbers(statistics)], -1)
-        some = pairs[spread(len(pairs), MOST_PAIRS)]
-        return {"pairs": {self.target: some[np.isfinite(some).all(1)].tolist()}}
 
     def labels_of(self, source: str, config: PreTrainedConfig) -> list[str]:
         problem = getattr(config, "problem_type", None)
