@@ -179,6 +179,8 @@ class TextTask(Task):
 
     def in_words(self, row: Entry, answer: Any) -> str:
         """Return a right or predicted answer to a row as text, for the report."""
+        if isinstance(answer, float):
+            return f"{answer:.4g}"
         return str(answer)
 
     # ---- a run -----------------------------------------------------------------------------------------------------
@@ -397,10 +399,12 @@ class TextTask(Task):
         else:
             text = " ".join(row[first])
         context = " ".join(row.get(name) or "" for name in others)
-        truth = self.in_words(row, row[self.featurizer.kind.target])
+        truth = self.in_words(row, prediction[self.featurizer.kind.target])
         given = self.in_words(row, prediction["prediction"])
         probability = prediction.get("probabilities", {}).get(given)
         score = 1.0 if truth == given else 0.0
+        if isinstance(prediction["prediction"], float):
+            score = 0.5  # a number is neither right nor wrong
         answer = Answer(excerpt(truth), [Guess(excerpt(given), probability)], score)
         return Sample(excerpt(text), [answer], excerpt(context))
 

@@ -7,7 +7,6 @@ the head's last layer, so that it predicts in the units of the data. Targets hav
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,6 @@ from train.data.records.sources import NO_ROWS
 from train.data.records.table_facts import column
 from train.data.records.token_rows import TokenRows
 from train.models.heads import PaddedEncoder, Scale, default_names, learn_scaled, names_of_head
-from train.run_folder.samples import Sample
 from train.tasks.classify import ClassifyFeaturizer, read_texts
 from train.tasks.finetune import Entry, TextTask, examples_of, mean_loss
 from train.tasks.state import read_state
@@ -213,14 +211,6 @@ class Regression(TextTask):
                 line["label"] = row["label"][0]
             line["prediction"] = number
             yield line
-
-    def sample(self, row: Entry, prediction: Entry) -> Sample:
-        sample = super().sample({**row, "label": row["label"][0]}, prediction)
-        answer = replace(sample.answers[0], score=0.5)  # a number is neither right nor wrong
-        return replace(sample, answers=[answer])
-
-    def in_words(self, row: Entry, answer: Any) -> str:
-        return f"{answer:.4g}"
 
 
 def squared_errors(logits: Tensor, targets: Tensor) -> Tensor:
