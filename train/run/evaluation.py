@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from train.config import InputError, TrainConfig, Unreachable, check, make_plan, shortlist
+from train.config import TrainConfig, check, make_plan, shortlist
 from train.data.batches.loader import Batch, Batches, batched
 from train.machine.launched import check_launch, launched
 from train.observe.metrics import Recorder
@@ -71,16 +71,11 @@ def evaluate(
     recorder.progress.keep(chosen)
     if is_best or not attempt.cfg.exports_best:  # the exported weights may be these
 
-        def write() -> str | None:  # returns failures: a full disk must not stop training
-            try:
+        def write() -> None:  # a full disk must not stop training
+            with side_channel("the predictions of this evaluation are not written"):
                 attempt.task.write_evaluation(rows, attempt.folder.folder, step=step)
-            except (InputError, Unreachable, OSError) as error:
-                return str(error)
-            return None
 
-        failure = backend.world.run_on_rank0(write, attempt.watch.heartbeat)
-        if failure is not None:
-            recorder.alarm(f"could not write the predictions of this evaluation: {failure}")
+        backend.world.run_on_rank0(write, attempt.watch.heartbeat)
     return score
 
 
