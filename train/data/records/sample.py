@@ -118,7 +118,7 @@ def form_of(
     return found
 
 
-def bad_rows(source: FileSource, form: Mapping[str, str], s3: S3Config, scratch: Path) -> int:
+def bad_rows(source: FileSource, form: Mapping[str, Any], s3: S3Config, scratch: Path) -> int:
     """Return how many of the first rows are bad in such a form."""
     table = FileSource(replace(source.cfg, **form), s3).tables((), scratch)["train"][0]
     return sum(isinstance(row, BadRow) for _, row in islice(table.rows(), ROWS_LOOKED_AT))
