@@ -18,13 +18,12 @@ def add_flags(parser: Parser) -> None:
     region = "AWS region; repeatable (the profile's region)"
     parser.add_argument("image", metavar="IMAGE", help=image)
     parser.add_argument("--region", action="append", default=[], help=region)
-    parser.add_argument("--profile", help="profile in ~/.aws with the credentials")
     parser.add_argument("--yes", action="store_true", help="do it; without --yes, only show it")
 
 
 def promote(options: argparse.Namespace) -> int:
     """Make launch use an image and, in other regions, its copies, which have the same name."""
-    api = Api(options.profile)
+    api = Api()
     first, *others = api.regions(options.region)
     image = api.image(first, options.image)
     kind = kind_of(image)

@@ -39,15 +39,6 @@ def test_every_option_of_every_group_composes_to_settings_of_its_own(group):
     assert len(set(composed.values())) == len(composed)
 
 
-def test_a_format_that_is_typed_chooses_the_form_of_a_data_set_and_what_is_typed_wins():
-    given = ["task=classify", "data=mrpc", "data.format=csv", "data.columns.text=mine"]
-    data = load(*given).data
-    assert (data.train, data.delimiter, data.quotes) == ("train.tsv", "\t", "none")
-    assert (data.columns.text, data.columns.label) == ("mine", "Quality")
-    assert load("task=qa", "data=squad", "data.format=squad").data.train == "train-v1.1.json"
-    assert load("task=qa", "data=squad").data.train == "train"
-
-
 def test_a_composition_leaves_no_trace_in_the_next():
     before = load("optim=lamb")
     changed = load("optim=lamb", "seed=7", "optim.betas=[0.5,0.5]")

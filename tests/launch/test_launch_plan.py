@@ -223,7 +223,6 @@ def others(words: list[str]) -> list[str]:
         # EC2
         (EC2, [*RUN, "run_dir=runs/mine"], "must be in S3"),
         ([*others(EC2), "instance=local"], RUN, "instance=local is not an EC2 instance type"),
-        (EC2, [*RUN, "s3.profile=mine"], "machines have a role but no ~/.aws"),
         *(
             (EC2, [*RUN, *words], f"{words[-1]}: the machines do not see this computer's folders")
             for words in LOCAL

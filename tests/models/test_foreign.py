@@ -489,7 +489,7 @@ def test_a_configuration_that_is_none_is_one_line(tmp_path, content, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("override", ["s3.profile=${oc.env:HOME}", "run_dir='${oc.env:HOME}'"])
+@pytest.mark.parametrize("override", ["s3.region=${oc.env:HOME}", "run_dir='${oc.env:HOME}'"])
 def test_settings_are_not_looked_up_either_as_config_yaml_would_keep_them(override):
     with pytest.raises(InputError, match="let the shell do it") as rejected:
         cli.load_config(TrainConfig, [override])

@@ -14,11 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 from forks import launch, start_changed, start_forked
-from rejections import rejects
 from running import ROOT, eventually, lines, outcome, train_overrides
 from services.fake_imds import EVENTS, SPOT, TOKEN, FakeIMDS
 
-from train.config import InputError, PreemptConfig, Unreachable
+from train.config import InputError, Unreachable
 from train.machine import metadata
 from train.machine.metadata import Metadata
 from train.run import stopping
@@ -66,10 +65,8 @@ def watching(
     stop_file: Callable[[], bool] = lambda: False,
     max_run_s: float | None = None,
     run_s: float = 0,
-    **settings: object,
 ) -> Notices:
-    preempt = PreemptConfig(**settings)  # type: ignore[arg-type]
-    cfg = SimpleNamespace(preempt=preempt, max_run_s=max_run_s)
+    cfg = SimpleNamespace(max_run_s=max_run_s)
     return Notices(cfg, stop, stop_file, time.monotonic() - run_s)  # type: ignore[arg-type]
 
 
@@ -244,30 +241,6 @@ def test_the_run_leaves_before_max_run_s_in_time_to_save(stop):
     stop.save_s = 3600
     notices.look_at_clock()
     assert (stop.reason, stop.kind) == ("max_run_s=7200 has passed", "max_run_s")
-
-
-def test_the_run_leaves_a_capacity_block_in_time_and_takes_none_without_time_left(
-    stop, wall_clock
-):
-    """10:00 at the latest, less a minute, less the save: 31 + 2 minutes before."""
-    end = "2026-11-20T12:00:00+02:00"
-    notices = watching(stop, block_end=end)
-    stop.save_s = 120
-    for later, asked in (
-        (timedelta(minutes=86, seconds=59), None),
-        (timedelta(minutes=87), "capacity_block"),
-    ):
-        wall_clock.now = NOW + later
-        notices.look_at_clock()
-        assert (stop.kind or None) == asked
-    assert (
-        stop.reason
-        == "the capacity block ends at 2026-11-20T10:00:00Z, and its instances 30 minutes earlier"
-    )
-    stop.save_s, wall_clock.now = 0, NOW + timedelta(minutes=89)
-    rejects(r"block_end=.* it is 2026-11-20T09:29:00Z", watching, stop, block_end=end)
-    wall_clock.now -= timedelta(seconds=1)
-    watching(stop, block_end=end)
 
 
 @pytest.mark.parametrize("ignored", [False, True])

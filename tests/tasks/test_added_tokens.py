@@ -130,10 +130,8 @@ def test_export_and_tokenizer_agree_after_a_stop_and_on_two_ranks(published, gro
 
 
 def test_what_cannot_grow_is_one_line(published, grown, prepared, tmp_path):
-    frozen = train_config(
-        tmp_path / "run", grown, *of(published[0], "model.freeze_embeddings=true")
-    )
-    rejects("model.freeze_embeddings: 2 added tokens need new embeddings", build_task, frozen)
+    frozen = train_config(tmp_path / "run", grown, *of(published[0], "model.freeze_layers=1"))
+    rejects("model.freeze_layers=1: 2 added tokens need new embeddings", build_task, frozen)
     larger = prepare_config(tmp_path / "larger", tmp_path / "text.txt", "tokenizer.vocab_size=140")
     (tmp_path / "text.txt").write_text(
         "\n\n".join(f"{number} und {number * 7} dazu" for number in range(3000))

@@ -30,9 +30,6 @@ class BackendConfig(Section, prefix="backend."):
     grad_compression: str = setting("none", among=("none", "bf16"))
     # Keep only each layer's input, and recompute the layer in the backward pass.
     activation_checkpointing: bool = False
-    # The output dtype of normalisation layers if the precision is bf16; they always compute in fp32. auto uses bf16 if
-    # the model is compiled on a GPU, where this saves a third of the memory traffic.
-    norms: str = setting("auto", among=("auto", "fp32", "bf16"))
     # The scope of torch.compile: layers compiles each layer separately, model compiles the encoder as one graph; auto
     # compiles on GPUs if the run is long enough for this to pay off.
     compile: str = setting("auto", among=("auto", "none", "layers", "model"))

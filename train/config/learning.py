@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from train.config.checks import Section, Unset, check, setting
 
 WSD = "wsd"  # warm-up, stable, decay: https://arxiv.org/abs/2404.06395
+FROM_START = "linear_from_start"
 # default share of a wsd run in which the learning rate decays: section 4 of the paper
 DECAY_FRACTION = 0.1
 ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2", "flex_attention")
@@ -39,8 +40,6 @@ class ModelConfig(Section, prefix="model."):
     # The attention implementation of transformers; auto uses sdpa if the architecture supports it, otherwise eager.
     # flash_attention_2 and flex_attention need a CUDA device, and flash_attention_2 also needs its package.
     attention: str = setting("auto", among=ATTENTIONS)
-    # Freeze the embeddings.
-    freeze_embeddings: bool = False
     # The number of bottom layers to freeze; any number above 0 also freezes the embeddings.
     freeze_layers: int = setting(0, least=0)
     # Replace the head of a checkpoint that was trained for other labels, instead of rejecting the checkpoint.
@@ -108,13 +107,11 @@ class OptimConfig(Section, prefix="optim."):
     # The ratio of a layer's learning rate to that of the layer above it, where the embeddings count as the lowest
     # layer; None uses one learning rate for all layers.
     layer_decay: float | None = setting(None, above=0, most=1)
-    # The learning rate schedule after the warm-up: linear, cosine, polynomial, constant or wsd. wsd is constant until a
-    # final decay, so that a different run length only moves the decay.
+    # The learning rate schedule after the warm-up: linear, linear_from_start, cosine, constant or wsd.
+    # linear_from_start counts the decay from the first step of the run instead of from the end of the warm-up, as
+    # Google's BERT and ALBERT do. wsd is constant until a final decay, so that a different run length only moves the
+    # decay.
     schedule: str = "linear"
-    # Count the steps of the decay from the first step of the run instead of from the end of the warm-up.
-    decay_from_start: bool = False
-    # The exponent of the polynomial decay.
-    power: float = setting(1.0, above=0)
     # The share of a wsd run in which the learning rate decays; None uses a tenth.
     decay_fraction: float | None = setting(None, least=0, below=1)
     # The learning rate at the last step, as a share of lr.
@@ -129,10 +126,6 @@ class OptimConfig(Section, prefix="optim."):
         valid = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         check(valid, f"optim.betas={list(self.betas)} must be two numbers in [0, 1)")
         if self.schedule == WSD:
-            check(
-                not self.decay_from_start,
-                "optim.decay_from_start=true is not for optim.schedule=wsd; leave it out",
-            )
             if self.warmup_steps is None:
                 raise Unset(
                     "optim.schedule=wsd needs optim.warmup_steps, a number of steps: with a share, a longer run "

@@ -19,10 +19,9 @@ class Held:
     weights: float = 1.0
     gradients: float = 1.0
     moments: float = 1.0
-    # weights gathered from other ranks at a time: nothing | layer | model
+    # weights gathered from other ranks at a time: nothing | layer | model; a rank that gathers accumulates the whole
+    # model's gradients over the micro batches of a step
     gathers: str = "nothing"
-    # whether the rank accumulates unsharded gradients over the micro batches of a step
-    sums_whole: bool = False
     # share of the layers that a pipeline stage has
     layers: float = 1.0
     # share of a micro batch whose activations a pipeline stage keeps at a time
@@ -90,17 +89,12 @@ class DataParallelConfig(ParallelConfig):
 class FSDPConfig(ParallelConfig):
     """Full sharding: every rank holds a shard of each weight, gradient and moment, and gathers layers to use them."""
 
-    frees: ClassVar[str] = (
-        "parallel.reshard_after_forward=true, parallel.reduce_once=false or more ranks"
-    )
+    frees: ClassVar[str] = "parallel.reshard_after_forward=true or more ranks"
 
     name: str = "fsdp"
     # Drop a layer's gathered weights after its forward pass and gather them again for the backward pass; false keeps
     # the gathered weights of all layers until then, which reduces traffic by a third.
     reshard_after_forward: bool = True
-    # Reduce gradients only after the last micro batch of a step; until then each rank accumulates the gradients of the
-    # whole model. false reduces them after every micro batch, which sends more, but each rank stores only its shard.
-    reduce_once: bool = True
 
     def held(self, world_size: int) -> Held:
         if world_size == 1:
@@ -111,7 +105,6 @@ class FSDPConfig(ParallelConfig):
             gradients=part,
             moments=part,
             gathers=gathers,
-            sums_whole=self.reduce_once,
         )
 
     def check_goes_with(self, backend: BackendConfig) -> None:

@@ -201,7 +201,8 @@ def make_network(
         )
     if has_weights:
         check_reads(network, seq_len)
-    freeze(network, embeddings=cfg.freeze_embeddings, layers=cfg.freeze_layers)
+    if cfg.freeze_layers:
+        freeze(network, cfg.freeze_layers)
     return network, new, cfg.attention
 
 

@@ -75,13 +75,11 @@ def memory_of(
     model, held = cfg.model, cfg.parallel.held(world_size)
     head = cfg.task.head_size(seq_len)
     every = shape.trained_parameters(head)
-    unfrozen = shape.trained_parameters(
-        head, freeze_embeddings=model.freeze_embeddings, freeze_layers=model.freeze_layers
-    )
+    unfrozen = shape.trained_parameters(head, freeze_layers=model.freeze_layers)
     here = every - parameters_elsewhere(shape, held)
     trained = unfrozen * here / every
     gradients = trained * held.gradients
-    if held.sums_whole and accumulation > 1:
+    if held.gathers != "nothing" and accumulation > 1:
         gradients += trained
     copied = copied_parameters(shape, held, here, precision)
     tokens = micro_batch_size * seq_len

@@ -217,7 +217,7 @@ class CheckpointManager:
         }
         loss_sum = float(self.backend.to_host([self.engine.loss_sum])[0])
         own = asdict(Sums(loss_sum, window.wait_s, window.work_s))
-        must = is_last or (self.cfg.exports_best and progress.best_step == progress.step)
+        must = is_last or (self.cfg.checkpoint.best and progress.best_step == progress.step)
         if is_last:
             patience_s = last_save_patience_s(self.cfg, self.attempt.began_s)
         else:
@@ -334,21 +334,18 @@ class CheckpointManager:
 
     def restore_exported(self) -> tuple[int, dict[str, Any]]:
         """Load the weights to be exported into rank 0's model. Return their step, and the settings chosen for them."""
-        progress = self.recorder.progress
-        if self.cfg.exports_best:
+        progress, by = self.recorder.progress, self.cfg.best.metric
+        if self.cfg.checkpoint.best:
             step = self._restore_best()
-        else:
-            step = progress.step
-        by, key = self.cfg.best.metric, "checkpoint.best=true exports the best by best.metric"
-        if self.cfg.exports_best:
+            steps = self.store.look_at_all()[0]
             why = f"the best by {by}"
         else:
-            why = f"the last; {key}={by}"
+            step = progress.step
+            steps = {}
+            why = f"the last; checkpoint.best=true exports the best by best.metric={by}"
         logger.info("the export has the weights of step %d, %s", step, why)
         known = progress.chosen.get(str(step))
-        return step, known or chosen_at(
-            step, self.store.look_at_all()[0] if self.cfg.exports_best else {}
-        )
+        return step, known or chosen_at(step, steps)
 
     def _restore_best(self) -> int:
         """Load the weights of the best evaluation into rank 0's model after training, and return their step.

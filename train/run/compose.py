@@ -184,7 +184,6 @@ def compose_config(
         composed = copy.deepcopy(base)
         for key, known in (values or {}).items():
             OmegaConf.update(composed, key, known, force_add=True)
-        choose_form(composed, typed)
         for override in typed:
             set_value(composed, override)
         for key, value in preferred(schema, overrides).items():
@@ -208,17 +207,6 @@ def set_value(composed: DictConfig, override: str) -> None:
         is_number = str(each)[-1:].isdigit() and str(each) not in ("0", "1")
         is_switch = isinstance(OmegaConf.select(composed, name), bool)
         check(not (is_number and is_switch), f"{override}: {name} must be true or false")
-
-
-def choose_form(composed: DictConfig, overrides: Sequence[str]) -> None:
-    """Replace the data's settings by those of its form that data.format names, if there is one."""
-    for override in overrides:
-        read = parsed(override)
-        if read.key_or_group != "data.format":
-            continue
-        form = OmegaConf.select(composed, f"data.forms.{read.value()}")
-        for key, value in (form or {}).items():
-            OmegaConf.update(composed, f"data.{key}", value, merge=True, force_add=True)
 
 
 @functools.lru_cache(maxsize=32)

@@ -28,10 +28,9 @@ max_epochs: num_train_epochs num_epochs epochs epoch n_epochs
 max_steps: max_train_steps num_train_steps train_steps num_steps steps iterations
 eval_every: eval_steps eval_strategy evaluation_strategy eval_interval
 log_every: logging_steps log_steps log_interval
-eval_at_start: eval_on_start
 checkpoint.every: save_steps save_strategy save_interval checkpoint_every
 checkpoint.keep: save_total_limit
-best.export: load_best_model_at_end
+checkpoint.best: load_best_model_at_end
 best.metric: metric_for_best_model
 early_stop.patience: early_stopping_patience patience
 optim.lr: learning_rate lr max_lr peak_lr
@@ -60,7 +59,7 @@ data.columns.text: text_column text_column_name
 data.columns.label: label_column label_column_name
 data.num_workers: dataloader_num_workers num_workers workers preprocessing_num_workers
 data.max_train_examples: max_train_samples
-data.max_validation_examples: max_eval_samples
+eval_examples: max_eval_samples
 task.mask_rate: mlm_probability
 task.label_smoothing: label_smoothing_factor label_smoothing
 hub.push_to: push_to_hub hub_model_id hub_repo

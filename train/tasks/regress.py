@@ -169,9 +169,8 @@ class Regression(TextTask):
                 f"train: all {len(numbers):,} rows have the number {value:g} in {name}, so there is nothing to learn; "
                 "is data.columns.label right?",
             )
-        if self.cfg.standardize:
-            scale = Scale(mean.tolist(), deviation.tolist())
-            self.standardize(scale, train_table, self.eval_table)
+        scale = Scale(mean.tolist(), deviation.tolist())
+        self.standardize(scale, train_table, self.eval_table)
 
     def standardize(self, scale: Scale, *tables: TokenRows) -> None:
         self.scale = scale
@@ -191,8 +190,7 @@ class Regression(TextTask):
             len(state.scale.mean) == len(self.targets),
             f"{source}: its scale is not that of the targets {shortlist(self.targets)}",
         )
-        if self.cfg.standardize:
-            self.standardize(state.scale, self.eval_table)
+        self.standardize(state.scale, self.eval_table)
 
     def build_model(self) -> PaddedEncoder:
         model = super().build_model()

@@ -147,7 +147,6 @@ TASKS: dict[str, TaskSpec] = {
         sentence="It predicts numbers for a text, or a pair of texts: {names}.",
         example='"A text.", truncation=True',
         note="The score of the pipeline is the predicted number.",
-        card_settings=(("Standardised targets", "task.standardize"),),
         inputs=TEXTS,
         optional=("text_pair",),
     ),
