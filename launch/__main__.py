@@ -108,7 +108,6 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str]) ->
     if cfg.prepare:
         schema = PrepareConfig
         overrides = list(of_run)
-    cli.check_typed(schema, of_run)
     run = cli.load_config(schema, overrides)
     bundle, packed = code.pack()
     job = make_job(cfg, run, overrides, packed, folder=str(Path.cwd()))

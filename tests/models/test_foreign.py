@@ -424,7 +424,7 @@ def test_nothing_in_the_configuration_of_a_run_is_looked_up(tmp_path, monkeypatc
 
 def test_the_configuration_of_a_run_names_no_file_no_server_and_no_place_to_write_to(tmp_path):
     def point_elsewhere(config):
-        config["s3"].update(endpoint="http://evil:1", profile="prod", region="x")
+        config["s3"].update(endpoint="http://evil:1", region="x")
         config["data"].update(cache_dir="/home", path="/home/me/.aws/credentials", num_workers=128)
         config["model"].update(pretrained="/home/me/model", tokenizer="evil/tokenizer")
         config["backend"].update(compile="layers")

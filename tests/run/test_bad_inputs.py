@@ -6,7 +6,6 @@ for each of them values that it cannot have.
 
 import copy
 import dataclasses
-import functools
 import re
 import shlex
 import shutil
@@ -18,9 +17,7 @@ from typing import Any
 
 import finished_run
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rejections import rejects
 
 from train import entry, loop
@@ -92,13 +89,13 @@ TYPED = [
     # ---- not key=value
     ("=5", "=5 is not key=value"),
     (f"seed={10**400}", "000 must be a finite number below 2^63"),
-    ("seed", "seed is not key=value; give it a value: seed=..."),
+    ("seed", "seed is not key=value"),
     ("seed =1", "seed =1 is not key=value"),
-    ("run_dir=a (1)", """quote a value with special characters: 'run_dir="..."'"""),
+    ("run_dir=a (1)", "quote a value with special characters"),
     ("optim=adamw optim.lr=1", "is not key=value"),
     ("model@x=albert_tiny", "model@x"),
-    ("+new=1", "settings cannot be added"),
-    ("~max_steps", "settings cannot be removed"),
+    ("+new=1", "+new=1 is not key=value"),
+    ("~max_steps", "~max_steps is not key=value"),
     # ---- names
     ("max_step=3", "did you mean max_steps?"),
     *(
@@ -116,6 +113,7 @@ TYPED = [
     ),
     ("optim.lr.x=1", "optim.lr must be a number"),
     ("model/foo=bar", "model/foo is not a setting"),
+    ("model/foo.x=bar", "model/foo is not a setting"),
     ("data.label_map={a: b}", "data.label_map is not a setting of the data chosen here"),
     (
         "backend.batches_per_execution=3",
@@ -136,6 +134,8 @@ TYPED = [
         for value in ("nosuch", "", "../experiment/demo", "[demo]")
     ),
     ("task=mlm_schema", "there is no such task"),
+    ("task.kind=classify", "task.kind=classify: task.kind is set by task=..., and not alone"),
+    ("optim={name: lamb}", "optim.name is set by optim=..., and not alone"),
     # ---- more than one value, and lookups
     ("max_steps=1,2", "sweeps are not supported"),
     ("run_dir=${a}", "run_dir=${a}"),
@@ -146,7 +146,6 @@ WSD = ["optim.schedule=wsd", "optim.warmup_steps=4"]
 VALUES = [
     # ---- beyond a limit
     ("task.mask_rate=1.5", "task.mask_rate=1.5 must be below 1"),
-    ("optim.name=sgd", "optim.name=sgd is not known; choose one of: adamw, lamb"),
     ("checkpoint.keep=1", "checkpoint.keep=1 must be 0 (all) or at least 2"),
     (
         ["backend=xla", "backend.precision=fp16"],
@@ -164,8 +163,6 @@ VALUES = [
     ("global_batch_size=1000000", "fewer than one batch of 1000000"),
     ("optim.warmup_steps=7", "optim.warmup_steps=7"),
     ("task=classify", "task=classify learns from records"),
-    ("task.kind=classify", "task.kind=classify"),
-    ("task.kind=nosuch", "task.kind=nosuch"),
     ("optim.head_lr=1", "optim.head_lr=1"),
     ("optim.schedule=wsd", "optim.schedule=wsd needs optim.warmup_steps"),
     ("optim.decay_fraction=0.2", "optim.decay_fraction=0.2 needs optim.schedule=wsd"),
@@ -218,8 +215,7 @@ VALUES = [
 ]
 
 FLAGS = [
-    ("train", "--max_steps=5", "settings have no dashes: max_steps=5"),
-    ("train", "--max_steps 5", "settings have no dashes: max_steps=..."),
+    ("train", "--max_steps=5", "--max_steps=5 is not a flag; see --help. Settings have no dashes"),
     ("train", "--frob", "--frob is not a flag"),
     ("train", "--cfg all", "invalid choice: 'all'"),
     *(
@@ -350,11 +346,7 @@ FLAGS += [
 PREPARATIONS = [
     ("corpus=nosuch", "corpus=nosuch"),
     ("corpus=files_schema", "corpus=files_schema"),
-    (
-        "corpus.kind=books",
-        "corpus.kind=books is not known; choose one of: pydocs, text, jsonl, csv, parquet, hf",
-    ),
-    ("corpus.kind=hf", "use corpus=hf"),
+    ("corpus.kind=hf", "corpus.kind=hf: corpus.kind is set by corpus=..., and not alone"),
     ("corpus.path=nosuch", "nosuch"),
     ("corpus.errors=ignore", "corpus.errors=ignore"),
     ("corpus.encoding=nosuch", "nosuch"),
@@ -601,11 +593,8 @@ def test_a_wrong_setting_is_rejected_in_one_line(
         # an option of a group, or a name of the user's own
         if not all(is_setting(composed, each) for each in new):
             return compose(schema, overrides)
-        try:
-            for each in new:
-                put(composed, each)
-        except OmegaConfBaseException as error:
-            raise InputError(cli.error_text(error, schema, new)) from error
+        for each in new:
+            cli.set_value(composed, schema, each)
         return composed
 
     monkeypatch.setattr(cli, "compose_config", compose_once)
@@ -623,17 +612,6 @@ def is_setting(composed: DictConfig, override: str) -> bool:
         and names[-1] in section
         and "{" not in value
     )
-
-
-def put(composed: DictConfig, override: str) -> None:
-    key, _, value = override.partition("=")
-    OmegaConf.update(composed, key, parsed(value), merge=False)
-
-
-@functools.cache
-def parsed(value: str) -> Any:
-    """As the command line has it, whatever the key."""
-    return OverridesParser.create().parse_override(f"key={value}").value()
 
 
 @pytest.mark.parametrize("command", MAINS)
@@ -668,12 +646,10 @@ def rejection(base: DictConfig, schema: type, row: str) -> str | None:
     key = row.partition("=")[0]
     old = copy.deepcopy(OmegaConf.select(base, key))
     try:
-        put(base, row)
-        cli.to_settings(base, schema, [row])
+        cli.set_value(base, schema, row)
+        cli.to_settings(base, schema)
     except InputError as error:
         return str(error)
-    except OmegaConfBaseException as error:
-        return cli.error_text(error, schema, [row])
     finally:
         OmegaConf.update(base, key, old, merge=False)
     return None

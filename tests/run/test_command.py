@@ -15,10 +15,10 @@ from running import ROOT
 from test_bad_inputs import MAINS
 
 import train
-from train.config import Failure, InputError, TrainConfig, Unreachable
+from train.config import DataConfig, Failure, InputError, Unreachable
 from train.machine.torchrun import first_to
 from train.run.command import DONE, FAILED, INTERRUPTED, REJECTED, UNREAD, guarded
-from train.run.help import comments, explained_field, shown_default
+from train.run.help import comments, shown_default
 
 
 def shown(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -66,8 +66,8 @@ class Sample:
 
 def test_comments_of_settings_are_read_from_the_source():
     assert comments(Sample) == {"beside": "at the end, and below", "bare": ""}
-    item, comment = explained_field(TrainConfig, "data.path")
-    assert shown_default(item) == "..." and "s3://" in comment
+    item = DataConfig.__dataclass_fields__["path"]
+    assert shown_default(item) == "..." and "s3://" in comments(DataConfig)["path"]
 
 
 def raises(error: BaseException):

@@ -21,8 +21,8 @@ class WatchdogConfig(Section, prefix="watchdog."):
     """A thread and a timer in each rank. They end a rank that makes no progress, so that torchrun can restart it."""
 
     # The number of seconds without a heartbeat (a micro batch or an evaluation batch) after which a rank counts as
-    # stuck; until its first step is done, while it joins the other ranks, loads and compiles, 15 times as many. 0 never
-    # ends a rank, for use with a debugger.
+    # stuck; 0 never ends a rank, for use with a debugger. The limit is 15 times higher until a rank's first step is done,
+    # while it joins the other ranks, loads and compiles.
     step_s: float = setting(480.0, least=0)
 
     @property

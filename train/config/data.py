@@ -208,7 +208,7 @@ class S3Config(Section, prefix="s3."):
 
     @property
     def path_style(self) -> bool:
-        """Whether the bucket is in the path of URLs, as most servers require that are not AWS's."""
+        """True if the bucket is in the path of URLs, as most servers require that are not AWS's."""
         host = urlsplit(self.endpoint or AWS).hostname or ""
         return not host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
 

@@ -35,16 +35,8 @@ class ParallelConfig(Section, prefix="parallel."):
     # advice to save memory
     frees: ClassVar[str] = "parallel=fsdp with backend=ddp"
 
-    # The engine: with data, every rank holds the model and computes a share of each batch; fsdp shards the model;
-    # pipeline splits it by layers.
+    # The engine, which parallel=... sets.
     name: str = "data"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(
-            type(self) is ParallelConfig or self.name == type(self).name,
-            f"parallel.name={self.name} needs the settings of its group: use parallel={self.name}",
-        )
 
     @property
     def cuts(self) -> int:

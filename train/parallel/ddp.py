@@ -81,7 +81,7 @@ class DDP(Backend):
 
     @property
     def narrows_norms(self) -> bool:
-        """Whether norms, which compute in fp32, return bf16: compiled models then need a third less memory traffic."""
+        """True if norms, which compute in fp32, return bf16: compiled models then need a third less memory traffic."""
         return self.is_cuda and self.compiler is not None and self.precision == "bf16"
 
     def open_gpu(self) -> None:

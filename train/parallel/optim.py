@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from train.config import FROM_START, WSD, OptimConfig, Plan, check, check_choice
+from train.config import FROM_START, WSD, OptimConfig, Plan, check
 from train.config.backend import CUDA
 
 if TYPE_CHECKING:
@@ -244,16 +244,6 @@ SCHEDULES: dict[str, Callable[[float, OptimConfig], float]] = {
     "constant": lambda left, cfg: 1.0,
     WSD: lambda left, cfg: 1 - math.sqrt(1 - left),
 }
-
-
-def check_optimizer(cfg: OptimConfig) -> None:
-    """Raise InputError if the optimizer or schedule is unknown, or if the settings are another optimizer's."""
-    check_choice("optim.name", cfg.name, tuple(OPTIMIZERS))
-    check_choice("optim.schedule", cfg.schedule, tuple(SCHEDULES))
-    check(
-        isinstance(cfg, OPTIMIZERS[cfg.name].settings),
-        f"optim.name={cfg.name} does not match the settings of optim; use optim={cfg.name}",
-    )
 
 
 def learning_rate(step: int, *, cfg: OptimConfig, plan: Plan) -> float:

@@ -15,6 +15,15 @@ from train.config import check
 
 TABLES = ("data.label_map", "data.more_validation", "compare.variants")
 LABELS = "data.labels"
+# The settings that name the option of a group. Only the option sets them.
+SELECTORS = {
+    "task": "task.kind",
+    "optim": "optim.name",
+    "backend": "backend.name",
+    "parallel": "parallel.name",
+    "corpus": "corpus.kind",
+    "cluster": "cluster.kind",
+}
 # The names in transformers' Trainer and its scripts, and in other training programs, by our setting; for settings that
 # only `train` or only `prepare` has, one name may be in two lines.
 ELSEWHERE = """

@@ -129,7 +129,6 @@ def make_variant(cfg: CompareConfig, common: Sequence[str], name: str, text: str
     own.append(f"run_dir={cli.quoted(location)}")
     keys = tuple(f"{override.partition('=')[0]}=" for override in own)
     overrides = [override for override in common if not override.startswith(keys)] + own
-    cli.check_typed(TrainConfig, own)
     return Variant(name, location, overrides, cli.load_config(TrainConfig, overrides))
 
 
