@@ -21,8 +21,8 @@ class WatchdogConfig(Section, prefix="watchdog."):
     """A thread and a timer in each rank. They end a rank that makes no progress, so that torchrun can restart it."""
 
     # The number of seconds without a heartbeat (a micro batch or an evaluation batch) after which a rank counts as
-    # stuck; 0 never ends a rank, for use with a debugger. The limit is 15 times higher until a rank's first step is done,
-    # while it joins the other ranks, loads and compiles.
+    # stuck; 0 never ends a rank, for use with a debugger. Until a rank's first step is done, while it joins the other
+    # ranks, loads and compiles, the limit is 15 times higher.
     step_s: float = setting(480.0, least=0)
 
     @property
