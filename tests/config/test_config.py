@@ -68,7 +68,7 @@ def test_tables_of_names_take_new_ones():
 
 
 NAMES = [
-    ("data.label_map={-1:neg}", {"-1": "neg"}),
+    ("data.label_map={-1: neg}", {"-1": "neg"}),
     ('data.label_map={a: "it\'s", c d: null}', {"a": "it's", "c d": None}),
     ('data.label_map={\'a. b\': yes, 1.5: "say \\"hi\\""}', {"a. b": "yes", "1.5": 'say "hi"'}),
     ("data.labels=[don't, -1, yes, null, 1e3, 'a b']", "don't|-1|yes|null|1e3|a b".split("|")),

@@ -68,19 +68,9 @@ RECORDS = [
 
 ELSEWHERE = {  # names in transformers' Trainer, and ours
     "lr": "optim.lr",
-    "learning_rate": "optim.lr",
-    "batch_size": "global_batch_size",
     "per_device_train_batch_size": "micro_batch_size",
-    "per_device_eval_batch_size": "eval_batch_size",
-    "output_dir": "run_dir",
     "num_train_epochs": "max_epochs",
-    "epochs": "max_epochs",
-    "warmup_steps": "optim.warmup_steps",
-    "warmup_ratio": "optim.warmup_fraction",
-    "weight_decay": "optim.weight_decay",
-    "model_name_or_path": "model.pretrained",
     "fp16": "backend.precision",
-    "text_column_name": "data.columns.text",
 }
 
 # What is typed after TRAIN, and what the one line holds.
@@ -98,14 +88,10 @@ TYPED = [
     ("~max_steps", "~max_steps is not key=value"),
     # ---- names
     ("max_step=3", "did you mean max_steps?"),
-    *(
-        (f"export={value}", "export must be true or false")
-        for value in ("3", '"3"', "1.5", "[1]", "maybe")
-    ),
+    *((f"export={value}", "export must be true or false") for value in ("3", "maybe")),
     ("checkpoint={best: 3}", "checkpoint.best must be true or false"),
     ("seed=null", "seed=null: seed must be a whole number"),
     ("best={metric: null}", "best.metric must be text"),
-    ("optm.lr=1", "did you mean optim?"),
     ("optim.lrr=1", "optim.lrr is not a setting; did you mean optim.lr?"),
     *(
         (f"{name}=1", f"{name} is not a setting; did you mean {ours}?")
@@ -138,7 +124,6 @@ TYPED = [
     ("optim={name: lamb}", "optim.name is set by optim=..., and not alone"),
     # ---- more than one value, and lookups
     ("max_steps=1,2", "sweeps are not supported"),
-    ("run_dir=${a}", "run_dir=${a}"),
     ("run_dir=TEXT/run", "TEXT/run"),
 ]
 
@@ -169,7 +154,6 @@ VALUES = [
     ([*WSD, "optim.decay_fraction=0.5"], "optim.warmup_steps=4 lasts beyond step 3 of 6"),
     ("optim.layer_decay=0.9", "the layers of albert share their weights"),
     ("best.metric=f2", "best.metric=f2"),
-    ("samples=33", "samples=33 must be"),
     ("seq_len=64", "seq_len=64"),
     ("task.mask_rate=0.99", "task.mask_rate=0.99 leaves no tokens to read in sequences of"),
     ("hub.push_to=a/b/c", "hub.push_to=a/b/c"),
@@ -217,7 +201,6 @@ VALUES = [
 FLAGS = [
     ("train", "--max_steps=5", "--max_steps=5 is not a flag; see --help. Settings have no dashes"),
     ("train", "--frob", "--frob is not a flag"),
-    ("train", "--cfg all", "invalid choice: 'all'"),
     *(
         ("train", f"{SHORT} {given} --cfg job", given)
         for given in ("seed=${a}", "optim.lr=-1", "-m")
@@ -243,18 +226,14 @@ FLAGS = [
         "task=classify data=csv data.path=CSV model.tokenizer=/nosuch",
         "model.tokenizer=/nosuch",
     ),
-    ("report", "", "required"),
     ("report", "nosuch", "nosuch is not a folder"),
     ("report", "EMPTY", "has no metrics.jsonl"),
     ("report", "RUN --output TEXT/x", "TEXT/x"),
     ("predict", "RUN --text=a --text=b", "--text: it is given twice, the second time with b"),
-    ("compare", "", "required"),
     ("compare", "RUN EMPTY", "has no metrics.jsonl"),
     ("compare", "RUN seed=1", "RUN is not key=value"),
     ("compare", "seed=1 --tolerance", "--tolerance is not a flag"),
-    ("compare", "experiment=nosuch", "experiment=nosuch"),
     ("compare", "experiment=demo compare.variants=none", "compare.variants must be a table"),
-    ("compare", "experiment=demo compare.nosuch=1", "compare.nosuch is not a setting"),
     ("compare", "experiment=demo 'compare.variants={a: seed=1}'", "only one variant"),
     (
         "compare",
@@ -286,41 +265,24 @@ FLAGS = [
     ("train", "compare.variants={a: seed=1}", "compare.variants"),
     ("bench", f"{BENCH} stepz=3", "stepz is not a setting; did you mean steps?"),
     ("bench", f"{BENCH} output=/nowhere/a.json", "/nowhere is not a writable folder"),
-    ("bench", f"{BENCH} output=s3:/b/x", "s3:/b/x is neither a URL"),
     ("doctor", "--instance trn9", "trn9"),
     ("doctor", "--machines 0", "--machines: 0"),
-    ("doctor", "--ranks-per-machine -1", "--ranks-per-machine"),
-    ("doctor", "nosuch", "nosuch"),
-    ("shards", "", "command"),
-    ("shards", "ls", "LOCATION"),
     ("shards", "ls nosuch", "nosuch"),
     ("shards", "verify TEXT", "TEXT"),
     ("shards", "head DATA -n 0", "-n 0"),
     ("shards", "head DATA --split test", "'test'"),
-    ("shards", "head DATA --spl train", "--spl"),
-    ("shards", "ls DATA --endpoint localhost", "s3.endpoint=localhost"),
-    ("checkpoints", "", "required"),
     ("checkpoints", "nosuch", "nosuch is not a run folder"),
-    ("checkpoints", "RUN prune", "--keep"),
-    ("checkpoints", "RUN export", "FOLDER"),
     ("checkpoints", "RUN export TEXT", "is a file; choose another folder"),
     ("checkpoints", "RUN export DATA", "is not empty; choose another folder"),
-    ("predict", "", "MODEL"),
     ("predict", "RUN", "--text"),
     ("predict", "RUN --text a data.path=b", "give data.path=FILE, or texts with --text"),
     ("predict", "RUN --text a --output x.txt", "x.txt"),
-    ("predict", "RUN --text a --output nosuch/x.csv", "nosuch"),
     ("predict", "RUN --text a --output s3://b/x.csv", "s3://b/x.csv"),
     ("predict", "/nosuch --text a", "/nosuch"),
-    ("predict", "nosuch --text a", "there is no such file or folder here"),
-    ("hub", "", "required"),
-    ("hub", "RUN", "--to"),
     ("hub", "RUN --to a/b/c", "--to a/b/c"),
     ("hub", "RUN --to 'a/b\nc'", "--to"),
     ("hub", "RUN --to a/b --public --private", "--private"),
-    ("hub", "nosuch --to a/b", "nosuch is not a run folder"),
     ("hub", "RUN --to a/b --dry-run", "no exported model"),
-    ("precompile", "", "give the command of the run"),
     ("precompile", "experiment=demo", "give the command of the run"),
 ]
 
@@ -346,26 +308,17 @@ PREPARATIONS = [
     ("corpus=nosuch", "corpus=nosuch"),
     ("corpus=files_schema", "corpus=files_schema"),
     ("corpus.kind=hf", "corpus.kind=hf: corpus.kind is set by corpus=..., and not alone"),
-    ("corpus.path=nosuch", "nosuch"),
     ("corpus.errors=ignore", "corpus.errors=ignore"),
     ("corpus.encoding=nosuch", "nosuch"),
     ("corpus.separator='('", "("),
-    ("seq_len=7", "seq_len=7"),
     ("seq_len=65536", "seq_len=65536"),
-    ("validation_fraction=0", "validation_fraction=0"),
     ("validation_fraction=1", "validation_fraction=1"),
-    ("tokenizer.vocab_size=15", "tokenizer.vocab_size=15"),
     ("tokenizer.pretrained=/nosuch", "tokenizer /nosuch"),
-    ("processes=0", "processes=0"),
     ("merge=true", "no parts to merge"),
     (["merge=true", "processes=2"], "merge=true prepares nothing"),
-    *(
-        (f"part={part}", f"part={part}")
-        for part in ("0/3", "4/3", "a/b", "3", "1/0", "-1/3", "1.5/3", "1/", "1/2/3")
-    ),
+    *((f"part={part}", f"part={part}") for part in ("0/3", "4/3", "1.5/3", "1/2/3")),
     (f"output={LONG}", "File name too long"),
     ("output=DATA", "DATA"),
-    ("output=TEXT/x", "TEXT/x"),
     ("output=http://x/y", "http://x/y"),
     ("output=s3:/bucket/x", "s3:/bucket/x is neither a URL"),
     # ---- what is known only once the text is read
@@ -377,7 +330,6 @@ PREPARATIONS = [
 TABLES = [
     ("data.format=xml", "data.format=xml"),
     ("data.delimiter=ab", "data.delimiter=ab"),
-    ("data.encoding=nosuch", "nosuch"),
     ("data.columns.text=nosuch", "nosuch"),
     ("data.labels=[0,0]", "twice"),
     ("data.labels=[a,b]", "the labels are a, b"),
@@ -390,13 +342,10 @@ TABLES = [
     ("data.more_validation={train: a.csv}", "data.more_validation"),
     ("data.label_map=negative", "data.label_map must be a table"),
     ("data.labels=(", "data.labels=(: data.labels must be a list"),
-    ("data.train=nosuch.csv", "nosuch.csv"),
     ("data.path=BROKEN", "BROKEN cannot be read as Parquet"),
-    ("data.validation_fraction=1", "data.validation_fraction=1"),
     ("seq_len=1", "seq_len=1"),
     ("seq_len=100000", "seq_len=100000"),
     ("task.class_weights=[1,-1]", "task.class_weights"),
-    ("task.label_smoothing=1", "task.label_smoothing=1"),
     ("model.tokenizer=EMPTY", "that folder is empty"),
     ("task=qa", "context"),
 ]

@@ -7,9 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.errors import HydraException
 
 from train.config import check
 
@@ -125,14 +123,11 @@ def quoted(text: str) -> str:
 
 
 def own_table(key: str, text: str) -> dict[str, str | None]:
-    """Parse a table of names as Hydra does or, if that fails, as YAML, whose plain scalars allow more characters."""
-    value: Any
-    try:
-        value = OverridesParser.create().parse_override(f"{key}={text}").value()
-    except HydraException:
-        value = as_written(text)
-    check(isinstance(value, dict), f"{key}={text}: {key} must be a table, such as {{a: b, c: d}}")
-    return {str(name): None if to in (None, "null") else str(to) for name, to in value.items()}
+    """Parse a table of names, each taken literally, as YAML, whose plain scalars allow more characters than Hydra's."""
+    value = as_written(text)
+    ok = isinstance(value, dict) and all(isinstance(to, str) and to for to in value.values())
+    check(ok, f"{key}={text}: {key} must be a table, such as {{a: b, c: d}}")
+    return {name: None if to == "null" else to for name, to in value.items()}
 
 
 def own_list(key: str, text: str) -> list[str]:

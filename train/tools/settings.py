@@ -141,18 +141,16 @@ def tables() -> Iterator[str]:
 
 
 def group_tables() -> Iterator[str]:
-    """Yield a section per group: the commands that have it, each with its default option, and all options."""
-    defaults: dict[str, dict[str, list[str]]] = {}
+    """Yield a section per group: the commands that have it, and all options."""
+    users: dict[str, list[str]] = {}
     listed: dict[str, list[str]] = {}
     for command in commands():
-        for group, (default, names) in groups(command).items():
-            users = defaults.setdefault(group, {})
-            users.setdefault(default or "null", []).append(command)
+        for group, (_, names) in groups(command).items():
+            users.setdefault(group, []).append(command)
             listed.setdefault(group, names)
-    for group, users in defaults.items():
-        used = [f"{', '.join(names)} (default `{value}`)" for value, names in users.items()]
-        yield from ("", f"### `{group}=`", "", f"Used by {'; '.join(used)}.")
-        rows = [[f"`{name}`", option_help(group, name)] for name in listed[group]]
+    for group, names in listed.items():
+        yield from ("", f"### `{group}=`", "", f"Used by {', '.join(users[group])}.")
+        rows = [[f"`{name}`", option_help(group, name)] for name in names]
         yield from table(("option", "what it is"), rows)
 
 
