@@ -32,7 +32,7 @@ from train.tools import report as report_command
 from train.tools.bench import command as bench_command
 
 MAINS = {
-    "train": entry.run_command_line,
+    "train": entry.main,
     "prepare": prepare.main,
     "records": records.main,
     "report": report_command.main,
@@ -152,7 +152,6 @@ VALUES = [
     ("optim.schedule=wsd", "optim.schedule=wsd needs optim.warmup_steps"),
     ("optim.decay_fraction=0.2", "optim.decay_fraction=0.2 needs optim.schedule=wsd"),
     ([*WSD, "optim.decay_fraction=0.5"], "optim.warmup_steps=4 lasts beyond step 3 of 6"),
-    ("optim.layer_decay=0.9", "the layers of albert share their weights"),
     ("best.metric=f2", "best.metric=f2"),
     ("seq_len=64", "seq_len=64"),
     ("task.mask_rate=0.99", "task.mask_rate=0.99 leaves no tokens to read in sequences of"),
