@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +22,6 @@ from train.run import stopping
 from train.run.stopping import Notices, StopRequest
 
 SPOT_NOTICE = {"action": "terminate", "time": "2026-11-20T08:22:00Z"}
-NOW = datetime(2026, 11, 20, 8, 0, tzinfo=UTC)
 
 
 @pytest.fixture(autouse=True)
@@ -50,13 +48,6 @@ def warnings(log: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 @pytest.fixture
 def stop() -> StopRequest:
     return StopRequest()
-
-
-@pytest.fixture
-def wall_clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    clock = SimpleNamespace(now=NOW)
-    monkeypatch.setattr(stopping, "now", lambda: clock.now)
-    return clock
 
 
 def watching(

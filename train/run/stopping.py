@@ -30,7 +30,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -211,14 +210,6 @@ def watches_metadata(environ: Mapping[str, str]) -> bool:
     if environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return False
     return bool(environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT")) or is_ec2_machine()
-
-
-def now() -> datetime:
-    return datetime.now(UTC)
-
-
-def as_text(at: datetime) -> str:
-    return f"{at.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 # ---- all ranks agree -------------------------------------------------------------------------------------------------
