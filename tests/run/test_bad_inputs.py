@@ -99,7 +99,7 @@ TYPED = [
     ),
     ("optim.lr.x=1", "optim.lr must be a number"),
     ("model/foo=bar", "model/foo is not a setting"),
-    ("model/foo.x=bar", "model/foo is not a setting"),
+    ("model/foo.x=bar", "model/foo.x=bar is not key=value"),
     ("data.label_map={a: b}", "data.label_map is not a setting of the data chosen here"),
     (
         "backend.batches_per_execution=3",
@@ -124,6 +124,7 @@ TYPED = [
     ("optim={name: lamb}", "optim.name is set by optim=..., and not alone"),
     # ---- more than one value, and lookups
     ("max_steps=1,2", "sweeps are not supported"),
+    ("run_dir=${a}", "run_dir=${a}: references are not resolved"),
     ("run_dir=TEXT/run", "TEXT/run"),
 ]
 
@@ -376,7 +377,12 @@ BAD: dict[object, tuple[str, ...]] = {
 }
 ANY_NUMBER = ("task.null_threshold",)  # may be negative
 VARIANTS = {
-    "train": [TRAIN, [*TRAIN, "backend=xla"], [*TRAIN, *RECORDS], [*TRAIN, *RECORDS, "task=qa"]],
+    "train": [
+        TRAIN,
+        [*TRAIN, "backend=xla"],
+        [*TRAIN, *RECORDS],
+        [*TRAIN, *RECORDS[1:], "task=qa"],
+    ],
     "prepare": [PREPARE],
 }
 

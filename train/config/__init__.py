@@ -16,7 +16,6 @@ from train.config.checks import (
     NotPermitted,
     Section,
     Unreachable,
-    Unset,
     check,
     check_choice,
     check_printable,

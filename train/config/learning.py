@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from train.config.checks import Section, Unset, check, setting
+from train.config.checks import Section, check, setting
 
 WSD = "wsd"  # warm-up, stable, decay: https://arxiv.org/abs/2404.06395
 FROM_START = "linear_from_start"
@@ -75,10 +75,10 @@ class ModelConfig(Section, prefix="model."):
             self.init_from is None or self.pretrained is None,
             f"model.init_from={self.init_from} and model.pretrained={self.pretrained} both name weights; leave one out",
         )
-        if self.pretrained == TO_BE_GIVEN:
-            raise Unset(
-                "model.pretrained is not set: give model.pretrained=... (a Hub id or folder), or model.init_from"
-            )
+        check(
+            self.pretrained != TO_BE_GIVEN,
+            "model.pretrained is not set: give model.pretrained=... (a Hub id or folder), or model.init_from",
+        )
         check(
             not self.hidden_size or not self.num_heads or self.hidden_size % self.num_heads == 0,
             f"model.hidden_size={self.hidden_size} must be a multiple of model.num_heads={self.num_heads}",
@@ -122,17 +122,15 @@ class OptimConfig(Section, prefix="optim."):
         super().__post_init__()
         valid = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         check(valid, f"optim.betas={list(self.betas)} must be two numbers in [0, 1)")
-        if self.schedule == WSD:
-            if self.warmup_steps is None:
-                raise Unset(
-                    "optim.schedule=wsd needs optim.warmup_steps, a number of steps: with a share, a longer run "
-                    "would have a longer warm-up"
-                )
-        else:
-            check(
-                self.decay_fraction is None,
-                f"optim.decay_fraction={self.decay_fraction} needs optim.schedule=wsd; set that, or leave it out",
-            )
+        check(
+            self.schedule != WSD or self.warmup_steps is not None,
+            "optim.schedule=wsd needs optim.warmup_steps, a number of steps: with a share, a longer run would have a "
+            "longer warm-up",
+        )
+        check(
+            self.schedule == WSD or self.decay_fraction is None,
+            f"optim.decay_fraction={self.decay_fraction} needs optim.schedule=wsd; set that, or leave it out",
+        )
 
     def decay_begin(self, total_steps: int) -> int:
         """Return the step at which a wsd schedule begins to lower the learning rate; `total_steps` if it never does."""

@@ -17,7 +17,7 @@ from train.config.attempt import (
     WatchdogConfig,
 )
 from train.config.backend import BackendConfig, InstanceConfig
-from train.config.checks import Section, Unset, check, check_choice, setting
+from train.config.checks import Section, check, check_choice, setting
 from train.config.data import DataConfig, RecordsConfig, S3Config, ShardsConfig
 from train.config.learning import ModelConfig, OptimConfig
 from train.config.parallel import ParallelConfig
@@ -137,12 +137,14 @@ class TrainConfig(Section):
             self.hub.push_to is None or self.export,
             f"hub.push_to={self.hub.push_to} pushes what export=true writes; set export=true",
         )
-        if self.max_examples is self.max_steps is self.max_epochs is None:
-            raise Unset("the run has no length: set max_steps, max_examples or max_epochs")
-        if self.global_batch_size is self.micro_batch_size is None:
-            raise Unset(
-                "the batch has no size: set global_batch_size (over all ranks) or micro_batch_size (per rank)"
-            )
+        check(
+            bool(self.max_examples or self.max_steps or self.max_epochs),
+            "the run has no length: set max_steps, max_examples or max_epochs",
+        )
+        check(
+            bool(self.global_batch_size or self.micro_batch_size),
+            "the batch has no size: set global_batch_size (over all ranks) or micro_batch_size (per rank)",
+        )
 
 
 VARIANTS = {way: f"backend.compile={way}" for way in ("none", "layers")}

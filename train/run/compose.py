@@ -183,22 +183,22 @@ def compose_config(
 
 
 def set_value(composed: DictConfig, schema: type, override: str) -> None:
+    """Set what an override names. Raises InputError if there is no such setting, or if it has another type."""
     read = parsed(override)
     key, value = read.key_or_group, read.value()
+    given = dict(leaves(value, key))
+    group = key.partition(".")[0]
+    selector = SELECTORS.get(group)
+    check(selector not in given, f"{override}: {selector} is set by {group}=..., and not alone")
     try:
         OmegaConf.update(composed, key, value, merge=True)
+        for name, each in given.items():
+            # OmegaConf has read every number except 0 as true.
+            is_number = str(each)[-1:].isdigit() and str(each) not in ("0", "1")
+            ok = not is_number or not isinstance(OmegaConf.select(composed, name), bool)
+            check(ok, f"{override}: {name} must be true or false")
     except OmegaConfBaseException as error:
         raise InputError(error_text(error, schema, override)) from error
-    for name, each in leaves(value, key):
-        group = name.partition(".")[0]
-        check(
-            SELECTORS.get(group) != name,
-            f"{override}: {name} is set by {group}=..., and not alone",
-        )
-        # OmegaConf has read every number except 0 as true.
-        is_number = str(each)[-1:].isdigit() and str(each) not in ("0", "1")
-        is_switch = isinstance(OmegaConf.select(composed, name), bool)
-        check(not (is_number and is_switch), f"{override}: {name} must be true or false")
 
 
 @functools.lru_cache(maxsize=32)
