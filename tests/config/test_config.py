@@ -83,14 +83,6 @@ def test_names_of_the_users_own_may_hold_any_character(override, expected):
     assert getattr(data, override.partition("=")[0].removeprefix("data.")) == expected
 
 
-def test_a_wrong_setting_is_named_under_a_debugger_too(monkeypatch):
-    monkeypatch.setenv("OC_CAUSE", "1")  # what OmegaConf does where sys.settrace is in use
-    with pytest.raises(
-        InputError, match="^model.hidden_sise is not a setting; did you mean model.hidden_size"
-    ):
-        load("model.hidden_sise=1")
-
-
 def test_every_experiment_composes():
     for name in options("experiment"):
         cfg = cli.load_config(TrainConfig, [f"experiment={name}", "data.path=d"])
@@ -163,12 +155,6 @@ def test_two_keys_that_choose_the_same_thing_are_not_both_typed(schema, pair):
         InputError, match=f"^{first} and {second} choose the same thing; leave one of them out$"
     ):
         cli.compose_config(schema, pair)
-
-
-def test_the_default_of_fine_tuning_is_for_published_models_and_the_demo_sets_its_own():
-    optim = load("task=classify", "data=csv", "optim=finetune").optim
-    assert (optim.lr, optim.warmup_fraction, optim.weight_decay) == (5e-5, 0.1, 0.01)
-    assert load("experiment=demo_tweets").optim.lr == 5e-4
 
 
 def test_every_corpus_composes():
