@@ -125,9 +125,7 @@ def test_a_plan_of_what_cannot_run_is_rejected_without_submitting(capsys):
     given = ["instance=p5.48xlarge", "cluster=slurm", "--", *OF_RUN, "global_batch_size=33"]
     assert main(given) == REJECTED
     out, err = capsys.readouterr()
-    assert (
-        not out and "the nearest that can is global_batch_size=32 or global_batch_size=40" in err
-    )
+    assert not out and "global_batch_size=33 cannot be split evenly over 8 ranks" in err
 
 
 # ---- what is rejected ------------------------------------------------------------------------------------------------

@@ -194,11 +194,6 @@ def test_bad_rows_and_settings_are_rejected(given, tmp_path):
             "must be a column, or a list of different columns",
         ),
         ("same.csv", ["data.labels=[3]"], "task=regress learns numbers"),
-        (
-            "same.csv",
-            ["task=classify", "data.columns.label=[price,text]"],
-            "task=classify reads one",
-        ),
     ):
         rejects(
             says, task_of, [*given(tmp_path / "run", *settings), f"data.path={tmp_path / name}"]
