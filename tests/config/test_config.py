@@ -44,6 +44,7 @@ def test_a_composition_leaves_no_trace_in_the_next():
     changed = load("optim=lamb", "seed=7", "optim.betas=[0.5,0.5]")
     changed.optim.betas.append(0.5)
     assert changed.seed == 7 and load("optim=lamb") == before
+    assert load("optim=lamb", "optim={}") == before
     # of several values the last counts
     given = [
         "max_steps=1",
