@@ -20,7 +20,6 @@ SELECTORS = {
     "backend": "backend.name",
     "parallel": "parallel.name",
     "corpus": "corpus.kind",
-    "cluster": "cluster.kind",
 }
 # The names in transformers' Trainer and its scripts, and in other training programs, by our setting; for settings that
 # only `train` or only `prepare` has, one name may be in two lines.
