@@ -1,4 +1,4 @@
-"""What is wrong with a run, as far as it can be seen without torch, whose import takes seconds."""
+"""Checks of a run that need no torch, whose import takes seconds: paths, columns and batch sizes."""
 
 from __future__ import annotations
 
