@@ -70,8 +70,8 @@ demo: setup
 
 demo-tweets: setup
 	@test -d $(RUN_DIR)/export || $(MAKE) --no-print-directory demo
-	@$(BIN)/baretrain train experiment=demo_tweets data.path=$(TWEETS) model.init_from=$(RUN_DIR) run_dir=$(TWEETS_DIR)/pretrained $(TWEETS_ARGS)
-	@$(BIN)/baretrain train experiment=demo_tweets data.path=$(TWEETS) model=modernbert_demo model.init_from=null model.tokenizer=$(RUN_DIR) run_dir=$(TWEETS_DIR)/scratch $(TWEETS_ARGS)
+	@$(BIN)/baretrain train experiment=demo_tweets data.path=$(TWEETS) model.pretrained=$(RUN_DIR) run_dir=$(TWEETS_DIR)/pretrained $(TWEETS_ARGS)
+	@$(BIN)/baretrain train experiment=demo_tweets data.path=$(TWEETS) model=modernbert_demo model.pretrained=null model.tokenizer=$(RUN_DIR) run_dir=$(TWEETS_DIR)/scratch $(TWEETS_ARGS)
 	@$(BIN)/baretrain report $(TWEETS_DIR)/pretrained $(TWEETS_DIR)/scratch
 
 demo-slurm: setup-tests

@@ -75,7 +75,7 @@ def test_a_fine_tuning_is_exported_without_its_data_as_by_itself(finetuned, unex
 
 @pytest.mark.slow
 def test_it_answers_and_is_a_start_without_its_data(finetuned, unexported, tmp_path, capsys):
-    cfg = resolved(ModelConfig(init_from=str(unexported)), S3Config(), tmp_path / "cache")
+    cfg = resolved(ModelConfig(pretrained=str(unexported)), S3Config(), tmp_path / "cache")
     wanted = (finetuned[1] / "export/model.safetensors").read_bytes()
     assert Path(cfg.pretrained, "model.safetensors").read_bytes() == wanted
     row = (
@@ -124,7 +124,7 @@ def test_a_run_that_has_gone_on_is_not_taken_for_its_old_export(prepared, tmp_pa
         loop.run(train_config(run, prepared, *options), StopRequest())
         capsys.readouterr()
         folder = resolved(
-            ModelConfig(init_from=str(run)), S3Config(), tmp_path / "cache"
+            ModelConfig(pretrained=str(run)), S3Config(), tmp_path / "cache"
         ).pretrained
         return folder, capsys.readouterr().err  # the run has turned on what is logged
 

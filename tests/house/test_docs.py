@@ -85,7 +85,7 @@ SHORT = {
 }
 # What a run must have, for commands of which the page says only what is special.
 REQUIRED = {
-    "train": "run_dir=runs/any data.path=any model.init_from=any max_steps=2 micro_batch_size=1".split()
+    "train": "run_dir=runs/any data.path=any model.pretrained=any max_steps=2 micro_batch_size=1".split()
 }
 REQUIRED |= dict.fromkeys(
     ("finetune", "bench", "compare", "doctor", "evaluate", "predict"),

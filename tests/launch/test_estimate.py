@@ -79,7 +79,7 @@ def test_bert_large_is_as_fast_as_the_makers_measured(
     [
         (LOCAL, 2, False, "the peak of instance=local is unknown"),
         (
-            [*GIVEN, "model=pretrained", "model.pretrained=some/model", "instance=p5.48xlarge"],
+            [*GIVEN, "model.pretrained=some/model", "instance=p5.48xlarge"],
             8,
             False,
             "the time is not estimated: no formula for some/model and task=mlm",

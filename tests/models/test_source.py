@@ -61,7 +61,7 @@ def test_the_ends_of_a_text_are_the_missing_special_tokens(tmp_path, single, lac
 
 
 def from_run(path, **changes):
-    return ModelConfig(init_from=str(path), **changes)
+    return ModelConfig(pretrained=str(path), **changes)
 
 
 def test_what_is_there_already_stays_as_it_is(folder, tmp_path):
@@ -77,11 +77,10 @@ def test_what_is_there_already_stays_as_it_is(folder, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("key", ["pretrained", "init_from"])
-def test_the_parent_of_models_names_them(key, folder, tmp_path):
+def test_the_parent_of_models_names_them(folder, tmp_path):
     for name in ("one", "deeper/two"):
         shutil.copytree(folder, tmp_path / name)
-    cfg = ModelConfig(**{key: str(tmp_path)})
+    cfg = ModelConfig(pretrained=str(tmp_path))
     says = f"{tmp_path} .*; there are models in one, deeper/two: name one"
     rejects(says, lambda: task_tokenizer(resolved(cfg, LOCAL, tmp_path / "cache")))
 
@@ -126,7 +125,7 @@ def test_a_run_without_an_export_gives_its_checkpoint(finished, tmp_path, monkey
         path.unlink()
     # it is there: nothing is exported again
     assert resolved(from_run(copy), LOCAL, tmp_path / "cache") == cfg
-    says = r"model.init_from=.*: exporting its checkpoint failed \(.*no valid checkpoint"
+    says = r"model.pretrained=.*: exporting its checkpoint failed \(.*no valid checkpoint"
     rejects(says, resolved, from_run(copy), LOCAL, tmp_path / "other")
     assert not [path for path in (tmp_path / "other/models").iterdir() if path.is_dir()]
 

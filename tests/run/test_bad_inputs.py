@@ -184,9 +184,8 @@ VALUES = [
         "transformers has eager for longformer",
     ),
     ("model.attention=flash_attention_2", "model.attention=flash_attention_2 needs a CUDA device"),
-    ("model.init_from=EMPTY", "that folder is empty"),
-    ("model.init_from=DATA", "neither a run"),
-    (["model=pretrained"], "model.pretrained is not set"),
+    ("model.pretrained=EMPTY", "that folder is empty"),
+    ("model.pretrained=DATA", "neither a run"),
     (
         ["model.pretrained=/", "model.initializer_range=0.1"],
         "initializer_range=0.1 is for a new model",
@@ -195,7 +194,7 @@ VALUES = [
     (f"run_dir={LONG}", "File name too long"),
     ('run_dir="a\nb"', "run_dir='a\\nb' must be one line"),
     ('data.path="a\x1b[31mb"', "data.path='a\\x1b[31mb'"),
-    ('model.init_from="a\udce9b"', "model.init_from='a\\udce9b'"),  # a byte that is not UTF-8
+    ('model.pretrained="a\udce9b"', "model.pretrained='a\\udce9b'"),  # a byte that is not UTF-8
     ("run_dir=http://x/y", "http://x/y"),
     ("data.path=nosuch", "nosuch"),
     ("s3.endpoint=http://", "s3.endpoint=http:// must be a server's address"),

@@ -51,9 +51,8 @@ def export_step(
     no_model = f"{run.location} has no model/config.json"
     named = "so its export needs the prepared data: name it with --data"
     check(cfg.data.path != "", f"{no_model}, {named}")
-    for key in ("model.pretrained", "model.init_from"):
-        elsewhere = f"{key} of another machine is not read; use its export/"
-        check(manifest.identity.get(key) is None, f"{no_model}, and {elsewhere}")
+    elsewhere = "model.pretrained of another machine is not read; use its export/"
+    check(manifest.identity.get("model.pretrained") is None, f"{no_model}, and {elsewhere}")
     task = build_task(cfg)
     check(
         task.data_id == data,

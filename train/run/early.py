@@ -17,7 +17,7 @@ MANY_ROWS = 2**62  # the number of rows is not known yet
 def check_early(cfg: TrainConfig, world_size: int) -> None:
     """Check batch sizes, local files and columns. Raises InputError; what S3 and the Hub hold is checked later."""
     make_plan(cfg, world_size=world_size, rows=MANY_ROWS, seq_len=cfg.seq_len)
-    for key in ("pretrained", "init_from", "tokenizer"):
+    for key in ("pretrained", "tokenizer"):
         location = getattr(cfg.model, key)
         if location is not None:
             check_model(f"model.{key}", location)

@@ -51,7 +51,7 @@ optim.max_grad_norm: max_grad_norm grad_clip clip_grad_norm gradient_clip_val
 optim.betas: adam_beta1 adam_beta2 beta1 beta2
 optim.eps: adam_epsilon epsilon
 optim: optimizer optimiser
-model.pretrained: model_name_or_path model_name pretrained_model_name_or_path model_id base_model checkpoint_path
+model.pretrained: init_from model_name_or_path model_name pretrained_model_name_or_path model_id base_model
 model.tokenizer: tokenizer_name tokenizer_name_or_path
 model.hidden_dropout: dropout hidden_dropout_prob
 model.num_layers: num_hidden_layers n_layers n_layer

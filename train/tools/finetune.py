@@ -119,7 +119,7 @@ def look(options: Namespace) -> Assumed:
     from train.data.records.sample import sample_of
 
     texts = typed_keys(options.settings)
-    for key in ("run_dir", "data", "data.path", "model.pretrained", "model.init_from"):
+    for key in ("run_dir", "data", "data.path", "model.pretrained"):
         check(
             key not in texts, f"{key}={texts.get(key)}: a flag of finetune sets it; leave it out"
         )
@@ -139,9 +139,7 @@ def look(options: Namespace) -> Assumed:
         "data.path": options.data,
         **sample.settings,
         **columns,
-        "model": "any",
-        "model.init_from": options.model,
-        "optim": "finetune",
+        "model.pretrained": options.model,
         "global_batch_size": batch_size,
         "max_epochs": EPOCHS,
         "eval_every": eval_every,
@@ -195,6 +193,6 @@ def sentences(sample: Sample, reading: Reading, settings: Mapping[str, Any]) -> 
         ", ".join(filter(None, [f"task: {settings['task']}", reading.seen])),
         read,
         rows,
-        f"training: {' or '.join(lengths)} of batches of {batch}, from {settings['model.init_from']}",
+        f"training: {' or '.join(lengths)} of batches of {batch}, from {settings['model.pretrained']}",
         f"best: the evaluation with the best {settings['best.metric']}, every {settings['eval_every']} steps",
     ]

@@ -30,7 +30,7 @@ SHOWN_CLASSES = 50
 USED = (
     *("data.path", "data.format", "data.train", "data.validation", "data.validation_fraction"),
     *("data.labels", "data.label_map", "data.max_bad_rows", "data.lengths", "data.delimiter"),
-    *("seq_len", "model.pretrained", "model.init_from", "model.tokenizer"),
+    *("seq_len", "model.pretrained", "model.tokenizer"),
 )
 
 
@@ -41,8 +41,8 @@ def main(arguments: Sequence[str]) -> int:
         "Prepare labelled examples as train would with the same settings, and show classes, lengths and bad rows.",
         examples=(
             "experiment=tweets_trainium data.path=tweets.csv",
-            "task=classify data=csv data.path=reviews.csv data.columns.text=body model=any model.init_from=runs/demo",
-            "task=regress data=csv data.path=ratings.csv data.columns.label=score model=any model.init_from=runs/demo",
+            "task=classify data=csv data.path=reviews.csv data.columns.text=body model.pretrained=runs/demo",
+            "task=regress data=csv data.path=ratings.csv data.columns.label=score model.pretrained=runs/demo",
         ),
         keys=USED,
     )
