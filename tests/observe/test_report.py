@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import re
 import subprocess
@@ -323,20 +322,6 @@ def test_the_cards_say_how_it_ended_how_good_and_how_fast(tmp_path):
     assert (card.title, card.value) == ("Validation mlm loss", "8.500")
 
 
-def test_what_is_unknown_has_no_card(tmp_path):
-    run = write_run(tmp_path / "run", [train_line(10)])
-    (run / "outcome.json").write_text('{"result": 1}')  # of another program
-    cards = page.cards(report_run.read_run(run))
-    assert [card.title for card in cards] == [
-        "Outcome",
-        "Model",
-        "Parameters",
-        "Tokens/s over the whole run",
-        "Training time (h:mm:ss)",
-    ]
-    assert (cards[0].value, cards[0].notes[0]) == ("no end recorded", "step 10 of 40")
-
-
 @pytest.mark.parametrize(
     ("outcome", "value", "note", "tone"),
     [
@@ -388,23 +373,6 @@ def test_data_evaluation_and_samples_of_a_run_are_shown(tmp_path):
     ):
         assert text in shown(html)
     assert html.index("Curves") < html.index("Sample predictions") < html.index("Details")
-
-
-def test_question_answering_has_no_labels(tmp_path):
-    run = finished_run.write(tmp_path / "run")
-    split = {"rows": 120, "examples": 100, "label_counts": {}, "notes": {"cut_questions": 3.0}}
-    data = {"kind": "qa", "labels": [], "splits": {"train": split}}
-    (run / "data.json").write_text(json.dumps(data))
-    metrics = {"exact_match": 71.5, "f1": 80.25, "loss": None, "perplexity": math.nan}
-    evaluated = {"metrics": metrics, "threshold": -1.5, "windows": 1200}
-    evaluation = {"step": 20, "splits": {"validation": evaluated}}
-    (run / "evaluation.json").write_text(json.dumps(evaluation))
-    records = records_of(run)
-    known = [["exact match", "71.5000"], ["f1", "80.2500"]]
-    known += [["threshold", "-1.5000"], ["windows", "1,200"]]
-    assert report_data.metrics_table(records)[1:] == known
-    assert ["Cut questions", "3"] in report_data.splits_table(records)
-    assert report_data.confusion_table(records.evaluated[0]) == []
 
 
 # ---- what it rejects -----------------------------------------------------------------------------------------------

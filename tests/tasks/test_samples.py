@@ -50,9 +50,9 @@ def test_rows_are_of_all_the_table_and_of_bounded_length():
 
 def test_samples_can_be_left_out_and_never_reach_the_hub(run_dir, prepared):
     text = max(re.split(r"\[\d\]", of(run_dir).samples[0].text), key=len)
-    pushed = gathered(run_dir, "run")
+    pushed = gathered(run_dir)
     assert samples.NAME not in pushed
-    contents = [path.read_bytes() if isinstance(path, Path) else path for path in pushed.values()]
+    contents = [path.read_bytes() for path in pushed.values()]
     assert not [
         content for content in contents if text.encode() in content or b'"guesses"' in content
     ]

@@ -40,7 +40,7 @@ class EarlyStopConfig(Section, prefix="early_stop."):
 class HubConfig:
     """The Hugging Face Hub repository for a finished run. The token comes from `hf auth login` or HF_TOKEN."""
 
-    # The user/name of a private repository, created if missing, for model, card and TensorBoard files; None pushes
+    # The user/name of a private repository, created if missing, for the model and its card; None pushes
     # nothing. `baretrain hub RUN --to NAME --public` pushes to a public one.
     push_to: str | None = None
 

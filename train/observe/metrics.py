@@ -75,8 +75,6 @@ class Recorder:
     all_tokens: float = 0.0  # tokens of all ranks in this attempt, up to the last line
     total_flops: float = 0.0  # the model's FLOPs on all ranks in this attempt
     train_s: float = 0.0
-    passes_s: float = 0.0  # seconds that all ranks spent in passes (forward, backward) after the first train line
-    spans_s: float = 0.0  # seconds from a step's first pass to its last, summed like passes_s; 0 without a pipeline
     steps_done: int = 0  # optimizer steps in this attempt
     steps_of: Counter[int] = field(default_factory=Counter)  # steps_done by sequence length
     last_length: int = 0
@@ -223,43 +221,35 @@ class Recorder:
     def _add_up(self) -> dict[str, float]:
         """Sum the window over the ranks, and return the fields of the line that are made from these sums."""
         window, world = self.window, self.world
+        # Seconds in passes (forward, backward), and from a step's first pass to its last; 0 without a pipeline.
         passes_s, span_s = self.backend.work.take_s(), self.backend.span.take_s()
         works_s = [0.0] * world.size
         works_s[world.rank] = window.work_s + passes_s
-        sums = iter(
-            world.sum(
-                [
-                    self.engine.take_loss(),
-                    window.wait_s / world.size,
-                    passes_s,
-                    span_s,
-                    window.count,
-                    window.tokens,
-                    self.own_tokens,
-                    *works_s,
-                    *self.monitor.read(),
-                ]
-            )
-        )
-        loss_sum = next(sums)
-        wait_s = next(sums)
-        passes_s = next(sums)
-        span_s = next(sums)
-        window.count = next(sums)
-        # The shares of a pipeline's ranks may add up to slightly less than a whole number.
-        window.tokens = round(next(sums))
-        self.all_tokens = next(sums)
-        works_s = [next(sums) for _ in works_s]
-        if self.steps_done > window.steps:
-            self.passes_s += passes_s
-            self.spans_s += span_s
-        return {
-            "loss": loss_sum / (window.count or 1.0),
-            "data_wait_s": wait_s,
-            **bubble_share(passes_s, span_s),
-            **slowest(works_s, num_stages=self.cfg.parallel.num_stages),
-            **hardware_fields(list(sums)),
+        own = {
+            "loss": self.engine.take_loss(),
+            "wait_s": window.wait_s / world.size,
+            "passes_s": passes_s,
+            "span_s": span_s,
+            "count": window.count,
+            "tokens": window.tokens,
+            "all_tokens": self.own_tokens,
         }
+        summed = world.sum([*own.values(), *works_s, *self.monitor.read()])
+        sums = dict(zip(own, summed, strict=False))
+        more = summed[len(own) :]
+        window.count = sums["count"]
+        # The shares of a pipeline's ranks may add up to slightly less than a whole number.
+        window.tokens = round(sums["tokens"])
+        self.all_tokens = sums["all_tokens"]
+        fields = {
+            "loss": sums["loss"] / (window.count or 1.0),
+            "data_wait_s": sums["wait_s"],
+            **slowest(more[: world.size]),
+            **hardware_fields(more[world.size :]),
+        }
+        if sums["span_s"]:
+            fields["bubble_share"] = max(0.0, 1 - sums["passes_s"] / sums["span_s"])
+        return fields
 
     def _write_train(self, fields: dict[str, float]) -> None:
         window = self.window
@@ -282,8 +272,6 @@ class Recorder:
             line["mfu"] = mfu
         if self.backend.scaler.is_enabled():
             line["loss_scale"] = self.backend.scaler.get_scale()
-        if window.tokens < window.slots:
-            line["padding_share"] = 1 - window.tokens / window.slots
         if window.compile_s:
             line |= {"compile_s": window.compile_s, "graphs": self.backend.graphs().compiled}
         self.write("train", line, lambda: self.console.train(line))
@@ -332,15 +320,17 @@ class Recorder:
 
         All ranks must call this. A finished run that is started again writes no second summary.
         """
-        has_measured = self.steps_done > 0 or not self.is_first_evaluation
-        return (
-            has_measured
-            or self.world.sum([self.journal is not None and self.journal.owes_summary])[0] > 0
-        )
+        if self.steps_done or not self.is_first_evaluation:
+            return True
+        owes = self.journal is not None and self.journal.owes_summary
+        return self.world.sum([owes])[0] > 0
 
     def summary(self, reason: str, facts: dict[str, Any]) -> None:
         """Write the last line of this attempt. Unknown values are null."""
         tokens, graphs = round(self.world.sum([self.own_tokens])[0]), self.backend.graphs()
+        tokens_per_s, mfu = None, None
+        if self.train_s:
+            tokens_per_s, mfu = tokens / self.train_s, self.mfu(self.total_flops / self.train_s)
         self.write(
             "summary",
             {
@@ -350,11 +340,9 @@ class Recorder:
                 "train_s": self.train_s,
                 "compile_s": graphs.compile_s,
                 "graphs": graphs.compiled,
-                "executions": graphs.executed,
                 "tokens": tokens,
-                "tokens_per_s": tokens / self.train_s if self.train_s else None,
-                "mfu": self.mfu(self.total_flops / self.train_s) if self.train_s else None,
-                "cost_usd": None,  # `write` replaces it if the cost is known
+                "tokens_per_s": tokens_per_s,
+                "mfu": mfu,
                 "goodput": self.goodput(),
                 "productive_s": self.progress.productive_s,
                 "skipped_steps": self.progress.skipped,
@@ -365,9 +353,6 @@ class Recorder:
                 "precision": self.backend.precision,
                 "peak_device_bytes": peak_device_bytes(),
                 "peak_host_bytes": own_peak_bytes(),
-                "peak_bytes_of_ranks": self.world.gather(peak_device_bytes() or own_peak_bytes()),
-                **bubble_share(self.passes_s, self.spans_s),
-                **({"bubble_share_ideal": self.cfg.parallel.bubble} if self.spans_s else {}),
                 **facts,
             },
         )
@@ -388,34 +373,22 @@ class Recorder:
         """Write a line on rank 0, and call `then` on every rank. Rank 0 may do both later: see Journal.write."""
         if self.journal is not None and self.on_line is None:
             cost_usd = self.cost_usd()
-            self.journal.write(
-                kind, values if cost_usd is None else {**values, "cost_usd": cost_usd}, then
-            )
+            if cost_usd is not None:
+                values = {**values, "cost_usd": cost_usd}
+            self.journal.write(kind, values, then)
             return
         if self.on_line is not None:
             self.on_line(self, kind, values)
         then()
 
 
-def bubble_share(passes_s: float, spans_s: float) -> dict[str, float]:
-    """Return the share of a pipeline's time in which ranks waited for other stages; {} without a pipeline."""
-    if not spans_s:
-        return {}
-    return {"bubble_share": max(0.0, 1 - passes_s / spans_s)}
-
-
-def slowest(works_s: Sequence[float], *, num_stages: int) -> dict[str, float]:
-    """Return the rank that works longest, and its time over the median of its pipeline stage; {} if it is alone in it.
+def slowest(works_s: Sequence[float]) -> dict[str, float]:
+    """Return the rank that works longest, and its time over the median; {} if there is one rank.
 
     `works_s` has each rank's seconds of work, without waits for other ranks.
     """
-    ratios = {}
-    for stage in range(num_stages):
-        ranks = range(stage, len(works_s), num_stages)
-        middle_s = median_low(works_s[rank] for rank in ranks)
-        if len(ranks) > 1 and middle_s > 0:
-            ratios.update({rank: works_s[rank] / middle_s for rank in ranks})
-    if not ratios:
+    middle_s = median_low(works_s)
+    if len(works_s) == 1 or middle_s <= 0:
         return {}
-    rank = max(ratios, key=ratios.__getitem__)
-    return {"slowest_rank": rank, "slowest_ratio": ratios[rank]}
+    most_s = max(works_s)
+    return {"slowest_rank": works_s.index(most_s), "slowest_ratio": most_s / middle_s}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from train.config import S3Config
 from train.machine.console import say
@@ -24,7 +23,7 @@ from train.run_folder.run_folder import RunFolder
 def main(arguments: Sequence[str]) -> int:
     parser = command_parser(
         "hub",
-        "Push a run that has ended to the Hugging Face Hub: model, tokenizer, card, metrics and curves.",
+        "Push the exported model of a run to the Hugging Face Hub, with its tokenizer and card.",
         examples=(
             "runs/tweets --to jane/tweets-bert --dry-run",
             "runs/tweets --to jane/tweets-bert",
@@ -64,14 +63,10 @@ def act(options: argparse.Namespace, s3: S3Config) -> int:
     check_name("--to ", options.to)
     folder = RunFolder(options.run, s3)
     with run_here(folder, options.cache_dir) as run:
-        files = gathered(run, Path(folder.location).name)
+        files = gathered(run)
         if options.dry_run:
-            for name, content in files.items():
-                if isinstance(content, bytes):
-                    size = len(content)
-                else:
-                    size = content.stat().st_size
-                say(f"{size / 1e6:10.3f} MB  {name}")
+            for name, path in files.items():
+                say(f"{path.stat().st_size / 1e6:10.3f} MB  {name}")
             say(f"nothing was sent to {options.to}: leave out --dry-run to push these files")
             return DONE
         say(send(files, options.to, private=not options.public))

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from train.config import (
-    CorpusConfig,
     InputError,
     PrepareConfig,
     Unreachable,
@@ -44,7 +43,6 @@ from train.data.text.coverage import (
 from train.data.text.documents import WHOLE, CorpusPart
 from train.data.text.encoding import Vocabulary
 from train.data.text.preparation import (
-    TOKENS_OF,
     HeldOut,
     Recipe,
     Report,
@@ -138,24 +136,10 @@ def run(cfg: PrepareConfig) -> int:
     )
     reads = "the tokenizer reads the corpus"
     say(unknown_share(counts.get("unknown_tokens", 0), counts.get("tokens", 0), reads))
-    for line in composition(cfg.corpus, manifest):
-        say(line)
     if held_out < FEW_SEQUENCES:
         few = f"the loss of only {held_out} validation sequences is noisy; give more text, or raise validation_fraction"
         say(f"warning: {few} and choose another output", file=sys.stderr)
     return cli.DONE
-
-
-def composition(cfg: CorpusConfig, manifest: DataManifest) -> list[str]:
-    """Return a line on each corpus's share of the training tokens, if there are several."""
-    numbers = range(1, len(cfg.sources) + 1)
-    tokens = [manifest.counts.get(f"{TOKENS_OF}{number}", 0) for number in numbers]
-    total = sum(tokens)
-    if not total:
-        return []
-    each = zip(cfg.sources, tokens, cfg.weights or [1] * len(tokens), strict=True)
-    parts = [f"{number / total:.1%} {name} (weight {weight:g})" for name, number, weight in each]
-    return [f"training tokens: {', '.join(parts)}"]
 
 
 def prepare(cfg: PrepareConfig) -> DataManifest | None:

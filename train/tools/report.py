@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from launch.values import columns
 from train.config import S3Config, check
 from train.machine.console import say
 from train.observe.report import comparison
@@ -62,9 +63,7 @@ def write_report(
     html = render(runs, folder.resolve(), failed=failed)
     seeds = comparison.over_seeds(runs)
     rows = seeds or [["", *(run.label for run in runs)], *table(runs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    say(*columns(rows, str.ljust))
     if len(runs) > 1:
         say("", *failed, *comparison.warnings(runs))
     say("", f"report: {html}")
