@@ -29,7 +29,6 @@ from reported_runs import (
     write_run,
 )
 from running import ROOT
-from services.fault_proxy import Fault
 
 from train.config import InputError
 from train.observe.report import comparison, page
@@ -88,7 +87,7 @@ def test_a_report_is_one_file_that_loads_nothing_and_says_why_figures_are_unknow
         assert f"instance.{key}" in html
 
 
-def test_several_runs_are_compared_beside_the_first(tmp_path, capsys):
+def test_several_runs_are_compared_beside_the_first(tmp_path):
     first = write_run(tmp_path / "a-rather-long-name", whole_run())
     other = {"optim": {"name": "lamb", "lr": 0.001}, "run_dir": "runs/b", "extra": 1}
     second = write_run(tmp_path / "b", whole_run(), config=other)
@@ -100,11 +99,6 @@ def test_several_runs_are_compared_beside_the_first(tmp_path, capsys):
     differences = words.split("Configuration differences")[1]
     assert "extra - 1 optim.name adamw lamb" in differences and "optim.lr adamw" not in differences
     assert words.index("rank 3 hangs") < words.index("Tokens/s over") < words.index("Curves")
-    assert not (first / "report").exists()
-    lines = capsys.readouterr().out.splitlines()
-    table = lines[: lines.index("")]
-    column = table[0].index("a-rather-long-name")
-    assert all(line[column - 1] == " " and line[column] != " " for line in table)
     runs = [report_run.read_run(first), report_run.read_run(second)]
     assert report_figures.x_axis(runs) == "step"
     runs.append(
@@ -420,7 +414,6 @@ def test_a_run_in_s3_is_reported_here(bucket, tmp_path, capsys, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     local = write_run(tmp_path / "albert", whole_run())
-    (local / "samples.json").write_text(json.dumps({"step": 40, "samples": []}))
     for path in local.iterdir():
         bucket.put(f"runs/albert/{path.name}", path.read_bytes())
     folder, flags, before = bucket.location("runs/albert"), bucket.config().flags(), bucket.keys()
@@ -431,14 +424,6 @@ def test_a_run_in_s3_is_reported_here(bucket, tmp_path, capsys, monkeypatch):
     assert bucket.keys() == before
     assert report_command.main([folder, str(local), *flags]) == 0
     assert "Comparison of 2 runs" in (tmp_path / "here/report/report.html").read_text()
-    capsys.readouterr()
-    nothing = bucket.location("nothing")
-    said = rejected(capsys, nothing, *flags)
-    assert f"error: {nothing} is not a run folder: it has no metrics.jsonl" in said
-    monkeypatch.setattr("train.storage.s3_retry.ATTEMPTS", 1)
-    bucket.proxy.set(Fault("status"))
-    assert report_command.main([folder, *flags]) == 1
-    assert "S3 answers 503" in capsys.readouterr().err
 
 
 LONG, DEEP = "9" * 400, "[" * 140 + "]" * 140

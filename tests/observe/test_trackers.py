@@ -238,19 +238,3 @@ def test_a_run_that_fails_and_resumes_is_one_run_of_mlflow(toy, mlflow_server):
     assert run.info.status == "FINISHED" and run.info.run_name == "run" and warnings(toy) == []
     assert run.data.params["max_steps"] == "4" and run.data.params["checkpoint.every"] == "2"
     assert run.data.metrics["train/loss"] == pytest.approx(toy.values("train", "loss")[-1])
-
-
-def test_a_server_of_mlflow_that_dies_costs_one_warning(toy, mlflow_server):
-    toy.train("without")
-
-    def scale(call: int) -> float:
-        if call == 3:
-            eventually(lambda: mlflow_server.steps() == [1, 2])
-            mlflow_server.kill()
-        return 1.0
-
-    toy.losses, toy.scale = 0, scale
-    assert toy.train(telemetry=MLFLOW) == ("done", 6)
-    assert toy.values("train", "loss") == toy.values("train", "loss", "without")
-    (said,) = warnings(toy)
-    assert said.startswith("tracker mlflow: ")

@@ -193,7 +193,7 @@ def test_a_run_in_s3_and_its_text_are_evaluated_from_there(trained, prepared, bu
 def test_what_cannot_be_evaluated_is_rejected_in_one_line(
     trained, sources, corpus, capsys, tmp_path
 ):
-    run_dir, unsafe, headless = trained("classify"), tmp_path / "unsafe", tmp_path / "headless"
+    run_dir, headless = trained("classify"), tmp_path / "headless"
     rows = {
         "unknown": "text,label\nba,cold\n",
         "empty": "text,label\n",
@@ -201,13 +201,6 @@ def test_what_cannot_be_evaluated_is_rejected_in_one_line(
     files = {name: tmp_path / f"{name}.csv" for name in rows}
     for name, file in files.items():
         file.write_text(rows[name])
-    shutil.copytree(run_dir / "export", unsafe)
-    path = unsafe / "tokenizer_config.json"
-    path.write_text(
-        json.dumps(
-            {**json.loads(path.read_text()), "auto_map": {"AutoTokenizer": "code.Tokenizer"}}
-        )
-    )
     shutil.copytree(run_dir / "export", headless)
     weights = {
         name: value
@@ -226,7 +219,6 @@ def test_what_cannot_be_evaluated_is_rejected_in_one_line(
         (run_dir, ["data.train=x.csv"], "nothing is trained"),
         (run_dir, ["model.new_head=true"], "is used as it is"),
         (run_dir, ["--output", f"{tmp_path}/none/x.json"], "there is no folder"),
-        (unsafe, [f"data.path={files['empty']}"], "auto_map asks transformers to load code"),
         (
             headless,
             [sources["classify"][2]],
