@@ -148,14 +148,6 @@ def test_links_of_a_run_from_elsewhere_lead_to_nothing_of_this_machine(run, tmp_
     assert not {"pipe.txt", "notes.txt", "README.md"} & files.keys()
 
 
-def test_a_dry_run_lists_and_sends_nothing(the_hub, finished, capsys, monkeypatch):
-    monkeypatch.delenv("HF_TOKEN")  # it needs none
-    assert hub_command.main([str(finished), "--to", TO, "--dry-run"]) == 0
-    *files, last = capsys.readouterr().out.splitlines()
-    assert len(files) == 6 and last.startswith("nothing was sent")
-    assert the_hub.requests == []
-
-
 def test_a_run_in_s3_is_pushed_from_another_machine(
     the_hub, finished, bucket, tmp_path, monkeypatch
 ):

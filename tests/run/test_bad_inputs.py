@@ -323,7 +323,7 @@ FLAGS = [
     ("hub", "RUN --to 'a/b\nc'", "--to"),
     ("hub", "RUN --to a/b --public --private", "--private"),
     ("hub", "nosuch --to a/b", "nosuch is not a run folder"),
-    ("hub", "RUN --to a/b --dry-run", "no exported model"),
+    ("hub", "RUN --to a/b", "no exported model"),
     ("precompile", "", "give the command of the run"),
     ("precompile", "experiment=demo", "give the command of the run"),
 ]

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from train.config import Failure, RecordsConfig, TrainConfig, check, shortlist
+from train.config import Failure, RecordsConfig, TrainConfig, check, flatten, shortlist
 from train.machine import rank_setup
 from train.machine.console import say
 from train.machine.launched import launched
@@ -28,7 +28,7 @@ from train.run.command import printable
 from train.run.saved import WHERE, read_data
 from train.run_folder.exported import is_outdated, marked, saved_steps
 from train.storage.folders import Folder
-from train.storage.schema import of_type, read_object
+from train.storage.schema import read_object
 from train.tools.checkpoints import chosen, fetch, opened
 from train.tools.trained import Trained, find_trained, output_path, settings_of, typed_keys
 
@@ -104,19 +104,11 @@ def settings_of_run(
     """Yield the settings of a run that only an evaluation needs, including the batch size and lengths that it used."""
     facts: dict[str, Any] = {}
     if run.size("environment.json") is not None:
-        facts = read_object(run.read("environment.json"))
-    plan = of_type(dict[str, Any], facts.get("plan", {}), "plan")
-    identity = of_type(dict[str, Any], facts.get("identity", {}), "identity")
+        facts = dict(flatten(read_object(run.read("environment.json"))))
     for name in ("norms", "compile"):
         yield f"backend.{name}", getattr(cfg.backend, name)
     yield "backend.precision", facts.get("precision", cfg.backend.precision)
-    yield (
-        "eval_batch_size",
-        plan.get("eval_batch_size")
-        or cfg.eval_batch_size
-        or cfg.micro_batch_size
-        or cfg.global_batch_size,
-    )
+    yield "eval_batch_size", facts.get("plan.eval_batch_size", BATCH_SIZE)
     is_new = bool(NEW_DATA & typed.keys())
     if not is_new:
         yield "eval_examples", cfg.eval_examples
@@ -132,7 +124,7 @@ def settings_of_run(
             names += OWN_ROWS
         if holds_out:
             names += HELD_OUT
-        yield "data.lengths", identity.get("data.lengths", cfg.data.lengths)
+        yield "data.lengths", facts.get("identity.data.lengths", cfg.data.lengths)
     for name in names:
         yield f"data.{name}", own[name]
 
