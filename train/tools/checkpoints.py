@@ -21,7 +21,6 @@ from train.run.command import (
     DONE,
     FAILED,
     REJECTED,
-    add_import_flag,
     add_s3_flags,
     command_parser,
     run_flags,
@@ -213,41 +212,35 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "run", metavar="RUN", help="run_dir of a run: a folder or s3://bucket/prefix"
     )
-    add_s3_flags(parser)
-    commands = parser.add_subparsers(
-        dest="command", metavar="list | verify | export", help="default: list"
+    what = "list the steps (the default); compare files with checksums, and say where the next start resumes; "
+    parser.add_argument(
+        "command",
+        nargs="?",
+        choices=("list", "verify", "export"),
+        default="list",
+        help=f"{what}write a step as a Hugging Face folder, with the tokenizer",
     )
-
-    def add(name: str, text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(
-            name, help=text, description=text, argument_default=argparse.SUPPRESS
-        )
-        add_import_flag(command)
-        add_s3_flags(command)
-        return command
-
-    add("list", "list the steps (the default); only manifests and file lengths are read")
-    add(
-        "verify", "compare files with checksums, and print where the next start resumes"
-    ).add_argument("--step", type=int, default=None, help="verify only this step")
-    exporting = add("export", "write a step as a Hugging Face folder, with the tokenizer")
-    exporting.add_argument("folder", metavar="FOLDER", help="folder to write, new or empty")
-    exporting.add_argument(
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", help="for export: new or empty")
+    parser.add_argument(
         "--step",
         type=int,
-        default=None,
-        help="step to write (default: the best, or the newest if none was evaluated)",
+        help="for verify: only this step; for export (default: the best, or the newest if none was evaluated)",
     )
-    exporting.add_argument(
+    parser.add_argument(
         "--data",
-        default=None,
         metavar="LOCATION",
-        help="location of the prepared data, if RUN has no model/ folder",
+        help="for export: location of the prepared data, if RUN has no model/ folder",
     )
+    add_s3_flags(parser)
     return run_flags(parser, arguments, look)
 
 
 def look(options: argparse.Namespace, s3: S3Config) -> int:
+    is_export = options.command == "export"
+    check(
+        is_export == (options.folder is not None),
+        "export needs a FOLDER, and the other commands none",
+    )
     folder = open_folder(options.run, s3)
     is_run = bool(folder.names_here() & {"environment.json", "checkpoints"})
     check(
@@ -258,7 +251,7 @@ def look(options: argparse.Namespace, s3: S3Config) -> int:
         with opened(folder, options.cache_dir) as store:
             if options.command == "verify":
                 return verify(store, options.step)
-            if options.command == "export":
+            if is_export:
                 return export(folder, store, options, s3)
             for line in table(store):
                 say(line)
