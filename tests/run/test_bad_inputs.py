@@ -35,7 +35,7 @@ from train.tools import report as report_command
 from train.tools.bench import command as bench_command
 
 MAINS = {
-    "train": entry.run_command_line,
+    "train": entry.main,
     "prepare": prepare.main,
     "records": records.main,
     "report": report_command.main,
@@ -174,7 +174,6 @@ VALUES = [
         "optim.decay_from_start=true is not for optim.schedule=wsd",
     ),
     ([*WSD, "optim.decay_fraction=0.5"], "optim.warmup_steps=4 lasts beyond step 3 of 6"),
-    ("optim.layer_decay=0.9", "the layers of albert share their weights"),
     ("best.export=true", "checkpoint.best=true"),
     ("best.metric=f2", "best.metric=f2"),
     ("samples=33", "samples=33 must be"),
