@@ -457,7 +457,6 @@ def samples_with(answer: Any = None, **changes: Any) -> dict[str, Any]:
     [
         (samples_with(answers=[]), "a sample has no answer"),
         (samples_with({"guesses": []}), "an answer has no guess"),
-        (samples_with({"score": "good"}), "is 'good', not a number"),
         ({**samples_with(), "more": "x" * 2**20}, "bytes, more than 1,048,576"),
     ],
 )

@@ -125,10 +125,6 @@ def test_rows_that_were_cut_are_marked_and_what_they_lose_is_said(
     question = ["--question", text, "--context", "ba be na", "task.null_threshold=0"]
     (one,), said = answers(capsys, answering[0], *question)
     assert "1 of 1 rows are cut at 48 tokens" in said and one["tokens_cut"]
-    (one,), said = answers(
-        capsys, answering[0], "--question", "ba?", "--context", text, *question[-1:]
-    )
-    assert "tokens_cut" not in one and "are cut" not in said  # windows read all of a context
 
 
 def samples_of(run):
