@@ -57,7 +57,7 @@ def test_list_shows_what_the_manifests_say_damage_and_what_is_in_quarantine(run_
     _, third, fourth, sixth, aside = output.out.splitlines()
     row = ["3", megabytes, f"{metric:.4f}", "1", "ddp", "1", "unverified", "(best)"]
     assert re.split(r"\s{2,}", third.strip()) == row and fourth.endswith("unverified  (newest)")
-    assert re.search(r" 6 .* damaged: model.pt has 5 bytes, the manifest says \d+$", sixth)
+    assert re.search(r"^6 .* damaged: model.pt has 5 bytes, the manifest says \d+$", sixth)
     assert aside == f"in quarantine: {name}"
     assert content(run_dir) == before
 

@@ -254,7 +254,7 @@ FLAGS = [
     ("report", "EMPTY", "has no metrics.jsonl"),
     ("report", "RUN --output TEXT/x", "TEXT/x"),
     ("predict", "RUN --text=a --text=b", "--text: it is given twice, the second time with b"),
-    ("compare", "", "required"),
+    ("compare", "", "run_dir is not set"),
     ("compare", "RUN seed=1", "RUN is not key=value"),
     ("compare", "seed=1 --tolerance", "--tolerance is not a flag"),
     ("compare", "experiment=nosuch", "experiment=nosuch"),

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from launch.values import columns
 from train.checkpoints import open_store
 from train.checkpoints.manifest import Damaged, Manifest, chosen_at, step_name
 from train.checkpoints.retention import best
@@ -17,6 +16,7 @@ from train.checkpoints.store import Store
 from train.config import InputError, S3Config, check, shortlist
 from train.machine import host
 from train.machine.console import say
+from train.observe.report.texts import aligned
 from train.run.command import (
     DONE,
     FAILED,
@@ -89,7 +89,7 @@ def table(store: Store) -> Iterator[str]:
         if marks:
             cells[-1] += f"  ({', '.join(marks)})"
     if rows:
-        yield from columns([list(COLUMNS), *(rows[step] for step in sorted(rows))], str.ljust)
+        yield from aligned([list(COLUMNS), *(rows[step] for step in sorted(rows))])
     else:
         yield f"{store.location}: no checkpoint"
     for name in store.quarantined():

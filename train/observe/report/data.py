@@ -1,6 +1,6 @@
 """Tables of data.json (labelled data) and evaluation.json (of the exported weights), which are optional.
 
-Values of another type than expected are left out.
+Values of the wrong type are left out.
 """
 
 from __future__ import annotations
