@@ -206,12 +206,7 @@ def test_answers_are_those_of_the_runs_evaluation(answering, tmp_path, capsys, m
     result = lines_of(out)
     assert same_answers(result, run)
     assert [line["id"] for line in result] == [f"q{number}" for number in range(14)]
-    for line, wanted in zip(
-        result, lines_of(run / "predictions/validation_nbest.jsonl"), strict=True
-    ):
-        assert [one["text"] for one in line["n_best"]] == [
-            one["text"] for one in wanted["answers"]
-        ]
+    for line in result:
         scores = {one["text"]: one["score"] for one in reversed(line["n_best"])}
         assert line["score"] == pytest.approx(scores[line["answer"]], abs=1e-6)
     # By itself it takes the threshold that was best on the validation data.

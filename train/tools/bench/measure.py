@@ -190,7 +190,7 @@ def peak(recorder: Recorder) -> Peak:
     instance = recorder.cfg.instance
     known = instance.peak_flops_per_s(backend.precision)
     if known is not None:
-        return Peak(known * world.size, f"conf/instance/{instance.name}.yaml: {instance.source}")
+        return Peak(known * world.size, f"conf/instance/{instance.name}.yaml")
     world.barrier()
     own, size = matmul_flops_per_s(backend)
     product = f"product of {size} x {size} matrices in {backend.precision}"
