@@ -141,7 +141,7 @@ def test_a_page_is_whole(
     browser.show(chromium, pages[name], width=width, scheme=scheme)
     # no script that fails, nothing that the page's own policy blocks
     assert chromium.get_log("browser") == []
-    assert chromium.execute_script("return document.images.length") >= 8
+    assert chromium.execute_script("return document.images.length") >= 6
     assert chromium.execute_script(UNDRAWN) == []
     assert chromium.execute_script(FAULTS) == []
     assert chromium.execute_script(FAINT) == []
