@@ -17,7 +17,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from train.config import Failure, RecordsConfig, TrainConfig, check, flatten, shortlist
+from train.config import (
+    Failure,
+    RecordsConfig,
+    TelemetryConfig,
+    TrainConfig,
+    check,
+    flatten,
+    shortlist,
+)
 from train.machine import rank_setup
 from train.machine.console import say
 from train.machine.launched import launched
@@ -41,7 +49,7 @@ BATCH_SIZE = 32  # sequences per rank, if the model is not a run
 # The keys that replace the run's rows with new ones.
 NEW_DATA = {"data", "data.path", "data.validation"}
 # The run's settings for its validation rows, unless the user names new ones, and for rows that were held out.
-OWN_ROWS = ("validation", "more_validation", "max_validation_examples")
+OWN_ROWS = ("validation", "more_validation")
 HELD_OUT = ("train", "validation_fraction")
 USED: tuple[str, ...] = ("data.path", "data.validation", "data.format", "data.label_map")
 USED += ("data.max_bad_rows", "eval_batch_size", "eval_examples", "backend.device")
@@ -105,8 +113,7 @@ def settings_of_run(
     facts: dict[str, Any] = {}
     if run.size("environment.json") is not None:
         facts = dict(flatten(read_object(run.read("environment.json"))))
-    for name in ("norms", "compile"):
-        yield f"backend.{name}", getattr(cfg.backend, name)
+    yield "backend.compile", cfg.backend.compile
     yield "backend.precision", facts.get("precision", cfg.backend.precision)
     yield "eval_batch_size", facts.get("plan.eval_batch_size", BATCH_SIZE)
     is_new = bool(NEW_DATA & typed.keys())
@@ -179,7 +186,7 @@ def evaluate(cfg: TrainConfig, model: Model) -> int:
             TemporaryDirectory(prefix="baretrain-evaluate-", ignore_cleanup_errors=True) as folder,
             StopRequest() as stop,
         ):
-            cfg = replace(cfg, run_dir=folder, tensorboard=False)
+            cfg = replace(cfg, run_dir=folder, telemetry=TelemetryConfig(trackers=[]))
             result = evaluate_alone(
                 cfg, stop, step=model.step, load=lambda network: load(network, model)
             )
