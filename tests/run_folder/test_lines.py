@@ -4,6 +4,8 @@ import errno
 import importlib.abc
 import io
 import json
+import logging
+import multiprocessing
 import os
 import re
 import sys
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 from rejections import rejects
 from running import train_here
+from tqdm import tqdm
 
 from launch.run_progress import TAIL_BYTES, read_progress
 from train.checkpoints.saver import AsyncSaver
@@ -23,7 +26,7 @@ from train.run import goodput
 from train.run_folder import metrics_files as parts
 from train.run_folder.outcome import Outcome, read_outcome
 from train.run_folder.ownership import LeaseLost
-from train.run_folder.run_folder import RunFolder
+from train.run_folder.run_folder import RunFolder, TerminalHandler
 from train.storage import atomic_io
 from train.storage.folders import LocalFolder
 
@@ -270,3 +273,21 @@ def test_a_line_without_an_end_is_not_read_as_a_whole(folder):
     os.truncate(folder.metrics, 2**40)  # it takes no space on the disk
     rejects("a line of metrics.jsonl has more than", list, read_lines(folder.local))
     rejects("a line has more than", list, read_back(folder.local))
+
+
+def test_a_process_that_is_killed_while_it_logs_does_not_silence_the_others(capsys):
+    """As the prefetching process is, when a run ends."""
+
+    def write_and_end() -> None:
+        tqdm.get_lock().acquire()
+        os._exit(0)
+
+    handler, record = TerminalHandler(), logging.makeLogRecord({"msg": "still here"})
+    handler.emit(record)
+    child = multiprocessing.get_context("fork").Process(target=write_and_end)
+    child.start()
+    child.join()
+    thread = threading.Thread(target=handler.emit, args=(record,), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive() and capsys.readouterr().err == "still here\n" * 2

@@ -76,6 +76,7 @@ from train.storage.folders import (
 from train.storage.schema import BadContent, read_object
 
 logger = logging.getLogger("train")
+TERMINAL = threading.RLock()  # for lines of this process
 LOG = "log/rank_0000.txt"
 SMALL_BYTES = 2**22  # a growing file up to this size is uploaded at every checkpoint
 UPLOAD_EVERY_S = 60.0  # and a longer one at most this often, and at the end
@@ -358,4 +359,6 @@ class TerminalHandler(logging.StreamHandler):
     def emit(self, record: logging.LogRecord) -> None:
         from tqdm import tqdm
 
+        # tqdm's own lock is shared with forks, and a fork that is killed while it writes would keep it.
+        tqdm.set_lock(TERMINAL)
         tqdm.write(self.format(record), file=sys.stderr)
