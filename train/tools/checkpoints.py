@@ -151,7 +151,7 @@ def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Conf
     is_new = not target.exists() or not any(target.iterdir())
     check(is_new, f"{target} is not empty; choose another folder")
     cfg = read_config(folder)
-    cfg.data.path, cfg.data.cache_dir, cfg.s3 = options.data or "", options.cache_dir, s3
+    cfg.data.cache_dir, cfg.s3 = options.cache_dir, s3
     step, why = chosen(store, options.step)
     path = fetch(store, step, "model")
     existed = target.exists()
