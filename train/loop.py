@@ -20,7 +20,7 @@ from train.data.batches.loader import Batch
 from train.machine.launched import check_launch, launched
 from train.machine.runtime import search_as_usual
 from train.models.model_sizes import check_layers
-from train.observe.metrics import Recorder
+from train.observe.metrics import Recorder, lengths_of
 from train.observe.monitor import open_monitor
 from train.observe.trackers import check_trackers
 from train.parallel.backends import Backend, Workload, check_attention, open_backend
@@ -69,7 +69,11 @@ def run(cfg: TrainConfig, stop: StopRequest, *, on_line: OnLine | None = None) -
         task = build_task(cfg)
         check_layers(cfg)
         plan = make_plan(
-            cfg, world_size=launched().world_size, rows=task.train_rows, seq_len=task.seq_len
+            cfg,
+            world_size=launched().world_size,
+            rows=task.train_rows,
+            seq_len=task.seq_len,
+            cut=task.micro_batches,
         )
         identity = identity_of(cfg, plan, task.data_id, task.lengths)
     search_as_usual()  # all modules are imported by now
@@ -199,10 +203,8 @@ def train(
         checkpoints.report()
         votes.cast(failure or checkpoints.failure)  # votes on whether to continue after this step
 
-        seq_len = batches[0]["inputs"]["input_ids"].shape[-1]
-        watch.phase(
-            "step", step=progress.step, is_start=metrics.is_first or metrics.is_new(seq_len)
-        )
+        is_new = metrics.is_new(lengths_of(batches))
+        watch.phase("step", step=progress.step, is_start=metrics.is_first or is_new)
         lr = learning_rate(progress.step, cfg=cfg.optim, plan=plan)
         engine.begin_step(sum(batch["count"] for batch in batches), lr)
         for number, batch in enumerate(batches, start=1):
@@ -216,9 +218,7 @@ def train(
         progress.advance(plan.global_batch_size, lr)
         data.consumed(progress.examples)
         evaluates = due(progress.step, cfg.eval_every, plan.total_steps)
-        metrics.end_step(
-            evaluates, lr=lr, micro_batches=batches, seq_len=seq_len, grad_norm=grad_norm
-        )
+        metrics.end_step(evaluates, lr=lr, micro_batches=batches, grad_norm=grad_norm)
         if metrics.skips_in_a_row >= cfg.nonfinite.max_skips:
             progress = checkpoints.roll_back()
             if is_last:

@@ -68,7 +68,7 @@ def make(texts, tokenizer_folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def task(make):
-    return make("data.lengths=[]")
+    return make(f"data.lengths=[{SEQ_LEN}]")
 
 
 @pytest.fixture(scope="module")
@@ -230,11 +230,13 @@ def test_statistics_hold_the_best_places_of_the_context():
         name: torch.tensor(value)
         for name, value in zip(names, [[4, 0], [5, 0], [3, 7], [8, 9]], strict=True)
     }
+    inputs["attention_mask"] = torch.ones(2, 10)
+    inputs["attention_mask"][0, 9:] = 0
     result = QuestionAnswering.statistics(SimpleNamespace(k=4), logits, inputs)
     assert result.shape == (2, 18)
     wanted = (
-        F.cross_entropy(logits[0, :, 0], torch.tensor(4))
-        + F.cross_entropy(logits[0, :, 1], torch.tensor(5))
+        F.cross_entropy(logits[0, :9, 0], torch.tensor(4))
+        + F.cross_entropy(logits[0, :9, 1], torch.tensor(5))
     ) / 2
     torch.testing.assert_close(result[0, 0], wanted)
     torch.testing.assert_close(result[:, 1], logits[:, 0].sum(-1))

@@ -39,6 +39,7 @@ WRITTEN = re.compile(r"checkpoints|lease|log|metrics\.jsonl|rank_\d{4,}\.txt")
 # Settings of the model and the optimizer that a resume may change. The first only selects an implementation. The second
 # only changes the end of a run: `check_continues` in train/parallel/optim.py rejects a change to earlier steps.
 FREE = ("model.attention", "optim.decay_fraction")
+ORDER = "mixed lengths"  # earlier versions had other batches: a step had rows of one length
 IDENTITY_KEYS = {"data", "seed", "global_batch_size"}
 
 
@@ -54,15 +55,18 @@ def identity_of(
     }
     for key in FREE:
         del sections[key]
+    of_batches: dict[str, Any] = {}
+    if lengths is not None:
+        of_batches["data.lengths"] = list(lengths)
+    if lengths is not None and len(lengths) > 1:
+        of_batches["data.order"] = ORDER
     return {
         "data": data_id,
         "seed": cfg.seed,
         "global_batch_size": plan.global_batch_size,
         **sections,
         **imported.checksums(),
-        **(
-            {} if lengths is None else {"data.lengths": list(lengths)}
-        ),  # the order of rows depends on the lengths
+        **of_batches,
     }
 
 

@@ -12,7 +12,7 @@ from train.data.shards.cache import cache_dir
 from train.models.encoder import fitting_config, model_config, most_positions
 from train.models.network import READING_PADDING
 from train.models.source import resolved, task_tokenizer
-from train.parallel.backends import compiles_each_length
+from train.parallel.backends import compiles_each_length, is_cuda, name_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
@@ -23,6 +23,9 @@ MOST_TOKENS = 512  # tokens; the limit if seq_len is not set: few texts are long
 MOST_PADDING = 0.1  # the share of padding in a batch's tokens that data.lengths=auto accepts
 MOST_LENGTHS = 128  # the limit on the number of batch lengths without compilation
 MOST_CHOICES = 1024  # the limit on the number of lengths among which data.lengths=auto chooses; time is quadratic in it
+# The tokens that take as long as what each further pass costs: on CPUs measured (benchmarks/notes.md), on other devices
+# estimated from launching kernels, and not run on hardware.
+CPU_PASS, DEVICE_PASS = 200, 2048
 EAGER_STEP = 8  # tokens; without compilation, lengths are multiples of this: on CPUs, bf16 is slower with others
 
 
@@ -125,6 +128,8 @@ def resolved_lengths(
     else:
         step = eager_step(longest, MOST_CHOICES)
     longest = min(-(-longest // step) * step, seq_len)
+    if cfg.data.lengths == [] and not is_compiled:
+        return every_length(shortest, longest, eager_step(longest))
     if cfg.data.lengths != "auto":
         return lengths_up_to(cfg.seq_len or max([longest, *cfg.data.lengths]), cfg.data.lengths)
     most = MOST_GRAPHS if is_compiled else MOST_LENGTHS
@@ -132,6 +137,19 @@ def resolved_lengths(
     return tuple(
         best_lengths(rows, longest, most, step=step, shortest=shortest, enough=MOST_PADDING)
     )
+
+
+def every_length(shortest: int, longest: int, step: int) -> tuple[int, ...]:
+    """Return the multiples of `step` from `shortest`, up to `longest`, which is the last length."""
+    return (*range(-(-min(shortest, longest) // step) * step, longest, step), longest)
+
+
+def pass_cost(cfg: TrainConfig) -> int:
+    """Return how many tokens take as long as what one more micro batch costs on this run's device."""
+    place = cfg.backend, cfg.instance
+    if name_of(*place) == "ddp" and not is_cuda(*place):
+        return CPU_PASS
+    return DEVICE_PASS
 
 
 def eager_step(longest: int, most: int = MOST_LENGTHS) -> int:
