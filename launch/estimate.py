@@ -15,7 +15,7 @@ from train.config import (
     make_plan,
 )
 from train.machine.launched import Launched, check_launch
-from train.models.memory_estimate import GIB, advice, memory_of
+from train.models.memory_estimate import state_gib
 from train.models.model_sizes import Shape, check_layers, find_shape, knows_vocabulary
 
 MANY_ROWS = 2**50  # used for data of unknown size: more sequences than any run reads
@@ -92,7 +92,7 @@ def estimate(
             table = [timed(each, cfg.instance, sequence_s, seq_len) for each in table]
             notes += notes_of_ranks(cfg)
         at = next(each for each in table if each.nodes == nodes)
-        notes += notes_of_memory(cfg, shape, at, seq_len)
+        notes += notes_of_memory(cfg, shape, at.world_size)
     if shape is not None and not knows_vocabulary(cfg.model, vocab_size=vocab_size):
         notes.append(
             f"a vocabulary of {shape.vocab_size:,} tokens, the default of {shape.model_type}, is assumed"
@@ -179,26 +179,16 @@ def notes_of_ranks(cfg: TrainConfig) -> list[str]:
     return [MESSAGES]
 
 
-def notes_of_memory(cfg: TrainConfig, shape: Shape, at: ClusterSize, seq_len: int) -> list[str]:
-    """Return a note on how much memory a rank of the planned machines needs, and whether its device has that much."""
-    if at.micro_batch_size is None or at.accumulation is None:
-        return []
-    needed = memory_of(
-        cfg,
-        shape,
-        world_size=at.world_size,
-        micro_batch_size=at.micro_batch_size,
-        accumulation=at.accumulation,
-        seq_len=seq_len,
-        precision=precision_of(cfg),
-    )
+def notes_of_memory(cfg: TrainConfig, shape: Shape, world_size: int) -> list[str]:
+    """Return a note on how much memory the model state of a rank takes, and whether its device has that much."""
+    needed_gib = state_gib(cfg, shape, world_size=world_size, precision=precision_of(cfg))
+    note = f"weights, gradients and moments take {needed_gib:.3g} GiB of memory per rank"
     device_gib = cfg.instance.device_memory_gib
     if device_gib is None:
-        return [str(needed)]
-    if needed.total <= device_gib * GIB:
-        return [f"{needed}, of the device's {device_gib:g}"]
-    cure = advice(cfg, world_size=at.world_size)
-    return [f"{needed}: MORE than the device's {device_gib:g}; {cure}"]
+        return [note]
+    if needed_gib <= device_gib:
+        return [f"{note}, of the device's {device_gib:g}; activations are not counted"]
+    return [f"{note}: MORE than the device's {device_gib:g}; use {cfg.parallel.frees}"]
 
 
 def notes_of_price(instance: InstanceConfig) -> list[str]:

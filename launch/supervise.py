@@ -27,7 +27,7 @@ Answer = TypeVar("Answer")
 CODES = {"done": DONE, "stopped": STOPPED, "failed": FAILED, "refused": REJECTED}
 # Kinds of stops (train/run/stopping.py). KILLED: torchrun got a signal or died. TAKEN_BACK: machines may be lost.
 KILLED = "SIGTERM"
-TAKEN_BACK = (KILLED, "spot_notice", "scheduled_event", "capacity_block")
+TAKEN_BACK = (KILLED, "spot_notice", "capacity_block")
 # number of attempts in a row without a new checkpoint after which a run is given up
 IDLE_ATTEMPTS = 2
 RETRIES_S = 900.0  # how long to retry S3 or Slurm, whose outages may be long

@@ -190,7 +190,7 @@ def test_the_first_step_waits_for_no_library_that_it_does_not_need(tmp_path, pre
             print(*sys.modules)
             raise KeyboardInterrupt
         loop.Recorder.end_step = end_step
-        entry.run_command_line(sys.argv[1:])
+        entry.main(sys.argv[1:])
     """
     settings = train_overrides(tmp_path / "run", prepared, "tensorboard=true", "backend=ddp")
     words = [sys.executable, "-c", code, *settings]

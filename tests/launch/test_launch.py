@@ -138,7 +138,7 @@ def test_one_signal_ends_the_preparation_of_data(monkeypatch, capsys, tmp_path, 
 
     monkeypatch.setattr(loop, "build_task", prepare)
     monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared)])
-    assert entry.run_command_line(sys.argv[1:]) == cli.STOPPED
+    assert entry.main(sys.argv[1:]) == cli.STOPPED
     said = (
         "stopped on SIGINT before there was anything to save; the same command starts it again\n"
     )

@@ -159,25 +159,6 @@ def test_by_default_lengths_keep_padding_low_or_are_few_graphs(
     )
 
 
-def test_what_lies_behind_the_end_is_said(make):
-    task = make("seq_len=16")
-    for name in ("train", "validation", "other"):
-        notes = task.tables.facts["splits"][name]["notes"]
-        assert (
-            f"; {name}: {notes['truncated']:.0f} of " in task.summary() and notes["tokens_cut"] > 0
-        )
-    train = task.tables.facts["splits"]["train"]
-    total = sum(
-        map(len, task.sizes.tokenizer(list(task.tables.examples("train")["text"]))["input_ids"])
-    )
-    lost = total - train["tokens"]
-    assert (
-        f"rows are cut at 16 tokens: {lost:,} of {total:,} tokens ({lost / total:.1%}) are lost"
-        in task.summary()
-    )
-    assert task.facts["tokens_cut_share"] == lost / total
-
-
 def test_weights_fit_the_labels_and_balanced_ones_are_those_of_scikit_learn():
     from sklearn.utils.class_weight import compute_class_weight
 

@@ -2,12 +2,10 @@
 
 import json
 from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from datasets import Dataset
 from finetuning import byte_tokenizer, squad, task_of, tuning
 from rejections import rejects
@@ -16,12 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from train.config.tasks import QAConfig
 from train.data.batches.buckets import BUCKET_SHIFT
-from train.data.batches.masking import IGNORE_INDEX
 from train.data.shards.order import PADDING
 from train.storage.folders import LocalFolder
 from train.tasks.finetune import drawn
 from train.tasks.qa.spans import LOWEST
-from train.tasks.qa.task import QuestionAnswering, losses_of
 from train.tasks.qa.windows import QAFeaturizer, answer_tokens
 
 SEQ_LEN = 48
@@ -220,34 +216,6 @@ def test_the_loss_is_the_mean_of_start_and_end_summed_over_windows(task):
             plain.loss.item(), rel=1e-5
         )
     assert drawn["count"] == [3]
-
-
-def test_statistics_hold_the_best_places_of_the_context():
-    torch.manual_seed(0)
-    logits = torch.randn(2, 10, 2)
-    names = ("start", "end", "context_first", "context_end")
-    inputs = {
-        name: torch.tensor(value)
-        for name, value in zip(names, [[4, 0], [5, 0], [3, 7], [8, 9]], strict=True)
-    }
-    inputs["attention_mask"] = torch.ones(2, 10)
-    inputs["attention_mask"][0, 9:] = 0
-    result = QuestionAnswering.statistics(SimpleNamespace(k=4), logits, inputs)
-    assert result.shape == (2, 18)
-    wanted = (
-        F.cross_entropy(logits[0, :9, 0], torch.tensor(4))
-        + F.cross_entropy(logits[0, :9, 1], torch.tensor(5))
-    ) / 2
-    torch.testing.assert_close(result[0, 0], wanted)
-    torch.testing.assert_close(result[:, 1], logits[:, 0].sum(-1))
-    best = logits[0, 3:8, 0].topk(4)
-    torch.testing.assert_close(result[0, 2:6], best.values)
-    assert (result[0, 6:10] == best.indices + 3).all()
-    assert (result[1, 4:6] == LOWEST).all() and (result[1, 2:4] > LOWEST).all()  # two tokens only
-    assert losses_of(
-        logits,
-        inputs | {"start": torch.full((2,), IGNORE_INDEX), "end": torch.full((2,), IGNORE_INDEX)},
-    ).tolist() == [0, 0]
 
 
 def knowing(task, *, deny=()):

@@ -31,7 +31,6 @@ from train.run_folder.outcome import read_outcome
 from train.storage.folders import LocalFolder
 from train.tools.compare import main, make_variants
 
-pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
 
 STEPS, BATCH, TOKENS, BEGAN_S = 40, 28, 400_000, 1.8e9
@@ -94,10 +93,10 @@ def compiled_run(folder: Path, **changes: Any) -> Path:
     return write_run(folder, **known | changes, config=config)
 
 
-def compared(*folders: Path, tolerance: float = 0.01) -> tuple[list[Run], list[str]]:
+def compared(*folders: Path) -> list[Run]:
     runs = [read_run(folder) for folder in folders]
     tell_apart(runs)
-    return runs, comparison.sentences(runs, tolerance)
+    return runs
 
 
 # ---- what the page says --------------------------------------------------------------------------------------------
@@ -107,25 +106,21 @@ def test_the_page_has_the_ratios_that_a_hand_computes(tmp_path, capsys):
     native = write_run(tmp_path / "native", cost_usd=2.0, peak_device_bytes=8e9)
     compiled = compiled_run(tmp_path / "compiled", cost_usd=1.28, peak_device_bytes=6e9)
     assert main([str(native), str(compiled)]) == DONE
-    says = "compiled reaches 2.00 times the tokens/s of native in 0.64 times the billable time, "
-    says += "equal quality (f1 0.5% apart, tolerance 1%)"
-    assert says in capsys.readouterr().out.splitlines()
+    assert "8,000 (2.00 times)" in capsys.readouterr().out
     html = (tmp_path / "report" / "report.html").read_text()
-    assert f'<div class="card headline">{says}</div>' in html
-    assert (tmp_path / "report" / "training_loss_over_time.png").exists()
+    assert 'alt="Training loss over time"' in html and "card warning" not in html
     expected = {
         "Tokens/s over the whole run": ["4,000", "8,000 (2.00 times)"],
         "Billable time: since the first start (h:mm:ss)": ["0:02:05", "0:01:20 (0.64 times)"],
         "Cost": ["$2.00", "$1.28 (0.64 times)"],
         "Compiling (s)": ["0.0", "20.0"],
         "Peak device memory of rank 0 (GB)": ["8.00", "6.00"],
-        "backend.compile": ["none", "layers"],
     }
-    rows = {row[0]: row[1:] for row in table(compared(native, compiled)[0])}
+    rows = {row[0]: row[1:] for row in table(compared(native, compiled))}
     assert expected.items() <= rows.items()
     assert all(f"{label} {' '.join(texts)}" in shown(html) for label, texts in expected.items())
     unpriced = write_run(tmp_path / "unpriced")
-    rows = {row[0]: row[1:] for row in table(compared(unpriced, compiled)[0])}
+    rows = {row[0]: row[1:] for row in table(compared(unpriced, compiled))}
     assert rows["Cost"] == ["unknown", "$1.28"]
 
 
@@ -137,7 +132,7 @@ def test_runs_that_differ_in_their_seeds_alone_are_one_row_with_mean_and_spread(
     first = [of(f"squad_{seed}", seed, "qa", f1=f1) for seed, f1 in enumerate([80.0, 81.0, 85.0])]
     other = [of("alone", 7, "qa", {"eval_every": 5}), of("cola_1", 1, "classify", f1=0.5)]
     lost = of("cola_2", 2, "classify", f1=0.75, diverged=True)
-    runs, _ = compared(first[0], *other, first[0])
+    runs = compared(first[0], *other, first[0])
     assert comparison.over_seeds(runs) == []  # no seed differs alone
     assert main(list(map(str, [*first, *other, lost]))) == DONE
     said, _, told = capsys.readouterr().out.partition("\n\n")
@@ -148,7 +143,7 @@ def test_runs_that_differ_in_their_seeds_alone_are_one_row_with_mean_and_spread(
         ["cola_1, cola_2", "f1", "0.5", "unknown", "1 of 2"],
     ]
     assert [re.split(r"  +", line) for line in said.splitlines()] == wanted
-    assert "tokens/s of" not in told
+    assert "not the same" not in told
     assert " ".join(wanted[1]) in shown((tmp_path / "report/report.html").read_text())
 
 
@@ -156,62 +151,28 @@ OTHER_DATA = {"environment": {"identity": {"data": "other"}}}
 
 
 @pytest.mark.parametrize(
-    ("changes", "tolerance", "says"),
-    [
-        ({"f1": 80.0}, 0.01, ", equal quality (f1 the same, tolerance 1%)"),
-        ({"f1": 78.4}, 0.02, ", equal quality (f1 2% apart, tolerance 2%)"),
-        ({"f1": None}, 0.01, ", equal quality (loss the same, tolerance 1%)"),  # which both have
-        (
-            {"f1": 80.4},
-            0.004,
-            ", unequal quality (f1 80.4 against 80, 0.5% better, tolerance 0.4%)",
-        ),
-        ({"f1": 78.4}, 0.01, ", unequal quality (f1 78.4 against 80, 2% worse, tolerance 1%)"),
-        (OTHER_DATA, 0.01, "f1 80.4 against 80, on different data"),
-        ({"config": {"eval_examples": 50}}, 0.01, "f1 80.4 against 80, on different data"),
-        ({"diverged": True}, 0.01, "quality: no number (f1 no number against 80)"),
-    ],
-)
-def test_quality_is_equal_within_its_tolerance_and_never_where_it_cannot_be_compared(
-    changes, tolerance, says, tmp_path
-):
-    folders = write_run(tmp_path / "a"), compiled_run(tmp_path / "b", **changes)
-    _, (sentence,) = compared(*folders, tolerance=tolerance)
-    _, (reverse,) = compared(*folders[::-1], tolerance=tolerance)
-    assert says in sentence
-    assert says.startswith(", equal") or ", equal quality" not in sentence + reverse
-
-
-@pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({"config": {"seed": 7}}, "work (seed: 0 there, 7 here)"),
-        ({"environment": {"seq_len": 128}}, "work (seq_len: 384 there, 128 here)"),
-        ({"config": {"task": {"kind": "qa", "stride": 64}}}, "work (task.stride: 128 there, 64"),
-        ({"config": {"model": {"num_layers": 6}}}, "model.num_layers: unknown there, 6 here"),
-        (OTHER_DATA, "work (data: sha-of-squad there, other here)"),
-        ({"steps": 80}, "work (sequences consumed: 1,120 there, 2,240 here)"),
+        ({"config": {"seed": 7}}, "work (seed)"),
+        ({"config": {"task": {"kind": "qa", "stride": 64}}}, "work (task.stride)"),
+        ({"config": {"model": {"num_layers": 6}}}, "model.num_layers"),
+        ({"config": {"eval_examples": 50}}, "work (eval_examples)"),
+        (OTHER_DATA, "work (identity.data)"),
+        ({"environment": {"seq_len": 128}}, "work (seq_len)"),
+        ({"steps": 80}, "work (sequences consumed)"),
         (
             {"environment": {"device": "NVIDIA A100", "world_size": 8}},
-            "machine (device: NVIDIA V100 there, NVIDIA A100 here; world_size: 1 there, 8 here)",
+            "machine (device, world_size)",
         ),
         ({"environment": {"device": "NVIDIA V100 through XLA"}}, ""),  # the same machine
+        ({"train_s": 40.0, "batch": 56, "steps": 20}, ""),  # the same sequences
     ],
 )
 def test_other_work_and_another_machine_are_named(changes, names, tmp_path):
-    _, (sentence,) = compared(write_run(tmp_path / "a"), compiled_run(tmp_path / "b", **changes))
-    assert names in sentence
-    assert ("not the same" in sentence) == bool(names)
-
-
-def test_the_same_sequences_in_larger_batches_are_the_same_work(tmp_path):
-    larger = {"train_s": 40.0, "wall_s": 70.0, "batch": 56, "steps": 20}
-    _, (sentence,) = compared(
-        write_run(tmp_path / "native"), compiled_run(tmp_path / "compiled_56", **larger)
-    )
-    assert "2.50 times the tokens/s of native in 0.56 times the billable time" in sentence
-    assert "with batches of 56 instead of 28, equal" in sentence
-    assert "not the same" not in sentence
+    runs = compared(write_run(tmp_path / "a"), compiled_run(tmp_path / "b", **changes))
+    said = "\n".join(comparison.warnings(runs))
+    assert names in said
+    assert ("not the same" in said) == bool(names)
 
 
 def test_a_run_that_has_not_ended_and_one_with_pauses_are_named(tmp_path):
@@ -221,7 +182,7 @@ def test_a_run_that_has_not_ended_and_one_with_pauses_are_named(tmp_path):
     again |= {"attempt": 2, "time_unix_s": BEGAN_S + 1000}
     with (resumed / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(again) + "\n")
-    runs, _ = compared(stopped, resumed)
+    runs = compared(stopped, resumed)
     said = [warning.partition(": its")[0] for warning in comparison.warnings(runs)]
     assert said == ["stopped has not ended: step 40 of 90", "resumed took 2 attempts"]
     assert [run.summary["wall_s"] for run in runs] == [125.0, 1000.0]  # to the newest line
@@ -247,8 +208,10 @@ def test_what_cannot_have_been_measured_is_no_ratio(times, tmp_path):
     end = {"kind": "summary", "step": STEPS, "tokens": TOKENS, "train_s": 1.0, "wall_s": 1.0}
     bad = reported_runs.write_run(tmp_path / "bad", [end | times])
     folders = write_run(tmp_path / "a"), bad
-    for said in (compared(*folders)[1][0], compared(*folders[::-1])[1][0]):
-        assert "inf" not in said and " in -" not in said and not re.search(r"\d{20}", said)
+    runs = compared(*folders)
+    for run, baseline in (runs, runs[::-1]):
+        ratios = [comparison.times(run, baseline, key) for key in ("wall_s", "tokens_per_s")]
+        assert "" in ratios and not re.search(r"inf|-|\d{20}", "".join(ratios))
 
 
 @pytest.mark.slow
@@ -262,7 +225,7 @@ def test_no_run_folder_breaks_the_comparison(files, lines):
     good.config["seed"] = 2
     for runs in ([good, bad], [bad, good]):
         tell_apart(runs)
-        assert comparison.sentences(runs, 0.01) and table(runs)
+        assert list(comparison.warnings(runs)) is not None and table(runs)
         assert comparison.over_seeds(runs) is not None and list(panels(runs))
 
 
@@ -307,10 +270,7 @@ def test_variants_are_run_once_and_one_that_fails_hides_no_other(tmp_path, prepa
     before = (fp32 / "metrics.jsonl").read_bytes()
     assert main([*words, "compare.run=[fp32,again]"]) == DONE
     said = capfd.readouterr()
-    assert (
-        said.out.count(" is done\n") == 2
-        and "again reaches 1.00 times the tokens/s of fp32" in said.out
-    )
+    assert said.out.count(" is done\n") == 2 and "(1.00 times)" in said.out
     assert (fp32 / "metrics.jsonl").read_bytes() == before
 
 

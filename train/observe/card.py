@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from train.config import ShardsConfig
+from train.config.checks import shortlist
 from train.observe.report.data import (
     Records,
     classes_table,
@@ -20,7 +20,7 @@ from train.observe.report.data import (
     read_mapping,
     splits_table,
 )
-from train.observe.report.page import facts
+from train.observe.report.page import facts, fill_template
 from train.observe.report.run import Run, last, read_run
 from train.observe.report.texts import at_step, count, printable
 from train.run_folder.exported import TASK_STATE
@@ -43,8 +43,8 @@ SETTINGS = (  # (label, key in config.yaml or environment.json)
     ("Frozen layers", "model.freeze_layers"),
     ("Seed", "seed"),
 )
-STARTS = ("model.pretrained", "model.init_from")  # settings that name the initial weights
 COLUMNS = ("exported", "best", "last")  # of the table of scores
+MOST_LABELS = 20  # names in the first sentence
 # Rows of the report's table.
 TRAINED = ("Steps done", "Sequence length (tokens)", "Precision")
 MACHINES = (
@@ -72,19 +72,33 @@ def card(path: Path, name: str) -> str:
     """Return the card, titled `name`, of the run in the folder `path`. Raises InputError if it is not a run folder."""
     run = read_run(path)
     records, figures, task = run.records or Records(), facts(run, run), task_of(run)
-    blocks = [f"# {text(name)}", about(run, records), "## Results", *results(run, records)]
-    blocks += ["## Data", text(public_name(run, "data.path"))]
-    if run.summary["data"] is not None:
-        blocks.append(f"Prepared data {text(run.summary['data'])}")
-    blocks += [table(splits_table(records)), table(labels_table(records))]
-    blocks += ["## Training", table([("Setting", "Value"), *settings(run, figures)])]
-    machines = [(label, figures[label]) for label in MACHINES]
-    blocks += ["## Hardware, time and cost", table([("", ""), *machines])]
+    values = {
+        "metadata": metadata(run, records, name),
+        "name": name,
+        "begins_from": begins_from(run),
+        "parameters": figures["Parameters"],
+        "scores": scores_table(run),
+        "exported_step": run.exported_step,
+        "is_evaluated": run.exported_step in set(run.evaluations.step),
+        "evaluated_step": records.step,
+        "metrics": metrics_table(records),
+        "classes": {split.name: classes_table(split) for split in records.evaluated},
+        "data": public_name(run, "data.path"),
+        "data_id": run.value("identity.data"),
+        "data_tables": [splits_table(records), labels_table(records)],
+        "settings": [("Setting", "Value"), *settings(run, figures)],
+        "machines": [("", ""), *((label, figures[label]) for label in MACHINES)],
+        "data_note": records.note,
+        "task": task,
+        "sentence": "",
+        "code": "",
+    }
     if task is not None:
-        blocks += ["## How to use it", text(records.note), f"```python\n{code(run, task)}\n```"]
-        blocks.append(task.note)
-    body = "\n\n".join(filter(None, blocks))
-    return f"---\n{metadata(run, records, name)}\n---\n\n{body}\n"
+        names = shortlist(records.labels, MOST_LABELS) or "unknown"
+        number = len(records.labels) or "several"
+        values["sentence"] = task.sentence.format(labels=number, names=names)
+        values["code"] = code(run, task)
+    return fill_template("card.md.j2", values, show=text)
 
 
 def code(run: Run, task: TaskSpec) -> str:
@@ -175,50 +189,23 @@ def public_name(run: Run, key: str) -> str:
 # ---- sections ------------------------------------------------------------------------------------------------------
 
 
-def about(run: Run, records: Records) -> str:
-    task, summary = task_of(run), run.summary
-    key = next((key for key in STARTS if run.config.get(key)), None)
-    if key is None:
-        model = f"It was trained from random weights ({text(summary['model'])})"
-    elif task is not None and task.settings.learns_from is ShardsConfig:
-        model = f"Its training continued from {text(public_name(run, key))}"
-    else:
-        model = f"It was fine-tuned from {text(public_name(run, key))}"
-    if summary["parameters"] is not None:
-        model += f", {summary['parameters']:,.0f} parameters"
-    if task is None:
-        return f"{model}."
-    names = [text(label) for label in records.labels[:20]]
-    if len(records.labels) > 20:
-        names.append("...")
-    sentence = task.sentence.format(
-        labels=len(records.labels) or "several", names=", ".join(names) or "unknown"
-    )
-    return f"{sentence}\n{model}."
+def begins_from(run: Run) -> str:
+    """Return what the training began from: a model's name, or random weights."""
+    for key in ("model.pretrained", "model.init_from"):
+        if run.config.get(key):
+            return public_name(run, key)
+    return f"random weights ({run.summary['model']})"
 
 
-def results(run: Run, records: Records) -> Iterator[str]:
-    """Yield the exported, the best and the last value of each score, and the tables of an evaluation."""
+def scores_table(run: Run) -> list[list[str]]:
+    """Return the exported, the best and the last value of each score; [] if the run was not evaluated."""
     if run.evaluations.empty:
-        yield "The run was not evaluated."
-        return
+        return []
     rows = [["Validation", *COLUMNS]]
     for name, points in run.summary["scores"].items():
         values = [at_step(*points[which]) if which in points else "unknown" for which in COLUMNS]
         rows.append([name.replace("_", " "), *values])
-    yield table(rows)
-    if run.exported_step is not None:
-        sentence = f"The exported weights are those of step {run.exported_step:,}"
-        if run.exported_step not in set(run.evaluations.step):
-            sentence += ", which was not evaluated"
-        yield f"{sentence}."
-    if records.step is not None and records.evaluated:
-        yield f"The evaluation at step {records.step:,}:"
-    yield table(metrics_table(records))
-    for split in records.evaluated:
-        if rows := classes_table(split):
-            yield f"{text(f'Labels of {split.name}')}:"
-            yield table(rows)
+    return rows
 
 
 def settings(run: Run, figures: dict[str, str]) -> Iterator[tuple[str, str]]:
@@ -228,17 +215,7 @@ def settings(run: Run, figures: dict[str, str]) -> Iterator[tuple[str, str]]:
     for label, key in [*SETTINGS, *(task.card_settings if task else ())]:
         value = known.get(key)
         if value not in (None, False, 0, []):
-            if isinstance(value, list):
-                values = value
-            else:
-                values = [value]
-            yield label, ", ".join(map(plain, values))
-
-
-def plain(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    return str(value)
+            yield label, str(value).strip("[]")
 
 
 def exported_settings(run: Run) -> dict[str, Any]:
@@ -248,17 +225,6 @@ def exported_settings(run: Run) -> dict[str, Any]:
     if not isinstance(settings, dict):
         return {}
     return {f"task.{name}": value for name, value in settings.items()}
-
-
-# ---- markdown ------------------------------------------------------------------------------------------------------
-
-
-def table(rows: Sequence[Sequence[object]]) -> str:
-    """Return a Markdown table with the first row as its header; "" if there are no rows."""
-    if not rows:
-        return ""
-    head, *lines = ("| " + " | ".join(map(text, row)) + " |" for row in rows)
-    return "\n".join([head, "|" + "---|" * len(rows[0]), *lines])
 
 
 def text(value: object) -> str:

@@ -16,13 +16,12 @@ from train.checkpoints import open_store
 from train.checkpoints.loader import Loaded, fitting, load, read_weights
 from train.checkpoints.manifest import Damaged, Manifest, NoneValid, Progress, chosen_at
 from train.checkpoints.retention import best
-from train.checkpoints.saver import MAX_LOSS_S, MAX_WAIT_S, AsyncSaver, Saved, SavesFail
+from train.checkpoints.saver import MAX_WAIT_S, AsyncSaver, Saved, SavesFail
 from train.config import Failure, InputError, NotPermitted, TrainConfig, flat, plural
 from train.machine.environment import versions
 from train.observe.metrics import Recorder, Window
 from train.parallel.optim import check_continues
 from train.run import goodput
-from train.run_folder.run_folder import side_channel
 from train.storage.schema import record
 
 if TYPE_CHECKING:
@@ -237,8 +236,7 @@ class CheckpointManager:
     def roll_back(self) -> Progress:
         """Restore weights, optimizer and step of the newest checkpoint. The data continues at its current position.
 
-        If the last rollback was to the same checkpoint, the one before it is restored. Raises FloatingPointError if
-        there is no checkpoint, or after MAX_ROLLBACKS rollbacks.
+        Raises FloatingPointError if there is no checkpoint, or after MAX_ROLLBACKS rollbacks.
         """
         now, skips = self.recorder.progress, self.recorder.skips_in_a_row
         text = f"{skips} steps in a row had no finite gradient, up to step {now.step}"
@@ -249,7 +247,6 @@ class CheckpointManager:
             raise FloatingPointError(
                 f"{text}, after {now.rollbacks} rollbacks; try a lower optim.lr"
             )
-        self.world.run_on_rank0(self._quarantine_what_failed, self.on_wait)
         loaded = self._load()
         if not loaded.ranks:
             raise FloatingPointError(
@@ -271,15 +268,6 @@ class CheckpointManager:
         )
         return progress
 
-    def _quarantine_what_failed(self) -> None:
-        """Quarantine the last rollback's checkpoint, and that of the next step, if they are the newest of several."""
-        self.attempt.folder.ownership.check()
-        last, steps = self.last_rollback, self.store.steps()
-        since = [step for step in steps if last is not None and step in (last, last + 1)]
-        if since and since[-1] == steps[-1] and len(since) < len(steps):
-            for step in since:
-                self.store.quarantine(step, "rolled-back")
-
     # ---- at the end ----------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
@@ -299,22 +287,6 @@ class CheckpointManager:
         failure = self.world.broadcast(failure)
         if failure is not None:
             raise SavesFail(failure)
-
-    def facts(self) -> dict[str, Any]:
-        """Return fields of rank 0's summary: the cost of saves and faults, and how often to save."""
-        stalls_s = self.saver.stalls_s
-        if self.world.rank != 0 or not stalls_s:
-            return {}
-        with side_channel("the summary lacks the cost of faults"):
-            return goodput.facts(
-                self.attempt.folder.local,
-                wall_s=self.attempt.folder.run_s(),
-                stall_s=sum(stalls_s) / len(stalls_s),
-                save_s=self.saver.save_s,
-                step_s=self.recorder.train_s / max(1, self.recorder.steps_done),
-                max_loss_s=MAX_LOSS_S,
-            )
-        return {}
 
     def remove_leftovers(self) -> None:
         """Remove files of unfinished saves by earlier owners of the folder, even if one of them may still be alive."""

@@ -91,7 +91,7 @@ def is_s3(location: str) -> bool:
 
 def open_folder(location: str, s3: S3Config) -> Folder:
     """Return the folder at a path or a file:// or s3:// URL; it need not exist. Raises InputError on other URLs."""
-    check_printable(location)
+    check_place(location)
     if is_s3(location):
         from train.storage.s3 import S3Folder  # imported late because boto3 is slow to import
 
@@ -234,9 +234,19 @@ def disk_errors(action: str, path: Path) -> Iterator[None]:
         raise InputError(f"cannot {action} {path}: {error.strerror or error}{hint}") from error
 
 
+def check_place(location: str) -> None:
+    """Raise InputError if a path or URL contains control characters, or a variable that no shell has expanded."""
+    check_printable(location)
+    found = re.search(r"\$[A-Za-z_]\w*", location)
+    if found:
+        raise InputError(
+            f"{location}: {found[0]} is not expanded here; let the shell expand it (no single quotes)"
+        )
+
+
 def local_path(location: str) -> Path:
     """Return a local path given by the user, with "~" expanded. Raises InputError if it is invalid or inaccessible."""
-    check_printable(location)
+    check_place(location)
     is_url = "://" in location
     if is_url and not location.startswith("file://"):
         raise InputError(

@@ -356,9 +356,7 @@ class TextTask(Task):
 
     def export(self, model: nn.Module, folder: Path) -> None:
         assert isinstance(model, PaddedEncoder)
-        model.export(folder)
-        for name, content in self.files_beside(model).items():
-            (folder / name).write_bytes(content)
+        model.export(folder, self.files_beside(model))
 
     # ---- samples ---------------------------------------------------------------------------------------------------
 

@@ -32,8 +32,6 @@ class Metric:
     higher_is_better: bool | None = True
     # the metric's id on the Hub; "": the same as `name`
     hub_name: str = ""
-    # a report's card may show it next to the headline metric
-    is_shown_beside: bool = True
 
     @property
     def sign(self) -> int:
@@ -45,7 +43,7 @@ class Metric:
         return self.name.replace("_", " ")
 
 
-LOSS = Metric("loss", higher_is_better=False, is_shown_beside=False)
+LOSS = Metric("loss", higher_is_better=False)
 
 
 @dataclass(frozen=True, kw_only=True)

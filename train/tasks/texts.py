@@ -76,13 +76,7 @@ class Sizes:
     @property
     def of_rows(self) -> dict[str, Any]:
         """The arguments of `TokenRows` on padding and segments."""
-        # 2 in Funnel
-        first_type = next(iter(self.tokenizer.backend_tokenizer.encode("").type_ids), 0)
-        return {
-            "pad_id": self.tokenizer.pad_token_id,
-            "lengths": self.lengths,
-            "first_type": first_type,
-        }
+        return {"pad_id": self.tokenizer.pad_token_id, "lengths": self.lengths}
 
     @property
     def has_one_length(self) -> bool:

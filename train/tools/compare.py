@@ -15,7 +15,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from train.config import InputError, TrainConfig, check, to_dict
-from train.config.train import TOLERANCE, CompareConfig
+from train.config.train import CompareConfig
 from train.machine import processes
 from train.machine.console import say
 from train.observe.report.texts import printable
@@ -36,7 +36,7 @@ Given run folders instead of settings, only write the report on them, as baretra
 EXAMPLES = (
     "experiment=compare_squad data.path=rajpurkar/squad run_dir=runs/compare 'compare.run=[none,layers]'",
     "experiment=demo run_dir=runs/sizes 'compare.run=[none,wide]' 'compare.variants={wide: model.hidden_size=512}'",
-    "runs/native s3://bucket/runs/compiled --tolerance 0.02 --output reports/compiled",
+    "runs/native s3://bucket/runs/compiled --output reports/compiled",
 )
 USED = (
     "run_dir",
@@ -99,7 +99,7 @@ def run_variants(given: Sequence[str], cfg: CompareConfig) -> int:
             f"{name} is missing here because it failed: {reason}"
             for name, reason in failed.items()
         ]
-        write_report(done, cfg.s3, output=None, tolerance=TOLERANCE, failed=missing)
+        write_report(done, cfg.s3, output=None, failed=missing)
     for name, reason in failed.items():
         say(f"error: {name}: {reason}", file=sys.stderr)
     return FAILED if failed else DONE

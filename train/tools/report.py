@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from train.config import S3Config, check
-from train.config.train import TOLERANCE
 from train.machine.console import say
 from train.observe.report import comparison
 from train.observe.report.page import render, table
@@ -32,21 +31,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--output",
         metavar="DIR",
-        help="folder for report.html and its images (default: RUN/report for one run, report next to the first run for "
+        help="folder for report.html (default: RUN/report for one run, report next to the first run for "
         "several; for runs in S3, NAME-report or report in the current folder)",
-    )
-    parser.add_argument(
-        "--tolerance",
-        type=float,
-        default=TOLERANCE,
-        metavar="SHARE",
-        help=f"relative difference up to which a final score counts as equal to the first run's [{TOLERANCE}]",
     )
     add_s3_flags(parser, caches=False)
 
     def report(options: argparse.Namespace, s3: S3Config) -> int:
-        check(options.tolerance >= 0, f"--tolerance={options.tolerance:g} must be 0 or more")
-        write_report(options.runs, s3, output=options.output, tolerance=options.tolerance)
+        write_report(options.runs, s3, output=options.output)
         return DONE
 
     return run_flags(parser, argv, report)
@@ -57,39 +48,33 @@ def write_report(
     s3: S3Config,
     *,
     output: str | None,
-    tolerance: float,
     failed: Sequence[str] = (),
 ) -> Path:
-    """Write the report on runs, print its table and its sentences, and return the path of the HTML file."""
+    """Write the report on runs, print its table and its warnings, and return the path of the HTML file."""
     check_output(output)
     places = [
         each.rstrip("/") if is_s3(each) else str(local_path(each).resolve()) for each in locations
     ]
     runs = [read_run(open_folder(place, s3)) for place in dict.fromkeys(places)]
-    if output is None:
-        folder = default_output(runs)
-    else:
+    folder = default_output(runs)
+    if output is not None:
         folder = local_path(output)
-    html = render(runs, folder.resolve(), tolerance=tolerance, failed=failed)
+    html = render(runs, folder.resolve(), failed=failed)
     seeds = comparison.over_seeds(runs)
     rows = seeds or [["", *(run.label for run in runs)], *table(runs)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     if len(runs) > 1:
-        if seeds:
-            sentences = []
-        else:
-            sentences = comparison.sentences(runs, tolerance)
-        say("", *sentences, *failed, *comparison.warnings(runs))
+        say("", *failed, *comparison.warnings(runs))
     say("", f"report: {html}")
     return html
 
 
 def check_output(output: str | None) -> None:
-    """Raise InputError if a package that reports need is not installed, or if `output` is not a valid local path."""
-    missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
-    check(not missing, f"{' and '.join(missing)} not installed: pip install 'baretrain[report]'")
+    """Raise InputError if Matplotlib is not installed, or if `output` is not a valid local path."""
+    has_matplotlib = importlib.util.find_spec("matplotlib") is not None
+    check(has_matplotlib, "matplotlib not installed: pip install 'baretrain[report]'")
     # A notebook sets MPLBACKEND to a backend that only its kernel can import.
     if "matplotlib" not in sys.modules:
         # This backend writes figures to files without showing them.
@@ -100,7 +85,9 @@ def check_output(output: str | None) -> None:
 
 def default_output(runs: list[Run]) -> Path:
     """Return the default of --output, as its help text describes it."""
-    location = runs[0].folder.location
+    location, is_one = runs[0].folder.location, len(runs) == 1
     if is_s3(location):
-        return Path(f"{runs[0].name}-report" if len(runs) == 1 else "report")
-    return (Path(location) if len(runs) == 1 else Path(location).parent) / "report"
+        return Path(f"{runs[0].name}-report" if is_one else "report")
+    if is_one:
+        return Path(location) / "report"
+    return Path(location).parent / "report"

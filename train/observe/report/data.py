@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
 from typing import Any, TypeVar
 
 from train.config import InputError
@@ -44,25 +43,8 @@ class SplitFacts:
     left_out: int = 0  # rows left out by data.label_map
     bad_examples: list[str] = field(default_factory=list)  # some bad rows: file, line and reason
     label_counts: Numbers = field(default_factory=dict)
-    length_histogram: dict[str, list[float]] = field(default_factory=dict)
     padding_share: float | None = None  # share of padding in all tokens
     notes: Numbers = field(default_factory=dict)  # counts by name: truncated, cut questions, ...
-
-    def __post_init__(self) -> None:
-        grows = all(first < second for first, second in pairwise([0, *self.up_to]))
-        if not grows or len(self.up_to) != len(self.counts) or min(self.counts, default=0) < 0:
-            raise BadContent(
-                "the length histogram does not have a count for each of its growing lengths"
-            )
-
-    @property
-    def up_to(self) -> list[float]:
-        """Upper bounds of the bins: counts[i] rows have more than up_to[i - 1] and at most up_to[i] tokens."""
-        return self.length_histogram.get("up_to", [])
-
-    @property
-    def counts(self) -> list[float]:
-        return self.length_histogram.get("counts", [])
 
 
 @dataclass(frozen=True)
@@ -76,8 +58,6 @@ class Evaluated:
     per_class: dict[str, Numbers] = field(default_factory=dict)
     # numbers of examples [true, predicted]
     confusion: list[list[float]] = field(default_factory=list)
-    # (truth, prediction) of some rows, by target
-    pairs: dict[str, list[list[float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         sides = {len(self.labels), len(self.confusion), *map(len, self.confusion)}
@@ -87,15 +67,11 @@ class Evaluated:
             )
         if any(value < 0 for row in self.confusion for value in row):
             raise BadContent("the confusion matrix has a negative number of examples")
-        if any(len(pair) != 2 for pairs in self.pairs.values() for pair in pairs):
-            raise BadContent("a pair of truth and prediction is not two numbers")
 
 
 @dataclass(frozen=True)
 class Records:
     labels: list[str] = field(default_factory=list)
-    # lengths to which batches are padded, in tokens
-    lengths: list[float] = field(default_factory=list)
     splits: list[SplitFacts] = field(default_factory=list)
     note: str = ""  # a sentence about an architecture that reads padding
     step: int | None = None  # step of the evaluation
@@ -135,7 +111,6 @@ def read_records(folder: Folder) -> Records | None:
     with reading(folder, "data.json"):
         records = Records(
             labels=of_type(list[str], data.get("labels", []), "labels"),
-            lengths=of_type(list[float], data.get("lengths", []), "lengths"),
             note=of_type(str, data.get("note", ""), "note"),
             splits=splits_of(data, SplitFacts),
         )
@@ -239,3 +214,13 @@ def classes_table(evaluated: Evaluated) -> Table:
         columns[title] = {label: score(values.get(name)) for label, values in known.items()}
     columns["Support"] = {label: count(values.get("support")) for label, values in known.items()}
     return table_of("Label", columns)
+
+
+def confusion_table(evaluated: Evaluated) -> Table:
+    """Return the confusion matrix: a row per true label, a column per predicted one; [] without a matrix."""
+    if not evaluated.confusion:
+        return []
+    rows = []
+    for label, numbers in zip(evaluated.labels, evaluated.confusion, strict=True):
+        rows.append([label, *map(count, numbers)])
+    return [["true, by predicted", *evaluated.labels], *rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import math
 import warnings
@@ -10,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from train.observe.report.run import Run, Table, known, last_finite_step
-from train.observe.report.texts import file_name, shortened
+from train.observe.report.run import Run, Table, known, number
+from train.observe.report.texts import shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
 # Okabe-Ito: safe for colour-blind eyes.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", "--", ":", "-.")  # runs 7 to 12 are dashed, and so on
-MAX_POINTS = 200  # per curve: in a figure 600 px wide, more points only add noise and file size
 MARK: Any = {"linestyle": (0, (6, 3)), "lw": 1.2, "color": "#555555"}  # style of reference lines
 DOT: Any = {"marker": "o", "linestyle": "", "ms": 5, "mec": "#222222", "mew": 0.8}
 DPI = 200
+FEW_POINTS = 40  # of a curve with so few points, each is marked
 WIDTH = 4.5  # inches: so narrow that in three columns, or on a phone, its text is as large as the page's
 HEIGHT = 3.0
 ROW = 0.19  # height of a row of a legend
@@ -43,6 +44,7 @@ STYLE: Any = {
     "grid.color": "#dddddd",
     "grid.linewidth": 0.8,
     "lines.linewidth": 1.6,
+    "agg.path.chunksize": 10_000,  # a curve may have any number of points
     "legend.frameon": False,
     "text.parse_math": False,  # a run's name may contain dollar signs
 }
@@ -50,7 +52,6 @@ STYLE: Any = {
 
 @dataclass(frozen=True)
 class Panel:
-    name: str  # file name of the PNG
     title: str
     unit: str  # label of the y axis
     key: str  # key in the metrics lines
@@ -65,22 +66,14 @@ X_LABELS = {
     "examples": "sequences consumed",
     "since_start_s": "seconds since the first start",
 }
-LOSS = Panel(
-    "training_loss", "Training and validation loss", "loss (nats)", "loss", from_zero=False
-)
-THROUGHPUT = Panel("tokens_per_second", "Throughput", "tokens per second", "tokens_per_s")
-OVER_TIME = replace(LOSS, name="training_loss_over_time", title="Training loss over time")
+LOSS = Panel("Training and validation loss", "loss (nats)", "loss", from_zero=False)
+THROUGHPUT = Panel("Throughput", "tokens per second", "tokens_per_s")
+OVER_TIME = replace(LOSS, title="Training loss over time")
 PANELS = (  # shown below the panels on quality
-    Panel("learning_rate", "Learning rate", "learning rate", "lr"),
-    Panel("mfu", "Model FLOP/s utilisation (MFU)", "share of peak FLOP/s", "mfu", is_share=True),
-    Panel(
-        "data_wait_share",
-        "Waiting for data",
-        "share of the steps' time",
-        "data_wait_share",
-        is_share=True,
-    ),
-    Panel("gradient_norm", "Gradient norm", "global L2 norm", "grad_norm", spikes=True),
+    Panel("Learning rate", "learning rate", "lr"),
+    Panel("Model FLOP/s utilisation (MFU)", "share of peak FLOP/s", "mfu", is_share=True),
+    Panel("Waiting for data", "share of the steps' time", "data_wait_share", is_share=True),
+    Panel("Gradient norm", "global L2 norm", "grad_norm", spikes=True),
 )
 
 
@@ -90,7 +83,6 @@ def panels(runs: list[Run]) -> Iterator[Panel]:
     for name in {name: None for run in runs for name in run.summary["scores"] if name != "loss"}:
         metric = runs[0].metric(name)
         yield Panel(
-            file_name("validation", name),
             f"Validation {metric.title}",
             metric.title,
             name,
@@ -103,53 +95,62 @@ def panels(runs: list[Run]) -> Iterator[Panel]:
 
 def x_axis(runs: list[Run]) -> str:
     """Return the key of the x axis: sequences if the batch sizes differ and all runs count sequences, else steps."""
-    batches = {run.summary["global_batch_size"] for run in runs}
+    batches = {run.value("plan.global_batch_size") for run in runs}
     are_counted = all(run.train.examples.notna().all() for run in runs)
     if len(batches) > 1 and are_counted:
         return "examples"
     return "step"
 
 
-def curves(runs: list[Run]) -> list[tuple[str, str, bytes]]:
-    """Return (name, title, PNG) of the curves that have a value."""
+def curves(runs: list[Run]) -> list[tuple[str, str]]:
+    """Return (title, PNG in base64) of the curves that have a value."""
     wanted = [(panel, x_axis(runs)) for panel in panels(runs)]
     if len(runs) > 1:
         wanted.append((OVER_TIME, "since_start_s"))
+    result = []
     with style():
-        drawn = [(panel.name, panel.title, draw(panel, runs, x)) for panel, x in wanted]
-    return [(name, title, png) for name, title, png in drawn if png is not None]
+        for panel, x in wanted:
+            figure = draw(panel, runs, x)
+            if figure is not None:
+                buffer = io.BytesIO()
+                figure.savefig(buffer, format="png")
+                result.append((panel.title, base64.b64encode(buffer.getvalue()).decode()))
+    return result
 
 
 # ---- a figure ------------------------------------------------------------------------------------------------------
 
 
-def draw(panel: Panel, runs: list[Run], x: str) -> bytes | None:
-    """Return the PNG of a panel; None if no run has a value for it. A loss that was never finite counts as a value."""
+def draw(panel: Panel, runs: list[Run], x: str) -> Figure | None:
+    """Draw a panel. Return None if no run has a value for it."""
+    from matplotlib.figure import Figure
+
     points = [points_of(run, panel.key, x, panel.is_validation) for run in runs]
-    lost = [last_finite_step(run) if panel.key == "loss" else None for run in runs]
-    if all(each.empty for each in points) and lost.count(None) == len(runs):
+    if all(each.empty for each in points):
         return None
-    figure, axes = axes_of(panel.title, xlabel=X_LABELS[x], ylabel=panel.unit)
-    for index, (run, each, step) in enumerate(zip(runs, points, lost, strict=True)):
-        name = "validation" if panel.is_validation else "training"
+    figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, layout="constrained")
+    axes = figure.add_subplot(title=panel.title, xlabel=X_LABELS[x], ylabel=panel.unit)
+    for index, (run, each) in enumerate(zip(runs, points, strict=True)):
+        name = "training"
         if len(runs) > 1:
-            name = shortened(run.label) + (" (diverged)" if step is not None else "")
+            name = shortened(run.label)
+        elif panel.is_validation:
+            name = "validation"
+        marker = ""
+        if len(each) <= FEW_POINTS:
+            marker = "o"
         # The space matters: Matplotlib omits names that begin with "_" from the legend.
-        draw_curve(axes, each, has_band=len(runs) == 1, label=f" {name}", **look(index))
+        label = f" {name}"
+        axes.plot(
+            each.x, each.y, marker=marker, ms=3, clip_on=each.empty, label=label, **look(index)
+        )
     if panel.key == "loss":
         add_validation(axes, runs, x)
     if panel.key == "masked_accuracy":
         add_marks(axes, runs, "neighbour_accuracy", "table of neighbouring tokens")
-    end = last_x(runs, x)
-    if len(runs) == 1 and lost[0] is not None:
-        if len(points[0]):
-            finite = points[0].x.max()
-        else:
-            finite = 0.0
-        axes.axvspan(finite, end, color="#555555", alpha=0.2, lw=0, label=" no finite loss")
-    finish(axes, panel, [y for each in points for y in each.y], end)
+    finish(axes, panel, [y for each in points for y in each.y], last_x(runs, x))
     add_legend(figure, axes, num_columns=3 if len(runs) == 1 else 1)
-    return png_of(figure)
+    return figure
 
 
 def points_of(run: Run, key: str, x: str, is_validation: bool = True) -> Table:
@@ -164,17 +165,6 @@ def last_x(runs: list[Run], x: str) -> float:
     """Return the right end of the x axis, which all curves share; its left end is 0."""
     tables = [lines for run in runs for lines in (run.train, run.evaluations)]
     return max(known(lines[x].max()) or 0.0 for lines in tables) or 1.0
-
-
-def draw_curve(axes: Axes, points: Table, *, has_band: bool, **style: Any) -> None:
-    """Draw a line of at most MAX_POINTS means, and a band from the lowest to the highest value, which shows spikes."""
-    size = math.ceil(len(points) / MAX_POINTS) or 1
-    groups = points.groupby(points.index // size)
-    means, lows, highs = groups.mean(), groups.y.min(), groups.y.max()
-    marker = "o" if len(points) <= 40 else ""
-    axes.plot(means.x, means.y, marker=marker, ms=3, clip_on=points.empty, **style)
-    if has_band and size > 1:
-        axes.fill_between(means.x, lows, highs, color=style["color"], alpha=0.2, linewidth=0)
 
 
 def add_validation(axes: Axes, runs: list[Run], x: str) -> None:
@@ -192,8 +182,9 @@ def add_validation(axes: Axes, runs: list[Run], x: str) -> None:
 
 
 def add_marks(axes: Axes, runs: Iterable[Run], key: str, name: str) -> None:
-    """Draw a horizontal line at each distinct value of the summary. The legend has one entry for all of them."""
-    values = {run.summary[key] for run in runs} - {None}
+    """Draw a horizontal line at each distinct value. The legend has one entry for all of them."""
+    found = (number(run.environment, key) for run in runs)
+    values = {value for value in found if value is not None}
     for value in values:
         axes.axhline(value, **MARK)
     if values:
@@ -202,20 +193,20 @@ def add_marks(axes: Axes, runs: Iterable[Run], key: str, name: str) -> None:
 
 def finish(axes: Axes, panel: Panel, ys: list[float], end: float) -> None:
     """Set limits and ticks of a panel's axes, given its values `ys` and the end of the x axis."""
-    from matplotlib.ticker import MaxNLocator, NullFormatter
+    from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
 
     axes.set_xlim(0, end)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.xaxis.set_major_formatter(plain)
-    if not ys:
-        axes.set_yticks([])
-        return
     if panel.spikes and min(ys) > 0 and max(ys) > 100 * min(ys):
         axes.set_yscale("log")
         axes.yaxis.set_minor_formatter(NullFormatter())
     elif min(ys) >= 0 and (panel.from_zero or axes.get_ylim()[0] < 0):
         axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(percent if panel.is_share else plain)
+    if panel.is_share:
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+    else:
+        axes.yaxis.set_major_formatter(plain)
 
 
 def add_legend(figure: Figure, axes: Axes, *, num_columns: int) -> None:
@@ -229,19 +220,15 @@ def add_legend(figure: Figure, axes: Axes, *, num_columns: int) -> None:
 # ---- for all figures -----------------------------------------------------------------------------------------------
 
 
-def percent(value: float, _: float | None = None) -> str:
-    return f"{100 * value:g}%"
-
-
 def plain(value: float, _: float | None = None) -> str:
     return f"{value:,g}"
 
 
-def look(number: int) -> dict[str, Any]:
+def look(index: int) -> dict[str, Any]:
     """Return the colour and the dash pattern of a run by its index, the same in every figure."""
     return {
-        "color": COLOURS[number % len(COLOURS)],
-        "linestyle": DASHES[number // len(COLOURS) % len(DASHES)],
+        "color": COLOURS[index % len(COLOURS)],
+        "linestyle": DASHES[index // len(COLOURS) % len(DASHES)],
     }
 
 
@@ -253,18 +240,3 @@ def style() -> Iterator[None]:
         # Matplotlib draws a box; the HTML shows the name.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         yield
-
-
-def axes_of(
-    title: str, *, width: float = WIDTH, height: float = HEIGHT, **more: str
-) -> tuple[Figure, Axes]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
-    return figure, figure.add_subplot(title=title, **more)
-
-
-def png_of(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()

@@ -1,36 +1,33 @@
-"""The report on one or several runs: a single HTML file, and its figures as PNG files."""
+"""The report on one or several runs: a single HTML file."""
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from train.config import check
-from train.config.train import TOLERANCE
 from train.observe.report import comparison
-from train.observe.report.cards import cards, ending
 from train.observe.report.data import (
     Records,
     Table,
     classes_table,
+    confusion_table,
     labels_table,
     metrics_table,
     reading,
     splits_table,
 )
-from train.observe.report.data_figures import data_figures
-from train.observe.report.figures import DPI, MAX_POINTS, WIDTH, curves, look, x_axis
-from train.observe.report.run import Run, tell_apart
-from train.observe.report.texts import as_text, at_step, duration, percent, printable
+from train.observe.report.figures import WIDTH, curves, look, x_axis
+from train.observe.report.run import Run, ending, main_score, number, settled, tell_apart
+from train.observe.report.texts import as_text, at_step, count, duration, figure, printable
 from train.run_folder import samples
 from train.storage.folders import LocalFolder
 
-TITLES = ("Training report: ", "Comparison of ")  # how the titles in report.html.j2 begin
 ALWAYS = ("MFU", "Cost", "Final training loss")  # rows that are shown even if they are unknown
 MOST_FAULTS = 1000  # the newest ones are listed
+TONES = {"done": "good", "failed": "bad", "refused": "bad", "diverged": "bad"}
 
 # ---- table ---------------------------------------------------------------------------------------------------------
 
@@ -41,17 +38,16 @@ def gigabytes(value: float) -> str:
 
 COUNT, SECONDS, SHARE = "{:,.0f}".format, "{:,.1f}".format, "{:.1%}".format
 ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-    ("Task", "task", as_text),
+    ("Task", "task.kind", as_text),
     ("Model", "model", as_text),
     ("Parameters", "parameters", COUNT),
-    ("Data", "data", as_text),
-    ("Instance", "instance", as_text),
+    ("Data", "identity.data", as_text),
+    ("Instance", "instance.name", as_text),
     ("Device", "device", as_text),
     ("World size (ranks)", "world_size", COUNT),
     ("Backend", "backend", as_text),
-    ("backend.compile", "compile", as_text),
     ("Precision", "precision", as_text),
-    ("Global batch (sequences)", "global_batch_size", COUNT),
+    ("Global batch (sequences)", "plan.global_batch_size", COUNT),
     ("Sequence length (tokens)", "seq_len", COUNT),
     ("Steps done", "steps", COUNT),
     ("Sequences consumed", "examples", COUNT),
@@ -65,11 +61,17 @@ ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("Peak device memory of rank 0 (GB)", "peak_device_bytes", gigabytes),
     ("Peak host memory of rank 0 (GB)", "peak_host_bytes", gigabytes),
     ("Goodput", "goodput", SHARE),
-    ("Steps lost to faults", "steps_lost", COUNT),
-    ("Checkpoint stall (s per save)", "stall_s", "{:,.3f}".format),
-    ("Suggested checkpoint.every (steps)", "suggested_every", COUNT),
     ("Versions", "versions", printable),
     ("Final training loss", "train_loss", "{:,.4f}".format),
+)
+TEXTS = (as_text, printable)  # other forms take numbers
+ON_CARDS = (
+    "Model",
+    "Parameters",
+    "Tokens/s over the whole run",
+    "MFU",
+    "Training time (h:mm:ss)",
+    "Cost",
 )
 WITH_RATIO = ("tokens_per_s", "train_s", "wall_s", "cost_usd")
 
@@ -79,15 +81,15 @@ def facts(run: Run, baseline: Run) -> dict[str, str]:
     summary = run.summary
     result = {"Outcome": ": ".join(filter(None, ending(run)))}
     for label, key, form in ROWS:
-        value = summary[key]
-        if value is None:
-            result[label] = "unknown"
-        else:
+        value = run.value(key)
+        if form not in TEXTS:
+            value = number({key: value}, key)
+        result[label] = "unknown"
+        if value is not None:
             result[label] = form(value)
+        times = ""
         if key in WITH_RATIO:
             times = comparison.times(run, baseline, key)
-        else:
-            times = ""
         if times:
             result[label] += f" ({times})"
     if summary["cost_usd"] is not None and summary["cost_partial"]:
@@ -116,6 +118,35 @@ def config_differences(runs: Sequence[Run]) -> Table:
         if len(set(values)) > 1:
             rows.append([key, *values])
     return rows
+
+
+# ---- cards ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Card:
+    title: str
+    value: str
+    notes: list[str] = field(default_factory=list)
+    tone: str = ""  # good | bad
+
+
+def cards(run: Run) -> list[Card]:
+    """Return how a run ended, the score by which it is judged, and rows of the table that are known."""
+    steps, planned = run.summary["steps"], number(run.environment, "plan.total_steps")
+    end, reason = ending(run)
+    far = f"step {steps:,} of {count(planned)}"
+    result = [Card("Outcome", end, [far, reason], TONES.get(end, ""))]
+    name = main_score(run)
+    if name is not None:
+        value, step = settled(run.summary["scores"][name])
+        title = f"Validation {run.metric(name).title}"
+        result.append(Card(title, figure(value), [f"at step {step:,}"]))
+    known = facts(run, run)
+    for label in ON_CARDS:
+        if known[label] != "unknown":
+            result.append(Card(label, known[label]))
+    return result
 
 
 # ---- page ----------------------------------------------------------------------------------------------------------
@@ -147,14 +178,16 @@ def describe(run: Run, index: int) -> dict[str, Any]:
 
 def sections(records: Records) -> dict[str, list[tuple[str, Table]]]:
     """Return tables with their captions, by title: of the data and of an evaluation. A table may be empty."""
-    if records.step is None:
-        step = ""
-    else:
+    step = ""
+    if records.step is not None:
         step = f" at step {records.step:,}"
-    by_label = [(f"Labels of {split.name}", classes_table(split)) for split in records.evaluated]
+    evaluation = [("", metrics_table(records))]
+    for split in records.evaluated:
+        evaluation.append((f"Labels of {split.name}", classes_table(split)))
+        evaluation.append((f"Confusion of {split.name}", confusion_table(split)))
     return {
         "Data": [("", splits_table(records)), ("", labels_table(records))],
-        f"Evaluation{step}": [("", metrics_table(records)), *by_label],
+        f"Evaluation{step}": evaluation,
     }
 
 
@@ -164,87 +197,61 @@ def samples_of(run: Run) -> samples.Samples | None:
         return samples.read(run.folder)
 
 
-def shown_figures(figures: Sequence[tuple[str, str, bytes]]) -> list[tuple[str, str, int]]:
-    """Return (title, PNG in base64, minimum width in pixels) per figure. At this width, 1/72 inch is a pixel."""
-    result = []
-    for _, title, png in figures:
-        width = int.from_bytes(png[16:20], "big")  # from the header of a PNG
-        result.append((title, base64.b64encode(png).decode(), width * 72 // DPI))
-    return result
-
-
-def fill_template(values: dict[str, Any]) -> str:
-    """Return the HTML. Every value in it is escaped and made printable."""
+def fill_template(
+    name: str, values: dict[str, Any], *, show: Callable[[object], str] = printable
+) -> str:
+    """Return a text or page in which every value was passed through `show`, and is escaped in HTML."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
+
+    is_page = name.endswith(".html.j2")
+
+    def finalize(value: object) -> object:
+        if isinstance(value, Markup):
+            return value
+        shown = show(value)
+        if is_page:
+            return shown
+        return Markup(shown)
 
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
-        finalize=lambda value: value if isinstance(value, Markup) else printable(value),
+        finalize=finalize,
     )
-    return environment.get_template("report.html.j2").render(values)
+    return environment.get_template(name).render(values)
 
 
-def render(
-    runs: list[Run], output: Path, *, tolerance: float = TOLERANCE, failed: Sequence[str] = ()
-) -> Path:
-    """Write report.html and its PNGs to the folder `output`; return the path of the HTML.
+def render(runs: list[Run], output: Path, *, failed: Sequence[str] = ()) -> Path:
+    """Write report.html to the folder `output`; return its path.
 
     `failed` has a line for each run that could not be read. The page begins with the most important facts: of one run,
     its cards; of several, how they compare.
     """
     tell_apart(runs)
-    is_one = len(runs) == 1
     records, answers = Records(), None
-    sentences: list[str] = []
     warnings = list(failed)
-    seeds = comparison.over_seeds(runs)
-    if is_one:
+    if len(runs) == 1:
         records, answers = runs[0].records or records, samples_of(runs[0])
     else:
         warnings += comparison.warnings(runs)
-    if not seeds:
-        sentences = comparison.sentences(runs, tolerance)
-    figures, pictures = curves(runs), list(data_figures(records))
     html = fill_template(
+        "report.html.j2",
         {
             "runs": [describe(run, index) for index, run in enumerate(runs)],
-            "seeds": seeds,
-            "sentences": sentences,
+            "seeds": comparison.over_seeds(runs),
             "warnings": warnings,
-            "tolerance": percent(tolerance),
             "samples": answers,
             "table": table(runs),
             "differences": config_differences(runs),
-            "figures": shown_figures(figures),
+            "figures": curves(runs),
+            "width": WIDTH * 72,  # at this width, 1/72 inch is a pixel
             "sections": sections(records),
-            "pictures": shown_figures(pictures),
-            "column": WIDTH * 72,
             "by_sequences": x_axis(runs) == "examples",
-            "averaged": any(len(run.train) > MAX_POINTS for run in runs),
             "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        }
+        },
     )
-    files = {f"{name}.png": png for name, _, png in [*figures, *pictures]}
-    write_files(LocalFolder(output), files | {"report.html": html.encode()})
+    LocalFolder(output).write("report.html", html.encode())
     return output / "report.html"
-
-
-def write_files(folder: LocalFolder, files: dict[str, bytes]) -> None:
-    """Write the files of a report. Raises InputError if one would replace a file that no report wrote."""
-    if folder.size("report.html") is not None:
-        there = folder.read("report.html")
-    else:
-        there = b""
-    is_ours = any(f"<title>{title}".encode() in there for title in TITLES)
-    foreign = [name for name in files if name in folder.names_here() and not is_ours]
-    check(
-        not foreign,
-        f"{folder.path} contains files that no report wrote ({', '.join(foreign[:3])}); choose another folder with "
-        "--output",
-    )
-    for name, content in files.items():
-        folder.write(name, content)

@@ -21,13 +21,13 @@ from train.config import InputError, check, flatten
 from train.config.checks import LARGEST_FLOAT
 from train.observe.lines import Line, read_back
 from train.observe.report.data import Records, read_mapping, read_records
-from train.observe.report.texts import as_text, printable
+from train.observe.report.texts import as_text, printable, shortened
 from train.run_folder.exported import marked
 from train.run_folder.metrics_files import NAME, files_of
 from train.run_folder.outcome import WRITTEN_UNIX_S, read_outcome
 from train.storage.folders import Folder, LocalFolder
 from train.storage.schema import read_json, read_yaml
-from train.tasks import Metric, scores_of
+from train.tasks import TASKS, Metric, scores_of
 
 Summary = dict[str, Any]  # see `summarise`
 Table = Any  # a pandas.DataFrame; pandas has no types
@@ -57,9 +57,6 @@ NUMBERS = (  # the keys of metrics lines that the report reads, besides scores; 
     "compile_s",
     "cost_usd",
     "wall_s",
-    "stall_s",
-    "steps_lost",
-    "suggested_every",
     "peak_device_bytes",
     "peak_host_bytes",
 )
@@ -100,6 +97,13 @@ class Run:
     def metric(self, name: str) -> Metric:
         """Return the task's declaration of a metric, with a printable name."""
         return replace(self.declared.get(name, Metric(name, None)), name=printable(name))
+
+    def value(self, key: str) -> Any:
+        """Return a value of the summary, of environment.json or of config.yaml; None if it is unknown."""
+        for values in (self.summary, self.environment, self.config):
+            if key in values:
+                return values[key]
+        return None
 
     @property
     def name(self) -> str:
@@ -217,12 +221,27 @@ def total(column: Table) -> float | None:
 
 # ---- summary -------------------------------------------------------------------------------------------------------
 
-MODEL_SIZES = (("{} layers", "model.num_layers"), ("hidden size {}", "model.hidden_size"))
-
 
 def summarise(run: Run) -> Summary:
-    """Return the values of the summary table; None means unknown. Times, tokens and peaks cover all attempts."""
-    return {**setting(run), **speed(run), **reliability(run), "scores": scores(run)}
+    """Return the values that are computed from the lines; None means unknown. Totals are of all attempts."""
+    environment = run.environment
+    # The architecture of weights from elsewhere is unknown.
+    from_elsewhere = run.config.get("model.pretrained") or run.config.get("model.init_from")
+    device = environment.get("device")
+    if isinstance(device, str):
+        device = device.removesuffix(" through XLA")  # the device is the same with and without XLA
+    named = {"baretrain": environment.get("baretrain"), "commit": environment.get("commit")}
+    for key, value in environment.items():
+        if key.startswith("versions."):
+            named[key.removeprefix("versions.")] = value
+    versions = [f"{name} {value}" for name, value in named.items() if value]
+    return {
+        "model": from_elsewhere or run.config.get("model.architecture"),
+        "device": device,
+        "versions": ", ".join(versions) or None,
+        "scores": scores(run),
+        **speed(run),
+    }
 
 
 def scores(run: Run) -> dict[str, dict[str, tuple[float | None, int]]]:
@@ -254,41 +273,6 @@ def settled(points: Mapping[str, tuple[Any, int]]) -> tuple[Any, int]:
     return points.get("exported", points["last"])
 
 
-def setting(run: Run) -> Summary:
-    """Return what was trained, on which data and machines. Instead of auto, return the value that was used."""
-    config, environment = run.config, run.environment
-    # The architecture of weights from elsewhere is unknown.
-    from_elsewhere = config.get("model.pretrained") or config.get("model.init_from")
-    model = from_elsewhere or config.get("model.architecture")
-    shape = [form.format(config[key]) for form, key in MODEL_SIZES if config.get(key)]
-    device = environment.get("device")
-    if isinstance(device, str):
-        device = device.removesuffix(" through XLA")  # the device is the same with and without XLA
-    versions = {"baretrain": environment.get("baretrain"), "commit": environment.get("commit")}
-    for key, value in environment.items():
-        if key.startswith("versions."):
-            versions[key.removeprefix("versions.")] = value
-    named = [f"{name} {value}" for name, value in versions.items() if value]
-    return {
-        "task": config.get("task.kind"),
-        "model": ", ".join([str(model), *shape]) if model else None,
-        "parameters": number(environment, "parameters"),
-        "data": environment.get("identity.data"),
-        "instance": config.get("instance.name"),
-        "device": device,
-        "world_size": number(environment, "world_size"),
-        "backend": environment.get("backend"),
-        "compile": environment.get("compile"),
-        "precision": environment.get("precision"),
-        "global_batch_size": number(environment, "plan.global_batch_size"),
-        "seq_len": number(environment, "seq_len"),
-        "lengths": environment.get("identity.data.lengths"),
-        "unigram_entropy": number(environment, "unigram_entropy"),
-        "neighbour_accuracy": number(environment, "neighbour_accuracy"),
-        "versions": ", ".join(named) or None,
-    }
-
-
 def speed(run: Run) -> Summary:
     """Return the run's progress, speed, memory and cost."""
     # An attempt that came to no step counts for nothing.
@@ -301,15 +285,22 @@ def speed(run: Run) -> Summary:
     # Each attempt counts from 0; the time to compile, each train line.
     reached = lines.groupby("attempt")[["train_s", "tokens"]].max()
     train_s, tokens = total(reached.train_s), total(reached.tokens)
+    tokens_per_s = None
+    if tokens and train_s:
+        tokens_per_s = tokens / train_s
     compiled = lines[lines.kind == "train"].groupby("attempt").compile_s.sum(min_count=1)
     summaries = lines[lines.kind == "summary"].groupby("attempt").last()
+    train_loss, reason = None, None
+    if len(run.train):
+        train_loss = known(run.train.loss.iloc[-1])
+    if not is_cut.iloc[-1]:
+        reason = ends.reason.iloc[-1]
     return {
         "steps": last_step(lines),
-        "steps_total": number(run.environment, "plan.total_steps"),
         "examples": last(run.train.examples),
         "tokens": tokens,
         "train_s": train_s,
-        "tokens_per_s": tokens / train_s if tokens and train_s else None,
+        "tokens_per_s": tokens_per_s,
         "wall_s": billable_s(ends.iloc[-1]),
         "compile_s": total(summaries.compile_s.combine_first(compiled)),
         "mfu": last(lines.mfu),
@@ -318,10 +309,11 @@ def speed(run: Run) -> Summary:
         "peak_host_bytes": known(lines.peak_host_bytes.max()),
         "cost_usd": last(lines.cost_usd),  # of all attempts so far
         "cost_partial": bool((is_cut | ends.cost_usd.isna()).any()),
-        "train_loss": known(run.train.loss.iloc[-1]) if len(run.train) else None,
+        "train_loss": train_loss,
         "attempts": len(ends),
         "attempts_without_summary": int(is_cut.sum()),
-        "reason": None if is_cut.iloc[-1] else ends.reason.iloc[-1],
+        "reason": reason,
+        "goodput": last(run.lines.goodput),
     }
 
 
@@ -341,39 +333,37 @@ def billable_s(end: Any) -> float | None:
     return wall_s
 
 
-def reliability(run: Run) -> Summary:
-    """Return values on faults and saves, of which summaries have totals of all attempts."""
-    summaries = run.of_kind("summary")
-    return {
-        "goodput": last(run.lines.goodput),
-        "alarms": len(run.of_kind("fault")),
-        "steps_lost": last(summaries.steps_lost),
-        "stall_s": known(run.of_kind("checkpoint").stall_s.mean()),
-        "suggested_every": last(summaries.suggested_every),
-    }
-
-
 # ---- the end of a run ----------------------------------------------------------------------------------------------
 
 
-def divergence(run: Run) -> str:
-    """Describe when the loss of a diverged run stopped being finite, with advice; "" for other runs."""
-    step = last_finite_step(run)
-    if step is None:
-        return ""
-    if step:
-        since = f"after step {step:,}"
-    else:
-        since = "at any step"
-    return f"no finite loss {since}: try a lower optim.lr, and check the weights and the data"
+def ending(run: Run) -> tuple[str, str]:
+    """Return in a word how the last attempt ended, and the reason; "" if the word says it all."""
+    end, reason = "no end recorded", "it is still running, or was killed"
+    if run.outcome:
+        end = shortened(run.outcome["outcome"])
+        reason = shortened(" ".join(str(run.outcome["reason"]).split()), 300)
+    if run.outcome.get("kind") == "early_stop":
+        reason = "stopped early: no later evaluation was better"
+    if has_diverged(run):
+        end = "diverged"
+        reason = "the loss is not finite: try a lower optim.lr, and check the weights and the data"
+    if reason == end:
+        reason = ""
+    return end, reason
 
 
-def last_finite_step(run: Run) -> int | None:
-    """Return the last step with a finite loss if the run diverged (0: none); None if it did not."""
-    losses = run.train.loss
-    if losses.empty or not pandas.isna(losses.iloc[-1]):
-        return None
-    finite = run.train.step[losses.notna()]
-    if len(finite):
-        return int(finite.iloc[-1])
-    return 0
+def has_diverged(run: Run) -> bool:
+    """Return whether the loss of the last train line is not finite, or the run ended for that reason."""
+    if run.outcome.get("kind") == "not_finite":
+        return True
+    return len(run.train) > 0 and pandas.isna(run.train.loss.iloc[-1])
+
+
+def main_score(run: Run) -> str | None:
+    """Return the name of the score by which a run is judged; None if it was not evaluated."""
+    spec = TASKS.get(str(run.config.get("task.kind")))
+    wanted: list[str] = []
+    if spec is not None:
+        wanted = [metric.name for metric in spec.metrics]
+    scores = run.summary["scores"]
+    return next((name for name in [*wanted, *scores] if name in scores), None)

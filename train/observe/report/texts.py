@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 
 from train.config.checks import LARGEST
-from train.storage.folders import sha256_bytes
 
 
 def printable(text: object) -> str:
@@ -28,14 +26,6 @@ def as_text(value: object) -> str:
     if not isinstance(value, str):
         value = json.dumps(value, default=str, ensure_ascii=False)
     return printable(value)
-
-
-def file_name(prefix: str, name: str) -> str:
-    """Return a figure's file name, the same in every report. If characters are replaced, a hash is added."""
-    plain = re.sub(r"[^a-z0-9_]", "_", name)[:60]
-    if plain != name:
-        plain += f"_{sha256_bytes(name.encode(errors='surrogatepass'))[:8]}"
-    return f"{prefix}_{plain}"
 
 
 # ---- numbers -------------------------------------------------------------------------------------------------------
@@ -70,9 +60,8 @@ def figure(value: float | None) -> str:
 
 
 def at_step(value: float | None, step: int) -> str:
-    if value is None:
-        shown = "no number"
-    else:
+    shown = "no number"
+    if value is not None:
         shown = f"{value:,.4f}"
     return f"{shown} at step {step:,}"
 
@@ -80,7 +69,3 @@ def at_step(value: float | None, step: int) -> str:
 def duration(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{second:02}"
-
-
-def percent(part: float) -> str:
-    return f"{100 * part:.3g}%"

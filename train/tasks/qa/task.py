@@ -29,6 +29,7 @@ from train.tasks.topk import topk
 
 # candidate answers per question, as in SQuAD's scripts; more would only increase transfers
 N_BEST = 20
+
 # ---- scores to answers ---------------------------------------------------------------------------------------------
 
 
@@ -128,11 +129,9 @@ class QuestionAnswering(TextTask):
         self, examples: Dataset, features: Dataset, statistics: np.ndarray
     ) -> dict[str, float]:
         questions = list(answered(statistics, features, examples, self.cfg))
-        predicted, wanted = [one.predicted for one in questions], [one.wanted for one in questions]
-        if self.threshold is None:
-            metrics = spans.evaluate([each.best for each in predicted], wanted)
-        else:
-            metrics = spans.evaluate_v2(predicted, wanted, self.threshold)
+        predicted = [one.predicted for one in questions]
+        wanted = [one.wanted for one in questions]
+        metrics = spans.evaluate(predicted, wanted, self.threshold)
         return {"loss": mean_loss(statistics), **metrics}
 
     def results(
