@@ -98,6 +98,7 @@ def make_plan(
         "or optim.decay_fraction",
     )
     eval_batch = min(cfg.eval_batch_size or micro, fitting(cfg, seq_len) or sys.maxsize)
+    # neither settings nor memory have cut the batch
     if cut is not None and cfg.micro_batch_size is None and accumulation == 1:
         accumulation = cut(micro, replicas)
         micro //= accumulation

@@ -39,7 +39,8 @@ WRITTEN = re.compile(r"checkpoints|lease|log|metrics\.jsonl|rank_\d{4,}\.txt")
 # Settings of the model and the optimizer that a resume may change. The first only selects an implementation. The second
 # only changes the end of a run: `check_continues` in train/parallel/optim.py rejects a change to earlier steps.
 FREE = ("model.attention", "optim.decay_fraction")
-ORDER = "mixed lengths"  # earlier versions had other batches: a step had rows of one length
+ORDER = "any lengths"  # of the rows of a step; in earlier versions they had one length
+NOTED = "data.lengths"  # how rows are padded; a resume may change it, as on another kind of device
 IDENTITY_KEYS = {"data", "seed", "global_batch_size"}
 
 
@@ -55,25 +56,22 @@ def identity_of(
     }
     for key in FREE:
         del sections[key]
-    of_batches: dict[str, Any] = {}
     if lengths is not None:
-        of_batches["data.lengths"] = list(lengths)
-    if lengths is not None and len(lengths) > 1:
-        of_batches["data.order"] = ORDER
+        sections["data.lengths"] = list(lengths)
+        sections["data.order"] = ORDER
     return {
         "data": data_id,
         "seed": cfg.seed,
         "global_batch_size": plan.global_batch_size,
         **sections,
         **imported.checksums(),
-        **of_batches,
     }
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return "key: old -> new" for each key whose value differs between `before` and `now`."""
     now = json.loads(canonical_json(now))
-    keys = sorted({**before, **now})
+    keys = sorted({*before, *now} - {NOTED})
     return [
         f"{key}: {before.get(key)} -> {now.get(key)}"
         for key in keys
@@ -96,14 +94,10 @@ def check_same_run(
         )
         return
     imported.check_repeated(before, source)
-    hint = ""
-    if any(each.startswith("data.lengths: ") for each in changed):
-        lengths = ",".join(map(str, before.get("data.lengths") or ()))
-        hint = f"; data.lengths=[{lengths}] keeps that run's batches (the default depends on the device)"
     check(
         not changed,
         f"{source} belongs to another run ({', '.join(changed)}); choose another run_dir, or set "
-        f"resume.force=true to resume with the new settings{hint}",
+        f"resume.force=true to resume with the new settings",
     )
 
 

@@ -259,7 +259,9 @@ class TextTask(Task):
 
     def summary(self) -> str:
         lengths = ", ".join(map(str, self.lengths))
-        padding = f"in training {self.facts['padding_share']:.1%} of the tokens are padding"
+        padding = (
+            f"in training at least {self.facts['padding_share']:.1%} of the tokens are padding"
+        )
         line = f"batches of {lengths} tokens (data.lengths={self.data.lengths}); {padding}"
         return "; ".join([line, *self.cut_rows()])
 

@@ -87,7 +87,7 @@ def description(tables: Tables, lengths: Sequence[int]) -> Iterator[str]:
                 yield f"  {name.replace('_', ' ')}: {number:,.10g}"
         share = padding_share(tables.lengths(split), lengths)
         at_most = " or ".join(map(str, lengths))
-        yield f"  padding   {share:.1%} of batches padded to {at_most} tokens"
+        yield f"  padding   at least {share:.1%} of batches padded to {at_most} tokens"
         if facts["bad_rows"] or facts["left_out"]:
             bad = plural(facts["bad_rows"], "bad row")
             yield f"  left out  {bad}, {facts['left_out']:,} by data.label_map"

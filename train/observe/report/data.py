@@ -174,7 +174,7 @@ def splits_table(records: Records) -> Table:
         column = {label: count(getattr(split, key)) for label, key in ROWS}
         for note, value in split.notes.items():
             column[note.replace("_", " ").capitalize()] = count(value)
-        column["Padding (share of all tokens)"] = share(split.padding_share)
+        column["Padding (share of all tokens, at least)"] = share(split.padding_share)
         columns[split.name] = column
     return table_of("", columns)
 
