@@ -23,11 +23,30 @@ from train.storage.folders import is_s3
 
 logger = logging.getLogger("train")
 
-USED = """
-    run_dir data.path seed max_steps max_epochs max_examples max_run_s global_batch_size micro_batch_size seq_len
-    optim.lr log_every eval_every checkpoint.every checkpoint.keep model.pretrained model.init_from backend.device
-    backend.precision data.num_workers export s3.endpoint
-"""
+USED = (
+    "run_dir",
+    "data.path",
+    "seed",
+    "max_steps",
+    "max_epochs",
+    "max_examples",
+    "max_run_s",
+    "global_batch_size",
+    "micro_batch_size",
+    "seq_len",
+    "optim.lr",
+    "log_every",
+    "eval_every",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "model.pretrained",
+    "model.init_from",
+    "backend.device",
+    "backend.precision",
+    "data.num_workers",
+    "export",
+    "s3.endpoint",
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -41,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
             "torchrun --standalone --nproc-per-node=8 -m train experiment=albert_pretrain data.path=s3://bucket/mine",
             "experiment=tweets_trainium data.path=tweets.csv model.init_from=runs/mine run_dir=runs/tweets",
         ),
-        keys=USED.split(),
+        keys=USED,
     )
     code = cli.run(TrainConfig, attempt, parser, arguments=arguments)
     if code == cli.REJECTED:  # every restart would be rejected too

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from train.config import TrainConfig
 from train.data.text.coverage import Sample
-from train.data.text.tokenizer import normalizer
+from train.data.text.tokenizer import load_tokenizer, normalizer
 from train.run import compose as cli
 from train.tasks import build_task
 from train.tools import prepare, records
@@ -29,27 +29,6 @@ def test_lower_case_drops_no_mark_unless_that_is_asked_for():
         assert len(rule.normalize_str(MARKED)) >= len(MARKED)
     assert kept.normalize_str("Über  ÜBER\n") == "über über"
     assert stripped.normalize_str("Über がく किताब ``x''") == 'uber かく कतब "x"'
-
-
-@pytest.mark.parametrize(
-    ("word", "settings", "says"),
-    [
-        ("किताब", [], None),
-        ("किताब", ["tokenizer.strip_accents=true"], "किताब becomes कतब; tokenizer.strip_accents=false keeps"),
-        ("LONDON", [], None),
-    ],
-)  # fmt: skip
-def test_what_normalisation_takes_away_is_said_with_the_setting(
-    word, settings, says, corpus, tmp_path, capsys
-):
-    text = re.sub(r" [bnt]", rf" {word}\g<0>", corpus.read_text())
-    (tmp_path / "text.txt").write_text(text)
-    assert prepare.run(prepare_config(tmp_path / "out", tmp_path / "text.txt", *settings)) == 0
-    printed = capsys.readouterr()
-    assert ("the normalisation of" in printed.err) == (says is not None) and (
-        says or ""
-    ) in printed.err
-    assert "the tokenizer reads the corpus with 0.00% unknown tokens" in printed.out
 
 
 def test_a_sample_is_of_the_whole_corpus_and_bounded():
@@ -123,27 +102,5 @@ def dropping(tmp_path):
     return tmp_path / "dropping"
 
 
-def test_characters_that_become_no_token_count_as_unknown(dropping, corpus, tmp_path, capsys):
-    rows = "\n".join(f"ba be bi {number % 9 * 'na '}我,{'xy'[number % 2]}" for number in range(40))
-    (tmp_path / "t.csv").write_text(f"text,label\n{rows}\n")
-    given = ["task=classify", "data=csv", "seq_len=8", f"data.path={tmp_path / 't.csv'}"]
-    task = task_of(tuning(tmp_path / "run", dropping, *given, "data.validation_fraction=0.3"))
-    notes = task.tables.facts["splits"]["train"]["notes"]
-    examples = task.tables.facts["splits"]["train"]["examples"]
-    # also what was cut was looked at
-    assert notes["unknown_tokens"] == examples and notes["truncated"] > 0
-    assert next(each for each in task.remarks if "train: " in each).startswith("warning: ")
-    for share, wanted in (("我", None), ("我" * 20, "too many to learn from")):
-        text = "\n".join(
-            f"{line}\n{share if line else ''}" for line in corpus.read_text().lower().splitlines()
-        )
-        (tmp_path / "text.txt").write_text(re.sub(r"[^a-z\s我]", "", text))
-        ready = f"tokenizer.pretrained={dropping}"
-        config = prepare_config(tmp_path / f"out{len(share)}", tmp_path / "text.txt", ready)
-        if wanted is None:
-            manifest = prepare.prepare(config)
-            assert manifest.counts["unknown_tokens"] == (tmp_path / "text.txt").read_text().count(
-                "我"
-            )
-        else:
-            rejects(wanted, prepare.prepare, config)
+def test_a_tokenizer_that_leaves_out_what_it_does_not_know_is_rejected(dropping):
+    rejects("leaves out characters that it does not know", load_tokenizer, str(dropping))

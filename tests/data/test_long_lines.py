@@ -1,22 +1,18 @@
-"""Text in very long lines: read and tokenised in time that grows with it alone; ordinary text as it always was."""
+"""Very long lines: cut for the tokenizer in time that grows with them alone, and read up to a limit."""
 
 from __future__ import annotations
 
 import gzip
-import io
 import random
-from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from running import SYLLABLES
-from tokenizers import Tokenizer
 
 from train.config import FilesCorpusConfig, InputError, RecordsConfig
 from train.data.files import text as files_text
-from train.data.files.text import MAX_LINE_CHARS, STRETCH, STRETCH_CHARS, stretches
 from train.data.records.formats import file_table
+from train.data.text import corpus_files
 from train.data.text.corpus import open_corpus
 from train.data.text.tokenizer import MAX_LINE_BYTES, short_lines
 
@@ -29,13 +25,6 @@ class AsItIs:
 
     def normalize_str(self, text: str) -> str:
         return text
-
-
-@cache
-def long_text(num_chars: int) -> str:
-    rng = random.Random(0)
-    words = ("".join(rng.choices(SYLLABLES, k=rng.randint(1, 4))) for _ in range(num_chars // 4))
-    return " ".join(words)[:num_chars]
 
 
 def lines_as_before(line: str) -> list[str]:
@@ -59,57 +48,26 @@ def test_lines_for_the_tokenizer_are_cut_where_they_always_were(alphabet: str) -
         assert list(short_lines([line], cast(Any, AsItIs()), 2**30)) == given
 
 
-@pytest.mark.slow
-def test_stretches_are_the_text_and_cut_only_very_long_lines(prepared: Path) -> None:
-    ordinary = ["\n", "short\n", long_text(MAX_LINE_CHARS - 2) + "\n"]
-    long = [
-        long_text(3 * MAX_LINE_CHARS) + "\n",
-        "x" * (2 * MAX_LINE_CHARS) + "\n",
-        long_text(MAX_LINE_CHARS) + "\n",
-    ]
-    lines = [*ordinary, *long, *ordinary]
-    parts = list(stretches(io.StringIO("".join(lines))))
-    assert "".join(parts) == "".join(lines)
-    assert parts[:3] == ordinary
-    assert sum(len(part) > STRETCH_CHARS for part in parts) == 2  # the ordinary ones
-    tokenizer = Tokenizer.from_file(str(prepared / "tokenizer" / "tokenizer.json"))
-    line = long_text(3 * STRETCH_CHARS)
-    encoded = tokenizer.encode_batch(
-        [part.strip() for part in STRETCH.findall(line)], add_special_tokens=False
-    )
-    assert len(encoded) >= 3
-    assert (
-        sum((part.ids for part in encoded), [])
-        == tokenizer.encode(line, add_special_tokens=False).ids
-    )
-
-
 @pytest.mark.parametrize("kind", ["text", "jsonl", "csv", "rows", "conll", "squad"])
 def test_a_line_is_read_up_to_a_limit_that_is_named(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    most, word = 2 * MAX_LINE_CHARS, "x" * (2 * MAX_LINE_CHARS - 100)
-    monkeypatch.setattr(files_text, "LONGEST_LINE_CHARS", most)
+    monkeypatch.setattr(files_text, "LONGEST_LINE_CHARS", 1000)
+    monkeypatch.setattr(corpus_files, "MAX_DOCUMENT_CHARS", 1000)
     form = {"csv": "text\n{}\n", "text": "a\n{}\n", "conll": "a O\n{} O\n", "squad": SQUAD}.get(
         kind, '{{"text": "a"}}\n{{"text": "{}"}}\n'
     )
     path = tmp_path / f"a.{({'rows': 'jsonl', 'squad': 'json'}).get(kind, kind)}.gz"
 
-    def read(text: str) -> int:
-        path.write_bytes(gzip.compress(form.format(text).encode(), 1))
+    def read(num_chars: int) -> int:
+        path.write_bytes(gzip.compress(form.format("x" * num_chars).encode()))
         if kind in ("rows", "conll", "squad"):
             data = RecordsConfig(path="x")
             return sum(1 for _ in file_table(path, path.name, data, ["text"]).rows())
-        return sum(
-            1
-            for _ in open_corpus(
-                FilesCorpusConfig(kind=kind, name="test", path=str(path))
-            ).documents()
-        )
+        cfg = FilesCorpusConfig(kind=kind, name="test", path=str(path))
+        return sum(1 for _ in open_corpus(cfg).documents())
 
-    assert read(word) > 0
-    with pytest.raises(
-        InputError,
-        match=r"a\.\w+\.gz(:2: a line of|:) more than 2,097,152 characters, which is the limit",
-    ):
-        read(word * 2)
+    assert read(800) > 0
+    says = r"a\.\w+\.gz(:2: a line of|:) more than 1,000 characters, which is the limit"
+    with pytest.raises(InputError, match=says):
+        read(1100)

@@ -108,22 +108,13 @@ def test_a_file_without_a_header_has_numbered_columns_and_a_wrong_dialect_is_nam
     rejects(r"a\.csv:3: not CSV: ',' expected after '\"'", read, path)
 
 
-def test_quotation_marks_are_text_where_tabs_separate_fields_and_swallow_no_row_unsaid(
-    folder, caplog
-):
-    marks = {3: '"open {}', 7: '{} closed"'}  # of twenty rows
-    texts = [marks.get(n % 20, "{}").format(text) for n, text in enumerate(TEXTS * 5)]
-    rows = [(text, "01"[number % 2]) for number, text in enumerate(texts)]
+def test_quotation_marks_are_text_where_tabs_separate_fields(folder):
+    rows = [(f'"open {text}', label) for text, label in ROWS]
     path = put(folder, "a.tsv", csv_of(rows, delimiter="\t"))
-    raw = read(path)
-    assert len(all_texts(raw)) == 200 and raw.remarks == []
+    assert new_texts(path) == [text for text, _ in rows]
     put(folder, "b.txt", csv_of(rows, delimiter="\t"))
-    assert new_texts(path) == texts
-    assert new_texts(folder / "b.txt", format="csv", delimiter="\\t") == texts
-    assert caplog.messages == []
-    assert len(new_rows(path, quotes="doubled")) == 160
-    said = "200 lines were read as 160 rows: if no text has line ends, set data.quotes=none"
-    assert caplog.messages == [said] == read(path, quotes="doubled").remarks
+    assert new_texts(folder / "b.txt", format="csv", delimiter="\\t") == new_texts(path)
+    rejects("the field's quote is not closed", new_texts, path, quotes="doubled")
 
 
 BAD = {  # a row, and why it is left out
@@ -299,7 +290,8 @@ def test_label_map(folder):
     del names["2"]
     raw = read(path, label_map=names)
     assert raw.labels == ["good", "very bad", "bad", "2"]
-    assert raw.remarks == ["data.label_map does not name 2: these labels are left unchanged"]
+    says = "data.label_map does not name 2: these labels are left unchanged"
+    assert raw.remarks == [f"train: {says}"]
 
 
 @pytest.mark.parametrize(

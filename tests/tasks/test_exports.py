@@ -20,7 +20,6 @@ from transformers import (
     pipeline,
 )
 
-from train.data.text import tokenizer as our_tokenizer
 from train.tasks.predictor import Predictor, trained_task
 
 SIZES = ["model.hidden_size=16", "model.num_heads=2"]
@@ -87,12 +86,6 @@ def write_tokenizer(name: str | None, folder: Path) -> Path:
         made.backend_tokenizer.post_processor = processors.BertProcessing(*ends)
     made.save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    # a process for each tokenizer
-    monkeypatch.setattr(our_tokenizer, "try_tokenizer", lambda _: None)
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)

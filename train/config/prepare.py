@@ -23,8 +23,7 @@ class CorpusConfig(Section, prefix="corpus."):
     kind: str = MISSING
     # The name of the corpus in the manifest.
     name: str = MISSING
-    # The number of times to read each corpus, in the order of the corpora; 2.5 reads all documents twice, and half of
-    # them, chosen by hash, a third time; None reads all once.
+    # The number of times to read each corpus, in the order of the corpora; None reads all once.
     weights: Any = None
     # The validation text, in the same form as corpus.path or an entry of corpus.datasets; None holds out
     # validation_fraction of the corpus.
@@ -38,13 +37,15 @@ class CorpusConfig(Section, prefix="corpus."):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.weights is not None:
-            says = f"must be a list of numbers above 0, at most {MOST_READINGS}, such as [1,3]"
+            says = (
+                f"must be a list of whole numbers above 0, at most {MOST_READINGS}, such as [1,3]"
+            )
             ok = isinstance(self.weights, list) and all(map(is_weight, self.weights))
             check(ok, f"corpus.weights={self.weights} {says}")
 
 
 def is_weight(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value <= MOST_READINGS
+    return type(value) is int and 0 < value <= MOST_READINGS
 
 
 @dataclass(kw_only=True)

@@ -30,7 +30,8 @@ from train.data.shards.order import ShardSampler, eval_sample, eval_shards, spre
 from train.data.shards.prefetch import Prefetcher
 from train.data.shards.prepared import PreparedData
 from train.data.text.coverage import unknown_share
-from train.data.text.tokenizer import check_same_vocabulary, open_tokenizer
+from train.data.text.encoding import open_tokenizer
+from train.data.text.tokenizer import check_same_vocabulary
 from train.data.text.words import word_edges
 from train.models.encoder import MaskedLM, build_masked_lm, fitting_config, mask_filler
 from train.models.source import resolved

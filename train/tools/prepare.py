@@ -37,7 +37,6 @@ from train.data.text.corpus import Corpus, open_corpus
 from train.data.text.coverage import (
     MOST_SAMPLES,
     Sample,
-    changed_by,
     unknown_of,
     unknown_share,
 )
@@ -165,7 +164,7 @@ def prepare(cfg: PrepareConfig) -> DataManifest | None:
     """
     progress.begin(Phase(f"looking for corpus={cfg.corpus.kind}"))
     folder, corpus = open_folder(cfg.output, cfg.s3), open_corpus(cfg.corpus)
-    for line in corpus.remarks():
+    for line in corpus.remarks:
         say(f"... {line}", file=sys.stderr)
     if cfg.merge:
         parts = []
@@ -350,19 +349,13 @@ def vocabulary_of(
 def check_coverage(
     cfg: PrepareConfig, tokenizer: PreTrainedTokenizerFast, texts: list[str]
 ) -> None:
-    """Warn if the tokenizer changes characters of the corpus. Raises InputError if it cannot read the corpus."""
+    """Raise InputError if the tokenizer cannot read the corpus."""
     source = cfg.tokenizer.pretrained
     name = "the new tokenizer"
-    cure = "tokenizer.strip_accents=false keeps them"
     if source is not None:
         name = f"tokenizer.pretrained={source}"
-        cure = "another tokenizer.pretrained may keep them"
     # This is the share of a sample. The exact share is printed at the end.
     unknown_share(*unknown_of(tokenizer, texts), f"{name} reads the corpus")
-    changed = changed_by(tokenizer.backend_tokenizer, texts)
-    if changed:
-        what = f"warning: the normalisation of {name} changes {changed}"
-        say(f"{what}; {cure}", file=sys.stderr)
 
 
 def training_texts(cfg: PrepareConfig, corpus: Corpus, held_out: HeldOut) -> Iterator[str]:

@@ -20,16 +20,15 @@ from train.storage.foreign import check_inside
 HIDDEN = (".", "__pycache__")  # prefixes of the folders that are left out
 
 
-def walk(folder: Path, skipped: tuple[str, ...] = (), *, may_lead_out: bool = False) -> list[Path]:
-    """List the files in a folder tree, sorted. Hidden files and folders, and folders in `skipped`, are left out.
+def walk(folder: Path) -> list[Path]:
+    """List the files in a folder tree, sorted. Hidden files and folders are left out.
 
-    Raises InputError if a link leads out of the folder, unless `may_lead_out` is set.
+    Raises InputError if a link leads out of the folder.
     """
-    inside = None if may_lead_out else folder
-    return each_once(files_below(folder, skipped, inside), inside)
+    return each_once(files_below(folder, folder), folder)
 
 
-def files_below(root: Path, skipped: tuple[str, ...], inside: Path | None) -> list[Path]:
+def files_below(root: Path, inside: Path) -> list[Path]:
     """Return the files of a tree. A folder to which several paths lead is read once, and links are followed last."""
 
     def stop(error: OSError) -> NoReturn:  # otherwise os.walk skips folders that it cannot read
@@ -46,9 +45,7 @@ def files_below(root: Path, skipped: tuple[str, ...], inside: Path | None) -> li
                 folders.clear()
                 continue
             seen.add(place)
-            folders[:] = [
-                name for name in folders if not name.startswith(HIDDEN) and name not in skipped
-            ]
+            folders[:] = [name for name in folders if not name.startswith(HIDDEN)]
             links = [path / name for name in sorted(folders) if (path / name).is_symlink()]
             check_links(links, inside)
             waiting += links
@@ -93,7 +90,7 @@ def matching(pattern: str, inside: Path | None = None) -> list[Path]:
         below = Path(*parts[len(fixed.parts) :]).as_posix()
         found = [
             path
-            for path in files_below(fixed, (), inside)
+            for path in files_below(fixed, inside)
             if is_match(path.relative_to(fixed).as_posix(), below)
         ]
     else:

@@ -5,25 +5,19 @@ from __future__ import annotations
 import codecs
 import gzip
 import io
-import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from train.config import InputError, check
+from train.config import check
 from train.data.files.errors import naming
 from train.storage.foreign import open_inside
 
 # A longer line is rejected: a gzip file of a megabyte can contain a line of a gigabyte.
 LONGEST_LINE_CHARS = 2**27
-# A longer line of plain text is read in stretches, so that memory and time are bounded.
-MAX_LINE_CHARS = 2**20
 START_CHARS = 2**16  # first characters, which show the line end, and how JSON is laid out
-STRETCH_CHARS = 2**16  # maximum characters in a stretch
-# A stretch is cut at a blank if possible.
-STRETCH = re.compile(rf".{{1,{STRETCH_CHARS}}}(?!\S)|.{{1,{STRETCH_CHARS}}}", re.DOTALL)
 # Prefixes of encodings in which 0x0a is always a line end.
 SEEKABLE = ("utf-8", "ascii", "iso8859", "cp125")
 
@@ -133,19 +127,14 @@ class BoundedFile(io.RawIOBase):
         return len(content)
 
 
-def too_long(where: str) -> InputError:
-    """Return the error for a line that is too long. `where` names the line."""
-    most = f"{LONGEST_LINE_CHARS:,} characters, which is the limit; are line ends missing?"
-    return InputError(f"{where}: a line of more than {most}")
-
-
-def bounded_lines(text: IO[str], name: str) -> Iterator[str]:
-    """Yield lines. Raises InputError if a line is too long, without reading all of it."""
+def bounded_lines(text: IO[str], name: str, most: int | None = None) -> Iterator[str]:
+    """Yield lines. Raises InputError if one is longer than `most`, or LONGEST_LINE_CHARS, without reading all of it."""
+    most = most or LONGEST_LINE_CHARS
     number = 0
-    while line := text.readline(LONGEST_LINE_CHARS + 1):
+    while line := text.readline(most + 1):
         number += 1
-        if len(line) > LONGEST_LINE_CHARS:
-            raise too_long(f"{name}:{number}")
+        is_limit = f"a line of more than {most:,} characters, which is the limit"
+        check(len(line) <= most, f"{name}:{number}: {is_limit}; are line ends missing (fold -s)?")
         yield line
 
 
@@ -155,16 +144,3 @@ def bounded_text(text: IO[str], name: str, cure: str) -> str:
     most = f"{LONGEST_LINE_CHARS:,} characters, which is the limit for a file read as a whole"
     check(len(content) <= LONGEST_LINE_CHARS, f"{name}: more than {most}; {cure}")
     return content
-
-
-def stretches(text: IO[str]) -> Iterator[str]:
-    """Yield lines. A line of MAX_LINE_CHARS or more is cut before blanks into stretches of at most STRETCH_CHARS."""
-    while line := text.readline(MAX_LINE_CHARS):
-        if len(line) < MAX_LINE_CHARS or line.endswith("\n"):
-            yield line
-            continue
-        while len(line) == MAX_LINE_CHARS and not line.endswith("\n"):
-            *ready, rest = STRETCH.findall(line)
-            yield from ready
-            line = rest + text.readline(MAX_LINE_CHARS - len(rest))
-        yield from STRETCH.findall(line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from itertools import dropwhile, filterfalse
 
 from train.config import ColumnsConfig, check
 from train.data.files.errors import BadRow, unreadable
@@ -76,16 +77,17 @@ def words_in(block: list[Line], columns: int) -> list[Line]:
     Before the first word, a line that begins with "# " is a comment, unless its first column is "#" and it has the
     number of columns that words have.
     """
-    words = []
-    is_head = True
-    for line in block:
+
+    def is_comment(line: Line) -> bool:
         _, text, fields = line
-        is_head = is_head and text.startswith(COMMENT)
-        is_comment = is_head and (fields[0] != "#" or len(fields) != columns)
-        is_range = len(fields) == UNIVERSAL and NO_WORD.fullmatch(fields[0])
-        if not is_comment and not is_range:
-            words.append(line)
-    return words
+        is_word = fields[0] == "#" and len(fields) == columns
+        return text.startswith(COMMENT) and not is_word
+
+    def is_range(line: Line) -> bool:
+        fields = line[2]
+        return len(fields) == UNIVERSAL and NO_WORD.fullmatch(fields[0]) is not None
+
+    return list(filterfalse(is_range, dropwhile(is_comment, block)))
 
 
 def fault_of(words: list[Line], columns: int, encoding: str) -> tuple[int, BadRow] | None:

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from train.data.records.kinds import TOKENS
-from train.data.text.coverage import drops, num_dropped
 from train.storage.imported import code_of
 
 if TYPE_CHECKING:
@@ -49,13 +47,6 @@ class Featurizer(ABC):
         if unknown is not None:
             self.stand_ins = dict.fromkeys(reserved, unknown)
         self._notes: dict[str, Counter[str]] = {}
-        # the tokenizer without truncation, if it drops unknown characters
-        self.dropping: Tokenizer | None = None
-        if drops(tokenizer.backend_tokenizer):
-            self.dropping = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-            self.dropping.no_truncation()
-        # before truncation: dropped characters; these and tokens together
-        self.missed = np.zeros(2, np.int64)
         # [rows] tokens cut off at seq_len, in the latest batch
         self.tokens_cut = np.zeros(0, np.int64)
 
@@ -72,13 +63,6 @@ class Featurizer(ABC):
         # If the rows lack a column, such as the target in new rows, its values are 0.
 
     def encode(self, *texts: list[str] | None, **options: Any) -> BatchEncoding:
-        for part in texts if self.dropping else ():
-            assert self.dropping is not None
-            # a text or words
-            whole = [each if isinstance(each, str) else " ".join(each) for each in part or ()]
-            encodings = self.dropping.encode_batch(whole, add_special_tokens=False)
-            missing = num_dropped(whole, encodings)
-            self.missed += missing, missing + sum(map(len, encodings))
         return self.tokenizer(
             *texts,
             max_length=self.settings["seq_len"],
@@ -111,9 +95,6 @@ class Featurizer(ABC):
         text_tokens = sum(
             len(encoding.ids) - sum(encoding.special_tokens_mask) for encoding in encodings
         )
-        if self.dropping is not None:
-            unknown, text_tokens = self.missed.tolist()
-            self.missed[:] = 0
         self.count(split, unknown_tokens=unknown, text_tokens=text_tokens)
         return {
             "input_ids": [self.ids(encoding) for encoding in encodings],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,19 +38,6 @@ LocatedRow = tuple[str, Values]  # the location of a row, such as file.csv:17, a
 Read = Callable[[], Iterator[LocatedRow]]
 
 
-@dataclass
-class Lines:
-    """A count of the lines of CSV read so far from a file, not counting blank lines and the header."""
-
-    count: int = 0
-
-    def counted(self, text: Iterable[str], header: int) -> Iterator[str]:
-        self.count = -header
-        for line in text:
-            self.count += not line.isspace()
-            yield line
-
-
 @dataclass(frozen=True)
 class Table:
     """The rows of one file or split, in order. Each call of `rows` starts over. Few rows are in memory at a time."""
@@ -61,7 +48,6 @@ class Table:
     # The names of labels by column, whose numbers index them.
     class_names: dict[str, list[str]] = field(default_factory=dict)
     keys: ColumnsConfig | None = None  # replaces data.columns if the format has fixed column names
-    lines: Lines = field(default_factory=Lines)
 
     def names_of(self, column: str | tuple[str, ...]) -> Sequence[str] | None:
         """Return the labels that a column's numbers stand for, if known; for several columns, the columns' names."""
@@ -84,9 +70,8 @@ def file_table(path: Path, name: str, cfg: RecordsConfig, wanted: Collection[str
         return Table(name, lambda: squad_rows(read(), name), keys=ColumnsConfig(id="id"))
     if form == "jsonl" and is_document(start):
         return Table(name, partial(document_rows, path, name, cfg.encoding))
-    lines = Lines()
     readers: dict[str, Callable[[Iterator[str]], Iterator[tuple[int, Values]]]] = {
-        "csv": lambda text: rows_of_csv(lines.counted(text, int(cfg.header)), name, cfg),
+        "csv": lambda text: rows_of_csv(text, name, cfg),
         "conll": lambda text: conll_rows(text, name, cfg.encoding, cfg.columns),
         "jsonl": lambda text: json_rows(text, cfg.encoding),
     }
@@ -97,10 +82,8 @@ def file_table(path: Path, name: str, cfg: RecordsConfig, wanted: Collection[str
                 yield f"{name}:{number}", row
 
     if form == "conll":
-        keys = ColumnsConfig()
-    else:
-        keys = None
-    return Table(name, rows, keys=keys, lines=lines)
+        return Table(name, rows, keys=ColumnsConfig())
+    return Table(name, rows)
 
 
 def rows_of_csv(

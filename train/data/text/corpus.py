@@ -10,7 +10,7 @@ import ast
 import glob
 import platform
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
@@ -29,7 +29,7 @@ from train.config import (
 )
 from train.data.files.data_sets import open_builder
 from train.data.files.errors import LIBRARY_ERRORS, naming
-from train.data.files.find import matching, walk
+from train.data.files.find import matching
 from train.data.text.corpus_files import Csv, JsonLines, Parquet, TextFiles
 from train.data.text.documents import (
     WHOLE,
@@ -38,7 +38,6 @@ from train.data.text.documents import (
     Reading,
     check_column,
     clean,
-    files_line,
     listing,
     readings,
     text_of,
@@ -48,18 +47,15 @@ from train.storage.hub_access import asking_hub, hub_or_path, why_missing
 from train.storage.schema import BadContent, record
 
 MIN_PYDOC_CHARS = 100
-SKIPPED_STDLIB = (
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idle_test",
-    "lib2to3",
-    "turtledemo",
-)
+# folders of the standard library
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "turtledemo"}
 
 
 class Corpus(Protocol):
+    @property
+    def remarks(self) -> Sequence[str]:
+        """Lines on the files that are read, and on those that are left out."""
+
     @property
     def total_bytes(self) -> int | None:
         """The sum of all source_bytes, or slightly more if blanks follow the last text; None if unknown."""
@@ -81,9 +77,6 @@ class Corpus(Protocol):
     def fingerprint(self) -> str:
         """Return a hash that changes when the input does. It costs little, because no text is read."""
 
-    def remarks(self) -> Iterable[str]:
-        """Return lines on the files that are read, and on those that are left out."""
-
 
 def open_corpus(cfg: CorpusConfig) -> Corpus:
     """Return the corpus that `corpus.kind` names. Raises InputError if the kind is unknown, or if files are missing."""
@@ -101,15 +94,21 @@ class PyDocs:
     """Topics of the language reference and docstrings of the standard library, from this Python installation."""
 
     seekable = True
+    remarks = ()
     most_parts = 1  # the text has only a few MB
 
     def __init__(self, cfg: CorpusConfig) -> None:
         only = "corpus=pydocs is one corpus without a validation part: leave out corpus.weights and corpus.validation"
         check(cfg.weights is None and cfg.validation is None, only)
         self.root = Path(sysconfig.get_path("stdlib"))
-        found = walk(self.root, SKIPPED_STDLIB, may_lead_out=True)  # a distribution's own links
+        tops = [path for path in self.root.iterdir() if path.name not in SKIPPED]
+        found = [path for top in tops for path in (top, *top.rglob("*.py"))]
         # links may lead nowhere
-        self.modules = [path for path in found if path.suffix == ".py" and path.is_file()]
+        self.modules = [
+            path
+            for path in sorted(found)
+            if path.suffix == ".py" and path.is_file() and not SKIPPED & {*path.parts}
+        ]
         check(
             bool(self.modules),
             f"corpus.kind=pydocs finds no sources in {self.root}; choose another corpus",
@@ -131,9 +130,6 @@ class PyDocs:
 
     def validation(self) -> None:
         return None
-
-    def remarks(self) -> Iterable[str]:
-        return ()
 
     @cached_property  # parsing takes seconds, and the result is small
     def _documents(self) -> list[Document]:
@@ -174,6 +170,7 @@ class HFCorpus:
 
     total_bytes = None
     seekable = False
+    remarks = ()
 
     def __init__(self, cfg: HFCorpusConfig) -> None:
         self.readings = readings(cfg.weights, cfg.sources)
@@ -207,13 +204,6 @@ class HFCorpus:
             found += [(reading, dataset, rows, number) for number in range(rows.num_shards)]
         return found
 
-    def remarks(self) -> Iterable[str]:
-        why = "datasets reads one format of a folder, the most frequent; corpus.datasets: data_files=GLOB names others"
-        for dataset in filter(local_files, self.datasets):
-            splits = builder_of(dataset).config.data_files or {}
-            paths = [Path(file) for files in splits.values() for file in files]
-            yield files_line(data_files(dataset) or hub_or_path(dataset.path), paths, why)
-
     def validation(self) -> Iterator[Document] | None:
         files = [file for file in self.files if file[0].is_validation]
         if files:
@@ -228,7 +218,7 @@ class HFCorpus:
             texts = texts_of(dataset, rows.shard(rows.num_shards, number), number)
             while block := list(islice(texts, dataset.rows_per_document)):
                 text = clean("\n".join(block))
-                if text and reading.has(text):
+                if text:
                     yield Document(text, len(text.encode()), reading)
 
 

@@ -12,7 +12,6 @@ from typing import IO
 
 from train.config import FilesCorpusConfig, InputError, check
 from train.config.prepare import paths_of
-from train.data.files import text as text_files
 from train.data.files.errors import SURROGATE, BadRow, naming, unreadable
 from train.data.files.rows import BATCH_ROWS, QUOTES, csv_rows, json_rows, open_parquet
 from train.data.files.text import (
@@ -21,8 +20,6 @@ from train.data.files.text import (
     check_encoding,
     is_seekable,
     open_text,
-    stretches,
-    too_long,
 )
 from train.data.text.documents import (
     OF_VALIDATION,
@@ -79,6 +76,7 @@ class FilesCorpus(ABC):
             self.places.append(place)
             self.found.append(files)
             self.pieces += [(OF_VALIDATION, path) for path in files]
+        self.remarks = list(map(files_line, self.places, self.found))
         self.listings = [listing(files) for files in self.found]
         sizes = [size for rows in self.listings for _, size, _ in rows]
         self.sizes = dict(zip(chain(*self.found), sizes, strict=True))
@@ -102,11 +100,6 @@ class FilesCorpus(ABC):
         count = len(self.cfg.sources)
         return sha256_json([self.listings[:count], self.listings[count:]])
 
-    def remarks(self) -> Iterable[str]:
-        why = f"corpus={self.cfg.kind} reads {', '.join(self.suffixes)}"
-        places = zip(self.places, self.found, strict=True)
-        return [files_line(place, files, why) for place, files in places]
-
     def documents(self, part: CorpusPart = WHOLE) -> Iterator[Document]:
         return self.read_all(self.spans(part))
 
@@ -122,7 +115,7 @@ class FilesCorpus(ABC):
             end = min(last, self.sizes[path])
             for raw, position in self.read(path, first, last):
                 text = clean(raw)
-                if text and reading.has(text):
+                if text:
                     yield Document(text, max(0, min(position, end) - before), reading)
                     before = min(position, end)
 
@@ -166,18 +159,17 @@ class FilesCorpus(ABC):
         # For a file that cannot be read from an arbitrary byte, the range is always the whole file.
 
 
-def line_name(path: Path, first: int, number: int) -> str:
-    """Return the name of a line for errors. `number` counts lines from byte `first`."""
+def name_of(path: Path, first: int) -> str:
+    """Return the name of a file for errors, whose lines are counted from byte `first`."""
     if first:
-        return f"{path}, line {number} after byte {first}"
-    return f"{path}:{number}"
+        return f"{path}, after byte {first}"
+    return str(path)
 
 
 class TextFiles(FilesCorpus):
     """Text files in which a line that matches `separator` starts a new document and, if not blank, is part of it.
 
-    A very long line is read in stretches (see `stretches`). The separator is tested on each stretch, and each stretch
-    ends a document. Without a separator, every file is one document.
+    Without a separator, every file is one document.
     """
 
     suffixes = (".txt", ".text", ".md", ".rst")
@@ -206,8 +198,7 @@ class TextFiles(FilesCorpus):
                     num_chars = 0
                 part.append(line)
                 num_chars += len(line)
-                # Each stretch of a very long line ends a document.
-                is_full = num_chars > MAX_DOCUMENT_CHARS or not line.endswith("\n")
+                is_full = num_chars > MAX_DOCUMENT_CHARS
             yield "".join(part), position()
 
     def whole_documents(
@@ -228,20 +219,12 @@ class TextFiles(FilesCorpus):
         return not self.begins(line)
 
     def checked(self, text: IO[str], path: Path, first: int) -> Iterator[str]:
-        """Yield lines, very long ones in stretches. Raises InputError on NUL and undecodable bytes."""
-        number = 1
-        num_chars = 0  # of the line so far
-        for line in stretches(text):
-            num_chars += len(line)
-            if num_chars > text_files.LONGEST_LINE_CHARS:
-                raise too_long(line_name(path, first, number))
+        """Yield lines. Raises InputError on NUL and undecodable bytes."""
+        name = name_of(path, first)
+        for number, line in enumerate(bounded_lines(text, name, MAX_DOCUMENT_CHARS), 1):
             bad = unreadable(line, self.cfg.encoding, DECODING)
-            if bad:
-                raise InputError(f"{line_name(path, first, number)}: {bad}")
+            check(bad is None, f"{name}:{number}: {bad}")
             yield line
-            if line.endswith("\n"):
-                number += 1
-                num_chars = 0
 
 
 class JsonLines(FilesCorpus):
@@ -249,9 +232,9 @@ class JsonLines(FilesCorpus):
 
     def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
         with self.opened(path, first, last) as (text, position):
-            lines = bounded_lines(text, str(path) if first == 0 else f"{path}, after byte {first}")
-            for number, row in json_rows(lines, self.cfg.encoding, DECODING):
-                where = line_name(path, first, number)
+            name = name_of(path, first)
+            for number, row in json_rows(bounded_lines(text, name), self.cfg.encoding, DECODING):
+                where = f"{name}:{number}"
                 if isinstance(row, BadRow):
                     raise InputError(f"{where}: {row}")
                 value = text_of(row, self.cfg.column, where)

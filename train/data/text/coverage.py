@@ -1,14 +1,9 @@
-"""Measures of how well a tokenizer fits a text: what its normalisation loses, and the share of unknown tokens."""
+"""A measure of how well a tokenizer fits a text: the share of unknown tokens."""
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
-from unicodedata import normalize
-
-from tokenizers import Encoding, Tokenizer
 
 from train.config import InputError
 
@@ -17,14 +12,11 @@ if TYPE_CHECKING:
 
 MOST_UNKNOWN = 0.01  # share of unknown tokens above which to warn
 TOO_MANY_UNKNOWN = 0.3  # share of unknown tokens above which to reject
-MOST_CHANGED = 0.01  # maximum share of characters that normalisation may change without a warning
 MOST_SAMPLES, SAMPLED_CHARS = 4096, 256
-SHOWN_CHARS = 40  # maximum characters of an example in a message
 CURE = (
     "choose a tokenizer that knows the text's characters, or, if the text itself contains its unknown token, such as "
     "<unk>, replace that in the text"
 )
-UNUSUAL = "\U00012000" * 4  # a cuneiform sign, which few vocabularies have
 
 
 class UnusableText(InputError):
@@ -57,29 +49,6 @@ class Sample:
             pass
 
 
-def changed_by(tokenizer: Tokenizer, texts: Iterable[str]) -> str:
-    """Return a phrase about characters that normalisation changes other than in case, as accents; "" if few are."""
-    if tokenizer.normalizer is None:
-        return ""
-    num_chars = 0
-    num_changed = 0
-    examples: Counter[tuple[str, str]] = Counter()
-    words = Counter(word for text in texts for word in text.split())
-    for word, times in words.items():
-        # A different Unicode form (NFC, NFD) does not count as a change, nor does ▁, which replaces a space.
-        before = normalize("NFC", word)
-        after = normalize("NFC", re.sub(r"[\s▁]", "", tokenizer.normalizer.normalize_str(word)))
-        changed = (Counter(before.lower()) - Counter(after.lower())).total() * times
-        num_chars += len(before) * times
-        num_changed += changed
-        if changed:
-            examples[before[:SHOWN_CHARS], after[:SHOWN_CHARS]] += times
-    if num_changed <= MOST_CHANGED * num_chars:
-        return ""
-    (old, new), _ = examples.most_common(1)[0]
-    return f"{num_changed / num_chars:.1%} of the characters: {old} becomes {new}"
-
-
 def unknown_share(
     unknown: float, tokens: float, reads: str, most: float = TOO_MANY_UNKNOWN
 ) -> str:
@@ -100,32 +69,7 @@ def unknown_share(
 
 
 def unknown_of(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> tuple[int, int]:
-    """Return the count of unknown tokens in texts, and the count of all tokens. Both include dropped characters."""
+    """Return the count of unknown tokens in texts, and the count of all tokens."""
     encodings = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
-    ids = Counter(token for encoding in encodings for token in encoding.ids)
-    if drops(tokenizer.backend_tokenizer):
-        missing = num_dropped(texts, encodings)
-    else:
-        missing = 0
-    if tokenizer.unk_token_id is None:
-        unknown = 0
-    else:
-        unknown = ids[tokenizer.unk_token_id]
-    return unknown + missing, ids.total() + missing
-
-
-def drops(tokenizer: Tokenizer) -> bool:
-    """Return whether the tokenizer drops unknown characters, as BPE without an unknown token does."""
-    return num_dropped([UNUSUAL], [tokenizer.encode(UNUSUAL, add_special_tokens=False)]) > 0
-
-
-def num_dropped(texts: Iterable[str], encodings: Iterable[Encoding]) -> int:
-    """Return how many characters of the texts, not counting blanks and unprintable ones, are in no token."""
-    count = 0
-    for text, encoding in zip(texts, encodings, strict=True):
-        end = 0
-        for first, last in sorted(encoding.offsets):
-            count += sum(map(str.isprintable, "".join(text[end:first].split())))
-            end = max(end, last)
-        count += sum(map(str.isprintable, "".join(text[end:].split())))
-    return count
+    unknown = sum(encoding.ids.count(tokenizer.unk_token_id) for encoding in encodings)
+    return unknown, sum(map(len, encodings))

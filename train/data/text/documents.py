@@ -7,50 +7,35 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import ceil
 from pathlib import Path
 from typing import Any
 
 from train.config import InputError, check, plural, shortlist
 from train.data.files.errors import columns_shown, naming
 from train.data.files.find import matching, walk
-from train.data.random_bits import text_uniform
 from train.storage.folders import local_path
-
-# This differs from all seeds in settings: weights and validation must use different hashes.
-WEIGHT_SEED = -1
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One reading of one corpus. A corpus of weight 2.5 is read three times, the third time only half of it."""
+    """One reading of one corpus. A corpus of weight 3 is read three times."""
 
     corpus: int = 0  # index of the corpus in the settings
     copy: int = 0  # number of earlier readings of the corpus
-    weight: float = 1.0  # the weight of the corpus
     is_validation: bool = False  # True for corpus.validation
-
-    def learns(self, text: str) -> bool:
-        """Return whether training includes a document of this reading: the last one may include only a share."""
-        left = self.weight - self.copy
-        return left >= 1 or text_uniform(text, WEIGHT_SEED)[0] < left
-
-    def has(self, text: str) -> bool:
-        """Return whether this reading includes a document. The first has all: what is held out is never thinned."""
-        return self.copy == 0 or self.learns(text)
 
 
 ONCE, OF_VALIDATION = Reading(), Reading(is_validation=True)
 
 
-def readings(weights: list[float] | None, sources: list[str]) -> list[Reading]:
+def readings(weights: list[int] | None, sources: list[str]) -> list[Reading]:
     """Return the readings of each corpus according to corpus.weights. Raises InputError unless each has a weight."""
-    given = weights or [1.0] * len(sources)
+    given = weights or [1] * len(sources)
     says = f"has {len(given)} numbers, but {len(sources)} corpora are given: {shortlist(sources)}"
     check(len(given) == len(sources), f"corpus.weights={weights} {says}; set one for each")
     found = []
     for number, weight in enumerate(given):
-        found += [Reading(number, copy, weight) for copy in range(ceil(weight))]
+        found += [Reading(number, copy) for copy in range(weight)]
     return found
 
 
@@ -132,19 +117,19 @@ def find_files(location: str, suffixes: tuple[str, ...], key: str = "corpus.path
     return paths
 
 
-def files_line(location: str, paths: Iterable[Path], why: str) -> str:
+def files_line(location: str, paths: Iterable[Path]) -> str:
     """Return a line on how many files are read at a location, and how many of a folder's are left out, by ending."""
-    read = {path.resolve() for path in paths}
+    read = set(paths)
     line = f"{location}: {plural(len(read), 'file')} to read"
     folder = local_path(location)
     if not folder.is_dir():
         return line
-    others = [path for path in walk(folder, may_lead_out=True) if path.resolve() not in read]
+    others = [path for path in walk(folder) if path not in read]
     if not others:
         return line
     endings = Counter(Path(path.name.removesuffix(".gz")).suffix or "no ending" for path in others)
     counts = shortlist(f"{count} with {ending}" for ending, count in endings.most_common())
-    return f"{line}; {plural(len(others), 'file')} left out ({counts}): {why}"
+    return f"{line}; {plural(len(others), 'file')} left out ({counts})"
 
 
 def listing(paths: list[Path]) -> list[tuple[str, int, int]]:

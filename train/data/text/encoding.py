@@ -7,13 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from train.data.files.errors import naming
 from train.data.shards.format import TokenizerInfo
-from train.data.text.coverage import drops, num_dropped
 from train.data.text.documents import Document
 
 if TYPE_CHECKING:
@@ -42,6 +43,12 @@ class Vocabulary:
         return id_dtype(self.info.vocab_size)
 
 
+def open_tokenizer(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a prepared data set. Raises InputError if it is damaged."""
+    with naming(f"tokenizer {folder} cannot be loaded", (Exception,)):
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
 def id_dtype(vocab_size: int) -> np.dtype:
     """Return the smallest dtype that can represent every id."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
@@ -68,7 +75,6 @@ class Encoded:
     documents: list[Document]
     tokens: np.ndarray  # int32, the ids of all documents, concatenated
     lengths: np.ndarray  # int64, the token count of each document
-    num_dropped: int = 0  # number of characters that are not in any token
 
 
 def starts_of(tokenizer: Tokenizer) -> np.ndarray:
@@ -93,18 +99,10 @@ def chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield chunk
 
 
-def encode(
-    documents: list[Document], tokenizer: Tokenizer, is_text: np.ndarray, *, is_dropping: bool
-) -> Encoded:
-    """Encode documents. `is_text` [vocab] bool: the pieces to keep; `is_dropping`: the result of `coverage.drops`."""
+def encode(documents: list[Document], tokenizer: Tokenizer, is_text: np.ndarray) -> Encoded:
+    """Encode documents. `is_text` [vocab] bool: the pieces to keep."""
     texts = [document.text for document in documents]
-    missing = 0
-    if is_dropping:
-        # This is slower, but has offsets.
-        encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
-        missing = num_dropped(texts, encodings)
-    else:
-        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     ids = [encoding.ids for encoding in encodings]
     lengths = np.fromiter(map(len, ids), np.int64, len(ids))
     tokens = np.fromiter(chain.from_iterable(ids), np.int32, lengths.sum())
@@ -114,7 +112,7 @@ def encode(
         ends = np.cumsum(lengths)
         lengths = before[ends] - before[ends - lengths]
         tokens = tokens[keep]
-    return Encoded(documents, tokens, lengths, missing)
+    return Encoded(documents, tokens, lengths)
 
 
 def encoded(documents: Iterable[Document], vocabulary: Vocabulary) -> Iterator[Encoded]:
@@ -123,7 +121,7 @@ def encoded(documents: Iterable[Document], vocabulary: Vocabulary) -> Iterator[E
     is_text = np.ones(info.vocab_size, bool)
     # only packing inserts these
     is_text[[info.cls_id, info.sep_id, info.mask_id, info.pad_id]] = False
-    act = partial(encode, tokenizer=tokenizer, is_text=is_text, is_dropping=drops(tokenizer))
+    act = partial(encode, tokenizer=tokenizer, is_text=is_text)
     with ThreadPoolExecutor(1) as pool:
         pending = [pool.submit(act, chunk) for chunk in islice(source, CHUNKS_AHEAD)]
         while pending:

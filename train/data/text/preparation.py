@@ -67,7 +67,7 @@ class HeldOut:
         """Return the split of a document; None if it is in neither. The validation split has each text only once."""
         reading = document.reading
         if not self.has(document.text):
-            return "train" if reading.learns(document.text) else None
+            return "train"
         if self.known is None:
             is_validated = reading.copy == 0
         else:
@@ -247,7 +247,6 @@ class Preparation:
         done["documents"] += len(chunk.documents)
         done["source_bytes"] += sum(document.source_bytes for document in chunk.documents)
         done["tokens"] += len(chunk.tokens)
-        done["unknown_tokens"] += chunk.num_dropped
         if self.vocabulary.unk_id is not None:
             done["unknown_tokens"] += int((chunk.tokens == self.vocabulary.unk_id).sum())
         documents = zip(chunk.documents, split_of, chunk.lengths.tolist(), strict=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import decoders
 
-from train.data.text.encoding import starts_of
+from train.data.text.encoding import open_tokenizer, starts_of
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,6 @@ def word_edges(folder: Path) -> WordEdges:
 
     If a byte-level tokenizer splits 't into ' and t, the word ids count one word, and the edges two.
     """
-    # imported here because it imports transformers
-    from train.data.text.tokenizer import (
-        open_tokenizer,
-    )
-
     tokenizer = open_tokenizer(folder)
     begins = starts_of(tokenizer)
     pieces = [tokenizer.id_to_token(i) or "" for i in range(tokenizer.get_vocab_size())]
