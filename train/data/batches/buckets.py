@@ -3,8 +3,7 @@
 The examples of a step are those of the plain order, so that a step sees short and long examples, and their labels, as
 they occur in the data. Only within the step, the examples are sorted by length and cut into micro batches, each padded
 to the shortest length that fits its longest example. All ranks take their examples of a micro batch from the same part
-of the sorted step, so that they pad it to the same length. Neither the lengths nor the cut change what is
-learnt.
+of the sorted step, so that they pad it to the same length. Lengths and cut do not change what is learnt.
 
 The first micro batch of a run has the greatest length, so that a lack of device memory shows immediately.
 """
