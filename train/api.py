@@ -153,7 +153,7 @@ def predict(
             *values([model]),
             *given,
             f"--output={output}",
-            *options_of(options),
+            *values(options),
             *flags(imports),
         ]
         try:
@@ -249,14 +249,6 @@ def values(given: Iterable[str]) -> list[str]:
     check(
         wrong is None, f"{wrong!r} begins with '-': a flag cannot stand here; begin a path with ./"
     )
-    return texts
-
-
-def options_of(given: Iterable[str]) -> list[str]:
-    """Return the settings of a command. Raises InputError if one would import a file, which only `imports` may name."""
-    texts = listed(given)
-    wrong = next((text for text in texts if text.partition("=")[0] == FLAG), None)
-    check(wrong is None, f"options has {wrong!r}: name files to import with imports=[...]")
     return texts
 
 

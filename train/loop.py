@@ -24,14 +24,14 @@ from train.models.model_sizes import check_layers
 from train.observe.metrics import Recorder, lengths_of
 from train.observe.monitor import open_monitor
 from train.observe.trackers import check_trackers
-from train.parallel.backends import Backend, Workload, check_attention, open_backend
+from train.parallel.backends import Backend, Workload, check_attention
 from train.parallel.engines import Engine, build_engine
 from train.parallel.optim import learning_rate
 from train.parallel.ranks import AGREED
 from train.run.attempt import ENDS, Attempt, begin, record_end
 from train.run.checkpoint_manager import CheckpointManager
 from train.run.description import describe
-from train.run.evaluation import evaluate, try_evaluation, write_samples
+from train.run.evaluation import evaluate, num_lengths, try_evaluation, write_samples
 from train.run.feed import TrainData, check_same_code, check_same_data
 from train.run.stopping import StopRequest, Votes
 from train.run_folder import exported
@@ -77,12 +77,7 @@ def run(cfg: TrainConfig, stop: StopRequest, *, on_line: OnLine | None = None) -
     search_as_usual()  # all modules are imported by now
     folder = RunFolder(cfg.run_dir, cfg.s3, ttl_s=cfg.lease.ttl_s)
     with begin(Attempt(cfg, plan, task, folder, identity, stop, saves)) as attempt:
-        attempt.watch.phase("join", is_start=True)
-        with stop.nothing_to_save():
-            work = workload(cfg, plan, task, is_whole=saves)
-            backend = open_backend(cfg.backend, cfg.instance, work=work)
-        attempt.watch.compiles = backend.compilers.are_busy
-        attempt.joined(backend.world)
+        backend = attempt.join(workload(cfg, plan, task, is_whole=saves))
         failure: Exception | None = None
         try:
             reason, step = fit(attempt, backend, on_line)
@@ -326,12 +321,6 @@ class Training:
         self.attempt.kind = asked[0][2]
         logger.info("stopping: %s", self.attempt.asked)
         return asked[0][1]
-
-
-def num_lengths(task: Task) -> int:
-    if task.buckets is None:
-        return 1
-    return len(task.buckets.lengths)
 
 
 def workload(cfg: TrainConfig, plan: Plan, task: Task, *, is_whole: bool) -> Workload:

@@ -23,8 +23,8 @@ DATA = "random_bits files shards text batches records".split()
 LEVELS = [*PACKAGES[:-1], "loop", "entry", "tools", "__main__"]
 TOOLS = "train.tools train.observe.report train.observe.card train.observe.push".split()
 # Of train, without torch: exactly these, or what is in these.
-FOR_LAUNCH = "config machine storage run_folder run.command run.compose run.saved data.shards.format data.shards.order "
-FOR_LAUNCH += "models.memory_estimate models.model_sizes observe.lines tasks.scores_of"
+FOR_LAUNCH = "config machine storage run_folder run.command run.compose data.shards.format data.shards.order "
+FOR_LAUNCH += "models.memory_estimate models.model_sizes observe.lines"
 FOR_LAUNCH = tuple(f"train.{package}" for package in FOR_LAUNCH.split())
 ONLY_IN = {  # heavy or device libraries, and the files that may import them
     "torch_xla": "parallel/xla",

@@ -188,7 +188,7 @@ def test_no_value_is_read_as_a_flag_that_runs_a_file(
 ) -> None:
     (tmp_path / "evil.py").write_text("open('executed', 'w')")
     rejects(
-        r"^'--import=\./evil.py' begins with '-'|^options has '--import",
+        r"^'--import.*' begins with '-'",
         call,
         "--import=./evil.py",
     )

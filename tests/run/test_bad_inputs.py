@@ -23,9 +23,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rejections import rejects
 
-from train import entry, loop
+from train import entry
 from train.config import InputError, PrepareConfig, TrainConfig
 from train.machine import host
+from train.run import attempt as run_attempt
 from train.run import compose as cli
 from train.storage.folders import local_path
 from train.tools import checkpoints, doctor, precompile, predict, prepare, records, shards
@@ -501,7 +502,7 @@ def places(
     finished_run.write(tmp_path / "run")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(loop, "open_backend", opened_a_device)
+    monkeypatch.setattr(run_attempt, "open_backend", opened_a_device)
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # of this process
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path / "cache"))

@@ -107,12 +107,6 @@ def test_a_rank_that_fails_later_waits_until_the_first_has_reported(tmp_path, mo
     assert codes == [REJECTED] and not capsys.readouterr().err
 
 
-def test_the_whole_configuration_is_printed_with_what_is_missing(capsys):
-    assert MAINS["train"](["--cfg", "job", "seed=7"]) == DONE
-    text = capsys.readouterr().out
-    assert "run_dir: ???" in text and "seed: 7" in text and "hydra" not in text
-
-
 def start(
     words: list[str],
     cwd: Path,

@@ -134,20 +134,6 @@ def test_a_notice_that_comes_ends_the_run_also_if_the_token_was_forgotten(
 # ---- whether the service is asked ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("environ", "on_ec2", "expected"),
-    [
-        ({}, False, False),
-        ({}, True, True),
-        ({"AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://127.0.0.1:1338"}, False, True),
-        ({"AWS_EC2_METADATA_DISABLED": "True"}, True, False),
-    ],
-)
-def test_where_the_metadata_is_asked(monkeypatch, environ, on_ec2, expected):
-    monkeypatch.setattr(stopping, "is_ec2_machine", lambda: on_ec2)
-    assert stopping.watches_metadata(environ) is expected
-
-
 # ---- the file and the ends that are known --------------------------------------------------------------------------
 
 

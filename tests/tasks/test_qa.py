@@ -243,13 +243,6 @@ def test_a_model_that_knows_gets_everything_right(task, tmp_path):
     given = json.loads((tmp_path / "predictions/validation.json").read_text())
     examples = task.tables.examples("validation")
     assert given == {example["id"]: example["answers"]["text"][0].strip() for example in examples}
-    lines = [
-        json.loads(line)
-        for line in (tmp_path / "predictions/validation_nbest.jsonl").read_text().splitlines()
-    ]
-    assert [line["id"] for line in lines] == examples["id"]
-    # Spans that differ in spaces alone count once, so there may be fewer than n_best.
-    assert 10 < len(lines[0]["answers"]) <= 20 and lines[0]["answers"][0]["probability"] > 0.99
     output = json.loads((tmp_path / "evaluation.json").read_text())
     assert output["step"] == 3 and output["splits"]["validation"]["exact_match"] == 100
     assert (
@@ -257,10 +250,6 @@ def test_a_model_that_knows_gets_everything_right(task, tmp_path):
         == 9
         == task.details["splits"]["validation"]["examples"]
     )
-    assert set(task.facts) == {
-        *("padding_share", "unknown_tokens_share"),
-        *("cut_questions_share", "answers_in_no_window_share"),
-    }
 
 
 def test_v2_gives_no_answer_where_none_scores_higher_than_the_threshold(make, v2, tmp_path):
@@ -277,10 +266,6 @@ def test_v2_gives_no_answer_where_none_scores_higher_than_the_threshold(make, v2
     v2.write_evaluation(rows, LocalFolder(tmp_path), step=1)
     given = json.loads((tmp_path / "predictions/validation.json").read_text())
     assert {name for name, text in given.items() if not text} == {"q0", "q3", "q6", "q9"}
-    lines = (tmp_path / "predictions/validation_nbest.jsonl").read_text().splitlines()
-    assert (
-        json.loads(lines[0])["answers"][0]["text"] == "" and json.loads(lines[0])["null_odds"] > 0
-    )
     output = json.loads((tmp_path / "evaluation.json").read_text())["splits"]["validation"]
     assert output["threshold"] == 0 and output["f1"] == 100
     never = make("task.unanswerable=true", "task.null_threshold=1000", validation="dev2")

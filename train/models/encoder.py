@@ -78,21 +78,14 @@ class MaskedLM(Network):
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, positions: Tensor) -> Tensor:
         """Return logits [B, P, V] at `positions` [B, P] of sequences `input_ids` [B, S] without padding (all int64)."""
-        return self._checked(self._run(input_ids, token_type_ids, positions).logits, positions)
+        logits: Tensor = self._run(input_ids, token_type_ids, positions).logits
+        return logits
 
     def _run(self, input_ids: Tensor, token_type_ids: Tensor, positions: Tensor) -> Any:
         self._positions = positions
         output = self.network(input_ids=input_ids, **self.segments(token_type_ids))
         self._positions = None
         return output
-
-    def _checked(self, logits: Tensor, positions: Tensor) -> Tensor:
-        if logits.shape[:2] != positions.shape:
-            raise RuntimeError(
-                f"{type(self.network).__name__} returned logits {tuple(logits.shape)} for {tuple(positions.shape)} "
-                "positions: its head does not read the encoder's last hidden state"
-            )
-        return logits
 
     def head_parameters(self) -> list[nn.Parameter]:
         # The head's largest weight is the encoder's embedding, so the head has no learning rate of its own.
@@ -107,9 +100,8 @@ class OrderedMaskedLM(MaskedLM):
     ) -> tuple[Tensor, Tensor]:
         # Returns MaskedLM's logits [B, P, V], and logits [B, 2] of the segments' order: original, swapped.
         output = self._run(input_ids, token_type_ids, positions)
-        return self._checked(output.prediction_logits, positions), output[
-            ORDER_LOGITS[self.network.config.model_type]
-        ]
+        order = output[ORDER_LOGITS[self.network.config.model_type]]
+        return output.prediction_logits, order
 
 
 def states_at(hidden: Tensor, positions: Tensor) -> Tensor:

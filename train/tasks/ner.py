@@ -273,12 +273,8 @@ class TokenClassification(TextTask):
             yield line
 
     def in_words(self, row: Entry, answer: Any) -> str:
-        words = row["tokens"]
-        if not self.has_entities:
-            return " ".join(f"{word}/{tag}" for word, tag in zip(words, answer, strict=True))
-        found = entities(answer)
-        named = [f"{' '.join(words[first : last + 1])} ({kind})" for kind, first, last in found]
-        return ", ".join(named)
+        pairs = zip(row["tokens"], answer, strict=True)
+        return " ".join(f"{word}/{tag}" for word, tag in pairs if tag != "O")
 
 
 def scores(truth: Tags, predicted: Tags, *, has_entities: bool) -> dict[str, float]:

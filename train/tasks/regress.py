@@ -7,7 +7,6 @@ the head's last layer, so that it predicts in the units of the data. Targets hav
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +23,7 @@ from train.data.records.kinds import STRING, RowKind
 from train.data.records.sources import NO_ROWS
 from train.data.records.table_facts import column
 from train.data.records.token_rows import TokenRows
-from train.data.shards.order import spread
 from train.models.heads import PaddedEncoder, Scale, default_names, learn_scaled, names_of_head
-from train.run_folder.samples import Sample
 from train.tasks.classify import ClassifyFeaturizer, read_texts
 from train.tasks.finetune import Entry, TextTask, examples_of, mean_loss
 from train.tasks.state import read_state
@@ -37,7 +34,6 @@ if TYPE_CHECKING:
 
 NAMES = ("mse", "mae", "rmse", "pearson", "spearman")
 MOST = float(np.finfo(np.float32).max)
-MOST_PAIRS = 500  # pairs of truth and prediction in evaluation.json
 
 
 # ---- targets of rows -----------------------------------------------------------------------------------------------
@@ -192,14 +188,6 @@ class Regression(TextTask):
         metrics = scores(self.truth(examples, features), self.numbers(statistics))
         return {"loss": mean_loss(statistics), **metrics}
 
-    def scores_by_name(
-        self, examples: Dataset, features: Dataset, statistics: np.ndarray
-    ) -> dict[str, Any]:
-        # Pairs of truth and prediction for some rows.
-        pairs = np.stack([self.truth(examples, features), self.numbers(statistics)], -1)
-        some = pairs[spread(len(pairs), MOST_PAIRS)]
-        return {"pairs": {self.target: some[np.isfinite(some).all(1)].tolist()}}
-
     def labels_of(self, source: str, config: PreTrainedConfig) -> list[str]:
         problem = getattr(config, "problem_type", None)
         check(
@@ -223,14 +211,6 @@ class Regression(TextTask):
                 line["label"] = row["label"][0]
             line["prediction"] = number
             yield line
-
-    def sample(self, row: Entry, prediction: Entry) -> Sample:
-        sample = super().sample({**row, "label": row["label"][0]}, prediction)
-        answer = replace(sample.answers[0], score=0.5)  # a number is neither right nor wrong
-        return replace(sample, answers=[answer])
-
-    def in_words(self, row: Entry, answer: Any) -> str:
-        return f"{answer:.4g}"
 
 
 def squared_errors(logits: Tensor, targets: Tensor) -> Tensor:

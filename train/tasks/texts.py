@@ -90,8 +90,6 @@ class Sizes:
                 f"{kind} reads padding, so every row is padded to seq_len={seq_len} (data.lengths is not used), in "
                 f'predictions too; in transformers, use padding="max_length" and max_length={seq_len}'
             )
-        if getattr(self.config, "attention_type", None) == "block_sparse":
-            return f"{kind} computes full attention, because its sparse attention depends on the length of a batch"
         return ""
 
     @property
