@@ -24,7 +24,7 @@ MOST_PADDING = 0.1  # the share of padding in a batch's tokens that data.lengths
 MOST_LENGTHS = 128  # the limit on the number of batch lengths without compilation
 # The tokens that take as long as what each further pass costs: on CPUs measured (benchmarks/notes.md), on other devices
 # estimated from launching kernels, and not run on hardware.
-CPU_PASS, DEVICE_PASS = 200, 2048
+CPU_PASS, DEVICE_PASS = 150, 2048
 EAGER_STEP = 8  # tokens; without compilation, lengths are multiples of this: on CPUs, bf16 is slower with others
 
 
