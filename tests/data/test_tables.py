@@ -360,6 +360,6 @@ def test_the_command_prepares_and_says_what_there_is(command, raw, tmp_path):
         f"tokens: {notes['tokens_cut']:,.0f} of ",
         "1 bad row, 2 by data.label_map",
         "train.csv:1202: 1 field",
-        f"in training {share:.1%} of the tokens are padding",
+        f"in training at least {share:.1%} of the tokens are padding",
     ):
         assert words in said

@@ -349,7 +349,7 @@ def test_data_evaluation_and_samples_of_a_run_are_shown(tmp_path):
     for text in (
         "Bad rows, left out 2 0",
         "Left out by data.label_map 7",
-        "Padding (share of all tokens) 25.0% 37.5%",
+        "Padding (share of all tokens, at least) 25.0% 37.5%",
         "positive 100 (10.0%) 20 (20.0%)",  # training first, whatever the file's order
         "Evaluation at step 20",
         "neutral 0.7000 0.8000 0.7467 30",

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 from typing import TYPE_CHECKING, Any
@@ -56,6 +56,11 @@ class Window:
     compile_s: float = 0.0  # seconds of compiling in steps
 
 
+def lengths_of(micro_batches: Iterable[Batch]) -> list[int]:
+    """Return the length in tokens, padding included, of each micro batch."""
+    return [batch["inputs"]["input_ids"].shape[-1] for batch in micro_batches]
+
+
 @dataclass
 class Recorder:
     """A context manager that measures on all ranks and writes metrics lines on rank 0."""
@@ -77,8 +82,9 @@ class Recorder:
     total_flops: float = 0.0  # the model's FLOPs on all ranks in this attempt
     train_s: float = 0.0
     steps_done: int = 0  # optimizer steps in this attempt
-    steps_of: Counter[int] = field(default_factory=Counter)  # steps_done by sequence length
-    last_length: int = 0
+    # steps_done by sequence length; a step may have several
+    steps_of: Counter[int] = field(default_factory=Counter)
+    last_lengths: Sequence[int] = (0,)  # those of the last step's micro batches
     is_first_evaluation: bool = True
     skipped: int = 0  # steps that this process skipped because their gradient was not finite
     skips_in_a_row: int = 0  # consecutive skipped steps, up to the last line
@@ -92,11 +98,11 @@ class Recorder:
 
     @property
     def is_first(self) -> bool:
-        """True while the sequence length of the last step may still trigger compilation."""
-        return self.is_new(self.last_length)
+        """True while a sequence length of the last step may still trigger compilation."""
+        return self.is_new(self.last_lengths)
 
-    def is_new(self, seq_len: int) -> bool:
-        return self.steps_of[seq_len] < COMPILED_STEPS
+    def is_new(self, lengths: Iterable[int]) -> bool:
+        return any(self.steps_of[length] < COMPILED_STEPS for length in lengths)
 
     def __enter__(self) -> Recorder:
         step, is_first_rank, cfg = self.progress.step, self.world.rank == 0, self.cfg
@@ -155,17 +161,16 @@ class Recorder:
         *,
         lr: float,
         micro_batches: Sequence[Batch],
-        seq_len: int,
         grad_norm: Tensor,
     ) -> None:
-        """Record a step of this rank's `micro_batches`, padded to `seq_len` tokens.
+        """Record a step of this rank's `micro_batches`.
 
         Every `log_every` steps, or if `reads` is set, read values from the device, sum them over the ranks and write a
         train line. After writing it, raise FloatingPointError on all ranks if the loss or the gradient norm is not
         finite, unless the step was skipped for that reason.
         """
         step = self.progress.step
-        self._count(micro_batches, seq_len)
+        self._count(micro_batches)
         must = reads or self.backend.skips.known_streak() >= self.cfg.nonfinite.max_skips
         is_due = must or step % self.cfg.log_every == 0 or step == self.plan.total_steps
         if is_due:
@@ -204,20 +209,21 @@ class Recorder:
                 "run_dir, with a lower optim.lr or in fp32"
             )
 
-    def _count(self, micro_batches: Sequence[Batch], seq_len: int) -> None:
-        window, examples = self.window, self.plan.global_batch_size
+    def _count(self, micro_batches: Sequence[Batch]) -> None:
+        window, lengths = self.window, lengths_of(micro_batches)
+        examples = self.plan.global_batch_size / len(lengths)
         tokens = self.share * sum(batch["tokens"] for batch in micro_batches)
-        flops = examples * (self.flops_per_example(seq_len) or 0.0)
+        flops = examples * sum(self.flops_per_example(length) or 0.0 for length in lengths)
         window.steps += 1
         window.count += self.share * sum(batch["count"] for batch in micro_batches)
         window.tokens += tokens
-        window.slots += examples * seq_len
+        window.slots += examples * sum(lengths)
         window.flops += flops
         self.own_tokens += tokens
         self.total_flops += flops
         self.steps_done += 1
-        self.steps_of[seq_len] += 1
-        self.last_length = seq_len
+        self.steps_of.update(set(lengths))
+        self.last_lengths = lengths
 
     def _add_up(self) -> dict[str, float]:
         """Sum the window over the ranks, and return the fields of the line that are made from these sums."""

@@ -136,7 +136,7 @@ def splits_table(records: Records) -> Table:
         column = {label: count(number(split, key)) for label, key in ROWS}
         for note, value in numbers(mapping(split, "notes")).items():
             column[note.replace("_", " ").capitalize()] = count(value)
-        column["Padding (share of all tokens)"] = share(number(split, "padding_share"))
+        column["Padding (share of all tokens, at least)"] = share(number(split, "padding_share"))
         columns[name] = column
     return table_of("", columns)
 
