@@ -237,7 +237,7 @@ FLAGS = [
     ("report", "EMPTY", "has no metrics.jsonl"),
     ("report", "RUN --output TEXT/x", "TEXT/x"),
     ("predict", "RUN --text=a --text=b", "--text: it is given twice, the second time with b"),
-    ("compare", "RUN EMPTY", "has no metrics.jsonl"),
+    ("compare", "", "run_dir is not set"),
     ("compare", "RUN seed=1", "RUN is not key=value"),
     ("compare", "seed=1 --tolerance", "--tolerance is not a flag"),
     ("compare", "experiment=demo compare.variants=none", "compare.variants must be a table"),
@@ -273,12 +273,12 @@ FLAGS = [
     ("bench", f"{BENCH} stepz=3", "stepz is not a setting; did you mean steps?"),
     ("bench", f"{BENCH} output=/nowhere/a.json", "/nowhere is not a writable folder"),
     ("doctor", "--instance trn9", "trn9"),
-    ("doctor", "--machines 0", "--machines: 0"),
     ("shards", "ls nosuch", "nosuch"),
     ("shards", "verify TEXT", "TEXT"),
     ("shards", "head DATA -n 0", "-n 0"),
     ("shards", "head DATA --split test", "'test'"),
     ("checkpoints", "nosuch", "nosuch is not a run folder"),
+    ("checkpoints", "RUN export", "FOLDER"),
     ("checkpoints", "RUN export TEXT", "is a file; choose another folder"),
     ("checkpoints", "RUN export DATA", "is not empty; choose another folder"),
     ("predict", "RUN", "--text"),
@@ -289,7 +289,7 @@ FLAGS = [
     ("hub", "RUN --to a/b/c", "--to a/b/c"),
     ("hub", "RUN --to 'a/b\nc'", "--to"),
     ("hub", "RUN --to a/b --public --private", "--private"),
-    ("hub", "RUN --to a/b --dry-run", "no exported model"),
+    ("hub", "RUN --to a/b", "no exported model"),
     ("precompile", "experiment=demo", "give the command of the run"),
 ]
 
@@ -477,7 +477,7 @@ def filled(text: str, places: dict[str, str]) -> str:
 
 
 # lines before the one that counts
-NOTICES = ("[transformers]", "... ", "starting ", "validation has only ")
+NOTICES = ("[transformers]", "... ", "starting ", "from the weights of ")
 
 
 def fault(
