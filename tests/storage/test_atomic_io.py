@@ -151,3 +151,20 @@ def test_a_folder_that_is_not_finished_leaves_nothing(tmp_path):
         fill(folder)
         raise ZeroDivisionError
     assert names(tmp_path / "deep") == []
+
+
+def test_a_file_that_its_writer_replaces_while_it_is_opened_is_read(tmp_path, monkeypatch):
+    """As the status of an attempt, which its supervisor writes again."""
+    path, usual, replaced = tmp_path / "a.json", os.open, []
+    path.write_bytes(b"old")
+
+    def slow(name, *given, **named):
+        opened = usual(name, *given, **named)
+        if name == path and not replaced:
+            replaced.append(1)
+            (tmp_path / "new").write_bytes(b"new")
+            (tmp_path / "new").replace(path)
+        return opened
+
+    monkeypatch.setattr(os, "open", slow)
+    assert LocalFolder(tmp_path).read("a.json") == b"new" and replaced
