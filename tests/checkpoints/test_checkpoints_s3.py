@@ -47,9 +47,7 @@ def save(store, step, *, fence=1, metric=None, model=b""):
         content = model if name == "model.pt" and model else content_of(step, name)
         (scratch / name).write_bytes(content)
         files[name] = {"bytes": len(content), "sha256": sha256_bytes(content)}
-    manifest = store.prepare(
-        scratch, Manifest(step, fence, {}, {}, {}, 1, "ddp", metric, files=files)
-    )
+    manifest = store.prepare(Manifest(step, fence, {}, {}, {}, 1, "ddp", metric, files=files))
     store.send(scratch, manifest, list(NAMES))
     store.commit(scratch, manifest)
     shutil.rmtree(scratch)

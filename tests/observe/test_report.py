@@ -467,7 +467,7 @@ def test_a_run_in_s3_is_reported_here(bucket, tmp_path, capsys, monkeypatch):
     nothing = bucket.location("nothing")
     said = rejected(capsys, nothing, *flags)
     assert f"error: {nothing} is not a run folder: it has no metrics.jsonl" in said
-    monkeypatch.setattr("train.storage.s3_retry.ATTEMPTS", 1)
+    monkeypatch.setattr("train.storage.s3.ATTEMPTS", 1)
     bucket.proxy.set(Fault("status"))
     assert report_command.main([folder, *flags]) == 1
     assert "S3 answers 503" in capsys.readouterr().err

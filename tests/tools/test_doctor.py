@@ -9,7 +9,6 @@ import pytest
 from forks import launch, run_forked
 from running import ROOT, run
 
-from train.machine.neuron import read_neuron_ls
 from train.run import compose as cli
 from train.tools import doctor
 from train.tools.probe import Answer, Probe, ask_tool, read_instance
@@ -138,10 +137,6 @@ def test_what_a_check_finds(tmp_path, check, state, said, make, changes):
     finding = doctor.CHECKS[check](make(tmp_path, **changes))
     assert finding.state == state and said in f"{finding.text} -> {finding.cure}", finding
     assert bool(finding.cure) == (state != "ok")
-
-
-def test_neuron_ls_of_older_versions_lists_the_cores():
-    assert read_neuron_ls('[{"neuroncore_ids": [6, 7]}]')[0].num_cores == 2
 
 
 def test_tools_that_fail_are_missing_or_hang_are_answers(tmp_path, monkeypatch):

@@ -181,7 +181,7 @@ class S3Config(Section, prefix="s3."):
     endpoint: str | None = None
     # The region of the bucket.
     region: str | None = None
-    # The time limit of a request in seconds, retries included.
+    # The time limit of a request in seconds, without the pauses between its attempts.
     timeout_s: float = setting(60.0, above=0)
     # The encryption that writes ask for: AES256, aws:kms, or the ARN of a KMS key; null leaves it to the bucket. Some
     # buckets' policies demand it.

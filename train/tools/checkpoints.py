@@ -11,7 +11,7 @@ from pathlib import Path
 
 from train.checkpoints import open_store
 from train.checkpoints.manifest import Damaged, Manifest, chosen_at, step_name
-from train.checkpoints.retention import ALWAYS_VALID, best, retention
+from train.checkpoints.retention import LEAST, best, retention
 from train.checkpoints.store import Store
 from train.config import InputError, S3Config, check, shortlist
 from train.machine import host
@@ -147,11 +147,7 @@ def verify(store: Store, step: int | None) -> int:
 
 def prune(folder: Folder, store: Store, keep: int, *, removes: bool) -> int:
     """Print which steps would be removed or, if `removes`, become the owner of the run folder and remove them."""
-    least = ALWAYS_VALID
-    check(
-        keep >= least,
-        f"--keep {keep} must be at least {least}: the last {least} valid checkpoints are always kept",
-    )
+    check(keep >= LEAST, f"--keep {keep} must be at least {LEAST}")
     if not removes:
         show(retention(store, keep), store.leftovers(), "would be removed")
         say("nothing was removed: add --yes to remove them, once no job uses the run")
@@ -191,7 +187,7 @@ def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Conf
     is_new = not target.exists() or not any(target.iterdir())
     check(is_new, f"{target} is not empty; choose another folder")
     cfg = read_config(folder)
-    cfg.data.path, cfg.data.cache_dir, cfg.s3 = options.data or "", options.cache_dir, s3
+    cfg.data.cache_dir, cfg.s3 = options.cache_dir, s3
     step, why = chosen(store, options.step)
     path = fetch(store, step, "model")
     existed = target.exists()
@@ -269,9 +265,7 @@ def main(arguments: Sequence[str]) -> int:
     add(
         "verify", "compare files with checksums, and print where the next start resumes"
     ).add_argument("--step", type=int, default=None, help="verify only this step")
-    pruning = add(
-        "prune", f"remove old steps, but never the best or the last {ALWAYS_VALID} valid ones"
-    )
+    pruning = add("prune", "remove old steps, but never the best")
     pruning.add_argument(
         "--keep", type=int, required=True, metavar="N", help="number of the newest steps to keep"
     )
@@ -288,12 +282,6 @@ def main(arguments: Sequence[str]) -> int:
         type=int,
         default=None,
         help="step to write (default: the best, or the newest if none was evaluated)",
-    )
-    exporting.add_argument(
-        "--data",
-        default=None,
-        metavar="LOCATION",
-        help="location of the prepared data, if RUN has no model/ folder",
     )
     return run_flags(parser, arguments, look)
 

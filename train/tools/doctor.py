@@ -63,13 +63,13 @@ def trainium_cores(probe: Probe) -> Finding:
     if answer.fault:
         return bad(answer.fault, cure=f"sudo apt-get install aws-neuronx-tools; {RELOAD}")
     try:
-        chips = neuron.read_neuron_ls(answer.out)
+        chips = neuron.cores_of_chips(answer.out)
     except ValueError as error:
         return bad(
             f"the output of neuron-ls -j cannot be read ({error})",
             cure="sudo apt-get install --only-upgrade aws-neuronx-tools",
         )
-    number = sum(chip.num_cores for chip in chips)
+    number = sum(chips)
     text = f"{number} NeuronCores on {plural(len(chips), 'chip')}"
     return counted(probe, number, text, cure=RELOAD)
 
