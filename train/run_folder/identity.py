@@ -37,6 +37,8 @@ FOLDERS = (
 # Settings of the model and the optimizer that a resume may change. The first only selects an implementation. The second
 # only changes the end of a run: `check_continues` in train/parallel/optim.py rejects a change to earlier steps.
 FREE = ("model.attention", "optim.decay_fraction")
+ORDER = "any lengths"  # of the rows of a step; in earlier versions they had one length
+NOTED = "data.lengths"  # how rows are padded; a resume may change it, as on another kind of device
 IDENTITY_KEYS = {"data", "seed", "global_batch_size"}
 
 
@@ -52,22 +54,22 @@ def identity_of(
     }
     for key in FREE:
         del sections[key]
+    if lengths is not None:
+        sections["data.lengths"] = list(lengths)
+        sections["data.order"] = ORDER
     return {
         "data": data_id,
         "seed": cfg.seed,
         "global_batch_size": plan.global_batch_size,
         **sections,
         **imported.checksums(),
-        **(
-            {} if lengths is None else {"data.lengths": list(lengths)}
-        ),  # the order of rows depends on the lengths
     }
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return "key: old -> new" for each key whose value differs between `before` and `now`."""
     now = json.loads(canonical_json(now))
-    keys = sorted({**before, **now})
+    keys = sorted({*before, *now} - {NOTED})
     return [
         f"{key}: {before.get(key)} -> {now.get(key)}"
         for key in keys
@@ -90,14 +92,10 @@ def check_same_run(
         )
         return
     imported.check_repeated(before, source)
-    hint = ""
-    if any(each.startswith("data.lengths: ") for each in changed):
-        lengths = ",".join(map(str, before.get("data.lengths") or ()))
-        hint = f"; data.lengths=[{lengths}] keeps that run's batches (the default depends on the device)"
     check(
         not changed,
         f"{source} belongs to another run ({', '.join(changed)}); choose another run_dir, or set "
-        f"resume.force=true to resume with the new settings{hint}",
+        f"resume.force=true to resume with the new settings",
     )
 
 

@@ -13,7 +13,6 @@ steps of a preparation and the files that they write:
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
@@ -22,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from train.config import (
-    CorpusConfig,
     InputError,
     PrepareConfig,
     Unreachable,
@@ -43,7 +41,6 @@ from train.data.text.coverage import (
 from train.data.text.documents import WHOLE, CorpusPart
 from train.data.text.encoding import Vocabulary
 from train.data.text.preparation import (
-    TOKENS_OF,
     HeldOut,
     Recipe,
     Report,
@@ -136,24 +133,10 @@ def run(cfg: PrepareConfig) -> int:
     )
     reads = "the tokenizer reads the corpus"
     say(unknown_share(counts.get("unknown_tokens", 0), counts.get("tokens", 0), reads))
-    for line in composition(cfg.corpus, manifest):
-        say(line)
     if held_out < FEW_SEQUENCES:
         few = f"the loss of only {held_out} validation sequences is noisy; give more text, or raise validation_fraction"
         say(f"warning: {few} and choose another output", file=sys.stderr)
     return cli.DONE
-
-
-def composition(cfg: CorpusConfig, manifest: DataManifest) -> list[str]:
-    """Return a line on each corpus's share of the training tokens, if there are several."""
-    numbers = range(1, len(cfg.sources) + 1)
-    tokens = [manifest.counts.get(f"{TOKENS_OF}{number}", 0) for number in numbers]
-    total = sum(tokens)
-    if not total:
-        return []
-    each = zip(cfg.sources, tokens, cfg.weights or [1] * len(tokens), strict=True)
-    parts = [f"{number / total:.1%} {name} (weight {weight:g})" for name, number, weight in each]
-    return [f"training tokens: {', '.join(parts)}"]
 
 
 def prepare(cfg: PrepareConfig) -> DataManifest | None:
@@ -232,22 +215,15 @@ def prepare_parts(
 
 @contextmanager
 def shown(what: str, total_bytes: int | None) -> Iterator[Report]:
-    """Show progress: a bar with MB/s and tokens/s on a terminal, log lines elsewhere."""
+    """Show progress: a bar with MB/s on a terminal, log lines elsewhere."""
     progress.begin(Phase(what, total_bytes, "bytes", has_bar=True))
     bar = tqdm(
         total=total_bytes, unit="B", unit_scale=True, desc=what, disable=None, mininterval=0.5
     )
-    tokens = 0
-    began = time.perf_counter()
 
-    def report(num_bytes: int, num_tokens: int) -> None:
-        nonlocal tokens
-        tokens += num_tokens
+    def report(num_bytes: int) -> None:
         bar.update(num_bytes)
         progress.advance(num_bytes)
-        if tokens:
-            tokens_per_s = tokens / (time.perf_counter() - began)
-            bar.set_postfix_str(f"{tokens_per_s:,.0f} tokens/s", refresh=False)
 
     with bar:
         yield report
@@ -381,7 +357,7 @@ def training_texts(cfg: PrepareConfig, corpus: Corpus, held_out: HeldOut) -> Ite
         for part in parts:
             for document in corpus.documents(part):
                 num_documents += 1
-                report(document.source_bytes, 0)
+                report(document.source_bytes)
                 is_drawn = text_uniform(document.text, cfg.seed)[1] < share
                 if is_drawn and held_out.split_of(document) == "train":
                     num_given += 1

@@ -42,8 +42,8 @@ STATE_NAMES = "part-"  # prefix of the files with the parts' states
 MOST_WEIGHED_CHARS = 64 * 2**20
 TOKENS_OF = "train_tokens_"  # prefix of a count's name, before the number of the corpus (from 1)
 
-# Called with the bytes of text and the tokens processed since the previous call.
-Report = Callable[[int, int], None]
+# Called with the bytes of text processed since the previous call.
+Report = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -187,13 +187,13 @@ def prepare_part(
     """Write a part's shards and its state. An unfinished part is continued; a finished one is left unchanged."""
     work = Preparation(recipe, folder, part)
     finished = work.resume()
-    report(work.done["source_bytes"], 0)
+    report(work.done["source_bytes"])
     if finished:
         return
     documents = islice(corpus.documents(part), work.done["documents"], None)
     for chunk in encoded(documents, recipe.vocabulary):
         work.add(chunk)
-        report(sum(document.source_bytes for document in chunk.documents), len(chunk.tokens))
+        report(sum(document.source_bytes for document in chunk.documents))
     work.flush(finished=True)
 
 
