@@ -135,3 +135,20 @@ def test_a_process_is_gone_only_if_this_machine_knows_it():
     # another process had the number
     assert is_gone(f"{here}-{os.getpid()}-1") and is_gone(f"{here}-{2**40}-1")
     assert not is_gone(f"elsewhere-{os.getpid()}-1")
+
+
+def test_a_file_that_its_writer_replaces_while_it_is_opened_is_read(tmp_path, monkeypatch):
+    """As the status of an attempt, which its supervisor writes again."""
+    path, usual, replaced = tmp_path / "a.json", os.open, []
+    path.write_bytes(b"old")
+
+    def slow(name, *given, **named):
+        opened = usual(name, *given, **named)
+        if name == path and not replaced:
+            replaced.append(1)
+            (tmp_path / "new").write_bytes(b"new")
+            (tmp_path / "new").replace(path)
+        return opened
+
+    monkeypatch.setattr(os, "open", slow)
+    assert LocalFolder(tmp_path).read("a.json") == b"new" and replaced
