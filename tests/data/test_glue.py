@@ -1,12 +1,10 @@
 """GLUE's data sets as the Hub and GLUE's own archives hold them, made up here: none of the real ones is at hand."""
 
-import json
 from pathlib import Path
 from tempfile import mkdtemp
 
 import datasets
 import pytest
-from finetuning import FP32, tuned
 
 from train.config import S3Config, TrainConfig
 from train.config.train import CompareConfig
@@ -15,7 +13,6 @@ from train.run import compose as cli
 from train.tasks import best_metric
 from train.tasks.classify import CLASSIFY_ROWS
 from train.tasks.regress import regress_rows
-from train.tools import predict
 from train.tools.compare import make_variants
 
 SENTENCES = ["sentence1", "sentence2"]
@@ -145,33 +142,6 @@ def test_both_forms_of_a_data_set_are_the_same_rows(tmp_path, name, form):
     if form == "tsv" and header:
         new = list(read_texts(cfg, kind, str(path / "test.tsv"), S3Config(), labels=labels))
         assert values(new, keys) == values(rows_of(name, "test"), texts) and "label" not in new[0]
-
-
-def test_a_run_on_cola_is_judged_by_matthews_correlation(tmp_path, tokenizer_folder, capsys):
-    path = write_tsv(tmp_path / "CoLA", "cola")
-    best = [
-        "best.metric=matthews_correlation",
-        "checkpoint.best=true",
-        "best.export=true",
-        "seq_len=32",
-    ]
-    run = tuned(
-        tmp_path / "run",
-        tokenizer_folder,
-        "task=classify",
-        "data=cola",
-        "data.format=csv",
-        f"data.path={path}",
-        *best,
-    )
-    # without its header
-    (tmp_path / "new.tsv").write_text((path / "test.tsv").read_text().partition("\n")[2])
-    assert (
-        predict.main([str(run), f"data.path={tmp_path}/new.tsv", "data.columns.text=1", *FP32])
-        == 0
-    )
-    new = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(new) == 4 and {line["prediction"] for line in new} <= {"unacceptable", "acceptable"}
 
 
 def test_the_table_of_glue_has_three_seeds_of_each_data_set():

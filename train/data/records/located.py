@@ -77,16 +77,11 @@ def s3_folder(location: str, s3: S3Config) -> S3Folder:
     return S3Folder(location, s3)
 
 
-def all_files(location: str, s3: S3Config) -> list[File]:
-    """Return the files of a folder on disk or in S3. Raises InputError if there is no such folder, or it is empty."""
-    if not is_s3(location):
-        root = local_path(location)
-        check(root.is_dir(), f"data.path={location} is not a folder")
-        return [path for path in sorted(root.rglob("*")) if path.is_file()]
-    folder = s3_folder(location, s3)
-    names = folder.names()
-    check(bool(names), f"data.path={location} is empty")
-    return [S3File(folder, folder.location, name) for name in names]
+def all_files(location: str) -> list[Path]:
+    """Return the files of a folder on disk. Raises InputError if there is no such folder."""
+    root = local_path(location)
+    check(root.is_dir() and not is_s3(location), f"data.path={location} is not a folder on disk")
+    return [path for path in sorted(root.rglob("*")) if path.is_file()]
 
 
 def find(location: str, key: str, pattern: str | None, s3: S3Config) -> list[File]:
@@ -114,7 +109,8 @@ def find_beside(root: Path, key: str, pattern: str) -> list[File]:
     # A file in a folder that the user named may lead nowhere else; a path that the user typed may.
     inside: Path | None = root
     if root.is_file():
-        root, inside = root.parent, None
+        root = root.parent
+        inside = None
     if Path(pattern).is_absolute() or ".." in Path(pattern).parts:
         inside = None
     exact = root / pattern  # a file's name may contain characters that are special in globs

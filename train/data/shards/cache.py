@@ -58,7 +58,8 @@ def launch_name() -> str:
     """Return a name that is the same for all ranks of this launch on this machine, and different for other launches."""
     if launched().world_size == 1:
         return uuid.uuid4().hex
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    address = os.environ.get("MASTER_ADDR")
+    port = os.environ.get("MASTER_PORT")
     return f"{platform.node()}-{address}-{port}".replace("/", "-")
 
 
@@ -74,7 +75,8 @@ class ShardCache:
     """The cache of one data set, as one run uses it. Raises InputError if its folder cannot be made."""
 
     def __init__(self, cfg: ShardsConfig, manifest: DataManifest) -> None:
-        self.cfg, self.manifest = cfg, manifest
+        self.cfg = cfg
+        self.manifest = manifest
         self.folder = make_folder(cache_dir(cfg) / manifest.id[:16])
         self.run = self.folder / "runs" / launch_name()
         self.state = self.run / "fetcher.json"

@@ -267,7 +267,8 @@ def texts_of(dataset: HFDataset, rows: Iterable[dict[str, Any]], file: int) -> I
 
 def local_files(dataset: HFDataset) -> list[Path]:
     """Return the files of a data set if it is on this machine; [] if it is on the Hub."""
-    path, files = hub_or_path(dataset.path), data_files(dataset)
+    path = hub_or_path(dataset.path)
+    files = data_files(dataset)
     if Path(path).is_dir():
         folder = glob.escape(path)
     else:
