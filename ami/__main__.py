@@ -1,6 +1,6 @@
 """The command `baretrain ami neuron | cuda key=value ...`: it plans a machine image, and builds it with build=true.
 
-`promote` lets launches use an image; `manifest` and `restore` run on an image while it is built.
+`promote` lets launches use an image; `manifest` runs on an image while it is built.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from train.config import InputError
 from train.run import compose as cli
 from train.run.command import Parser, command_parser, guarded
 
-USED = ("base", "build", "regions", "subnet", "compile_cache")
+USED = ("base", "build", "regions", "subnet")
 EXAMPLES = ("neuron", "neuron base=ubuntu regions=[us-east-1,us-west-2] build=true")
 IMAGE = "ami-0123456789abcdef0"
 
@@ -33,7 +33,7 @@ class Command:
 COMMANDS = {
     "promote": Command(
         "Make launch use an image; to go back, promote an older one.",
-        (IMAGE, f"{IMAGE} --region us-east-1 --region us-west-2 --yes"),
+        (IMAGE, f"{IMAGE} --region us-east-1 --yes"),
         promote.add_flags,
         promote.promote,
     ),
@@ -42,12 +42,6 @@ COMMANDS = {
         ("manifest.json",),
         manifest.manifest_flags,
         manifest.write_manifest,
-    ),
-    "restore": Command(
-        "On an image: copy a compile cache from S3.",
-        ("s3://bucket/cache /tmp/cache",),
-        manifest.restore_flags,
-        manifest.restore,
     ),
 }
 

@@ -9,9 +9,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from ami.config import MAX_MINUTES, AmiConfig
+from ami.config import KIND_TAG, MAX_MINUTES, AmiConfig
 from ami.files import HERE, write_files
-from launch.ec2.account import KIND_TAG, SDK_TAG
 from launch.ec2.api import Api
 from train.config import Failure, InputError
 from train.machine.console import say
@@ -54,9 +53,6 @@ def variables(cfg: AmiConfig, now: datetime) -> dict[str, Any]:
     """Return the variables of ami/variables.pkr.hcl, except those that only AWS or the files decide."""
     versions = read_versions()
     revision = commit() or "none"
-    cache = (cfg.compile_cache or "").removeprefix("s3://")
-    bucket, _, prefix = cache.partition("/")
-    arns = [f"arn:aws:s3:::{bucket}", f"arn:aws:s3:::{bucket}/{prefix}*"]
     tags = {
         KIND_TAG: cfg.image,
         "baretrain:version": versions["baretrain"],
@@ -64,13 +60,12 @@ def variables(cfg: AmiConfig, now: datetime) -> dict[str, Any]:
         "baretrain:torch": versions["torch"],
     }
     if cfg.image == "neuron":
-        tags[SDK_TAG] = versions.sdk.name
+        tags["baretrain:neuron-sdk"] = versions.sdk.name
     return {
         "image": cfg.image,
         "name": f"baretrain-{cfg.image}-{now:%Y%m%d-%H%M%S}-{revision.rstrip('+')[:8]}",
         "instance_type": cfg.instance.name,
         "subnet": cfg.subnet or "",
-        "cache_arns": arns if bucket else [],
         "deprecate_at": f"{now + timedelta(days=DEPRECATE_DAYS):%Y-%m-%dT%H:%M:00Z}",
         "tags": tags,
         "max_minutes": MAX_MINUTES,

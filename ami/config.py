@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 
 from train.config import InstanceConfig, Section, check, setting
 
+KIND_TAG = "baretrain:image"  # tag of images: neuron or cuda
 # The smallest machine on which each image can be tested.
 IMAGES = {"neuron": "trn1.2xlarge", "cuda": "g5.xlarge"}
 MAX_MINUTES = 120  # the builder shuts down after this time, so that a build that hangs does not cost money forever
@@ -29,15 +29,8 @@ class AmiConfig(Section):
     instance: InstanceConfig = field(default_factory=InstanceConfig)
     # The id of a subnet with internet access; None uses one in the default VPC.
     subnet: str | None = None
-    # The s3://bucket/prefix of a compile cache to copy into the image.
-    compile_cache: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         is_known = self.base in ("dlami", "ubuntu") or self.base.startswith("ami-")
         check(is_known, f"base={self.base} must be dlami, ubuntu or the id of an image")
-        is_folder = self.compile_cache is None or re.match("s3://[^/]+/", self.compile_cache)
-        check(
-            bool(is_folder),
-            f"compile_cache={self.compile_cache} must be a folder in S3: s3://bucket/prefix",
-        )

@@ -75,7 +75,6 @@ def image_values(cfg: AmiConfig, base_id: str, versions: Versions, commit: str) 
         "IMAGE": cfg.image,
         "BASE_IMAGE": base_id,
         "COMMIT": commit,
-        "COMPILE_CACHE": cfg.compile_cache or "",
         "NEURON_SDK": versions.sdk.name,
         "NEURON_DKMS": versions.sdk.dkms,
         "NEURON_RUNTIME": versions.sdk.runtime,

@@ -29,17 +29,8 @@ source "amazon-ebs" "machine" {
       ]
       Resource = ["*"]
     }
-    dynamic "Statement" {
-      for_each = length(var.cache_arns) > 0 ? [1] : []
-      content {
-        Effect   = "Allow"
-        Action   = ["s3:GetObject", "s3:ListBucket"]
-        Resource = var.cache_arns
-      }
-    }
   }
 
-  # >=1.7 begin
   metadata_options {
     http_endpoint               = "enabled"
     http_tokens                 = "required"
@@ -47,7 +38,6 @@ source "amazon-ebs" "machine" {
   }
   imds_support = "v2.0"
   deprecate_at = var.deprecate_at
-  # >=1.7 end
 
   encrypt_boot = true
   launch_block_device_mappings {

@@ -1,4 +1,4 @@
-"""Commands that run on an image while it is built: they write its versions, and fetch compiled graphs."""
+"""The command that runs on an image while it is built: it checks and writes the installed versions."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import train
-from train.config import InputError, S3Config, check
-from train.machine.console import say
+from train.config import InputError
 from train.machine.versions import Versions, read_versions
 from train.run.command import DONE, Parser
-from train.storage.folders import canonical_json, local_path, open_folder
+from train.storage.folders import canonical_json, local_path
 
 ENVIRONMENT = Path("/etc/baretrain/image.env")
 SYSTEM = r"aws-neuronx|efa|libfabric|linux-image|linux-aws|mdadm|nvidia|libnccl-ofi|openmpi"  # package prefixes
-EFA = Path("/opt/amazon/efa_installed_packages")
 
 
 def manifest_flags(parser: Parser) -> None:
@@ -35,46 +33,19 @@ def write_manifest(options: argparse.Namespace) -> int:
     return DONE
 
 
-def restore_flags(parser: Parser) -> None:
-    parser.add_argument("source", metavar="URL", help="s3://bucket/prefix")
-    parser.add_argument("folder", metavar="FOLDER", help="folder to write to")
-
-
-def restore(options: argparse.Namespace) -> int:
-    """Copy a compile cache from S3."""
-    source = open_folder(options.source, S3Config())
-    target = open_folder(options.folder, S3Config())
-    names = source.names()
-    check(
-        bool(names), f"{options.source} has no files: fill the compile cache with train.precompile"
-    )
-    for name in names:
-        if target.size(name) != source.size(name):
-            target.write(name, source.read(name))
-    say(f"{len(names)} files of {options.source} are in {options.folder}")
-    return DONE
-
-
 # ---- versions --------------------------------------------------------------------------------------------------------
 
 
-def installed(environment: Path = ENVIRONMENT, efa: Path = EFA) -> dict[str, Any]:
+def installed() -> dict[str, Any]:
     """Return the versions on this machine, without times, so that equal machines have equal manifests."""
-    values = dict(re.findall(r"^([A-Z_]+)='(.*)'$", environment.read_text(), re.MULTILINE))
-    if efa.is_file():
-        text = efa.read_text()
-    else:
-        text = ""
-    version = re.search(r"EFA installer version: (\S+)", text)
+    values = dict(re.findall(r"^([A-Z_]+)='(.*)'$", ENVIRONMENT.read_text(), re.MULTILINE))
     return {
-        "schema": 1,
         "image": values.get("IMAGE", ""),
         "base_image": values.get("BASE_IMAGE", ""),
         "commit": values.get("COMMIT", ""),
         "baretrain": train.__version__,
         "system": platform.freedesktop_os_release().get("PRETTY_NAME", ""),
         "python": platform.python_version(),
-        "efa_installer": version[1] if version else None,
         "system_packages": system_packages(),
         "packages": {each.name.lower(): each.version for each in metadata.distributions()},
     }

@@ -1,4 +1,4 @@
-# Packer before 1.7, as in Debian, does not support required_plugins. This is a separate file so that tests can omit it.
+# The Packer and the plugin with which images are built.
 packer {
   required_version = ">= 1.10.0"
   required_plugins {

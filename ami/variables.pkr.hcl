@@ -6,7 +6,6 @@ variable "base_image" { type = string }         # id, resolved before the build 
 variable "name" { type = string }
 variable "instance_type" { type = string }    # the builder, with the accelerator that the smoke test looks for
 variable "subnet" { type = string }           # id; empty: a subnet of the default VPC
-variable "cache_arns" { type = list(string) } # ARNs that the builder may read: the compile cache; or none
 variable "deprecate_at" { type = string }     # when EC2 marks the image as deprecated
 variable "tags" { type = map(string) }        # tags of the image and its snapshots: versions, commit, base image
 variable "files" { type = string }            # folder with image.env, functions.sh, requirements and the wheel

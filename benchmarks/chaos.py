@@ -177,15 +177,15 @@ def main() -> int:
     same_weights = all(torch.equal(weights[name], wild_weights[name]) for name in weights)
     same_losses = losses == wild_losses
     summary, calm_summary = lines(wild, "summary")[-1], lines(calm, "summary")[-1]
-    recoveries = [line["recover_s"] for line in lines(wild, "fault") if "recover_s" in line]
+    faults = [line for line in lines(wild, "fault") if "recover_s" in line]
+    recoveries = [line["recover_s"] for line in faults]
+    steps_lost = sum(line["steps_lost"] for line in faults)
     counts = {fault: chaos.done.count(fault) for fault in FAULTS}
     print(
         f"faults survived: {len(chaos.done)} ({', '.join(f'{name} {count}' for name, count in counts.items())})"
     )
     print(f"wall time {wild_s:.0f} s (undisturbed {calm_s:.0f} s)")
-    print(
-        f"steps lost: {summary['steps_lost']}, {summary['steps_lost'] / max(1, len(chaos.done)):.1f} per fault"
-    )
+    print(f"steps lost: {steps_lost}, {steps_lost / max(1, len(chaos.done)):.1f} per fault")
     print(
         f"from the last sign of life to the next step: {sum(recoveries) / max(1, len(recoveries)):.1f} s on average"
     )

@@ -1,28 +1,25 @@
 """The command `baretrain launch key=value ... -- RUN_SETTINGS`: it plans a run on N machines and can start it.
 
-The subcommands (list, status, logs, stop, resume, cancel; those for EC2) are in launch/commands.py.
+The subcommands (status, logs, stop, resume, cancel; those for EC2) are in launch/commands.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from launch import code, commands, submit
 from launch.config import LaunchConfig
-from launch.estimate import HEADER, Estimate, cells, estimate
+from launch.estimate import Estimate, estimate, figures
 from launch.plan import make_job, run_overrides
 from launch.record import Job, Record
 from launch.schedulers import SETTINGS, scheduler
-from launch.speed import read_calibration
-from launch.values import columns, line, paragraph
-from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check, plural
+from launch.values import line, paragraph
+from train.config import InputError, ShardsConfig, TrainConfig, plural
 from train.data.shards.format import DataManifest, read_manifest
 from train.machine.console import say
 from train.run import compose as cli
@@ -35,20 +32,10 @@ USED = [
     "nodes",
     "processes_per_node",
     "submit",
-    "check",
-    "calibrate",
-    "prepare",
-    "parts",
     "cluster.gate",
-    "cluster.attempts",
 ]
 
 
-def names(*schemas: type[Any]) -> set[str]:
-    return {each.name for schema in schemas for each in dataclasses.fields(schema)}
-
-
-OF_RUN = {"experiment", *names(TrainConfig, PrepareConfig)} - names(LaunchConfig)
 EXAMPLES = (
     "cluster=local -- experiment=demo data.path=data/mine run_dir=runs/mine",
     "cluster=slurm instance=trn1.32xlarge nodes=16 submit=true -- experiment=albert_pretrain run_dir=runs/a",
@@ -80,11 +67,10 @@ def main(arguments: Sequence[str]) -> int:
     if "--" in arguments:
         split = arguments.index("--")
         own, of_run = arguments[:split], arguments[split + 1 :]
+    elif all("=" in each for each in arguments):  # neither --help nor --cfg
+        example = "baretrain launch cluster=local -- experiment=demo run_dir=runs/a"
+        return rejected(f"settings of the run are missing: write them after --, as in {example}")
     settings = [each for each in own if "=" in each and not each.startswith("-")]
-    for each in settings:
-        if re.split("[.=]", each.lstrip("+~"))[0] in OF_RUN:
-            example = f"baretrain launch cluster=local -- {each}"
-            return rejected(f"{each} is a setting of the run: write it after --, as in {example}")
     return cli.run(LaunchConfig, lambda cfg: launch(cfg, settings, of_run), parser, arguments=own)
 
 
@@ -99,36 +85,22 @@ def rejected(message: str) -> int:
 
 def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str]) -> int:
     """Print the plan of a run and, with submit=true, start it; return the exit code."""
-    check(
-        bool(of_run),
-        "settings of the run are missing: write them after --, as in -- experiment=demo run_dir=runs/a",
-    )
-    schema: type[Any] = TrainConfig
     overrides = run_overrides(of_run, settings)
-    if cfg.prepare:
-        schema = PrepareConfig
-        overrides = list(of_run)
-    cli.check_typed(schema, of_run)
-    run = cli.load_config(schema, overrides)
+    cli.check_typed(TrainConfig, of_run)
+    run = cli.load_config(TrainConfig, overrides)
     bundle, packed = code.pack()
     job = make_job(cfg, run, overrides, packed, folder=str(Path.cwd()))
     record = Record(job.run_dir, run.s3, job.sha256)
     starts = scheduler(job.scheduler)
     command = starts.request(job, record)
-    plan: dict[str, Any] = {"request": command, "estimate": None}
-    said = [*plan_lines(job, command, len(bundle)), ""]
-    hours = None
-    if not cfg.prepare:
-        expected = expect(cfg, run)
-        hours = expected.at(cfg.nodes).hours
-        plan["estimate"] = dataclasses.asdict(expected)
-        said += estimate_lines(cfg, run, expected)
-    say(*said)
-    say(*paragraph("scheduler", starts.preview(job, record, cfg, hours)))
+    expected = expect(cfg, run)
+    say(*plan_lines(job, command, len(bundle)), "")
+    say(*estimate_lines(cfg, run, expected))
+    say(*paragraph("scheduler", starts.preview(job, record, cfg, expected.hours)))
     if not cfg.submit:
         say("nothing was started; submit=true starts the job")
         return cli.DONE
-    handle = submit.submit(record, job, run, plan=plan, bundle=bundle)
+    handle = submit.submit(record, job, run, bundle)
     if record.is_remote:
         say(
             f"job sha256 {job.sha256}: needed to resume from another computer (launch resume --job-sha256)"
@@ -150,20 +122,14 @@ def expect(cfg: LaunchConfig, run: TrainConfig) -> Estimate:
     if manifest is not None:
         seq_len, rows = manifest.seq_len, manifest.rows("train")
         vocab_size = manifest.tokenizer.vocab_size
-    calibration = None
-    if cfg.calibrate is not None:
-        calibration = read_calibration(cfg.calibrate, run.s3)
-    expected = estimate(
+    return estimate(
         run,
         nodes=cfg.nodes,
         processes_per_node=cfg.ranks_per_node,
         seq_len=seq_len,
         rows=rows,
-        calibration=calibration,
         vocab_size=vocab_size,
     )
-    expected.at(cfg.nodes)
-    return expected
 
 
 def manifest_of(run: TrainConfig) -> DataManifest | None:
@@ -181,9 +147,10 @@ def manifest_of(run: TrainConfig) -> DataManifest | None:
 
 
 def estimate_lines(cfg: LaunchConfig, run: TrainConfig, expected: Estimate) -> list[str]:
-    """Return the table of the estimate, and its assumptions as a list."""
-    lines = [*columns([HEADER, *map(cells, expected.rows)]), ""]
-    for note in [*expected.assumptions, *too_short(cfg, run, expected.at(cfg.nodes).hours)]:
+    """Return the figures of the estimate, and its assumptions as a list."""
+    lines = [line(name, text) for name, text in figures(expected).items()]
+    lines.append("")
+    for note in [*expected.notes, *too_short(cfg, run, expected.hours)]:
         lines += textwrap.wrap(f"- {note}", WIDTH, subsequent_indent="  ")
     return [*lines, ""]
 
@@ -206,8 +173,6 @@ def plan_lines(job: Job, request: Sequence[str], bundle_bytes: int) -> list[str]
     ranks = plural(job.processes_per_node, "rank")
     total = job.nodes * job.processes_per_node
     machines = f"{job.nodes} x {job.instance}, {ranks} each, {total} in all"
-    if job.kind == "prepare":
-        machines = f"{plural(job.parts, 'part')} of the corpus, each on one {job.instance}"
     chosen = []
     for key, value in job.cluster.items():
         if value not in (None, [], ""):
@@ -215,10 +180,10 @@ def plan_lines(job: Job, request: Sequence[str], bundle_bytes: int) -> list[str]
     variables = [f"{name}={value}" for name, value in sorted(job.environment.items())]
     kilobytes = f"{bundle_bytes / 1e3:.0f} kB"
     return [
-        line("run", f"{job.run_dir} ({job.kind})"),
+        line("run", job.run_dir),
         line("settings", f"sha256 {job.config_sha256[:16]}: {shlex.join(job.overrides)}"),
         line("machines", machines),
-        line("cluster", ", ".join(chosen)),
+        line("cluster", ", ".join([job.scheduler, *chosen])),
         line("code", f"{job.code.file}, {kilobytes}, git {job.code.revision or 'none'}"),
         *paragraph("variables", "\n".join(variables)),
         line("command", shlex.join(request)),

@@ -1,28 +1,21 @@
-"""The commands `baretrain launch list | status | logs | stop | resume | cancel`. Those for EC2 are in launch/ec2."""
+"""The commands `baretrain launch status | logs | stop | resume | cancel`. Those for EC2 are in launch/ec2."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from launch import logs, submit
 from launch.ec2 import commands as ec2
 from launch.ec2 import setup
-from launch.record import CANCEL, JOB, STOP, SUFFIX, Record
+from launch.record import CANCEL, JOB, STOP, Record
 from launch.schedulers import scheduler
-from launch.status import Status, clean, lines_of, shown_step, status, watch
-from launch.values import columns, shown_moment
-from train.config import Failure, InputError, S3Config, check
+from launch.status import Status, lines_of, status
+from train.config import Failure, S3Config
 from train.machine.console import say
 from train.run.command import DONE, Parser, add_s3_flags, command_parser, run_flags
 from train.run_folder.outcome import STOP_FILE
-from train.storage.folders import open_folder
-from train.storage.schema import is_path
-
-EVERY_S = 5.0  # default interval of status --watch
 
 
 @dataclass(frozen=True)
@@ -48,75 +41,16 @@ def of_run(parser: Parser) -> None:
     )
 
 
-# ---- list, status, logs ----------------------------------------------------------------------------------------------
-
-
-def list_flags(parser: Parser) -> None:
-    parser.add_argument(
-        "folder",
-        metavar="FOLDER",
-        nargs="?",
-        default="runs",
-        help="parent of the run folders (runs)",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object per line, as status --json does"
-    )
-
-
-def list_runs(options: argparse.Namespace, s3: S3Config) -> int:
-    folder = options.folder.rstrip("/") or options.folder
-    there = open_folder(folder, s3).names_here()
-    names = sorted(name for name in there if name.endswith(SUFFIX) and is_path(name))
-    if not names:
-        say(f"no run was launched in {folder}", file=sys.stderr)
-    rows = [("run", "state", "step", "nodes", "submitted")]
-    for name in names:
-        record = Record(f"{folder}/{name}", s3)
-        try:
-            seen = status(record)
-        except InputError as error:  # a damaged record must not hide other runs
-            say(f"{clean(record.run_dir)}: {clean(str(error))}", file=sys.stderr)
-            continue
-        if options.json:
-            say(seen.to_json())
-        else:
-            rows.append(row(seen))
-    if len(rows) > 1:
-        say(*columns(rows, str.ljust))
-    return DONE
-
-
-def row(seen: Status) -> tuple[str, str, str, str, str]:
-    nodes: int | str = len(seen.answer.nodes)
-    submission = seen.history.submission
-    when = "-"
-    if submission is not None:
-        nodes = nodes or submission.nodes
-        when = shown_moment(submission.time_unix_s)
-    return clean(seen.run_dir), seen.state, shown_step(seen) or "-", str(nodes or "-"), when
+# ---- status, logs ----------------------------------------------------------------------------------------------------
 
 
 def status_flags(parser: Parser) -> None:
     of_run(parser)
-    which = parser.add_mutually_exclusive_group()
-    watched = (
-        f"print a line at each change until the job has ended; ask every SECONDS ({EVERY_S:g})"
-    )
-    which.add_argument(
-        "--watch", metavar="SECONDS", type=float, nargs="?", const=EVERY_S, help=watched
-    )
-    which.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
 
 
 def show_status(options: argparse.Namespace, s3: S3Config) -> int:
-    record = Record(options.run, s3)
-    if options.watch is not None:
-        check(options.watch > 0, f"--watch {options.watch:g} must be above 0")
-        with suppress(KeyboardInterrupt):  # Ctrl-C is the usual way to leave
-            watch(record, options.watch)
-        return DONE
-    seen = status(record)
+    seen = status(Record(options.run, s3))
     if options.json:
         say(seen.to_json())
     else:
@@ -126,24 +60,22 @@ def show_status(options: argparse.Namespace, s3: S3Config) -> int:
 
 def logs_flags(parser: Parser) -> None:
     of_run(parser)
-    parser.add_argument(
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
         "-f", "--follow", action="store_true", help="print new lines until the job has ended"
     )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--rank", type=int, metavar="N", help="only this rank")
-    which.add_argument("--node", metavar="HOST", help="only this machine")
+    which.add_argument("--attempt", type=int, metavar="N", help="show this attempt (the last)")
     last = f"number of lines to print from the end of each file ({logs.LINES})"
     parser.add_argument("--lines", type=int, metavar="N", default=logs.LINES, help=last)
 
 
 def show_logs(options: argparse.Namespace, s3: S3Config) -> int:
-    wanted = logs.Wanted(options.rank, options.node, options.lines)
     record = Record(options.run, s3)
     record.job()  # raises InputError if the run was not launched
     if options.follow:
-        logs.follow(record, wanted)
+        logs.follow(record, options.lines)
     else:
-        logs.show(record, wanted)
+        logs.show(record, options.attempt, options.lines)
     return DONE
 
 
@@ -155,10 +87,6 @@ def stop(options: argparse.Namespace, s3: S3Config) -> int:
     seen = active(record, "stop")
     if seen is None:
         return DONE
-    check(
-        seen.kind == "train",
-        f"a preparation keeps finished shards, so cancel it instead: baretrain launch cancel {record.run_dir} --yes",
-    )
     # The trainer rejects a folder that contains only STOP.
     has_begun = bool(seen.answer.nodes) and seen.progress.exists
     if not has_begun:
@@ -172,7 +100,7 @@ def stop(options: argparse.Namespace, s3: S3Config) -> int:
         record.ask(STOP)
     record.run.write(STOP_FILE, b"")
     say(f"{record.run_dir} was asked to save a checkpoint and stop after its next step")
-    say(f"baretrain launch status {record.run_dir} --watch shows when it has stopped")
+    say(f"baretrain launch logs {record.run_dir} -f ends when it has stopped")
     return DONE
 
 
@@ -187,7 +115,7 @@ def resume_flags(parser: Parser) -> None:
 def resume(options: argparse.Namespace, s3: S3Config) -> int:
     record = Record(options.run, s3, options.job_sha256)
     job, handle = submit.resume(record)
-    say(f"{record.run_dir} was submitted again: baretrain launch status {record.run_dir} --watch")
+    say(f"{record.run_dir} was submitted again: baretrain launch status {record.run_dir}")
     return scheduler(job.scheduler).attend(job, record, handle, detach=True)
 
 
@@ -247,8 +175,6 @@ def end(record: Record, seen: Status) -> None:
 
 def lost(seen: Status) -> str:
     """Say what a run loses if it ends now."""
-    if seen.kind == "prepare":
-        return "finished shards are kept, and launch resume continues from them"
     if seen.progress.step is None or seen.history.running_attempt is None:
         return "no step is lost"
     saved = "there is no checkpoint yet"
@@ -260,18 +186,15 @@ def lost(seen: Status) -> str:
 # ---- table -----------------------------------------------------------------------------------------------------------
 
 TABLE = {
-    "list": Command(
-        "List the launched runs in a folder.", ("", "s3://bucket/runs"), list_flags, list_runs
-    ),
     "status": Command(
         "Show the state of a run from its scheduler, its record and its run folder.",
-        ("runs/mine", "runs/mine --watch", "s3://bucket/runs/mine --json"),
+        ("runs/mine", "s3://bucket/runs/mine --json"),
         status_flags,
         show_status,
     ),
     "logs": Command(
         "Print the logs of a run's job, and of the machines of its last attempt.",
-        ("runs/mine", "runs/mine -f", "runs/mine --rank 3 --lines 20"),
+        ("runs/mine", "runs/mine -f", "runs/mine --attempt 3 --lines 20"),
         logs_flags,
         show_logs,
     ),

@@ -16,20 +16,16 @@ INSTANCE_TYPE = r"[a-z][a-z0-9-]*\.[a-z0-9-]+"
 class ClusterConfig(Section, prefix="cluster."):
     """Settings of the scheduler that provides the machines. Other code tests the class variables, never `kind`."""
 
-    # whether the job runs on this machine Whether a SIGTERM to ranks alone means that machines are taken away.
+    # the name in launch/schedulers.py
+    kind: ClassVar[str] = "local"
+    # whether the job runs on this machine; whether a SIGTERM to ranks alone means that machines are taken away.
     is_here: ClassVar[bool] = False
     signals_ranks: ClassVar[bool] = False
-    # whether check=true is supported
-    has_check: ClassVar[bool] = False
     # whether the machines see the folders of this one
     shares_disks: ClassVar[bool] = True
 
-    # The name of the scheduler in launch/schedulers.py; cluster=... sets it.
-    kind: str = "local"
     # Before training, run baretrain doctor on every machine and test collectives over all machines.
     gate: bool = False
-    # The number of failed attempts after which the job gives up.
-    attempts: int = setting(20, above=0)
 
     def interpreter(self) -> str:
         """Return the path of Python on the nodes."""
@@ -58,29 +54,12 @@ class LaunchConfig(Section):
     processes_per_node: int | None = setting(None, above=0, most=1024)
     # Start the job; false prints the plan and starts nothing.
     submit: bool = False
-    # Ask EC2 whether it would start the machines in each subnet (DryRun), and start nothing.
-    check: bool = False
-    # The folder of a finished run, whose measured speed the estimate uses; None uses a published figure for the device.
-    calibrate: str | None = None
-    # Prepare a corpus instead of training. Settings of baretrain prepare then follow the --.
-    prepare: bool = False
-    # The number of parts into which prepare=true splits the corpus, each a task of a job array; None does not split it.
-    parts: int | None = setting(None, above=0, most=100_000)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self.prepare or self.parts is None, "parts needs prepare=true")
-        check(
-            not (self.prepare and self.cluster.is_here),
-            "prepare=true is for cluster=slurm; on this machine, run baretrain prepare",
-        )
         check(
             self.nodes == 1 or not self.cluster.is_here,
             f"cluster=local uses only this machine, not {self.nodes}; choose cluster=slurm or cluster=ec2",
-        )
-        check(
-            not self.check or self.cluster.has_check,
-            "check=true is for cluster=ec2; plans for Slurm always ask it",
         )
 
     @property

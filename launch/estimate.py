@@ -1,25 +1,29 @@
-"""The estimated duration and cost of a run on 1 to 16 machines: speed times price, with the assumptions."""
+"""The estimated duration and cost of a run: a published speed times the price of the machines, with the assumptions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from launch.speed import Calibration, flops_per_sequence, precision_of, speed
-from train.config import (
-    InputError,
-    InstanceConfig,
-    RecordsConfig,
-    TrainConfig,
-    check,
-    make_plan,
-)
+from train.config import InputError, InstanceConfig, RecordsConfig, TrainConfig, make_plan
 from train.machine.launched import Launched, check_launch
-from train.models.memory_estimate import GIB, advice, memory_of
+from train.models.memory_estimate import state_gib
 from train.models.model_sizes import Shape, check_layers, find_shape, knows_vocabulary
 
 MANY_ROWS = 2**50  # used for data of unknown size: more sequences than any run reads
-COUNTS = (1, 2, 4, 8, 16)
+WITHOUT_BF16 = ("T4",)
+# Shares of the peak FLOP/s, from published speeds of BERT-large with 128 tokens. According to AWS's formula, which does
+# not count the head, a sequence takes 236.8 GFLOP.
+TRAINIUM = (0.288, "AWS: 3,697.71 sequences/s on a trn1.32xlarge (aws-neuron-sdk, Neuron 2.26)")
+TRAINIUM_FP32 = (
+    0.63,
+    "AWS: 32,362.7 sequences/s on 16 trn1.32xlarge (aws-neuron-sdk, Neuron 2.28)",
+)
+A100 = (0.44, "NVIDIA: 580 sequences/s on an A100-80GB (DeepLearningExamples)")
+PUBLISHED = {  # chip, and whether products of matrices are in 16 bits
+    ("Trainium", True): TRAINIUM,
+    ("Trainium", False): TRAINIUM_FP32,
+    ("A100", True): A100,
+}
 # For AWS's runs in this note, the estimate is 59,163 sequences/s, and AWS reports 55,617 (Neuron SDK 2.26, a batch of
 # 1,048,576) and 25,853 (Neuron SDK 2.20, a batch of 16,384).
 MESSAGES = (
@@ -29,34 +33,21 @@ MESSAGES = (
 
 
 @dataclass(frozen=True)
-class ClusterSize:
-    """The estimate for one number of machines. Unknown values are None; `reason` says why this number is impossible."""
+class Estimate:
+    """The estimate for the planned machines. Unknown values are None."""
 
     nodes: int
     world_size: int
-    replicas: int | None = None  # number of groups of ranks that read different rows
-    global_batch_size: int | None = None
+    replicas: int  # number of groups of ranks that read different rows
+    global_batch_size: int
     micro_batch_size: int | None = None
     accumulation: int | None = None
     steps: int | None = None
     step_s: float | None = None
     tokens_per_s: float | None = None
     hours: float | None = None
-    usd_on_demand: float | None = None
-    usd_spot: float | None = None
-    reason: str | None = None
-
-
-@dataclass(frozen=True)
-class Estimate:
-    rows: tuple[ClusterSize, ...]
-    assumptions: tuple[str, ...]
-
-    def at(self, nodes: int) -> ClusterSize:
-        """Return the row of this number of machines. Raises InputError if they cannot run this."""
-        row = next(each for each in self.rows if each.nodes == nodes)
-        check(row.reason is None, f"nodes={nodes}: {row.reason}")
-        return row
+    usd: float | None = None
+    notes: tuple[str, ...] = ()
 
 
 def estimate(
@@ -66,21 +57,16 @@ def estimate(
     processes_per_node: int,
     seq_len: int | None,
     rows: int | None,
-    calibration: Calibration | None,
-    counts: Sequence[int] = COUNTS,
     vocab_size: int | None = None,
 ) -> Estimate:
-    """Estimate a run on `nodes` machines, and on each number of machines in `counts`.
+    """Estimate a run on `nodes` machines.
 
     `rows` is the number of training sequences, each of up to `seq_len` tokens. `vocab_size` is the tokenizer's. None
-    means unknown. Raises InputError if the calibration cannot be applied to these machines.
+    means unknown. Raises InputError if the machines cannot run this.
     """
-    flops_per_s, source = speed(cfg, calibration)
+    flops_per_s, source = speed(cfg)
     shape = find_shape(cfg.model, vocab_size=vocab_size)
-    table = [
-        planned(cfg, each, processes_per_node, rows=rows, seq_len=seq_len)
-        for each in sorted({*counts, nodes})
-    ]
+    expected = planned(cfg, nodes, processes_per_node, rows=rows, seq_len=seq_len)
     notes = [source]
     if shape is None or seq_len is None:
         notes.append(note_of_open_time(cfg, seq_len))
@@ -89,66 +75,99 @@ def estimate(
         notes.append(f"{flops / 1e9:,.4g} GFLOP to train on a sequence of {seq_len} tokens")
         if flops_per_s is not None:
             sequence_s = flops / flops_per_s / (1 - cfg.parallel.bubble)
-            table = [timed(each, cfg.instance, sequence_s, seq_len) for each in table]
+            expected = timed(expected, cfg.instance, sequence_s, seq_len)
             notes += notes_of_ranks(cfg)
-        at = next(each for each in table if each.nodes == nodes)
-        notes += notes_of_memory(cfg, shape, at, seq_len)
+        notes += notes_of_memory(cfg, shape, expected.world_size)
     if shape is not None and not knows_vocabulary(cfg.model, vocab_size=vocab_size):
         notes.append(
             f"a vocabulary of {shape.vocab_size:,} tokens, the default of {shape.model_type}, is assumed"
         )
     notes += notes_of_data(cfg, rows, seq_len)
     notes += notes_of_price(cfg.instance)
-    return Estimate(tuple(table), tuple(notes))
+    return replace(expected, notes=tuple(notes))
 
 
 def planned(
     cfg: TrainConfig, nodes: int, processes: int, *, rows: int | None, seq_len: int | None
-) -> ClusterSize:
-    """Return the batch sizes and steps for one number of machines."""
+) -> Estimate:
+    """Return the batch sizes and steps. Raises InputError if the machines cannot run this."""
     world = nodes * processes
-    launch = Launched(world_size=world, local_world_size=processes, is_distributed=True)
     known_rows = MANY_ROWS if rows is None else rows
     try:
-        check_launch(cfg.instance, launch)
+        check_launch(
+            cfg.instance,
+            Launched(world_size=world, local_world_size=processes, is_distributed=True),
+        )
         cfg.parallel.check_goes_with(replace(cfg.backend, precision=precision_of(cfg)))
         check_layers(cfg)
         plan = make_plan(cfg, world_size=world, rows=known_rows, seq_len=seq_len)
     except InputError as error:
-        return ClusterSize(nodes, world, reason=str(error))
-    row = ClusterSize(nodes, world, plan.replicas, plan.global_batch_size)
+        raise InputError(f"nodes={nodes}: {error}") from error
+    expected = Estimate(nodes, world, plan.replicas, plan.global_batch_size)
     if seq_len is not None or cfg.instance.micro_batch_tokens is None:
         # Otherwise the micro batch depends on the length.
-        row = replace(row, micro_batch_size=plan.micro_batch_size, accumulation=plan.accumulation)
+        expected = replace(
+            expected, micro_batch_size=plan.micro_batch_size, accumulation=plan.accumulation
+        )
     if rows is not None or cfg.max_steps is not None or cfg.max_examples is not None:
         # Otherwise the run lasts for epochs of unknown size.
-        row = replace(row, steps=plan.total_steps)
-    return row
+        expected = replace(expected, steps=plan.total_steps)
+    return expected
 
 
 def timed(
-    row: ClusterSize, instance: InstanceConfig, sequence_s: float, seq_len: int
-) -> ClusterSize:
-    """Return the row with times and prices. `sequence_s` is the time that one rank needs for one sequence."""
-    if row.global_batch_size is None:
-        return row
-    step_s = sequence_s * row.global_batch_size / row.world_size
-    row = replace(row, step_s=step_s, tokens_per_s=row.global_batch_size * seq_len / step_s)
-    if row.steps is None:
-        return row
-    hours = row.steps * step_s / 3600
-    return replace(
-        row,
-        hours=hours,
-        usd_on_demand=price(hours * row.nodes, instance.usd_per_hour),
-        usd_spot=price(hours * row.nodes, instance.usd_per_hour_spot),
-    )
+    expected: Estimate, instance: InstanceConfig, sequence_s: float, seq_len: int
+) -> Estimate:
+    """Return the estimate with times and prices. `sequence_s` is the time that one rank needs for one sequence."""
+    batch = expected.global_batch_size
+    step_s = sequence_s * batch / expected.world_size
+    expected = replace(expected, step_s=step_s, tokens_per_s=batch * seq_len / step_s)
+    if expected.steps is None:
+        return expected
+    hours = expected.steps * step_s / 3600
+    expected = replace(expected, hours=hours)
+    if instance.usd_per_hour is None:
+        return expected
+    return replace(expected, usd=hours * expected.nodes * instance.usd_per_hour)
 
 
-def price(hours: float, usd_per_hour: float | None) -> float | None:
-    if usd_per_hour is None:
-        return None
-    return hours * usd_per_hour
+# ---- speed -----------------------------------------------------------------------------------------------------------
+
+
+def flops_per_sequence(cfg: TrainConfig, shape: Shape, seq_len: int) -> float:
+    """Return the number of FLOPs needed to train on one sequence, counted as for a run's MFU."""
+    labels = 0
+    if isinstance(cfg.data, RecordsConfig):
+        labels = len(cfg.data.labels)
+    head = cfg.task.head_size(seq_len, labels)
+    return shape.train_flops(head, seq_len=seq_len, frozen=cfg.model.freeze_layers)
+
+
+def precision_of(cfg: TrainConfig) -> str:
+    """Return the precision that a run would choose: fp32 on CPUs, and on machines with an unknown device."""
+    if cfg.backend.precision != "auto":
+        return cfg.backend.precision
+    if cfg.instance.device is None:
+        return "fp32"
+    return "fp16" if cfg.instance.accelerator in WITHOUT_BF16 else "bf16"
+
+
+def speed(cfg: TrainConfig) -> tuple[float | None, str]:
+    """Return the FLOP/s of a rank according to the makers of chips (None if unknown), and the source."""
+    instance, precision = cfg.instance, precision_of(cfg)
+    peak = instance.peak_flops_per_s(precision)
+    if peak is None or instance.device is None:
+        lacks = "the peak" if peak is None else "the accelerator"
+        return None, f"no time estimate: {lacks} of instance={instance.name} is unknown"
+    chip = instance.accelerator or "this chip"
+    found = PUBLISHED.get((chip, precision not in ("fp32", "tf32")))
+    nearest = ""
+    if found is None:
+        name, found = ("Trainium", TRAINIUM) if instance.device == "neuron" else ("A100", A100)
+        nearest = f"; this is the {name}'s figure in bf16, since none is published for {chip} in {precision}"
+    share, source = found
+    note = f"{share:.1%} of the peak of {precision}, measured for BERT-large by {source}{nearest}"
+    return peak * share, note
 
 
 # ---- assumptions -----------------------------------------------------------------------------------------------------
@@ -179,71 +198,44 @@ def notes_of_ranks(cfg: TrainConfig) -> list[str]:
     return [MESSAGES]
 
 
-def notes_of_memory(cfg: TrainConfig, shape: Shape, at: ClusterSize, seq_len: int) -> list[str]:
-    """Return a note on how much memory a rank of the planned machines needs, and whether its device has that much."""
-    if at.micro_batch_size is None or at.accumulation is None:
-        return []
-    needed = memory_of(
-        cfg,
-        shape,
-        world_size=at.world_size,
-        micro_batch_size=at.micro_batch_size,
-        accumulation=at.accumulation,
-        seq_len=seq_len,
-        precision=precision_of(cfg),
-    )
+def notes_of_memory(cfg: TrainConfig, shape: Shape, world_size: int) -> list[str]:
+    """Return a note on how much memory the model state of a rank takes, and whether its device has that much."""
+    needed_gib = state_gib(cfg, shape, world_size=world_size, precision=precision_of(cfg))
+    note = f"weights, gradients and moments take {needed_gib:.3g} GiB of memory per rank"
     device_gib = cfg.instance.device_memory_gib
     if device_gib is None:
-        return [str(needed)]
-    if needed.total <= device_gib * GIB:
-        return [f"{needed}, of the device's {device_gib:g}"]
-    cure = advice(cfg, world_size=at.world_size)
-    return [f"{needed}: MORE than the device's {device_gib:g}; {cure}"]
+        return [note]
+    if needed_gib <= device_gib:
+        return [f"{note}, of the device's {device_gib:g}; activations are not counted"]
+    return [f"{note}: MORE than the device's {device_gib:g}; use {cfg.parallel.frees}"]
 
 
 def notes_of_price(instance: InstanceConfig) -> list[str]:
-    known, unknown = [], []
-    prices = {"on demand": instance.usd_per_hour, "on spot": instance.usd_per_hour_spot}
-    for market, usd in prices.items():
-        if usd is None:
-            unknown.append(market)
-        else:
-            known.append(f"${usd:,.2f} an hour {market}")
-    notes = []
-    if known:
-        if instance.price_date:
-            date = f", as of {instance.price_date}"
-        else:
-            date = ""
-        notes.append(f"a {instance.name} costs {' and '.join(known)}{date}")
-    if unknown:
-        notes.append(f"the price {' and '.join(unknown)} is unknown")
-    return [*notes, "hours count only steps, not starts, compilation, evaluations or saves"]
+    note = f"the price of a {instance.name} is unknown"
+    if instance.usd_per_hour is not None:
+        note = f"a {instance.name} costs ${instance.usd_per_hour:,.2f} an hour (instance.usd_per_hour)"
+    return [note, "hours count only steps, not starts, compilation, evaluations or saves"]
 
 
 # ---- as text ---------------------------------------------------------------------------------------------------------
 
-HEADER = ["machines", "ranks", "batch", "steps", "step", "tokens/s", "hours", "on demand", "spot"]
 FORMATS = {
     "steps": "{:,d}",
     "step_s": "{:.3g} s",
     "tokens_per_s": "{:,.0f}",
     "hours": "{:,.3g}",
-    "usd_on_demand": "${:,.2f}",
-    "usd_spot": "${:,.2f}",
+    "usd": "${:,.2f}",
 }
 
 
-def cells(each: ClusterSize) -> list[str]:
-    """Return the cells of a row. If the number of machines is impossible, the third and last cell is the reason."""
-    ranks = [str(each.nodes), str(each.world_size)]
-    if each.reason is not None:
-        return [*ranks, each.reason]
-    batch = f"{each.global_batch_size:,}"
-    if each.micro_batch_size is not None:
-        batch += f" = {each.replicas} x {each.accumulation} x {each.micro_batch_size}"
-    figures = []
+def figures(expected: Estimate) -> dict[str, str]:
+    """Return the known figures as texts, by name."""
+    batch = f"{expected.global_batch_size:,}"
+    if expected.micro_batch_size is not None:
+        batch += f" = {expected.replicas} x {expected.accumulation} x {expected.micro_batch_size}"
+    shown = {"batch": batch}
     for name, form in FORMATS.items():
-        value = getattr(each, name)
-        figures.append("?" if value is None else form.format(value))
-    return [*ranks, batch, *figures]
+        value = getattr(expected, name)
+        if value is not None:
+            shown[name] = form.format(value)
+    return shown

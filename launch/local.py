@@ -69,7 +69,7 @@ class Scheduler(spec.Scheduler):
             return DONE
         for command in (["stop"], ["cancel", "--yes"]):
             try:
-                logs.follow(record, logs.Wanted(lines=0))
+                logs.follow(record, 0)
                 break
             except KeyboardInterrupt:
                 commands.main([*command, record.run_dir, *record.s3.flags()])

@@ -1,9 +1,8 @@
-"""The logs of a job's supervisor, machines and ranks, shown once or followed as they grow.
+"""The logs of a job's supervisor and machines, shown once or followed as they grow.
 
 logs/job.txt                                        the scheduler's script and the supervisor
 logs/attempt_0001/HOST.txt                          torchrun on a machine, and its first rank
-logs/attempt_0001/HOST/.../attempt_0/3/stderr.log   a rank, numbered within its machine
-log/rank_0003.txt                                   in the run folder: messages of a rank's trainer during all attempts
+logs/attempt_0001/HOST/.../attempt_0/3/stderr.log   a rank, numbered within its machine; not shown
 
 If the run is in S3, logs of other machines may be missing until an attempt ends. Logs of this machine are read locally.
 """
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 
 from launch.record import History, Record, attempt_name
 from launch.status import ask
-from train.config import Unreachable, check
+from train.config import Unreachable
 from train.machine.console import say
 from train.storage.folders import Folder, LocalFolder
 from train.storage.schema import is_path
@@ -26,17 +25,8 @@ LINES = 100  # number of lines shown from the end of each file
 MAX_BYTES = 2**20  # bytes read from the end of a new file
 POLL_S = 1.0  # pause between reads of local files
 POLL_S3_S = 5.0  # pause between reads of S3
+OF_TRAINER = "log/rank_0000.txt"  # in the run folder
 ASKS = 10  # number of reads for each question to the scheduler about the job's state
-OF_RANK = r"(?:.+/)?attempt_\d+/{}/(?:stdout|stderr)\.log"  # below HOST/
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """The logs to show: those of the job and of all machines of its last attempt, or only of a rank or a machine."""
-
-    rank: int | None = None
-    node: str | None = None
-    lines: int = LINES
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -90,52 +80,17 @@ def all_logs(record: Record) -> dict[str, Log]:
 # ---- selection -------------------------------------------------------------------------------------------------------
 
 
-def select(record: Record, wanted: Wanted, history: History) -> list[Log]:
-    """Return the logs to show now. Raises InputError if the last attempt has no such machine or rank."""
+def select(record: Record, history: History, number: int | None) -> list[Log]:
+    """Return the logs of the job and of all machines of an attempt: attempt `number`, or the last one that trained."""
     logs = all_logs(record)
-    trained = [attempt for attempt in history.attempts if attempt.is_training]
-    hosts, folder = list[str](), ""
-    if trained:
-        hosts, folder = trained[-1].nodes, attempt_name(trained[-1].number)
-    if wanted.rank is not None:
-        return of_rank(record, logs, folder, hosts, wanted.rank)
-    of_nodes = {
-        name.removeprefix(f"{folder}/").removesuffix(".txt"): log
-        for name, log in logs.items()
-        if re.fullmatch(rf"{folder}/[^/]+\.txt", name)
-    }
-    if wanted.node is not None:
-        known = sorted({*of_nodes, *hosts})
-        check(
-            wanted.node in known,
-            f"there is no machine {wanted.node} in the last attempt; available: {', '.join(known) or 'none yet'}",
-        )
-        return [log for node, log in of_nodes.items() if node == wanted.node]
+    if number is None:
+        number = max((each.number for each in history.attempts if each.is_training), default=0)
     of_job = [log for name, log in logs.items() if re.fullmatch(r"[^/]+\.txt", name)]
-    return [*of_job, *(of_nodes.values() or of_trainer(record, 0))]
-
-
-def of_rank(
-    record: Record, logs: dict[str, Log], folder: str, hosts: list[str], rank: int
-) -> list[Log]:
-    """Return a rank's logs from torchrun in the last attempt, and from its trainer in all attempts."""
-    per_node = record.job().processes_per_node
-    ranks = len(hosts) * per_node
-    check(
-        0 <= rank < ranks,
-        f"there is no rank {rank} in the last attempt, which has {ranks} ranks",
-    )
-    below = re.escape(f"{folder}/{hosts[rank // per_node]}/")
-    pattern = re.compile(below + OF_RANK.format(rank % per_node))
-    of_torchrun = [log for name, log in logs.items() if pattern.fullmatch(name)]
-    return [*of_torchrun, *of_trainer(record, rank)]
-
-
-def of_trainer(record: Record, rank: int) -> list[Log]:
-    name = f"log/rank_{rank:04d}.txt"
-    if record.run.size(name) is None:
-        return []
-    return [Log(f"the run's {name}", record.run, name)]
+    below = attempt_name(number)
+    of_nodes = [log for name, log in logs.items() if re.fullmatch(rf"{below}/[^/]+\.txt", name)]
+    if not of_nodes and record.run.size(OF_TRAINER) is not None:
+        of_nodes = [Log(f"the run's {OF_TRAINER}", record.run, OF_TRAINER)]
+    return [*of_job, *of_nodes]
 
 
 # ---- showing ---------------------------------------------------------------------------------------------------------
@@ -144,16 +99,17 @@ def of_trainer(record: Record, rank: int) -> list[Log]:
 class Printer:
     """A printer that remembers how much of each log it has shown, and prints a title before lines of another log."""
 
-    def __init__(self, record: Record, wanted: Wanted) -> None:
+    def __init__(self, record: Record, number: int | None, num_lines: int) -> None:
         self.record = record
-        self.wanted = wanted
+        self.number = number  # of the attempt; None for the last one
+        self.num_lines = num_lines
         self.title = ""  # of the log that was printed last
         self.logs: dict[str, Log] = {}
         self.is_first = True
 
     def show_new(self, history: History, *, is_over: bool) -> None:
         """Print new lines. A log that is no longer selected is printed to its end."""
-        selected = {log.title: log for log in select(self.record, self.wanted, history)}
+        selected = {log.title: log for log in select(self.record, history, self.number)}
         for title, log in self.logs.items():
             if title in selected:
                 selected[title] = log
@@ -161,7 +117,7 @@ class Printer:
                 self.print(log, log.take(is_last=True))
         for log in selected.values():
             # Files that appear later are shown in full.
-            lines = self.wanted.lines if self.is_first else None
+            lines = self.num_lines if self.is_first else None
             self.print(log, log.take(is_last=is_over, lines=lines))
         self.logs = selected
         self.is_first = False
@@ -175,17 +131,17 @@ class Printer:
             say(line, keep="\t")
 
 
-def show(record: Record, wanted: Wanted) -> None:
-    printer = Printer(record, wanted)
+def show(record: Record, number: int | None, num_lines: int) -> None:
+    printer = Printer(record, number, num_lines)
     printer.show_new(record.history(), is_over=True)
     if not printer.logs:
         no_logs = f"there are no logs yet; baretrain launch status {record.run_dir} shows what the job is waiting for"
         say(no_logs, file=sys.stderr)
 
 
-def follow(record: Record, wanted: Wanted) -> None:
+def follow(record: Record, num_lines: int) -> None:
     """Print the logs of all attempts as they grow, until the job has ended."""
-    printer = Printer(record, wanted)
+    printer = Printer(record, None, num_lines)
     problem = ""
     reads = 0
     is_over = False

@@ -3,7 +3,6 @@
 train         runs torchrun with the trainer, from the code of the job
 preflight     runs baretrain doctor and writes its answer into the record
 collectives   runs baretrain doctor --collectives under torchrun, over all machines
-prepare       prepares one part of a corpus or, with --merge, writes the manifest of all parts
 """
 
 from __future__ import annotations
@@ -51,10 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=0, help="port at which the machines join")
     parser.add_argument(
         "--attempt", default="", help="name of the attempt or test, for logs and answers"
-    )
-    parser.add_argument("--part", type=int, help="part to prepare, counted from 1")
-    parser.add_argument(
-        "--merge", action="store_true", help="write the manifest of all prepared parts"
     )
     add_record_flags(parser)
     return run_flags(parser, arguments, act)
@@ -222,18 +217,7 @@ def collectives(node: Node) -> int:
     return node.run(command, f"{node.name}.collectives.txt")
 
 
-def prepare(node: Node) -> int:
-    job = node.job
-    which, log = list[str](), "prepare"
-    if node.options.merge:
-        which, log = ["merge=true"], "merge"
-    elif job.parts > 1:
-        which, log = [f"part={node.options.part}/{job.parts}"], f"part_{node.options.part:05d}"
-    command = [job.python, node.start_py(), job.kind, *job.overrides, *which]
-    return node.run(command, f"{log}.{node.name}.txt")
-
-
-COMMANDS = {"train": train, "preflight": preflight, "collectives": collectives, "prepare": prepare}
+COMMANDS = {"train": train, "preflight": preflight, "collectives": collectives}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
 
 from launch.config import LaunchConfig
 from launch.record import Code, Job
 from train.config import (
     InputError,
     InstanceConfig,
-    PrepareConfig,
     ShardsConfig,
     TrainConfig,
     check,
@@ -22,22 +20,16 @@ from train.config import (
 )
 from train.config.backend import check_backend
 from train.config.data import is_named
-from train.machine.memory import usable_cpus
 from train.run.compose import quoted
-from train.run_folder.identity import FREE, differences
 from train.storage.folders import is_s3, local_path, sha256_json
 from train.storage.hub_access import is_at_hub
 from train.storage.schema import FileName, Sha256
 
-# Settings that a run must keep, see train/run_folder/identity.py.
-FIXED = ("task.", "model.", "optim.")  # prefixes
-FIXED_KEYS = ("seed", "global_batch_size", "data.path", "seq_len")
 # the start of a path, in settings that may be any text
 PATH = re.compile(r"(/|~|\.\.?/|file:)[^\n]")
 # Settings that name a place in S3, at the Hub or in a folder.
 PLACES = ("data.path", "model.pretrained", "model.init_from", "model.tokenizer")
 OF_MACHINE = ("run_dir", "data.cache_dir")  # folders that each machine makes
-RANKS_PER_CPU = 4  # more ranks would only wait for one another
 
 
 def run_overrides(given: Sequence[str], launch: Sequence[str]) -> list[str]:
@@ -66,25 +58,24 @@ def absolute(location: str) -> str:
 
 def make_job(
     cfg: LaunchConfig,
-    run: TrainConfig | PrepareConfig,
+    run: TrainConfig,
     overrides: Sequence[str],
     code: Code,
     *,
     folder: str,
 ) -> Job:
     """Return the job for `run`, made from `overrides`. Raises InputError if the machines cannot run that many ranks."""
-    check_machines(cfg, run)
-    if isinstance(run, TrainConfig):
-        kind, key, where = "train", "run_dir", absolute(run.run_dir)
-    else:
-        kind, key, where = "prepare", "output", absolute(run.output)
+    check_ranks(cfg, uses_devices=run.backend.device != "cpu")
+    check_backend(run.backend, cfg.instance)
+    if not cfg.cluster.shares_disks:
+        check_reachable(run)
+    where = absolute(run.run_dir)
     ranks = cfg.ranks_per_node
     settings = to_dict(run)
     return Job(
         id=FileName(f"{safe_name(where)}-{sha256_json([where, settings, code.sha256])[:8]}"),
-        kind=kind,
         run_dir=where,
-        overrides=located(overrides, key, where),
+        overrides=located(overrides, "run_dir", where),
         config_sha256=Sha256(sha256_json(settings)),
         python=cfg.cluster.interpreter(),
         folder=folder,
@@ -96,27 +87,12 @@ def make_job(
         processes_per_node=ranks,
         environment=environment(cfg.instance, nodes=cfg.nodes, processes_per_node=ranks),
         s3=asdict(run.s3),
-        parts=cfg.parts or 1,
     )
 
 
-def check_machines(cfg: LaunchConfig, run: TrainConfig | PrepareConfig) -> None:
-    """Raise InputError if the machines cannot run this."""
-    if isinstance(run, TrainConfig):
-        check_ranks(cfg, uses_devices=run.backend.device != "cpu")
-        check_backend(run.backend, cfg.instance)
-    else:
-        check(
-            cfg.nodes == 1,
-            f"nodes={cfg.nodes} is for training: a preparation uses parts={cfg.nodes}, with one machine per part",
-        )
-    if not cfg.cluster.shares_disks:
-        check_reachable(run)
-
-
-def check_reachable(run: TrainConfig | PrepareConfig) -> None:
+def check_reachable(run: TrainConfig) -> None:
     """Raise InputError if a setting names a file or folder of this computer, which the machines do not see."""
-    has_shards = isinstance(run, TrainConfig) and isinstance(run.data, ShardsConfig)
+    has_shards = isinstance(run.data, ShardsConfig)
     local = []
     for key, value in flatten(to_dict(run)):
         if key in OF_MACHINE:
@@ -141,29 +117,13 @@ def is_here(key: str, value: str) -> bool:
 
 
 def check_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> None:
-    """Raise InputError if a machine cannot run this number of ranks: one per device, or up to RANKS_PER_CPU per CPU."""
+    """Raise InputError if a machine has fewer devices than ranks."""
     instance, ranks = cfg.instance, cfg.ranks_per_node
-    if instance.rank_counts is not None:
-        valid, name = instance.rank_counts, instance.name
-        if cfg.nodes > 1:
-            valid, name = [max(valid)], f"with several machines, each {name}"
+    if uses_devices and instance.device is not None and instance.devices is not None:
         check(
-            ranks in valid,
-            f"processes_per_node={ranks}: {name} runs {' or '.join(map(str, valid))}",
+            ranks <= instance.devices,
+            f"processes_per_node={ranks}: {instance.name} runs at most {instance.devices} ranks, one per device",
         )
-        return
-    most, share = instance.devices, "one per device"
-    if not uses_devices or instance.device is None or most is None:
-        cpus = instance.vcpus
-        if cpus is None and cfg.cluster.is_here:
-            cpus = usable_cpus()
-        if cpus is None:
-            most = None
-        else:
-            most = RANKS_PER_CPU * cpus
-        share = f"{RANKS_PER_CPU} per CPU"
-    too_many = f"processes_per_node={ranks}: {instance.name} runs at most {most} ranks, {share}"
-    check(most is None or ranks <= most, too_many)
 
 
 def environment(
@@ -196,21 +156,3 @@ def safe_name(location: str) -> str:
     """Return the last part of a location, reduced to characters that every scheduler and shell reads literally."""
     last = location.rstrip("/").rpartition("/")[2]
     return re.sub(r"[^A-Za-z0-9_-]+", "-", last).strip("-")[:40] or "run"
-
-
-def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], *, run_dir: str) -> None:
-    """Raise InputError if a setting that is fixed for a run has changed: task, model, optimizer, data or batch."""
-
-    def fixed(settings: Mapping[str, Any]) -> dict[str, Any]:
-        kept = {}
-        for key, value in flatten(settings):
-            if key in FIXED_KEYS or (key.startswith(FIXED) and key not in FREE):
-                kept[key] = value
-        return kept
-
-    changed = differences(fixed(before), fixed(now))
-    check(
-        not changed,
-        f"the settings of {run_dir} have changed since the run began ({', '.join(changed)}); launch it with the old "
-        f"settings, choose another folder, or resume the launched job: baretrain launch resume {run_dir}",
-    )

@@ -2,7 +2,6 @@
 
 runs/mine/            the run folder, which only the trainer writes
 runs/mine.launch/     job.json      the job, which the scheduler's script and every node read
-                      plan.json     the plan that was printed
                       config.yaml   the resolved settings of the run
                       code-....tar.gz
                       submissions/  0001.json: a request to the scheduler, and the scheduler's answer
@@ -40,10 +39,9 @@ from train.storage.folders import (
 )
 from train.storage.schema import BadContent, FileName, Sha256, read_object, record
 
-FORMAT = 3
-KINDS = ("train", "prepare")  # what a job can do: commands of baretrain
+FORMAT = 4
 SUFFIX = ".launch"
-JOB, PLAN, CONFIG = "job.json", "plan.json", "config.yaml"
+JOB, CONFIG = "job.json", "config.yaml"
 SUBMISSIONS, REQUESTS, ATTEMPTS = "submissions", "requests", "attempts"
 ATTEMPT = "attempt_"  # the start of an attempt's name
 STOP, CANCEL = "stop", "cancel"  # what the user can ask of a job
@@ -67,9 +65,8 @@ class Code:
 @dataclass(frozen=True)
 class Job:
     id: FileName  # name of the run folder, with a checksum of settings and code
-    kind: str  # train | prepare
-    run_dir: str  # the run folder, or a preparation's output folder
-    overrides: list[str]  # settings of train or baretrain prepare
+    run_dir: str
+    overrides: list[str]  # settings of the run
     config_sha256: Sha256  # checksum of the resolved settings
     python: str  # path of the interpreter on the nodes
     folder: str  # the working folder at submission, to which relative paths in the settings refer
@@ -81,7 +78,6 @@ class Job:
     processes_per_node: int
     environment: dict[str, str] = field(default_factory=dict)
     s3: dict[str, Any] = field(default_factory=dict)
-    parts: int = 1  # number of parts of a preparation
     format: int = FORMAT
 
     def to_json(self) -> bytes:
@@ -99,9 +95,7 @@ class Job:
             values.get("format") == FORMAT,
             f"the job has format {values.get('format')!r}; this version reads {FORMAT}: use the version that wrote it",
         )
-        job = record(cls, values)
-        check(job.kind in KINDS, f"the job's kind {job.kind!r} is not known")
-        return job
+        return record(cls, values)
 
 
 @dataclass(frozen=True)
@@ -144,7 +138,6 @@ class Attempt:
     ended_unix_s: float | None = None
     outcome: str = ""  # done | stopped | failed | refused
     reason: str = ""
-    exit_code: int | None = None
     step: int | None = None
     checkpoint: int | None = None
     next: str = ""  # again | requeue | end
@@ -298,8 +291,7 @@ class Record:
             content = self.folder.read(JOB)
         except FileNotFoundError:
             raise InputError(
-                f"{self.run_dir} was not launched: {self.location}/{JOB} is missing; baretrain launch list shows the "
-                "launched runs"
+                f"{self.run_dir} was not launched: {self.location}/{JOB} is missing"
             ) from None
         found = sha256_bytes(content)
         check(
@@ -319,12 +311,11 @@ class Record:
         except BadContent as error:
             raise InputError(f"{self.location}/{name} cannot be read: {error}") from error
 
-    def write(self, job: Job, *, plan: dict[str, Any], config: str, bundle: bytes) -> None:
+    def write(self, job: Job, *, config: str, bundle: bytes) -> None:
         """Write all files that a job needs; job.json last."""
         if self.folder.size(job.code.file) != len(bundle):
             self.folder.write(job.code.file, bundle)
         self.folder.write(CONFIG, config.encode())
-        self.folder.write(PLAN, canonical_json(plan))
         self.folder.write(JOB, job.to_json())
 
     # ---- submissions and requests ----

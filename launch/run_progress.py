@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from launch.values import count, number, table
@@ -13,12 +13,10 @@ from train.run_folder.outcome import read_outcome
 from train.run_folder.ownership import newest_lease, parse_lease
 from train.storage.folders import Folder
 from train.storage.schema import BadContent, read_object
-from train.tasks import scores_of
 
-# Bytes read from the end of metrics.jsonl: about 10,000 lines, probably including an evaluation.
+# Bytes read from the end of metrics.jsonl: about 10,000 lines.
 TAIL_BYTES = 2**22
 COMMITTED = re.compile(r"checkpoints/step_([0-9]{1,18})/manifest\.json")
-MAX_SCORES = 6
 Line = dict[str, Any]
 
 
@@ -32,12 +30,7 @@ class RunProgress:
     total_steps: int | None = None
     loss: float | None = None
     tokens_per_s: float | None = None
-    mfu: float | None = None
-    # share of the time since the first start spent in steps that were not lost
-    goodput: float | None = None
-    cost_usd: float | None = None  # cost of all attempts, up to the last line
-    evaluated_step: int | None = None
-    scores: dict[str, float] = field(default_factory=dict)
+    cost_usd: float | None = None  # cost of all attempts, up to the last train line
     step_s: float | None = None  # mean time from step to step, including evaluations and saves
     line_unix_s: float | None = None  # when the last line was written
     checkpoint: int | None = None  # step of the newest committed checkpoint
@@ -53,14 +46,12 @@ def read_progress(run: Folder) -> RunProgress:
         last = trained[0]
     else:
         last = {}
-    evaluation = next(iter(of_kind(lines, "eval")), {})
     summary = next(iter(of_kind(lines, "summary")), {})
     if lines:
         newest_line = lines[0]
     else:
         newest_line = {}
-    environment = read_environment(run)
-    planned = count(table(environment, "plan"), "total_steps")
+    planned = count(table(read_environment(run), "plan"), "total_steps")
     return RunProgress(
         exists=ENVIRONMENT in names,
         attempt=newest_line.get("attempt"),
@@ -68,11 +59,7 @@ def read_progress(run: Folder) -> RunProgress:
         total_steps=count(summary, "steps_total") or planned or None,
         loss=number(last, "loss"),
         tokens_per_s=number(last, "tokens_per_s"),
-        mfu=number(last, "mfu"),
-        goodput=newest_figure(lines, "goodput"),
-        cost_usd=newest_figure(lines, "cost_usd"),
-        evaluated_step=evaluation.get("step"),
-        scores=scores(environment, evaluation),
+        cost_usd=number(last, "cost_usd"),
         step_s=mean_step_s([line for line in trained if line["attempt"] == last["attempt"]]),
         line_unix_s=number(newest_line, "time_unix_s"),
         checkpoint=newest_checkpoint(run),
@@ -99,22 +86,6 @@ def newest_step(run: Folder, lines: list[Line], *, has_lease: bool) -> int | Non
         lease = parse_lease(newest_lease(run)[1])
         step = max(step, lease.step if lease else 0)
     return step or None
-
-
-def newest_figure(lines: list[Line], key: str) -> float | None:
-    figures = (number(line, key) for line in lines)
-    return next((figure for figure in figures if figure is not None), None)
-
-
-def scores(environment: dict[str, Any], evaluation: Line) -> dict[str, float]:
-    """Return the values that the run's task declares as scores, in the order of the line."""
-    declared = scores_of(str(table(environment, "identity").get("task.kind")))
-    found = dict[str, float]()
-    for key in evaluation:
-        figure = number(evaluation, key)
-        if key in declared and figure is not None and len(found) < MAX_SCORES:
-            found[key] = figure
-    return found
 
 
 def newest_checkpoint(run: Folder) -> int | None:

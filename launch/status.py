@@ -11,8 +11,8 @@ from launch.run_progress import RunProgress, read_progress
 from launch.schedulers import scheduler
 from launch.spec import State
 from launch.values import shown_duration, shown_moment
-from train.config import Failure, InputError, Unreachable
-from train.machine.console import printable, say
+from train.config import Failure, InputError
+from train.machine.console import printable
 
 MAX_ATTEMPTS = 5  # number of most recent attempts that are shown
 MAX_CHARS = 400  # maximum length of a text from a scheduler or a record
@@ -21,7 +21,6 @@ MAX_CHARS = 400  # maximum length of a text from a scheduler or a record
 @dataclass(frozen=True)
 class Status:
     run_dir: str
-    kind: str  # train | prepare
     job_id: str
     config_sha256: str  # checksum of the job's settings
     state: str  # see `state_of`
@@ -46,18 +45,15 @@ def status(record: Record) -> Status:
     answer = ask(record, history.submission)
     if answer.is_active is False and not history.has_end:
         history = record.history()  # the job may have ended after the record was read
-    progress = RunProgress()
-    if job.kind == "train":
-        progress = read_progress(record.run)
+    progress = read_progress(record.run)
     line_age_s = None
     if progress.line_unix_s is not None:
         line_age_s = max(0.0, now_unix_s - progress.line_unix_s)
     return Status(
         run_dir=record.run_dir,
-        kind=job.kind,
         job_id=job.id,
         config_sha256=job.config_sha256,
-        state=state_of(job.kind, answer, history),
+        state=state_of(answer, history),
         time_unix_s=round(now_unix_s, 3),
         answer=answer,
         history=history,
@@ -91,7 +87,7 @@ def ask(record: Record, submission: Submission | None) -> State:
         return State(scheduler=name, failure=str(error))
 
 
-def state_of(kind: str, answer: State, history: History) -> str:
+def state_of(answer: State, history: History) -> str:
     """Return one term for the state of a run.
 
     An active job is waiting, starting, running, stopping or ending. Any other is done, stopped, failed, refused,
@@ -101,7 +97,7 @@ def state_of(kind: str, answer: State, history: History) -> str:
     if submission is None or submission.rejection:
         return "not submitted"
     if answer.is_active:
-        return state_of_active(kind, answer, history)
+        return state_of_active(answer, history)
     if history.is_cancelled:
         return "cancelled"
     if ended is not None:
@@ -111,7 +107,7 @@ def state_of(kind: str, answer: State, history: History) -> str:
     return answer.outcome or "vanished"
 
 
-def state_of_active(kind: str, answer: State, history: History) -> str:
+def state_of_active(answer: State, history: History) -> str:
     running = history.running_attempt
     if history.ended is not None:
         return "ending"
@@ -119,7 +115,7 @@ def state_of_active(kind: str, answer: State, history: History) -> str:
         return "stopping"
     if not answer.nodes:  # a node may be lost while the record still has a running attempt
         return "waiting"
-    if kind == "prepare" or (running is not None and running.is_training):
+    if running is not None and running.is_training:
         return "running"
     return "starting"
 
@@ -166,8 +162,6 @@ def of_job(status: Status) -> list[tuple[str, str]]:
 FIGURES = {
     "loss": "{:.4f}",
     "tokens_per_s": "{:,.0f}",
-    "mfu": "{:.1%}",
-    "goodput": "{:.1%}",
     "checkpoint": "step {:,}",
     "cost_usd": "${:,.2f}",
 }
@@ -180,9 +174,6 @@ def of_run(status: Status) -> list[tuple[str, str]]:
         figure = getattr(progress, name)
         if figure is not None:
             rows.append((name, form.format(figure)))
-    if progress.scores:
-        scores = "  ".join(f"{name} {value:.4f}" for name, value in progress.scores.items())
-        rows.append(("evaluation", f"step {progress.evaluated_step or 0:,}: {scores}"))
     if status.time_left_s is not None:
         rows.append(("time left", shown_duration(status.time_left_s)))
     if status.line_age_s is not None:
@@ -216,22 +207,3 @@ def shown_step(status: Status) -> str:
     if step is None:
         return f"none of {total:,} yet"
     return f"{step:,} of {total:,} ({step / total:.1%})"
-
-
-def watch(record: Record, every_s: float) -> None:
-    """Print a line for each change of a job's state or step, until the job has ended."""
-    # If S3 or the scheduler does not answer, the next round asks again.
-    line = ""
-    is_over = False
-    while not is_over:
-        before = line
-        try:
-            seen = status(record)
-            line = f"{seen.state}  {shown_step(seen)}  {clean(seen.answer.failure or seen.answer.text)}"
-            is_over = seen.answer.is_active is False
-        except Unreachable as error:
-            line = clean(str(error))
-        if line != before:
-            say(f"{shown_moment(time.time())}  {line}")
-        if not is_over:
-            time.sleep(every_s)

@@ -4,45 +4,30 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
 
 import yaml
 
 from launch import launched
 from launch.launched import job_to_start
-from launch.plan import check_unchanged
-from launch.record import CONFIG, Job, Record, Submission
+from launch.record import Job, Record, Submission
 from launch.schedulers import cluster_of, scheduler
 from launch.spec import Handle
-from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check, to_dict
+from train.config import InputError, ShardsConfig, TrainConfig, check, to_dict
 from train.data.shards.format import read_manifest
-from train.run_folder.identity import ENVIRONMENT, check_is_run_folder
+from train.run_folder.identity import check_is_run_folder
 from train.run_folder.outcome import STOP_FILE, read_outcome
 from train.storage.folders import is_s3, open_folder
-from train.storage.schema import read_yaml
 
 SUBMITTING_S = 120.0  # time for a scheduler to answer, during which no other submission is allowed
 
 
-def submit(
-    record: Record,
-    job: Job,
-    run: TrainConfig | PrepareConfig,
-    *,
-    plan: dict[str, Any],
-    bundle: bytes,
-) -> Handle:
-    """Write the record and start the job. Raises InputError if the run has an active job or changed settings."""
-    settings = to_dict(run)
+def submit(record: Record, job: Job, run: TrainConfig, bundle: bytes) -> Handle:
+    """Write the record and start the job. Raises InputError if the run has an active job."""
     number = check_idle(record)
-    if record.exists() and record.run.size(ENVIRONMENT) is not None:
-        before = read_yaml(record.folder.read(CONFIG)) or {}
-        check_unchanged(before, settings, run_dir=record.run_dir)
-    if isinstance(run, TrainConfig):
-        check_run(record, job, run)
+    check_run(record, job, run)
     submission = claim(record, job, number)
-    text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
-    record.write(job, plan=plan, config=text, bundle=bundle)
+    text = yaml.safe_dump(to_dict(run), sort_keys=False, allow_unicode=True)
+    record.write(job, config=text, bundle=bundle)
     return start(record, job, submission)
 
 

@@ -27,7 +27,8 @@ Answer = TypeVar("Answer")
 CODES = {"done": DONE, "stopped": STOPPED, "failed": FAILED, "refused": REJECTED}
 # Kinds of stops (train/run/stopping.py). KILLED: torchrun got a signal or died. TAKEN_BACK: machines may be lost.
 KILLED = "SIGTERM"
-TAKEN_BACK = (KILLED, "spot_notice", "scheduled_event", "capacity_block")
+TAKEN_BACK = (KILLED, "spot_notice", "capacity_block")
+ATTEMPTS = 20  # number of failed attempts after which a run is given up
 # number of attempts in a row without a new checkpoint after which a run is given up
 IDLE_ATTEMPTS = 2
 RETRIES_S = 900.0  # how long to retry S3 or Slurm, whose outages may be long
@@ -95,7 +96,7 @@ def decide(
     if ended == "stopped" and not is_taken_back:
         return Decision(END, "stopped", reason)
     # An attempt that stopped as asked lost nothing. It counts as a fault only if it saved nothing new.
-    limit = exhausted(history, cluster)
+    limit = exhausted(history)
     if limit:
         return Decision(END, "failed", f"{limit}; the last one {ended}: {reason}")
     if ended == "failed":
@@ -104,10 +105,10 @@ def decide(
     return Decision(AGAIN if was_killed else REQUEUE, ended, asked or reason)
 
 
-def exhausted(history: History, cluster: ClusterConfig) -> str:
+def exhausted(history: History) -> str:
     """Return which limit the attempts of a submission have reached; "" if none."""
-    if history.faults >= cluster.attempts:
-        return f"{history.faults} attempts failed, which is the limit (cluster.attempts)"
+    if history.faults >= ATTEMPTS:
+        return f"{history.faults} attempts failed, which is the limit"
     if history.idle >= IDLE_ATTEMPTS:
         return f"{history.idle} attempts in a row saved nothing new"
     return ""
@@ -201,7 +202,7 @@ def supervise(
     """
     while True:
         attempt = begin(record, nodes)
-        decision = reason_not_to_train(record, cluster, stop)
+        decision = reason_not_to_train(record, stop)
         if decision is not None:
             attempt = replace(attempt, never_began=True)
         try:
@@ -235,7 +236,7 @@ def begin(record: Record, nodes: list[str]) -> Attempt:
     return attempt
 
 
-def reason_not_to_train(record: Record, cluster: ClusterConfig, stop: StopFile) -> Decision | None:
+def reason_not_to_train(record: Record, stop: StopFile) -> Decision | None:
     """Return a decision if the user or the scheduler wants no attempt, or if a limit is reached; otherwise None."""
     # Look for STOP first: who asks for a stop records the request before writing the file.
     has_stop_file = retry(record.run.size, STOP_FILE) is not None
@@ -244,7 +245,7 @@ def reason_not_to_train(record: Record, cluster: ClusterConfig, stop: StopFile) 
         return Decision(END, "stopped", "stopped as asked")
     if stop.reason is not None:
         return Decision(REQUEUE, "stopped", stop.reason)
-    limit = exhausted(history, cluster)
+    limit = exhausted(history)
     if limit:
         return Decision(END, "failed", limit)
     if has_stop_file:
@@ -281,7 +282,6 @@ def train(
         outcome = {}  # an earlier attempt or another program wrote it
     attempt = replace(
         attempt,
-        exit_code=code,
         outcome=outcome.get("outcome", "failed"),
         step=outcome.get("step"),
         checkpoint=retry(newest_checkpoint, run) or 0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -67,20 +67,3 @@ def paragraph(head: str, text: str) -> list[str]:
     """Return the lines of a text, indented, with `head` in front of the first."""
     heads = [head, *[""] * text.count("\n")]
     return [line(*each) for each in zip(heads, text.splitlines(), strict=False)]
-
-
-def columns(
-    rows: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.rjust
-) -> list[str]:
-    """Return rows as lines with aligned columns. If a row has fewer cells, its last cell is an unaligned remark."""
-    whole = [row for row in rows if len(row) == len(rows[0])]
-    widths = [max(map(len, cells)) for cells in zip(*whole, strict=True)]
-    lines = []
-    for row in rows:
-        remark = []
-        if len(row) < len(widths):
-            *row, last = row
-            remark = [last]
-        cells = [align(cell, width) for cell, width in zip(row, widths, strict=False)]
-        lines.append("  ".join([*cells, *remark]).rstrip())
-    return lines

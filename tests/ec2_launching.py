@@ -36,7 +36,7 @@ RUN = [
     "seq_len=null",
 ]
 USER_DATA = b"#!/bin/bash\n"
-PRICES = "{instance: {usd_per_hour: 36.0, usd_per_hour_spot: 12.0}}"
+PRICES = "{instance: {usd_per_hour: 36.0}}"
 
 
 def set_up() -> None:
@@ -74,7 +74,7 @@ class Trial:
 
     def submit(self, resolved: Resolved | None = None) -> None:
         """What a launch does before it is attended; what its settings come to is found out unless it is given."""
-        self.record.write(self.job, plan={}, config=PRICES, bundle=self.bundle)
+        self.record.write(self.job, config=PRICES, bundle=self.bundle)
         self.record.job_sha256 = self.job.sha256
         submission = self.record.claim(self.record.next_submission(), "ec2", self.job.nodes)
         assert submission is not None

@@ -97,9 +97,7 @@ class Launched:
             "processes_per_node": 2,
             **changes,
         }
-        self.record.write(
-            replace(job, run_dir=self.run_dir, **settings), plan={}, config="", bundle=b""
-        )
+        self.record.write(replace(job, run_dir=self.run_dir, **settings), config="", bundle=b"")
         return self
 
     def submit(self, scheduler: str = "fake", nodes: int = 2, **answer: Any) -> Launched:
@@ -136,7 +134,7 @@ class Launched:
 
     def trained(self, step: int = 40) -> Launched:
         """A run in its first attempt at this step, with a checkpoint ten steps before; a line every ten seconds."""
-        numbers = {"tokens_per_s": 5000.0, "step_s": 1.0, "goodput": 0.9, "cost_usd": 1.25}
+        numbers = {"tokens_per_s": 5000.0, "step_s": 1.0, "cost_usd": 1.25}
         lines = [
             {"kind": "train", "step": step - 10, "loss": 3.5, **numbers},
             {

@@ -18,7 +18,7 @@ from launch.node import Node
 from launch.plan import make_job, run_overrides
 from launch.record import Code, Job, Record
 from launch.schedulers import SETTINGS
-from train.config import PrepareConfig, S3Config, TrainConfig
+from train.config import S3Config, TrainConfig
 from train.run import compose as cli
 from train.storage.folders import sha256_bytes
 from train.storage.schema import FileName, Sha256
@@ -34,8 +34,8 @@ def plan(own: list[str], of_run: list[str]) -> tuple[LaunchConfig, Job]:
         LaunchConfig, "launch", [("cluster", name, kind) for name, kind in SETTINGS.items()]
     )
     cfg = load(LaunchConfig, tuple(own))
-    overrides = of_run if cfg.prepare else run_overrides(of_run, own)
-    run = load(PrepareConfig if cfg.prepare else TrainConfig, tuple(overrides))
+    overrides = run_overrides(of_run, own)
+    run = load(TrainConfig, tuple(overrides))
     job = make_job(cfg, run, overrides, CODE, folder="/home/me/work")
     return cfg, dataclasses.replace(job, python=PYTHON)
 
@@ -77,7 +77,7 @@ def with_module(job: Job, name: str, source: bytes) -> tuple[Job, Record]:
         job, code=Code(FileName("code.tar.gz"), Sha256(sha256_bytes(content)), "")
     )
     record = Record(job.run_dir, S3Config())
-    record.write(bundled, plan={}, config="", bundle=content)
+    record.write(bundled, config="", bundle=content)
     return bundled, record
 
 

@@ -153,7 +153,7 @@ def predict(
             *values([model]),
             *given,
             f"--output={output}",
-            *options_of(options),
+            *values(options),
             *flags(imports),
         ]
         try:
@@ -189,19 +189,10 @@ def lines_of(rows: Any) -> list[str | Mapping[Any, Any]]:
             f"{rows!r:.80} seems to be a file: give it as a Path, or a text as a list, [{rows!r:.80}]",
         )
         rows = [rows]
-    elif hasattr(rows, "to_dicts"):  # a data frame of polars
-        rows = rows.to_dicts()
-    elif hasattr(rows, "to_pylist"):  # a table or an array of pyarrow
-        rows = rows.to_pylist()
     elif hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a data frame of pandas
         rows = rows.to_dict("records")
-    is_ordered = isinstance(rows, Iterable) and not isinstance(
-        rows, set | frozenset | bytes | bytearray
-    )
-    check(
-        is_ordered and getattr(rows, "ndim", 1) == 1,
-        f"rows are of type {type(rows).__name__}: {KINDS}",
-    )
+    is_ordered = isinstance(rows, Iterable) and not isinstance(rows, set | frozenset)
+    check(is_ordered, f"rows are of type {type(rows).__name__}: {KINDS}")
     lines = list(rows)
     for number, line in enumerate(lines, 1):
         check(
@@ -258,14 +249,6 @@ def values(given: Iterable[str]) -> list[str]:
     check(
         wrong is None, f"{wrong!r} begins with '-': a flag cannot stand here; begin a path with ./"
     )
-    return texts
-
-
-def options_of(given: Iterable[str]) -> list[str]:
-    """Return the settings of a command. Raises InputError if one would import a file, which only `imports` may name."""
-    texts = listed(given)
-    wrong = next((text for text in texts if text.partition("=")[0] == FLAG), None)
-    check(wrong is None, f"options has {wrong!r}: name files to import with imports=[...]")
     return texts
 
 

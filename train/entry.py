@@ -6,8 +6,8 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 from train.config import InputError, TrainConfig, plural
 from train.machine import rank_setup
@@ -17,13 +17,13 @@ from train.machine.runtime import search_rarely
 from train.machine.torchrun import end_torchrun, first_to
 from train.run import compose as cli
 from train.run.stopping import StoppedEarly, StopRequest
-from train.run_folder.outcome import may_continue, read_outcome, what_is_over
+from train.run_folder.outcome import ENDS, may_continue, read_outcome, what_is_over
 from train.run_folder.run_folder import RunFolder
 from train.storage.folders import is_s3
 
 logger = logging.getLogger("train")
 
-USED: tuple[str, ...] = (
+USED = (
     "run_dir",
     "data.path",
     "seed",
@@ -31,8 +31,6 @@ USED: tuple[str, ...] = (
     "max_epochs",
     "max_examples",
     "max_run_s",
-)
-USED += (
     "global_batch_size",
     "micro_batch_size",
     "seq_len",
@@ -40,24 +38,19 @@ USED += (
     "log_every",
     "eval_every",
     "checkpoint.every",
-)
-USED += (
     "checkpoint.keep",
     "model.pretrained",
     "model.init_from",
     "backend.device",
     "backend.precision",
+    "data.num_workers",
+    "export",
+    "s3.endpoint",
 )
-USED += ("data.num_workers", "export", "s3.endpoint")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command `baretrain train`, and return the exit code."""
-    return run_command_line(arguments)
-
-
-def run_command_line(arguments: Sequence[str]) -> int:
-    """Run the command line and return the exit code."""
     parser = cli.settings_parser(
         "train",
         TrainConfig,
@@ -79,17 +72,10 @@ def attempt(cfg: TrainConfig) -> int:
     """Train until the run ends or fails, and return the exit code. Does not catch InputError."""
     use_console("stdout")
     launch = launched()
-    if launch.restart_count > 0 and (
-        over := what_is_over(read_outcome(RunFolder(cfg.run_dir, cfg.s3).storage))
-    ):
-        with first_to("over") as is_first:  # one rank per machine prints this and ends torchrun
-            if is_first:
-                say(
-                    f"not started again: outcome {over['outcome']} ({over['reason']})",
-                    file=sys.stderr,
-                )
-        end_torchrun()
-        return {"done": cli.DONE, "stopped": cli.STOPPED}.get(over["outcome"], cli.FAILED)
+    if launch.restart_count > 0:
+        over = what_is_over(read_outcome(RunFolder(cfg.run_dir, cfg.s3).storage))
+        if over:
+            return not_again(over)
     if launch.rank == 0:
         ranks = plural(launch.world_size, "rank")
         # Importing torch takes several seconds.
@@ -100,51 +86,62 @@ def attempt(cfg: TrainConfig) -> int:
     # seconds, and is too early: the backend has not yet set the variables that torch_xla reads.
     os.environ.setdefault("USE_TORCH_XLA", "0")
     with StopRequest() as stop:
-        # These modules import torch, which takes seconds, so they are imported only after the settings are checked. If
-        # a signal arrives during the import, `loop.run` obeys it.
-        from train import loop
-        from train.parallel.ranks import AGREED
-        from train.run.attempt import ENDS, kind_of
+        return code_of_run(cfg, stop)
 
-        try:
-            reason, step = loop.run(cfg, stop)
-        except InputError:
-            raise
-        except StoppedEarly as signal:
-            if launch.rank == 0:  # the log may not be open yet
-                why = f"stopped on {signal} before there was anything to save"
-                say(f"{why}; the same command starts it again", file=sys.stderr)
-            return cli.STOPPED
-        except SystemExit as error:  # a second signal arrived: exit without waiting for a save
-            leave_at_once(int(error.code or cli.FAILED))
-        except BaseException as error:
-            # all ranks raise the same error, so none waits for another
-            is_agreed = isinstance(error, AGREED)
-            logger.error("failed: %s", error, exc_info=not is_agreed)
-            if not may_continue(kind_of(error), ""):
-                end_torchrun()
-            if launch.world_size > 1 and not is_agreed:
-                # waiting for the other ranks could hang; torchrun ends them
-                leave_at_once(cli.FAILED)
-            return cli.FAILED
+
+def not_again(over: Mapping[str, Any]) -> int:
+    """End torchrun, which starts the ranks again although the run is over. Returns the exit code of its `outcome`."""
+    with first_to("over") as is_first:  # one rank per machine prints this and ends torchrun
+        if is_first:
+            outcome = f"outcome {over['outcome']} ({over['reason']})"
+            say(f"not started again: {outcome}", file=sys.stderr)
+    end_torchrun()
+    return {"done": cli.DONE, "stopped": cli.STOPPED}.get(over["outcome"], cli.FAILED)
+
+
+def code_of_run(cfg: TrainConfig, stop: StopRequest) -> int:
+    """Train, report how that ended, and return the exit code."""
+    # These modules import torch, which takes seconds, so they are imported only after the settings are checked. If a
+    # signal arrives during the import, `loop.run` obeys it.
+    from train import loop
+    from train.parallel.ranks import AGREED
+    from train.run.attempt import kind_of
+
+    launch = launched()
+    try:
+        reason, step = loop.run(cfg, stop)
+    except InputError:
+        raise
+    except StoppedEarly as signal:
+        if launch.rank == 0:  # the log may not be open yet
+            why = f"stopped on {signal} before there was anything to save"
+            say(f"{why}; the same command starts it again", file=sys.stderr)
+        return cli.STOPPED
+    except SystemExit as error:  # a second signal arrived: exit without waiting for a save
+        leave_at_once(int(error.code or cli.FAILED))
+    except BaseException as error:
+        # all ranks raise the same error, so none waits for another
+        is_agreed = isinstance(error, AGREED)
+        logger.error("failed: %s", error, exc_info=not is_agreed)
+        if not may_continue(kind_of(error), ""):
+            end_torchrun()
+        if launch.world_size > 1 and not is_agreed:
+            # waiting for the other ranks could hang; torchrun ends them
+            leave_at_once(cli.FAILED)
+        return cli.FAILED
+    return code_of_end(cfg, reason, step)
+
+
+def code_of_end(cfg: TrainConfig, reason: str, step: int) -> int:
+    """Log how a run ended, and return the exit code."""
     if reason in ENDS:
-        if is_s3(cfg.run_dir):
-            flags = cfg.s3.flags()
-        else:
-            flags = []
-        logger.info(
-            "%s at step %d: baretrain report %s",
-            reason,
-            step,
-            shlex.join([cfg.run_dir, *flags]),
-        )
+        flags = cfg.s3.flags() if is_s3(cfg.run_dir) else []
+        command = shlex.join([cfg.run_dir, *flags])
+        logger.info("%s at step %d: baretrain report %s", reason, step, command)
         return cli.DONE
-    logger.info(
-        "stopped on %s at step %d with a checkpoint; the same command resumes the run",
-        reason,
-        step,
-    )
-    if launch.is_under_torchrun:
+    text = "stopped on %s at step %d with a checkpoint; the same command resumes the run"
+    logger.info(text, reason, step)
+    if launched().is_under_torchrun:
         text = "torchrun reports exit code %d as a failure, but the run only stopped as requested"
         text += "; after a signal, torchrun ends with a traceback"
         logger.info(text, cli.STOPPED)

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -23,14 +24,14 @@ from train.models.model_sizes import check_layers
 from train.observe.metrics import Recorder
 from train.observe.monitor import open_monitor
 from train.observe.trackers import check_trackers
-from train.parallel.backends import Backend, Workload, check_attention, open_backend
+from train.parallel.backends import Backend, Workload, check_attention
 from train.parallel.engines import Engine, build_engine
 from train.parallel.optim import learning_rate
 from train.parallel.ranks import AGREED
 from train.run.attempt import ENDS, Attempt, begin, record_end
 from train.run.checkpoint_manager import CheckpointManager
 from train.run.description import describe
-from train.run.evaluation import evaluate, try_evaluation, write_samples
+from train.run.evaluation import evaluate, num_lengths, try_evaluation, write_samples
 from train.run.feed import TrainData, check_same_code, check_same_data
 from train.run.stopping import StopRequest, Votes
 from train.run_folder import exported
@@ -57,10 +58,7 @@ def run(cfg: TrainConfig, stop: StopRequest, *, on_line: OnLine | None = None) -
         check_launch(cfg.instance, launched())
         check_attention(cfg)
         if cfg.hub.push_to is not None:
-            # imports the report's code, which few runs need
-            from train.observe.push import (
-                check_push,
-            )
+            from train.observe.push import check_push  # few runs need it
 
             check_push(cfg)
         saves = on_line is None
@@ -75,12 +73,7 @@ def run(cfg: TrainConfig, stop: StopRequest, *, on_line: OnLine | None = None) -
     search_as_usual()  # all modules are imported by now
     folder = RunFolder(cfg.run_dir, cfg.s3, ttl_s=cfg.lease.ttl_s)
     with begin(Attempt(cfg, plan, task, folder, identity, stop, saves)) as attempt:
-        attempt.watch.phase("join", is_start=True)
-        with stop.nothing_to_save():
-            work = workload(cfg, plan, task, is_whole=saves)
-            backend = open_backend(cfg.backend, cfg.instance, work=work)
-        attempt.watch.compiles = backend.compilers.are_busy
-        attempt.joined(backend.world)
+        backend = attempt.join(workload(cfg, plan, task, is_whole=saves))
         failure: Exception | None = None
         try:
             reason, step = fit(attempt, backend, on_line)
@@ -96,15 +89,9 @@ def run(cfg: TrainConfig, stop: StopRequest, *, on_line: OnLine | None = None) -
 def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str, int]:
     """Build the model and engine, resume from the newest checkpoint, train and export. Returns what `run` returns."""
     cfg, plan, task, world = attempt.cfg, attempt.plan, attempt.task, backend.world
-    folder, watch = attempt.folder, attempt.watch
-    if cfg.data.verify:
-        # this sends no heartbeats, so the watchdog ends it if it hangs
-        world.run_on_local_rank0(task.verify_data)
-    world.agree(lambda: check_same_code(world.gather(imported.checksums())))
-    world.agree(lambda: check_same_data(world.gather(task.data_id)))
+    check_ranks(attempt, backend)
     torch.manual_seed(cfg.seed)  # all ranks need the same initial weights
     model = world.agree(task.build_model)
-    lengths = num_lengths(task)
     task.compile_loss(backend.compile_loss)
     engine = build_engine(
         cfg.parallel,
@@ -113,137 +100,225 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
         model,
         task.loss,
         accumulation=plan.accumulation,
-        lengths=lengths,
+        lengths=num_lengths(task),
     )
     backend.seed(cfg.seed)  # ranks need different dropout
-    watch.phase("load", is_start=True)
+    attempt.watch.phase("load", is_start=True)
     checkpoints = CheckpointManager(attempt, backend, engine)
     progress = checkpoints.resume()
     progress.owes_evaluation |= cfg.eval_at_start and not checkpoints.loaded.ranks
     engine.ready()
     data = TrainData(cfg, plan, task, backend, engine, progress)
     describe(attempt, backend, model)
-    monitor = open_monitor(
-        backend.monitor_kind,
-        num_devices=world.local_size,
-        is_first_on_machine=world.local_rank == 0,
-        run_tag=os.environ.get("NEURON_PROCESS_TAG"),
-    )
-    # cached: counting takes as long as launching a few kernels
-    flops = cache(partial(task.flops_per_example, model))
+    metrics = recorder(attempt, backend, engine, model, progress, on_line)
     with data.prefetcher or nullcontext():  # must be open until the export has read the samples
-        with (
-            monitor,
-            Recorder(
-                cfg, plan, folder, backend, engine, flops, progress, monitor, on_line
-            ) as metrics,
-            checkpoints.saving(metrics),
-        ):
-            if progress.step == 0 and attempt.saves and not progress.owes_evaluation:
-                try_evaluation(attempt, backend, engine)
-            reason = train(attempt, backend, engine, data, metrics, checkpoints)
-            # stopped during an evaluation: the checkpoint records that it is due
-            if metrics.progress.step == 0:
-                checkpoints.save(None, is_last=True)
-            checkpoints.finish()
-            if metrics.owes_summary():
-                metrics.summary(reason, {**task.facts, **checkpoints.facts()})
+        reason = Training(attempt, backend, engine, data, metrics, checkpoints).run()
         if reason in ENDS:
             checkpoints.remove_leftovers()
-        watch.phase("export", is_start=True)  # the other ranks wait for rank 0
+        attempt.watch.phase("export", is_start=True)  # the other ranks wait for rank 0
         if cfg.export and reason in ENDS:
             engine.gather_full_model()
-            world.run_on_rank0(lambda: export(attempt, checkpoints, model), watch.heartbeat)
+            world.run_on_rank0(
+                lambda: export(attempt, checkpoints, model), attempt.watch.heartbeat
+            )
     return reason, metrics.progress.step
 
 
-def train(
+def check_ranks(attempt: Attempt, backend: Backend) -> None:
+    """Verify the data, and raise InputError on all ranks unless they have the same data and code."""
+    task, world = attempt.task, backend.world
+    if attempt.cfg.data.verify:
+        # this sends no heartbeats, so the watchdog ends it if it hangs
+        world.run_on_local_rank0(task.verify_data)
+    world.agree(lambda: check_same_code(world.gather(imported.checksums())))
+    world.agree(lambda: check_same_data(world.gather(task.data_id)))
+
+
+def recorder(
     attempt: Attempt,
     backend: Backend,
     engine: Engine,
-    data: TrainData,
-    metrics: Recorder,
-    checkpoints: CheckpointManager,
-) -> str:
-    """Train until the last step, an early stop or a request to stop. Returns the reason, the same on all ranks.
-
-    During each step, the ranks draw the next step's batches and vote on whether to run it. Thus no rank waits for a
-    rank that cannot continue.
-    """
-    cfg, plan, watch, votes = (
+    model: nn.Module,
+    progress: Progress,
+    on_line: OnLine | None,
+) -> Recorder:
+    monitor = open_monitor(
+        backend.monitor_kind,
+        num_devices=backend.world.local_size,
+        is_first_on_machine=backend.world.local_rank == 0,
+        run_tag=os.environ.get("NEURON_PROCESS_TAG"),
+    )
+    # cached: counting takes as long as launching a few kernels
+    flops = cache(partial(attempt.task.flops_per_example, model))
+    return Recorder(
         attempt.cfg,
         attempt.plan,
-        attempt.watch,
-        Votes(backend.world, attempt.stop),
+        attempt.folder,
+        backend,
+        engine,
+        flops,
+        progress,
+        monitor,
+        on_line,
     )
-    progress = metrics.progress
-    if progress.owes_evaluation:
-        score = evaluate(attempt, backend, engine, metrics)
-        # stopped; this step's checkpoint records that the evaluation is due
-        if progress.owes_evaluation:
-            return who_asked(attempt, votes)
+
+
+@dataclass
+class Training:
+    """The training loop of an attempt and the parts that it connects."""
+
+    attempt: Attempt
+    backend: Backend
+    engine: Engine
+    data: TrainData
+    metrics: Recorder
+    checkpoints: CheckpointManager
+
+    def __post_init__(self) -> None:
+        self.votes = Votes(self.backend.world, self.attempt.stop)
+
+    @property
+    def progress(self) -> Progress:
+        return self.metrics.progress
+
+    @property
+    def stopped_early(self) -> bool:
+        patience = self.attempt.cfg.early_stop.patience
+        return patience is not None and self.progress.evals_since_best >= patience
+
+    @property
+    def is_over(self) -> bool:
+        return self.progress.step >= self.attempt.plan.total_steps or self.stopped_early
+
+    def run(self) -> str:
+        """Train, then wait for the last save. Returns the reason why training ended, the same on all ranks."""
+        metrics, checkpoints = self.metrics, self.checkpoints
+        with metrics.monitor, metrics, checkpoints.saving(metrics):
+            if (
+                self.progress.step == 0
+                and self.attempt.saves
+                and not self.progress.owes_evaluation
+            ):
+                try_evaluation(self.attempt, self.backend, self.engine)
+            reason = self.train()
+            # stopped during an evaluation: the checkpoint records that it is due
+            if self.progress.step == 0:
+                checkpoints.save(None, is_last=True)
+            checkpoints.finish()
+            if metrics.owes_summary():
+                metrics.summary(reason, self.attempt.task.facts)
+        return reason
+
+    def train(self) -> str:
+        """Train until the last step, an early stop or a request to stop. Returns the reason.
+
+        During each step, the ranks draw the next step's batches and vote on whether to run it. Thus no rank waits for a
+        rank that cannot continue.
+        """
+        cfg, plan, watch = self.attempt.cfg, self.attempt.plan, self.attempt.watch
+        engine, metrics = self.engine, self.metrics
+        if self.progress.owes_evaluation and self.evaluate_first():
+            return self.who_asked()
+        batches = [] if self.is_over else self.draw_first()
+        while not self.is_over:
+            self.votes.raise_failure()
+            following = self.draw_next()
+
+            seq_len = batches[0]["inputs"]["input_ids"].shape[-1]
+            is_start = metrics.is_first or metrics.is_new(seq_len)
+            watch.phase("step", step=self.progress.step, is_start=is_start)
+            lr = learning_rate(self.progress.step, cfg=cfg.optim, plan=plan)
+            engine.begin_step(sum(batch["count"] for batch in batches), lr)
+            for number, batch in enumerate(batches, start=1):
+                watch.heartbeat()
+                engine.forward_backward(batch, is_last=number == len(batches))
+            grad_norm = engine.reduce_and_clip()  # a tensor on the device, like the losses
+            engine.optimizer_step(grad_norm)  # skips the update unless the norm is finite
+
+            watch.phase("agree", step=self.progress.step, is_start=metrics.is_first)
+            self.votes.count()
+            self.progress.advance(plan.global_batch_size, lr)
+            self.data.consumed(self.progress.examples)
+            metrics.end_step(
+                self.is_evaluation_due,
+                lr=lr,
+                micro_batches=batches,
+                seq_len=seq_len,
+                grad_norm=grad_norm,
+            )
+            if metrics.skips_in_a_row >= cfg.nonfinite.max_skips:
+                batches = self.roll_back(following)
+                continue
+            if self.evaluate_and_save():
+                return self.who_asked()
+            batches = following
+        return "early_stop" if self.stopped_early else "done"
+
+    def evaluate_first(self) -> bool:
+        """Evaluate before the first step. Returns whether the run was asked to stop; its checkpoint records that."""
+        score = evaluate(self.attempt, self.backend, self.engine, self.metrics)
+        if self.progress.owes_evaluation:
+            return True
         # without this checkpoint the next start would evaluate again
-        if is_over(attempt, progress):
-            checkpoints.save(score, is_last=True)
-    if is_over(attempt, progress):
-        batches = []
-    else:
-        batches = draw_first(attempt, data, metrics, votes)
-    while not is_over(attempt, progress):
-        votes.raise_failure()
-        watch.phase("data", step=progress.step, is_start=metrics.is_first)
-        metrics.begin_step()
-        is_last = progress.step + 1 == plan.total_steps
-        following, failure = ([], None) if is_last else data.draw()
-        metrics.data_ready()
-        checkpoints.report()
-        votes.cast(failure or checkpoints.failure)  # votes on whether to continue after this step
+        if self.is_over:
+            self.checkpoints.save(score, is_last=True)
+        return False
 
-        seq_len = batches[0]["inputs"]["input_ids"].shape[-1]
-        watch.phase(
-            "step", step=progress.step, is_start=metrics.is_first or metrics.is_new(seq_len)
+    def draw_first(self) -> list[Batch]:
+        """Draw a step's micro batches if the step before did not, and vote on whether to run it."""
+        self.attempt.watch.phase("data", step=self.progress.step, is_start=True)
+        began_s = time.perf_counter()
+        batches, failure = self.data.draw()
+        self.metrics.waited(time.perf_counter() - began_s)
+        self.votes.cast(failure)
+        self.votes.count()
+        return batches
+
+    def draw_next(self) -> list[Batch]:
+        """Draw the next step's micro batches ([] in the last step), and vote on whether to continue after this one."""
+        self.attempt.watch.phase("data", step=self.progress.step, is_start=self.metrics.is_first)
+        self.metrics.begin_step()
+        batches: list[Batch] = []
+        failure: Exception | None = None
+        if self.progress.step + 1 < self.attempt.plan.total_steps:
+            batches, failure = self.data.draw()
+        self.metrics.data_ready()
+        self.checkpoints.report()
+        self.votes.cast(failure or self.checkpoints.failure)
+        return batches
+
+    @property
+    def is_evaluation_due(self) -> bool:
+        step, every = self.progress.step, self.attempt.cfg.eval_every
+        is_last = step == self.attempt.plan.total_steps
+        return is_last or (every is not None and step % every == 0)
+
+    def roll_back(self, following: list[Batch]) -> list[Batch]:
+        """Go back to a checkpoint, and return the next step's micro batches."""
+        was_last = self.progress.step == self.attempt.plan.total_steps
+        self.checkpoints.roll_back()
+        return self.draw_first() if was_last else following
+
+    def evaluate_and_save(self) -> bool:
+        """Evaluate and save after a step if this is due. Returns whether the run was asked to stop."""
+        score = None
+        if self.is_evaluation_due:
+            score = evaluate(self.attempt, self.backend, self.engine, self.metrics)
+        stops = self.votes.stops > 0 or self.progress.owes_evaluation
+        ends = stops or self.is_over
+        if ends or self.checkpoints.is_due():
+            self.checkpoints.save(score, is_last=ends)
+        return stops
+
+    def who_asked(self) -> str:
+        """Return why the run stops, the same on all ranks, and log the ranks that were asked to stop."""
+        asked = self.votes.reasons()
+        self.attempt.asked = "; ".join(
+            f"{reason}, at rank {rank} on {host}" for rank, reason, _, host in asked[:MOST_NAMED]
         )
-        lr = learning_rate(progress.step, cfg=cfg.optim, plan=plan)
-        engine.begin_step(sum(batch["count"] for batch in batches), lr)
-        for number, batch in enumerate(batches, start=1):
-            watch.heartbeat()
-            engine.forward_backward(batch, is_last=number == len(batches))
-        grad_norm = engine.reduce_and_clip()  # a tensor on the device, like the losses
-        engine.optimizer_step(grad_norm)  # skips the update unless the norm is finite
-
-        watch.phase("agree", step=progress.step, is_start=metrics.is_first)
-        votes.count()
-        progress.advance(plan.global_batch_size, lr)
-        data.consumed(progress.examples)
-        evaluates = due(progress.step, cfg.eval_every, plan.total_steps)
-        metrics.end_step(
-            evaluates, lr=lr, micro_batches=batches, seq_len=seq_len, grad_norm=grad_norm
-        )
-        if metrics.skips_in_a_row >= cfg.nonfinite.max_skips:
-            progress = checkpoints.roll_back()
-            if is_last:
-                batches = draw_first(attempt, data, metrics, votes)
-            else:
-                batches = following
-            continue
-        if evaluates:
-            score = evaluate(attempt, backend, engine, metrics)
-        else:
-            score = None
-        stops = votes.stops > 0 or progress.owes_evaluation
-        ends = stops or is_over(attempt, progress)
-        if ends or checkpoints.is_due():
-            checkpoints.save(score, is_last=ends)
-        if stops:
-            return who_asked(attempt, votes)
-        batches = following
-    return "early_stop" if stopped_early(attempt, progress) else "done"
-
-
-def num_lengths(task: Task) -> int:
-    if task.buckets is None:
-        return 1
-    return len(task.buckets.lengths)
+        self.attempt.kind = asked[0][2]
+        logger.info("stopping: %s", self.attempt.asked)
+        return asked[0][1]
 
 
 def workload(cfg: TrainConfig, plan: Plan, task: Task, *, is_whole: bool) -> Workload:
@@ -252,41 +327,6 @@ def workload(cfg: TrainConfig, plan: Plan, task: Task, *, is_whole: bool) -> Wor
         return Workload()
     passes = plan.total_steps * plan.accumulation // num_lengths(task)
     return Workload(passes if is_whole else sys.maxsize, plan.micro_batch_size * task.seq_len)
-
-
-def draw_first(attempt: Attempt, data: TrainData, metrics: Recorder, votes: Votes) -> list[Batch]:
-    """Draw a step's micro batches if the step before did not, and vote on whether to run it."""
-    attempt.watch.phase("data", step=metrics.progress.step, is_start=True)
-    began_s = time.perf_counter()
-    batches, failure = data.draw()
-    metrics.waited(time.perf_counter() - began_s)
-    votes.cast(failure)
-    votes.count()
-    return batches
-
-
-def is_over(attempt: Attempt, progress: Progress) -> bool:
-    return progress.step >= attempt.plan.total_steps or stopped_early(attempt, progress)
-
-
-def stopped_early(attempt: Attempt, progress: Progress) -> bool:
-    patience = attempt.cfg.early_stop.patience
-    return patience is not None and progress.evals_since_best >= patience
-
-
-def due(step: int, every: int | None, total: int) -> bool:
-    return step == total or (every is not None and step % every == 0)
-
-
-def who_asked(attempt: Attempt, votes: Votes) -> str:
-    """Return why the run stops, the same on all ranks, and log the ranks that were asked to stop."""
-    asked = votes.reasons()
-    attempt.asked = "; ".join(
-        f"{reason}, at rank {rank} on {host}" for rank, reason, _, host in asked[:MOST_NAMED]
-    )
-    attempt.kind = asked[0][2]
-    logger.info("stopping: %s", attempt.asked)
-    return asked[0][1]
 
 
 def export(attempt: Attempt, checkpoints: CheckpointManager, model: nn.Module) -> None:

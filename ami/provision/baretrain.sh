@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make the virtual environment /opt/baretrain/venv with baretrain's wheel and the packages that were resolved before the
-# build, and copy the compile cache if the build names one. Runs as root; a second run changes nothing. PIP_ARGS may
+# build. Runs as root; a second run changes nothing. PIP_ARGS may
 # contain more arguments for pip, for example to use a mirror.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=functions.sh
@@ -36,8 +36,3 @@ cd "$work"
 put 0644 /etc/profile.d/baretrain.sh <<EOF
 export PATH=$venv/bin:\$PATH
 EOF
-
-if [ -n "$COMPILE_CACHE" ]; then
-    "$venv/bin/python" -m ami restore "$COMPILE_CACHE" "$top/graphs"
-    chmod -R u=rwX,go=rX "$top/graphs" # compiled graphs are code: only root may write here; users copy them
-fi

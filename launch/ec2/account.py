@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import botocore
-
 from launch import launched
 from launch.ec2 import setup
 from launch.ec2.api import Api
@@ -17,13 +15,10 @@ from launch.ec2.config import Ec2Config
 from launch.record import Job, Record
 from train.config import check
 from train.config.backend import CUDA, NEURON
-from train.machine.versions import read_versions
 from train.storage.schema import record
 
 # Types of network interfaces; efa-only has no IP address.
 INTERFACE, EFA, EFA_ONLY = "interface", "efa", "efa-only"
-KIND_TAG = "baretrain:image"  # tag of images: neuron or cuda
-SDK_TAG = "baretrain:neuron-sdk"
 # SSM parameters with the ids of this account's promoted images.
 OWN_IMAGE = "/baretrain/ami/{}/latest"
 AMI = re.compile(r"ami-[0-9a-f]{8,17}")
@@ -81,71 +76,31 @@ def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:
     interfaces = list[Interface]()
     for region in api.regions(cluster.regions):
         info = api.instance_type(region, job.instance)
-        interfaces = layout(info, cluster, job.nodes)
+        interfaces = layout(info, job.nodes)
         image, root_device = image_of(api, region, job, cluster, info, pinned.get(region))
-        group, profile = shared(api, region, cluster)
-        if cluster.security_group is not None and job.nodes > 1:
-            check_rules(api, region, group)
+        stack = setup.outputs(api, region)
+        # A capacity block accepts no placement group, and a reservation only the one with which it was made.
+        is_grouped = job.nodes > 1 and cluster.capacity_reservation is None
         for subnet in subnets(api, region, cluster, job.instance, interfaces):
+            zone = subnet["AvailabilityZone"]
             site = Site(
                 region=region,
                 subnet=subnet["SubnetId"],
-                zone=subnet["AvailabilityZone"],
+                zone=zone,
                 image=image,
                 root_device=root_device,
-                security_group=group,
-                profile=profile,
-                placement_group=placement_group(cluster, job, subnet["AvailabilityZone"]),
+                security_group=stack["Group"],
+                profile=stack["Profile"],
+                placement_group=setup.placement_group(zone) if is_grouped else "",
             )
             sites.append(site)
     return Resolved(secrets.token_hex(16), run.job_sha256, sites, interfaces)
 
 
-# ---- what runs share -------------------------------------------------------------------------------------------------
-
-
-def shared(api: Api, region: str, cluster: Ec2Config) -> tuple[str, str]:
-    """Return the security group and the instance profile of the settings, or else those of the stack."""
-    group = cluster.security_group
-    profile = cluster.instance_profile
-    if group is None or profile is None:
-        stack = setup.outputs(api, region)
-        group = group or stack["Group"]
-        profile = profile or stack["Profile"]
-    return group, profile
-
-
-def placement_group(cluster: Ec2Config, job: Job, zone: str) -> str:
-    """Return the name of a zone's placement group; "" if the machines need none, or must not have one.
-
-    A capacity block accepts none, and a reservation accepts only the group with which it was made.
-    """
-    if cluster.placement_group not in ("true", "false"):
-        return cluster.placement_group
-    is_wanted = cluster.placement_group == "true" and job.nodes > 1
-    if not is_wanted or cluster.capacity_reservation is not None:
-        return ""
-    return setup.placement_group(zone)
-
-
-def check_rules(api: Api, region: str, group: str) -> None:
-    """Raise InputError if a security group's machines cannot reach one another over EFA: collectives would hang."""
-    (seen,) = api.ask(region, "describe_security_groups", GroupIds=[group])["SecurityGroups"]
-    for way, key in {"ingress": "IpPermissions", "egress": "IpPermissionsEgress"}.items():
-        rules = [rule for rule in seen[key] if rule["IpProtocol"] == "-1"]
-        allowed = [pair["GroupId"] for rule in rules for pair in rule["UserIdGroupPairs"]]
-        check(
-            group in allowed,
-            f"security group {group} does not allow all traffic with itself, which EFA needs even if 0.0.0.0/0 is "
-            f"allowed: aws ec2 authorize-security-group-{way} --region {region} --group-id {group} --ip-permissions "
-            f"'IpProtocol=-1,UserIdGroupPairs=[{{GroupId={group}}}]'",
-        )
-
-
 # ---- network ---------------------------------------------------------------------------------------------------------
 
 
-def layout(info: Mapping[str, Any], cluster: Ec2Config, machines: int) -> list[Interface]:
+def layout(info: Mapping[str, Any], machines: int) -> list[Interface]:
     """Return each machine's network interfaces, according to EC2's description `info` of its type.
 
     For several cards, the EC2 user guide recommends `efa-only` (efa-acc-inst-types.html): an ENA interface at device 0
@@ -173,17 +128,6 @@ def layout(info: Mapping[str, Any], cluster: Ec2Config, machines: int) -> list[I
             made.append(Interface(index, 0, EFA_ONLY))
         else:
             made.append(Interface(index, min(1, fits - 1), EFA))
-    # Older versions of botocore silently drop the cards' interface types from EC2's answer.
-    check(
-        bool(able) or machines == 1 or not network.get("EfaSupported"),
-        f"EC2 says that {info['InstanceType']} supports EFA, but botocore {botocore.__version__} shows no network card "
-        "with EFA: install boto3>=1.43.90",
-    )
-    check(
-        not (cluster.public_address and len(made) > 1),
-        f"cluster.public_address=true is for machines with one network interface, but {info['InstanceType']} has "
-        f"{len(made)}: leave it out, and reach them through SSM (aws ssm start-session --target i-...)",
-    )
     return made
 
 
@@ -242,23 +186,4 @@ def image_of(
     if AMI.fullmatch(image) is None:
         answer = api.ask(region, "get_parameter", service="ssm", Name=image)
         image = str(answer["Parameter"]["Value"])
-    return image, check_image(api, region, image, accelerators, job.instance)
-
-
-def check_image(api: Api, region: str, image: str, accelerators: str, instance: str) -> str:
-    """Return an image's root device. Raises InputError if baretrain ami built it for other machines or another SDK."""
-    described = api.image(region, image)
-    tags = {tag["Key"]: tag["Value"] for tag in described.get("Tags", ())}
-    kind = tags.get(KIND_TAG, accelerators)
-    check(
-        kind == accelerators,
-        f"image {image} was built for {kind}, but the machines need one for {accelerators}",
-    )
-    wanted = read_versions().sdk.name
-    sdk = tags.get(SDK_TAG, wanted)
-    check(
-        accelerators != NEURON or sdk == wanted,
-        f"image {image} has Neuron SDK {sdk}, but this version of baretrain needs {wanted} on {instance}: name another "
-        "(cluster.image, docs/trainium.md)",
-    )
-    return str(described.get("RootDeviceName", ""))
+    return image, str(api.image(region, image).get("RootDeviceName", ""))

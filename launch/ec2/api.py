@@ -44,8 +44,7 @@ CURES = {
     "ParameterNotFound": "build an image (baretrain ami neuron, or cuda) and promote it (baretrain ami promote), which "
     "makes the parameter (cluster.image); AWS's Deep Learning images lack baretrain",
     "InvalidSubnetID.NotFound": "the region does not have this subnet (cluster.subnets, cluster.regions)",
-    "InvalidGroup.NotFound": "the region does not have this security group (cluster.security_group)",
-    "InvalidPlacementGroup.Unknown": f"{SETUP}; or name another group, or none (cluster.placement_group)",
+    **dict.fromkeys(("InvalidGroup.NotFound", "InvalidPlacementGroup.Unknown"), SETUP),
     "InvalidCapacityReservationId.NotFound": "the region does not have this one (cluster.capacity_reservation)",
 }
 

@@ -8,6 +8,9 @@ from typing import ClassVar
 from launch.config import ClusterConfig
 from train.config import check, setting
 
+PYTHON = (
+    "/opt/baretrain/venv/bin/python"  # the interpreter of images, which has baretrain's packages
+)
 MARKETS = ("on-demand", "spot", "capacity-block")
 
 
@@ -15,42 +18,27 @@ MARKETS = ("on-demand", "spot", "capacity-block")
 class Ec2Config(ClusterConfig):
     """Machines on EC2. A YAML file in conf/cluster/ sets an account's values that differ from these defaults."""
 
-    has_check: ClassVar[bool] = True
+    kind: ClassVar[str] = "ec2"
     shares_disks: ClassVar[bool] = False
 
-    kind: str = "ec2"
     gate: bool = True
     # The regions to try, in order; [] uses s3.region, or else the profile's region.
     regions: list[str] = field(default_factory=list)
     # The subnets to try, in order; [] uses the default VPC's.
     subnets: list[str] = field(default_factory=list)
-    # The id of a security group; None uses that of the stack (`baretrain launch setup`).
-    security_group: str | None = None
-    # The name of the machines' instance profile; None uses that of the stack.
-    instance_profile: str | None = None
     # The image, ami-... or an SSM parameter with its id; None uses the promoted image.
     image: str | None = None
-    # The image's interpreter, which has baretrain's packages.
-    python: str = "/opt/baretrain/venv/bin/python"
     # The way in which the machines are paid for.
     market: str = setting("on-demand", among=MARKETS)
     # The id of a reservation or a capacity block.
     capacity_reservation: str | None = None
-    # The name of a placement group; true uses that of the zone (`baretrain launch setup`), false none.
-    placement_group: str = "true"
-    # Give machines public addresses; needs a type with only one network interface.
-    public_address: bool = False
     # The size of the root volume, in GiB.
     disk_gib: int = setting(200, above=0)
-    # The maximum time to wait for capacity or for an answer, in seconds.
-    max_wait_s: int = setting(3600, above=0)
     # The time after which the run is asked to stop, in seconds. Each machine shuts down half an hour later.
     max_run_s: int = setting(86400, above=0)
-    # Ask for all machines again after an interruption, until max_run_s has passed.
-    again: bool = False
 
     def interpreter(self) -> str:
-        return self.python
+        return PYTHON
 
     @property
     def ends_after_s(self) -> float | None:
@@ -58,12 +46,6 @@ class Ec2Config(ClusterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Hydra converts the booleans true and false to these strings
-        if self.placement_group in (
-            "True",
-            "False",
-        ):
-            self.placement_group = self.placement_group.lower()
         check(
             self.market != "capacity-block" or self.capacity_reservation is not None,
             "cluster.market=capacity-block needs the block's id: cluster.capacity_reservation=cr-...",

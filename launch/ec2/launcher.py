@@ -29,6 +29,7 @@ from train.storage.aws_errors import BadCredentials, Rejected
 from train.storage.schema import read_object, read_yaml
 
 POLL_S = 20.0
+MAX_WAIT_S = 3600.0  # time to wait for capacity, or for an answer
 FIRST_S, MOST_S = 10.0, 300.0  # first and longest pause between rounds over all subnets
 LEAVE_S = 180.0  # time for machines to upload their logs and shut down, once the run has ended
 FAILED_START = "ec2/failed/{}.json"  # the reason why a machine could not start, see boot.sh
@@ -61,8 +62,8 @@ class Launcher:
         assert submission is not None
         self.submission = submission
         self.ends_unix_s = submission.time_unix_s + cluster.max_run_s
-        price = "usd_per_hour_spot" if cluster.market == "spot" else "usd_per_hour"
-        self.usd_per_hour: float | None = read_yaml(record.folder.read(CONFIG))["instance"][price]
+        settings = read_yaml(record.folder.read(CONFIG))
+        self.usd_per_hour: float | None = settings["instance"]["usd_per_hour"]
         self.is_training = False  # whether machines have been made and are not known to have ended
         self.request = 0  # number of the last request for machines, counted over all submissions
         self.asks = 0  # how often EC2 was asked for machines
@@ -98,7 +99,7 @@ class Launcher:
         return FAILED
 
     def train(self) -> None:
-        """Make machines and wait for the end of the run. After an interruption, make new ones if that is wanted."""
+        """Make machines and wait for the end of the run. After an interruption, make new ones."""
         for number in itertools.count(REQUESTS * self.submission.number + 1):
             self.request = number
             self.retried(self.make_machines, NoCapacity)
@@ -116,7 +117,7 @@ class Launcher:
             if time.time() >= self.ends_unix_s:
                 conclude(self.record, Decision(END, "stopped", MAX_RUN))
                 return
-            say("asking for all machines again (cluster.again)")
+            say("asking for all machines again")
 
     def interrupted(self, reason: str) -> Decision:
         """Record that the machines were lost: in the running attempt, or else in a new one, which saved nothing."""
@@ -199,15 +200,15 @@ class Launcher:
         self.record.keep_answer(replace(self.submission, handle=handle))
 
     def retried(self, act: Callable[[], Result], kind: type[Failure]) -> Result:
-        """Call `act` until it does not raise this kind of error, for at most max_wait_s."""
+        """Call `act` until it does not raise this kind of error, for at most MAX_WAIT_S."""
         began_s = time.time()
         for pause_s in growing(FIRST_S, MOST_S):
             try:
                 return act()
             except kind as error:
                 waited_s = time.time() - began_s
-                if waited_s + pause_s > self.cluster.max_wait_s:
-                    waited = f"waited {shown_duration(waited_s)} (cluster.max_wait_s)"
+                if waited_s + pause_s > MAX_WAIT_S:
+                    waited = f"waited {shown_duration(waited_s)}"
                     cure = f"baretrain launch resume {self.record.run_dir} asks again"
                     raise kind(f"{error}; {waited}. {cure}") from error
                 tell(f"{error}; asking again")

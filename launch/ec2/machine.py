@@ -97,12 +97,9 @@ def settle(record: Record, cluster: Ec2Config, decision: Decision) -> bool:
         if history.ended is None:
             conclude(record, decision)
         return False
-    limit = exhausted(history, cluster)
+    limit = exhausted(history)
     if history.is_stop_asked:
         conclude(record, Decision(END_JOB, "stopped", "stopped as asked"))
-    elif not cluster.again:
-        hint = f"{decision.reason}; baretrain launch resume {record.run_dir} continues it"
-        conclude(record, Decision(END_JOB, decision.outcome, hint))
     elif limit:
         conclude(record, Decision(END_JOB, "failed", f"{limit}; {decision.reason}"))
     else:

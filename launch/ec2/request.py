@@ -71,7 +71,7 @@ def run_instances(
         # If a request with this token is repeated, EC2 answers with the same machines. The token has 64 characters.
         "ClientToken": sha256_json([resolved.id, request, ask, site.subnet]),
         "IamInstanceProfile": {"Name": site.profile},
-        "NetworkInterfaces": interfaces(resolved, cluster, site),
+        "NetworkInterfaces": interfaces(resolved, site),
         "BlockDeviceMappings": [{"DeviceName": site.root_device, "Ebs": disk}],
         "MetadataOptions": {
             "HttpTokens": "required",
@@ -88,21 +88,16 @@ def run_instances(
     return made
 
 
-def interfaces(resolved: Resolved, cluster: Ec2Config, site: Site) -> list[Mapping[str, Any]]:
-    common: dict[str, Any] = {
-        "SubnetId": site.subnet,
-        "Groups": [site.security_group],
-        "DeleteOnTermination": True,
-    }
-    if len(resolved.interfaces) == 1:
-        # EC2 rejects this key for several interfaces; the subnet's default then applies.
-        common["AssociatePublicIpAddress"] = cluster.public_address
+def interfaces(resolved: Resolved, site: Site) -> list[Mapping[str, Any]]:
+    # The subnet decides whether a machine with one interface gets a public address.
     return [
         {
             "NetworkCardIndex": each.card,
             "DeviceIndex": each.device,
             "InterfaceType": each.type,
-            **common,
+            "SubnetId": site.subnet,
+            "Groups": [site.security_group],
+            "DeleteOnTermination": True,
         }
         for each in resolved.interfaces
     ]
@@ -130,7 +125,7 @@ def user_data(
     """Return a request's user data, before encoding. It is the same for all machines, and contains no secret."""
     is_plain = re.fullmatch(r"[\w./+-]+", job.python, re.ASCII) is not None
     # boot.sh runs it as a command.
-    check(is_plain, f"cluster.python={job.python!r} must be a path of letters, digits and _./+-")
+    check(is_plain, f"python={job.python!r} must be a path of letters, digits and _./+-")
     flags = replace(record.s3, profile=None).flags()  # a machine has a role instead
     words = [
         "launch.ec2.machine",

@@ -1,6 +1,6 @@
 """EC2 as a scheduler: a launch resolves its settings, makes the machines, and waits until the run has ended.
 
-The plan shows the highest cost, and how to undo everything. With check=true, EC2 checks the request.
+The plan shows the highest cost, and how to undo everything.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from launch.ec2.api import Api
 from launch.ec2.config import Ec2Config
 from launch.ec2.instances import find, regions_of, terminate
 from launch.ec2.launcher import Launcher, undo
-from launch.ec2.request import SPARE_S, run_instances
+from launch.ec2.request import SPARE_S
 from launch.record import Job, Record
 from launch.schedulers import cluster_of
 from launch.spec import Handle, State
@@ -29,7 +29,6 @@ from train.machine.console import say
 from train.machine.processes import is_gone, owner_name
 from train.run.command import INTERRUPTED
 from train.storage import schema
-from train.storage.aws_errors import Rejected
 
 
 class Scheduler(spec.Scheduler):
@@ -40,14 +39,10 @@ class Scheduler(spec.Scheduler):
     def preview(self, job: Job, record: Record, cfg: LaunchConfig, hours: float | None) -> str:
         cluster = cluster_of(job, Ec2Config)
         lines = [*cost_lines(cluster, cfg, hours), f"undo: {undo(record)}"]
-        if cfg.check:
-            lines = [*checked_lines(job, cluster, record), *lines]
-        else:
-            image = cluster.image or OWN_IMAGE.format(cfg.instance.device or CUDA)
-            subnets = ", ".join(cluster.subnets) or "those of the default VPC"
-            lines.insert(0, f"image {image}; subnets {subnets}; {cluster.market}")
-            lines.append("EC2 was not asked; check=true asks it")
-        return "\n".join(lines)
+        image = cluster.image or OWN_IMAGE.format(cfg.instance.device or CUDA)
+        subnets = ", ".join(cluster.subnets) or "those of the default VPC"
+        where = f"image {image}; subnets {subnets}; {cluster.market}"
+        return "\n".join([where, *lines, "EC2 was not asked"])
 
     def submit(self, job: Job, record: Record) -> Handle:
         """Resolve the settings. The machines are made later, by `attend`."""
@@ -112,10 +107,6 @@ def check_job(job: Job, record: Record) -> None:
     """Raise InputError if no AWS account could run a job with these settings."""
     s3 = record.s3
     check(
-        job.kind == "train",
-        "cluster=ec2 can only train; prepare=true is for cluster=local and cluster=slurm",
-    )
-    check(
         record.is_remote,
         f"run_dir={record.run_dir} must be in S3 (s3://bucket/runs/mine): machines have no other shared storage",
     )
@@ -137,43 +128,15 @@ def check_job(job: Job, record: Record) -> None:
 # ---- the plan --------------------------------------------------------------------------------------------------------
 
 
-def checked_lines(job: Job, cluster: Ec2Config, record: Record) -> Iterator[str]:
-    """Yield what EC2 would be asked for. Raises InputError if EC2 would reject the request in any subnet."""
-    api = open_api(record)
-    resolved = resolve(job, cluster, record, api)
-    for site in resolved.sites:
-        request = run_instances(
-            job,
-            cluster,
-            record,
-            resolved,
-            site,
-            request=1,
-            ask=1,
-            max_run_s=cluster.max_run_s,
-        )
-        try:
-            api.ask(site.region, "run_instances", DryRun=True, **request)
-        except Rejected as error:
-            if error.code != "DryRunOperation":  # EC2 would accept the request
-                raise
-        group = site.placement_group or "no placement group"
-        yield f"{site.subnet} ({site.zone}): {site.image}, {site.profile}, {site.security_group}, {group}"
-    cards = [f"{each.type} on card {each.card}" for each in resolved.interfaces]
-    yield f"network interfaces of each machine: {', '.join(cards)}"
-    yield "EC2 would accept the request (DryRun in each subnet, which does not check capacity)"
-
-
 def cost_lines(cluster: Ec2Config, cfg: LaunchConfig, hours: float | None) -> Iterator[str]:
     """Yield the highest cost: a timer ends the machines SPARE_S after max_run_s."""
-    name = "usd_per_hour_spot" if cluster.market == "spot" else "usd_per_hour"
-    price = getattr(cfg.instance, name)
+    price = cfg.instance.usd_per_hour
     longest_s = cluster.max_run_s + SPARE_S
     limit = (
         f"{shown_duration(longest_s)} (cluster.max_run_s, plus {shown_duration(SPARE_S)} to save)"
     )
     if price is None:
-        yield f"cost: {cfg.nodes} machines for at most {limit}; the price is unknown (instance.{name})"
+        yield f"cost: {cfg.nodes} machines for at most {limit}; the price is unknown (instance.usd_per_hour)"
         return
     per_hour = cfg.nodes * price
     most_usd = math.ceil(per_hour * longest_s / 3600)

@@ -37,7 +37,8 @@ def setup(options: argparse.Namespace, s3: S3Config) -> int:
     parameters["Vpc"] = options.vpc or "the default VPC"
     api = Api(s3.profile, s3.region)
     (region,) = api.regions([])
-    say(f"stack {STACK} in {region}, from {TEMPLATE}, with", *lines_of(parameters))
+    say(f"stack {STACK} in {region}, from {TEMPLATE}, with")
+    say(*(f"  {name} = {value}" for name, value in parameters.items()))
     say(f"  a placement group {placement_group('ZONE')} in each zone")
     if not options.yes:
         say("nothing was made; --yes makes it. It costs nothing")
@@ -49,16 +50,6 @@ def setup(options: argparse.Namespace, s3: S3Config) -> int:
     policy = outputs(api, region)["Operator"]
     say(f"done; attach the policy {policy} to whoever launches, unless they may do everything")
     return DONE
-
-
-def lines_of(parameters: Mapping[str, str]) -> list[str]:
-    """Return a line for each parameter and each resource of the stack."""
-    lines = [f"  {name} = {value}" for name, value in parameters.items()]
-    found = re.findall(
-        r"^  (\w+):\n    Type: (AWS::\w+::\w+)$", TEMPLATE.read_text(), re.MULTILINE
-    )
-    lines += [f"  {kind} {name}" for name, kind in found]
-    return lines
 
 
 def folder_parameters(runs: str, data: Sequence[str]) -> dict[str, str]:

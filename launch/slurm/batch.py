@@ -22,23 +22,21 @@ from typing import NoReturn
 
 from launch.node import LIMITS_S, join_flags
 from launch.preflight import run_preflight
-from launch.record import END, REQUEUE, Job, Record, add_record_flags, attempt_name
+from launch.record import REQUEUE, Job, Record, add_record_flags, attempt_name
 from launch.schedulers import cluster_of
 from launch.slurm.client import Slurm
 from launch.slurm.config import SlurmConfig
 from launch.supervise import (
     CODES,
-    Decision,
     NeverBegan,
     StopFile,
-    conclude,
     recording_failure,
     retry,
     supervise,
 )
 from train.config import Failure, S3Config, check
 from train.machine import processes
-from train.run.command import DONE, REJECTED, STOPPED, command_parser, printable, run_flags
+from train.run.command import STOPPED, command_parser, printable, run_flags
 
 REQUEUED_S = 600.0  # how long to wait for Slurm to end this process after a requeue; it usually takes much less
 # srun prints NO_STEP if slurmctld creates no step, for example on a node that was lost and returned before its job was
@@ -53,9 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     purpose = "Run a job inside Slurm. baretrain launch cluster=slurm submits it."
     parser = command_parser("launch.slurm.batch", purpose, examples=("runs/mine",))
     parser.add_argument("run", help="run folder")
-    parser.add_argument(
-        "--merge", action="store_true", help="write the manifest of all prepared parts"
-    )
     add_record_flags(parser)
     return run_flags(parser, arguments, run_job)
 
@@ -67,10 +62,7 @@ def run_job(options: argparse.Namespace, s3: S3Config) -> int:
     )
     record = Record(options.run, s3, options.job_sha256)
     with recording_failure(record):
-        batch = Batch(record, record.job(), int(os.environ["SLURM_JOB_ID"]))
-        if batch.job.kind == "prepare":
-            return batch.prepare(merge=options.merge)
-        return batch.train()
+        return Batch(record, record.job(), int(os.environ["SLURM_JOB_ID"])).train()
 
 
 class Batch:
@@ -154,20 +146,19 @@ class Batch:
             *self.cluster.container,
             *[self.job.python, "-m", "launch.node", command, self.record.run_dir],
             *joined,
+            *self.record.flags(),
         ]
         limit_s = LIMITS_S.get(command, math.inf)
         return self.srun(words, limit_s=limit_s, needs_all=command == "train")
 
-    def srun(
-        self, command: Sequence[str], *, limit_s: float = math.inf, needs_all: bool = True
-    ) -> int:
+    def srun(self, words: Sequence[str], *, limit_s: float, needs_all: bool) -> int:
         """Run srun; return its exit code. Raises NeverBegan if no task starts or, with `needs_all`, if not all do."""
         log = self.log()
         if log is not None:
             before = log.stat().st_size
         else:
             before = 0
-        process = processes.start(["srun", *command, *self.record.flags()], env=os.environ)
+        process = processes.start(["srun", *words], env=os.environ)
         code = processes.exit_code(process, meanwhile=self.stop.write, limit_s=limit_s)
         if code == 0 or log is None or self.stop.reason is not None:
             return code
@@ -201,29 +192,6 @@ class Batch:
         """Return the file with the output of this process and srun; None if the output is not a file."""
         path = Path(f"/proc/{os.getpid()}/fd/1").readlink()
         return path if path.is_file() else None
-
-    # ---- preparing ----
-
-    def prepare(self, *, merge: bool) -> int:
-        part = os.environ.get("SLURM_ARRAY_TASK_ID")
-        which, what = list[str](), "the preparation"
-        if merge:
-            which, what = ["--merge"], "the merge"
-        elif part:
-            which, what = [f"--part={part}"], f"part {part}"
-        node = [self.job.python, "-m", "launch.node", "prepare", self.record.run_dir, *which]
-        try:
-            code = self.srun(["--ntasks=1", *self.cluster.container, *node])
-        except NeverBegan:
-            self.requeue()
-        # If one part fails, Slurm does not start the merge.
-        is_last = merge or not part
-        if code or is_last:
-            outcome = {DONE: "done", REJECTED: "refused"}.get(code, "failed")
-            reason = f"{what} ended with exit code {code}"
-            conclude(self.record, Decision(END, outcome, reason))
-        self.upload()
-        return code
 
 
 if __name__ == "__main__":

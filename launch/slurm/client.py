@@ -44,10 +44,9 @@ OVER = (
     *("NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
 )
 UNKNOWN = ("", "(null)", "N/A", "NONE", "None", "None assigned", "Unknown")
-SQUEUE = "%A|%i|%T|%r|%N"  # the columns, for squeue --format
+SQUEUE = "%i|%T|%r|%N"  # the columns, for squeue --format
 JOB_LINE = re.compile(
-    r"(?P<job_id>\d{1,10})\|(?P<array_id>\d{1,10})(?:_\[?(?P<task>[\d,:%.-]+)\]?)?\|(?P<state>[A-Z_]+)[^|]*\|"
-    r"(?P<reason>[^|]*)\|(?P<nodes>[^|]*)",
+    r"(?P<job_id>\d{1,10})\|(?P<state>[A-Z_]+)[^|]*\|(?P<reason>[^|]*)\|(?P<nodes>[^|]*)\n",
     re.ASCII,
 )
 
@@ -58,14 +57,9 @@ class NoSlurm(InputError):
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A job, or one task of a job array."""
-
-    job_id: int
     state: str  # Slurm's name: PENDING, RUNNING, COMPLETED, ...
     reason: str  # why the job waits, or why it failed; may be empty
     nodes: tuple[str, ...]  # names of the nodes on which it runs, or ran last
-    # number of the task; a list such as "4-9" for tasks that have not begun
-    array_task: str | None = None
 
     @property
     def is_over(self) -> bool:
@@ -73,26 +67,21 @@ class SlurmJob:
         return self.state in OVER
 
 
-def read_jobs(text: str, job_id: int, expand: Callable[[str], tuple[str, ...]]) -> list[SlurmJob]:
-    """Return the job, or all tasks of the job array, from squeue's lines with the columns SQUEUE.
+def read_job(text: str, job_id: int, expand: Callable[[str], tuple[str, ...]]) -> SlurmJob:
+    """Return the job from squeue's line with the columns SQUEUE.
 
-    `expand` returns the names in a host list. Raises BadContent if a line has a different form or is about another job.
+    `expand` returns the names in a host list. Raises BadContent if the line is damaged or about another job.
     """
-    jobs = []
-    for line in text.splitlines():
-        match = JOB_LINE.fullmatch(line)
-        if match is None or job_id not in (int(match["job_id"]), int(match["array_id"])):
-            raise BadContent(f"Slurm's line about job {job_id} cannot be read: {shown(line)}")
-        if match["reason"] in UNKNOWN:
-            reason = ""
-        else:
-            reason = match["reason"]
-        nodes: tuple[str, ...] = ()
-        if match["nodes"] not in UNKNOWN:
-            nodes = expand(match["nodes"])
-        task = (match["task"] or "").partition("%")[0] or None
-        jobs.append(SlurmJob(int(match["job_id"]), match["state"], reason, nodes, task))
-    return jobs
+    match = JOB_LINE.fullmatch(text)
+    if match is None or job_id != int(match["job_id"]):
+        raise BadContent(f"Slurm's line about job {job_id} cannot be read: {shown(text)}")
+    reason = match["reason"]
+    if reason in UNKNOWN:
+        reason = ""
+    nodes: tuple[str, ...] = ()
+    if match["nodes"] not in UNKNOWN:
+        nodes = expand(match["nodes"])
+    return SlurmJob(match["state"], reason, nodes)
 
 
 class Slurm:
@@ -130,9 +119,8 @@ class Slurm:
         check(code == 0, f"Slurm rejects the job: {one_line(said or out)}; {CURE}")
         return out, said
 
-    def tasks(self, job_id: int, name: str) -> list[SlurmJob]:
-        """Return a job, or the tasks of a job array, with one entry for all waiting tasks. Its name must be `name`."""
-        # The list is empty once Slurm has forgotten the job, some minutes after its end (MinJobAge).
+    def job(self, job_id: int, name: str) -> SlurmJob | None:
+        """Return a job; None if it has another name, or if Slurm has forgotten it some minutes after its end."""
         queued = (
             "--noheader",
             "--states=all",
@@ -142,14 +130,16 @@ class Slurm:
         )
         code, out, said = self.run("squeue", *queued)
         if "Invalid job id specified" in said + out:
-            return []
+            return None
         if code:
             raise Failure(f"squeue does not show job {job_id}: {one_line(said or out)}")
-        return read_jobs(out, job_id, self.hostnames)
+        if not out:
+            return None
+        return read_job(out, job_id, self.hostnames)
 
     def job_ids(self, name: str) -> list[int]:
-        """Return the ids of the user's waiting and running jobs with this name. An array has one id."""
-        out = self.answer("squeue", "--noheader", "--me", f"--name={name}", "--format=%F")
+        """Return the ids of the user's waiting and running jobs with this name."""
+        out = self.answer("squeue", "--noheader", "--me", f"--name={name}", "--format=%i")
         return sorted({int(word) for word in out.split() if word.isdecimal()})
 
     def cancel(self, job_id: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from launch import spec
@@ -19,6 +18,8 @@ from train.config import InputError, check
 from train.storage.folders import sha256_bytes
 
 SCRIPT = Path(__file__).with_name("job.sh")
+OUTCOMES = {"COMPLETED": "", "CANCELLED": "cancelled"}  # of jobs that are over; all others failed
+STOP_BEFORE_S = 300  # time for a step and a save before the time limit
 
 
 class Scheduler(spec.Scheduler):
@@ -31,7 +32,7 @@ class Scheduler(spec.Scheduler):
         except NoSlurm as error:
             if cfg.submit:
                 raise
-            return f"Slurm was not asked: {error}. Not checked: the partition, its limits, and when the job would start"
+            return f"Slurm was not asked: {error}. Not checked: its partition, its limits, and when the job would start"
 
     def submit(self, job: Job, record: Record) -> Handle:
         slurm = Slurm()
@@ -43,67 +44,35 @@ class Scheduler(spec.Scheduler):
             )
         if not record.is_remote:
             (record.local_folder() / "logs").mkdir(parents=True, exist_ok=True)
-        job_id = slurm.submit([*asked, *started])
-        if job.kind == "train" or job.parts == 1:
-            return {"job_id": job_id}
-        merge = [each for each in asked if not each.startswith("--array")]
-        merge += [f"--dependency=afterok:{job_id}", "--kill-on-invalid-dep=yes"]
-        try:
-            merge_id = slurm.submit([*merge, *started, "--merge"])
-        except BaseException:
-            slurm.cancel(job_id)  # otherwise the parts would run without a record
-            raise
-        return {"job_id": merge_id, "parts_id": job_id}
+        return {"job_id": slurm.submit([*asked, *started])}
 
     def state(self, record: Record, handle: Handle) -> State:
-        # The parts run before their merge, so the first of these jobs that is active or has failed decides.
-        state = State(False, "Slurm has no job of this run")
-        for name in ("parts_id", "job_id"):
-            if name not in handle:
-                continue
-            jobs = own_jobs(record, handle, name)
-            state = state_of(jobs, said(handle, name, jobs))
-            if state.is_active or state.outcome:
-                break
-        return state
+        job_id = number(handle)
+        job = own_job(record, job_id)
+        if job is None:
+            return State(False, f"Slurm has no job {job_id} of this run")
+        text = f"job {job_id} {job.state}"
+        if job.reason:
+            text += f" ({job.reason})"
+        if not job.is_over:
+            return State(True, text, list(job.nodes))
+        outcome = OUTCOMES.get(job.state, "failed")
+        return State(False, text, outcome=outcome)
 
     def cancel(self, record: Record, handle: Handle) -> None:
-        for name in ("job_id", "parts_id"):
-            if name in handle and own_jobs(record, handle, name):
-                Slurm().cancel(number(handle, name))
+        job_id = number(handle)
+        if own_job(record, job_id) is not None:
+            Slurm().cancel(job_id)
 
 
-def own_jobs(record: Record, handle: Handle, name: str) -> list[SlurmJob]:
-    """Return the tasks of a job in a handle that has the run's name: others may have written the handle."""
-    return Slurm().tasks(number(handle, name), job_name(launched_as(record)))
+def own_job(record: Record, job_id: int) -> SlurmJob | None:
+    """Return the job in a handle if it has the run's name: others may have written the handle."""
+    return Slurm().job(job_id, job_name(launched_as(record)))
 
 
-def state_of(jobs: Sequence[SlurmJob], text: str) -> State:
-    """Return the state of a job from all of its tasks."""
-    if any(not job.is_over for job in jobs):
-        return State(True, text, sorted({node for job in jobs for node in job.nodes}))
-    failures = {job.state for job in jobs} - {"COMPLETED"}
-    if "CANCELLED" in failures:
-        return State(False, text, outcome="cancelled")
-    return State(False, text, outcome="failed" if failures else "")
-
-
-def said(handle: Handle, name: str, jobs: Sequence[SlurmJob]) -> str:
-    """Return the state of a job in Slurm's terms; for an array, the state of the task that has progressed least."""
-    if not jobs:
-        return f"Slurm has no job {handle[name]} of this run"
-    job = min(jobs, key=lambda job: (job.is_over, job.state == "COMPLETED"))
-    text = f"job {handle[name]} {job.state}"
-    if name == "parts_id" and job.array_task is not None:
-        text = f"job {handle[name]}, part {job.array_task} {job.state}"
-    if job.reason:
-        return f"{text} ({job.reason})"
-    return text
-
-
-def number(handle: Handle, name: str) -> int:
-    found = count(handle, name) or 0
-    check(found > 0, f"the record names no Slurm job: {handle.get(name)!r}")
+def number(handle: Handle) -> int:
+    found = count(handle, "job_id") or 0
+    check(found > 0, f"the record names no Slurm job: {handle.get('job_id')!r}")
     return found
 
 
@@ -114,35 +83,26 @@ def job_name(run_dir: str) -> str:
 
 def options(job: Job, record: Record) -> list[str]:
     """Return the options of sbatch (man sbatch). They are passed as a list: no shell reads them."""
-    cluster = cluster_of(job, SlurmConfig)
-    is_array = job.kind == "prepare" and job.parts > 1
-    made = [
+    return [
         f"--job-name={job_name(job.run_dir)}",
+        # Two jobs of this name, that is, of this run, never run at the same time.
+        "--dependency=singleton",
+        f"--nodes={job.nodes}",
         "--ntasks-per-node=1",
         "--requeue",
         "--open-mode=append",  # otherwise a requeued job would begin with an empty log
-        f"--output={log_of(record, 'part_%a' if is_array else 'job')}",
+        f"--output={log_of(record)}",
+        f"--chdir={job.folder}",  # the run may be resumed from another folder
+        f"--signal=B:USR1@{STOP_BEFORE_S}",
+        "--exclusive",
+        "--mem=0",
+        # If an option is repeated, sbatch takes the last value.
+        *cluster_of(job, SlurmConfig).sbatch_args,
     ]
-    if job.kind == "train":
-        # Two jobs of this name, that is, of this run, never run at the same time.
-        made.append("--dependency=singleton")
-        made += [f"--nodes={job.nodes}", f"--signal=B:USR1@{cluster.stop_before_s}"]
-    else:
-        made.append("--nodes=1")
-    if is_array:
-        made.append(f"--array=1-{job.parts}")
-    if cluster.partition is not None:
-        made.append(f"--partition={cluster.partition}")
-    made.append(f"--chdir={job.folder}")  # the run may be resumed from another folder
-    if cluster.time_limit is not None:
-        made.append(f"--time={cluster.time_limit}")
-    if cluster.exclusive:
-        made += ["--exclusive", "--mem=0"]
-    return [*made, *cluster.sbatch_args]  # if an option is repeated, sbatch takes the last value
 
 
-def log_of(record: Record, name: str) -> str:
-    """Return the value of sbatch's --output for the log with this name, which may contain a pattern of Slurm."""
+def log_of(record: Record) -> str:
+    """Return the value of sbatch's --output."""
     if record.is_remote:
         # Nodes might share no folder with this machine. job.sh writes the output to a private folder on the node, and
         # the job uploads the output when it ends.
@@ -153,10 +113,9 @@ def log_of(record: Record, name: str) -> str:
         f"{folder}: Slurm drops backslashes from the names of logs; choose another folder",
     )
     # A percent sign begins a pattern (man sbatch, "filename pattern").
-    return f"{folder.replace('%', '%%')}/{name}.txt"
+    return f"{folder.replace('%', '%%')}/job.txt"
 
 
 def script(job: Job, record: Record) -> list[str]:
     """Return the job's script and its arguments. They are not passed through --export, which splits at commas."""
-    prologue = "\n".join(cluster_of(job, SlurmConfig).prologue)
-    return ["--", str(SCRIPT), job.python, prologue, record.run_dir, *record.flags()]
+    return ["--", str(SCRIPT), job.python, record.run_dir, *record.flags()]

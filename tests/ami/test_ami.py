@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 
 import boto3
 import pytest
@@ -14,7 +13,8 @@ from running import ROOT
 from services.fake_ec2 import ACCOUNT, REGION, fake_ec2
 
 from ami.__main__ import main
-from launch.ec2.account import KIND_TAG, OWN_IMAGE
+from ami.config import KIND_TAG
+from launch.ec2.account import OWN_IMAGE
 from train.machine.versions import read_versions
 
 OTHER = "us-west-2"
@@ -84,7 +84,6 @@ def test_a_plan_needs_neither_credentials_nor_packer(says, monkeypatch):
     ("words", "line"),
     [
         ("neuron base=debian", "base=debian must be dlami, ubuntu or the id of an image"),
-        ("neuron compile_cache=/tmp/x", "compile_cache=/tmp/x must be a folder in S3"),
         ("neuron base=ubuntu build=true", "has no SSM parameter /aws/service/canonical/"),
         ("amd", "amd: name an image, neuron or cuda"),
         ("", "nothing: name an image"),
@@ -96,14 +95,12 @@ def test_what_cannot_be_built_is_one_line(aws, says, tmp_path, words, line):
 
 
 def test_packer_gets_every_variable_and_the_files(aws, says, tmp_path):
-    cache = "compile_cache=s3://bucket/cache"
-    says(f"neuron base={BASE} regions=[{REGION},{OTHER}] {cache} build=true")
+    says(f"neuron base={BASE} regions=[{REGION},{OTHER}] build=true")
     assert (tmp_path / "packer.log").read_text() == "init\nbuild\n"
     values = json.loads((tmp_path / "values.json").read_text())
     text = (ROOT / "ami/variables.pkr.hcl").read_text()
     assert set(values) == set(re.findall(r'^variable "(\w+)"', text, re.MULTILINE))
     assert (values["region"], values["copy_regions"]) == (REGION, [OTHER])
-    assert values["cache_arns"] == ["arn:aws:s3:::bucket", "arn:aws:s3:::bucket/cache*"]
     assert values["base_image"] == BASE and values["tags"][KIND_TAG] == "neuron"
     uploaded = {path.name: path for path in (tmp_path / "uploaded").iterdir()}
     assert "NEURON_SDK='2.31.1'\n" in uploaded["image.env"].read_text()
@@ -124,11 +121,25 @@ def test_a_build_that_fails_or_is_interrupted_lets_packer_clean_up(
     assert how == "1" or (tmp_path / "packer.log").read_text().endswith("cleaned\n")
 
 
+def test_the_builder_is_closed_and_encrypted_and_ends_itself():
+    text = re.sub(" +", " ", (ROOT / "ami/machine.pkr.hcl").read_text())
+    for line in (
+        'ssh_interface = "session_manager"',
+        "associate_public_ip_address = false",
+        'temporary_security_group_source_cidrs = ["127.0.0.1/32"] #',
+        'http_tokens = "required"',
+        "encrypt_boot = true",
+        r'user_data = "#!/bin/sh\nshutdown -P +${var.max_minutes}\n"',
+        'shutdown_behavior = "terminate"',
+    ):
+        assert line in text, line
+
+
 # ---- promote ---------------------------------------------------------------------------------------------------------
 
 
-def add_image(name, *, region=REGION, kind="neuron"):
-    client = boto3.client("ec2", region)
+def add_image(name, *, kind="neuron"):
+    client = boto3.client("ec2", REGION)
     made = client.run_instances(ImageId=BASE, MinCount=1, MaxCount=1)["Instances"][0]
     image = client.create_image(InstanceId=made["InstanceId"], Name=name)["ImageId"]
     if kind:
@@ -136,8 +147,8 @@ def add_image(name, *, region=REGION, kind="neuron"):
     return image
 
 
-def promoted(region=REGION):
-    found = boto3.client("ssm", region).get_parameters(Names=[PARAMETER])["Parameters"]
+def promoted():
+    found = boto3.client("ssm", REGION).get_parameters(Names=[PARAMETER])["Parameters"]
     return [each["Value"] for each in found]
 
 
@@ -152,30 +163,10 @@ def test_promote_shows_the_change_makes_it_and_goes_back(aws, says):
     assert promoted() == [old]
 
 
-def test_an_image_is_promoted_in_all_regions_or_in_none(aws, says):
-    half, new = add_image("half", kind=""), add_image("new")
-    pending = add_image("pending")
+def test_only_a_finished_image_of_ours_is_promoted(aws, says):
+    half, pending = add_image("half", kind=""), add_image("pending")
     get_backend("ec2")[ACCOUNT][REGION].amis[pending].state = "pending"
     assert "has not built it" in says(f"promote {half} --yes", 2)
     assert "is pending" in says(f"promote {pending} --yes", 2)
     assert "x;rm" in says("promote x;rm --yes", 2)
-    both = f"promote {new} --region {REGION} --region {OTHER} --yes"
-    assert f"{OTHER} has no copy of new" in says(both, 2)
     assert promoted() == []
-    copy = add_image("new", region=OTHER)
-    says(both)
-    assert (promoted(), promoted(OTHER)) == ([new], [copy])
-
-
-# ---- on an image -----------------------------------------------------------------------------------------------------
-
-
-def test_a_compile_cache_comes_back_from_s3(aws, says, tmp_path):
-    s3 = boto3.client("s3", REGION)
-    s3.create_bucket(Bucket="graphs")
-    s3.put_object(Bucket="graphs", Key="cache/a/b/model.neff", Body=b"compiled")
-    for _ in range(2):
-        says(f"restore s3://graphs/cache {tmp_path}/cache")
-    assert (tmp_path / "cache/a/b/model.neff").read_bytes() == b"compiled"
-    shutil.rmtree(tmp_path / "cache")
-    assert "has no files" in says(f"restore s3://graphs/other {tmp_path}/cache", 2)

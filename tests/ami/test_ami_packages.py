@@ -1,7 +1,6 @@
 """Which packages an image gets, and from whom. Nothing here asked PyPI or Neuron's index."""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from running import ROOT
 from ami import packages
 from ami.files import image_values, shell_values, write_files
 from train.config import Failure
-from train.machine.versions import INDEX, read_versions
+from train.machine.versions import read_versions
 from train.storage.folders import sha256_file
 
 BASE = "ami-0123456789abcdef0"
@@ -122,22 +121,3 @@ def test_an_image_rejects_a_package_of_another_hash(build, tmp_path):
     assert set(installed) >= {"of_boto3", "of_neuronx_cc", "of_baretrain"} and not any(
         installed.values()
     )
-
-
-def test_nothing_adds_neurons_index_to_another():
-    """Neither the scripts of an image nor a command that a page or the doctor names."""
-    files = [
-        path
-        for top in ("ami", "docs", "train")
-        for path in (ROOT / top).rglob("*.*")
-        if path.suffix != ".pyc"
-    ]
-    for path in files:
-        text = path.read_text(errors="replace")
-        assert not re.search(r"extra-index-url[ =]\S*(neuron|INDEX)", text, re.IGNORECASE), path
-    assert not any(
-        "extra-index" in path.read_text() for path in files if path.parent.name == "provision"
-    )
-    install = read_versions().sdk.install
-    assert install.startswith(f"pip install --no-deps --index-url {INDEX} ")
-    assert " && pip install " in install

@@ -5,7 +5,6 @@ It is Debian, not Ubuntu, and has no kernel. Not run: drivers, devices, systemd,
 environment, mounted read-only.
 """
 
-import hashlib
 import json
 import os
 import platform
@@ -13,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from pathlib import Path
 
 import pytest
 from package_indexes import CUDA, NEURON, write_indexes
@@ -221,35 +219,6 @@ def environment_file(root, image="neuron", **changes):
     (root / "etc/baretrain/image.env").write_text(shell_values(values))
 
 
-def neuron_repository(folder, release, signer, versions):
-    """What apt.repos.neuron.amazonaws.com is, with empty packages."""
-    binary = folder / f"dists/{release}/main/binary-amd64"
-    binary.mkdir(parents=True)
-    entries = []
-    for name, version in versions.items():
-        control = folder / name / "DEBIAN/control"
-        control.parent.mkdir(parents=True)
-        about = f"Package: {name}\nVersion: {version}\nArchitecture: amd64\nMaintainer: tests\nDescription: empty\n"
-        control.write_text(about)
-        package = folder / f"{name}.deb"
-        subprocess.run(
-            ["dpkg-deb", "--build", str(folder / name), str(package)],
-            check=True,
-            capture_output=True,
-        )
-        content = package.read_bytes()
-        sums = f"Filename: {package.name}\nSize: {len(content)}\nSHA256: {hashlib.sha256(content).hexdigest()}\n"
-        entries.append(about + sums)
-    (binary / "Packages").write_text("\n".join(entries))
-    listed = (binary / "Packages").read_bytes()
-    head = f"Origin: tests\nSuite: {release}\nCodename: {release}\nComponents: main\nArchitectures: amd64\n"
-    head += f"Date: Fri, 20 Nov 2026 08:00:00 UTC\nSHA256:\n {hashlib.sha256(listed).hexdigest()} {len(listed)} "
-    text = folder / f"dists/{release}/Release"
-    text.write_text(f"{head}main/binary-amd64/Packages\n")
-    signer("--clearsign", "-o", text.with_name("InRelease"), text)
-    (folder / "GPG-PUB-KEY-AMAZON-AWS-NEURON.PUB").write_bytes(signer.public)
-
-
 @pytest.fixture
 def tooled(root):
     """The root with what common.sh installs, without which the other scripts are not run."""
@@ -257,38 +226,6 @@ def tooled(root):
         environment_file(root)
         provision(root, "common")
     return root
-
-
-def test_neuron_packages_are_those_of_the_sdk_from_a_signed_repository(tooled, signer):
-    root, release = tooled, mirror()[1]
-    packages = {
-        name: f"{version}.0-0a1b2c3d4"
-        for name, version in read_versions().system_packages().items()
-    }
-    neuron_repository(root / "srv/neuron", release, signer, packages)
-    own = {"NEURON_APT_URL": "file:/srv/neuron"}
-    environment_file(root)
-    fails(
-        root,
-        "neuron",
-        f"the key of file:/srv/neuron is {signer.fingerprint} and not 00FA2C10",
-        **own,
-    )
-    assert not (root / "etc/apt/sources.list.d/neuron.list").exists()
-
-    environment_file(root, NEURON_KEY=signer.fingerprint)
-    provision(root, "neuron", **own)
-    shown = inside(
-        root, "dpkg-query", "-W", "-f=${db:Status-Abbrev}${Package} ${Version}\n", "aws-neuronx-*"
-    ).stdout
-    assert set(shown.splitlines()) == {
-        f"hi {name} {version}" for name, version in packages.items()
-    }
-
-    tampered = root / f"srv/neuron/dists/{release}/InRelease"
-    tampered.write_text(tampered.read_text().replace("Origin: tests", "Origin: other"))
-    assert provision(root, "neuron", check=False, **own).returncode != 0
-    (root / "etc/apt/sources.list.d/neuron.list").unlink()
 
 
 INSTALLER = """
@@ -322,10 +259,3 @@ def test_an_efa_installer_is_run_once_and_only_if_it_is_signed(tooled, signer, t
     for _ in range(2):
         provision(root, "efa", **own)
     assert runs.read_text() == "run\n"
-
-
-def test_a_system_with_an_old_driver_is_rejected(tooled):
-    stand_in = Path(script(tooled / "usr/local/sbin/modinfo", "echo 550.54.15"))
-    environment_file(tooled, "cuda")
-    fails(tooled, "cuda", "the driver is 550.54.15, but torch's wheels need 570")
-    stand_in.unlink()

@@ -1,7 +1,7 @@
 """One table of versions: constraints, the package and Packer's plugin agree with ami/versions.yaml."""
 
 import re
-from dataclasses import astuple, replace
+from dataclasses import astuple
 
 import pytest
 from running import ROOT
@@ -37,42 +37,11 @@ def test_constraints_and_the_package_are_those_of_the_table_and_every_pin_has_a_
     assert all(astuple(versions.sdk)) and versions.sdk.name == versions["neuron-sdk"]
 
 
-@pytest.mark.parametrize(
-    ("sdk", "torch_neuronx", "compiler", "system"),
-    [
-        ("2.29.1", "2.9.0.2.13.26312", "2.24.8799.0", ("2.27.4", "2.31.24", "2.31.24", "2.29.22")),
-        ("2.31.1", "2.9.0.2.15.32035", "2.26.6360.0", ("2.29.0", "2.33.10", "2.33.10", "2.31.15")),
-    ],
-)
-def test_one_setting_chooses_the_sdk_of_images_and_constraints(
-    sdk, torch_neuronx, compiler, system
-):
-    versions = read_versions()
-    pin = replace(versions.pins["neuron-sdk"], version=sdk)
-    versions = replace(versions, pins={**versions.pins, "neuron-sdk": pin})
-    assert all(astuple(versions.sdk))
-    lines = neuron_constraints(versions).splitlines()
-    assert f"torch-neuronx=={torch_neuronx}" in lines and f"neuronx-cc=={compiler}" in lines
-    cfg = AmiConfig(instance=InstanceConfig(name="trn1.2xlarge", device="neuron"))
-    values = image_values(cfg, "ami-0123456789abcdef0", versions, "")
-    assert (
-        tuple(values[f"NEURON_{name}"] for name in ("DKMS", "RUNTIME", "COLLECTIVES", "TOOLS"))
-        == system
-    )
-    check_installed(
-        manifest("neuron", versions.system_packages(), **versions.python_packages()), versions
-    )
-
-
 def test_the_shell_gets_values_and_nothing_else():
     cfg = AmiConfig(instance=InstanceConfig(name="trn1.2xlarge", device="neuron"))
     values = image_values(cfg, "ami-0123456789abcdef0", read_versions(), "1a2b3c4+")
     lines = shell_values(values).splitlines()
-    assert (
-        "NEURON_DKMS='2.29.0'" in lines
-        and "COMMIT='1a2b3c4+'" in lines
-        and "COMPILE_CACHE=''" in lines
-    )
+    assert "NEURON_DKMS='2.29.0'" in lines and "COMMIT='1a2b3c4+'" in lines
     for evil in ("a'b", "$(id)", "a\nb", "`id`", "a b", "é"):
         with pytest.raises(InputError, match="COMMIT=.* has characters"):
             shell_values({"COMMIT": evil})

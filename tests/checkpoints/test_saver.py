@@ -124,7 +124,7 @@ def test_what_is_saved_is_of_the_moment_of_the_call_while_training_goes_on(tmp_p
     saver.close(waits=True)
     (result,) = saver.take()
     assert (result.step, result.failure, saver.newest) == (3, None, 3)
-    assert result.save_s >= result.stall_s == saver.stalls_s[0]
+    assert result.save_s >= result.stall_s
     other = built()
     loaded = load(store, replica(*other), backend(), identity={}, settings={}, force=False)
     for tensor, before, now in zip(tensors(*other), wanted, tensors(*trained), strict=True):

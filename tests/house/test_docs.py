@@ -177,11 +177,7 @@ def schemas() -> None:
 def forked(command: str) -> tuple[list[str], dict[str, str]]:
     """The words of a command that is made short, for a fork, and its environment."""
     given = parse(command)
-    is_run = (
-        given.command == "launch"
-        and "--" in given.arguments
-        and "prepare=true" not in given.arguments
-    )
+    is_run = given.command == "launch" and "--" in given.arguments
     short = SHORT["train"] if is_run else SHORT.get(given.command, [])
     keys = {word.partition("=")[0] for word in given.arguments}
     short = [
@@ -337,7 +333,7 @@ def test_the_settings_and_flags_of_what_is_only_read_exist(
         flags = [each for each in own if each.startswith("-")]
         settings = [each for each in own if "=" in each]
         compose_settings(module, settings)
-        compose_settings("prepare" if "prepare=true" in own else "train", of_run)
+        compose_settings("train", of_run)
         if flags or not settings:
             before = own[: own.index(flags[0])] if flags else own[:1]
             words = [*(each for each in before if "=" not in each), "--help"]

@@ -23,8 +23,8 @@ DATA = "random_bits files shards text batches records".split()
 LEVELS = [*PACKAGES[:-1], "loop", "entry", "tools", "__main__"]
 TOOLS = "train.tools train.observe.report train.observe.card train.observe.push".split()
 # Of train, without torch: exactly these, or what is in these.
-FOR_LAUNCH = "config machine storage run_folder run.command run.compose run.saved data.shards.format data.shards.order "
-FOR_LAUNCH += "models.memory_estimate models.model_sizes observe.lines tasks.scores_of"
+FOR_LAUNCH = "config machine storage run_folder run.command run.compose data.shards.format data.shards.order "
+FOR_LAUNCH += "models.memory_estimate models.model_sizes observe.lines"
 FOR_LAUNCH = tuple(f"train.{package}" for package in FOR_LAUNCH.split())
 ONLY_IN = {  # heavy or device libraries, and the files that may import them
     "torch_xla": "parallel/xla",
@@ -190,7 +190,7 @@ def test_the_first_step_waits_for_no_library_that_it_does_not_need(tmp_path, pre
             print(*sys.modules)
             raise KeyboardInterrupt
         loop.Recorder.end_step = end_step
-        entry.run_command_line(sys.argv[1:])
+        entry.main(sys.argv[1:])
     """
     settings = train_overrides(tmp_path / "run", prepared, "tensorboard=true", "backend=ddp")
     words = [sys.executable, "-c", code, *settings]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from typing import Any
 
 import boto3
@@ -15,10 +13,8 @@ import pytest
 from ec2_launching import OWN, RUN, set_time, set_up, trial
 from services.fake_ec2 import UBUNTU, FakeEc2, fake_ec2
 
-from ami.build import variables
-from ami.config import AmiConfig
 from launch.__main__ import main
-from launch.ec2.account import OWN_IMAGE, check_image, resolve
+from launch.ec2.account import OWN_IMAGE, resolve
 from launch.ec2.api import Api
 from launch.record import END, Record
 from launch.supervise import Decision, conclude
@@ -63,9 +59,8 @@ def test_subnets_are_those_whose_zone_has_the_type(ec2, resolved):
     again = resolved(f"cluster.subnets=[{','.join(named)}]")
     assert [site.subnet for site in again.sites] == named
     assert {site.placement_group for site in resolved("nodes=1").sites} == {""}
-    assert {site.placement_group for site in resolved("cluster.placement_group=false").sites} == {
-        ""
-    }
+    reserved = resolved("cluster.capacity_reservation=cr-1").sites
+    assert {site.placement_group for site in reserved} == {""}
 
 
 def test_the_image_is_the_projects_own_and_stays_when_the_job_resumes(ec2, monkeypatch, tmp_path):
@@ -80,29 +75,10 @@ def test_the_image_is_the_projects_own_and_stays_when_the_job_resumes(ec2, monke
 
 
 @pytest.mark.parametrize(
-    ("instance", "changed", "line"),
-    [
-        ("trn1.32xlarge", {}, ""),
-        ("trn1.32xlarge", {"image": "cuda"}, "was built for cuda, but .* need one for neuron"),
-        ("trn1.32xlarge", {"neuron-sdk": "2.20.0"}, "has Neuron SDK 2.20.0, but .* needs"),
-    ],
-)
-def test_an_image_is_one_for_these_machines(ec2, instance, changed, line):
-    """By the tags that baretrain ami writes."""
-    tags = variables(AmiConfig(), datetime.now(UTC))["tags"]
-    tags |= {f"baretrain:{name}": value for name, value in changed.items()}
-    listed = [{"Key": key, "Value": value} for key, value in tags.items()]
-    ec2.client().create_tags(Resources=[UBUNTU], Tags=listed)
-    with pytest.raises(InputError, match=line) if line else nullcontext():
-        assert check_image(Api(), "us-east-1", UBUNTU, "neuron", instance) == "/dev/sda1"
-
-
-@pytest.mark.parametrize(
     ("own", "line"),
     [
         ("cluster.image=ami-0123456789abcdef0", "InvalidAMIID.NotFound: .* ids differ by region"),
         ("cluster.image=null", "baretrain ami neuron.*baretrain ami promote"),
-        ("cluster.public_address=true", "one network interface, but trn1.32xlarge has 9"),
         ("cluster.subnets=[subnet-0123456789abcdef0]", "has no subnet: name others"),
         ("cluster.subnets=[]", "cannot reach S3 from .* default VPC.*: name private subnets"),
     ],
@@ -176,23 +152,9 @@ def test_a_plan_asks_ec2_nothing(cli, capsys, monkeypatch):
         f"image {UBUNTU}; subnets those of the default VPC; spot",
         "EC2 was not asked",
         "undo: baretrain launch clean s3://bucket/runs/mine --yes",
-        "the price is unknown (instance.usd_per_hour_spot)",
         "nothing was started; submit=true starts the job",
     ):
         assert text in shown, shown
-
-
-def test_check_sends_dry_runs_and_turns_errors_into_advice(ec2, cli, capsys):
-    subnets = f"cluster.subnets=[{','.join(ec2.private_subnets())}]"
-    own = ["check=true", "instance=trn1.32xlarge", subnets]
-    assert cli.launch(*own) == 0
-    shown = capsys.readouterr().out
-    assert "efa-only on card 7" in shown and "EC2 would accept the request" in shown
-    assert len(ec2.requests) == 3 and all(each["DryRun"] for each in ec2.requests)
-    assert ec2.anything() == []
-    ec2.dry_run_error = "UnauthorizedOperation"
-    assert cli.launch(*own) == 2
-    assert "the one that baretrain launch setup makes does" in capsys.readouterr().err
 
 
 def test_a_launch_in_the_foreground_from_submission_to_the_end(ec2, cli, capsys):

@@ -40,11 +40,6 @@ def test_without_capacity_in_the_first_subnets_it_takes_the_next(ec2, begin):
     *full, last = run.launcher().resolved.sites
     ec2.without = {site.subnet: "InsufficientInstanceCapacity" for site in full}
     assert run.launcher().run() == DONE and len(ec2.requests) == len(full) + 1
-    request = ec2.requests[-1]
-    assert request["MinCount"] == request["MaxCount"] == 2
-    assert request["Placement"] == {"GroupName": f"baretrain-{last.zone}"}
-    assert request["NetworkInterfaces"][0]["Groups"] == [last.security_group]
-    assert request["IamInstanceProfile"] == {"Name": last.profile}
     assert {each.subnet_id for each in run.made()} == {last.subnet} and len(run.made()) == 2
     assert ec2.anything() == []
 
@@ -57,11 +52,14 @@ def test_without_capacity_in_the_first_subnets_it_takes_the_next(ec2, begin):
         ("VcpuLimitExceeded", 2, 2, "no subnet can provide .* higher quota"),
         ("UnauthorizedOperation", 1, 1, "launch setup makes"),
         ("ExpiredToken", 1, 1, "aws sso login"),
-        ("InternalError", 2, 99, "cluster.max_wait_s"),
+        ("InternalError", 2, 99, "waited 0:09"),
     ],
 )
-def test_an_error_ends_the_launch_and_stands_in_the_record(ec2, begin, code, least, most, words):
-    run = begin("cluster.max_wait_s=600")
+def test_an_error_ends_the_launch_and_stands_in_the_record(
+    ec2, begin, monkeypatch, code, least, most, words
+):
+    monkeypatch.setattr("launch.ec2.launcher.MAX_WAIT_S", 600.0)
+    run = begin()
     ec2.without = dict.fromkeys(ec2.subnets().values(), code)
     with pytest.raises((InputError, Failure), match=words):
         run.launcher().run()
@@ -72,27 +70,6 @@ def test_an_error_ends_the_launch_and_stands_in_the_record(ec2, begin, code, lea
     # Without an answer nobody knows what was made: it is asked again with the same token.
     assert len(tokens) == (1 if code == "InternalError" else len(ec2.requests))
     assert ec2.anything() == []
-
-
-@pytest.mark.parametrize(("market", "cost"), [("on-demand", "$36.00"), ("spot", "$12.00")])
-def test_a_launch_that_waits_says_what_it_has_cost_at_the_price_of_its_market(
-    begin, capsys, market, cost
-):
-    def train(run: Trial) -> None:
-        """For half an hour, in which one of two machines starts; then the end."""
-        if run.running() and not run.record.folder.names("ec2/machines/"):
-            run.ec2.passed_s += 1780
-            run.record.folder.write("ec2/machines/1001/0000.json", b"{}")
-        else:
-            done(run)
-
-    run = begin(f"cluster.market={market}")
-    run.happens = train
-    assert run.launcher().run() == DONE
-    assert (
-        f"1 of 2 machines have started; these machines have cost about {cost}"
-        in capsys.readouterr().out
-    )
 
 
 def test_a_call_whose_answer_is_lost_is_sent_again_and_makes_nothing_twice(ec2, begin):
@@ -136,20 +113,16 @@ def cannot_start(run: Trial) -> None:
         run.interrupt()
 
 
-AGAIN = "cluster.again=true"
-
-
 @pytest.mark.parametrize(
     ("own", "happens", "code", "reason", "machines"),
     [
-        ([AGAIN], once, DONE, "the last step", 4),
-        ([], once, FAILED, "launch resume", 2),
-        ([], cannot_start, FAILED, "the code does not match its checksum", 2),
-        ([AGAIN], always, FAILED, "in a row saved nothing new", 4),
-        ([AGAIN, "cluster.max_run_s=3600"], late, STOPPED, "cluster.max_run_s", 2),
+        ([], once, DONE, "the last step", 4),
+        ([], cannot_start, FAILED, "the code does not match its checksum", 4),
+        ([], always, FAILED, "in a row saved nothing new", 4),
+        (["cluster.max_run_s=3600"], late, STOPPED, "cluster.max_run_s", 2),
     ],
 )
-def test_after_an_interruption_all_machines_are_asked_for_again_if_that_is_wanted(
+def test_after_an_interruption_all_machines_are_asked_for_again(
     ec2, begin, own, happens, code, reason, machines
 ):
     run = begin(*own)
@@ -171,7 +144,8 @@ def test_a_launch_that_another_one_has_followed_makes_and_ends_nothing(ec2, begi
 def test_what_does_not_answer_while_machines_train_ends_the_launch_and_not_the_run(
     ec2, begin, monkeypatch, capsys
 ):
-    run = begin("cluster.max_wait_s=60")
+    monkeypatch.setattr("launch.ec2.launcher.MAX_WAIT_S", 60.0)
+    run = begin()
     launcher = run.launcher()
 
     def away(*_) -> None:
@@ -179,7 +153,7 @@ def test_what_does_not_answer_while_machines_train_ends_the_launch_and_not_the_r
 
     monkeypatch.setattr(launcher, "look", away)
     run.happens = lambda _: None
-    with pytest.raises(Unreachable, match="cluster.max_wait_s"):
+    with pytest.raises(Unreachable, match="waited 0:00"):
         launcher.run()
     assert len(run.running()) == 2 and run.ended is None
     assert "launch clean" in capsys.readouterr().out
@@ -237,27 +211,3 @@ def test_until_it_is_certain_clean_says_what_may_exist(ec2, begin, monkeypatch, 
     assert run.clean() == [] and 1200 <= ec2.passed_s - began_s < 1400
     assert "EC2 may list a machine until" in capsys.readouterr().out
     assert run.clean() == [] and ec2.passed_s - began_s < 1400
-
-
-def test_given_names_are_used_without_a_stack(ec2, begin):
-    stack = begin().launcher().resolved.sites[0]
-    ec2.client("cloudformation").delete_stack(StackName="baretrain")
-    with pytest.raises(InputError, match="has no stack baretrain .* launch setup"):
-        begin()
-    vpc = ec2.client().describe_vpcs()["Vpcs"][0]["VpcId"]
-    given = {"GroupName": "given", "Description": "given", "VpcId": vpc}
-    group = ec2.client().create_security_group(**given)["GroupId"]
-    assert group != stack.security_group
-    itself = [{"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group}]}]
-    ec2.client().authorize_security_group_ingress(GroupId=group, IpPermissions=itself)
-    own = ["cluster.instance_profile=machine", f"cluster.security_group={group}"]
-    with pytest.raises(InputError, match=f"security-group-egress .*--group-id {group}"):
-        begin(*own)
-    ec2.client().authorize_security_group_egress(GroupId=group, IpPermissions=itself)
-    ec2.groups.add(("us-east-1", "close"))
-    run = begin(*own, "cluster.placement_group=close")
-    assert run.launcher().run() == DONE
-    request = ec2.requests[0]
-    assert request["Placement"] == {"GroupName": "close"}
-    assert request["NetworkInterfaces"][0]["Groups"] == [group]
-    assert request["IamInstanceProfile"] == {"Name": "machine"}

@@ -177,7 +177,7 @@ def test_an_interrupted_run_resumes_on_new_machines_to_the_same_losses(
 ):
     """After a spot notice, and then after the loss of a machine."""
     hold.before(*HELD_BEFORE)
-    run = cloud("cluster.gate=false", "cluster.again=true", interruptions=("spot", "lost"))
+    run = cloud("cluster.gate=false", interruptions=("spot", "lost"))
     assert run.launcher().run() == DONE, run.says()
     lines = b"\n".join(rows(run.record.run))
     assert losses(lines) == pytest.approx(undisturbed_losses, rel=1e-5)

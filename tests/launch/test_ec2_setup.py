@@ -38,7 +38,6 @@ def test_setup_shows_what_it_would_make_then_makes_it_and_can_be_repeated(ec2, c
     assert main(WORDS) == 0
     shown = capsys.readouterr().out
     for text in (
-        "AWS::IAM::Role Role",
         "Runs = bucket/alice/",
         "baretrain-ZONE",
         "--yes makes it",
@@ -110,7 +109,7 @@ def test_machines_use_the_folders_but_neither_ec2_nor_what_decides_which_code_ru
         f"{record}/logs/a.txt",
     ):
         assert may(machine, "s3:PutObject", S3(f"bucket/{name}"))
-    files = ("job.json", "code-0.tar.gz", "config.yaml", "plan.json")
+    files = ("job.json", "code-0.tar.gz", "config.yaml")
     for name in (*files, "submissions/0001.json", "requests/0001.json"):
         place = S3(f"bucket/{record}/{name}")
         assert may(machine, "s3:GetObject", place) and may(operator, "s3:PutObject", place)

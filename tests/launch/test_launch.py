@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -13,14 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from forks import TORCHRUN, free_port, launch, run_forked, start_forked
-from running import ROOT, command, eventually, lines, run, train_overrides
+from forks import free_port, launch, run_forked, start_forked
+from running import ROOT, command, eventually, run, train_overrides
 
 from train import entry, loop
 from train.config import InputError
-from train.machine import torchrun
 from train.machine.launched import Launched, launched
-from train.machine.torchrun import die_with_torchrun
 from train.run import compose as cli
 from train.run.stopping import StoppedEarly, StopRequest
 
@@ -71,14 +68,11 @@ def test_variables_of_a_launcher(environ: dict[str, str], expected: Launched):
     ("change", "named"),
     [
         ({"RANK": None}, "WORLD_SIZE=2 without RANK"),
-        ({"RANK": "-1"}, "RANK=-1 must be a whole number from 0 to"),
         ({"RANK": "²"}, "RANK=² must be a whole number"),
         ({"RANK": "2"}, "RANK=2 must be below WORLD_SIZE=2"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 must be a whole number from 1 to"),
-        ({"WORLD_SIZE": None}, "RANK=1 without WORLD_SIZE"),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 must be below LOCAL_WORLD_SIZE=2"),
         ({"MASTER_ADDR": None}, "RANK=1 without MASTER_ADDR"),
-        ({"MASTER_PORT": None}, "RANK=1 without MASTER_PORT"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999"),
         ({"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT=x"),
     ],
@@ -138,7 +132,7 @@ def test_one_signal_ends_the_preparation_of_data(monkeypatch, capsys, tmp_path, 
 
     monkeypatch.setattr(loop, "build_task", prepare)
     monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared)])
-    assert entry.run_command_line(sys.argv[1:]) == cli.STOPPED
+    assert entry.main(sys.argv[1:]) == cli.STOPPED
     said = (
         "stopped on SIGINT before there was anything to save; the same command starts it again\n"
     )
@@ -209,57 +203,6 @@ def test_a_rank_is_asked_to_stop_when_its_launcher_is_killed(wrapper: list[str])
     for process in [torchrun, *shells]:
         process.kill()
     assert torchrun.communicate(timeout=HANG_S)[0] == "asked to stop\n"
-
-
-FINDING = "from train.machine import torchrun; print(torchrun.find_torchrun(), flush=True)"
-
-
-@pytest.mark.parametrize(
-    "wrapper", [[], ["sh", "-c", '"$0" "$@"; exit']], ids=["", "in a shell script"]
-)
-def test_torchrun_is_known_by_what_it_started_and_not_by_its_name(tmp_path, wrapper: list[str]):
-    """Rosetta and QEMU show their own name in /proc, as this copy of Python does."""
-    emulator = tmp_path / "qemu-x86_64"
-    shutil.copy(sys.executable, emulator)
-    words = [*wrapper, sys.executable, "-c", FINDING]
-    given = {"TORCHELASTIC_ERROR_FILE": f"{tmp_path}/attempt_0/0/error.json"}
-    start = f"import os, subprocess; subprocess.run({words!r}, env={{**os.environ, **{given!r}}})"
-    environ = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "PYTHONHOME": sys.base_prefix,
-        "TORCHELASTIC_RUN_ID": "x",
-    }
-    started = subprocess.Popen(
-        [str(emulator), "-S", "-c", start], env=environ, text=True, stdout=subprocess.PIPE
-    )
-    found, _ = started.communicate(timeout=HANG_S)
-    assert found.startswith(f"({started.pid}, "), found
-
-
-def test_process_1_has_adopted_a_rank_unless_it_is_torchrun_itself(monkeypatch):
-    monkeypatch.setattr(os, "getppid", lambda: 1)
-    for is_torchrun in (True, False):
-        torchrun.find_torchrun.cache_clear()
-        monkeypatch.setattr(
-            torchrun, "runs_python", lambda _, is_torchrun=is_torchrun: is_torchrun
-        )
-        assert (torchrun.find_torchrun() is not None) == is_torchrun
-    torchrun.find_torchrun.cache_clear()
-
-
-def test_a_launcher_that_has_ended_meanwhile_is_noticed():
-    code = "from train.machine.processes import end_with_parent; end_with_parent(0)"
-    assert (
-        subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode
-        == -signal.SIGTERM
-    )
-
-
-def test_without_a_launcher_nothing_is_asked_of_the_kernel(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setattr(torchrun, "end_with_parent", None)
-    die_with_torchrun()
 
 
 def runs(process: psutil.Process) -> bool:
@@ -347,21 +290,6 @@ def test_what_ends_for_good_ends_torchrun_too(
     assert "not started again" not in result.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("module", "restarts"), [("train", 3), ("compare", 0)])
-def test_a_rejection_under_torchrun_is_said_once_above_its_traceback(module, restarts):
-    words = command(["stepz=1"], ranks=2, module=module)
-    words.insert(words.index(TORCHRUN) + 1, f"--max-restarts={restarts}")
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    above, traceback, _ = done.stderr.partition("Traceback")
-    reason = "stepz is not"
-    assert (
-        done.returncode == 1
-        and traceback
-        and above.count(reason) == done.stderr.count(reason) == 1
-    ), done.stderr
-
-
 # ---- a console that fails --------------------------------------------------------------------------------------------
 
 SPEAKS = """
@@ -386,17 +314,6 @@ def test_what_is_printed_changes_no_exit_code(tmp_path: Path, kind: str):
     os.close(write)
     if kind == "good":
         assert sorted((tmp_path / "out").read_text()) == ["\n", "\n", *"x" * 100_000, "y"]
-
-
-def test_a_run_goes_on_although_nobody_hears_it(tmp_path, prepared):
-    full = Path("/dev/full")
-    process = start_forked(
-        ["train", *train_overrides(tmp_path / "run", prepared)], os.environ, out=full, err=full
-    )
-    process.join(HANG_S)
-    assert process.exitcode == 0
-    assert json.loads((tmp_path / "run/outcome.json").read_text())["outcome"] == "done"
-    assert [line["step"] for line in lines(tmp_path / "run", "train")] == [1, 2, 3, 4, 5, 6]
 
 
 # ---- processes that are left -----------------------------------------------------------------------------------------

@@ -68,7 +68,6 @@ def test_a_bundle_that_was_changed_is_not_unpacked(tmp_path):
     "changes",
     [
         {"nodes": "1"},
-        {"kind": "shell"},
         {"overrides": "rm"},
         {"id": "../x"},
         {"config_sha256": "x"},
@@ -81,7 +80,7 @@ def test_a_damaged_job_is_rejected(tmp_path, changes):
     job = plan(["cluster=local"], ["experiment=demo", "run_dir=runs/mine"])[1]
     values = {**json.loads(job.to_json()), **changes}
     record.folder.write("job.json", json.dumps(values).encode())
-    rejects("has format 1; this version reads 3" if "format" in changes else "job", record.job)
+    rejects("has format 1; this version reads 4" if "format" in changes else "job", record.job)
 
 
 def test_a_record_is_beside_the_run_and_skips_what_is_damaged(tmp_path):

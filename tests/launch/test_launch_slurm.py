@@ -65,7 +65,9 @@ def test_the_time_limit_and_a_lost_node_cost_no_step(
     hold.before(25, 45)
     began_s = time.monotonic()
     record = launch(
-        tmp_path / "run", prepared, settings=("cluster.time_limit=30", "cluster.stop_before_s=115")
+        tmp_path / "run",
+        prepared,
+        settings=('cluster.sbatch_args=["--time=30","--signal=B:USR1@115"]',),
     )
     record.wait_for_checkpoint()
     # one to two are left; Slurm looks now and then
@@ -180,28 +182,6 @@ def test_a_node_that_does_not_see_the_record_is_named(slurm, prepared, tmp_path)
         assert other.attempts[0].nodes == ["n1", "n3"]
     finally:
         slurm.exec("n2", "umount", str(parent))
-
-
-def test_a_corpus_is_prepared_in_an_array_and_merged(slurm, corpus, tmp_path):
-    of_run = ["corpus=text", f"corpus.path={corpus}", f"output={tmp_path}/data", "seq_len=32"]
-    of_run += ["tokenizer.vocab_size=120", "validation_fraction=0.25"]
-    assert main(["cluster=slurm", "prepare=true", "parts=3", "submit=true", "--", *of_run]) == DONE
-    record = LaunchedRun(f"{tmp_path}/data", S3Config())
-    assert record.ended().outcome == "done", record.logs()
-    assert (tmp_path / "data" / "manifest.json").is_file() and record.state.text.endswith(
-        "COMPLETED"
-    )
-    wrong = [
-        *of_run[:1],
-        f"corpus.path={tmp_path}/nothing",
-        f"output={tmp_path}/other",
-        *of_run[3:],
-    ]
-    assert main(["cluster=slurm", "prepare=true", "parts=2", "submit=true", "--", *wrong]) == DONE
-    other = LaunchedRun(f"{tmp_path}/other", S3Config())
-    # the merge is gone too
-    eventually(lambda: status(other).state == "refused" and not other.state.is_active)
-    assert "ended with exit code 2" in other.ended().reason
 
 
 def test_what_the_site_cannot_give_is_rejected_before_anything_is_written(

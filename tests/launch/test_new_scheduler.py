@@ -14,6 +14,7 @@ MODULE = '''
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from launch import spec
 from launch.config import ClusterConfig
@@ -23,7 +24,7 @@ QUEUE = Path("queue.json")
 
 @dataclass(kw_only=True)
 class ToyConfig(ClusterConfig):
-    kind: str = "toy"
+    kind: ClassVar[str] = "toy"
     color: str = "red"
 
 
@@ -52,7 +53,7 @@ def test_a_scheduler_from_outside_plans_submits_and_says_how_a_run_stands(tmp_pa
     for name in ("train", "conf", "launch", "ami"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     (tree / "launch/toy.py").write_text(MODULE)
-    (tree / "conf/cluster/toy.yaml").write_text("defaults: [toy_schema]\nkind: toy\n")
+    (tree / "conf/cluster/toy.yaml").write_text("defaults: [toy_schema]\n")
     path = tree / "launch/schedulers.py"
     text, line = path.read_text(), '    "local": (LocalConfig, "launch.local"),\n'
     assert text.count(line) == text.count("from launch.slurm.config import SlurmConfig\n") == 1

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from planning import node, plan
+from planning import plan
 
-from launch.node import PREFLIGHT, rendezvous
+from launch.node import PREFLIGHT
 from launch.preflight import run_preflight
 from launch.record import Job, Record
 from train.config import S3Config
@@ -47,12 +47,3 @@ def test_machines_that_fail_are_named(job, tmp_path, answers, code, says):
     assert says in reason and bool(says) == bool(reason)
     is_fit = answers == [GOOD] * 3
     assert asked == (["preflight", "collectives"] if is_fit else ["preflight"])
-
-
-def test_machines_meet_at_the_first(job, tmp_path, monkeypatch):
-    record = Record(str(tmp_path / "run"), S3Config())
-    record.write(job, plan={}, config="", bundle=b"")
-    met = [rendezvous(node(monkeypatch, record, name), is_train=False) for name in ("n1", "n2")]
-    assert [options[1] for options in met] == ["--node-rank=0", "--node-rank=1"]
-    assert {options[2] for options in met} == {"--master-addr=10.0.0.1"}
-    assert "timeout=120" in met[0][-1]

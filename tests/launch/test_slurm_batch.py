@@ -13,7 +13,6 @@ from launch.record import Record
 from launch.slurm import batch as module
 from launch.slurm.batch import Batch
 from train.config import Failure, S3Config
-from train.run.command import STOPPED
 
 
 @pytest.fixture
@@ -22,7 +21,7 @@ def batch(monkeypatch, tmp_path) -> Batch:
     monkeypatch.setattr(module, "REQUEUED_S", 0.0)  # Slurm does not end this process
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     _, job = plan(
-        ["cluster=slurm", "nodes=2", "cluster.stop_before_s=60"],
+        ["cluster=slurm", "nodes=2"],
         ["experiment=demo", "run_dir=runs/mine"],
     )
     record = Record(str(tmp_path / "run"), S3Config())
@@ -39,15 +38,14 @@ def answering(tmp_path: Path, answer: str) -> None:
     script(tmp_path / "bin" / "scontrol", f"echo \"$*\" >> '{tmp_path}/bin/said'; {answer}")
 
 
-def test_near_its_limit_a_job_comes_back_and_one_that_slurm_ends_is_left_to_slurm(batch, tmp_path):
-    answering(tmp_path, "exit 0")
-    batch.ask(signal.SIGTERM, None)
-    assert batch.train() == STOPPED and not requests(tmp_path)
-    batch.is_ending = False
-    batch.ask(signal.SIGUSR1, None)
-    with pytest.raises(Failure, match="was asked to requeue this job, but did not end it"):
-        batch.train()
-    assert requests(tmp_path) == "requeue 7\n"
+@pytest.mark.parametrize("container", [[], ["apptainer", "exec", "/fsx/train.sif"]])
+def test_an_attempt_runs_in_the_sites_container(batch, tmp_path, container):
+    batch.cluster.container = container
+    assert batch.attempt(1) == 0
+    words = (tmp_path / "bin/arguments").read_text().split("\0")
+    at = words.index(batch.job.python)
+    assert words[at - len(container) - 1 : at] == ["--label", *container]
+    assert {"--nodelist=n1,n2", "--kill-on-bad-exit=1"} <= {*words[:at]}
 
 
 def test_a_node_that_never_answers_does_not_hold_the_others(batch, monkeypatch, tmp_path):

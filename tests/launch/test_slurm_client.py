@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 from pathlib import Path
 
@@ -14,12 +13,11 @@ from planning import script
 from rejections import rejects
 from running import eventually
 
-from launch.slurm.client import Slurm, read_jobs
-from launch.slurm.scheduler import job_name
+from launch.slurm.client import Slurm, SlurmJob, read_job
 from train.config import Failure, Unreachable
 from train.storage.schema import BadContent
 
-ARRAY = "3|3_[2-9%2]|PENDING|JobArrayTaskLimit|\n5|3_1|RUNNING|None|n1\n"
+JOB = "6|RUNNING|None|n1,n2\n"
 SLEEP = "exec sleep 600"
 
 # ---- reading -------------------------------------------------------------------------------------------------------
@@ -29,34 +27,25 @@ def expand(hosts: str) -> tuple[str, ...]:
     return tuple(hosts.split(","))
 
 
-def test_the_tasks_of_an_array_are_read():
-    tasks = read_jobs(ARRAY, 3, expand)
-    read = [(task.job_id, task.array_task, task.state, task.reason, task.nodes) for task in tasks]
-    assert read == [
-        (3, "2-9", "PENDING", "JobArrayTaskLimit", ()),
-        (5, "1", "RUNNING", "", ("n1",)),
-    ]
+def test_the_line_of_a_job_is_read():
+    assert read_job(JOB, 6, expand) == SlurmJob("RUNNING", "", ("n1", "n2"))
+    waiting = read_job("6|PENDING|Resources|\n", 6, expand)
+    assert waiting == SlurmJob("PENDING", "Resources", ())
 
 
 @pytest.mark.parametrize(
-    "line", ["7|7|RUNNING|None|n1", "6|6|RUNNING|None", "6|6|run|None|n1", "slurm_load_jobs error"]
+    "text",
+    [f"{JOB}{JOB}", "7|RUNNING|None|n1\n", "6|RUNNING|None\n", "6|run|None|n1\n", "error\n"],
 )
-def test_a_line_that_is_not_of_the_job_is_rejected(line):
-    rejects(
-        "job 6 cannot be read",
-        read_jobs,
-        f"6|6|RUNNING|None|n1\n{line}\n",
-        6,
-        expand,
-        error=BadContent,
-    )
+def test_a_line_that_is_not_of_the_job_is_rejected(text):
+    rejects("job 6 cannot be read", read_job, text, 6, expand, error=BadContent)
 
 
 texts = st.one_of(
     st.text(),
     st.builds(
-        lambda at, text: ARRAY[:at] + text + ARRAY[at + 3 :],
-        st.integers(0, len(ARRAY)),
+        lambda at, text: JOB[:at] + text + JOB[at + 3 :],
+        st.integers(0, len(JOB)),
         st.text(max_size=5),
     ),
 )
@@ -66,15 +55,9 @@ texts = st.one_of(
 @given(texts)
 def test_damaged_output_is_rejected_or_read_never_a_traceback(text: str):
     try:
-        read_jobs(text, 3, expand)
+        read_job(text, 6, expand)
     except BadContent as error:
         assert "\n" not in str(error)
-
-
-def test_job_names_say_which_run():
-    assert re.fullmatch("run-[0-9a-f]{8}", job_name("/\u2028"))
-    assert re.fullmatch("albert-v1-[0-9a-f]{8}", job_name("s3://bucket/runs/albert v1"))
-    assert job_name("a/run") != job_name("b/run")
 
 
 def test_a_command_that_hangs_is_ended(monkeypatch):
@@ -106,9 +89,8 @@ def sleeps(folder: Path, *options: str) -> int:
 
 
 def job_of(job_id):
-    assert Slurm().tasks(job_id, "another") == []  # a forged handle
-    (job,) = Slurm().tasks(job_id, "job.sh")
-    return job
+    assert Slurm().job(job_id, "another") is None  # a forged handle
+    return Slurm().job(job_id, "job.sh")
 
 
 def test_variables_of_the_environment_add_no_options(slurm, tmp_path, monkeypatch):
@@ -118,7 +100,7 @@ def test_variables_of_the_environment_add_no_options(slurm, tmp_path, monkeypatc
         "SLURM_TIME_FORMAT": "relative",
     }.items():
         monkeypatch.setenv(name, value)
-    assert job_of(sleeps(tmp_path)).array_task is None
+    assert job_of(sleeps(tmp_path)).state in ("PENDING", "RUNNING")
 
 
 @pytest.mark.parametrize(
@@ -152,4 +134,4 @@ def test_while_slurmctld_is_away_commands_say_so_and_jobs_go_on(slurm, tmp_path)
     assert job_of(job_id).state == "RUNNING"
     slurm.stop_controller()
     slurm.start_controller(forget=True)
-    assert Slurm().tasks(job_id, "job.sh") == []
+    assert Slurm().job(job_id, "job.sh") is None

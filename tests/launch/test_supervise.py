@@ -24,7 +24,7 @@ from train.config import InputError, Unreachable, check
 from train.run.command import REJECTED
 from train.run_folder.outcome import STOP_FILE, Outcome, write_outcome
 
-CLUSTER = SlurmConfig(attempts=5)
+CLUSTER = SlurmConfig()
 LIMIT = "the time limit is near"
 SUBMISSION = Submission(2, "fake", 1, 0.0)
 
@@ -84,27 +84,11 @@ def test_what_follows_an_attempt(attempt, options, expected):
 @pytest.mark.parametrize("kind", ["failed", "stopped"])
 @pytest.mark.parametrize(
     ("limit", "attempts"),
-    [("cluster.attempts", [tried(saved=True)] * 5), ("nothing new", [tried()] * 2)],
+    [("20 attempts failed", [tried(saved=True)] * 20), ("nothing new", [tried()] * 2)],
 )
 def test_a_job_gives_up(kind, limit, attempts):
     decision = decided(kind, history=history(*attempts), asked=LIMIT)
     assert (decision.next, decision.outcome) == ("end", "failed") and limit in decision.reason
-
-
-@pytest.mark.parametrize(
-    ("attempts", "faults", "idle"),
-    [
-        ([tried(submission=1), tried(saved=True), tried(), tried()], 3, 2),  # of this submission
-        ([tried(saved=True), tried(), tried(saved=True)], 3, 0),
-        # A chain of time limits, each with something new.
-        ([tried("stopped", saved=True)] * 30, 0, 0),
-        ([tried(), tried(never_began=True)], 2, 1),  # which says nothing of the run
-        ([tried(), tried(ended_unix_s=None)], 1, 1),  # the last one still runs
-    ],
-)
-def test_attempts_of_a_submission_are_counted(attempts, faults, idle):
-    seen = history(*attempts)
-    assert (seen.faults, seen.idle, seen.is_stop_asked) == (faults, idle, False)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ NATIVE = """if True:
         end_step(self, *args, **options)
         print("NATIVE", len(os.listdir("/proc/self/task")) - threading.active_count(), torch.get_num_threads())
     loop.Recorder.end_step = count
-    raise SystemExit(entry.run_command_line(sys.argv[1:]))
+    raise SystemExit(entry.main(sys.argv[1:]))
 """
 SAVING = ["backend=ddp", "checkpoint.every=1", "eval_every=2", "max_steps=4", "data.num_workers=1"]
 LARGE = "model.intermediate_size=2048"  # tensors that are worth a team

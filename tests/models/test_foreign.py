@@ -2,7 +2,6 @@
 
 import ast
 import base64
-import datetime
 import io
 import json
 import os
@@ -36,7 +35,6 @@ from train.config import (
     RecordsConfig,
     S3Config,
     TrainConfig,
-    XLAConfig,
     flat,
     to_dict,
 )
@@ -446,14 +444,6 @@ def test_of_labelled_rows_only_the_form_is_taken_over(tmp_path):
     assert data == RecordsConfig(path="", delimiter=";", labels=["a", "b"], columns=columns)
 
 
-def test_the_settings_of_a_saved_backend_are_those_of_its_name(tmp_path):
-    def through_xla(config):
-        config["backend"].update(name="xla", precision="bf16_master")
-
-    backend = read_config(LocalFolder(foreign_run(tmp_path / "run", through_xla))).backend
-    assert isinstance(backend, XLAConfig) and backend.precision == "bf16_master"
-
-
 OBJECT = "!!python/object/apply:os.system [x]"
 NO_CONFIGURATION = [
     "",
@@ -506,12 +496,6 @@ def test_credentials_in_an_endpoint_are_rejected_and_not_repeated(endpoint, monk
     ) as rejected:  # by botocore, if it cannot even be read as an address
         S3Folder("s3://bucket/prefix", S3Config(region="us-east-1"))
     assert "hunter2" not in str(rejected.value)
-
-
-@pytest.mark.parametrize("endpoint", ["host:9000", "ftp://host", "http://host:99999"])
-def test_an_endpoint_that_is_no_address_is_rejected(endpoint):
-    with pytest.raises(InputError, match="must be a server's address"):
-        S3Config(endpoint=endpoint)
 
 
 def test_credentials_in_a_location_are_rejected_and_not_repeated():
@@ -753,18 +737,6 @@ def test_a_schema_that_describes_its_columns_wrongly_is_one_line(tmp_path, descr
     table = pa.table({"a": ["x"]}).replace_schema_metadata({"huggingface": described_as})
     parquet.write_table(table, tmp_path / "a.parquet")
     rejects("cannot be read as Parquet", parquet_table, tmp_path / "a.parquet", "a.parquet", ["a"])
-
-
-def test_what_columns_usually_are_is_read(described):
-    classes = datasets.ClassLabel(names=["a", "b"])
-    types = {"text": datasets.Value("string"), "label": classes, "tags": datasets.List(classes)}
-    types["more"] = {"x": datasets.Value("date32")}
-    day = {"x": datetime.date(2026, 1, 2)}
-    rows = {"text": ["ours"], "label": [1], "tags": [[0]], "more": [day]}
-    folder = described(data_files="a.parquet")
-    made = datasets.Dataset.from_dict(rows, features=datasets.Features(types))
-    made.to_parquet(folder / "a.parquet")
-    assert rows_of(folder) == documents_of(folder) == ["ours"]
 
 
 def test_objects_whose_names_lead_out_of_a_folder_are_left_out(bucket, caplog):

@@ -101,7 +101,6 @@ PUBLISHED = {
 }
 OWN_SIZES = {  # in transformers' names
     "big_bird": {"block_size": 4},  # with more than 44 tokens its attention is sparse
-    "funnel": {"block_sizes": [1, 1], "num_decoder_layers": 1, "d_head": 8},
     "longformer": {"attention_window": [16, 16]},
     "luke": {"entity_vocab_size": 9},
     "modernbert": {"local_attention": 16},
@@ -114,11 +113,6 @@ def save_small(architecture, folder):
     """Write a model of a few layers, as it could be published."""
     defaults = AutoConfig.for_model(architecture)
     given = {name: value for name, value in PUBLISHED.items() if hasattr(defaults, name)}
-    given = {
-        name: value
-        for name, value in given.items()
-        if name != "num_hidden_layers" or architecture != "funnel"
-    }
     config = AutoConfig.for_model(architecture, **{**given, **OWN_SIZES.get(architecture, {})})
     torch.manual_seed(0)
     model = AutoModelForTokenClassification.from_config(config)
@@ -141,21 +135,8 @@ def state_of(model):
         (name, key): value if isinstance(value, plain) else type(value)
         for name, module in model.named_modules()
         for key, value in [*vars(module).items(), *module._modules.items()]
-        if key != "seq_len"  # Funnel's positions of the last batch; it makes them anew for each
     }
     return numbers, values
-
-
-def test_an_xmod_reads_the_language_that_its_configuration_names():
-    config = AutoConfig.for_model("xmod", languages=["en_XX", "de_DE"])
-    rejects(
-        'write "default_language": "en_XX" there, or another of en_XX, de_DE',
-        encoder.choose_language,
-        config,
-    )
-    config.default_language = "de_DE"
-    encoder.choose_language(config)
-    build("label", sizes("xmod"))(*batch())  # by default it has one
 
 
 @pytest.mark.parametrize("architecture", ENCODERS.split())
@@ -297,15 +278,6 @@ def test_on_xla_batches_with_and_without_padding_are_one_graph(architecture, pre
                 result[1][name].float(), gradient, rtol=tolerance, atol=atol
             )
     assert compiled == [True, False]
-
-
-def test_continued_pretraining_says_that_it_drops_the_pooler_and_has_dropout(labelled_folder, log):
-    model = build_masked_lm(
-        ModelConfig(pretrained=str(labelled_folder)), vocab_size=V, pad_id=PAD, seq_len=S
-    )
-    # transformers' from_pretrained returns it without
-    assert all(module.training for module in model.modules())
-    assert log.messages[0].endswith("not used by this model: bert.pooler.dense, classifier)")
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -496,19 +468,6 @@ def test_sizes_that_do_not_fit_are_rejected(encoder_folder):
     given, settings = ModelConfig(pretrained=str(encoder_folder)), {"vocab_size": V, "pad_id": PAD}
     rejects(
         "positions; set seq_len=40 or less", encoder.fitting_config, given, **settings, seq_len=41
-    )
-
-
-@pytest.mark.parametrize("architecture", COUNTS_BEHIND_PADDING)
-def test_a_model_reads_as_many_tokens_as_it_is_said_to(architecture, monkeypatch):
-    build("label", sizes(architecture, max_positions=S + PAD + 1))(*batch())
-    # as of an architecture that says nothing
-    monkeypatch.setattr(encoder, "most_positions", lambda _: None)
-    rejects(
-        f"cannot read a row of seq_len={S} tokens: .*index",
-        build,
-        "label",
-        sizes(architecture, max_positions=S),
     )
 
 

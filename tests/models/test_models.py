@@ -7,7 +7,7 @@ from transformers import AutoModelForMaskedLM
 from transformers.activations import ACT2FN
 
 from train.config import HeadSize, ModelConfig
-from train.models.encoder import build_masked_lm, model_config, states_at
+from train.models.encoder import build_masked_lm, states_at
 
 S, P, V = 24, 5, 101
 COMMON = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_positions": 40}
@@ -107,12 +107,3 @@ def test_flops_are_those_that_torch_counts(architecture):
     formula = model.train_flops(HeadSize(predictions=P), S)
     # The embedding needs no gradient for its input, nor does what follows it: the count is a little below 3 x forward.
     assert counter.get_total_flops() == pytest.approx(formula, rel=0.02)
-
-
-def test_special_tokens_outside_of_the_vocabulary_are_left_out():
-    """transformers warns of each: they are those of the architecture's own tokenizer."""
-    assert [
-        build(name).network.config.eos_token_id for name in ("modernbert", "albert", "bert")
-    ] == [None, 3, None]
-    whole = ModelConfig(architecture="modernbert", **COMMON, vocab_size=50368)
-    assert model_config(whole, vocab_size=V, pad_id=0).eos_token_id == 50282

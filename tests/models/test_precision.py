@@ -202,26 +202,6 @@ def test_auto_is_what_the_gpu_multiplies_natively(cuda, capability, chosen):
     assert DDP(BackendConfig(device="cpu")).precision != "fp16"
 
 
-def test_tf32_is_for_those_who_name_it_and_rejected_where_there_is_none(cuda):
-    for precision, products in (("tf32", "high"), ("fp32", "highest")):
-        torch.set_float32_matmul_precision("medium")
-        backend = DDP(BackendConfig(device="cuda", precision=precision))
-        assert torch.get_float32_matmul_precision() == products
-        with backend.autocast():
-            assert not torch.is_autocast_enabled("cuda")
-    rejects(
-        r"precision=tf32 needs .* and this is a CPU; set",
-        DDP,
-        BackendConfig(device="cpu", precision="tf32"),
-    )
-    cuda.capability = (7, 5)
-    rejects(
-        r"and this one has 7\.5; set backend\.precision=fp32",
-        DDP,
-        BackendConfig(device="cuda", precision="tf32"),
-    )
-
-
 def test_deterministic_kernels_are_for_one_run_on_a_gpu(cuda):
     backend = DDP(BackendConfig(device="cuda", deterministic=True))
     assert torch.are_deterministic_algorithms_enabled()

@@ -8,7 +8,7 @@ import pytest
 
 from train.observe.metrics import slowest
 from train.run import goodput
-from train.run.goodput import newest_saved, suggested_interval_s
+from train.run.goodput import newest_saved
 from train.run_folder.ownership import own_lease
 from train.run_folder.run_folder import RunFolder
 from train.storage.folders import LocalFolder
@@ -74,39 +74,6 @@ def test_only_the_last_attempt_counts_and_nothing_of_this_one(metrics):
     assert (lost.steps, lost.last_sign_unix_s) == (5, 100.0)
 
 
-def test_facts_count_faults_and_nothing_else(metrics):
-    alarm = {"kind": "fault", "step": 31, "reason": "slow"}
-    summary = {"kind": "summary", "step": 40, "steps_lost": 20, "recover_s": 9.0}
-    run = metrics(
-        trained(10), RECOVERY, alarm, summary, {**RECOVERY, "steps_lost": 1, "recover_s": 2.0}
-    )
-    facts = goodput.facts(
-        run, wall_s=800.0, stall_s=0.5, save_s=3.0, step_s=2.0, max_loss_s=1800.0
-    )
-    assert (facts["faults"], facts["steps_lost"], facts["recover_s"], facts["mttf_s"]) == (
-        2,
-        21,
-        11.0,
-        400.0,
-    )
-    assert facts["suggested_interval_s"] == pytest.approx(20.0) and facts["suggested_every"] == 10
-
-
-@pytest.mark.parametrize(
-    ("mttf_s", "max_loss_s", "save_s", "interval_s"),
-    [
-        (400.0, 1800.0, 0.0, 20.0),
-        (400.0, 15.0, 0.0, 15.0),
-        (400.0, 1800.0, 60.0, 60.0),
-        (None, 1800.0, 0.0, 1800.0),
-    ],
-)
-def test_the_interval_is_bounded_by_what_may_be_lost_and_by_what_a_save_takes(
-    mttf_s, max_loss_s, save_s, interval_s
-):
-    assert suggested_interval_s(0.5, mttf_s, max_loss_s=max_loss_s, save_s=save_s) == interval_s
-
-
 @pytest.mark.parametrize(("ago_s", "wanted_s"), [(3600, 3600), (-30, 5), (None, 0)])
 def test_a_run_is_as_old_as_the_clock_says_and_no_younger_than_its_attempt(
     tmp_path, ago_s, wanted_s
@@ -120,17 +87,12 @@ def test_a_run_is_as_old_as_the_clock_says_and_no_younger_than_its_attempt(
 
 
 @pytest.mark.parametrize("first", [1000.0, 1.7e9, 4e9])
-def test_a_clock_that_was_wrong_leaves_the_goodput_and_the_time_between_faults_open(
-    tmp_path, metrics, first
-):
+def test_a_clock_that_was_wrong_leaves_the_goodput_open(tmp_path, first):
     """1970, a year before there was this program, or the future."""
     folder = RunFolder(str(tmp_path / "clock"))
     folder.environment.parent.mkdir()
     folder.environment.write_text(json.dumps({"first_started_unix_s": first}))
     assert folder.run_s() is None
-    run = metrics(trained(10), RECOVERY)
-    facts = goodput.facts(run, wall_s=None, stall_s=0.5, save_s=3.0, step_s=2.0, max_loss_s=1800.0)
-    assert facts["wall_s"] is facts["mttf_s"] is None and facts["suggested_interval_s"] == 1800.0
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ PIPELINE = [
 AGAIN = "backend.activation_checkpointing=true"
 ALBERT: list[str] = []  # one layer that is applied twice, and a head that is tied to the embedding
 BERT = ["model.architecture=bert", "model.embedding_size=null"]  # a layer for each depth
-LAMB = ["optim=lamb", "optim.lr=1e-2", "optim.layer_decay=0.8"]
+LAMB = ["optim=lamb", "optim.lr=1e-2"]
 MODELS = {"albert": ALBERT, "bert": BERT, "lamb": [*BERT, *LAMB]}
 SPLITS = {
     "albert": ("albert", 2, [FSDP, "micro_batch_size=2"]),
@@ -204,7 +204,6 @@ TWEETS += [
     "micro_batch_size=3",
     "optim.lr=1e-3",
     "optim.head_lr=1e-2",
-    "optim.layer_decay=0.5",
     "model.freeze_layers=1",
     *BERT,
 ]

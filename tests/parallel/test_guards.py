@@ -90,7 +90,7 @@ def train(monkeypatch, capfd, tmp_path, prepared):
         monkeypatch.setattr(
             sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared, *overrides)]
         )
-        code = entry.run_command_line(sys.argv[1:])
+        code = entry.main(sys.argv[1:])
         return code, capfd.readouterr().err.splitlines()
 
     return call
@@ -472,7 +472,7 @@ def bad_evaluation(*arguments):
 
     MaskedRows.draw = drawn
     sys.argv[1:] = arguments
-    sys.exit(entry.run_command_line(sys.argv[1:]))
+    sys.exit(entry.main(sys.argv[1:]))
 
 
 PROGRAMS = {"ranks": rank_of_two, "evaluation": bad_evaluation}

@@ -1,22 +1,15 @@
-import re
-
 import numpy as np
 import pytest
 import torch
 from rejections import rejects
-from transformers import AutoConfig, AutoModelForMaskedLM
 
 from train.config import InputError, OptimConfig, Plan
-from train.models.network import Network
 from train.parallel.optim import (
     build_optimizer,
     learning_rate,
     load_state,
-    parameter_groups,
-    roles,
     set_learning_rate,
 )
-from train.storage.model_folder import ENCODERS
 
 
 def plan(total=100, warmup=10):
@@ -240,31 +233,3 @@ def test_a_state_of_other_frozen_parts_is_rejected():
         frozen,
         state,
     )
-
-
-@pytest.mark.parametrize("name", ENCODERS.split())
-def test_with_layer_decay_each_layer_learns_slower_than_the_next_and_numbers_stay(name):
-    """In all architectures: those whose layers are not told apart are rejected."""
-    with torch.device("meta"):
-        config = AutoConfig.for_model(name)
-        depth = config.num_hidden_layers
-        model = Network(AutoModelForMaskedLM.from_config(config))
-    cfg = OptimConfig(lr=1.0, layer_decay=0.5)
-    if name in ("albert", "funnel"):
-        words = "share their weights" if name == "albert" else "are not known"
-        rejects(f"optim.layer_decay: the layers of {name} {words}", roles, cfg, model)
-        return
-    groups = parameter_groups(cfg, model.parameters(), **roles(cfg, model))
-    factors = {weight: group["lr_factor"] for group in groups for weight in group["params"]}
-    plain = parameter_groups(OptimConfig(), model.parameters(), model.head_parameters())
-    assert list(map(id, factors)) == [id(weight) for group in plain for weight in group["params"]]
-    assert len(factors) == len(list(model.parameters()))
-    base = model.network.base_model
-    assert factors[base.get_input_embeddings().weight] == 0.5 ** (depth + 1)
-    assert {factors[weight] for weight in model.head_parameters()} <= {1.0}
-    found = {}
-    for parameter, weight in base.named_parameters():
-        numbers = re.findall(r"\.(\d+)\.", parameter)
-        if numbers:  # the first is the layer's
-            found.setdefault(int(numbers[0]), set()).add(factors[weight])
-    assert found == {layer: {0.5 ** (depth - layer)} for layer in range(depth)}

@@ -12,7 +12,6 @@ from typing import Any
 import datasets
 import numpy as np
 import pandas
-import pyarrow
 import pytest
 from finetuning import tuning
 from forks import DEVICE, Forked
@@ -125,7 +124,6 @@ KINDS = {
     "a data frame": (FRAME, ROWS),
     "rows of numpy": ([{"text": np.str_("so good"), "n": np.int64(1)}], ROWS[:1]),
     "a data set": (datasets.Dataset.from_list(ROWS), ROWS),
-    "a table of arrow": (pyarrow.Table.from_pylist(ROWS), ROWS),
     "a time": (
         [{"at": datetime.date(2024, 1, 5), 3: np.array([1, 2])}],
         [{"at": "2024-01-05", "3": [1, 2]}],
@@ -148,9 +146,9 @@ def test_rows_of_any_kind_are_the_same_rows(given: Any, rows: list[Any]) -> None
     [
         (7, "^rows are of type int: give texts, or mappings"),
         (None, "^rows are of type NoneType: "),
-        (b"so good", "^rows are of type bytes: "),
+        (b"so good", "^row 1 is of type int: "),
         ({"so good"}, "^rows are of type set: "),
-        (np.array([["a", "b"]]), "^rows are of type ndarray: "),
+        (np.array([["a", "b"]]), "^row 1 is of type ndarray: "),
         (["so good", float("nan")], "^row 2 is of type float: "),
         ([["so", "good"]], "^row 1 is of type list: "),
         (
@@ -190,7 +188,7 @@ def test_no_value_is_read_as_a_flag_that_runs_a_file(
 ) -> None:
     (tmp_path / "evil.py").write_text("open('executed', 'w')")
     rejects(
-        r"^'--import=\./evil.py' begins with '-'|^options has '--import",
+        r"^'--import.*' begins with '-'",
         call,
         "--import=./evil.py",
     )

@@ -23,9 +23,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rejections import rejects
 
-from train import entry, loop
+from train import entry
 from train.config import InputError, PrepareConfig, TrainConfig
 from train.machine import host
+from train.run import attempt as run_attempt
 from train.run import compose as cli
 from train.storage.folders import local_path
 from train.tools import checkpoints, doctor, precompile, predict, prepare, records, shards
@@ -35,7 +36,7 @@ from train.tools import report as report_command
 from train.tools.bench import command as bench_command
 
 MAINS = {
-    "train": entry.run_command_line,
+    "train": entry.main,
     "prepare": prepare.main,
     "records": records.main,
     "report": report_command.main,
@@ -174,7 +175,6 @@ VALUES = [
         "optim.decay_from_start=true is not for optim.schedule=wsd",
     ),
     ([*WSD, "optim.decay_fraction=0.5"], "optim.warmup_steps=4 lasts beyond step 3 of 6"),
-    ("optim.layer_decay=0.9", "the layers of albert share their weights"),
     ("best.export=true", "checkpoint.best=true"),
     ("best.metric=f2", "best.metric=f2"),
     ("samples=33", "samples=33 must be"),
@@ -502,7 +502,7 @@ def places(
     finished_run.write(tmp_path / "run")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(loop, "open_backend", opened_a_device)
+    monkeypatch.setattr(run_attempt, "open_backend", opened_a_device)
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # of this process
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path / "cache"))

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ from running import ROOT
 from test_bad_inputs import MAINS
 
 import train
-from train.config import Failure, InputError, TrainConfig, Unreachable
+from train.config import Failure, InputError, Unreachable
 from train.machine.torchrun import first_to
 from train.run.command import DONE, FAILED, INTERRUPTED, REJECTED, UNREAD, guarded
-from train.run.help import comments, explained_field, shown_default
 
 
 def shown(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -53,21 +51,6 @@ def test_help_explains_the_most_used_settings_and_lists_the_groups(command, caps
     assert len(settings) > 12
     unexplained = [line for line in settings if line[2] != " " and len(line.split(None, 1)) < 2]
     assert not unexplained
-
-
-@dataclass
-class Sample:
-    # at the end, and below
-    beside: int = 1
-    bare: int = 3
-
-    def method(self) -> None: ...  # not a setting's
-
-
-def test_comments_of_settings_are_read_from_the_source():
-    assert comments(Sample) == {"beside": "at the end, and below", "bare": ""}
-    item, comment = explained_field(TrainConfig, "data.path")
-    assert shown_default(item) == "..." and "s3://" in comment
 
 
 def raises(error: BaseException):
@@ -122,12 +105,6 @@ def test_a_rank_that_fails_later_waits_until_the_first_has_reported(tmp_path, mo
         assert not codes  # once one rank has exited, torchrun ends the others
     later.join()
     assert codes == [REJECTED] and not capsys.readouterr().err
-
-
-def test_the_whole_configuration_is_printed_with_what_is_missing(capsys):
-    assert MAINS["train"](["--cfg", "job", "seed=7"]) == DONE
-    text = capsys.readouterr().out
-    assert "run_dir: ???" in text and "seed: 7" in text and "hydra" not in text
 
 
 def start(
@@ -202,12 +179,6 @@ def test_a_run_needs_no_asserts_no_home_and_no_folder_of_its_own(prepared, tmp_p
         and err.startswith("error: task.kind=qa")
         and err.count("\n") == 1
     )
-
-
-def test_a_group_of_which_there_may_be_none_takes_null(capsys):
-    assert MAINS["train"](["experiment=null", "--cfg", "job"]) == DONE
-    assert MAINS["train"](["experiment=null"]) == REJECTED
-    assert "run_dir is not set" in capsys.readouterr().err
 
 
 SECRETS = [

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -95,31 +94,12 @@ def test_evaluation_uses_every_validation_sequence_once(finished, prepared, tmp_
 
 def test_known_peaks_and_prices_give_mfu_and_cost(tmp_path, prepared):
     known = ["instance.device_tflops_fp32=0.5", "instance.usd_per_hour=36", "export=false"]
-    began_s = time.monotonic()
-    assert run(train_overrides(tmp_path / "run", prepared, *known, "max_steps=2")).returncode == 0
-    first_s = time.monotonic() - began_s
-    assert run(train_overrides(tmp_path / "run", prepared, *known)).returncode == 0
-    both_s = time.monotonic() - began_s
+    for steps in ("max_steps=2", "max_steps=6"):
+        train_here(tmp_path / "run", prepared, *known, steps)
     first, second = lines(tmp_path / "run", "summary")
-
-    def from_first_step_s(attempt):
-        """Until the summary, with evaluations."""
-        line = next(
-            line
-            for line in lines(tmp_path / "run", "train")
-            if line["attempt"] == attempt["attempt"]
-        )
-        return attempt["time_unix_s"] - (line["time_unix_s"] - line["train_s"])
-
-    assert from_first_step_s(first) < 100 * first["cost_usd"] < first_s, "with the start"
-    own_s = 100 * (second["cost_usd"] - first["cost_usd"])
-    assert from_first_step_s(second) < own_s < both_s - first_s, (
-        "with the start, and without the pause between them"
-    )
-    assert 0 < second["mfu"] < 1
     line = lines(tmp_path / "run", "train")[-1]
-    assert line["mfu"] > 0 and line["cost_usd"] <= second["cost_usd"]
-    assert 0 < lines(tmp_path / "run", "eval")[0]["cost_usd"] <= first["cost_usd"]
+    assert 0 < first["cost_usd"] < line["cost_usd"] <= second["cost_usd"]
+    assert 0 < second["mfu"] < 1 and line["mfu"] > 0
 
 
 def test_a_pretrained_model_goes_on_where_it_was(finished, tmp_path, prepared):

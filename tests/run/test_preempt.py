@@ -16,11 +16,10 @@ import pytest
 from forks import launch, start_changed, start_forked
 from rejections import rejects
 from running import ROOT, eventually, lines, outcome, train_overrides
-from services.fake_imds import EVENTS, SPOT, TOKEN, FakeIMDS
+from services.fake_imds import SPOT, TOKEN, FakeIMDS
 
 from train.config import InputError, PreemptConfig, Unreachable
 from train.machine import metadata
-from train.machine.metadata import Metadata
 from train.run import stopping
 from train.run.stopping import Notices, StopRequest
 
@@ -75,8 +74,8 @@ def watching(
 
 def more_rounds(imds: FakeIMDS) -> None:
     """Until the service was asked for all it has three times more."""
-    before = len(imds.seen(EVENTS))
-    eventually(lambda: len(imds.seen(EVENTS)) >= before + 3)
+    before = len(imds.seen(SPOT))
+    eventually(lambda: len(imds.seen(SPOT)) >= before + 3)
 
 
 # ---- the request itself --------------------------------------------------------------------------------------------
@@ -121,7 +120,6 @@ def test_a_notice_that_comes_ends_the_run_also_if_the_token_was_forgotten(
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    imds.say(EVENTS, [])
     with watching(stop):
         more_rounds(imds)
         assert stop.reason is None
@@ -133,79 +131,7 @@ def test_a_notice_that_comes_ends_the_run_also_if_the_token_was_forgotten(
     assert len(imds.seen(TOKEN, "PUT")) == 2 and warnings() == []
 
 
-def event(code: str, state: str = "active") -> dict[str, str]:
-    return {
-        "NotBefore": "20 Nov 2026 08:10:00 GMT",
-        "Code": code,
-        "EventId": "instance-event-0d59",
-        "State": state,
-    }
-
-
-NEAR = timedelta(minutes=7)  # two minutes and the minute of a save before the event
-STOPS = [event("instance-reboot"), event("instance-stop")]
-MENDED = [
-    event("system-reboot"),
-    event("system-maintenance"),
-    event("instance-stop", state="canceled"),
-]
-
-
-@pytest.mark.parametrize(
-    ("path", "said", "later", "kind", "words"),
-    [
-        (
-            SPOT,
-            SPOT_NOTICE,
-            NEAR,
-            "spot_notice",
-            "EC2 spot notice: terminate at 2026-11-20T08:22:00Z",
-        ),
-        (EVENTS, STOPS, NEAR - timedelta(seconds=1), "", None),
-        (
-            EVENTS,
-            STOPS,
-            NEAR,
-            "scheduled_event",
-            "EC2 scheduled event: instance-stop at 2026-11-20T08:10:00Z",
-        ),
-        (
-            EVENTS,
-            [event("instance-retirement")],
-            NEAR,
-            "scheduled_event",
-            "EC2 scheduled event: instance-r",
-        ),
-        (EVENTS, MENDED, 3 * NEAR, "", None),
-    ],
-)
-def test_what_a_notice_asks_for(stop, wall_clock, monkeypatch, path, said, later, kind, words):
-    monkeypatch.setattr(Metadata, "get", lambda _, name: said if path.endswith(name) else None)
-    monkeypatch.setattr(stopping, "is_ec2_machine", lambda: True)
-    stop.save_s, wall_clock.now = 60, NOW + later
-    watching(stop).look_at_metadata()
-    assert stop.kind == kind
-    assert words is None if stop.reason is None else stop.reason.startswith(words)
-
-
-# ---- the metadata service ------------------------------------------------------------------------------------------
-
-
 # ---- whether the service is asked ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("environ", "on_ec2", "expected"),
-    [
-        ({}, False, False),
-        ({}, True, True),
-        ({"AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://127.0.0.1:1338"}, False, True),
-        ({"AWS_EC2_METADATA_DISABLED": "True"}, True, False),
-    ],
-)
-def test_where_the_metadata_is_asked(monkeypatch, environ, on_ec2, expected):
-    monkeypatch.setattr(stopping, "is_ec2_machine", lambda: on_ec2)
-    assert stopping.watches_metadata(environ) is expected
 
 
 # ---- the file and the ends that are known --------------------------------------------------------------------------

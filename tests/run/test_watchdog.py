@@ -149,9 +149,8 @@ def test_a_hang_that_holds_the_gil_dumps_its_stacks_to_standard_error(start: Sta
     [
         ("dog.phase('data', step=7)", "hang()"),
         ("dog.phase('step', step=6)", "hold_the_gil()"),
-        ("dog.phase('load')", "os.kill(os.getpid(), 19)"),
     ],
-    ids=["in its data", "with the GIL held", "stopped"],
+    ids=["in its data", "with the GIL held"],
 )
 def test_the_rank_that_is_least_advanced_is_named(
     start: Start, run_dir: Path, behind: str, how: str
@@ -159,10 +158,9 @@ def test_the_rank_that_is_least_advanced_is_named(
     """It has not the oldest heartbeat: the other one has waited for it for longer."""
     waits = "join()\ndog.phase('data', step=7)\ndog.phase('step', step=7)\nhang()"
     ranks = start(waits, f"join()\ntime.sleep(0.2)\n{behind}\n{how}", step_s=2.0)
-    assert codes(ranks) == [1, -signal.SIGKILL if "19" in how else 1]
+    assert codes(ranks) == [1, 1]
     reason = outcome(run_dir)["reason"]
     assert reason.startswith("stuck: rank 1 has been in '" + behind.split("'")[1])
-    assert ("; rank 1 is stopped (SIGSTOP) and was killed; stacks" in reason) == ("19" in how)
     assert "in hang" in (run_dir / "log/stacks_rank_0000.txt").read_text()
 
 

@@ -403,7 +403,7 @@ def test_an_s3_that_cannot_be_used_is_reported_in_one_line(
     arguments = train_overrides(bucket.location("run"), prepared, *bucket.overrides())
     monkeypatch.setattr(entry.logger, "handlers", [])
     monkeypatch.setattr(entry.logger, "propagate", False)  # as in a process that has not begun
-    assert entry.run_command_line(arguments) == code
+    assert entry.main(arguments) == code
     err = capsys.readouterr().err
     assert re.fullmatch(f"(starting [^\n]*\n)?(waiting for S3: [^\n]*\n)?{words}[^\n]*\n", err), (
         err

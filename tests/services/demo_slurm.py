@@ -38,8 +38,8 @@ def main(run_dir: str, *settings: str) -> int:
                 *settings,
                 f"run_dir={run_dir}",
             )
-            step("-m", "launch", "status", run_dir, "--watch", "2")
-            step("-m", "launch", "logs", run_dir, "--lines", "5")
+            step("-m", "launch", "logs", run_dir, "--follow")
+            step("-m", "launch", "status", run_dir)
     step("-m", "train", "report", run_dir)
     return 0 if '"outcome": "done"' in (Path(run_dir) / OUTCOME).read_text() else 1
 

@@ -41,7 +41,6 @@ class FakeEc2:
     hides_s: float = 0.0  # after which a new machine is listed
     passed_s: float = 0.0  # of a time that does not wait, see `now`
     groups: set[tuple[str, str]] = field(default_factory=set)  # placement groups: region and name
-    dry_run_error: str = ""  # an error
     # request and answer
     tokens: dict[str, tuple[dict[str, Any], Any]] = field(default_factory=dict)
     hidden: dict[str, float] = field(default_factory=dict)  # machine: when it is listed
@@ -154,11 +153,7 @@ def run_instances(fake: FakeEc2, response: Any, usual: Any) -> Any:
             )
         return answer
     subnet = given["NetworkInterfaces"][0]["SubnetId"] if "NetworkInterfaces" in given else None
-    if given.get("DryRun") and fake.dry_run_error:
-        raise EC2ClientError(
-            fake.dry_run_error, "You are not authorized to perform this operation."
-        )
-    if not given.get("DryRun") and subnet in fake.without:
+    if subnet in fake.without:
         raise EC2ClientError(fake.without[subnet], "We do not have sufficient capacity.")
     group = given.get("Placement", {}).get("GroupName")
     if group is not None and (response.region, group) not in fake.groups:

@@ -18,7 +18,6 @@ from services.process import HttpService
 
 TOKEN = "/latest/api/token"
 SPOT = "/latest/meta-data/spot/instance-action"
-EVENTS = "/latest/meta-data/events/maintenance/scheduled"
 LONGEST_S = 21600  # that a token may live
 
 

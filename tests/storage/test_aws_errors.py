@@ -81,7 +81,6 @@ CURES_OF = {  # what stands in the line, and for which codes
     "cluster.image": "InvalidAMIID.NotFound",
     "cluster.subnets": "InvalidSubnetID.NotFound",
     "cluster.capacity_reservation": "InvalidCapacityReservationId.NotFound",
-    "cluster.security_group": "InvalidGroup.NotFound",
 }
 
 

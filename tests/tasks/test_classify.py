@@ -149,31 +149,6 @@ def test_by_default_lengths_keep_padding_low_or_are_few_graphs(
     every = best_lengths(rows, task.lengths[-1], most, step=step, shortest=8)
     assert padding_share(rows, task.lengths) < max(0.1, padding_share(rows, every) + 0.02)
     assert padding_share(rows, [*shorter[1:], task.lengths[-1]]) > 0.1  # none is superfluous
-    lengths = ", ".join(map(str, task.lengths))
-    said = f"batches of {lengths} tokens (data.lengths=auto); in training "
-    assert (
-        task.summary()
-        == f"{said}{padding_share(rows, task.lengths):.1%} of the tokens are padding"
-    )
-
-
-def test_what_lies_behind_the_end_is_said(make):
-    task = make("seq_len=16")
-    for name in ("train", "validation", "other"):
-        notes = task.tables.facts["splits"][name]["notes"]
-        assert (
-            f"; {name}: {notes['truncated']:.0f} of " in task.summary() and notes["tokens_cut"] > 0
-        )
-    train = task.tables.facts["splits"]["train"]
-    total = sum(
-        map(len, task.sizes.tokenizer(list(task.tables.examples("train")["text"]))["input_ids"])
-    )
-    lost = total - train["tokens"]
-    assert (
-        f"rows are cut at 16 tokens: {lost:,} of {total:,} tokens ({lost / total:.1%}) are lost"
-        in task.summary()
-    )
-    assert task.facts["tokens_cut_share"] == lost / total
 
 
 def test_weights_fit_the_labels_and_balanced_ones_are_those_of_scikit_learn():

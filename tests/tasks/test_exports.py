@@ -45,7 +45,6 @@ ARCHITECTURES = {  # and the class of the tokenizer in transformers; None: the g
     "deberta-v2": "DebertaV2Tokenizer",
     "distilbert": "DistilBertTokenizer",
     "electra": "ElectraTokenizer",
-    "funnel": "FunnelTokenizer",
     "modernbert": None,
     "mpnet": "MPNetTokenizer",
     "rembert": "RemBertTokenizer",
@@ -99,14 +98,9 @@ def tokenizer(architecture: str, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return write_tokenizer(ARCHITECTURES[architecture], tmp_path_factory.mktemp("tokenizer"))
 
 
-def padding(architecture: str) -> dict[str, Any]:
-    """Of what transformers reads: Funnel pools padding with tokens, so its answers depend on it, here and there."""
-    return {"padding": True, "pad_to_multiple_of": 8} if architecture == "funnel" else {}
-
-
 def model_of(architecture: str) -> list[str]:
-    others = [] if architecture == "funnel" else ["model.num_layers=1", "model.max_positions=64"]
-    return ["model=any", f"model.architecture={architecture}", *SIZES, *others]
+    few = ["model.num_layers=1", "model.max_positions=64"]
+    return ["model=any", f"model.architecture={architecture}", *SIZES, *few]
 
 
 def exported(settings: list[str], folder: Path, chosen: dict[str, Any] | None = None) -> Any:
@@ -164,7 +158,7 @@ def test_labels_and_scores(architecture, tokenizer, kind, pairs, tmp_path):
         chosen,
     )
     answer = pipeline("text-classification", model=str(tmp_path / "export"), device="cpu")
-    theirs = answer(texts, top_k=None, truncation=True, **padding(architecture))
+    theirs = answer(texts, top_k=None, truncation=True)
     for ours, scores in zip(predicted(tmp_path / "export", texts), theirs, strict=True):
         given = {each["label"]: each["score"] for each in scores}
         if kind == "regress":
@@ -182,10 +176,9 @@ def test_labels_and_scores(architecture, tokenizer, kind, pairs, tmp_path):
 
 def test_tags(architecture, tokenizer, tmp_path):
     tags = ["O", "B-X", "I-X"]
-    texts = [LONG] if architecture == "funnel" else TEXTS  # this pipeline does not pad
     rows = [
         {"tokens": text.split(), "tags": [tags[n % 3] for n, _ in enumerate(text.split())]}
-        for text in texts
+        for text in TEXTS
     ]
     exported(settings_for("ner", architecture, tokenizer, tmp_path, rows), tmp_path / "export")
     answer = pipeline(
@@ -220,7 +213,6 @@ def test_answers(architecture, tokenizer, tmp_path):
             "truncation": "only_second",
             "stride": 8,
             "return_overflowing_tokens": True,
-            **padding(architecture),
         }
         windows = read(row["question"], row["context"], return_offsets_mapping=True, **how)
         best = (-np.inf, "")

@@ -3,9 +3,6 @@
 import json
 import re
 import shutil
-from dataclasses import replace
-from itertools import count
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,10 +14,7 @@ from transformers import AutoModelForSequenceClassification
 
 from train.checkpoints.manifest import step_name
 from train.config import InputError
-from train.observe.report.run import read_run
 from train.run.stopping import StopRequest
-from train.tasks import TASKS, Metric
-from train.tasks.classify import Classification
 from train.tasks.finetune import TextTask
 
 TWEETS = ROOT / "tests" / "inputs" / "tweets.csv"
@@ -142,39 +136,6 @@ def test_the_best_evaluation_is_what_is_kept_and_exported(best):
     assert json.loads((best / "samples.json").read_text())["step"] == best_step(best) < 8
 
 
-@pytest.mark.parametrize(("lower", "wanted"), [(True, 2), (False, 6)])
-def test_the_task_declares_which_direction_of_a_metric_is_the_better_one(
-    train, tmp_path, monkeypatch, lower, wanted
-):
-    evaluate, rises = Classification.evaluate, count(1)
-    spec = TASKS["classify"]
-    declared = (*spec.metrics, Metric("brier", higher_is_better=not lower))
-    monkeypatch.setitem(TASKS, "classify", replace(spec, metrics=declared))
-    monkeypatch.setattr(Classification, "metric_names", (*Classification.metric_names, "brier"))
-    monkeypatch.setattr(
-        Classification,
-        "evaluate",
-        lambda *given: {**evaluate(*given), "brier": float(next(rises))},
-    )
-    given = [
-        "checkpoint.best=true",
-        "best.metric=brier",
-        "eval_every=2",
-        "checkpoint.every=2",
-        "max_steps=6",
-    ]
-    train(tmp_path / "run", *given)
-    assert best_step(tmp_path / "run") == wanted
-    assert read_run(tmp_path / "run").summary["scores"]["brier"]["best"][1] == wanted
-    monkeypatch.setitem(TASKS, "classify", spec)
-    rejects(
-        "best.metric=brier has no direction: declare in the task's TaskSpec",
-        train,
-        tmp_path / "other",
-        *given,
-    )
-
-
 def test_a_best_checkpoint_that_is_gone_does_not_lose_the_run(train, tmp_path):
     given = [*BEST, "eval_every=2", "checkpoint.every=2", "optim.lr=1e-30"]
     train(tmp_path / "run", *given, "max_steps=6")
@@ -190,17 +151,14 @@ def test_a_best_checkpoint_that_is_gone_does_not_lose_the_run(train, tmp_path):
     )
 
 
-def test_predictions_that_cannot_be_written_are_an_alarm(train, tmp_path, monkeypatch):
+def test_predictions_that_cannot_be_written_are_a_warning(train, tmp_path, monkeypatch):
     def full(*_: object, **__: object) -> None:
         raise InputError("cannot write predictions: no space left")
 
     monkeypatch.setattr(TextTask, "write_evaluation", full)
     assert train(tmp_path / "run", "max_steps=2") == ("done", 2)
-    (fault,) = lines(tmp_path / "run", "fault")
-    assert (
-        "could not write the predictions of this evaluation: cannot write predictions: no space left"
-        in fault["reason"]
-    )
+    said = "the predictions of this evaluation are not written: InputError: cannot write predictions: no"
+    assert said in (tmp_path / "run/log/rank_0000.txt").read_text()
     lengths = json.loads((tmp_path / "run" / "data.json").read_text())["lengths"]
     says = f"data.lengths={str(lengths).replace(' ', '')} keeps that run's batches"  # as on another kind of device
     rejects(re.escape(says), train, tmp_path / "run", "max_steps=4", "data.lengths=[32]")
@@ -209,18 +167,6 @@ def test_predictions_that_cannot_be_written_are_an_alarm(train, tmp_path, monkey
 
 def best_step(run_dir):
     return json.loads((run_dir / "evaluation.json").read_text())["step"]
-
-
-def test_what_is_rejected_on_several_ranks_is_said_once(overrides, tmp_path):
-    broken = tmp_path / "broken.csv"
-    shutil.copy(TWEETS, broken)
-    with Path(broken).open("a") as file:
-        file.write('"one field"\n"fine","9"\n')
-    done = run(overrides(tmp_path / "run", f"data.path={broken}"), ranks=2)
-    assert done.returncode != 0
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1 and "broken.csv:152" in errors[0], done.stderr
-    assert not (tmp_path / "run").exists()
 
 
 def test_early_stopping_goes_by_the_metric_chosen(train, tmp_path):

@@ -17,7 +17,7 @@ from train.observe.report.run import read_run
 from train.run.stopping import StopRequest
 from train.run_folder import exported
 from train.storage.folders import LocalFolder
-from train.tasks.multilabel import best_threshold, chosen, positive_weights
+from train.tasks.multilabel import best_threshold, positive_weights
 from train.tools import checkpoints, predict
 
 NAMES = ["long", "rude", "warm"]
@@ -136,24 +136,17 @@ def test_metrics_worked_out_by_hand(given, tmp_path):
         "average_precision": 1.0,
         "subset_accuracy": 1 / 3,
     }
-    assert task.score(np.array(truth, bool), np.array(shares)) == pytest.approx(wanted)
-    assert best_threshold(np.array([1, 1, 0]), np.array([0.9, 0.3, 0.2])) == {
-        "best_f1": 1.0,
-        "best_threshold": 0.25,
-    }
-    few = np.array(truth, bool), np.array(shares)
-    assert chosen(*few, each=True) == pytest.approx([0.25, 0.65, 0.5])  # no row has the last label
+    assert task.scores(np.array(truth, bool), np.array(shares)) == pytest.approx(wanted)
     # all 3 are found, and 1 is wrong: F1 6/7
-    assert chosen(*few, each=False) == pytest.approx([0.25] * 3)
+    assert best_threshold(np.array(truth, bool), np.array(shares)) == pytest.approx(0.25)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["best", "best_per_label"])
-def test_thresholds_that_the_validation_data_chose_are_those_of_exports_and_predictions(
-    given, rows, tmp_path, capsys, how
+def test_the_threshold_that_the_validation_data_chose_is_that_of_exports_and_predictions(
+    given, rows, tmp_path, capsys
 ):
     run_dir = tmp_path / "run"
-    of_run = given(run_dir, f"task.threshold={how}", "max_steps=3")
+    of_run = given(run_dir, "task.threshold=best", "max_steps=3")
     train_with(of_run)
     evaluated = [
         json.loads(line)
@@ -161,8 +154,8 @@ def test_thresholds_that_the_validation_data_chose_are_those_of_exports_and_pred
     ]
     shares = np.array([[*line["probabilities"].values()] for line in evaluated])
     truth = np.array([[name in line["label"] for name in NAMES] for line in evaluated])
-    limits = chosen(truth, shares, each=how != "best")
-    assert len(set(limits)) == (1 if how == "best" else 3) and 0.5 not in limits
+    limit = best_threshold(truth, shares)
+    assert limit != 0.5
     shutil.rmtree(run_dir / "export")
     train_with(of_run)  # nothing is left to do but to export
     assert (
@@ -171,17 +164,17 @@ def test_thresholds_that_the_validation_data_chose_are_those_of_exports_and_pred
     for folder in (run_dir / "export", tmp_path / "exported"):
         assert (
             json.loads((folder / "baretrain_task.json").read_text())["settings"]["threshold"]
-            == limits
+            == limit
         )
     (tmp_path / "new.jsonl").write_text(
         "".join(json.dumps({"text": "no", "label": [name]}) + "\n" for name in NAMES)
     )
-    for flags, used in (([], limits), (["task.threshold=0.001"], [0.001] * 3)):
+    for flags, used in (([], limit), (["task.threshold=0.001"], 0.001)):
         capsys.readouterr()
         assert predict.main([str(run_dir), f"data.path={tmp_path}/new.jsonl", *flags, *FP32]) == 0
         for line in map(json.loads, capsys.readouterr().out.splitlines()):
-            pairs = zip(line["probabilities"].items(), used, strict=True)
-            assert line["prediction"] == [name for (name, share), limit in pairs if share >= limit]
+            shares = line["probabilities"].items()
+            assert line["prediction"] == [name for name, share in shares if share >= used]
     # In evaluations it is 0.5 still: a threshold that the same rows chose says too much.
     assert [line["prediction"] for line in evaluated] == [
         [name for name, share in line["probabilities"].items() if share >= 0.5]
@@ -195,7 +188,7 @@ def test_thresholds_predictions_and_scores_are_those_of_the_exported_step(given,
     """Also after a stop, with fewer checkpoints kept than made, and in exports of other steps."""
     run_dir, asked = tmp_path / "run", StopRequest()
     settings = [
-        "task.threshold=best_per_label",
+        "task.threshold=best",
         "optim.lr=0.3",
         "optim.schedule=constant",
         "eval_every=1",
@@ -221,10 +214,10 @@ def test_thresholds_predictions_and_scores_are_those_of_the_exported_step(given,
     shares = np.array([[*line["probabilities"].values()] for line in evaluated])
     truth = np.array([[name in line["label"] for name in NAMES] for line in evaluated])
 
-    def limits(folder):
+    def limit(folder):
         return json.loads((folder / "baretrain_task.json").read_text())["settings"]["threshold"]
 
-    assert limits(run_dir / "export") == chosen(truth, shares, each=True)
+    assert limit(run_dir / "export") == best_threshold(truth, shares)
     assert api.final_scores(read_run(run_dir))["f1_micro"] == scores[step]
     said = (
         f"the export has the weights of step {step}, the {'best by f1_micro' if best else 'last'}"
@@ -237,7 +230,7 @@ def test_thresholds_predictions_and_scores_are_those_of_the_exported_step(given,
             )
             == 0
         )
-    assert limits(tmp_path / str(step)) == limits(run_dir / "export") != limits(tmp_path / "6")
+    assert limit(tmp_path / str(step)) == limit(run_dir / "export") != limit(tmp_path / "6")
 
 
 def test_weights_and_thresholds_fit_the_labels(given, tmp_path):

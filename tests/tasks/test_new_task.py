@@ -73,24 +73,6 @@ def trained(code, settings, tmp_path_factory):
     return run_dir
 
 
-def test_a_task_that_resembles_none_is_a_module_settings_an_entry_and_a_yaml():
-    """Nothing else knows of named entities than the recipes that train on them."""
-    names = re.compile(r"\bner(_schema)?\b|\bNER|TokenClassif")
-    files = (path for folder in ("train", "launch", "conf") for path in (ROOT / folder).rglob("*"))
-    texts = {
-        str(path.relative_to(ROOT)): path.read_text()
-        for path in files
-        if path.suffix in (".py", ".yaml", ".j2")
-    }
-    found = {
-        name
-        for name, text in texts.items()
-        if names.search(text) and not name.startswith("conf/experiment/")
-    }
-    code = {f"train/{name}.py" for name in ("config/tasks", "tasks/table", "tasks/ner")}
-    assert found == {*code, "conf/task/ner.yaml"}
-
-
 @pytest.mark.slow
 def test_it_learns_on_two_ranks_and_on_xla_as_on_one(code, settings, trained, tmp_path):
     done("--import", str(code), *settings, "optim.schedule=steps", f"run_dir={tmp_path / 'one'}")

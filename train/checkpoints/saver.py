@@ -95,7 +95,6 @@ class AsyncSaver:
         self.newest: int | None = None
         # step and local copy of a save that could not be uploaded
         self.unsent: tuple[int, Path] | None = None
-        self.stalls_s: list[float] = []
         self.save_s = 0.0  # duration of the last save
         self.warming = self.pool.submit(lambda: None)
 
@@ -136,7 +135,6 @@ class AsyncSaver:
         )
         self.pending_began_s = time.monotonic()
         stall_s = self.pending_began_s - began_s
-        self.stalls_s.append(stall_s)
         self.pending = self.pool.submit(self._save, state, manifest, stall_s, began_s, patience_s)
 
     def join(self, part: State) -> World:

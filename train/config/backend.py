@@ -119,23 +119,10 @@ class InstanceConfig(Section, prefix="instance."):
     device_tflops_fp32: float | None = setting(None, above=0)
     # The number of vCPUs of one machine. On x86, two of them share a core.
     vcpus: int | None = setting(None, above=0)
-    # The number of network cards of one machine.
-    network_cards: int | None = setting(None, above=0)
     # The maximum number of EFA interfaces per machine, 0 if it has none.
     efa_interfaces: int | None = setting(None, least=0)
-    # The total bandwidth of a machine's network cards, in each direction.
-    network_gbit_per_s: float | None = setting(None, above=0)
-    # The bandwidth from one device to the machine's other devices, in each direction.
-    device_link_gbyte_per_s: float | None = setting(None, above=0)
-    # The on-demand price of one machine.
+    # The price of one machine. The files of conf/instance have the on-demand price, and the source of each figure.
     usd_per_hour: float | None = setting(None, above=0)
-    # The spot price of one machine. It varies by hour and zone, so conf/instance leaves it out. The command aws ec2
-    # describe-spot-price-history prints it.
-    usd_per_hour_spot: float | None = setting(None, above=0)
-    # The date of the prices, such as 2026-11-09.
-    price_date: str | None = None
-    # The origin and the date of the figures.
-    source: str | None = None
 
     def peak_flops_per_s(self, precision: str) -> float | None:
         """Return the peak of one rank's device in FLOP/s; None if it is unknown."""

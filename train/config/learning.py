@@ -105,9 +105,6 @@ class OptimConfig(Section, prefix="optim."):
     weight_decay: float = setting(0.01, least=0)
     # The global norm to which gradients are clipped; None disables clipping.
     max_grad_norm: float | None = setting(1.0, above=0)
-    # The ratio of a layer's learning rate to that of the layer above it, where the embeddings count as the lowest
-    # layer; None uses one learning rate for all layers.
-    layer_decay: float | None = setting(None, above=0, most=1)
     # The learning rate schedule after the warm-up: linear, cosine, polynomial, constant or wsd. wsd is constant until a
     # final decay, so that a different run length only moves the decay.
     schedule: str = "linear"

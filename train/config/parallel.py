@@ -12,25 +12,6 @@ PARTS_PER_RANK = 2  # model parts with schedule=interleaved: ranks wait half as 
 SPLITTING = ("auto", "ddp")  # backends whose ranks can communicate within a step
 
 
-@dataclass(frozen=True)
-class Held:
-    """The shares of a model's state that one rank holds, from which its memory is estimated."""
-
-    weights: float = 1.0
-    gradients: float = 1.0
-    moments: float = 1.0
-    # weights gathered from other ranks at a time: nothing | layer | model
-    gathers: str = "nothing"
-    # whether the rank accumulates unsharded gradients over the micro batches of a step
-    sums_whole: bool = False
-    # share of the layers that a pipeline stage has
-    layers: float = 1.0
-    # share of a micro batch whose activations a pipeline stage keeps at a time
-    activations: float = 1.0
-    # fp32 buffers of a pipeline stage, each for the hidden states of a whole micro batch
-    buffers: int = 0
-
-
 @dataclass(kw_only=True)
 class ParallelConfig(Section, prefix="parallel."):
     # advice to save memory
@@ -77,8 +58,9 @@ class ParallelConfig(Section, prefix="parallel."):
     def check_goes_with(self, backend: BackendConfig) -> None:
         """Raise InputError if the backend has settings that this split does not support."""
 
-    def held(self, world_size: int) -> Held:
-        return Held()
+    def held_share(self, world_size: int) -> float:
+        """Return the share of the weights, gradients and moments that one rank holds."""
+        return 1.0
 
 
 @dataclass(kw_only=True)
@@ -102,17 +84,8 @@ class FSDPConfig(ParallelConfig):
     # whole model. false reduces them after every micro batch, which sends more, but each rank stores only its shard.
     reduce_once: bool = True
 
-    def held(self, world_size: int) -> Held:
-        if world_size == 1:
-            return Held()
-        part, gathers = 1 / world_size, "layer" if self.reshard_after_forward else "model"
-        return Held(
-            weights=part,
-            gradients=part,
-            moments=part,
-            gathers=gathers,
-            sums_whole=self.reduce_once,
-        )
+    def held_share(self, world_size: int) -> float:
+        return 1 / world_size
 
     def check_goes_with(self, backend: BackendConfig) -> None:
         check_split("parallel=fsdp", backend)
@@ -215,17 +188,8 @@ class PipelineConfig(ParallelConfig):
             f"{self.num_parts} parts, but it has only {num_layers} layers; lower parallel.stages",
         )
 
-    def held(self, world_size: int) -> Held:
-        # 1f1b keeps the activations of at most `stages` micro batches, and interleaved keeps 1 + (stages - 1) /
-        # (stages x parts per rank) times as much: https://arxiv.org/abs/2205.05198, section 4.2.3.
-        kept = {"gpipe": float(self.micro_batches), "1f1b": float(self.stages)}.get(
-            self.schedule, self.stages + (self.stages - 1) / PARTS_PER_RANK
-        )
-        return Held(
-            layers=1 / self.stages,
-            activations=min(1.0, kept / self.micro_batches),
-            buffers=2 * self.num_parts // self.stages,
-        )
+    def held_share(self, world_size: int) -> float:
+        return 1 / self.stages
 
     def check_goes_with(self, backend: BackendConfig) -> None:
         check_split("parallel=pipeline", backend)

@@ -135,20 +135,9 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     # Remove accents and other marks, and replace compatibility characters and LaTeX quotes with plain characters, as
     # ALBERT does; leave it off for languages in which accents matter, such as French.
     strip_accents: bool = False
-    # The tokens to add to tokenizer.pretrained. They are recognised even inside words, and training adds an embedding
-    # row for each.
-    add_tokens: list[str] = field(default_factory=list)
     # The maximum number of bytes of text on which a new tokenizer is trained; training needs 20 times as much memory.
     # From a Hub stream, the first bytes are used.
     train_bytes: int = setting(256 * 2**20, above=0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        ok = self.pretrained is not None or not self.add_tokens
-        check(
-            ok,
-            "tokenizer.add_tokens needs tokenizer.pretrained: a new tokenizer learns its tokens from the text",
-        )
 
 
 @dataclass(kw_only=True)

@@ -11,9 +11,6 @@ from omegaconf import MISSING
 from train.config.checks import Section, check, setting
 from train.config.data import DataConfig, RecordsConfig, ShardsConfig
 
-# The values of task.threshold that choose thresholds on the validation data: one for all labels, or one for each.
-CHOSEN_THRESHOLDS = ("best", "best_per_label")
-
 
 @dataclass(frozen=True)
 class HeadSize:
@@ -100,8 +97,8 @@ class MultiLabelConfig(TaskConfig):
     # The weights in the loss of texts that have a label, one for each label in order; texts without it have weight 1.
     # balanced computes rows without the label / rows with it from the training data; None uses 1.
     positive_weights: Any = None
-    # The minimum probability at which a label is predicted, or a list of these, one for each label; best (one for all,
-    # by micro F1) and best_per_label choose it on the validation data. The export keeps it.
+    # The minimum probability at which a label is predicted, or a list of these, one for each label; best chooses it on
+    # the validation data, by micro F1. The export keeps it.
     threshold: Any = 0.5
 
     def __post_init__(self) -> None:
@@ -111,11 +108,11 @@ class MultiLabelConfig(TaskConfig):
             weights in (None, "balanced") or are_positive(weights, below=inf),
             f"task.positive_weights={weights} must be balanced, or a list of numbers above 0",
         )
-        is_valid = threshold in CHOSEN_THRESHOLDS or are_positive(threshold, below=1)
-        words = "must be a number between 0 and 1, or a list of these"
         check(
-            is_valid or are_positive([threshold], below=1),
-            f"task.threshold={threshold} {words}, or {' or '.join(CHOSEN_THRESHOLDS)}",
+            threshold == "best"
+            or are_positive(threshold, below=1)
+            or are_positive([threshold], below=1),
+            f"task.threshold={threshold} must be a number between 0 and 1, a list of these, or best",
         )
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
@@ -124,7 +121,7 @@ class MultiLabelConfig(TaskConfig):
 
 @dataclass(kw_only=True)
 class RegressConfig(TaskConfig):
-    """Regression: one or several numbers for a text or a pair of texts."""
+    """Regression: a number for a text or a pair of texts."""
 
     kind: str = "regress"
     # Learn (target - mean) / standard deviation of the training rows; the export predicts in the units of the data.
@@ -139,7 +136,7 @@ class NERConfig(TaskConfig):
     """Token classification: a tag for each word, such as B-PER where a name begins, I-PER inside it, O elsewhere."""
 
     kind: str = "ner"
-    # The form of the tags: entities expects O, or a type after B-, I- and so on (IOB2, BIOES, BILOU); none allows
+    # The form of the tags: entities expects O, or a type after B-, I- and so on (IOB2, BIOES); none allows
     # others, such as parts of speech, scored per word.
     scheme: str = setting("entities", among=("entities", "none"))
 

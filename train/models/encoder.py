@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from train.config import HeadSize, InputError, ModelConfig, check, shortlist
+from train.config import InputError, ModelConfig, check
 from train.data.files.errors import naming
 from train.machine.memory import total_memory_bytes
-from train.models.model_sizes import Shape
-from train.models.network import Network, freeze, repeated_layers
-from train.models.pretrained import add_rows, read_model_config, read_weights
+from train.models.network import Network, freeze
+from train.models.pretrained import read_model_config, read_weights
 from train.storage.model_folder import ENCODERS
 
 # Our name of each size, and its possible names in transformers. The first one that a configuration has is used.
@@ -80,21 +78,14 @@ class MaskedLM(Network):
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, positions: Tensor) -> Tensor:
         """Return logits [B, P, V] at `positions` [B, P] of sequences `input_ids` [B, S] without padding (all int64)."""
-        return self._checked(self._run(input_ids, token_type_ids, positions).logits, positions)
+        logits: Tensor = self._run(input_ids, token_type_ids, positions).logits
+        return logits
 
     def _run(self, input_ids: Tensor, token_type_ids: Tensor, positions: Tensor) -> Any:
         self._positions = positions
         output = self.network(input_ids=input_ids, **self.segments(token_type_ids))
         self._positions = None
         return output
-
-    def _checked(self, logits: Tensor, positions: Tensor) -> Tensor:
-        if logits.shape[:2] != positions.shape:
-            raise RuntimeError(
-                f"{type(self.network).__name__} returned logits {tuple(logits.shape)} for {tuple(positions.shape)} "
-                "positions: its head does not read the encoder's last hidden state"
-            )
-        return logits
 
     def head_parameters(self) -> list[nn.Parameter]:
         # The head's largest weight is the encoder's embedding, so the head has no learning rate of its own.
@@ -109,9 +100,8 @@ class OrderedMaskedLM(MaskedLM):
     ) -> tuple[Tensor, Tensor]:
         # Returns MaskedLM's logits [B, P, V], and logits [B, 2] of the segments' order: original, swapped.
         output = self._run(input_ids, token_type_ids, positions)
-        return self._checked(output.prediction_logits, positions), output[
-            ORDER_LOGITS[self.network.config.model_type]
-        ]
+        order = output[ORDER_LOGITS[self.network.config.model_type]]
+        return output.prediction_logits, order
 
 
 def states_at(hidden: Tensor, positions: Tensor) -> Tensor:
@@ -131,44 +121,33 @@ def build_masked_lm(
     pad_id: int,
     seq_len: int,
     predicts_order: bool = False,
-    new_rows: Sequence[int] = (),
 ) -> MaskedLM:
     """Return a model for a tokenizer of `vocab_size` tokens and for sequences of `seq_len`.
 
-    `new_rows` has the ids of the tokens that were added to the pretrained model's tokenizer. Raises InputError if cfg
-    does not fit these sizes.
+    Raises InputError if cfg does not fit these sizes.
     """
-    config = fitting_config(
-        cfg, vocab_size=vocab_size - len(new_rows), pad_id=pad_id, seq_len=seq_len
-    )
+    config = fitting_config(cfg, vocab_size=vocab_size, pad_id=pad_id, seq_len=seq_len)
     if predicts_order:
         known = " or ".join(ORDER_LOGITS)
         check(
             config.model_type in ORDER_LOGITS,
             f"task.sop=true needs a model of type {known}, not {config.model_type}",
         )
-        made = make_network(
-            AutoModelForPreTraining, cfg, config, seq_len, what="model to pretrain"
-        )
-        if hasattr(made[0], "sop_classifier"):
-            made[
-                0
-                # Google's pretraining has no dropout before this layer.
-            ].sop_classifier.dropout.p = 0.0
+        made = make_network(AutoModelForPreTraining, cfg, config, what="model to pretrain")
+        if config.model_type == "albert":
+            # Google's pretraining has no dropout before this layer.
+            made[0].sop_classifier.dropout.p = 0.0
     else:
-        made = make_network(
-            AutoModelForMaskedLM, cfg, config, seq_len, what="masked language model"
-        )
-    if new_rows:
-        add_rows(made[0], vocab_size, new_rows)
-    return (OrderedMaskedLM if predicts_order else MaskedLM)(*made)
+        made = make_network(AutoModelForMaskedLM, cfg, config, what="masked language model")
+    if predicts_order:
+        return OrderedMaskedLM(*made)
+    return MaskedLM(*made)
 
 
 def make_network(
     auto: Any,
     cfg: ModelConfig,
     config: PreTrainedConfig,
-    seq_len: int,
     *,
     what: str,
     new_head: bool = False,
@@ -177,7 +156,7 @@ def make_network(
 
     Weights are the checkpoint's; those that it lacks are new and random. cfg says which weights are frozen. On the meta
     device, the model has no weights and no file is read. `what` names the kind of model in messages. Raises InputError
-    if transformers has no such model, or if the model cannot read sequences of `seq_len`.
+    if transformers has no such model.
     """
     check(
         type(config) in auto._model_mapping,
@@ -190,8 +169,7 @@ def make_network(
             config.model_type,
         )
     new: frozenset[str] = frozenset()
-    has_weights = torch.get_default_device().type != "meta"
-    if cfg.pretrained is None or not has_weights:
+    if cfg.pretrained is None or torch.get_default_device().type == "meta":
         network = auto.from_config(
             config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
         )
@@ -199,8 +177,6 @@ def make_network(
         network, new = read_weights(
             auto, cfg.pretrained, config, attention=attention, new_head=new_head
         )
-    if has_weights:
-        check_reads(network, seq_len)
     freeze(network, embeddings=cfg.freeze_embeddings, layers=cfg.freeze_layers)
     return network, new, cfg.attention
 
@@ -219,36 +195,6 @@ def attention_of(cfg: ModelConfig, config: PreTrainedConfig) -> str:
     return "sdpa" if "sdpa" in has else "eager"
 
 
-class Reached(Exception):
-    """An exception that ends the forward pass in `check_reads`."""
-
-
-@torch.no_grad()
-def check_reads(network: PreTrainedModel, seq_len: int) -> None:
-    """Raise InputError if a model's embeddings cannot read `seq_len` tokens. The layers do not run."""
-
-    def stop(*_: object) -> None:
-        raise Reached
-
-    hooks = [layer.register_forward_pre_hook(stop) for layer in repeated_layers(network)[:1]]
-    modes = {module: module.training for module in network.modules()}
-    # not padding, which may have no position
-    row = torch.full((1, seq_len), 0 if network.config.pad_token_id else 1)
-    cannot = f"this {network.config.model_type} cannot read a row of seq_len={seq_len} tokens"
-    try:
-        # The architecture's code may raise anything.
-        with (
-            naming(cannot, (Exception,)),
-            suppress(Reached),
-        ):
-            network.base_model.eval()(input_ids=row)  # Dropout would draw random numbers.
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-        for hook in hooks:
-            hook.remove()
-
-
 def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTrainedConfig:
     """Return transformers' configuration: the checkpoint's, or the architecture's default with the given sizes."""
     given = {ours: getattr(cfg, ours) for ours in SIZES if getattr(cfg, ours) is not None}
@@ -262,8 +208,6 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
         f"model.hidden_size={config.hidden_size} must be a multiple of model.num_heads={heads}",
     )
     config.architectures = config.architectures or []  # transformers iterates over them.
-    if config.model_type == "xmod":
-        choose_language(config)
     if getattr(config, "hidden_act", None) == "gelu_new":
         # This is the same function in one kernel instead of eight, and keeps 33-40 % less memory for the backward pass.
         config.hidden_act = "gelu_pytorch_tanh"
@@ -311,18 +255,6 @@ def new_config(cfg: ModelConfig, given: Mapping[str, Any], pad_id: int) -> PreTr
     return config
 
 
-def choose_language(config: Any) -> None:
-    """Choose the adapter of an X-MOD, which has one for each language. Raises InputError if config.json names none."""
-    if config.default_language is None and len(config.languages) == 1:
-        config.default_language = config.languages[0]
-    known = shortlist(config.languages)
-    check(
-        config.default_language in config.languages,
-        f"{config.name_or_path}: this xmod reads one language, which its config.json must name: copy the model into a "
-        f'folder and write "default_language": "{config.languages[0]}" there, or another of {known}',
-    )
-
-
 def their_name(config: PreTrainedConfig, ours: str, wanted: object) -> str:
     """Return the attribute of `config` for the size `ours`, a key of SIZES. Raises InputError if it has none."""
     theirs = next((name for name in SIZES[ours] if hasattr(config, name)), None)
@@ -361,18 +293,13 @@ def check_memory(config: PreTrainedConfig) -> None:
     for ours, names in SIZES.items():
         theirs = next((name for name in names if hasattr(config, name)), "")
         sizes[ours] = getattr(config, theirs, None) or 0
-    shape = Shape(
-        config.model_type,
-        vocab_size=sizes["vocab_size"],
-        hidden_size=sizes["hidden_size"],
-        intermediate_size=sizes["intermediate_size"],
-        num_hidden_layers=sizes["num_layers"],
-        max_position_embeddings=sizes["max_positions"],
-        embedding_size=sizes["embedding_size"],
-        # ALBERT's layers share their weights in groups.
-        num_hidden_groups=getattr(config, "num_hidden_groups", 1),
-    )
-    needed_bytes, memory_bytes = 4 * shape.trained_parameters(HeadSize()), total_memory_bytes()
+    hidden = sizes["hidden_size"]
+    # ALBERT's layers share their weights in groups.
+    depth = getattr(config, "num_hidden_groups", sizes["num_layers"])
+    layer = hidden * (4 * hidden + 2 * sizes["intermediate_size"])
+    embeddings = sizes["vocab_size"] + sizes["max_positions"]
+    weights = depth * layer + embeddings * (sizes["embedding_size"] or hidden)
+    needed_bytes, memory_bytes = 4 * weights, total_memory_bytes()
     listed = ", ".join(
         f"{ours} {value}" for ours, value in sizes.items() if value and "dropout" not in ours
     )
@@ -414,8 +341,6 @@ def most_positions(config: PreTrainedConfig) -> int | None:
     check_memory(config)
     cannot = f"transformers cannot build a {config.model_type} from this configuration"
     config = copy.deepcopy(config)
-    # transformers has two models for Funnel, and looks here
-    config.architectures = config.architectures or []
     # The architecture's code may raise anything.
     with (
         naming(cannot, (Exception,)),

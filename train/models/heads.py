@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cache
 from math import isfinite
 
-import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -36,18 +35,16 @@ DROPOUTS = (
 
 @dataclass(frozen=True)
 class Scale:
-    """The scale of a head's C outputs: each is (target - mean) / deviation."""
+    """The scale of a head's output, which is (target - mean) / deviation."""
 
-    mean: list[float]  # [C]
-    deviation: list[float]  # [C], above 0
+    mean: float
+    deviation: float
 
     def __post_init__(self) -> None:
-        ok = len(self.mean) == len(self.deviation) and all(
-            map(isfinite, [*self.mean, *self.deviation])
-        )
+        is_finite = isfinite(self.mean) and isfinite(self.deviation)
         check(
-            ok and all(value > 0 for value in self.deviation),
-            f"a scale needs finite deviations above 0: {self}",
+            is_finite and self.deviation > 0,
+            f"a scale needs a finite deviation above 0: {self}",
         )
 
 
@@ -121,9 +118,7 @@ def build_with_head(
         config.problem_type = problem_type
     auto = getattr(transformers, f"AutoModelFor{head}")
     model = PaddedEncoder(
-        *make_network(
-            auto, cfg, config, seq_len, what=f"AutoModelFor{head}", new_head=cfg.new_head
-        )
+        *make_network(auto, cfg, config, what=f"AutoModelFor{head}", new_head=cfg.new_head)
     )
     model.head_share = 0.0 if head == "SequenceClassification" else 1.0
     return model
@@ -140,8 +135,7 @@ def learn_scaled(model: PaddedEncoder, scale: Scale | None, *, is_trained: bool)
     name, layer = last_layer(model.network)
     model.scale = scale
     if f"{name}.weight" not in model.new and is_trained:
-        mean, deviation = np.array(scale.mean), np.array(scale.deviation)
-        rescale(layer, (-mean / deviation).tolist(), (1 / deviation).tolist())
+        rescale(layer, -scale.mean / scale.deviation, 1 / scale.deviation)
 
 
 def last_layer(network: PreTrainedModel) -> tuple[str, nn.Linear]:
@@ -159,14 +153,11 @@ def last_layer(network: PreTrainedModel) -> tuple[str, nn.Linear]:
 
 
 @torch.no_grad()
-def rescale(layer: nn.Linear, mean: Sequence[float], deviation: Sequence[float]) -> None:
+def rescale(layer: nn.Linear, mean: float, deviation: float) -> None:
     """Make a layer return output * deviation + mean. It gets new tensors: another model may use the old ones."""
-    first, factor = (
-        torch.tensor(values, dtype=torch.float64, device=layer.weight.device)
-        for values in (mean, deviation)
-    )
-    layer.weight = nn.Parameter((layer.weight.double() * factor[:, None]).float())
-    layer.bias = nn.Parameter((layer.bias.double() * factor + first).float())
+    assert layer.bias is not None
+    layer.weight = nn.Parameter((layer.weight.double() * deviation).float())
+    layer.bias = nn.Parameter((layer.bias.double() * deviation + mean).float())
 
 
 def names_of_head(config: PreTrainedConfig) -> list[str]:

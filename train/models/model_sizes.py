@@ -9,13 +9,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from train.config import HeadSize, ModelConfig, TrainConfig, check
+from train.config import HeadSize, ModelConfig, TrainConfig
 from train.data.files.errors import naming
 from train.storage.folders import Folder, LocalFolder, is_s3, local_path
 from train.storage.hub_access import asking_hub, fetched, is_at_hub
 from train.storage.schema import BadContent, of_type, read_object
 
-NO_RATES = "optim.layer_decay: the layers of {} share their weights, so they cannot have different rates; leave it out"
 MOST = 10**9  # the largest size accepted, so that products of sizes fit into a float
 # paths in transformers folders and in run folders
 CONFIGS = ("config.json", "export/config.json", "model/config.json")
@@ -182,18 +181,11 @@ def folder_of(source: str) -> Path | None:
 
 
 def check_layers(cfg: TrainConfig) -> None:
-    """Raise InputError if a pipeline has more parts than layers, or if optim.layer_decay is set for shared layers."""
-    is_cut, has_rates = cfg.parallel.num_parts > 1, cfg.optim.layer_decay is not None
-    if not (is_cut or has_rates):
-        return
-    shape = find_shape(cfg.model)
-    if shape is None:
-        return
-    if is_cut:
-        cfg.parallel.check_layers(shape.num_hidden_layers)
-    if has_rates:
-        shares = shape.num_layer_weights < shape.num_hidden_layers
-        check(not shares, NO_RATES.format(shape.model_type))
+    """Raise InputError if a pipeline has more parts than layers."""
+    if cfg.parallel.num_parts > 1:
+        shape = find_shape(cfg.model)
+        if shape is not None:
+            cfg.parallel.check_layers(shape.num_hidden_layers)
 
 
 def knows_vocabulary(cfg: ModelConfig, *, vocab_size: int | None = None) -> bool:

@@ -22,7 +22,7 @@ from transformers.utils import import_utils
 from transformers.utils.logging import disable_progress_bar
 
 from train.config import Failure, HeadSize, check
-from train.models.model_sizes import NO_RATES, shape_of
+from train.models.model_sizes import shape_of
 from train.storage.folders import Folder, is_full
 
 # checkpoint(function, *tensors) returns function(*tensors), and computes it again in the backward pass.
@@ -37,7 +37,7 @@ ADDING = ("albert", "bert", "camembert", "distilbert", "electra", "roberta", "xl
 CHOOSING = ("deberta", "deberta-v2")
 # An answer of these architectures also depends on how many tokens of padding follow a row, in spite of the mask:
 # through convolutions, Fourier transforms, pooled or averaged positions, or the embedding of the next token.
-READING_PADDING = ("convbert", "fnet", "funnel", "mobilebert", "nystromformer")
+READING_PADDING = ("convbert", "fnet", "mobilebert", "nystromformer")
 # transformers makes special masks for these kinds of attention
 OWN_MASKS = ("flash_attention_2", "flex_attention")
 ENCODERS = ("encoder", "transformer")  # names of the module that contains all layers
@@ -100,31 +100,6 @@ class Network(nn.Module):
         return [
             p for name, p in named if p.requires_grad and (p not in encoder or name in self.new)
         ]
-
-    def distances(self) -> dict[nn.Parameter, int]:
-        """Return each encoder parameter's distance to the head: 1 in the last layer, and largest in the embeddings.
-
-        Parameters outside layers and embeddings are left out. Raises InputError if layers are shared or unknown.
-        """
-        base, depth = self.network.base_model, self.network.config.num_hidden_layers
-        stacks = [
-            module
-            for module in base.modules()
-            if isinstance(module, nn.ModuleList) and len(module) == depth
-        ]
-        why = "optim.layer_decay: the layers of {} are not known; leave it out"
-        if hasattr(self.network.config, "num_hidden_groups"):
-            why = NO_RATES
-        check(bool(stacks), why.format(self.network.config.model_type))
-        result = {weight: depth + 1 for name, weight in base.named_parameters() if "emb" in name}
-        # a list inside a layer may have the same length; the outer list overrides it
-        for stack in reversed(stacks):
-            result |= {
-                weight: depth - index
-                for index, layer in enumerate(stack)
-                for weight in layer.parameters()
-            }
-        return result
 
     def train_flops(self, head: HeadSize, seq_len: int) -> float | None:
         """Return the FLOPs needed to train on one sequence of `seq_len` tokens; None if no formula is known."""
@@ -235,8 +210,8 @@ class Network(nn.Module):
         layers = self.known_layers()
         return layers if len(layers) >= self.network.config.num_hidden_layers else []
 
-    def export(self, folder: Path) -> None:
-        """Write the weights in float32, for from_pretrained of `transformers`.
+    def export(self, folder: Path, files: Mapping[str, bytes] = {}) -> None:
+        """Write the weights in float32, for from_pretrained of `transformers`, and `files` beside them.
 
         float32 weights in host memory, or in a memory-mapped file, are written without a copy.
         """
@@ -261,6 +236,8 @@ class Network(nn.Module):
         # the library makes these files private, whatever the umask
         for path in folder.glob("*.safetensors"):
             shutil.copymode(folder / "config.json", path)
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
 
     def describe(self, folder: Folder, files: Mapping[str, bytes]) -> None:
         """Write config.json and `files` to model/: with them, a checkpoint can be exported without the data."""

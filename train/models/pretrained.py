@@ -50,11 +50,8 @@ HEADS = """
     head lm_head lm_predictions mask_predictions pred_layer pre_classifier predictions qa_classifier qa_outputs
     sequence_summary sop_classifier vocab_layer_norm vocab_projector vocab_transform
 """
-# Weights inside an encoder that may remain unread: buffers that transformers computes, the pooler, and the decoder of
-# Funnel, which some heads leave out.
-UNREAD = re.compile(
-    r"(.*\.)?(position_ids|token_type_ids|(original_)?inv_freq)|(pooler|decoder)\..+"
-)
+# Weights inside an encoder that may remain unread: buffers that transformers computes, and the pooler.
+UNREAD = re.compile(r"(.*\.)?(position_ids|token_type_ids|(original_)?inv_freq)|pooler\..+")
 # attributes of transformers' configurations
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation")
 # Pickled weights are not read: before PyTorch 2.10 they could write to any memory (CVE-2026-24747).
@@ -181,25 +178,6 @@ def begin_head(network: PreTrainedModel) -> set[str]:
             begun.add(f"{module_name}.{name}")
         network._init_weights(module)
     return begun
-
-
-@torch.no_grad()
-def add_rows(network: PreTrainedModel, vocab_size: int, new_rows: Sequence[int]) -> None:
-    """Extend a model's vocabulary to `vocab_size` tokens if it has fewer, and set the rows of added tokens.
-
-    Each of `new_rows` becomes the mean of the checkpoint's other rows, so an added token starts with the logit of an
-    average token. This is transformers' mean_resizing without noise
-    (https://nlp.stanford.edu/~johnhew/vocab-expansion.html).
-    """
-    size = network.config.vocab_size
-    with quiet():
-        network.resize_token_embeddings(max(size, vocab_size), mean_resizing=False)
-    output: Any = network.get_output_embeddings()
-    for table in (network.get_input_embeddings().weight, output.weight, output.bias):
-        if table is not None and not table.is_meta:
-            had = torch.arange(len(table)) < size
-            had[list(new_rows)] = False
-            table[list(new_rows)] = table[had].double().mean(0).to(table.dtype)
 
 
 def read_model_config(source: str) -> PreTrainedConfig:

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("train")
 NEEDED_TOKENS = ("cls_token", "sep_token", "pad_token")
-EXPORTING = "BARETRAIN_EXPORTING"  # environment variable: the runs that parent processes are exporting, one per line
 
 
 def resolved(cfg: ModelConfig, s3: S3Config, cache: Path) -> ModelConfig:
@@ -120,11 +119,6 @@ def exported_checkpoint(key: str, location: str, folder: Folder, s3: S3Config, c
     `baretrain checkpoints RUN export` writes it in a process outside the ranks, so that only one copy of the
     weights is in a machine's memory.
     """
-    begun = os.environ.get(EXPORTING, "").splitlines()
-    check(
-        location not in begun,
-        f"{key}={location}: the run would start from itself, through {' and '.join(begun)}",
-    )
     manifests = list(saved_steps(folder).values())
     check(
         bool(manifests),
@@ -138,7 +132,6 @@ def exported_checkpoint(key: str, location: str, folder: Folder, s3: S3Config, c
     def export(target: Path) -> None:
         options = [*s3.flags(), *(["--cache-dir", str(cache)] if is_s3(location) else [])]
         environ = with_this_code(os.environ)  # In a launched job, this is the code of its bundle.
-        environ[EXPORTING] = "\n".join([*begun, location])
         command = [
             sys.executable,
             "-m",

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from train.config import OptimConfig, ParallelConfig, check
 from train.parallel.captured import Graphs, Inputs
 from train.parallel.engines import Engine
-from train.parallel.optim import build_optimizer, roles, set_learning_rate
+from train.parallel.optim import build_optimizer, set_learning_rate
 
 if TYPE_CHECKING:
     from train.data.batches.loader import Batch
     from train.parallel.backend import Backend, State
     from train.parallel.ddp import DDP
     from train.parallel.engines import GradSync, LossFunction, Statistics
-    from train.parallel.optim import Roles
     from train.parallel.pieces import Tensors
 
 
@@ -57,14 +56,16 @@ class DataParallel(Engine):
         self.parameters = [
             parameter for parameter in model.parameters() if parameter.requires_grad
         ]
-        self.optimizer = self.build_optimizer(optim, roles(optim, model))
+        self.optimizer = self.build_optimizer(optim, model.head_parameters())
         self.loss_sum = torch.zeros(1).to(backend.device)
 
     def build_sync(self, accumulation: int) -> GradSync:
         return self.backend.grad_sync(self.model, accumulation=accumulation)
 
-    def build_optimizer(self, optim: OptimConfig, of: Roles) -> torch.optim.Optimizer:
-        return build_optimizer(optim, self.parameters, adamw=self.backend.adamw, **of)
+    def build_optimizer(
+        self, optim: OptimConfig, head: list[nn.Parameter]
+    ) -> torch.optim.Optimizer:
+        return build_optimizer(optim, self.parameters, adamw=self.backend.adamw, head=head)
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 

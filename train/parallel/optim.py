@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from train.config import WSD, OptimConfig, Plan, check, check_choice
 from train.config.backend import CUDA
@@ -95,7 +94,6 @@ def build_optimizer(
     *,
     adamw: dict[str, bool] | None = None,
     head: Iterable[nn.Parameter] = (),
-    distances: Mapping[nn.Parameter, int] | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimizer of `parameters`, with the groups of `parameter_groups`.
 
@@ -103,7 +101,7 @@ def build_optimizer(
     step is on the device, including the learning rate. The state is float32 and is created here, because a first step
     that creates it would be a different graph.
     """
-    groups = parameter_groups(cfg, parameters, head, distances)
+    groups = parameter_groups(cfg, parameters, head)
     return OPTIMIZERS[cfg.name].build(cfg, groups, adamw or {"fused": True})
 
 
@@ -123,34 +121,15 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 # ---- parameter groups ------------------------------------------------------------------------------------------------
 
 
-class Roles(TypedDict):
-    """The places of parameters in the model, from which their learning rates are computed."""
-
-    head: list[nn.Parameter]
-    # Distances to the head in layers; 0 for parameters not listed.
-    distances: dict[nn.Parameter, int]
-
-
-def roles(cfg: OptimConfig, model: Any) -> Roles:
-    """Return the roles of a model's parameters. Raises InputError if cfg.layer_decay does not suit the model."""
-    if cfg.layer_decay is None:
-        distances = {}
-    else:
-        distances = model.distances()
-    return {"head": model.head_parameters(), "distances": distances}
-
-
 def parameter_groups(
     cfg: OptimConfig,
     parameters: Iterable[nn.Parameter],
     head: Iterable[nn.Parameter] = (),
-    distances: Mapping[nn.Parameter, int] | None = None,
 ) -> list[Group]:
     """Return a group with weight decay, one without it (biases and normalisation weights), and the same two for `head`.
 
     Empty groups, such as a frozen encoder's, are left out. The learning rate of a group is cfg.lr times its
-    `lr_factor`. With cfg.layer_decay a group is split wherever the distance to the head changes, so that parameters
-    keep their order. Raises InputError if cfg.head_lr is set without a head.
+    `lr_factor`. Raises InputError if cfg.head_lr is set without a head.
     """
     heads = {id(parameter) for parameter in head}
     check(
@@ -167,14 +146,13 @@ def parameter_groups(
             lr_factor = (cfg.head_lr or cfg.lr) / cfg.lr
         else:
             lr_factor = 1.0
-        for distance, same in groupby(chosen, lambda weight: (distances or {}).get(weight, 0)):
-            groups.append(
-                {
-                    "params": list(same),
-                    "lr_factor": lr_factor * (cfg.layer_decay or 1.0) ** distance,
-                    "weight_decay": 0.0 if is_vector else cfg.weight_decay,
-                }
-            )
+        groups.append(
+            {
+                "params": chosen,
+                "lr_factor": lr_factor,
+                "weight_decay": 0.0 if is_vector else cfg.weight_decay,
+            }
+        )
     return groups
 
 

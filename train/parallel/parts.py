@@ -18,7 +18,6 @@ from train.parallel.optim import load_state, parameter_groups, part_of
 if TYPE_CHECKING:
     from train.parallel.backend import Backend, State
     from train.parallel.engines import LossFunction, Statistics
-    from train.parallel.optim import Roles
     from train.parallel.pieces import Tensors
 
 
@@ -83,7 +82,9 @@ class PipelineState(Engine):
     data_rank: int
     stage: int
 
-    def number(self, optim: OptimConfig, of: Roles, holders: dict[str, tuple[int, ...]]) -> None:
+    def number(
+        self, optim: OptimConfig, head: list[nn.Parameter], holders: dict[str, tuple[int, ...]]
+    ) -> None:
         """Assign trained parameters their indices in an optimizer of the whole model. Call this before it is split.
 
         `holders` has the stages that hold each parameter, by the first of its names. Raises InputError if a stage has
@@ -95,7 +96,7 @@ class PipelineState(Engine):
             for name, parameter in self.model.named_parameters()
             if parameter.requires_grad
         }
-        groups = parameter_groups(optim, trained, **of)
+        groups = parameter_groups(optim, trained, head)
         order = [trained[parameter] for group in groups for parameter in group["params"]]
         self.numbers = {name: number for number, name in enumerate(order)}
         num_stages = 1 + max(max(stages) for stages in holders.values())

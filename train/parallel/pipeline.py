@@ -31,7 +31,7 @@ from train.models.network import Network
 from train.parallel.backend import all_reduce_flat
 from train.parallel.data import scale
 from train.parallel.engines import GradSync
-from train.parallel.optim import build_optimizer, roles
+from train.parallel.optim import build_optimizer
 from train.parallel.parts import Part, PipelineState, hold
 
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ class Pipeline(PipelineState):
             name: tuple(sorted({number % cfg.stages for number in users[parameter]}))
             for name, parameter in model.named_parameters()
         }
-        of = roles(optim, model)
-        self.number(optim, of, holders)
+        head = model.head_parameters()
+        self.number(optim, head, holders)
         hold(
             backend,
             model,
@@ -104,7 +104,7 @@ class Pipeline(PipelineState):
         self.chain.divide()
         own = self.own()
         self.parameters = list(own.values())
-        self.optimizer = build_optimizer(optim, self.parameters, adamw=backend.adamw, **of)
+        self.optimizer = build_optimizer(optim, self.parameters, adamw=backend.adamw, head=head)
         self.pipeline, sums = self._groups(own)
         self.sync = PipelineSync(model, backend.device, sums, counts=self.stage == 0)
         # The norm counts each weight once, on the first stage that holds it.

@@ -20,6 +20,7 @@ from train.machine.processes import age_s, read_process
 from train.machine.torchrun import has_rejected
 from train.models.memory_estimate import advice
 from train.parallel.backend import peak_device_bytes
+from train.parallel.backends import Backend, Workload, open_backend
 from train.parallel.ranks import World
 from train.run.stopping import Notices, StoppedEarly, StopRequest
 from train.run.watchdog import Watchdog
@@ -68,6 +69,15 @@ class Attempt:
 
     def __post_init__(self) -> None:
         self.watch = Watchdog(self.cfg.watchdog, self.folder)
+
+    def join(self, work: Workload | None = None) -> Backend:
+        """Open the device and join the other ranks. Every rank must call this."""
+        self.watch.phase("join", is_start=True)
+        with self.stop.nothing_to_save():
+            backend = open_backend(self.cfg.backend, self.cfg.instance, work=work)
+        self.watch.compiles = backend.compilers.are_busy
+        self.joined(backend.world)
+        return backend
 
     def joined(self, world: World) -> None:
         """Exchange facts between ranks. Every rank must call this."""

@@ -16,12 +16,13 @@ from train.checkpoints import open_store
 from train.checkpoints.loader import Loaded, fitting, load, read_weights
 from train.checkpoints.manifest import Damaged, Manifest, NoneValid, Progress, chosen_at
 from train.checkpoints.retention import best
-from train.checkpoints.saver import MAX_LOSS_S, MAX_WAIT_S, AsyncSaver, Saved, SavesFail
-from train.config import Failure, InputError, NotPermitted, TrainConfig, flat, plural
+from train.checkpoints.saver import MAX_WAIT_S, AsyncSaver, Saved, SavesFail
+from train.config import NotPermitted, TrainConfig, flat, plural
 from train.machine.environment import versions
 from train.observe.metrics import Recorder, Window
 from train.parallel.optim import check_continues
 from train.run import goodput
+from train.run_folder.ownership import LeaseLost
 from train.run_folder.run_folder import side_channel
 from train.storage.schema import record
 
@@ -121,13 +122,12 @@ class CheckpointManager:
             recorder.fault(fault)
         if self.world.rank == 0:
             assert recorder.journal is not None
-            number, step, owner = (
-                recorder.journal.attempt,
-                recorder.progress.step,
-                ownership.previous,
-            )
             self.lost = goodput.lost(
-                attempt.folder.local, attempt.folder.previous, owner, attempt=number, step=step
+                attempt.folder.local,
+                attempt.folder.previous,
+                ownership.previous,
+                attempt=recorder.journal.attempt,
+                step=recorder.progress.step,
             )
         if attempt.saves:
             self.saver.warm()
@@ -234,11 +234,10 @@ class CheckpointManager:
                 on_wait=self.on_wait,
             )
 
-    def roll_back(self) -> Progress:
+    def roll_back(self) -> None:
         """Restore weights, optimizer and step of the newest checkpoint. The data continues at its current position.
 
-        If the last rollback was to the same checkpoint, the one before it is restored. Raises FloatingPointError if
-        there is no checkpoint, or after MAX_ROLLBACKS rollbacks.
+        Raises FloatingPointError if there is no checkpoint, or after MAX_ROLLBACKS rollbacks.
         """
         now, skips = self.recorder.progress, self.recorder.skips_in_a_row
         text = f"{skips} steps in a row had no finite gradient, up to step {now.step}"
@@ -249,7 +248,6 @@ class CheckpointManager:
             raise FloatingPointError(
                 f"{text}, after {now.rollbacks} rollbacks; try a lower optim.lr"
             )
-        self.world.run_on_rank0(self._quarantine_what_failed, self.on_wait)
         loaded = self._load()
         if not loaded.ranks:
             raise FloatingPointError(
@@ -257,11 +255,9 @@ class CheckpointManager:
             )
         progress = loaded.progress
         self.last_rollback = progress.step
-        progress.examples, progress.rollbacks, progress.skipped = (
-            now.examples,
-            now.rollbacks + 1,
-            now.skipped,
-        )
+        progress.examples = now.examples
+        progress.rollbacks = now.rollbacks + 1
+        progress.skipped = now.skipped
         self.backend.skips.reset_streak()
         self.backend.mark_step()
         self.recorder.go_back(progress)
@@ -269,16 +265,6 @@ class CheckpointManager:
         self.recorder.alarm(
             f"{text}: back to step {progress.step}, with other data (rollback {progress.rollbacks} of {MAX_ROLLBACKS})"
         )
-        return progress
-
-    def _quarantine_what_failed(self) -> None:
-        """Quarantine the last rollback's checkpoint, and that of the next step, if they are the newest of several."""
-        self.attempt.folder.ownership.check()
-        last, steps = self.last_rollback, self.store.steps()
-        since = [step for step in steps if last is not None and step in (last, last + 1)]
-        if since and since[-1] == steps[-1] and len(since) < len(steps):
-            for step in since:
-                self.store.quarantine(step, "rolled-back")
 
     # ---- at the end ----------------------------------------------------------------------------------------------
 
@@ -300,62 +286,39 @@ class CheckpointManager:
         if failure is not None:
             raise SavesFail(failure)
 
-    def facts(self) -> dict[str, Any]:
-        """Return fields of rank 0's summary: the cost of saves and faults, and how often to save."""
-        stalls_s = self.saver.stalls_s
-        if self.world.rank != 0 or not stalls_s:
-            return {}
-        with side_channel("the summary lacks the cost of faults"):
-            return goodput.facts(
-                self.attempt.folder.local,
-                wall_s=self.attempt.folder.run_s(),
-                stall_s=sum(stalls_s) / len(stalls_s),
-                save_s=self.saver.save_s,
-                step_s=self.recorder.train_s / max(1, self.recorder.steps_done),
-                max_loss_s=MAX_LOSS_S,
-            )
-        return {}
-
     def remove_leftovers(self) -> None:
         """Remove files of unfinished saves by earlier owners of the folder, even if one of them may still be alive."""
         # The run is done, so no later attempt would remove these files, and no earlier owner can save a later step.
-        if self.world.rank == 0:
-            try:
-                self.attempt.folder.ownership.check()
-                self.store.remove_uncommitted(range(self.attempt.folder.ownership.number))
-            except NotPermitted:
-                pass  # was reported when the attempt began
-            except (InputError, Failure, OSError) as error:
-                logger.warning(
-                    "could not remove the files of unfinished saves in %s: %s",
-                    self.store.location,
-                    error,
-                )
+        if self.world.rank != 0:
+            return
+        # NotPermitted was reported when the attempt began, and `record_end` raises LeaseLost on all ranks
+        with (
+            suppress(NotPermitted, LeaseLost),
+            side_channel("files of unfinished saves are not removed"),
+        ):
+            self.attempt.folder.ownership.check()
+            self.store.remove_uncommitted(range(self.attempt.folder.ownership.number))
 
     def restore_exported(self) -> tuple[int, dict[str, Any]]:
         """Load the weights to be exported into rank 0's model. Return their step, and the settings chosen for them."""
-        progress = self.recorder.progress
+        progress, by = self.recorder.progress, self.cfg.best.metric
+        manifests: dict[int, Manifest] = {}
         if self.cfg.exports_best:
-            step = self._restore_best()
-        else:
-            step = progress.step
-        by, key = self.cfg.best.metric, "checkpoint.best=true exports the best by best.metric"
-        if self.cfg.exports_best:
+            manifests = self.store.look_at_all()[0]
+            step = self._restore_best(dict(manifests))
             why = f"the best by {by}"
         else:
-            why = f"the last; {key}={by}"
+            step = progress.step
+            why = f"the last; checkpoint.best=true exports the best by best.metric={by}"
         logger.info("the export has the weights of step %d, %s", step, why)
-        known = progress.chosen.get(str(step))
-        return step, known or chosen_at(
-            step, self.store.look_at_all()[0] if self.cfg.exports_best else {}
-        )
+        return step, progress.chosen.get(str(step)) or chosen_at(step, manifests)
 
-    def _restore_best(self) -> int:
+    def _restore_best(self, manifests: dict[int, Manifest]) -> int:
         """Load the weights of the best evaluation into rank 0's model after training, and return their step.
 
         If their checkpoint is missing or damaged, the best of the other checkpoints is loaded.
         """
-        progress, manifests = self.recorder.progress, self.store.look_at_all()[0]
+        progress = self.recorder.progress
         while (step := best(manifests)) is not None:
             if step != progress.best_step:
                 text = "the best evaluation was at step %s, whose checkpoint cannot be loaded: exporting step %d"
@@ -370,10 +333,8 @@ class CheckpointManager:
                 continue
             with fitting(path):
                 weights = read_weights(path, manifests[step])
-                for (
-                    name,
-                    value,
-                ) in self.engine.model.state_dict().items():  # load_state_dict might run hooks
+                # load_state_dict might run hooks
+                for name, value in self.engine.model.state_dict().items():
                     value.copy_(weights[name])
             self.store.release(path)
             return step

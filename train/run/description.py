@@ -11,7 +11,7 @@ from torch import nn
 
 from train.config import Plan, check, plural
 from train.machine.memory import total_memory_bytes
-from train.models.memory_estimate import GIB, advice, memory_of
+from train.models.memory_estimate import GIB, advice, state_gib
 from train.models.model_sizes import shape_of_model
 from train.tasks import Task
 
@@ -75,33 +75,21 @@ def batch_remarks(plan: Plan, task: Task, backend: Backend) -> list[str]:
 
 
 def memory_note(attempt: Attempt, backend: Backend, model: nn.Module) -> str | None:
-    """Return a note on the memory that a rank needs; None for a model whose sizes are unknown.
+    """Return a note on the memory that a rank's model state needs; None for a model whose sizes are unknown.
 
     On CPUs, raises InputError if this machine has less memory than its ranks need.
     """
-    cfg, plan = attempt.cfg, attempt.plan
+    cfg, world = attempt.cfg, backend.world
     shape = shape_of_model(model)
     if shape is None:
         return None
-    needed = memory_of(
-        cfg,
-        shape,
-        world_size=plan.world_size,
-        micro_batch_size=plan.micro_batch_size,
-        accumulation=plan.accumulation,
-        seq_len=attempt.task.seq_len,
-        precision=backend.precision,
-    )
-    note = str(needed)
+    needed_gib = state_gib(cfg, shape, world_size=world.size, precision=backend.precision)
+    note = f"weights, gradients and moments take {needed_gib:.3g} GiB of memory per rank"
     if backend.monitor_kind == "cpu":
-        num_ranks = backend.world.local_size
-        limit_bytes = total_memory_bytes()
+        limit_gib = total_memory_bytes() / GIB
         check(
-            num_ranks * needed.total < limit_bytes,
-            f"{note}; this machine or container has too little, {limit_bytes / GIB:,.3g} GiB for "
-            f"{plural(num_ranks, 'rank')}; {advice(cfg, world_size=plan.world_size)}",
+            world.local_size * needed_gib < limit_gib,
+            f"{note}; this machine or container has too little, {limit_gib:,.3g} GiB for "
+            f"{plural(world.local_size, 'rank')}; {advice(cfg, world_size=world.size)}",
         )
-    elif attempt.saves:
-        state_gib = needed.state / GIB
-        note += f"; each rank that writes checkpoints needs {state_gib:.3g} GiB of host memory for a save"
     return note

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from train.config import InputError, TrainConfig, Unreachable, check, make_plan, shortlist
+from train.config import TrainConfig, check, make_plan, shortlist
 from train.data.batches.loader import Batch, Batches, batched
 from train.machine.launched import check_launch, launched
 from train.observe.metrics import Recorder
-from train.parallel.backends import Backend, compiles_each_length, open_backend
+from train.parallel.backends import Backend, compiles_each_length
 from train.parallel.engines import Engine, build_engine
 from train.parallel.ranks import AGREED
 from train.run.attempt import Attempt, begin
@@ -32,7 +32,7 @@ from train.run.feed import check_same_data, draw, eval_order
 from train.run.stopping import StoppedEarly, StopRequest, Votes
 from train.run_folder import samples
 from train.run_folder.run_folder import RunFolder, side_channel
-from train.tasks import best_metric, build_task
+from train.tasks import Task, best_metric, build_task
 
 if TYPE_CHECKING:
     from train.models.network import Network
@@ -71,16 +71,11 @@ def evaluate(
     recorder.progress.keep(chosen)
     if is_best or not attempt.cfg.exports_best:  # the exported weights may be these
 
-        def write() -> str | None:  # returns failures: a full disk must not stop training
-            try:
+        def write() -> None:  # a full disk must not stop training
+            with side_channel("the predictions of this evaluation are not written"):
                 attempt.task.write_evaluation(rows, attempt.folder.folder, step=step)
-            except (InputError, Unreachable, OSError) as error:
-                return str(error)
-            return None
 
-        failure = backend.world.run_on_rank0(write, attempt.watch.heartbeat)
-        if failure is not None:
-            recorder.alarm(f"could not write the predictions of this evaluation: {failure}")
+        backend.world.run_on_rank0(write, attempt.watch.heartbeat)
     return score
 
 
@@ -143,11 +138,7 @@ def evaluate_alone(
             cfg, world_size=launched().world_size, rows=launched().world_size, seq_len=task.seq_len
         )
     with begin(Attempt(cfg, plan, task, RunFolder(cfg.run_dir), {}, stop, saves=False)) as attempt:
-        attempt.watch.phase("join", is_start=True)
-        with stop.nothing_to_save():
-            backend = open_backend(cfg.backend, cfg.instance)
-        attempt.watch.compiles = backend.compilers.are_busy
-        attempt.joined(backend.world)
+        backend = attempt.join()
         try:
             evaluated = evaluate_model(attempt, backend, step, load)
         except AGREED:
@@ -181,12 +172,14 @@ def evaluate_model(
 
     torch.manual_seed(cfg.seed)  # makes weights that the checkpoint lacks the same on every rank
     model = world.agree(build)
-    if task.buckets is None:
-        lengths = 1
-    else:
-        lengths = len(task.buckets.lengths)
     engine = build_engine(
-        cfg.parallel, cfg.optim, backend, model, task.loss, accumulation=1, lengths=lengths
+        cfg.parallel,
+        cfg.optim,
+        backend,
+        model,
+        task.loss,
+        accumulation=1,
+        lengths=num_lengths(task),
     )
     began_s = time.perf_counter()
     measured = measure(attempt, backend, engine, Votes(world, attempt.stop), is_first=True)
@@ -198,6 +191,13 @@ def evaluate_model(
         "precision": backend.precision,
     }
     return Evaluated(measured[0], task.eval_rows, time.perf_counter() - began_s, **device)
+
+
+def num_lengths(task: Task) -> int:
+    """Return the number of lengths of a task's batches."""
+    if task.buckets is None:
+        return 1
+    return len(task.buckets.lengths)
 
 
 def measure(

@@ -43,7 +43,7 @@ HOW_ROWS_ARE_READ = (
 )
 OF_ROWS = ("format", "columns", "labels", "lengths", *HOW_ROWS_ARE_READ)
 OF_BACKEND = ("name", "precision", "norms", "compile")
-OF_INSTANCE = ("name", "device", "device_tflops_bf16", "device_tflops_fp32")
+OF_INSTANCE = ("name", "device")
 # The data that a run was trained on. Only an evaluation for which the user names no data opens it.
 WHERE = ("path", "name", "revision")
 DATA = (

@@ -13,12 +13,9 @@ with that code. During a long C call, the main thread cannot run `handle`. The t
 code after GRACE_S: on a second signal or, in `nothing_to_save` (a library opens a device or joins ranks), on the first.
 When torchrun itself dies, the kernel sends its ranks SIGTERM (train/machine/torchrun.py). Torch is not imported here.
 
-EC2 publishes notices in its instance metadata, which answers 404 while there is no notice (EC2 user guide):
-
-- spot/instance-action: EC2 will reclaim this spot instance, at best two minutes after the notice.
-- events/maintenance/scheduled: EC2 will stop or retire the instance for good. The notice comes days ahead, and the run
-  stops shortly before the event. The notice of a reboot is ignored: a run that is restarted before the reboot would
-  stop again and again. The reboot itself stops the run with SIGTERM.
+EC2 publishes the notice that it will reclaim a spot instance, at best two minutes later, in the instance metadata
+(spot/instance-action), which answers 404 while there is no notice (EC2 user guide). A scheduled stop or reboot sends
+SIGTERM itself.
 """
 
 from __future__ import annotations
@@ -34,7 +31,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from email.utils import parsedate_to_datetime
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -54,8 +50,6 @@ REPEATED = (signal.SIGXCPU,)
 REPEAT_S = 2.0  # seconds in which a signal counts as the same request: torchrun repeats the terminal's Ctrl-C
 BLOCK_LEAD_S = 1800  # EC2 ends the instances of a capacity block this long before the block ends (EC2 user guide)
 BLOCK_MARGIN_S = 60  # seconds added to those of a save, for the steps until all ranks agree and for clock differences
-EVENT_LEAD_S = 120  # the run stops this many seconds before a scheduled stop: the time that a spot notice leaves
-FOR_GOOD = ("instance-stop", "instance-retirement")
 POLL_S = 5.0  # seconds between requests, as AWS recommends; a spot notice comes two minutes before the end
 CLOSE_S = 5.0  # seconds to wait for a thread's last request; if S3 takes longer, the thread ends with the process
 
@@ -227,15 +221,6 @@ class Notices:
         if notice:
             text = f"EC2 spot notice: {notice['action']} at {notice['time']}"
             self.stop.ask(text, kind="spot_notice")
-        events = self.metadata.get("events/maintenance/scheduled")
-        for event in events or ():
-            if event["Code"] not in FOR_GOOD or event["State"] != "active":
-                continue
-            # The time is a text such as "21 Jan 2019 09:00:43 GMT".
-            begins = parsedate_to_datetime(event["NotBefore"])
-            if now() >= begins - timedelta(seconds=EVENT_LEAD_S + self.stop.save_s):
-                text = f"EC2 scheduled event: {event['Code']} at {as_text(begins)}"
-                self.stop.ask(text, kind="scheduled_event")
 
 
 def watches_metadata(environ: Mapping[str, str]) -> bool:

@@ -16,7 +16,6 @@ import faulthandler
 import logging
 import mmap
 import os
-import signal
 import sys
 import threading
 import time
@@ -88,12 +87,11 @@ class Peer:
         return Heartbeat.from_buffer_copy(self.memory)
 
     @property
-    def state(self) -> str | None:
-        """The state of the process in Linux's terms; None if it is gone."""
+    def is_gone(self) -> bool:
         process = read_process(self.pid)
         if process is None or process.started != self.started:
-            return None
-        return None if process.state in ENDED_STATES else process.state
+            return True
+        return process.state in ENDED_STATES
 
 
 class Watchdog:
@@ -218,9 +216,8 @@ class Watchdog:
     def find_stuck(self) -> int | None:
         """Return the stuck rank, or None if no rank is stuck.
 
-        The run is stuck if all ranks at the lowest step are late. The result is one of them: a stopped rank (SIGSTOP)
-        if there is one, otherwise the least advanced. Among equally advanced ranks, those that may be waiting for
-        others in a collective come last.
+        The run is stuck if all ranks at the lowest step are late. The result is the least advanced of them. Among
+        equally advanced ranks, those that may be waiting for others in a collective come last.
         """
         ranks = self.heartbeats()
         lowest = min(each.step for each in ranks.values())
@@ -228,18 +225,14 @@ class Watchdog:
         if not all(each.is_late for each in behind.values()):
             return None
 
-        def order(rank: int) -> tuple[bool, int, bool, float]:
+        def order(rank: int) -> tuple[int, bool, float]:
             last = behind[rank]
-            return not self.is_stopped(rank), last.count, last.may_wait, last.at_s
+            return last.count, last.may_wait, last.at_s
 
         return min(behind, key=order)
 
-    def is_stopped(self, rank: int) -> bool:
-        """Return whether another rank of this machine is stopped (SIGSTOP), so that it cannot exit."""
-        return rank in self.peers and self.peers[rank].state == "T"
-
     def end(self, stuck: int) -> None:
-        """Report which rank is stuck, kill ranks that are stopped (SIGSTOP), and exit."""
+        """Report which rank is stuck, and exit."""
         self.is_open = False  # heartbeats must no longer arm the timer
         # The timer limits the time of this report, since the run folder's file system may hang as well.
         faulthandler.dump_traceback_later(MARGIN_PERIODS * self.period_s, exit=True, file=STDERR)
@@ -253,10 +246,6 @@ class Watchdog:
             reason += (
                 "; all ranks of this machine are waiting, perhaps for a rank of another machine"
             )
-        for rank, peer in self.peers.items():
-            if self.is_stopped(rank):
-                reason += f"; rank {rank} is stopped (SIGSTOP) and was killed"
-                os.kill(peer.pid, signal.SIGKILL)
         reason += f"; stacks in {self.folder.log.name}/stacks_rank_*.txt"
         self.report("stuck", reason, last, writes_stacks=True)
         time.sleep(OTHERS_PERIODS * self.period_s)
@@ -267,7 +256,7 @@ class Watchdog:
     def report_gone(self) -> None:
         """Report ranks that ended without closing their watchdog: the kernel, a driver or a person killed them."""
         for rank, peer in list(self.peers.items()):
-            if peer.state is not None:
+            if not peer.is_gone:
                 continue
             is_reported = self.peers.pop(rank, None) is None  # by the other thread
             if is_reported or (peer.last is not None and peer.last.step == LEFT):

@@ -9,15 +9,11 @@ import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from shutil import copytree
 
 from train.config import InputError, check
 from train.machine import host, neuron
-from train.storage.atomic_io import made_once
 
 KERNELS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-# only on images built with compile_cache (ami/provision); owned by root
-IMAGE_GRAPHS = Path("/opt/baretrain/graphs")
 # the owner that containers with mapped users show for root's files (user_namespaces(7))
 NOBODY = 65534
 
@@ -97,14 +93,10 @@ def headers_folder() -> Path:
 def place_graphs(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variable that sets the folder of Neuron's cache; {} if the cache is in a bucket.
 
-    A new folder begins as a copy of the image's graphs. Raises InputError if others could write to the folder.
+    Raises InputError if others could write to the folder.
     """
     name = "NEURON_COMPILE_CACHE_URL"
     location = neuron.cache_location(environ)
     if "://" in location:
         return {}
-    path = Path(location)
-    if location == neuron.cache_location({}) and IMAGE_GRAPHS.is_dir():
-        private_folder(path.parent, name)
-        made_once(path, lambda folder: copytree(IMAGE_GRAPHS, folder, dirs_exist_ok=True))
-    return {name: str(private_folder(path, name))}
+    return {name: str(private_folder(Path(location), name))}

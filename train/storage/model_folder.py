@@ -19,8 +19,8 @@ logger = logging.getLogger("train")
 # For these text encoders, transformers loads no further code or models: no kernels from the Hub, no inner model.
 ENCODERS = """
     albert bert big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie eurobert flaubert
-    fnet funnel ibert jina_embeddings_v3 longformer luke megatron-bert mobilebert modernbert mpnet nomic_bert
-    nystromformer rembert roberta roberta-prelayernorm roc_bert roformer squeezebert xlm xlm-roberta xlm-roberta-xl xmod
+    fnet ibert jina_embeddings_v3 longformer luke megatron-bert mobilebert modernbert mpnet nomic_bert
+    nystromformer rembert roberta roberta-prelayernorm roc_bert roformer squeezebert xlm xlm-roberta xlm-roberta-xl
 """
 # These keys name code to load, or files of weights or settings that this module does not check.
 LOADS = re.compile(

@@ -70,14 +70,16 @@ class ClassifyFeaturizer(Featurizer):
 class Classification(TextTask):
     """One of several labels for a text. A prediction has "id", "label" (if known), "prediction", "probabilities"."""
 
+    makes_features: type[ClassifyFeaturizer] = ClassifyFeaturizer
     columns = {"labels": "label"}
+    # in the loss, [C]; None: all labels have the same weight
+    weights: Tensor | None = None
     # With two labels, there is also "f1".
     metric_names = ("loss", "accuracy", "f1_macro", "f1_weighted", "matthews_correlation")
 
-    def __init__(self, cfg: ClassifyConfig, sizes: Sizes) -> None:
+    def __init__(self, cfg: Any, sizes: Sizes) -> None:
         super().__init__(cfg, sizes)
-        self.featurizer = ClassifyFeaturizer(sizes.tokenizer, seq_len=sizes.seq_len)
-        self.weights: Tensor | None = None
+        self.featurizer = self.makes_features(sizes.tokenizer, seq_len=sizes.seq_len)
 
     @property
     def csv_columns(self) -> list[str]:  # type: ignore[override]

@@ -22,7 +22,7 @@ from train.data.random_bits import EVAL_STREAM, hash_uniform
 from train.data.records.featurizer import Featurizer
 from train.data.records.sources import NO_ROWS
 from train.data.records.table_facts import column, cut_words, padding_share
-from train.data.records.tables import Facts, open_tables
+from train.data.records.tables import open_tables
 from train.data.records.token_rows import TokenRows
 from train.data.shards.order import spread
 from train.data.text.coverage import unknown_share
@@ -45,7 +45,7 @@ from train.tasks.texts import Sizes, resolved_lengths
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+    from transformers import PreTrainedConfig
 
 Entry = dict[str, Any]  # an input row by column, or a prediction
 # The files for predictions/, and more entries for evaluation.json.
@@ -179,6 +179,8 @@ class TextTask(Task):
 
     def in_words(self, row: Entry, answer: Any) -> str:
         """Return a right or predicted answer to a row as text, for the report."""
+        if isinstance(answer, float):
+            return f"{answer:.4g}"
         return str(answer)
 
     # ---- a run -----------------------------------------------------------------------------------------------------
@@ -198,10 +200,7 @@ class TextTask(Task):
         self.lengths = resolved_lengths(cfg, self.tables, self.sizes, shortest=self.shortest)
         self.sizes = replace(self.sizes, lengths=self.lengths)
         self.seq_len = self.lengths[-1]
-        note = self.sizes.note()
-        self.remarks = [*remarks(self.sizes.tokenizer, self.tables.facts)]
-        if note:
-            self.remarks.append(note)
+        self.remarks = list(self._remarks())
         if self.outputs:
             check_labels(self.sizes.model, self.sizes.config, self.outputs)
         self.splits = list(self._splits(cfg))
@@ -224,9 +223,23 @@ class TextTask(Task):
         self.train_rows, self.data_id = len(self.train_table), self.tables.id
         self.shard_rows = [self.train_rows]
         self.details = self._details({learnt: self.train_table.row_lengths})
-        self.facts = shares(self.details["splits"][learnt])
+        self.facts = {"padding_share": self.details["splits"][learnt]["padding_share"]}
         if learnt == "train":
             self.begin(self.train_table)
+
+    def _remarks(self) -> Iterator[str]:
+        """Yield remarks on how well the tokenizer reads the texts. Raises InputError if it cannot read them."""
+        name = self.sizes.tokenizer.name_or_path
+        for split, entry in self.tables.facts["splits"].items():
+            notes = entry["notes"]
+            yield unknown_share(
+                notes.get("unknown_tokens", 0),
+                notes.get("text_tokens", 0),
+                f"{split}: tokenizer {name} reads the texts",
+            )
+        note = self.sizes.note()
+        if note:
+            yield note
 
     def _splits(self, cfg: TrainConfig) -> Iterator[Split]:
         """Yield the validation splits, or the rows of each that eval_examples leaves."""
@@ -355,9 +368,7 @@ class TextTask(Task):
 
     def export(self, model: nn.Module, folder: Path) -> None:
         assert isinstance(model, PaddedEncoder)
-        model.export(folder)
-        for name, content in self.files_beside(model).items():
-            (folder / name).write_bytes(content)
+        model.export(folder, self.files_beside(model))
 
     # ---- samples ---------------------------------------------------------------------------------------------------
 
@@ -388,38 +399,14 @@ class TextTask(Task):
         else:
             text = " ".join(row[first])
         context = " ".join(row.get(name) or "" for name in others)
-        truth = self.in_words(row, row[self.featurizer.kind.target])
+        truth = self.in_words(row, prediction[self.featurizer.kind.target])
         given = self.in_words(row, prediction["prediction"])
         probability = prediction.get("probabilities", {}).get(given)
         score = 1.0 if truth == given else 0.0
+        if isinstance(prediction["prediction"], float):
+            score = 0.5  # a number is neither right nor wrong
         answer = Answer(excerpt(truth), [Guess(excerpt(given), probability)], score)
         return Sample(excerpt(text), [answer], excerpt(context))
-
-
-def shares(facts: Mapping[str, Any]) -> dict[str, float]:
-    """Return padding and counts of a split, as shares of its examples or tokens."""
-    notes = dict(facts["notes"])
-    totals = {
-        "unknown_tokens": notes.pop("text_tokens", 0),
-        "tokens_cut": facts["tokens"] + notes.get("tokens_cut", 0),
-    }
-    result = {"padding_share": facts["padding_share"]}
-    for name, number in notes.items():
-        total = totals.get(name, facts["examples"])
-        result[f"{name}_share"] = number / (total or 1)
-    return result
-
-
-def remarks(tokenizer: PreTrainedTokenizerFast, facts: Facts) -> Iterator[str]:
-    """Yield remarks on how well the tokenizer reads the texts. Raises InputError if it cannot read them."""
-    name = tokenizer.name_or_path
-    for split, entry in facts["splits"].items():
-        notes = entry["notes"]
-        yield unknown_share(
-            notes.get("unknown_tokens", 0),
-            notes.get("text_tokens", 0),
-            f"{split}: tokenizer {name} reads the texts",
-        )
 
 
 def examples_of(examples: Dataset, features: Dataset) -> Dataset:

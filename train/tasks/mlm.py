@@ -10,7 +10,7 @@ same: if some of a sequence's P positions are unused, the order loss weighs slig
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.config import InputError, ShardsConfig, TrainConfig, check, shortlist
+from train.config import InputError, ShardsConfig, TrainConfig, check
 from train.config.tasks import MLMConfig
 from train.data.batches.loader import MaskedRows, Swapper
 from train.data.batches.masking import IGNORE_INDEX, Masker
@@ -62,9 +62,8 @@ class MaskedLMTask(Task):
         self.predictions = self.head.predictions
         info = self.manifest.tokenizer
         self.fit = {"vocab_size": info.vocab_size, "pad_id": info.pad_id, "seq_len": self.seq_len}
-        self.new_rows = self._new_rows()
-        known = {**self.fit, "vocab_size": info.vocab_size - len(self.new_rows)}
-        size = fitting_config(self.model, **known).vocab_size
+        self._check_tokenizer()
+        fitting_config(self.model, **self.fit)
         self.masker, self.eval_masker = self._maskers(cfg.task, seed=cfg.seed)
         self.swapper: Swapper | None = None
         if cfg.task.sop:
@@ -73,7 +72,11 @@ class MaskedLMTask(Task):
         self.train_rows = self.manifest.rows("train")
         self.facts = {name: self.manifest.counts.get(name, math.nan) for name in FACTS}
         self._check_data(cfg.data.path)
-        self.remarks = [*self._remarks(cfg.data.path, size)]
+        counts = self.manifest.counts
+        where = f"data.path={cfg.data.path}: the tokenizer reads the text"
+        self.remarks = [
+            unknown_share(counts.get("unknown_tokens", 0), counts.get("tokens", 0), where)
+        ]
         num_validation = self.manifest.rows("validation")
         self.eval_sample = eval_sample(num_validation, cfg.eval_examples, seed=cfg.seed)
         self.eval_rows, self.num_shown = len(self.eval_sample), cfg.samples
@@ -123,45 +126,16 @@ class MaskedLMTask(Task):
             "earlier version; prepare the data again",
         )
 
-    def _remarks(self, path: str, size: int) -> Iterator[str]:
-        """Yield remarks on the tokenizer; `size` is the vocabulary of the pretrained model."""
-        counts, info = self.manifest.counts, self.manifest.tokenizer
-        yield unknown_share(
-            counts.get("unknown_tokens", 0),
-            counts.get("tokens", 0),
-            f"data.path={path}: the tokenizer reads the text",
-        )
-        if self.new_rows:
-            names = [f"{number} {token!r}" for number, token in sorted(self.new_rows.items())]
-            yield (
-                f"the embeddings grow from {size:,} rows to {max(size, info.vocab_size):,}; new rows, which start as "
-                f"the mean of the others: {shortlist(names)}"
+    def _check_tokenizer(self) -> None:
+        """Raise InputError if the data's tokenizer is not that of the weights."""
+        source = self.model.pretrained
+        if source is not None:
+            check_same_vocabulary(
+                source,
+                open_tokenizer(self.folder / "tokenizer").get_vocab(),
+                f"model.pretrained={source} has a different tokenizer than the data; prepare it with "
+                f"tokenizer.pretrained={source}",
             )
-
-    def _new_rows(self) -> dict[int, str]:
-        """Return the tokens that the data's tokenizer adds to the tokenizer of the weights, by embedding row.
-
-        Raises InputError if the tokenizers differ in any other way, or if the embeddings of added tokens are frozen.
-        """
-        model = self.model
-        if model.pretrained is None:
-            return {}
-        ours = open_tokenizer(self.folder / "tokenizer")
-        new = check_same_vocabulary(
-            model.pretrained,
-            ours.get_vocab(),
-            f"model.pretrained={model.pretrained} has a different tokenizer than the data; prepare it with "
-            f"tokenizer.pretrained={model.pretrained}",
-            added=[token.content for token in ours.get_added_tokens_decoder().values()],
-        )
-        frozen = [
-            f"model.{key}" for key in ("freeze_embeddings", "freeze_layers") if getattr(model, key)
-        ]
-        check(
-            not (new and frozen),
-            f"{' and '.join(frozen)}: {len(new)} added tokens need new embeddings, but the embeddings are frozen",
-        )
-        return new
 
     def verify_data(self) -> None:
         self.verify()
@@ -185,7 +159,6 @@ class MaskedLMTask(Task):
             self.model,
             **self.fit,
             predicts_order=self.swapper is not None,
-            new_rows=list(self.new_rows),
         )
         model.head_share = self.predictions / self.seq_len
         return model
@@ -263,9 +236,7 @@ class MaskedLMTask(Task):
 
     def export(self, model: nn.Module, folder: Path) -> None:
         assert isinstance(model, MaskedLM)
-        model.export(folder)
-        for name, content in self.files_beside(model).items():
-            (folder / name).write_bytes(content)
+        model.export(folder, self.files_beside(model))
 
     def samples(self, export: Path, most: int) -> list[Sample]:
         # In each of these validation sequences, the first token to predict is masked. The model runs on the host.

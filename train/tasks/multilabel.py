@@ -12,15 +12,13 @@ from datasets import Dataset, List, Value
 from torch import Tensor
 
 from train.config import check, shortlist
-from train.config.tasks import CHOSEN_THRESHOLDS, MultiLabelConfig
 from train.data.records.featurizer import TOKENS
 from train.data.records.kinds import STRING, RowKind
 from train.data.records.table_facts import column
 from train.data.records.token_rows import TokenRows
 from train.models.heads import names_of_head
-from train.tasks.classify import ClassifyFeaturizer, check_each, read_texts
-from train.tasks.finetune import Entry, TextTask, mean_loss, table_of
-from train.tasks.texts import Sizes
+from train.tasks.classify import Classification, ClassifyFeaturizer, check_each, read_texts
+from train.tasks.finetune import Entry, mean_loss, table_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -57,21 +55,11 @@ class MultiLabelFeaturizer(ClassifyFeaturizer):
         return super().features({**rows, "label": list(has_label)}, indices, split=split)
 
 
-class MultiLabel(TextTask):
+class MultiLabel(Classification):
     """Any number of labels for a text. A prediction has "id", "label" (if known), "prediction", "probabilities"."""
 
-    columns = {"labels": "label"}
+    makes_features = MultiLabelFeaturizer
     metric_names = ("loss", "f1_micro", "f1_macro", "average_precision", "subset_accuracy")
-    # [C]
-    weights: Tensor | None = None
-
-    def __init__(self, cfg: MultiLabelConfig, sizes: Sizes) -> None:
-        super().__init__(cfg, sizes)
-        self.featurizer = MultiLabelFeaturizer(sizes.tokenizer, seq_len=sizes.seq_len)
-
-    @property
-    def csv_columns(self) -> list[str]:  # type: ignore[override]
-        return ["id", "label", "prediction", *(f"probability_{label}" for label in self.labels)]
 
     def begin(self, train_table: TokenRows) -> None:
         self.limits()
@@ -83,8 +71,8 @@ class MultiLabel(TextTask):
     def limits(self) -> list[float]:
         """Return the minimum probability at which each label is predicted, [C]. Raises InputError if one is missing."""
         threshold = self.cfg.threshold
-        if threshold in CHOSEN_THRESHOLDS:
-            # Thresholds that are chosen on the same rows would make an evaluation's scores too good.
+        if threshold == "best":
+            # A threshold that is chosen on the same rows would make an evaluation's scores too good.
             threshold = USUAL
         if not isinstance(threshold, list):
             return [threshold] * len(self.labels)
@@ -105,14 +93,14 @@ class MultiLabel(TextTask):
     def evaluate(
         self, examples: Dataset, features: Dataset, statistics: np.ndarray
     ) -> dict[str, float]:
-        metrics = self.score(self.truth(features), probabilities(statistics[:, 1:]))
+        metrics = self.scores(self.truth(features), probabilities(statistics[:, 1:]))
         return {"loss": mean_loss(statistics), **metrics}
 
     def truth(self, features: Dataset) -> np.ndarray:
         """Return a mask of the labels that the texts have, [rows, C]."""
         return column(features, "label").reshape(-1, len(self.labels)).astype(bool)
 
-    def score(self, truth: np.ndarray, shares: np.ndarray) -> dict[str, float]:
+    def scores(self, truth: np.ndarray, shares: np.ndarray) -> dict[str, float]:
         """Return metrics of a mask and of probabilities [rows, C]."""
         # Average precision is the mean over the labels that occur.
         from sklearn.metrics import accuracy_score, average_precision_score, f1_score
@@ -132,23 +120,20 @@ class MultiLabel(TextTask):
     def scores_by_name(
         self, examples: Dataset, features: Dataset, statistics: np.ndarray
     ) -> dict[str, Any]:
-        # For each label: its scores at the thresholds in use, and the threshold with the best F1.
+        # For each label: its scores at the thresholds in use.
         from sklearn.metrics import precision_recall_fscore_support
 
         truth, shares = self.truth(features), probabilities(statistics[:, 1:])
         answers = shares >= self.limits()
         scores = precision_recall_fscore_support(truth, answers, average=None, zero_division=0)
-        table = table_of(self.labels, scores)
-        for number in np.flatnonzero(truth.any(0)):
-            table[self.labels[number]] |= best_threshold(truth[:, number], shares[:, number])
-        return {"labels": self.labels, "per_class": table}
+        return {"labels": self.labels, "per_class": table_of(self.labels, scores)}
 
     def choose(self, rows: np.ndarray, metrics: Mapping[str, float]) -> dict[str, Any]:
-        if self.cfg.threshold not in CHOSEN_THRESHOLDS:
-            return {}
         validation = self.splits[0]
-        truth, shares = self.truth(validation.features), probabilities(validation.of(rows)[:, 1:])
-        return {"threshold": chosen(truth, shares, each=self.cfg.threshold == "best_per_label")}
+        truth = self.truth(validation.features)
+        if self.cfg.threshold != "best" or not truth.any():
+            return {}
+        return {"threshold": best_threshold(truth, probabilities(validation.of(rows)[:, 1:]))}
 
     def labels_of(self, source: str, config: PreTrainedConfig) -> list[str]:
         problem = getattr(config, "problem_type", None)
@@ -206,32 +191,12 @@ def positive_weights(
     return ((len(has_label) - counts) / counts).astype(np.float32)
 
 
-def best_threshold(truth: np.ndarray, shares: np.ndarray) -> dict[str, float]:
-    """Return the highest F1 for `truth` and probabilities `shares` [rows], and a threshold that reaches it."""
+def best_threshold(truth: np.ndarray, shares: np.ndarray) -> float:
+    """Return a threshold with the highest micro F1 for `truth` and probabilities `shares`, both [rows, C]."""
     from sklearn.metrics import precision_recall_curve
 
-    precision, recall, limits = precision_recall_curve(truth, shares)
+    precision, recall, limits = precision_recall_curve(truth.ravel(), shares.ravel())
     f1 = 2 * precision * recall / np.maximum(precision + recall, np.finfo(float).tiny)
     best = int(f1[:-1].argmax())
-    middle = (limits[best] + (limits[best - 1] if best else 0)) / 2
-    return {
-        "best_f1": float(f1[best]),
-        "best_threshold": max(float(middle), np.finfo(np.float32).tiny.item()),
-    }
-
-
-def chosen(truth: np.ndarray, shares: np.ndarray, *, each: bool) -> list[float]:
-    """Return the thresholds [C] with the best F1 on truth and probabilities [rows, C]; all are equal unless `each`."""
-    num_labels = truth.shape[1]
-    if not each:  # all labels as one
-        truth, shares = truth.reshape(-1, 1), shares.reshape(-1, 1)
-    limits = []
-    for has_label, share in zip(truth.T, shares.T, strict=True):
-        if has_label.any():
-            best = best_threshold(has_label, share)["best_threshold"]
-        else:
-            best = USUAL
-        limits.append(best)
-    if each:
-        return limits
-    return limits * num_labels
+    below = np.append(0.0, limits)[best]
+    return max(float(limits[best] + below) / 2, np.finfo(np.float32).tiny.item())

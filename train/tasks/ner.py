@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-BIOES = {"L": "E", "U": "S"}  # BILOU's prefixes that seqeval lacks, and their equivalents in BIOES
 NAMES = ("precision", "recall", "f1", "accuracy")
 Tags = Sequence[list[str]]  # tags of the words of each sentence
 
@@ -63,9 +62,7 @@ def read_words(row: Row) -> dict[str, Any]:
     words, tags = words_of(row.text("tokens"), [] if spans is None else spans, column)
     if not words:
         raise BadRow(f"an empty {row.columns['tokens']}")
-    if spans is None:
-        row.values = row.values
-    else:
+    if spans is not None:
         row.values = {**row.values, column: tags}
     return {"tokens": words}
 
@@ -276,12 +273,8 @@ class TokenClassification(TextTask):
             yield line
 
     def in_words(self, row: Entry, answer: Any) -> str:
-        words = row["tokens"]
-        if not self.has_entities:
-            return " ".join(f"{word}/{tag}" for word, tag in zip(words, answer, strict=True))
-        found = entities(answer)
-        named = [f"{' '.join(words[first : last + 1])} ({kind})" for kind, first, last in found]
-        return ", ".join(named)
+        pairs = zip(row["tokens"], answer, strict=True)
+        return " ".join(f"{word}/{tag}" for word, tag in pairs if tag != "O")
 
 
 def scores(truth: Tags, predicted: Tags, *, has_entities: bool) -> dict[str, float]:
@@ -290,7 +283,6 @@ def scores(truth: Tags, predicted: Tags, *, has_entities: bool) -> dict[str, flo
 
     if not has_entities:
         return {"accuracy": float(accuracy_score(truth, predicted))}
-    truth, predicted = bioes(truth), bioes(predicted)
     precision, recall, f1, _ = precision_recall_fscore_support(
         truth, predicted, average="micro", zero_division=0
     )
@@ -312,7 +304,6 @@ def tables(truth: Tags, predicted: Tags) -> dict[str, Any]:
     types = sorted({kind for tags in (*truth, *predicted) for kind, _, _ in entities(tags)})
     if not types:
         return {"labels": [], "per_class": {}}
-    truth, predicted = bioes(truth), bioes(predicted)
     scores = precision_recall_fscore_support(truth, predicted, average=None, zero_division=0)
     return {"labels": types, "per_class": table_of(types, scores)}
 
@@ -326,17 +317,9 @@ def table_of_tags(truth: Tags, predicted: Tags, names: Sequence[str]) -> dict[st
     return {"labels": list(names), "per_class": table_of(names, scores)}
 
 
-def bioes(sentences: Tags) -> Tags:
-    """Return tags with BILOU's prefixes replaced, for seqeval."""
-    return [
-        [BIOES.get(tag[0], tag[0]) + tag[1:] if tag[1:2] == "-" else tag for tag in tags]
-        for tags in sentences
-    ]
-
-
 def entities(tags: list[str]) -> list[tuple[str, int, int]]:
     """Return each entity of a sentence: its type, and the indices of its first and its last word."""
     from seqeval.metrics.sequence_labeling import get_entities
 
-    found: list[tuple[str, int, int]] = get_entities(*bioes([tags]))
+    found: list[tuple[str, int, int]] = get_entities(tags)
     return found

@@ -73,13 +73,7 @@ class Sizes:
     @property
     def of_rows(self) -> dict[str, Any]:
         """The arguments of `TokenRows` on padding and segments."""
-        # 2 in Funnel
-        first_type = next(iter(self.tokenizer.backend_tokenizer.encode("").type_ids), 0)
-        return {
-            "pad_id": self.tokenizer.pad_token_id,
-            "lengths": self.lengths,
-            "first_type": first_type,
-        }
+        return {"pad_id": self.tokenizer.pad_token_id, "lengths": self.lengths}
 
     @property
     def has_one_length(self) -> bool:
@@ -94,8 +88,6 @@ class Sizes:
                 f"{kind} reads padding, so every row is padded to seq_len={seq_len} (data.lengths is not used), in "
                 f'predictions too; in transformers, use padding="max_length" and max_length={seq_len}'
             )
-        if getattr(self.config, "attention_type", None) == "block_sparse":
-            return f"{kind} computes full attention, because its sparse attention depends on the length of a batch"
         return ""
 
     @property

@@ -77,7 +77,6 @@ USED: tuple[str, ...] = (
     "seq_len",
     "corpus.weights",
     "corpus.validation",
-    "tokenizer.add_tokens",
     "tokenizer.vocab_size",
     "tokenizer.pretrained",
     "tokenizer.lowercase",
@@ -238,9 +237,8 @@ def settings_of(cfg: PrepareConfig, num_parts: int) -> dict[str, Any]:
         else:
             values = settings
         values.pop(name, None)
-    for section, name in (("corpus", "weights"), ("tokenizer", "add_tokens")):
-        if not settings[section][name]:
-            del settings[section][name]
+    if not settings["corpus"]["weights"]:
+        del settings["corpus"]["weights"]
     return {**settings, "parts": num_parts}
 
 
@@ -304,7 +302,6 @@ def vocabulary_of(
         own = cfg.tokenizer
         if own.pretrained is not None:
             made = tokenizers.load_tokenizer(own.pretrained)
-            tokenizers.add_tokens(made, own.add_tokens)
         else:
             made = tokenizers.train_tokenizer(
                 training_texts(cfg, corpus, held_out),

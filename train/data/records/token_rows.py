@@ -87,13 +87,12 @@ class TokenRows:
         lengths: Sequence[int],
         columns: Mapping[str, str],
         weights: np.ndarray | None = None,
-        first_type: int = 0,
     ) -> None:
         """Map the table. `lengths`: the padded lengths, ascending; each row gets the first one that it fits into.
 
         `columns`: a numeric column for each additional input; the input `labels` has the classes. `weights` [labels]:
-        the weight of each class's rows; None: 1. `first_type`: the segment of a row's first token. Raises InputError
-        if a column is missing or not numeric, or a row is longer than the last of `lengths`.
+        the weight of each class's rows; None: 1. Raises InputError if a column is missing or not numeric, or
+        a row is longer than the last of `lengths`.
         """
         needed = {"input_ids", "second_at", "length", *columns.values()}
         missing = ", ".join(sorted(needed - set(table.column_names)))
@@ -102,7 +101,6 @@ class TokenRows:
         self.pad_id = pad_id
         self.lengths = tuple(lengths)
         self.weights = weights
-        self.first_type = first_type
         # Rows are mapped from disk. They are copied only if the table is a selection.
         arrow = table.with_format("arrow")[:]
         self.tokens = Lists(arrow.column("input_ids"))
@@ -180,7 +178,6 @@ class TokenRows:
         is_token = positions < lengths[:, None]
         is_second = is_token & (positions >= self.second_at[rows][:, None])
         token_types = is_second.astype(np.int64)
-        token_types[:, 0] = self.first_type
         inputs = {
             "input_ids": input_ids,
             "attention_mask": is_token.astype(np.int64),

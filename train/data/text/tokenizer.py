@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -266,25 +266,6 @@ def check_ids(source: str, tokenizer: PreTrainedTokenizerFast) -> None:
         check(added <= last, says)
 
 
-def add_tokens(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> None:
-    """Add tokens with the ids after the last one. Raises InputError if one is already known, or not recognised."""
-    known = tokenizer.get_vocab()
-    first = len(tokenizer)
-    is_dense = not tokens or max(known.values()) < first
-    says = f"the tokenizer does not use all ids below {first}, so it cannot grow"
-    check(is_dense, f"tokenizer.add_tokens: {says}")
-    for token in tokens:
-        says = "is already a piece of the tokenizer; leave it out"
-        check(token not in known, f"tokenizer.add_tokens: {shown(token)} {says}")
-        tokenizer.add_tokens(token)
-        known[token] = first
-    # Two tokens that differ only in case may collide.
-    for number, token in enumerate(tokens, first):
-        read = tokenizer.backend_tokenizer.encode(token, add_special_tokens=False).ids
-        says = f"cannot be added: the tokenizer reads it as {read}, not as [{number}]"
-        check(read == [number], f"tokenizer.add_tokens: {shown(token)} {says}")
-
-
 def tokenizer_config(source: str, folder: Path) -> PreTrainedConfig:
     """Read config.json; return a configuration for transformers with only the model type and the tokenizer class.
 
@@ -355,22 +336,15 @@ def published_vocabulary(folder: Folder) -> Vocabulary:
     return Vocabulary(tokenizer.backend_tokenizer.to_str(), info, tokenizer.unk_token_id)
 
 
-def check_same_vocabulary(
-    source: str, ours: dict[str, int], rejection: str, *, added: Collection[str] = ()
-) -> dict[int, str]:
-    """Return the `added` tokens that a pretrained model's tokenizer lacks, by id.
+def check_same_vocabulary(source: str, ours: dict[str, int], rejection: str) -> None:
+    """Raise InputError with `rejection` unless a pretrained model's tokenizer has the same vocabulary.
 
-    Raises InputError with `rejection` if the vocabularies differ in anything else, because the model's embeddings would
-    belong to other pieces. If the model has no tokenizer, a warning says that nothing was compared.
+    Otherwise the model's embeddings would belong to other pieces. If the model has no tokenizer, a warning says that
+    nothing was compared.
     """
     try:
         theirs = load_tokenizer(source, needs=())
     except InputError as error:
         logger.warning("model.pretrained=%s has no tokenizer to compare with (%s)", source, error)
-        return {}
-    known = theirs.get_vocab()
-    new = {ours[token]: token for token in added if token not in known}
-    check(
-        known == {piece: number for piece, number in ours.items() if number not in new}, rejection
-    )
-    return new
+        return
+    check(theirs.get_vocab() == ours, rejection)

@@ -182,44 +182,35 @@ def best_threshold(
 
 
 def evaluate(
-    answers: Sequence[str], wanted: Sequence[Sequence[str]], *, v2: bool = False
+    predicted: Sequence[Answers], wanted: Sequence[Sequence[str]], threshold: float | None = None
 ) -> dict[str, float]:
-    """Return SQuAD's exact_match and f1 (0 to 100) of answers, by the rules of v1.1 or v2."""
-    pairs = zip(answers, wanted, strict=True)
-    exact, f1 = 100.0 * np.array([score(answer, right, v2=v2) for answer, right in pairs]).mean(0)
-    return {"exact_match": float(exact), "f1": float(f1)}
-
-
-def evaluate_v2(
-    predicted: Sequence[Answers], wanted: Sequence[Sequence[str]], threshold: float
-) -> dict[str, float]:
-    """Return SQuAD v2's metrics (0 to 100) of the answers at `threshold`.
+    """Return SQuAD's metrics (0 to 100): v2's of the answers at `threshold`; None: v1.1's of the best spans.
 
     exact_match and f1 are over all questions. has_answer_... are over the questions with an answer (0 if there are
-    none). no_answer_f1 is the share of unanswerable questions that get no answer. best_exact_match and best_f1 are the
-    highest values that a threshold (best_..._threshold) reaches on these same questions. They flatter the model, but
-    evaluate-v2.0.py prints them too.
+    none). no_answer_f1 is the share of unanswerable questions that get no answer. best_f1 is the highest F1 that a
+    threshold (best_f1_threshold) reaches on these same questions. It flatters the model, but evaluate-v2.0.py prints it
+    too.
     """
+    is_v2 = threshold is not None
+    pairs = zip(predicted, wanted, strict=True)
+    scores = [score(each.best, answers, v2=is_v2) for each, answers in pairs]
+    exact, f1 = np.array(scores).T
+    if threshold is None:
+        return {"exact_match": mean_percent(exact), "f1": mean_percent(f1)}
     has_answer = np.array([bool(answers) for answers in wanted])
     odds = np.array([each.null_odds for each in predicted])
-    pairs = zip(predicted, wanted, strict=True)
-    exact, f1 = np.array([score(each.best, answers, v2=True) for each, answers in pairs]).T
-    best = {
-        "exact_match": best_threshold(odds, exact, has_answer),
-        "f1": best_threshold(odds, f1, has_answer),
-    }
+    best, best_f1 = best_threshold(odds, f1, has_answer)
     is_null = odds > threshold
-    exact, f1 = (
-        np.where(is_null, (~has_answer).astype(np.float64), values) for values in (exact, f1)
-    )
+    exact = np.where(is_null, ~has_answer, exact)
+    f1 = np.where(is_null, ~has_answer, f1)
     return {
-        "exact_match": 100.0 * float(exact.mean()),
-        "f1": 100.0 * float(f1.mean()),
+        "exact_match": mean_percent(exact),
+        "f1": mean_percent(f1),
         "has_answer_exact_match": mean_percent(exact[has_answer]),
         "has_answer_f1": mean_percent(f1[has_answer]),
         "no_answer_f1": mean_percent(f1[~has_answer]),
-        **{f"best_{name}": value for name, (_, value) in best.items()},
-        **{f"best_{name}_threshold": value for name, (value, _) in best.items()},
+        "best_f1": best_f1,
+        "best_f1_threshold": best,
     }
 
 
@@ -235,6 +226,6 @@ V2_NAMES = (
     "has_answer_exact_match",
     "has_answer_f1",
     "no_answer_f1",
-    *(f"best_{name}" for name in V1_NAMES),
-    *(f"best_{name}_threshold" for name in V1_NAMES),
+    "best_f1",
+    "best_f1_threshold",
 )

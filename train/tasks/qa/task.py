@@ -21,7 +21,7 @@ from train.data.records.table_facts import column
 from train.data.records.token_rows import Lists
 from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
 from train.storage.folders import canonical_json
-from train.tasks.finetune import Entry, Results, TextTask, json_lines, mean_loss
+from train.tasks.finetune import Entry, Results, TextTask, mean_loss
 from train.tasks.qa import spans
 from train.tasks.qa.windows import QAFeaturizer
 from train.tasks.texts import Sizes
@@ -29,6 +29,7 @@ from train.tasks.topk import topk
 
 # candidate answers per question, as in SQuAD's scripts; more would only increase transfers
 N_BEST = 20
+
 # ---- scores to answers ---------------------------------------------------------------------------------------------
 
 
@@ -121,28 +122,18 @@ class QuestionAnswering(TextTask):
         self, examples: Dataset, features: Dataset, statistics: np.ndarray
     ) -> dict[str, float]:
         questions = list(answered(statistics, features, examples, self.cfg))
-        predicted, wanted = [one.predicted for one in questions], [one.wanted for one in questions]
-        if self.threshold is None:
-            metrics = spans.evaluate([each.best for each in predicted], wanted)
-        else:
-            metrics = spans.evaluate_v2(predicted, wanted, self.threshold)
+        predicted = [one.predicted for one in questions]
+        wanted = [one.wanted for one in questions]
+        metrics = spans.evaluate(predicted, wanted, self.threshold)
         return {"loss": mean_loss(statistics), **metrics}
 
     def results(
         self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray
     ) -> Results:
-        # The answers in the format of the official scripts, and the n best answers to each question.
+        # The answers in the format of the official scripts.
         questions = list(answered(statistics, features, examples, self.cfg))
-        lines = (
-            {"id": one.id, "null_odds": one.predicted.null_odds if one.predicted.spans else None}
-            | {"answers": one.predicted.n_best(v2=self.cfg.unanswerable)}
-            for one in questions
-        )
         answers = {one.id: one.predicted.answer(self.threshold) for one in questions}
-        files = {
-            f"{split}.json": canonical_json(answers),
-            f"{split}_nbest.jsonl": json_lines(lines),
-        }
+        files = {f"{split}.json": canonical_json(answers)}
         sizes = {"questions": len(questions), "windows": len(statistics)}
         return files, {**sizes, "threshold": self.threshold}
 

@@ -177,7 +177,6 @@ class Meter:
                 step_s=result["step_s"]["median"],
             ),
             "usd_per_hour": instance.usd_per_hour,
-            "price_date": instance.price_date,
             "global_batch_size": plan.global_batch_size,
             "micro_batch_size": plan.micro_batch_size,
             "accumulation": plan.accumulation,
@@ -209,7 +208,7 @@ def peak(recorder: Recorder) -> Peak:
     instance = recorder.cfg.instance
     known = instance.peak_flops_per_s(backend.precision)
     if known is not None:
-        return Peak(known * world.size, f"conf/instance/{instance.name}.yaml: {instance.source}")
+        return Peak(known * world.size, f"conf/instance/{instance.name}.yaml")
     world.barrier()
     own, size = matmul_flops_per_s(backend)
     product = f"product of {size} x {size} matrices in {backend.precision}"
