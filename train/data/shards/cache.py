@@ -163,7 +163,10 @@ class ShardCache:
         while not self.locked(file, alone=alone):
             if time.monotonic() > until_s:
                 file.close()
-                raise InputError(self.conflict(alone=alone))
+                needs = f"another run needs {self.folder} for itself"
+                if alone:
+                    needs = f"another run uses {self.folder}, and not all of the data fits"
+                raise InputError(f"{needs}; set another data.cache_dir for one of them")
             time.sleep(POLL_S)
         shutil.rmtree(self.run, ignore_errors=True)
         self.run.mkdir(parents=True)
@@ -175,12 +178,6 @@ class ShardCache:
             if alone:
                 return True
         return not alone and locked(file, fcntl.LOCK_SH)
-
-    def conflict(self, *, alone: bool) -> str:
-        cure = "set another data.cache_dir for one of them"
-        if alone:
-            return f"another run uses {self.folder}, and not all of the data fits; {cure}"
-        return f"another run needs {self.folder} for itself; {cure}"
 
     def tell(self, pid: int, faults: Mapping[str, str]) -> None:
         """Tell readers which process fetches shards, and which shards it cannot get."""

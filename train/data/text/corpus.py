@@ -228,19 +228,14 @@ def stream(dataset: HFDataset) -> Any:
     Raises InputError if the data set cannot be opened, or has no such column.
     """
     with opening(dataset):
-        rows = builder_of(dataset).as_streaming_dataset(split=dataset.split)
+        builder = open_builder(
+            hub_or_path(dataset.path), name=dataset.name, data_files=data_files(dataset)
+        )
+        rows = builder.as_streaming_dataset(split=dataset.split)
     if rows.column_names is None:
         return rows
     check_column(dataset.column, rows.column_names, f"data set {dataset.path}")
     return rows.select_columns([dataset.column])
-
-
-def builder_of(dataset: HFDataset) -> Any:
-    """Return the builder of a data set, which has found its files. Raises InputError if it cannot be opened."""
-    with opening(dataset):
-        return open_builder(
-            hub_or_path(dataset.path), name=dataset.name, data_files=data_files(dataset)
-        )
 
 
 @contextmanager
