@@ -50,7 +50,7 @@ def test_text_that_the_tokenizer_cannot_read_is_rejected_and_some_is_said(
     rejects(
         "% unknown tokens, too many to learn from; choose a tokenizer", prepare.prepare, config
     )
-    assert 0 < len(list((tmp_path / "none").glob("*-*"))) < 3  # it ends with the first full shard
+    assert not list((tmp_path / "none").glob("*-*"))
 
 
 @pytest.mark.parametrize(

@@ -214,8 +214,8 @@ class Preparation:
                 # Pairs are sequences for sentence-order prediction: both segments are from one document.
                 self.done["validation_pairs"] += int(rows.same_document.sum())
             if sum(map(len, self.pending[split])) >= self.rows_per_shard:
-                self.write_shards(split)
                 self.check_unknown()
+                self.write_shards(split)
 
     def count(self, chunk: Encoded) -> None:
         done = self.done
