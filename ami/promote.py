@@ -18,13 +18,12 @@ def add_flags(parser: Parser) -> None:
     region = "AWS region (the profile's)"
     parser.add_argument("image", metavar="IMAGE", help=image)
     parser.add_argument("--region", help=region)
-    parser.add_argument("--profile", help="profile in ~/.aws with the credentials")
     parser.add_argument("--yes", action="store_true", help="do it; without --yes, only show it")
 
 
 def promote(options: argparse.Namespace) -> int:
     """Make launches in a region use an image."""
-    api = Api(options.profile, options.region)
+    api = Api(options.region)
     (region,) = api.regions([])
     kind = kind_of(api.image(region, options.image))
     parameter = OWN_IMAGE.format(kind)

@@ -32,7 +32,7 @@ FAULTS = ("rank", "torchrun", "stuck", "save", "notice")
 POLL_S = 0.005
 SETTINGS = """
     experiment=demo model=albert_tiny global_batch_size=16 eval_every=null checkpoint.every=20 log_every=1 export=false
-    tensorboard=false backend.precision=fp32 backend.device=cpu watchdog.step_s=5 watchdog.start_s=120
+    telemetry.trackers=[] backend.precision=fp32 backend.device=cpu watchdog.step_s=8
 """
 
 

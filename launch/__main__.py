@@ -86,7 +86,6 @@ def rejected(message: str) -> int:
 def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str]) -> int:
     """Print the plan of a run and, with submit=true, start it; return the exit code."""
     overrides = run_overrides(of_run, settings)
-    cli.check_typed(TrainConfig, of_run)
     run = cli.load_config(TrainConfig, overrides)
     bundle, packed = code.pack()
     job = make_job(cfg, run, overrides, packed, folder=str(Path.cwd()))

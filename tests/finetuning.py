@@ -34,7 +34,7 @@ def tuning(run_dir: Path, tokenizer: Path, *overrides: str) -> list[str]:
         "max_steps=2",
         "optim.lr=3e-3",
         "log_every=1",
-        "tensorboard=false",
+        "telemetry.trackers=[]",
         f"backend.device={DEVICE}",
         "backend.precision=fp32",
         *overrides,
@@ -66,7 +66,6 @@ def asking(
     task = [
         "task=qa",
         "task.stride=8",
-        "task.max_question_tokens=12",
         f"task.unanswerable={str(v2).lower()}",
     ]
     return [

@@ -88,7 +88,7 @@ def train_overrides(run_dir: Path, data: Path, *overrides: str) -> list[str]:
         "log_every=1",
         "eval_every=3",
         "checkpoint.every=3",
-        "tensorboard=false",
+        "telemetry.trackers=[]",
         f"backend.device={DEVICE}",
         "backend.precision=fp32",
         *overrides,

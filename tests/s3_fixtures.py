@@ -59,16 +59,13 @@ class Bucket:
         return f"s3://{self.name}/{prefix}".rstrip("/")
 
     def config(self, **changes: Any) -> S3Config:
-        return S3Config(
-            **{"endpoint": self.service.endpoint, "region": REGION, "path_style": True, **changes}
-        )
+        return S3Config(**{"endpoint": self.service.endpoint, "region": REGION, **changes})
 
     def overrides(self) -> list[str]:
         """The same for a command line."""
         return [
             f"s3.endpoint={self.service.endpoint}",
             f"s3.region={REGION}",
-            "s3.path_style=true",
         ]
 
     def keys(self, prefix: str = "") -> list[str]:

@@ -16,7 +16,7 @@ from train.checkpoints.store import LocalStore
 def finished(tmp_path_factory, prepared) -> Path:
     """The run folder, to be read only; the second step is the better one."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
-    assert train_here(run_dir, prepared, "tensorboard=true") == ("done", 6)
+    assert train_here(run_dir, prepared, "telemetry.trackers=[tensorboard]") == ("done", 6)
     return run_dir
 
 

@@ -86,7 +86,7 @@ class StandInS3:
         serving = partial(Handler, directory=str(folder))
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), serving)
         endpoint = f"http://127.0.0.1:{self.server.server_port}"
-        self.config = S3Config(endpoint=endpoint, region=REGION, path_style=True)
+        self.config = S3Config(endpoint=endpoint, region=REGION)
 
     def __enter__(self) -> StandInS3:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()

@@ -27,9 +27,9 @@ from train.config import (
     BackendConfig,
     CheckpointConfig,
     OptimConfig,
-    PreemptConfig,
     ShardsConfig,
     TaskConfig,
+    TelemetryConfig,
     TrainConfig,
 )
 from train.data.shards.order import PADDING
@@ -141,14 +141,13 @@ class Toy:
         }
         settings |= {
             "export": False,
-            "tensorboard": False,
+            "telemetry": TelemetryConfig(trackers=[]),
             "backend": BackendConfig(device=DEVICE, precision="fp32"),
         }
         settings |= changes
         sections = {
             "checkpoint": CheckpointConfig(every=3),
             "optim": OptimConfig(lr=0.01, warmup_steps=0),
-            "preempt": PreemptConfig(),
         }
         settings |= {
             key: replace(section, **settings.get(key, {})) for key, section in sections.items()

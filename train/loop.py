@@ -106,7 +106,6 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
     attempt.watch.phase("load", is_start=True)
     checkpoints = CheckpointManager(attempt, backend, engine)
     progress = checkpoints.resume()
-    progress.owes_evaluation |= cfg.eval_at_start and not checkpoints.loaded.ranks
     engine.ready()
     data = TrainData(cfg, plan, task, backend, engine, progress)
     describe(attempt, backend, model)

@@ -50,9 +50,9 @@ CURES = {
 
 
 class Api:
-    def __init__(self, profile: str | None = None, region: str | None = None) -> None:
+    def __init__(self, region: str | None = None) -> None:
         """Open a session. The default region is `region`, or else the profile's."""
-        self.session = open_session(S3Config(profile=profile))
+        self.session = open_session(S3Config())
         self.default_region = region or self.session.region_name
         self.clients: dict[tuple[str, str], Any] = {}
 

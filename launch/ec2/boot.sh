@@ -74,7 +74,7 @@ from botocore.config import Config
 command, given, argument = sys.argv[1], json.loads(base64.b64decode(sys.argv[2])), sys.argv[3]
 flags = dict(flag.partition("=")[::2] for flag in given["s3"])
 endpoint, region = flags.get("--endpoint"), flags.get("--region")
-style = {"addressing_style": "path" if "--path-style" in flags else "auto"}
+style = {"addressing_style": "path" if endpoint and ".amazonaws.com" not in endpoint else "virtual"}
 config = Config(s3=style, retries={"mode": "standard", "total_max_attempts": 8}, connect_timeout=10, read_timeout=60)
 client = boto3.client("s3", endpoint_url=endpoint, region_name=region, config=config)
 bucket, _, prefix = given["run"].removeprefix("s3://").partition("/")

@@ -25,7 +25,7 @@ def clean(options: argparse.Namespace, s3: S3Config) -> int:
     from launch.ec2.instances import end_all, find, regions_of
 
     record = Record(options.run, s3)
-    api = Api(s3.profile, s3.region)
+    api = Api(s3.region)
     more = [*options.regions.split(","), api.default_region]
     regions = api.regions(regions_of(record, more))
     where = ", ".join(regions)

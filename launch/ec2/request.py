@@ -6,7 +6,6 @@ import base64
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +125,7 @@ def user_data(
     is_plain = re.fullmatch(r"[\w./+-]+", job.python, re.ASCII) is not None
     # boot.sh runs it as a command.
     check(is_plain, f"python={job.python!r} must be a path of letters, digits and _./+-")
-    flags = replace(record.s3, profile=None).flags()  # a machine has a role instead
+    flags = record.s3.flags()
     words = [
         "launch.ec2.machine",
         record.run_dir,

@@ -100,7 +100,7 @@ class Scheduler(spec.Scheduler):
 
 
 def open_api(record: Record) -> Api:
-    return Api(record.s3.profile, record.s3.region)
+    return Api(record.s3.region)
 
 
 def check_job(job: Job, record: Record) -> None:
@@ -113,10 +113,6 @@ def check_job(job: Job, record: Record) -> None:
     check(
         re.fullmatch(INSTANCE_TYPE, job.instance) is not None,
         f"instance={job.instance} is not an EC2 instance type: name one, such as instance=trn1.32xlarge",
-    )
-    check(
-        s3.profile is None,
-        f"s3.profile={s3.profile}: machines have a role but no ~/.aws; set AWS_PROFILE here instead",
     )
     check(
         bool(s3.region or s3.endpoint),

@@ -35,7 +35,7 @@ def setup(options: argparse.Namespace, s3: S3Config) -> int:
 
     parameters = folder_parameters(options.runs, options.data or [options.runs])
     parameters["Vpc"] = options.vpc or "the default VPC"
-    api = Api(s3.profile, s3.region)
+    api = Api(s3.region)
     (region,) = api.regions([])
     say(f"stack {STACK} in {region}, from {TEMPLATE}, with")
     say(*(f"  {name} = {value}" for name, value in parameters.items()))

@@ -309,7 +309,6 @@ def test_prune_removes_what_failed_saves_have_left_and_nothing_else(
         bucket.service.endpoint,
         "--region",
         "us-east-1",
-        "--path-style",
         "prune",
         "--keep",
         "2",

@@ -125,11 +125,10 @@ def test_masks_are_the_same_whatever_the_batch_and_other_in_each_epoch_and_seed(
     assert (draw(tokens, seed=2).positions != whole.positions).mean() > 0.5
 
 
-def test_an_evaluation_hides_as_much_as_asked_whatever_training_hides(prepared, tmp_path):
-    rates = {"task.mask_rate=0.15": (0.15, 0.15), "task.eval_mask_rate=0.3": (0.15, 0.3)}
-    for setting, (trained, evaluated) in rates.items():
-        task = build_task(train_config(tmp_path / "run", prepared, setting))
-        for data, rate in ((task.train_data(), trained), (task.eval_data(), evaluated)):
+def test_an_evaluation_hides_15_percent_whatever_training_hides(prepared, tmp_path):
+    for trained in (0.15, 0.3):
+        task = build_task(train_config(tmp_path / "run", prepared, f"task.mask_rate={trained}"))
+        for data, rate in ((task.train_data(), trained), (task.eval_data(), 0.15)):
             labels = data.draw(np.arange(4)[None])["inputs"]["labels"]
             assert (
                 labels.shape == (1, 4, round(SEQ_LEN * rate))

@@ -201,7 +201,7 @@ def test_held_out_rows_depend_on_text_and_seed_alone(folder):
 
 def test_samples_are_drawn_with_the_seed_and_keep_the_order(folder):
     path = put(folder, "a.csv", csv_of([(f"{number}", str(number % 2)) for number in range(500)]))
-    settings = {"validation": "b.csv", "max_train_examples": 100, "max_validation_examples": 50}
+    settings = {"validation": "b.csv", "max_train_examples": 100}
     put(folder, "b.csv", csv_of(ROWS))
 
     def drawn(seed):

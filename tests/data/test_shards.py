@@ -76,7 +76,7 @@ def test_head_shows_text_and_marks_what_is_to_predict(prepared, capsys):
 def test_s3_shows_what_the_disk_shows_ls_reads_the_manifest_alone_and_verify_every_byte(
     bucket, prepared, tmp_path, capsys
 ):
-    flags = ["--endpoint", bucket.service.endpoint, "--region", "us-east-1", "--path-style"]
+    flags = ["--endpoint", bucket.service.endpoint, "--region", "us-east-1"]
     location = [upload(bucket, prepared), *flags, "--cache-dir", str(tmp_path / "cache")]
     for command, first in (("ls", 1), ("head", 0)):
         bucket.proxy.set()

@@ -33,12 +33,6 @@ def pipeline(stages, micro_batches, schedule):
             [FSDP, "backend.compile=layers"],
             "backend.compile=layers has not been tested with parallel=fsdp",
         ),
-        (1, ["backend=xla", "backend.name=ddp"], "settings of backend=xla: use backend=ddp"),
-        (
-            1,
-            ["parallel.name=fsdp"],
-            "parallel.name=fsdp needs the settings of its group: use parallel=fsdp",
-        ),
         (
             1,
             ["parallel=local_sgd"],
@@ -61,10 +55,8 @@ def pipeline(stages, micro_batches, schedule):
             pipeline(8, 8, "interleaved"),
             "splits the model into 16 parts, but it has only 8 layers",
         ),
-        (2, ["parallel=pipeline", "parallel.name=data"], "use parallel=data"),
         (2, pipeline(1, 4, "1f1b"), "parallel.stages=1 must be 2 or more"),
         (2, pipeline(2, 4, "zigzag"), "parallel.schedule=zigzag is not known"),
-        (2, ["parallel.name=pipeline"], "use parallel=pipeline"),
         (
             2,
             ["parallel=pipeline", "backend=xla"],

@@ -192,7 +192,9 @@ def test_the_first_step_waits_for_no_library_that_it_does_not_need(tmp_path, pre
         loop.Recorder.end_step = end_step
         entry.main(sys.argv[1:])
     """
-    settings = train_overrides(tmp_path / "run", prepared, "tensorboard=true", "backend=ddp")
+    settings = train_overrides(
+        tmp_path / "run", prepared, "telemetry.trackers=[tensorboard]", "backend=ddp"
+    )
     words = [sys.executable, "-c", code, *settings]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert "train.loop" in done.stdout.split(), done.stderr

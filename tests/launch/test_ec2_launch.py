@@ -100,7 +100,7 @@ class Cli:
     acts: list[Callable[[], None]] = field(default_factory=list)  # in each pause of a launch
 
     def __post_init__(self) -> None:
-        s3 = S3Config(endpoint=self.ec2.endpoint, region="us-east-1", path_style=True)
+        s3 = S3Config(endpoint=self.ec2.endpoint, region="us-east-1")
         client = boto3.client("s3")
         client.create_bucket(Bucket="bucket")
         client.put_object(Bucket="bucket", Key="albert/manifest.json", Body=self.ec2.manifest)
@@ -112,7 +112,7 @@ class Cli:
             act()
 
     def launch(self, *own: str) -> int:
-        s3 = [f"s3.endpoint={self.ec2.endpoint}", "s3.path_style=true"]
+        s3 = [f"s3.endpoint={self.ec2.endpoint}"]
         given = {each.partition("=")[0]: each for each in (*OWN, *own)}  # the last one counts
         batch = ["global_batch_size=64", "micro_batch_size=4"]
         return main([*given.values(), "--", *RUN, *s3, *batch])

@@ -129,7 +129,6 @@ def cloud(ec2, bucket, prepared, hold, monkeypatch) -> Iterator[Any]:
         s3 = {
             "endpoint": f"http://{address}",
             "region": bucket.config().region,
-            "path_style": True,
         }
         of_run = ["lease.ttl_s=2", f"s3.endpoint={s3['endpoint']}", *bucket.overrides()[1:]]
         of_run = settings_of_run(bucket.location("runs/mine"), prepared, *of_run)

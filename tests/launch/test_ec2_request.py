@@ -156,7 +156,7 @@ NASTY = st.sampled_from([*"'\"\\;&|*? #!=\u00e9\u2028", "`id`", "$(touch /tmp/x)
 def test_no_name_comes_into_a_shell(name: str, is_python: bool):
     python = f"/opt/{name}/python" if is_python else "/opt/python"
     run_dir = "s3://bucket/runs/mine" if is_python else f"s3://bucket/a{name}/mine"
-    s3 = S3Config(endpoint="http://10.0.0.1:9000", path_style=True)
+    s3 = S3Config(endpoint="http://10.0.0.1:9000")
     try:
         line = line_of(run_dir, s3, python)
     except (InputError, UnicodeEncodeError):

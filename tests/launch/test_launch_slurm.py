@@ -28,11 +28,7 @@ def launch(
     own = ["cluster=slurm", "nodes=2", "cluster.gate=false", *settings, "submit=true"]
     assert main([*own, "--", *settings_of_run(run_dir, data, *overrides)]) == DONE
     given = dict(each.split("=", 1) for each in overrides if each.startswith("s3."))
-    s3 = (
-        {"endpoint": given["s3.endpoint"], "region": given["s3.region"], "path_style": True}
-        if given
-        else {}
-    )
+    s3 = {"endpoint": given["s3.endpoint"], "region": given["s3.region"]} if given else {}
     return LaunchedRun(str(run_dir), S3Config(**s3))
 
 

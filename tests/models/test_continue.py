@@ -100,7 +100,7 @@ def recipe(name, run_dir, data, *overrides):
         f"data.path={data}",
         "data.num_workers=0",
         *small,
-        "tensorboard=false",
+        "telemetry.trackers=[]",
         f"backend.device={DEVICE}",
         "backend.precision=fp32",
         *overrides,

@@ -410,7 +410,7 @@ def test_nothing_in_the_configuration_of_a_run_is_looked_up(tmp_path, monkeypatc
 
 def test_the_configuration_of_a_run_names_no_file_no_server_and_no_place_to_write_to(tmp_path):
     def point_elsewhere(config):
-        config["s3"].update(endpoint="http://evil:1", profile="prod", region="x")
+        config["s3"].update(endpoint="http://evil:1", region="x")
         config["data"].update(cache_dir="/home", path="/home/me/.aws/credentials", num_workers=128)
         config["model"].update(pretrained="/home/me/model", tokenizer="evil/tokenizer")
         config["backend"].update(compile="layers")
@@ -467,7 +467,7 @@ def test_a_configuration_that_is_none_is_one_line(tmp_path, content, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("override", ["s3.profile=${oc.env:HOME}", "run_dir='${oc.env:HOME}'"])
+@pytest.mark.parametrize("override", ["s3.region=${oc.env:HOME}", "run_dir='${oc.env:HOME}'"])
 def test_settings_are_not_looked_up_either_as_config_yaml_would_keep_them(override):
     with pytest.raises(InputError, match="let the shell do it") as rejected:
         cli.load_config(TrainConfig, [override])

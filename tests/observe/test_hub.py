@@ -201,7 +201,6 @@ def test_a_run_in_s3_is_pushed_from_another_machine(
         bucket.service.endpoint,
         "--region",
         bucket.config().region,
-        "--path-style",
     ]
     assert hub_command.main([bucket.location("demo"), "--to", TO, *flags]) == 0
     result = pushed(the_hub)

@@ -24,22 +24,6 @@ def test_accumulation_is_a_big_batch(finished, prepared, tmp_path):
     assert_same_run(tmp_path / "run", finished)
 
 
-def test_a_run_whose_norms_return_bf16_resumes_bit_for_bit_and_is_the_same_on_four_ranks(
-    prepared, tmp_path
-):
-    narrow = ["backend.precision=bf16", "backend.norms=bf16"]
-    train_here(tmp_path / "whole", prepared, *narrow)
-    run_dir = cut_back(tmp_path / "whole", tmp_path / "cut")
-    train_here(run_dir, prepared, *narrow)
-    assert losses(run_dir)[6:] == losses(tmp_path / "whole")[3:]
-    assert_same_weights(run_dir, tmp_path / "whole")
-    result = run(
-        train_overrides(tmp_path / "split", prepared, *narrow, "micro_batch_size=1"), ranks=4
-    )
-    assert result.returncode == 0, result.stderr
-    assert losses(tmp_path / "split") == pytest.approx(losses(tmp_path / "whole"), rel=1e-3)
-
-
 def test_several_ranks_are_one(finished, prepared, tmp_path):
     """4 ranks x 1 x accumulation 2 = 1 rank x 8, over gloo."""
     result = run(train_overrides(tmp_path / "run", prepared, "micro_batch_size=1"), ranks=4)

@@ -23,9 +23,9 @@ def rates(total=100, warmup=10, **settings):
     ]
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "polynomial", "constant", "wsd"])
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant", "wsd"])
 def test_schedules_rise_to_the_peak_in_the_warmup_and_never_rest_at_zero(schedule):
-    result = rates(schedule=schedule, power=2.0, warmup_steps=10)
+    result = rates(schedule=schedule, warmup_steps=10)
     assert result[0] == pytest.approx(0.1)
     assert result[9] == result[10] == max(result) == 1.0
     assert min(result) > 0
@@ -33,10 +33,8 @@ def test_schedules_rise_to_the_peak_in_the_warmup_and_never_rest_at_zero(schedul
 
 
 def test_schedules_fall_as_their_names_say():
-    halfway = {"linear": 0.5, "cosine": 0.5, "polynomial": 0.25, "constant": 1.0}
-    assert {name: rates(schedule=name, power=2.0)[55] for name in halfway} == pytest.approx(
-        halfway
-    )
+    halfway = {"linear": 0.5, "cosine": 0.5, "constant": 1.0}
+    assert {name: rates(schedule=name)[55] for name in halfway} == pytest.approx(halfway)
     assert rates(final_lr_fraction=0.2)[99] == pytest.approx(0.2, abs=0.01)
     assert rates(warmup=0)[0] == 1.0
 
@@ -56,7 +54,7 @@ def test_wsd_is_stable_up_to_its_last_part_wherever_the_length_ends():
 def test_a_decay_from_the_start_is_that_of_google():
     """optimization.py of google-research/albert: the decay over all steps, replaced by the ramp during the warm-up."""
     total, warmup, peak = 125_000, 3125, 1.76e-3
-    recipe = OptimConfig(lr=peak, decay_from_start=True)
+    recipe = OptimConfig(lr=peak, schedule="linear_from_start")
     ours = [learning_rate(step, cfg=recipe, plan=plan(total, warmup)) for step in range(total)]
     theirs = [peak * (1 - step / total) for step in range(total)]
     assert ours[warmup:] == pytest.approx(theirs[warmup:], rel=1e-12)

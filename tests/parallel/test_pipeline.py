@@ -33,7 +33,7 @@ MODELS = {  # changes of the tiny ALBERT
         *NO_DROPOUT,
     ],
 }
-MODELS["bert"].append("task.eval_mask_rate=0.4")  # an evaluation has other shapes than a step
+MODELS["bert"].append("task.mask_rate=0.4")  # an evaluation has other shapes than a step
 
 
 def pipeline(stages, micro_batches, schedule):

@@ -4,9 +4,7 @@ Rows are commands that are called in this process; none opens a device. Most row
 for each of them values that it cannot have.
 """
 
-import copy
 import dataclasses
-import functools
 import re
 import shlex
 import shutil
@@ -18,9 +16,6 @@ from typing import Any
 
 import finished_run
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rejections import rejects
 
 from train import entry
@@ -58,7 +53,7 @@ PREPARE = [
     "seq_len=32",
     "tokenizer.vocab_size=120",
 ]
-ONE_MORE, UNQUOTED = "experiment=demo compare.run=[none,a]", "compare.variants={a: 'seed=\"1'}"
+UNQUOTED = "compare.variants={a: 'seed=\"1'}"
 SHORT = "run_dir=r data.path=d max_steps=1 micro_batch_size=8"
 ON_TRN1 = "experiment=albert_pretrain backend=xla instance=trn1.32xlarge"
 BENCH = "model=albert_tiny data.path=DATA global_batch_size=8 backend.device=cpu"
@@ -72,19 +67,9 @@ RECORDS = [
 
 ELSEWHERE = {  # names in transformers' Trainer, and ours
     "lr": "optim.lr",
-    "learning_rate": "optim.lr",
-    "batch_size": "global_batch_size",
     "per_device_train_batch_size": "micro_batch_size",
-    "per_device_eval_batch_size": "eval_batch_size",
-    "output_dir": "run_dir",
     "num_train_epochs": "max_epochs",
-    "epochs": "max_epochs",
-    "warmup_steps": "optim.warmup_steps",
-    "warmup_ratio": "optim.warmup_fraction",
-    "weight_decay": "optim.weight_decay",
-    "model_name_or_path": "model.pretrained",
     "fp16": "backend.precision",
-    "text_column_name": "data.columns.text",
 }
 
 # What is typed after TRAIN, and what the one line holds.
@@ -93,23 +78,19 @@ TYPED = [
     # ---- not key=value
     ("=5", "=5 is not key=value"),
     (f"seed={10**400}", "000 must be a finite number below 2^63"),
-    ("seed", "seed is not key=value; give it a value: seed=..."),
+    ("seed", "seed is not key=value"),
     ("seed =1", "seed =1 is not key=value"),
-    ("run_dir=a (1)", """quote a value with special characters: 'run_dir="..."'"""),
+    ("run_dir=a (1)", "quote a value with special characters"),
     ("optim=adamw optim.lr=1", "is not key=value"),
     ("model@x=albert_tiny", "model@x"),
-    ("+new=1", "settings cannot be added"),
-    ("~max_steps", "settings cannot be removed"),
+    ("+new=1", "+new=1 is not key=value"),
+    ("~max_steps", "~max_steps is not key=value"),
     # ---- names
     ("max_step=3", "did you mean max_steps?"),
-    *(
-        (f"export={value}", "export must be true or false")
-        for value in ("3", '"3"', "1.5", "[1]", "maybe")
-    ),
-    ("best={export: 3}", "best.export must be true or false"),
+    *((f"export={value}", "export must be true or false") for value in ("3", "maybe")),
+    ("checkpoint={best: 3}", "checkpoint.best must be true or false"),
     ("seed=null", "seed=null: seed must be a whole number"),
     ("best={metric: null}", "best.metric must be text"),
-    ("optm.lr=1", "did you mean optim?"),
     ("optim.lrr=1", "optim.lrr is not a setting; did you mean optim.lr?"),
     *(
         (f"{name}=1", f"{name} is not a setting; did you mean {ours}?")
@@ -117,6 +98,7 @@ TYPED = [
     ),
     ("optim.lr.x=1", "optim.lr must be a number"),
     ("model/foo=bar", "model/foo is not a setting"),
+    ("model/foo.x=bar", "model/foo.x=bar is not key=value"),
     ("data.label_map={a: b}", "data.label_map is not a setting of the data chosen here"),
     (
         "backend.batches_per_execution=3",
@@ -137,9 +119,11 @@ TYPED = [
         for value in ("nosuch", "", "../experiment/demo", "[demo]")
     ),
     ("task=mlm_schema", "there is no such task"),
+    ("task.kind=classify", "task.kind=classify: task.kind is set by task=..., and not alone"),
+    ("optim={name: lamb}", "optim.name is set by optim=..., and not alone"),
     # ---- more than one value, and lookups
     ("max_steps=1,2", "sweeps are not supported"),
-    ("run_dir=${a}", "run_dir=${a}"),
+    ("run_dir=${a}", "run_dir=${a}: references are not resolved"),
     ("run_dir=TEXT/run", "TEXT/run"),
 ]
 
@@ -147,7 +131,6 @@ WSD = ["optim.schedule=wsd", "optim.warmup_steps=4"]
 VALUES = [
     # ---- beyond a limit
     ("task.mask_rate=1.5", "task.mask_rate=1.5 must be below 1"),
-    ("optim.name=sgd", "optim.name=sgd is not known; choose one of: adamw, lamb"),
     ("checkpoint.keep=1", "checkpoint.keep=1 must be 0 (all) or at least 2"),
     (
         ["backend=xla", "backend.precision=fp16"],
@@ -165,25 +148,20 @@ VALUES = [
     ("global_batch_size=1000000", "fewer than one batch of 1000000"),
     ("optim.warmup_steps=7", "optim.warmup_steps=7"),
     ("task=classify", "task=classify learns from records"),
-    ("task.kind=classify", "task.kind=classify"),
-    ("task.kind=nosuch", "task.kind=nosuch"),
     ("optim.head_lr=1", "optim.head_lr=1"),
     ("optim.schedule=wsd", "optim.schedule=wsd needs optim.warmup_steps"),
     ("optim.decay_fraction=0.2", "optim.decay_fraction=0.2 needs optim.schedule=wsd"),
-    (
-        [*WSD, "optim.decay_from_start=true"],
-        "optim.decay_from_start=true is not for optim.schedule=wsd",
-    ),
     ([*WSD, "optim.decay_fraction=0.5"], "optim.warmup_steps=4 lasts beyond step 3 of 6"),
-    ("best.export=true", "checkpoint.best=true"),
     ("best.metric=f2", "best.metric=f2"),
-    ("samples=33", "samples=33 must be"),
     ("seq_len=64", "seq_len=64"),
     ("task.mask_rate=0.99", "task.mask_rate=0.99 leaves no tokens to read in sequences of"),
     ("hub.push_to=a/b/c", "hub.push_to=a/b/c"),
     ("model.num_heads=3", "model.num_heads=3"),
     # ---- trackers
-    ("telemetry.trackers=[neptune]", "neptune is not known; choose one of: mlflow, wandb"),
+    (
+        "telemetry.trackers=[neptune]",
+        "neptune is not known; choose one of: tensorboard, mlflow, wandb",
+    ),
     ("telemetry.trackers=[mlflow]", "set MLFLOW_TRACKING_URI"),
     # ---- models
     ("model.hidden_size=4611686018427387904", "hidden_size 4611686018427387904"),
@@ -217,14 +195,11 @@ VALUES = [
     ("run_dir=http://x/y", "http://x/y"),
     ("data.path=nosuch", "nosuch"),
     ("s3.endpoint=http://", "s3.endpoint=http:// must be a server's address"),
-    ("preempt.block_end=tomorrow", "preempt.block_end=tomorrow"),
 ]
 
 FLAGS = [
-    ("train", "--max_steps=5", "settings have no dashes: max_steps=5"),
-    ("train", "--max_steps 5", "settings have no dashes: max_steps=..."),
+    ("train", "--max_steps=5", "--max_steps=5 is not a flag; see --help. Settings have no dashes"),
     ("train", "--frob", "--frob is not a flag"),
-    ("train", "--cfg all", "invalid choice: 'all'"),
     *(
         ("train", f"{SHORT} {given} --cfg job", given)
         for given in ("seed=${a}", "optim.lr=-1", "-m")
@@ -232,6 +207,11 @@ FLAGS = [
     ("train", "", "is not set"),
     ("train", "run_dir=r", "data.path is not set"),
     ("prepare", "", "output is not set"),
+    (
+        "prepare",
+        "output=new corpus=text corpus.path=TEXT tokenizer.pretrained=/nosuch",
+        "tokenizer /nosuch",
+    ),
     ("train", "experiment=demo data.path=DATA 'run_dir=$HOME/x'", "$HOME is not expanded here"),
     (
         "prepare",
@@ -250,28 +230,23 @@ FLAGS = [
         "task=classify data=csv data.path=CSV model.tokenizer=/nosuch",
         "model.tokenizer=/nosuch",
     ),
-    ("report", "", "required"),
     ("report", "nosuch", "nosuch is not a folder"),
     ("report", "EMPTY", "has no metrics.jsonl"),
     ("report", "RUN --output TEXT/x", "TEXT/x"),
     ("predict", "RUN --text=a --text=b", "--text: it is given twice, the second time with b"),
-    ("compare", "", "required"),
     ("compare", "RUN EMPTY", "has no metrics.jsonl"),
     ("compare", "RUN seed=1", "RUN is not key=value"),
     ("compare", "seed=1 --tolerance", "--tolerance is not a flag"),
-    ("compare", "experiment=nosuch", "experiment=nosuch"),
-    ("compare", "experiment=demo data.path=DATA compare.run=[a]", "compare.run names a"),
     ("compare", "experiment=demo compare.variants=none", "compare.variants must be a table"),
-    ("compare", "experiment=demo compare.nosuch=1", "compare.nosuch is not a setting"),
-    ("compare", "experiment=demo compare.run=[xla]", "only one variant"),
+    ("compare", "experiment=demo 'compare.variants={a: seed=1}'", "only one variant"),
     (
         "compare",
-        f"{ONE_MORE} 'compare.variants={{a: nosuch=1}}'",
+        "experiment=demo 'compare.variants={a: nosuch=1}'",
         "variant a: nosuch is not a setting",
     ),
     (
         "compare",
-        "experiment=demo compare.run=[../a] 'compare.variants={../a: seed=1}'",
+        "experiment=demo 'compare.variants={../a: seed=1}'",
         "is not the name of a file",
     ),
     (
@@ -287,48 +262,31 @@ FLAGS = [
     ("train", "optim=adamw optim=lamb", "optim=adamw and optim=lamb choose the same thing"),
     (
         "compare",
-        f"{ONE_MORE} 'compare.variants={{a: optim=adamw optim=lamb}}'",
+        "experiment=demo 'compare.variants={a: optim=adamw optim=lamb}'",
         "optim=adamw and optim=lamb choose",
     ),
-    ("compare", f"{ONE_MORE} {shlex.quote(UNQUOTED)}", "No closing quotation"),
+    ("compare", f"experiment=demo {shlex.quote(UNQUOTED)}", "No closing quotation"),
     ("train", "compare.variants={a: seed=1}", "compare.variants"),
     ("bench", f"{BENCH} stepz=3", "stepz is not a setting; did you mean steps?"),
     ("bench", f"{BENCH} output=/nowhere/a.json", "/nowhere is not a writable folder"),
-    ("bench", f"{BENCH} output=s3:/b/x", "s3:/b/x is neither a URL"),
     ("doctor", "--instance trn9", "trn9"),
     ("doctor", "--machines 0", "--machines: 0"),
-    ("doctor", "--ranks-per-machine -1", "--ranks-per-machine"),
-    ("doctor", "nosuch", "nosuch"),
-    ("shards", "", "command"),
-    ("shards", "ls", "LOCATION"),
     ("shards", "ls nosuch", "nosuch"),
     ("shards", "verify TEXT", "TEXT"),
     ("shards", "head DATA -n 0", "-n 0"),
     ("shards", "head DATA --split test", "'test'"),
-    ("shards", "head DATA --spl train", "--spl"),
-    ("shards", "ls DATA --endpoint localhost", "s3.endpoint=localhost"),
-    ("checkpoints", "", "required"),
     ("checkpoints", "nosuch", "nosuch is not a run folder"),
-    ("checkpoints", "RUN prune", "--keep"),
-    ("checkpoints", "RUN export", "FOLDER"),
     ("checkpoints", "RUN export TEXT", "is a file; choose another folder"),
     ("checkpoints", "RUN export DATA", "is not empty; choose another folder"),
-    ("predict", "", "MODEL"),
     ("predict", "RUN", "--text"),
     ("predict", "RUN --text a data.path=b", "give data.path=FILE, or texts with --text"),
     ("predict", "RUN --text a --output x.txt", "x.txt"),
-    ("predict", "RUN --text a --output nosuch/x.csv", "nosuch"),
     ("predict", "RUN --text a --output s3://b/x.csv", "s3://b/x.csv"),
     ("predict", "/nosuch --text a", "/nosuch"),
-    ("predict", "nosuch --text a", "there is no such file or folder here"),
-    ("hub", "", "required"),
-    ("hub", "RUN", "--to"),
     ("hub", "RUN --to a/b/c", "--to a/b/c"),
     ("hub", "RUN --to 'a/b\nc'", "--to"),
     ("hub", "RUN --to a/b --public --private", "--private"),
-    ("hub", "nosuch --to a/b", "nosuch is not a run folder"),
     ("hub", "RUN --to a/b --dry-run", "no exported model"),
-    ("precompile", "", "give the command of the run"),
     ("precompile", "experiment=demo", "give the command of the run"),
 ]
 
@@ -353,31 +311,17 @@ FLAGS += [
 PREPARATIONS = [
     ("corpus=nosuch", "corpus=nosuch"),
     ("corpus=files_schema", "corpus=files_schema"),
-    (
-        "corpus.kind=books",
-        "corpus.kind=books is not known; choose one of: pydocs, text, jsonl, csv, parquet, hf",
-    ),
-    ("corpus.kind=hf", "use corpus=hf"),
-    ("corpus.path=nosuch", "nosuch"),
+    ("corpus.kind=hf", "corpus.kind=hf: corpus.kind is set by corpus=..., and not alone"),
     ("corpus.errors=ignore", "corpus.errors=ignore"),
     ("corpus.encoding=nosuch", "nosuch"),
     ("corpus.separator='('", "("),
-    ("seq_len=7", "seq_len=7"),
     ("seq_len=65536", "seq_len=65536"),
-    ("validation_fraction=0", "validation_fraction=0"),
     ("validation_fraction=1", "validation_fraction=1"),
-    ("tokenizer.vocab_size=15", "tokenizer.vocab_size=15"),
-    ("tokenizer.pretrained=/nosuch", "tokenizer /nosuch"),
-    ("processes=0", "processes=0"),
     ("merge=true", "no parts to merge"),
     (["merge=true", "processes=2"], "merge=true prepares nothing"),
-    *(
-        (f"part={part}", f"part={part}")
-        for part in ("0/3", "4/3", "a/b", "3", "1/0", "-1/3", "1.5/3", "1/", "1/2/3")
-    ),
+    *((f"part={part}", f"part={part}") for part in ("0/3", "4/3", "1.5/3", "1/2/3")),
     (f"output={LONG}", "File name too long"),
     ("output=DATA", "DATA"),
-    ("output=TEXT/x", "TEXT/x"),
     ("output=http://x/y", "http://x/y"),
     ("output=s3:/bucket/x", "s3:/bucket/x is neither a URL"),
     # ---- what is known only once the text is read
@@ -389,7 +333,6 @@ PREPARATIONS = [
 TABLES = [
     ("data.format=xml", "data.format=xml"),
     ("data.delimiter=ab", "data.delimiter=ab"),
-    ("data.encoding=nosuch", "nosuch"),
     ("data.columns.text=nosuch", "nosuch"),
     ("data.labels=[0,0]", "twice"),
     ("data.labels=[a,b]", "the labels are a, b"),
@@ -402,13 +345,10 @@ TABLES = [
     ("data.more_validation={train: a.csv}", "data.more_validation"),
     ("data.label_map=negative", "data.label_map must be a table"),
     ("data.labels=(", "data.labels=(: data.labels must be a list"),
-    ("data.train=nosuch.csv", "nosuch.csv"),
     ("data.path=BROKEN", "BROKEN cannot be read as Parquet"),
-    ("data.validation_fraction=1", "data.validation_fraction=1"),
     ("seq_len=1", "seq_len=1"),
     ("seq_len=100000", "seq_len=100000"),
     ("task.class_weights=[1,-1]", "task.class_weights"),
-    ("task.label_smoothing=1", "task.label_smoothing=1"),
     ("model.tokenizer=EMPTY", "that folder is empty"),
     ("task=qa", "context"),
 ]
@@ -440,7 +380,12 @@ BAD: dict[object, tuple[str, ...]] = {
 }
 ANY_NUMBER = ("task.null_threshold",)  # may be negative
 VARIANTS = {
-    "train": [TRAIN, [*TRAIN, "backend=xla"], [*TRAIN, *RECORDS], [*TRAIN, *RECORDS, "task=qa"]],
+    "train": [
+        TRAIN,
+        [*TRAIN, "backend=xla"],
+        [*TRAIN, *RECORDS],
+        [*TRAIN, *RECORDS[1:], "task=qa"],
+    ],
     "prepare": [PREPARE],
 }
 
@@ -587,56 +532,8 @@ def test_what_is_no_setting_is_rejected_in_one_line(places, capsys):
     [("train", TRAIN, VALUES), ("records", RECORDS, TABLES), ("prepare", PREPARE, PREPARATIONS)],
     ids=["train", "records", "prepare"],
 )
-def test_a_wrong_setting_is_rejected_in_one_line(
-    command, given, rows, places, capsys, monkeypatch
-):
-    """Composing takes most of the time: settings are put into the composition of what is given, which is made once."""
-    compose, given_words, made = cli.compose_config, [filled(word, places) for word in given], {}
-
-    def compose_once(schema, overrides, values=None):
-        if values:
-            return compose(schema, overrides, values)
-        new = [each for each in overrides if each not in given_words]
-        given = tuple(each for each in overrides if each in given_words)
-        if given not in made:
-            made[given] = compose(schema, list(given))
-        composed = copy.deepcopy(made[given])
-        # an option of a group, or a name of the user's own
-        if not all(is_setting(composed, each) for each in new):
-            return compose(schema, overrides)
-        try:
-            for each in new:
-                put(composed, each)
-        except OmegaConfBaseException as error:
-            raise InputError(cli.error_text(error, schema, new)) from error
-        return composed
-
-    monkeypatch.setattr(cli, "compose_config", compose_once)
+def test_a_wrong_setting_is_rejected_in_one_line(command, given, rows, places, capsys):
     check_rows(with_settings(rows, command, given, places), capsys)
-
-
-def is_setting(composed: DictConfig, override: str) -> bool:
-    """Whether it sets a value of settings that are composed already."""
-    key, _, value = override.partition("=")
-    names = key.split(".")
-    section = OmegaConf.select(composed, ".".join(names[:-1])) if names[1:] else composed
-    return (
-        key not in GROUPS
-        and isinstance(section, DictConfig)
-        and names[-1] in section
-        and "{" not in value
-    )
-
-
-def put(composed: DictConfig, override: str) -> None:
-    key, _, value = override.partition("=")
-    OmegaConf.update(composed, key, parsed(value), merge=False)
-
-
-@functools.cache
-def parsed(value: str) -> Any:
-    """As the command line has it, whatever the key."""
-    return OverridesParser.create().parse_override(f"key={value}").value()
 
 
 @pytest.mark.parametrize("command", MAINS)
@@ -656,27 +553,18 @@ def test_no_setting_takes_what_its_type_rules_out(command, places):
     known: set[tuple[str, object]] = set()
     wrong, count = [], 0
     for given in VARIANTS[command]:
-        base = cli.compose_config(schema, given)
         for row in made_rows(command, given, known):
             count += 1
-            said = rejection(base, schema, row) or "it is taken"
+            said = rejection(schema, [*given, row])
             if row.partition("=")[0] not in said or "\n" in said or "Config" in said:
                 wrong.append(f"{row}: {said}")
     assert not wrong, "\n".join(wrong)
     assert count > {"train": 800, "prepare": 100}[command]
 
 
-def rejection(base: DictConfig, schema: type, row: str) -> str | None:
-    """What is said of one more override of settings that are composed already: composing takes most of the time."""
-    key = row.partition("=")[0]
-    old = copy.deepcopy(OmegaConf.select(base, key))
+def rejection(schema: type, words: list[str]) -> str:
     try:
-        put(base, row)
-        cli.to_settings(base, schema, [row])
+        cli.load_config(schema, words)
     except InputError as error:
         return str(error)
-    except OmegaConfBaseException as error:
-        return cli.error_text(error, schema, [row])
-    finally:
-        OmegaConf.update(base, key, old, merge=False)
-    return None
+    return "it is taken"

@@ -155,7 +155,7 @@ SMALL += [
     "max_steps=1",
     "global_batch_size=8",
     "data.num_workers=0",
-    "tensorboard=false",
+    "telemetry.trackers=[]",
 ]
 SMALL += ["backend.device=cpu", "backend.precision=fp32", "eval_examples=8", "checkpoint.every=1"]
 

@@ -16,7 +16,6 @@ from transformers import AlbertConfig, AutoModelForMaskedLM, AutoTokenizer
 
 from train import loop
 from train.config import BackendConfig, HeadSize, InputError, TaskConfig
-from train.config.attempt import BestConfig
 from train.config.train import EarlyStopConfig
 from train.data.shards.format import ShardSet, read_manifest
 from train.models.encoder import MaskedLM
@@ -135,16 +134,11 @@ def test_a_damaged_shard_stops_all_ranks_with_one_message(tmp_path, prepared):
 
 
 def test_early_stopping_ends_a_run_that_learns_nothing_for_good_and_exports_it(toy):
-    # the third is the best, but by less than min_delta
-    toy.scores = iter([3.0, 2.0, 1.995, 2.5, 7.0])
-    flat = {
-        "eval_every": 1,
-        "early_stop": EarlyStopConfig(patience=2, min_delta=0.01),
-        "export": True,
-    }
+    toy.scores = iter([3.0, 2.0, 2.5, 2.0, 7.0])
+    flat = {"eval_every": 1, "early_stop": EarlyStopConfig(patience=2), "export": True}
     assert toy.train(**flat) == ("early_stop", 4)
     assert (toy.folder / "run/export/model.pt").is_file() and max(toy.saved()) == 4
-    assert (toy.saved()[4]["best_step"], toy.outcome()["outcome"]) == (3, "done")
+    assert (toy.saved()[4]["best_step"], toy.outcome()["outcome"]) == (2, "done")
     assert toy.train(**flat) == ("early_stop", 4)  # it stays stopped
     assert len(toy.lines("train")) == 4
 
@@ -201,10 +195,7 @@ def test_a_new_model_that_cannot_be_evaluated_fails_before_it_is_trained(toy, mo
 
 def test_the_best_evaluation_is_saved_at_once_kept_and_exported(toy):
     toy.scores = iter([3.0, 1.0, 2.0, 2.0, 2.0, 2.0])
-    options = {
-        "checkpoint": {"best": True, "keep": 2, "every": 3},
-        "best": BestConfig(export=True),
-    }
+    options = {"checkpoint": {"best": True, "keep": 2, "every": 3}}
     assert toy.train(eval_every=1, export=True, **options) == ("done", 6)
     assert list(toy.saved()) == [2, 3, 6]
     exported = torch.load(toy.folder / "run/export/model.pt")
@@ -231,7 +222,6 @@ def large(self, *, build=ToyTask.build_model):
     ("changes", "method", "says"),
     [
         ({"backend": TF32_ON_A_CPU}, None, "tf32 needs a CUDA device"),
-        ({"preempt": {"block_end": "2001-01-01T00:00:00Z"}}, None, "leaves no time"),
         ({}, ("build_model", unloadable), "lacks weights"),
         ({}, ("train_data", unloadable), "lacks weights"),
         (
@@ -240,7 +230,7 @@ def large(self, *, build=ToyTask.build_model):
             "this machine or container has too little",
         ),
     ],
-    ids=["device", "block", "model", "batches", "memory"],
+    ids=["device", "model", "batches", "memory"],
 )
 def test_a_start_that_is_rejected_late_changes_no_result_and_can_be_repeated(
     toy, monkeypatch, is_new, changes, method, says

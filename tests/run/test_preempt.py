@@ -9,22 +9,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
 from forks import launch, start_changed, start_forked
-from rejections import rejects
 from running import ROOT, eventually, lines, outcome, train_overrides
 from services.fake_imds import SPOT, TOKEN, FakeIMDS
 
-from train.config import InputError, PreemptConfig, Unreachable
+from train.config import InputError, Unreachable
 from train.machine import metadata
 from train.run import stopping
 from train.run.stopping import Notices, StopRequest
 
 SPOT_NOTICE = {"action": "terminate", "time": "2026-11-20T08:22:00Z"}
-NOW = datetime(2026, 11, 20, 8, 0, tzinfo=UTC)
 
 
 @pytest.fixture(autouse=True)
@@ -53,22 +50,13 @@ def stop() -> StopRequest:
     return StopRequest()
 
 
-@pytest.fixture
-def wall_clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    clock = SimpleNamespace(now=NOW)
-    monkeypatch.setattr(stopping, "now", lambda: clock.now)
-    return clock
-
-
 def watching(
     stop: StopRequest,
     stop_file: Callable[[], bool] = lambda: False,
     max_run_s: float | None = None,
     run_s: float = 0,
-    **settings: object,
 ) -> Notices:
-    preempt = PreemptConfig(**settings)  # type: ignore[arg-type]
-    cfg = SimpleNamespace(preempt=preempt, max_run_s=max_run_s)
+    cfg = SimpleNamespace(max_run_s=max_run_s)
     return Notices(cfg, stop, stop_file, time.monotonic() - run_s)  # type: ignore[arg-type]
 
 
@@ -170,30 +158,6 @@ def test_the_run_leaves_before_max_run_s_in_time_to_save(stop):
     stop.save_s = 3600
     notices.look_at_clock()
     assert (stop.reason, stop.kind) == ("max_run_s=7200 has passed", "max_run_s")
-
-
-def test_the_run_leaves_a_capacity_block_in_time_and_takes_none_without_time_left(
-    stop, wall_clock
-):
-    """10:00 at the latest, less a minute, less the save: 31 + 2 minutes before."""
-    end = "2026-11-20T12:00:00+02:00"
-    notices = watching(stop, block_end=end)
-    stop.save_s = 120
-    for later, asked in (
-        (timedelta(minutes=86, seconds=59), None),
-        (timedelta(minutes=87), "capacity_block"),
-    ):
-        wall_clock.now = NOW + later
-        notices.look_at_clock()
-        assert (stop.kind or None) == asked
-    assert (
-        stop.reason
-        == "the capacity block ends at 2026-11-20T10:00:00Z, and its instances 30 minutes earlier"
-    )
-    stop.save_s, wall_clock.now = 0, NOW + timedelta(minutes=89)
-    rejects(r"block_end=.* it is 2026-11-20T09:29:00Z", watching, stop, block_end=end)
-    wall_clock.now -= timedelta(seconds=1)
-    watching(stop, block_end=end)
 
 
 @pytest.mark.parametrize("ignored", [False, True])

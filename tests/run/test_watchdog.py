@@ -45,7 +45,8 @@ def join():
 folder = RunFolder(sys.argv[1])
 if os.environ["RANK"] == "0":
     folder.ownership.follow("")  # the other ranks once all have joined
-cfg = WatchdogConfig(step_s=float(sys.argv[2]), start_s=float(sys.argv[3]))
+WatchdogConfig.start_s = float(sys.argv[3])
+cfg = WatchdogConfig(step_s=float(sys.argv[2]))
 with Watchdog(cfg, folder, oom_counter=folder.path / "memory.events") as dog:
     print(read_process(os.getpid()).started, dog.handle, flush=True)
     others = json.loads(input())
@@ -282,8 +283,7 @@ def test_nothing_of_the_end_goes_into_a_run_folder_of_another_job(
 
 
 def test_switched_off_it_watches_nothing(run_dir: Path):
-    cfg = WatchdogConfig(step_s=0, start_s=0.01)
-    with Watchdog(cfg, RunFolder(str(run_dir))) as dog:
+    with Watchdog(WatchdogConfig(step_s=0), RunFolder(str(run_dir))) as dog:
         dog.phase("data", step=1)
         dog.heartbeat()
         assert not dog.is_open

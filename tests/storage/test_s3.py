@@ -309,7 +309,6 @@ UNUSABLE = [  # environment (None: not set), settings, and what is said of them
     ({SECRET: None}, {}, f"AWS credentials: Partial .* in env, missing: {SECRET}; attach a role"),
     ({KEY: "wrong"}, {}, rf"{UNKNOWN}\(InvalidAccessKeyId\); aws sts get-call"),
     ({SECRET: "wrong"}, {}, rf"{UNKNOWN}\(SignatureDoesNotMatch\)"),
-    ({}, {"profile": "nobody"}, "profile=nobody is not in ~/.aws; aws configure list-profiles"),
     (
         {"AWS_PROFILE": "nobody"},
         {},

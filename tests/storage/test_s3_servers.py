@@ -37,9 +37,7 @@ def folder(server, monkeypatch):
     monkeypatch.setattr(random, "random", lambda: 0.0)  # no pauses between attempts
 
     def opened(demand=lambda request: None, **settings):
-        folder = open_folder(
-            "s3://bucket/runs/data", S3Config(endpoint=server, path_style=True, **settings)
-        )
+        folder = open_folder("s3://bucket/runs/data", S3Config(endpoint=server, **settings))
         folder.client.create_bucket(Bucket="bucket")
         folder.client.meta.events.register(
             "before-send.s3", lambda request, **_: answer(request, demand(request))

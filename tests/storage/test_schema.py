@@ -235,7 +235,6 @@ def test_data_in_s3_overwrites_nothing_outside_the_cache(prepared, bucket, tmp_p
     options = [
         "--endpoint",
         bucket.service.endpoint,
-        "--path-style",
         "--cache-dir",
         str(tmp_path / "cache"),
     ]

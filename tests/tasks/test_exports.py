@@ -205,7 +205,7 @@ def test_answers(architecture, tokenizer, tmp_path):
     settings = settings_for(
         "qa", architecture, tokenizer, tmp_path, [{**row, "answers": answers} for row in asked]
     )
-    exported([*settings, "task.stride=8", "task.max_question_tokens=12"], tmp_path / "export")
+    exported([*settings, "task.stride=8"], tmp_path / "export")
     read = AutoTokenizer.from_pretrained(tmp_path / "export")
     model = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "export").eval()
     for row, ours in zip(asked, predicted(tmp_path / "export", asked), strict=True):

@@ -42,7 +42,7 @@ def train(overrides):
     return lambda run_dir, *others, stop=None: train_with(overrides(run_dir, *others), stop)
 
 
-BEST = ["checkpoint.best=true", "best.metric=f1_macro", "best.export=true"]
+BEST = ["checkpoint.best=true", "best.metric=f1_macro"]
 
 
 @pytest.fixture(scope="module")

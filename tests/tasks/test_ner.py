@@ -65,7 +65,7 @@ def overrides(words_folder, tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(overrides, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "run"
-    train_with(overrides(run_dir, "samples=4", "checkpoint.best=true", "best.export=true"))
+    train_with(overrides(run_dir, "samples=4", "checkpoint.best=true"))
     return run_dir
 
 

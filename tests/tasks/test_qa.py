@@ -28,7 +28,7 @@ def featurizer(tokenizer, *, seq_len=SEQ_LEN, **task):
     return QAFeaturizer(
         tokenizer,
         seq_len=seq_len,
-        task=QAConfig(**{"stride": 8, "max_question_tokens": 12, **task}),
+        task=QAConfig(**{"stride": 8, **task}),
     )
 
 
@@ -53,7 +53,6 @@ def make(texts, tokenizer_folder, tmp_path_factory):
         given = [
             "task=qa",
             "task.stride=8",
-            "task.max_question_tokens=12",
             "data=records",
             f"seq_len={SEQ_LEN}",
         ]
@@ -129,7 +128,7 @@ def test_questions_are_stripped_on_the_left_and_cut():
     assert windows["input_ids"][0] == windows["input_ids"][1]
     assert windows["context_first"][2] == 12 + 3  # and <s>, </s>, </s>
     assert (one.notes("x")["cut_questions"], one.notes("x")["answers_in_no_window"]) == (1, 0)
-    few = featurizer(byte_tokenizer(), max_question_tokens=5)
+    few = featurizer(byte_tokenizer(), seq_len=20, stride=1)
     # four bytes each: the second does not fit
     assert few.cut("\U0001f600\U0001f600") == "\U0001f600"
     assert few.cut("\u6771\u4eac\u6771\u4eac") == "\u6771"
@@ -160,16 +159,10 @@ def test_an_answer_is_the_tokens_that_hold_it_all(begin, end, tokens):
 
 def test_windows_without_room_and_tokenizers_without_cls_in_front_are_rejected(tokenizer):
     rejects(
-        "task.max_question_tokens=12 .* leaves 33 .* more than task.stride=40;",
+        "minus 12 tokens of the question .* leaves 33 .* more than task.stride=40;",
         featurizer,
         tokenizer,
         stride=40,
-    )
-    rejects(
-        "=64 and 3 special tokens leaves 0 tokens for the context",
-        featurizer,
-        tokenizer,
-        max_question_tokens=64,
     )
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.post_processor = processors.TemplateProcessing(

@@ -24,7 +24,6 @@ ROWS = [
 # The rate is too high, so that errors fall and rise: the best evaluation is the lowest, and not the last.
 GIVEN = [
     "best.metric=mse",
-    "best.export=true",
     "checkpoint.best=true",
     "checkpoint.every=1",
     "eval_every=1",
@@ -116,21 +115,16 @@ def test_a_checkpoint_is_exported_without_the_data_and_learns_on_in_other_units(
         f"model.init_from={tmp_path / 'out'}",
         f"data.path={rated.with_name('half.csv')}",
     ]
-    for settings in (given, [*given, "task.standardize=false"]):
-        task = task_of(settings)
-        model, rows = task.build_model().eval(), task.eval_data()
-        inputs = {
-            name: tensor[0] for name, tensor in rows.draw(np.arange(2)[None])["inputs"].items()
-        }
-        with torch.no_grad():
-            computed = task.numbers(task.eval_statistics(model, inputs).numpy())
-        answers = {
-            line["id"]: line
-            for line in map(json.loads, asked(trained, rated, tmp_path).splitlines())
-        }
-        ids = task.tables.examples("validation")["id"][:2]
-        assert computed == pytest.approx([answers[name]["prediction"] for name in ids], rel=1e-4)
-    assert task.scale is None and model.scale is None
+    task = task_of(given)
+    model, rows = task.build_model().eval(), task.eval_data()
+    inputs = {name: tensor[0] for name, tensor in rows.draw(np.arange(2)[None])["inputs"].items()}
+    with torch.no_grad():
+        computed = task.numbers(task.eval_statistics(model, inputs).numpy())
+    answers = {
+        line["id"]: line for line in map(json.loads, asked(trained, rated, tmp_path).splitlines())
+    }
+    ids = task.tables.examples("validation")["id"][:2]
+    assert computed == pytest.approx([answers[name]["prediction"] for name in ids], rel=1e-4)
     config.write_text(config.read_text().replace('"problem_type": "regression",', ""))
     wanted = [answer["prediction"] for answer in answers.values()]
     assert [
@@ -200,11 +194,6 @@ def test_bad_rows_and_settings_are_rejected(given, tmp_path):
             "must be a column, or a list of different columns",
         ),
         ("same.csv", ["data.labels=[3]"], "task=regress learns numbers"),
-        (
-            "same.csv",
-            ["task=classify", "data.columns.label=[price,text]"],
-            "task=classify reads one",
-        ),
     ):
         rejects(
             says, task_of, [*given(tmp_path / "run", *settings), f"data.path={tmp_path / name}"]

@@ -248,8 +248,7 @@ def run_of(name: str, files: dict[str, Any], lines: list[dict[str, Any]]) -> Run
 # ---- variants ------------------------------------------------------------------------------------------------------
 
 
-VARIANTS = "compare.variants={fp32: backend.precision=fp32, bf16: backend.precision=bf16, gpu: backend.device=cuda, "
-VARIANTS += "again: backend.precision=fp32}"
+FP32 = "fp32: backend.precision=fp32"
 
 
 def training(runs: Path, data: Path, *more: str) -> list[str]:
@@ -261,14 +260,14 @@ def training(runs: Path, data: Path, *more: str) -> list[str]:
 
 @pytest.mark.slow
 def test_variants_are_run_once_and_one_that_fails_hides_no_other(tmp_path, prepared, capfd):
-    words, fp32 = training(tmp_path / "runs", prepared, VARIANTS), tmp_path / "runs/fp32"
-    assert main([*words, "compare.run=[gpu,fp32]"]) == FAILED
+    words, fp32 = training(tmp_path / "runs", prepared), tmp_path / "runs/fp32"
+    assert main([*words, f"compare.variants={{gpu: backend.device=cuda, {FP32}}}"]) == FAILED
     said = capfd.readouterr()
     assert "error: gpu: " in said.err and "cuda" in said.err
     assert "gpu is missing here because it failed: " in (fp32 / "report/report.html").read_text()
     shutil.copytree(fp32, fp32.parent / "again")  # the same work
     before = (fp32 / "metrics.jsonl").read_bytes()
-    assert main([*words, "compare.run=[fp32,again]"]) == DONE
+    assert main([*words, f"compare.variants={{{FP32}, again: backend.precision=fp32}}"]) == DONE
     said = capfd.readouterr()
     assert said.out.count(" is done\n") == 2 and "(1.00 times)" in said.out
     assert (fp32 / "metrics.jsonl").read_bytes() == before
@@ -278,14 +277,14 @@ def test_what_a_variant_lacks_is_found_before_the_first_one_starts(tmp_path, pre
     words = training(
         tmp_path / "runs", prepared, "compare.variants={good: seed=0, bad: data.path=nosuch}"
     )
-    assert main([*words, "compare.run=[good,bad]"]) == REJECTED
+    assert main(words) == REJECTED
     assert "error: variant bad: " in capfd.readouterr().err and not (tmp_path / "runs").exists()
 
 
 def test_ctrl_c_stops_the_variant_that_runs_and_starts_no_other(tmp_path, prepared):
     endless = ["max_steps=100000", "checkpoint.every=100000", "log_every=20"]
-    words = training(tmp_path / "runs", prepared, VARIANTS, *endless)
-    words = ["train", "compare", *words, "compare.run=[fp32,bf16]"]
+    variants = f"compare.variants={{{FP32}, bf16: backend.precision=bf16}}"
+    words = ["train", "compare", *training(tmp_path / "runs", prepared, variants, *endless)]
     process, first = (
         start_forked(words, os.environ, err=tmp_path / "said"),
         tmp_path / "runs" / "fp32",
@@ -311,7 +310,7 @@ def test_ctrl_c_stops_the_variant_that_runs_and_starts_no_other(tmp_path, prepar
 
 def test_a_variant_is_the_run_with_its_own_settings_last():
     common = ["experiment=demo", "run_dir=runs/x", "backend=ddp", "seed=3"]
-    given = [*common, "compare.variants={a: seed=4, b: backend=xla}", "compare.run=[b,a]"]
+    given = [*common, "compare.variants={b: backend=xla, a: seed=4}"]
     cli.add_schema(CompareConfig, "compare", [])
     made = make_variants(cli.load_config(CompareConfig, given), given)
     assert [(variant.name, variant.overrides) for variant in made] == [

@@ -153,7 +153,6 @@ def test_other_ways_to_the_same_model_and_rows_lead_to_the_same_numbers(
 def test_an_export_masks_as_its_run_did(prepared, tmp_path):
     masks = [
         "task.mask_rate=0.3",
-        "task.eval_mask_rate=0.2",
         "task.max_ngram=1",
         "task.whole_word=true",
         "seed=5",

@@ -80,17 +80,13 @@ class Progress:
         if chosen:
             self.chosen[str(self.step)] = chosen
 
-    def saw(self, score: float, metric: str = "loss", *, min_delta: float) -> bool:
-        """Record an evaluation. Returns whether its score is the best (the lowest) of this metric so far.
-
-        An improvement resets the count for early stopping only if it exceeds `min_delta`.
-        """
+    def saw(self, score: float, metric: str = "loss") -> bool:
+        """Record an evaluation. Returns whether its score is the best (the lowest) of this metric so far."""
         before = self.best_loss if metric == self.best_metric else None
         is_better = not math.isnan(score) and (before is None or score < before)
         self.evals_since_best += 1
         if is_better:
-            if before is None or score < before - min_delta:
-                self.evals_since_best = 0
+            self.evals_since_best = 0
             self.best_metric, self.best_loss, self.best_step = metric, score, self.step
         return is_better
 

@@ -8,7 +8,7 @@ a feature off, or derives the value; the setting's comment says which.
 
 # ruff: noqa: F401 -- these names are imported by other packages
 
-from train.config.attempt import CheckpointConfig, LeaseConfig, PreemptConfig, WatchdogConfig
+from train.config.attempt import CheckpointConfig, LeaseConfig, WatchdogConfig
 from train.config.backend import BackendConfig, InstanceConfig, XLAConfig
 from train.config.checks import (
     Failure,
@@ -16,7 +16,6 @@ from train.config.checks import (
     NotPermitted,
     Section,
     Unreachable,
-    Unset,
     check,
     check_choice,
     check_printable,
@@ -34,7 +33,7 @@ from train.config.data import (
     ShardsConfig,
     check_endpoint,
 )
-from train.config.learning import OF_A_MODEL, WSD, ModelConfig, OptimConfig
+from train.config.learning import FROM_START, OF_A_MODEL, WSD, ModelConfig, OptimConfig
 from train.config.parallel import (
     SPLITS,
     DataParallelConfig,

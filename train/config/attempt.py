@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime
 
 from train.config.checks import Section, check, setting
 
@@ -18,38 +17,18 @@ class LeaseConfig(Section, prefix="lease."):
 
 
 @dataclass(kw_only=True)
-class PreemptConfig(Section, prefix="preempt."):
-    """Reasons to stop the run in addition to signals, max_run_s, the file run_dir/STOP and notices from EC2."""
-
-    # The time, with its zone, at which the EC2 capacity block ends; EC2 terminates the machines 30 minutes earlier.
-    block_end: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.block_end is not None:
-            try:
-                aware = (
-                    datetime.fromisoformat(self.block_end.replace("Z", "+00:00")).tzinfo
-                    is not None
-                )
-            except ValueError:
-                aware = False
-            check(
-                aware,
-                f"preempt.block_end={self.block_end} must be a time with a zone, such as 2026-11-30T11:30:00Z",
-            )
-
-
-@dataclass(kw_only=True)
 class WatchdogConfig(Section, prefix="watchdog."):
     """A thread and a timer in each rank. They end a rank that makes no progress, so that torchrun can restart it."""
 
     # The number of seconds without a heartbeat (a micro batch or an evaluation batch) after which a rank counts as
-    # stuck; 0 never ends a rank, for use with a debugger.
+    # stuck; 0 never ends a rank, for use with a debugger. Until a rank's first step is done, while it joins the other
+    # ranks, loads and compiles, the limit is 15 times higher.
     step_s: float = setting(480.0, least=0)
-    # The limit that replaces step_s until a rank's first step is done, while it joins the other ranks, loads and
-    # compiles.
-    start_s: float = setting(7200.0, above=0)
+
+    @property
+    def start_s(self) -> float:
+        """The limit until a rank's first step is done: two hours by default."""
+        return 15 * self.step_s
 
 
 @dataclass(kw_only=True)
@@ -69,7 +48,8 @@ class CheckpointConfig(Section, prefix="checkpoint."):
     every: int = setting(1000, above=0)
     # The number of newest checkpoints to keep, at least two, in addition to the best one; 0 keeps all.
     keep: int = 3
-    # Also save a checkpoint whenever an evaluation is better than all earlier ones.
+    # Also save a checkpoint whenever an evaluation is better than all earlier ones, and export the best one at the end
+    # instead of the last.
     best: bool = False
 
     def __post_init__(self) -> None:
@@ -88,10 +68,7 @@ class ResumeConfig:
 
 @dataclass(kw_only=True)
 class BestConfig:
-    """The metric that selects the best evaluation, for early_stop, checkpoint.best and checkpoint.keep."""
+    """The metric that selects the best evaluation, for early_stop and checkpoint.best."""
 
     # The metric that ranks the evaluations, a key of the eval lines in metrics.jsonl.
     metric: str = "loss"
-    # The checkpoint to export: true takes the best one, false the last one; None takes the best one if
-    # checkpoint.best=true.
-    export: bool | None = None

@@ -18,8 +18,8 @@ NEURON_TIMEOUT_S = 7200.0
 class BackendConfig(Section, prefix="backend."):
     precisions: ClassVar[tuple[str, ...]] = ("auto", "fp32", "tf32", "bf16", "fp16")
 
-    # The backend; auto uses xla on Trainium 1, otherwise ddp.
-    name: str = setting("auto", among=("auto", "ddp", "xla"))
+    # The backend, which backend=... sets: auto, ddp or xla; auto uses xla on Trainium 1, otherwise ddp.
+    name: str = "auto"
     # The device; auto uses this machine's best one.
     device: str = setting("auto", among=("auto", "cpu", *DEVICES))
     # The precision: fp32, tf32, bf16, fp16 or auto. bf16 and fp16 use autocast, and fp16 scales the loss. tf32 is fp32,
@@ -30,9 +30,6 @@ class BackendConfig(Section, prefix="backend."):
     grad_compression: str = setting("none", among=("none", "bf16"))
     # Keep only each layer's input, and recompute the layer in the backward pass.
     activation_checkpointing: bool = False
-    # The output dtype of normalisation layers if the precision is bf16; they always compute in fp32. auto uses bf16 if
-    # the model is compiled on a GPU, where this saves a third of the memory traffic.
-    norms: str = setting("auto", among=("auto", "fp32", "bf16"))
     # The scope of torch.compile: layers compiles each layer separately, model compiles the encoder as one graph; auto
     # compiles on GPUs if the run is long enough for this to pay off.
     compile: str = setting("auto", among=("auto", "none", "layers", "model"))
@@ -46,11 +43,6 @@ class BackendConfig(Section, prefix="backend."):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(
-            type(self) is BackendConfig or self.name == type(self).name,
-            f"backend.name={self.name} does not match the settings of backend={type(self).name}: use "
-            f"backend={self.name}",
-        )
         check_choice("backend.precision", self.precision, self.precisions)
         check(
             not (self.activation_checkpointing and self.cuda_graphs),

@@ -32,10 +32,6 @@ class NotPermitted(InputError):
     """The user or role may not delete a file or object. A run works without this permission, but needs all others."""
 
 
-class Unset(InputError):
-    """A required setting is missing."""
-
-
 class Failure(RuntimeError):
     """An error whose message is all that the user needs: one line, identical on all ranks, without a traceback."""
 

@@ -13,6 +13,7 @@ from train.config.checks import Section, check, setting, shortlist
 
 MOST_LENGTHS = 255  # maximum of data.lengths, to which the longest length is added: rows store an index in one byte
 MAX_LOADER_PROCESSES = 128  # maximum per rank; a trn1.32xlarge has 128 vCPUs for its 32 ranks
+AWS = "https://s3.amazonaws.com"
 KMS_KEY = re.compile(r"arn:aws[\w-]*:kms:[\w-]+:\d{12}:(key|alias)/[\w/-]+", re.ASCII)
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".conll")  # .gz may follow
 FILE_FORMATS = ("csv", "jsonl", "parquet", "squad", "conll")
@@ -76,9 +77,6 @@ class RecordsConfig(DataConfig):
     name: str | None = None
     # The commit of a Hub data set, which pins its content.
     revision: str | None = None
-    # The other forms of a known data set: the settings that replace these if data.format is given as the key, such as
-    # {csv: {train: train.tsv}}.
-    forms: dict[str, Any] = field(default_factory=dict)
     # The training data: a file or glob in path, or a split; None uses path itself, or the split "train".
     train: str | None = None
     # The validation data: a file or glob in path, or a split; None holds out validation_fraction of the rows.
@@ -89,8 +87,6 @@ class RecordsConfig(DataConfig):
     validation_fraction: float = setting(0.1, above=0, below=1)
     # The maximum number of training examples, drawn with the seed; None uses all.
     max_train_examples: int | None = setting(None, above=0)
-    # The maximum number of examples of each validation split; None uses all.
-    max_validation_examples: int | None = setting(None, above=0)
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     # The labels in the order of their class numbers; [] uses the labels in the data: numbers in their order, then names
     # in the order of label_map, then by the alphabet.
@@ -176,16 +172,15 @@ def column_names(value: Any) -> str | list[str]:
 
 @dataclass(kw_only=True)
 class S3Config(Section, prefix="s3."):
-    """Access to S3. A setting that is None comes from AWS's usual sources: environment, ~/.aws, the instance's role."""
+    """Access to S3. A setting that is None comes from AWS's usual sources: environment, ~/.aws, the instance's role.
+
+    Credentials always do; AWS_PROFILE chooses a profile of ~/.aws.
+    """
 
     # The URL of an S3-compatible server; None uses AWS.
     endpoint: str | None = None
     # The region of the bucket.
     region: str | None = None
-    # The profile in ~/.aws with the credentials.
-    profile: str | None = None
-    # Put the bucket into the path of URLs, as most S3-compatible servers require.
-    path_style: bool = False
     # The time limit of a request in seconds, retries included.
     timeout_s: float = setting(60.0, above=0)
     # The encryption that writes ask for: AES256, aws:kms, or the ARN of a KMS key; null leaves it to the bucket. Some
@@ -206,14 +201,16 @@ class S3Config(Section, prefix="s3."):
         given = {
             "--endpoint": self.endpoint,
             "--region": self.region,
-            "--profile": self.profile,
             "--sse": self.sse,
         }
         # Flag and value are one argument, since a value may begin with a dash.
-        flags = [f"{flag}={value}" for flag, value in given.items() if value is not None]
-        if self.path_style:
-            return [*flags, "--path-style"]
-        return flags
+        return [f"{flag}={value}" for flag, value in given.items() if value is not None]
+
+    @property
+    def path_style(self) -> bool:
+        """True if the bucket is in the path of URLs, as most servers require that are not AWS's."""
+        host = urlsplit(self.endpoint or AWS).hostname or ""
+        return not host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
 
 
 def check_endpoint(key: str, url: str) -> None:

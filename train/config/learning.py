@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from train.config.checks import Section, Unset, check, setting
+from train.config.checks import Section, check, setting
 
 WSD = "wsd"  # warm-up, stable, decay: https://arxiv.org/abs/2404.06395
+FROM_START = "linear_from_start"
 # default share of a wsd run in which the learning rate decays: section 4 of the paper
 DECAY_FRACTION = 0.1
 ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2", "flex_attention")
@@ -39,8 +40,6 @@ class ModelConfig(Section, prefix="model."):
     # The attention implementation of transformers; auto uses sdpa if the architecture supports it, otherwise eager.
     # flash_attention_2 and flex_attention need a CUDA device, and flash_attention_2 also needs its package.
     attention: str = setting("auto", among=ATTENTIONS)
-    # Freeze the embeddings.
-    freeze_embeddings: bool = False
     # The number of bottom layers to freeze; any number above 0 also freezes the embeddings.
     freeze_layers: int = setting(0, least=0)
     # Replace the head of a checkpoint that was trained for other labels, instead of rejecting the checkpoint.
@@ -76,10 +75,10 @@ class ModelConfig(Section, prefix="model."):
             self.init_from is None or self.pretrained is None,
             f"model.init_from={self.init_from} and model.pretrained={self.pretrained} both name weights; leave one out",
         )
-        if self.pretrained == TO_BE_GIVEN:
-            raise Unset(
-                "model.pretrained is not set: give model.pretrained=... (a Hub id or folder), or model.init_from"
-            )
+        check(
+            self.pretrained != TO_BE_GIVEN,
+            "model.pretrained is not set: give model.pretrained=... (a Hub id or folder), or model.init_from",
+        )
         check(
             not self.hidden_size or not self.num_heads or self.hidden_size % self.num_heads == 0,
             f"model.hidden_size={self.hidden_size} must be a multiple of model.num_heads={self.num_heads}",
@@ -105,13 +104,11 @@ class OptimConfig(Section, prefix="optim."):
     weight_decay: float = setting(0.01, least=0)
     # The global norm to which gradients are clipped; None disables clipping.
     max_grad_norm: float | None = setting(1.0, above=0)
-    # The learning rate schedule after the warm-up: linear, cosine, polynomial, constant or wsd. wsd is constant until a
-    # final decay, so that a different run length only moves the decay.
+    # The learning rate schedule after the warm-up: linear, linear_from_start, cosine, constant or wsd.
+    # linear_from_start counts the decay from the first step of the run instead of from the end of the warm-up, as
+    # Google's BERT and ALBERT do. wsd is constant until a final decay, so that a different run length only moves the
+    # decay.
     schedule: str = "linear"
-    # Count the steps of the decay from the first step of the run instead of from the end of the warm-up.
-    decay_from_start: bool = False
-    # The exponent of the polynomial decay.
-    power: float = setting(1.0, above=0)
     # The share of a wsd run in which the learning rate decays; None uses a tenth.
     decay_fraction: float | None = setting(None, least=0, below=1)
     # The learning rate at the last step, as a share of lr.
@@ -125,21 +122,15 @@ class OptimConfig(Section, prefix="optim."):
         super().__post_init__()
         valid = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         check(valid, f"optim.betas={list(self.betas)} must be two numbers in [0, 1)")
-        if self.schedule == WSD:
-            check(
-                not self.decay_from_start,
-                "optim.decay_from_start=true is not for optim.schedule=wsd; leave it out",
-            )
-            if self.warmup_steps is None:
-                raise Unset(
-                    "optim.schedule=wsd needs optim.warmup_steps, a number of steps: with a share, a longer run "
-                    "would have a longer warm-up"
-                )
-        else:
-            check(
-                self.decay_fraction is None,
-                f"optim.decay_fraction={self.decay_fraction} needs optim.schedule=wsd; set that, or leave it out",
-            )
+        check(
+            self.schedule != WSD or self.warmup_steps is not None,
+            "optim.schedule=wsd needs optim.warmup_steps, a number of steps: with a share, a longer run would have a "
+            "longer warm-up",
+        )
+        check(
+            self.schedule == WSD or self.decay_fraction is None,
+            f"optim.decay_fraction={self.decay_fraction} needs optim.schedule=wsd; set that, or leave it out",
+        )
 
     def decay_begin(self, total_steps: int) -> int:
         """Return the step at which a wsd schedule begins to lower the learning rate; `total_steps` if it never does."""

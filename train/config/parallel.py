@@ -17,16 +17,8 @@ class ParallelConfig(Section, prefix="parallel."):
     # advice to save memory
     frees: ClassVar[str] = "parallel=fsdp with backend=ddp"
 
-    # The engine: with data, every rank holds the model and computes a share of each batch; fsdp shards the model;
-    # pipeline splits it by layers.
+    # The engine, which parallel=... sets.
     name: str = "data"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(
-            type(self) is ParallelConfig or self.name == type(self).name,
-            f"parallel.name={self.name} needs the settings of its group: use parallel={self.name}",
-        )
 
     @property
     def cuts(self) -> int:
@@ -72,17 +64,12 @@ class DataParallelConfig(ParallelConfig):
 class FSDPConfig(ParallelConfig):
     """Full sharding: every rank holds a shard of each weight, gradient and moment, and gathers layers to use them."""
 
-    frees: ClassVar[str] = (
-        "parallel.reshard_after_forward=true, parallel.reduce_once=false or more ranks"
-    )
+    frees: ClassVar[str] = "parallel.reshard_after_forward=true or more ranks"
 
     name: str = "fsdp"
     # Drop a layer's gathered weights after its forward pass and gather them again for the backward pass; false keeps
     # the gathered weights of all layers until then, which reduces traffic by a third.
     reshard_after_forward: bool = True
-    # Reduce gradients only after the last micro batch of a step; until then each rank accumulates the gradients of the
-    # whole model. false reduces them after every micro batch, which sends more, but each rank stores only its shard.
-    reduce_once: bool = True
 
     def held_share(self, world_size: int) -> float:
         return 1 / world_size

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 
 from train.config.backend import XLAConfig
-from train.config.checks import InputError, check
+from train.config.checks import check
 from train.config.learning import WSD
 from train.config.train import TrainConfig
-
-MOST_TRIED = 10_000  # sequences per replica
 
 
 @dataclass(frozen=True)
@@ -44,10 +41,7 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
         over = f"{replicas} replicas of {world_size // replicas} ranks"
     # TrainConfig requires one of them
     global_batch = cfg.global_batch_size or (cfg.micro_batch_size or 0) * replicas
-    try:
-        micro, accumulation = split(cfg, global_batch, replicas, over, seq_len)
-    except InputError as error:
-        raise InputError(f"{error}{nearest(cfg, global_batch, replicas, seq_len)}") from error
+    micro, accumulation = split(cfg, global_batch, replicas, over, seq_len)
     check(
         rows >= global_batch,
         f"the data has {rows} training sequences, fewer than one batch of {global_batch} over {over}; "
@@ -119,24 +113,6 @@ def split(
         f"backend.batches_per_execution={per_graph} does not divide the {accumulation} micro batches per rank and step",
     )
     return micro, accumulation
-
-
-def nearest(cfg: TrainConfig, global_batch: int, replicas: int, seq_len: int | None) -> str:
-    """Return the end of a message: the next smaller and the next larger global batch that can be split."""
-
-    def can_split(size: int) -> bool:
-        with suppress(InputError):
-            return bool(split(cfg, size, replicas, "", seq_len))
-        return False
-
-    share = global_batch // replicas
-    smaller = (number * replicas for number in range(share, max(0, share - MOST_TRIED), -1))
-    larger = (number * replicas for number in range(share + 1, share + MOST_TRIED))
-    found = [next(filter(can_split, sizes), None) for sizes in (smaller, larger)]
-    sizes = [f"global_batch_size={size}" for size in found if size is not None]
-    if sizes:
-        return f"; the nearest that can is {' or '.join(sizes)}"
-    return ""
 
 
 def micro_batch(cfg: TrainConfig, share: int, seq_len: int | None) -> int:

@@ -11,6 +11,9 @@ from omegaconf import MISSING
 from train.config.checks import Section, check, setting
 from train.config.data import DataConfig, RecordsConfig, ShardsConfig
 
+EVAL_MASK_RATE = 0.15  # of masked language modelling, as in BERT's pretraining
+MOST_QUESTION_TOKENS = 64  # as in BERT's code for SQuAD
+
 
 @dataclass(frozen=True)
 class HeadSize:
@@ -45,10 +48,8 @@ class MLMConfig(TaskConfig):
 
     learns_from: ClassVar[type[ShardsConfig]] = ShardsConfig
     kind: str = "mlm"
-    # The share of a sequence's tokens to predict.
+    # The share of a sequence's tokens to predict in training. Evaluations predict 15 %, so that runs can be compared.
     mask_rate: float = setting(0.15, above=0, below=1)
-    # The mask_rate in evaluations; None uses mask_rate.
-    eval_mask_rate: float | None = setting(None, above=0, below=1)
     # The maximum number of consecutive tokens (or whole words) that are masked together; runs of n have a probability
     # proportional to 1/n. A maximum of 1 is BERT's masking.
     max_ngram: int = setting(3, above=0)
@@ -58,10 +59,9 @@ class MLMConfig(TaskConfig):
     sop: bool = False
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
-        eval_rate = self.eval_mask_rate or self.mask_rate
         return HeadSize(
             predictions=max(1, round(seq_len * self.mask_rate)),
-            eval_predictions=max(1, round(seq_len * eval_rate)),
+            eval_predictions=max(1, round(seq_len * EVAL_MASK_RATE)),
             labels=2 if self.sop else 0,
         )
 
@@ -121,11 +121,13 @@ class MultiLabelConfig(TaskConfig):
 
 @dataclass(kw_only=True)
 class RegressConfig(TaskConfig):
-    """Regression: a number for a text or a pair of texts."""
+    """Regression: a number for a text or a pair of texts.
+
+    The model learns (target - mean) / standard deviation of the training rows; the export predicts in the units of the
+    data.
+    """
 
     kind: str = "regress"
-    # Learn (target - mean) / standard deviation of the training rows; the export predicts in the units of the data.
-    standardize: bool = True
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
         return HeadSize(labels=labels or 1)
@@ -146,13 +148,14 @@ class NERConfig(TaskConfig):
 
 @dataclass(kw_only=True)
 class QAConfig(TaskConfig):
-    """Question answering with a span of a context, as in SQuAD. Long contexts are read in overlapping windows."""
+    """Question answering with a span of a context, as in SQuAD. Long contexts are read in overlapping windows.
+
+    A question is cut to 64 tokens, or a quarter of a shorter window.
+    """
 
     kind: str = "qa"
     # The number of tokens that two neighbouring windows of a context share.
     stride: int = setting(128, above=0)
-    # The maximum number of tokens in a question; longer ones are cut, and the log counts them.
-    max_question_tokens: int = setting(64, above=0)
     # The maximum number of tokens in an answer of the model.
     max_answer_tokens: int = setting(30, above=0)
     # Allow questions without an answer, as in SQuAD v2.

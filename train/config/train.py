@@ -13,12 +13,11 @@ from train.config.attempt import (
     CheckpointConfig,
     LeaseConfig,
     NonfiniteConfig,
-    PreemptConfig,
     ResumeConfig,
     WatchdogConfig,
 )
 from train.config.backend import BackendConfig, InstanceConfig
-from train.config.checks import Section, Unset, check, check_choice, setting
+from train.config.checks import Section, check, check_choice, setting
 from train.config.data import DataConfig, RecordsConfig, S3Config, ShardsConfig
 from train.config.learning import ModelConfig, OptimConfig
 from train.config.parallel import ParallelConfig
@@ -26,14 +25,13 @@ from train.config.tasks import TaskConfig
 
 MAX_EVAL_BATCH = 2**20  # sequences
 MAX_SAMPLES = 32
+TENSORBOARD = "tensorboard"
 
 
 @dataclass(kw_only=True)
 class EarlyStopConfig(Section, prefix="early_stop."):
     # The number of evaluations without improvement after which the run ends; None never ends it early.
     patience: int | None = setting(None, above=0)
-    # The smallest change of best.metric that counts as an improvement.
-    min_delta: float = setting(0.0, least=0)
 
 
 @dataclass(kw_only=True)
@@ -52,13 +50,18 @@ class TelemetryConfig(Section, prefix="telemetry."):
     Servers, projects, keys and passwords come from environment variables such as MLFLOW_TRACKING_URI and WANDB_PROJECT.
     """
 
-    # The trackers that receive the metrics: mlflow, wandb or both.
-    trackers: list[str] = field(default_factory=list)
+    # The trackers that receive the metrics: any of tensorboard (files in run_dir/tensorboard), mlflow and wandb.
+    trackers: list[str] = field(default_factory=lambda: [TENSORBOARD])
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.trackers:
-            check_choice("telemetry.trackers", name, ("mlflow", "wandb"))
+            check_choice("telemetry.trackers", name, (TENSORBOARD, "mlflow", "wandb"))
+
+    @property
+    def services(self) -> list[str]:
+        """The trackers that are packages of their own, with a server."""
+        return [name for name in self.trackers if name != TENSORBOARD]
 
 
 @dataclass(kw_only=True)
@@ -89,8 +92,6 @@ class TrainConfig(Section):
     log_every: int = setting(10, above=0)
     # The number of steps between evaluations; None evaluates only at the end.
     eval_every: int | None = setting(500, above=0)
-    # Also evaluate a new run before its first step, so that its curves begin with a baseline at step 0.
-    eval_at_start: bool = False
     # The number of validation sequences, drawn with the seed; None uses all.
     eval_examples: int | None = setting(None, above=0)
     # The number of sequences per evaluation batch of a rank, to which the last batch is padded; None uses
@@ -100,8 +101,6 @@ class TrainConfig(Section):
     export: bool = True
     # The number of validation examples that the exported model answers for the report.
     samples: int = setting(8, least=0, most=MAX_SAMPLES)
-    # Also write TensorBoard files to run_dir/tensorboard.
-    tensorboard: bool = True
     # Trace some steps of rank 0, and write the trace and a table of its kernels to run_dir/profile.
     profile: bool = False
     task: TaskConfig = MISSING
@@ -118,15 +117,9 @@ class TrainConfig(Section):
     hub: HubConfig = field(default_factory=HubConfig)
     resume: ResumeConfig = field(default_factory=ResumeConfig)
     lease: LeaseConfig = field(default_factory=LeaseConfig)
-    preempt: PreemptConfig = field(default_factory=PreemptConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     nonfinite: NonfiniteConfig = field(default_factory=NonfiniteConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
-
-    @property
-    def exports_best(self) -> bool:
-        """True if the weights of the best evaluation are exported, instead of the last ones."""
-        return self.checkpoint.best if self.best.export is None else self.best.export
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -141,53 +134,29 @@ class TrainConfig(Section):
             f"optim.head_lr={self.optim.head_lr} needs a task whose head begins with random weights; leave it out",
         )
         check(
-            not self.best.export or self.checkpoint.best,
-            "best.export=true needs the best checkpoint: set checkpoint.best=true",
-        )
-        check(
             self.hub.push_to is None or self.export,
             f"hub.push_to={self.hub.push_to} pushes what export=true writes; set export=true",
         )
-        if self.max_examples is self.max_steps is self.max_epochs is None:
-            raise Unset("the run has no length: set max_steps, max_examples or max_epochs")
-        if self.global_batch_size is self.micro_batch_size is None:
-            raise Unset(
-                "the batch has no size: set global_batch_size (over all ranks) or micro_batch_size (per rank)"
-            )
+        check(
+            bool(self.max_examples or self.max_steps or self.max_epochs),
+            "the run has no length: set max_steps, max_examples or max_epochs",
+        )
+        check(
+            bool(self.global_batch_size or self.micro_batch_size),
+            "the batch has no size: set global_batch_size (over all ranks) or micro_batch_size (per rank)",
+        )
 
 
-VARIANTS = {way: f"backend.compile={way}" for way in ("none", "layers", "model")} | {
-    "xla": "backend=xla"
-}
+VARIANTS = {way: f"backend.compile={way}" for way in ("none", "layers")}
 
 
 @dataclass(kw_only=True)
 class VariantsConfig(Section, prefix="compare."):
-    # The names of the variants to run, the baseline first; [] runs all of compare.variants.
-    run: list[str] = field(default_factory=lambda: ["none", "layers"])
-    # The variants by name, each with the settings that it changes, as typed on a command line; yours are added to the
-    # default ones.
-    variants: dict[str, str] = field(default_factory=lambda: dict(VARIANTS))
+    # The variants by name, the baseline first, each with the settings that it changes, as typed on a command line; {}
+    # compares uncompiled with compiled training.
+    variants: dict[str, str] = field(default_factory=dict)
     # The number of ranks of each run, all on this machine; torchrun starts them if there are several.
     ranks: int = setting(1, above=0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        unknown = [name for name in self.run if name not in self.variants]
-        known = ", ".join(self.variants) or "nothing"
-        check(
-            not unknown,
-            f"compare.run names {', '.join(unknown)}, but compare.variants has: {known}",
-        )
-
-    @property
-    def names(self) -> list[str]:
-        return self.run or list(self.variants)
-
-    @property
-    def added(self) -> list[str]:
-        """The names of variants that the user added, which are checked even if they are not run."""
-        return [name for name, settings in self.variants.items() if VARIANTS.get(name) != settings]
 
 
 @dataclass(kw_only=True)

@@ -177,7 +177,8 @@ def make_network(
         network, new = read_weights(
             auto, cfg.pretrained, config, attention=attention, new_head=new_head
         )
-    freeze(network, embeddings=cfg.freeze_embeddings, layers=cfg.freeze_layers)
+    if cfg.freeze_layers:
+        freeze(network, cfg.freeze_layers)
     return network, new, cfg.attention
 
 

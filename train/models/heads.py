@@ -147,7 +147,7 @@ def last_layer(network: PreTrainedModel) -> tuple[str, nn.Linear]:
         bool(linear)
         and linear[-1][1].out_features == network.config.num_labels
         and linear[-1][1].bias is not None,
-        f"the head of {type(network).__name__} does not end in a linear layer with biases: set task.standardize=false",
+        f"the head of {type(network).__name__} does not end in a linear layer with biases; choose another model",
     )
     return linear[-1]
 

@@ -20,11 +20,7 @@ WEIGHT_BYTES = {"bf16_stochastic": 2, "bf16_master": 6}
 def state_gib(cfg: TrainConfig, shape: Shape, *, world_size: int, precision: str) -> float:
     """Return the GiB of a rank's weights, gradients and moments."""
     head = cfg.task.head_size(cfg.seq_len or 1)
-    trained = shape.trained_parameters(
-        head,
-        freeze_embeddings=cfg.model.freeze_embeddings,
-        freeze_layers=cfg.model.freeze_layers,
-    )
+    trained = shape.trained_parameters(head, freeze_layers=cfg.model.freeze_layers)
     weights_bytes = WEIGHT_BYTES.get(precision, 4) * shape.trained_parameters(head)
     whole_bytes = weights_bytes + OPTIMIZER_BYTES * trained
     return whole_bytes * cfg.parallel.held_share(world_size) / GIB

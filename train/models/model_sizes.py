@@ -73,9 +73,7 @@ class Shape:
             return weights
         return weights + 7 * hidden + ffn
 
-    def trained_parameters(
-        self, head: HeadSize, *, freeze_embeddings: bool = False, freeze_layers: int = 0
-    ) -> int:
+    def trained_parameters(self, head: HeadSize, *, freeze_layers: int = 0) -> int:
         """Return the number of parameters with a gradient, not counting a label head's last layer (a few thousand)."""
         hidden = self.hidden_size
         layers = self.num_layer_weights
@@ -86,7 +84,7 @@ class Shape:
         else:
             layers = max(0, layers - freeze_layers)
         total += layers * self.layer_parameters()
-        if not (freeze_embeddings or freeze_layers):
+        if not freeze_layers:
             total += self.embedding_parameters()
         # A dense layer, a LayerNorm and the logits' bias. The logits' weight is the embedding.
         if head.predictions:

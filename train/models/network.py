@@ -313,26 +313,22 @@ def recomputed(
     return run
 
 
-def freeze(network: PreTrainedModel, *, embeddings: bool, layers: int) -> None:
-    """Freeze the first `layers` layers, and the embeddings if `embeddings` is set or any layer is frozen.
+def freeze(network: PreTrainedModel, layers: int) -> None:
+    """Freeze the embeddings and the first `layers` layers.
 
     Raises InputError if the model has fewer layers, or if they share weights.
     """
     base = network.base_model
-    frozen: list[nn.Module] = []
-    if embeddings or layers:
-        frozen.append(getattr(base, "embeddings", base.get_input_embeddings()))
-    if layers:
-        check(
-            not any(isinstance(module, AlbertTransformer) for module in base.modules()),
-            f"model.freeze_layers={layers}: {network.config.model_type} shares one layer over its whole depth, which "
-            "cannot be frozen in part; set it to 0 (model.freeze_embeddings=true is possible)",
-        )
-        all_layers = repeated_layers(base)
-        check(
-            layers <= len(all_layers),
-            f"model.freeze_layers={layers}, but this {network.config.model_type} has {len(all_layers)} layers",
-        )
-        frozen += all_layers[:layers]
-    for module in frozen:
+    check(
+        not any(isinstance(module, AlbertTransformer) for module in base.modules()),
+        f"model.freeze_layers={layers}: {network.config.model_type} shares one layer over its whole depth, which "
+        "cannot be frozen in part; set it to 0",
+    )
+    all_layers = repeated_layers(base)
+    check(
+        layers <= len(all_layers),
+        f"model.freeze_layers={layers}, but this {network.config.model_type} has {len(all_layers)} layers",
+    )
+    embeddings = getattr(base, "embeddings", base.get_input_embeddings())
+    for module in (embeddings, *all_layers[:layers]):
         module.requires_grad_(False)

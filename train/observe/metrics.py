@@ -16,6 +16,7 @@ from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 from train.config import Plan, TrainConfig
+from train.config.train import TENSORBOARD
 from train.machine.memory import own_peak_bytes
 from train.machine.processes import age_s
 from train.observe.journal import Journal, RunConsole
@@ -107,7 +108,7 @@ class Recorder:
             self.journal = Journal(
                 self.folder,
                 first_step=step + 1,
-                tensorboard=cfg.tensorboard,
+                tensorboard=TENSORBOARD in cfg.telemetry.trackers,
                 to=() if is_measurement else open_trackers(cfg, self.folder),
             )
         self.profiler: Profiler | None = None

@@ -203,7 +203,7 @@ class Tracker:
 
 def check_trackers(cfg: TelemetryConfig) -> None:
     """Raise InputError if a tracker's package or its server's address is missing."""
-    for name in cfg.trackers:
+    for name in cfg.services:
         check(
             importlib.util.find_spec(name) is not None,
             f"telemetry.trackers names {name}, whose package is not installed here: pip install {PACKAGES[name]}",
@@ -216,8 +216,8 @@ def check_trackers(cfg: TelemetryConfig) -> None:
 
 def open_trackers(cfg: TrainConfig, folder: RunFolder) -> Sequence[Tracker]:
     """Return the trackers of a run, for rank 0. Nothing is imported or sent before the first line."""
-    if cfg.telemetry.trackers:
+    if cfg.telemetry.services:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     run = Run(folder.run_id, Path(folder.location).name, folder.path, flat(cfg))
-    return [Tracker(name, run) for name in cfg.telemetry.trackers]
+    return [Tracker(name, run) for name in cfg.telemetry.services]

@@ -31,7 +31,6 @@ from train.parallel.graphs import Compilers, Graphs
 from train.parallel.precision import (
     AUTOCAST,
     check_precision,
-    norms_of,
     pick_precision,
     set_deterministic,
 )
@@ -78,11 +77,12 @@ class DDP(Backend):
         self.drops_masks = self.compiler is None
         if self.compiler is not None:
             self.compilers = Compilers(self.compiler.is_busy, store)
-        # The dtype of norms' outputs; None if autocast chooses it.
-        compiles_on_gpu = self.is_cuda and self.compiler is not None
-        self.norms = norms_of(cfg.norms, self.precision, compiles_on_gpu=compiles_on_gpu)
-        self.chooses_norms = cfg.norms == "auto"
         self.compiled_norms: Sequence[RemovableHandle] = ()  # hooks, removed if compilation fails
+
+    @property
+    def narrows_norms(self) -> bool:
+        """True if norms, which compute in fp32, return bf16: compiled models then need a third less memory traffic."""
+        return self.is_cuda and self.compiler is not None and self.precision == "bf16"
 
     def open_gpu(self) -> None:
         self.work = CudaWork()
@@ -104,12 +104,10 @@ class DDP(Backend):
         else:
             counts_on = torch.device("cpu")
         self.skips = nonfinite.Skips(counts_on, self.to_host)
-        if self.norms is not None:
-            hooks = model.narrow_norms(self.norms)
-            if self.chooses_norms:
-                self.compiled_norms = hooks
+        if self.narrows_norms:
+            self.compiled_norms = model.narrow_norms(torch.bfloat16)
         if self.compiler is not None:
-            is_narrow = self.precision in AUTOCAST and self.norms is not torch.bfloat16
+            is_narrow = self.precision in AUTOCAST and not self.narrows_norms
             if self.is_cuda:
                 model.join_projections()
             # Small layers may become one graph together, unless this would delay reductions between machines.

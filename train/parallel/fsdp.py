@@ -68,7 +68,7 @@ class FSDP(DataParallel):
         super().__init__(optim, backend, model, *args, **options)
 
     def build_sync(self, accumulation: int) -> GradSync:
-        return ShardSync(self.model, self.backend.device, reduce_once=self.cfg.reduce_once)
+        return ShardSync(self.model, self.backend.device)
 
     @torch.no_grad()
     def clip(self, divisor: Tensor) -> Tensor:
@@ -172,16 +172,15 @@ class ShardSync(GradSync):
 
     adds_counts = True
 
-    def __init__(self, model: nn.Module, device: torch.device, *, reduce_once: bool) -> None:
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__(model, device)
-        self.reduce_once = reduce_once
         for module in split_modules(model):  # sum instead of average: gloo cannot average
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
         for module in split_modules(self.module):
-            module.set_requires_gradient_sync(is_last or not self.reduce_once, recurse=False)
+            module.set_requires_gradient_sync(is_last, recurse=False)
         return nullcontext()
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from train.config import WSD, OptimConfig, Plan, check, check_choice
+from train.config import FROM_START, WSD, OptimConfig, Plan, check
 from train.config.backend import CUDA
 
 if TYPE_CHECKING:
@@ -217,21 +217,11 @@ def saved_order(saved: dict[str, Any], num_parameters: int) -> list[int]:
 # decay of wsd is the best one in https://arxiv.org/abs/2405.18392.
 SCHEDULES: dict[str, Callable[[float, OptimConfig], float]] = {
     "linear": lambda left, cfg: left,
+    FROM_START: lambda left, cfg: left,
     "cosine": lambda left, cfg: 0.5 - 0.5 * math.cos(math.pi * left),
-    "polynomial": lambda left, cfg: left**cfg.power,
     "constant": lambda left, cfg: 1.0,
     WSD: lambda left, cfg: 1 - math.sqrt(1 - left),
 }
-
-
-def check_optimizer(cfg: OptimConfig) -> None:
-    """Raise InputError if the optimizer or schedule is unknown, or if the settings are another optimizer's."""
-    check_choice("optim.name", cfg.name, tuple(OPTIMIZERS))
-    check_choice("optim.schedule", cfg.schedule, tuple(SCHEDULES))
-    check(
-        isinstance(cfg, OPTIMIZERS[cfg.name].settings),
-        f"optim.name={cfg.name} does not match the settings of optim; use optim={cfg.name}",
-    )
 
 
 def learning_rate(step: int, *, cfg: OptimConfig, plan: Plan) -> float:
@@ -241,14 +231,14 @@ def learning_rate(step: int, *, cfg: OptimConfig, plan: Plan) -> float:
     waste a step and cost one more compilation on XLA. After the warm-up, the rate falls, unless
     the schedule is constant. It would reach `final_lr_fraction` of the peak one step after the last.
 
-    With `decay_from_start` the decay is counted from step 0, as in Google's BERT and ALBERT
+    With the schedule linear_from_start the decay is counted from step 0, as in Google's BERT and ALBERT
     (https://github.com/google-research/albert optimization.py): the first rate after the warm-up is below the peak.
     With the schedule wsd, it is counted from the end of the run's stable part.
     """
     if step < plan.warmup_steps:
         return cfg.lr * (step + 1) / plan.warmup_steps
     begin = plan.warmup_steps
-    if cfg.decay_from_start:
+    if cfg.schedule == FROM_START:
         begin = 0
     if cfg.schedule == WSD:
         begin = cfg.decay_begin(plan.total_steps)

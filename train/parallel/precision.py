@@ -1,4 +1,4 @@
-"""The precision of a run on CPUs and GPUs: the dtypes of matrix products and norms, and the order of a GPU's sums."""
+"""The precision of a run on CPUs and GPUs: the dtype of matrix products, and the order of a GPU's sums."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from train.config import check
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # under autocast; deberta-v2, the type of DeBERTa v3, runs in all precisions
 ONLY_FP32 = {"deberta"}
-NORMS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def pick_precision(name: str, device: torch.device) -> str:
@@ -40,18 +39,6 @@ def pick_precision(name: str, device: torch.device) -> str:
     if capability >= (8, 0):
         return "bf16"
     return "fp16" if capability >= (7, 0) else "fp32"
-
-
-def norms_of(name: str, precision: str, *, compiles_on_gpu: bool) -> torch.dtype | None:
-    """Return the dtype of norms' outputs; None if autocast chooses it. Raises InputError if the arguments conflict."""
-    check(
-        name != "bf16" or precision == "bf16",
-        f"backend.norms=bf16 needs backend.precision=bf16; here it is {precision}",
-    )
-    is_narrow = name == "auto" and precision == "bf16" and compiles_on_gpu
-    if is_narrow:
-        return torch.bfloat16
-    return NORMS.get(name)
 
 
 def check_precision(model: Any, precision: str) -> None:

@@ -217,7 +217,7 @@ class CheckpointManager:
         }
         loss_sum = float(self.backend.to_host([self.engine.loss_sum])[0])
         own = asdict(Sums(loss_sum, window.wait_s, window.work_s))
-        must = is_last or (self.cfg.exports_best and progress.best_step == progress.step)
+        must = is_last or (self.cfg.checkpoint.best and progress.best_step == progress.step)
         if is_last:
             patience_s = last_save_patience_s(self.cfg, self.attempt.began_s)
         else:
@@ -303,7 +303,7 @@ class CheckpointManager:
         """Load the weights to be exported into rank 0's model. Return their step, and the settings chosen for them."""
         progress, by = self.recorder.progress, self.cfg.best.metric
         manifests: dict[int, Manifest] = {}
-        if self.cfg.exports_best:
+        if self.cfg.checkpoint.best:
             manifests = self.store.look_at_all()[0]
             step = self._restore_best(dict(manifests))
             why = f"the best by {by}"

@@ -115,12 +115,6 @@ def add_s3_flags(parser: argparse.ArgumentParser, *, caches: bool = True) -> Non
     """Add the flags that `s3_of` reads and, if `caches`, --cache-dir."""
     parser.add_argument("--endpoint", metavar="URL", help="address of an S3-compatible server")
     parser.add_argument("--region", help="region of the bucket")
-    parser.add_argument("--profile", help="profile in ~/.aws whose credentials are used")
-    parser.add_argument(
-        "--path-style",
-        action="store_true",
-        help="put the bucket in the path, not in the host name",
-    )
     parser.add_argument(
         "--sse", help="encryption that writes ask for: AES256, aws:kms, or the ARN of a KMS key"
     )
@@ -137,8 +131,6 @@ def s3_of(options: argparse.Namespace) -> S3Config:
     return S3Config(
         endpoint=options.endpoint,
         region=options.region,
-        profile=options.profile,
-        path_style=options.path_style,
         sse=options.sse,
     )
 

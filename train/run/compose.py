@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from argparse import Namespace
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, TypeVar, get_type_hints
@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_module
 from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, QuotedString
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -33,13 +33,14 @@ from train.config import (
     TrainConfig,
     XLAConfig,
     check,
+    check_choice,
     check_printable,
     check_values,
     flatten,
     leaves,
 )
 from train.machine.console import say
-from train.parallel.optim import OPTIMIZERS, check_optimizer
+from train.parallel.optim import OPTIMIZERS, SCHEDULES
 from train.run.command import (
     DONE,
     EXITS,
@@ -50,10 +51,10 @@ from train.run.command import (
     command_parser,
     guarded,
 )
-from train.run.help import OWN_OPTIONS, groups, settings_help, type_name
-from train.run.names import close_to, opened, quoted
+from train.run.help import OWN_OPTIONS, Schema, groups, settings_help, type_name, walk
+from train.run.names import SELECTORS, close_to, opened, quoted
 from train.run.precedence import over_recipe
-from train.tasks import TASKS, spec_of
+from train.tasks import TASKS
 
 # names that actions import from this module
 __all__ = [
@@ -64,7 +65,6 @@ __all__ = [
     "quoted",
 ]
 
-Schema = tuple[str, str, type]  # (group, option, dataclass)
 SCHEMAS: list[Schema] = [  # `schemas` adds those of tasks and optimizers
     ("data", "shards", ShardsConfig),
     ("data", "records", RecordsConfig),
@@ -121,104 +121,84 @@ def load_config(
 
     `values` are values by key, which replace those of the files; the overrides take precedence.
     """
-    return to_settings(compose_config(schema, overrides, values), schema, overrides)
+    return to_settings(compose_config(schema, overrides, values), schema)
 
 
 def load_backend(overrides: Sequence[str]) -> tuple[BackendConfig, InstanceConfig]:
     """Return a run's backend and instance settings. Other settings may be missing from the overrides."""
-    composed = compose_config(TrainConfig, overrides)
-    check_values({key: OmegaConf.to_container(composed[key]) for key in ("backend", "instance")})
-    backend = OmegaConf.to_object(composed.backend)
-    instance = OmegaConf.to_object(composed.instance)
-    assert isinstance(backend, BackendConfig) and isinstance(instance, InstanceConfig)
-    return backend, instance
+    required = ("run_dir=none", "data.path=none", "max_steps=1", "micro_batch_size=1")
+    cfg = load_config(TrainConfig, [*required, *overrides])
+    return cfg.backend, cfg.instance
 
 
-def to_settings(
-    composed: DictConfig, schema: type[Config], overrides: Sequence[str] = ()
-) -> Config:
+def to_settings(composed: DictConfig, schema: type[Config]) -> Config:
     """Convert settings to dataclasses. Raises InputError if one is missing or impossible."""
+    # The values are not resolved: config.yaml would store the value of ${oc.env:...}.
+    plain = OmegaConf.to_container(composed)
+    assert isinstance(plain, dict)
+    check_values({str(key): value for key, value in plain.items()})
     try:
-        # The values are not resolved: config.yaml would store the value of ${oc.env:...}.
-        plain = OmegaConf.to_container(composed)
-        assert isinstance(plain, dict)
-        check_values({str(key): value for key, value in plain.items()})
         config = OmegaConf.to_object(composed)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise InputError(error_text(error, schema, overrides)) from error
+    except OmegaConfBaseException as error:
+        raise InputError(error_text(error, schema)) from error
     assert isinstance(config, schema)
     if isinstance(config, TrainConfig):
-        # The task and optimizer must exist, with settings of the right class.
-        spec_of(config.task)
-        check_optimizer(config.optim)
+        check_choice("optim.schedule", config.optim.schedule, tuple(SCHEDULES))
     return config
 
 
-def check_typed(schema: type, typed: Sequence[str]) -> None:
-    """Raise InputError if several options of one group are on the command line."""
-    for group in groups(CONFIGS[schema]):
-        options = sorted({override for override in typed if override.startswith(f"{group}=")})
-        check(len(options) < 2, f"{' and '.join(options)} choose the same thing; give one of them")
-
-
 def compose_config(
-    schema: type[Config], given: Sequence[str], values: Mapping[str, Any] | None = None
+    schema: type, given: Sequence[str], values: Mapping[str, Any] | None = None
 ) -> DictConfig:
     """Compose the settings and check names, options and types; values may still be missing."""
     overrides, users_own = opened(given)
+    listed = groups(CONFIGS[schema])
+    chosen: dict[str, str] = {}
+    typed = []
     for override in overrides:
         check_override(schema, override)
-    options = []
-    typed = []
-    listed = groups(CONFIGS[schema])
-    for override in overrides:
-        if not is_option(override, listed):
+        read = parsed(override)
+        if read.key_or_group not in listed or isinstance(read.value(), dict):
             typed.append(override)
-        # Hydra has no syntax for "no option of this group". It is the default of groups that accept null.
-        elif not override.endswith("=null"):
-            options.append(override)
-    try:
-        base = compose_options(
-            CONFIGS[schema], tuple(options), tuple(CONFIGS.items()), tuple(schemas())
-        )
-        composed = copy.deepcopy(base)
-        for key, known in (values or {}).items():
-            OmegaConf.update(composed, key, known, force_add=True)
-        choose_form(composed, typed)
-        for override in typed:
-            set_value(composed, override)
-        for key, value in preferred(schema, overrides).items():
-            OmegaConf.update(composed, key, value)
-        for key, value in users_own.items():
-            where = "of the data chosen here" if key.startswith("data.") else "of this command"
-            is_known = OmegaConf.select(composed, key) is not None
-            check(is_known, f"{key} is not a setting {where}; --cfg job lists all")
-            OmegaConf.update(composed, key, value, merge=True, force_add=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise InputError(error_text(error, schema, given)) from error
+            continue
+        other = chosen.setdefault(read.key_or_group, override)
+        check(other == override, f"{other} and {override} choose the same thing; give one of them")
+    # Hydra has no syntax for "no option of this group". It is the default of groups that accept null.
+    options = tuple(override for override in chosen.values() if not override.endswith("=null"))
+    base = compose_options(CONFIGS[schema], options, tuple(CONFIGS.items()), tuple(schemas()))
+    composed = copy.deepcopy(base)
+    for key, known in (values or {}).items():
+        OmegaConf.update(composed, key, known, force_add=True)
+    for override in typed:
+        set_value(composed, schema, override)
+    own = {override.partition("=")[0]: parsed(override).value() for override in overrides}
+    for key, value in over_recipe(dict(flatten(own)), listed).items():
+        OmegaConf.update(composed, key, value)
+    for key, value in users_own.items():
+        where = "of the data chosen here" if key.startswith("data.") else "of this command"
+        is_known = OmegaConf.select(composed, key) is not None
+        check(is_known, f"{key} is not a setting {where}; --cfg job lists all")
+        OmegaConf.update(composed, key, value, merge=True, force_add=True)
     return composed
 
 
-def set_value(composed: DictConfig, override: str) -> None:
+def set_value(composed: DictConfig, schema: type, override: str) -> None:
+    """Set what an override names. Raises InputError if there is no such setting, or if it has another type."""
     read = parsed(override)
     key, value = read.key_or_group, read.value()
-    OmegaConf.update(composed, key, value, merge=True)
-    for name, each in leaves(value, key):
-        # OmegaConf has read every number except 0 as true.
-        is_number = str(each)[-1:].isdigit() and str(each) not in ("0", "1")
-        is_switch = isinstance(OmegaConf.select(composed, name), bool)
-        check(not (is_number and is_switch), f"{override}: {name} must be true or false")
-
-
-def choose_form(composed: DictConfig, overrides: Sequence[str]) -> None:
-    """Replace the data's settings by those of its form that data.format names, if there is one."""
-    for override in overrides:
-        read = parsed(override)
-        if read.key_or_group != "data.format":
-            continue
-        form = OmegaConf.select(composed, f"data.forms.{read.value()}")
-        for key, value in (form or {}).items():
-            OmegaConf.update(composed, f"data.{key}", value, merge=True, force_add=True)
+    given = dict(leaves(value, key))
+    group = key.partition(".")[0]
+    selector = SELECTORS.get(group)
+    check(selector not in given, f"{override}: {selector} is set by {group}=..., and not alone")
+    try:
+        OmegaConf.update(composed, key, value, merge=True)
+        for name, each in given.items():
+            # OmegaConf has read every number except 0 as true.
+            is_number = str(each)[-1:].isdigit() and str(each) not in ("0", "1")
+            ok = not is_number or not isinstance(OmegaConf.select(composed, name), bool)
+            check(ok, f"{override}: {name} must be true or false")
+    except OmegaConfBaseException as error:
+        raise InputError(error_text(error, schema, override)) from error
 
 
 @functools.lru_cache(maxsize=32)
@@ -233,8 +213,11 @@ def compose_options(
     Callers copy the result. `configs` and `known` are those of `register`.
     """
     register(configs, known)
-    with initialize_config_module("conf", version_base="1.3"):
-        return compose(name, overrides=list(options))
+    try:
+        with initialize_config_module("conf", version_base="1.3"):
+            return compose(name, overrides=list(options))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise InputError(" ".join(str(error).split())) from error
 
 
 @functools.lru_cache(maxsize=1024)
@@ -243,136 +226,72 @@ def parsed(override: str) -> Override:
     return OverridesParser.create().parse_override(override)
 
 
-def is_option(override: str, listed: Container[str]) -> bool:
-    """Return whether an override chooses an option of a group, and does not set values."""
-    key = parsed(override).key_or_group
-    return (key in listed or "/" in key) and not isinstance(parsed(override).value(), dict)
-
-
 def check_override(schema: type, override: str) -> None:
     """Raise InputError unless an override is key=value with a known key and option of a group."""
-    check(
-        not override.startswith("+"), f"{override}: settings cannot be added; write it without +"
-    )
-    check(
-        not override.startswith("~"),
-        f"{override}: settings cannot be removed; give the value you want",
-    )
-    key, equals, _ = override.partition("=")
     try:
         read = parsed(override)
+        chosen = read.value()
     except HydraException as error:
         check_printable(override)
-        hint = f"give it a value: {key}=..."
-        if equals:
-            hint = f"quote a value with special characters: '{key}=\"...\"'"
-        raise InputError(f"{override} is not key=value; {hint}") from error
-    is_named = key != "" and read.package is None
-    check(is_named, f"{override} is not key=value: {key!r} is not a name")
+        quoting = "quote a value with special characters: 'key=\"...\"'"
+        raise InputError(f"{override} is not key=value; {quoting}") from error
+    key = read.key_or_group
+    is_plain = read.type is OverrideType.CHANGE and read.package is None and key != ""
+    check(is_plain, f"{override} is not key=value")
     check(
         not read.is_sweep_override(),
         f"{override} has several values, but sweeps are not supported: start one run for each; a list is [a,b]",
     )
     listed = groups(CONFIGS[schema])
-    top = key.split(".")[0].split("/")[0]
+    top = key.partition(".")[0]
     if top not in listed and all(top != item.name for item in fields(schema)):
-        name = top if "." in key else key
-        raise InputError(f"{name} is not a setting; {close_to(top, known_keys(schema))}")
-    if key in listed:
-        check_option(override, *listed[key])
-
-
-def check_option(override: str, default: str | None, options: Sequence[str]) -> None:
-    """Raise InputError unless an override of a group chooses one of its options, or sets values of the section."""
-    read = parsed(override)
-    chosen = read.value()
-    if isinstance(chosen, dict) or (chosen is None and default is None):
-        return
-    is_text = isinstance(chosen, str | QuotedString)
-    check(
-        is_text and str(chosen) in options,
-        f"{override}: there is no such {read.key_or_group}; choose one of: {', '.join(options)}",
-    )
-
-
-def preferred(schema: type, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the settings that follow from the overrides and replace a recipe's; see `train.run.precedence`."""
-    given = {override.partition("=")[0]: parsed(override).value() for override in overrides}
-    return over_recipe(dict(flatten(given)), groups(CONFIGS[schema]))
+        raise InputError(f"{top} is not a setting; {close_to(top, settings_of(schema))}")
+    if key in listed and not isinstance(chosen, dict):
+        default, options = listed[key]
+        check(
+            str(chosen) in options or chosen is default is None,
+            f"{override}: there is no such {key}; choose one of: {', '.join(options)}",
+        )
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
-def error_text(error: BaseException, schema: type, overrides: Sequence[str] = ()) -> str:
-    """Turn an error of Hydra or OmegaConf, which has several lines, into a one-line message for the user."""
-    while isinstance(error.__cause__, HydraException | OmegaConfBaseException):
-        if getattr(error, "full_key", None) and not getattr(error.__cause__, "full_key", None):
-            break  # under a debugger OmegaConf adds another cause, which names no setting
-        error = error.__cause__
-    key = str(getattr(error, "full_key", None) or "")
+def error_text(error: Exception, schema: type, override: str = "") -> str:
+    """Turn an error of OmegaConf, which has several lines, into a one-line message for the user."""
+    # The key, without the number of a list's item. Some errors have none.
+    key = str(getattr(error, "full_key", None) or "").partition("[")[0]
     if not key:
         return " ".join(str(error).split())
     if isinstance(error, MissingMandatoryValue):
         return f"{key} is not set: give {key}=... on the command line"
     known = settings_of(schema)
-    while key not in known and "[" in key:
-        key = key.rpartition("[")[0]  # an item of a list
-    if key not in known and isinstance(error, AttributeError | KeyError):
-        return f"{key} is not a setting; {close_to(key, known)}"
-    seen = key
-    for override in overrides:
-        name = override.partition("=")[0]
-        if key == name or key.startswith(f"{name}.") or name.startswith((f"{key}.", f"{key}[")):
-            seen = override
-    while key not in known and "." in key:
-        key = key.rpartition(".")[0]  # a key of a table
-    if key not in known:
-        return f"{seen}: {str(error).splitlines()[0]}"
     if isinstance(error, AttributeError | KeyError):
-        group = key.rpartition(".")[0]
+        if key not in known:
+            return f"{key} is not a setting; {close_to(key, known)}"
+        group, _, name = key.rpartition(".")
         options = [
             f"{kind}={option}"
             for kind, option, node in schemas()
-            if kind == group and key.rpartition(".")[2] in get_type_hints(node)
+            if kind == group and name in get_type_hints(node)
         ]
-        where = " or ".join(options)
-        if where:
-            hint = f"{where} has it"
-        else:
-            hint = "--cfg job lists all"
-        if group:
-            place = f"of the {group} chosen here"
-        else:
-            place = "at the top level"
-        return f"{key} is not a setting {place}; {hint}"
+        return f"{key} is not a setting of the {group} chosen here; {' or '.join(options)} has it"
+    while key not in known and "." in key:
+        key = key.rpartition(".")[0]  # a key of a table, or one below a value
+    if key not in known:
+        return f"{override}: {str(error).splitlines()[0]}"
     if is_dataclass(known[key]):
-        return f"{seen}: {key} is a group of settings; give one of them, such as {key}.name=value"
+        return (
+            f"{override}: {key} is a group of settings; give one of them, such as {key}.name=value"
+        )
     words = type_name(known[key])
     article = "" if words.startswith(("true", "text")) else "a "
-    return f"{seen}: {key} must be {article}{words}"
+    return f"{override}: {key} must be {article}{words}"
 
 
 def settings_of(schema: type) -> dict[str, Any]:
     """Return the type of each setting and section of a schema, including those of its groups' options, by key."""
-    types: dict[str, Any] = {}
-
-    def add(kind: type, prefix: str) -> None:
-        hints = get_type_hints(kind)
-        for item in fields(kind):
-            types[f"{prefix}{item.name}"] = hints[item.name]
-            if is_dataclass(hints[item.name]):
-                add(hints[item.name], f"{prefix}{item.name}.")
-
-    add(schema, "")
-    for group, _, kind in schemas():
-        if group in types:
-            add(kind, f"{group}.")
-    return types
-
-
-def known_keys(schema: type) -> list[str]:
-    return list(settings_of(schema))
+    return {key: get_type_hints(kind)[item.name] for key, kind, item in walk(schema, schemas())}
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
@@ -389,7 +308,7 @@ def settings_parser(
 ) -> Parser:
     """Make the parser of a command with settings. --help explains `keys`. `model`: help on the argument MODEL."""
     exits = {**EXITS, STOPPED: "stopped on request; the same command resumes it"}
-    settings = partial(settings_help, schema, CONFIGS[schema], keys)
+    settings = partial(settings_help, schema, CONFIGS[schema], keys, schemas)
     imports = issubclass(schema, TrainConfig)
     parser = command_parser(
         name, purpose, examples=examples, exits=exits, settings=settings, imports=imports
@@ -403,23 +322,6 @@ def settings_parser(
         "--cfg", choices=("job",), help="print all settings, as they would be used, and stop"
     )
     return parser
-
-
-def hint_on_flag(name: str, schema: type) -> str:
-    if "=" in name:
-        return f"settings have no dashes: {name}"
-    if name in known_keys(schema):
-        return f"settings have no dashes: {name}=..."
-    return "see --help"
-
-
-def show(schema: type, overrides: Sequence[str], values: Mapping[str, Any]) -> None:
-    """Print the settings, and check them unless a required one is missing."""
-    composed = compose_config(schema, overrides, values)
-    text = OmegaConf.to_yaml(composed)
-    if "???" not in text:
-        to_settings(composed, schema, overrides)
-    say(*text.splitlines())
 
 
 def run(
@@ -439,15 +341,20 @@ def run(
     def act() -> int:
         options, unknown = parser.parse_known_intermixed_args(arguments)
         for flag in unknown:
-            raise InputError(f"{flag} is not a flag; {hint_on_flag(flag.lstrip('-'), schema)}")
-        check_typed(schema, options.settings)
+            raise InputError(
+                f"{flag} is not a flag; see --help. Settings have no dashes: key=value"
+            )
         keys = {override.partition("=")[0] for override in options.settings}
         first, known = given(options) if callable(given) else (given, {})
         values = {key: value for key, value in known.items() if key not in keys}
         overrides = [each for each in first if each.partition("=")[0] not in keys]
         overrides += options.settings
         if options.cfg is not None:
-            show(schema, overrides, values)
+            composed = compose_config(schema, overrides, values)
+            text = OmegaConf.to_yaml(composed)
+            if "???" not in text:  # nothing required is missing
+                to_settings(composed, schema)
+            say(*text.splitlines())
             return DONE
         return action(load_config(schema, overrides, values))
 

@@ -67,9 +67,9 @@ def evaluate(
     if step == 0:  # never the best: step 0 has no checkpoint, and patience does not start with it
         return None
     score = -best_metric(attempt.cfg).sign * metrics[best.metric]
-    is_best = recorder.progress.saw(score, best.metric, min_delta=attempt.cfg.early_stop.min_delta)
+    is_best = recorder.progress.saw(score, best.metric)
     recorder.progress.keep(chosen)
-    if is_best or not attempt.cfg.exports_best:  # the exported weights may be these
+    if is_best or not attempt.cfg.checkpoint.best:  # the exported weights may be these
 
         def write() -> None:  # a full disk must not stop training
             with side_channel("the predictions of this evaluation are not written"):

@@ -9,7 +9,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields, is_dataclass
 from importlib import resources
@@ -20,6 +20,7 @@ from omegaconf import MISSING
 
 from train.config.checks import LIMITS
 
+Schema = tuple[str, str, type]  # (group, option, dataclass)
 # The settings of each (group, option) that has no file in conf/.
 OWN_OPTIONS: dict[tuple[str, str], type] = {}
 WIDTH = 110  # columns
@@ -32,20 +33,27 @@ TYPES: dict[object, str] = {
 }
 
 
-def settings_help(schema: type, name: str, keys: Sequence[str]) -> str:
+def settings_help(
+    schema: type, name: str, keys: Sequence[str], options: Callable[[], Sequence[Schema]]
+) -> str:
     """Return help on the settings `keys` of a schema, and on the groups of conf/`name`.yaml."""
     lines = [
         "most-used settings (key=value; --cfg job prints all, baretrain settings explains all):"
     ]
+    known: dict[str, tuple[type, Field]] = {}
+    for key, kind, item in walk(schema, options()):
+        known.setdefault(key, (kind, item))
     for key in keys:
-        item, meaning = explained_field(schema, key)
+        kind, item = known[key]
+        choices = " | ".join(item.metadata.get("among", ()))
+        meaning = ". ".join(filter(None, (choices, comment(kind, item.name))))
         lines += hanging(f"{key}={shown_default(item)}", meaning, indent=34)
     lines += [
         "",
         "groups, each with its default option and all options (group=option; see conf/):",
     ]
-    for group, (default, options) in groups(name).items():
-        lines += hanging(f"{group}={default or 'null'}", " | ".join(options), indent=34)
+    for group, (default, names) in groups(name).items():
+        lines += hanging(f"{group}={default or 'null'}", " | ".join(names), indent=34)
     return "\n".join(lines)
 
 
@@ -59,21 +67,26 @@ def hanging(head: str, text: str, *, indent: int) -> list[str]:
 # ---- settings ------------------------------------------------------------------------------------------------------
 
 
-def explained_field(schema: type, key: str) -> tuple[Field, str]:
-    """Return the field and the comment of a key such as "checkpoint.every". A subclass of a section may define it."""
-    *path, name = key.split(".")
-    for part in path:
-        schema = next(
-            hints[part]
-            for hints in map(typing.get_type_hints, (schema, *schema.__subclasses__()))
-            if part in hints
-        )
-    for kind in (schema, *schema.__subclasses__()):
-        for item in fields(kind):
-            if item.name == name:
-                choices = " | ".join(item.metadata.get("among", ()))
-                return item, ". ".join(filter(None, (choices, comment(kind, name))))
-    raise KeyError(key)
+def walk(
+    schema: type, options: Sequence[Schema], prefix: str = ""
+) -> Iterator[tuple[str, type, Field]]:
+    """Yield the key, the dataclass and the field of each setting and section, also of those that only an option has.
+
+    In the keys of a list's items, [] stands for the number.
+    """
+    hints = typing.get_type_hints(schema)
+    for item in fields(schema):
+        key = f"{prefix}{item.name}"
+        hint: Any = hints[item.name]
+        yield key, schema, item
+        held: Any = next(filter(is_dataclass, typing.get_args(hint)), None)
+        if held is not None:
+            yield from walk(held, options, f"{key}[].")
+        elif is_dataclass(hint):
+            kinds: list[Any] = [hint]
+            kinds += [option for group, _, option in options if group == key]
+            for kind in kinds:
+                yield from walk(kind, options, f"{key}.")
 
 
 def comment(kind: type, name: str) -> str:

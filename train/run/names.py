@@ -7,14 +7,20 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.errors import HydraException
 
 from train.config import check
 
 TABLES = ("data.label_map", "data.more_validation", "compare.variants")
 LABELS = "data.labels"
+# The settings that name the option of a group. Only the option sets them.
+SELECTORS = {
+    "task": "task.kind",
+    "optim": "optim.name",
+    "backend": "backend.name",
+    "parallel": "parallel.name",
+    "corpus": "corpus.kind",
+}
 # The names in transformers' Trainer and its scripts, and in other training programs, by our setting; for settings that
 # only `train` or only `prepare` has, one name may be in two lines.
 ELSEWHERE = """
@@ -28,10 +34,9 @@ max_epochs: num_train_epochs num_epochs epochs epoch n_epochs
 max_steps: max_train_steps num_train_steps train_steps num_steps steps iterations
 eval_every: eval_steps eval_strategy evaluation_strategy eval_interval
 log_every: logging_steps log_steps log_interval
-eval_at_start: eval_on_start
 checkpoint.every: save_steps save_strategy save_interval checkpoint_every
 checkpoint.keep: save_total_limit
-best.export: load_best_model_at_end
+checkpoint.best: load_best_model_at_end
 best.metric: metric_for_best_model
 early_stop.patience: early_stopping_patience patience
 optim.lr: learning_rate lr max_lr peak_lr
@@ -60,7 +65,7 @@ data.columns.text: text_column text_column_name
 data.columns.label: label_column label_column_name
 data.num_workers: dataloader_num_workers num_workers workers preprocessing_num_workers
 data.max_train_examples: max_train_samples
-data.max_validation_examples: max_eval_samples
+eval_examples: max_eval_samples
 task.mask_rate: mlm_probability
 task.label_smoothing: label_smoothing_factor label_smoothing
 hub.push_to: push_to_hub hub_model_id hub_repo
@@ -117,14 +122,11 @@ def quoted(text: str) -> str:
 
 
 def own_table(key: str, text: str) -> dict[str, str | None]:
-    """Parse a table of names as Hydra does or, if that fails, as YAML, whose plain scalars allow more characters."""
-    value: Any
-    try:
-        value = OverridesParser.create().parse_override(f"{key}={text}").value()
-    except HydraException:
-        value = as_written(text)
-    check(isinstance(value, dict), f"{key}={text}: {key} must be a table, such as {{a: b, c: d}}")
-    return {str(name): None if to in (None, "null") else str(to) for name, to in value.items()}
+    """Parse a table of names, each taken literally, as YAML, whose plain scalars allow more characters than Hydra's."""
+    value = as_written(text)
+    ok = isinstance(value, dict) and all(isinstance(to, str) and to for to in value.values())
+    check(ok, f"{key}={text}: {key} must be a table, such as {{a: b, c: d}}")
+    return {name: None if to == "null" else to for name, to in value.items()}
 
 
 def own_list(key: str, text: str) -> list[str]:

@@ -42,7 +42,8 @@ def over_recipe(given: Mapping[str, Any], groups: Collection[str]) -> dict[str, 
     typed = {key: value for key, value in given.items() if value is not None}
     chosen: dict[str, Any] = {}
     for key, option in typed.items():
-        if key in groups and key != "experiment":
+        # A group's value may also be a table of settings, which is empty here.
+        if key in groups and key != "experiment" and isinstance(option, str):
             chosen |= flatten(option_values(key, option), f"{key}.")
     values: dict[str, Any] = {}
     if "experiment" in typed:

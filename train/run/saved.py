@@ -42,13 +42,13 @@ HOW_ROWS_ARE_READ = (
     "max_bad_rows",
 )
 OF_ROWS = ("format", "columns", "labels", "lengths", *HOW_ROWS_ARE_READ)
-OF_BACKEND = ("name", "precision", "norms", "compile")
+OF_BACKEND = ("name", "precision", "compile")
 OF_INSTANCE = ("name", "device")
 # The data that a run was trained on. Only an evaluation for which the user names no data opens it.
 WHERE = ("path", "name", "revision")
 DATA = (
     *WHERE,
-    *("train", "validation", "more_validation", "validation_fraction", "max_validation_examples"),
+    *("train", "validation", "more_validation", "validation_fraction"),
 )
 
 

@@ -30,11 +30,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from train.config import TrainConfig, check
+from train.config import TrainConfig
 from train.machine.host import is_ec2_machine
 from train.machine.metadata import Metadata, metadata_endpoint
 from train.machine.torchrun import STOP_SIGNALS
@@ -48,8 +47,6 @@ GRACE_S = 5.0  # seconds after a second signal in which the main thread may stil
 # The kernel repeats it every second beyond the soft limit of CPU time (setrlimit(2)).
 REPEATED = (signal.SIGXCPU,)
 REPEAT_S = 2.0  # seconds in which a signal counts as the same request: torchrun repeats the terminal's Ctrl-C
-BLOCK_LEAD_S = 1800  # EC2 ends the instances of a capacity block this long before the block ends (EC2 user guide)
-BLOCK_MARGIN_S = 60  # seconds added to those of a save, for the steps until all ranks agree and for clock differences
 POLL_S = 5.0  # seconds between requests, as AWS recommends; a spot notice comes two minutes before the end
 CLOSE_S = 5.0  # seconds to wait for a thread's last request; if S3 takes longer, the thread ends with the process
 
@@ -143,7 +140,7 @@ class Notices:
 
     It looks immediately and then every POLL_S. A source that fails is reported once and tried again. Before an end that
     is known in advance, the run stops early enough to save, if that takes as long as last time (`stop.save_s`). Raises
-    InputError if a capacity block has no time left or an address is invalid.
+    InputError if an address is invalid.
     """
 
     def __init__(
@@ -158,15 +155,6 @@ class Notices:
         self.stop = stop
         self.has_stop_file = has_stop_file
         self.began_s = began_s
-        self.block_end: datetime | None = None
-        end = cfg.preempt.block_end
-        if end is not None:
-            self.block_end = datetime.fromisoformat(end.replace("Z", "+00:00"))
-            check(
-                now() < self.block_leave_at(self.block_end),
-                f"preempt.block_end={end} leaves no time: EC2 ends a block's instances 30 minutes before "
-                f"the block's end, and it is {as_text(now())}; give the end of a later block, or null",
-            )
         self.sources = {"clock": self.look_at_clock}
         if watches_metadata(os.environ):
             self.metadata = Metadata(metadata_endpoint(os.environ))
@@ -205,12 +193,6 @@ class Notices:
         run_s = time.monotonic() - self.began_s
         if self.max_run_s is not None and run_s >= self.max_run_s - self.stop.save_s:
             self.stop.ask(f"max_run_s={self.max_run_s:g} has passed", kind="max_run_s")
-        if self.block_end is not None and now() >= self.block_leave_at(self.block_end):
-            ends = f"the capacity block ends at {as_text(self.block_end)}, and its instances 30 minutes earlier"
-            self.stop.ask(ends, kind="capacity_block")
-
-    def block_leave_at(self, end: datetime) -> datetime:
-        return end - timedelta(seconds=BLOCK_LEAD_S + BLOCK_MARGIN_S + self.stop.save_s)
 
     def look_for_file(self) -> None:
         if self.has_stop_file():
@@ -228,14 +210,6 @@ def watches_metadata(environ: Mapping[str, str]) -> bool:
     if environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return False
     return bool(environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT")) or is_ec2_machine()
-
-
-def now() -> datetime:
-    return datetime.now(UTC)
-
-
-def as_text(at: datetime) -> str:
-    return f"{at.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 # ---- all ranks agree -------------------------------------------------------------------------------------------------

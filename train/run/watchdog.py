@@ -109,7 +109,7 @@ class Watchdog:
         self.own = Heartbeat()  # in private memory until the watchdog opens
         self.handle = -1  # the file descriptor of the shared memory
         self.is_open = False
-        self.period_s = min(PERIOD_S, cfg.step_s / 10, cfg.start_s / 10)
+        self.period_s = min(PERIOD_S, cfg.step_s / 10)
         self.is_start = True  # the phase has the time limit of a start
         self.rearm_s = 0.0  # earlier heartbeats do not arm the C timer, which takes 0.1 ms
         self.compiles: Callable[[], bool] = lambda: False  # is this or another rank compiling?
@@ -238,9 +238,8 @@ class Watchdog:
         faulthandler.dump_traceback_later(MARGIN_PERIODS * self.period_s, exit=True, file=STDERR)
         ranks = self.heartbeats()
         last = ranks[stuck]
-        key = "step_s" if last.limit_s == self.cfg.step_s else "start_s"
         reason = f"stuck: rank {stuck} has been in {last.where} for {last.age_s:.0f} s"
-        reason += f" (watchdog.{key}={last.limit_s:g})"
+        reason += f" (watchdog.step_s={self.cfg.step_s:g})"
         are_alike = len({(each.step, each.phase, each.count) for each in ranks.values()}) == 1
         if are_alike and not launched().is_one_machine:
             reason += (

@@ -27,15 +27,12 @@ def open_session(s3: S3Config) -> Any:
     strip_variables()  # a notebook is no program, which has done so
     with settings_explained():
         try:
-            session = boto3.session.Session(profile_name=s3.profile, region_name=s3.region)
+            session = boto3.session.Session(region_name=s3.region)
             session._session.get_scoped_config()  # reads the files, so that their faults are reported here
         except ProfileNotFound as error:
-            if s3.profile:
-                name = f"profile={s3.profile}"
-            else:
-                name = f"AWS_PROFILE={os.environ.get('AWS_PROFILE')}"
             raise InputError(
-                f"{name} is not in ~/.aws; aws configure list-profiles lists the profiles"
+                f"AWS_PROFILE={os.environ.get('AWS_PROFILE')} is not in ~/.aws; aws configure list-profiles lists the "
+                "profiles"
             ) from error
         # Many ranks of a machine ask its metadata service at the same time. By default boto3 asks only once, and may
         # then find no credentials.

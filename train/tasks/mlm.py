@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from train.config import InputError, ShardsConfig, TrainConfig, check
-from train.config.tasks import MLMConfig
+from train.config.tasks import EVAL_MASK_RATE, MLMConfig
 from train.data.batches.loader import MaskedRows, Swapper
 from train.data.batches.masking import IGNORE_INDEX, Masker
 from train.data.shards.cache import cache_dir
@@ -86,12 +86,10 @@ class MaskedLMTask(Task):
 
     def _maskers(self, cfg: MLMConfig, *, seed: int) -> tuple[Masker, Masker]:
         """Return the masker of training and that of evaluations. Raises InputError if they leave no tokens to read."""
-        slots = {"mask_rate": self.predictions, "eval_mask_rate": self.head.eval_predictions}
-        for name, number in slots.items():
-            check(
-                number <= self.seq_len - 3,
-                f"task.{name}={getattr(cfg, name)} leaves no tokens to read in sequences of {self.seq_len}",
-            )
+        check(
+            self.predictions <= self.seq_len - 3,
+            f"task.mask_rate={cfg.mask_rate} leaves no tokens to read in sequences of {self.seq_len}",
+        )
         info = self.manifest.tokenizer
         words = None
         if cfg.whole_word:
@@ -106,11 +104,9 @@ class MaskedLMTask(Task):
             vocab_size=info.vocab_size,
             words=words,
         )
-        if cfg.eval_mask_rate is None:
-            return masker, masker
         in_evaluations = replace(
             masker,
-            mask_rate=cfg.eval_mask_rate,
+            mask_rate=EVAL_MASK_RATE,
             max_predictions=self.head.eval_predictions,
         )
         return masker, in_evaluations

@@ -141,9 +141,8 @@ class Regression(TextTask):
             f"train: all {len(numbers):,} rows have the number {numbers[0, 0]:g} in {self.target}, so there is nothing "
             "to learn; is data.columns.label right?",
         )
-        if self.cfg.standardize:
-            scale = Scale(float(numbers.mean()), float(numbers.std()))
-            self.standardize(scale, train_table, self.eval_table)
+        scale = Scale(float(numbers.mean()), float(numbers.std()))
+        self.standardize(scale, train_table, self.eval_table)
 
     def standardize(self, scale: Scale, *tables: TokenRows) -> None:
         self.scale = scale

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from train.config import InputError, TrainConfig, check, to_dict
-from train.config.train import CompareConfig
+from train.config.train import VARIANTS, CompareConfig
 from train.machine import processes
 from train.machine.console import say
 from train.observe.report.texts import printable
@@ -34,14 +34,13 @@ SETTING = re.compile(r"[A-Za-z_][\w.]*=.*", re.DOTALL)
 PURPOSE = """Train a run in several variants, one after the other, and write a report that compares them with the first.
 Given run folders instead of settings, only write the report on them, as baretrain report does."""
 EXAMPLES = (
-    "experiment=compare_squad data.path=rajpurkar/squad run_dir=runs/compare 'compare.run=[none,layers]'",
-    "experiment=demo run_dir=runs/sizes 'compare.run=[none,wide]' 'compare.variants={wide: model.hidden_size=512}'",
+    "experiment=compare_squad data.path=rajpurkar/squad run_dir=runs/compare",
+    "experiment=demo run_dir=runs/sizes 'compare.variants={narrow: seed=1, wide: model.hidden_size=512}'",
     "runs/native s3://bucket/runs/compiled --output reports/compiled",
 )
 USED = (
     "run_dir",
     "data.path",
-    "compare.run",
     "compare.variants",
     "compare.ranks",
     "max_steps",
@@ -78,7 +77,7 @@ def run_variants(given: Sequence[str], cfg: CompareConfig) -> int:
     variants = make_variants(cfg, given)
     check(
         len(variants) > 1,
-        "there is only one variant: name two or more in compare.run, the baseline first",
+        "there is only one variant: name two or more in compare.variants, the baseline first",
     )
     for variant in variants:
         if not is_done(variant):
@@ -111,16 +110,15 @@ def run_variants(given: Sequence[str], cfg: CompareConfig) -> int:
 def make_variants(cfg: CompareConfig, given: Sequence[str]) -> list[Variant]:
     """Return the runs of a comparison, the baseline first. `given` are the overrides from which `cfg` was composed."""
     common = [override for override in given if not re.match(r"compare[.=]", override)]
-    made = {}
-    for name in {*cfg.compare.names, *cfg.compare.added}:
+    made = []
+    for name, text in (cfg.compare.variants or VARIANTS).items():
         with named(name):
-            made[name] = make_variant(cfg, common, FileName(name))
-    return [made[name] for name in cfg.compare.names]
+            made.append(make_variant(cfg, common, FileName(name), text))
+    return made
 
 
-def make_variant(cfg: CompareConfig, common: Sequence[str], name: str) -> Variant:
+def make_variant(cfg: CompareConfig, common: Sequence[str], name: str, text: str) -> Variant:
     location = f"{cfg.run_dir.rstrip('/')}/{name}"
-    text = cfg.compare.variants[name]
     try:
         own = shlex.split(text)
     except ValueError as error:
@@ -131,7 +129,6 @@ def make_variant(cfg: CompareConfig, common: Sequence[str], name: str) -> Varian
     own.append(f"run_dir={cli.quoted(location)}")
     keys = tuple(f"{override.partition('=')[0]}=" for override in own)
     overrides = [override for override in common if not override.startswith(keys)] + own
-    cli.check_typed(TrainConfig, own)
     return Variant(name, location, overrides, cli.load_config(TrainConfig, overrides))
 
 

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from train.checkpoints.manifest import chosen_at
-from train.config import Failure, RecordsConfig, TrainConfig, check, shortlist
+from train.config import Failure, RecordsConfig, TelemetryConfig, TrainConfig, check, shortlist
 from train.machine import rank_setup
 from train.machine.console import say
 from train.machine.launched import launched
@@ -42,7 +42,7 @@ BATCH_SIZE = 32  # sequences per rank, if the model is not a run
 # The keys that replace the run's rows with new ones.
 NEW_DATA = {"data", "data.path", "data.validation"}
 # The run's settings for its validation rows, unless the user names new ones, and for rows that were held out.
-OWN_ROWS = ("validation", "more_validation", "max_validation_examples")
+OWN_ROWS = ("validation", "more_validation")
 HELD_OUT = ("train", "validation_fraction")
 USED: tuple[str, ...] = ("data.path", "data.validation", "data.format", "data.label_map")
 USED += ("data.max_bad_rows", "eval_batch_size", "eval_examples", "backend.device")
@@ -120,8 +120,7 @@ def settings_of_run(
         facts = read_object(run.read("environment.json"))
     plan = of_type(dict[str, Any], facts.get("plan", {}), "plan")
     identity = of_type(dict[str, Any], facts.get("identity", {}), "identity")
-    for name in ("norms", "compile"):
-        yield f"backend.{name}", getattr(cfg.backend, name)
+    yield "backend.compile", cfg.backend.compile
     yield "backend.precision", facts.get("precision", cfg.backend.precision)
     yield (
         "eval_batch_size",
@@ -204,7 +203,7 @@ def evaluate(cfg: TrainConfig, model: Model) -> int:
             TemporaryDirectory(prefix="baretrain-evaluate-", ignore_cleanup_errors=True) as folder,
             StopRequest() as stop,
         ):
-            cfg = replace(cfg, run_dir=folder, tensorboard=False)
+            cfg = replace(cfg, run_dir=folder, telemetry=TelemetryConfig(trackers=[]))
             result = evaluate_alone(
                 cfg, stop, step=model.step, load=lambda network: load(network, model)
             )

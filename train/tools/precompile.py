@@ -37,7 +37,6 @@ SHORT = (
     "eval_every=null",  # the evaluation at the end remains
     "early_stop.patience=null",
     "export=false",
-    "best.export=false",
     "hub.push_to=null",
     "telemetry.trackers=[]",
 )

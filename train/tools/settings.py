@@ -18,7 +18,8 @@ from train.config.train import CompareConfig
 from train.machine.console import say
 from train.run.command import DONE, command_parser, guarded
 from train.run.compose import schemas
-from train.run.help import allowed, comment, groups, option_help, shown_default, type_name
+from train.run.help import allowed, comment, groups, option_help, shown_default, type_name, walk
+from train.run.names import SELECTORS
 from train.tools.bench.config import BenchConfig
 
 INTRODUCTION = """# Settings
@@ -42,18 +43,10 @@ A setting on the command line overrides a recipe (`experiment=`). This includes 
 command line are an error, except for the length of training, where the shortest one counts.
 
 Below, `train` stands for all commands that take the settings of a run: `baretrain train`, `baretrain records` and
-`baretrain doctor --collectives`.
+`baretrain doctor --collectives`. A group's option also sets the key that names it, such as `task.kind`, which cannot be
+set alone.
 
-## Every day
-
-The keys that most users set. The other keys are listed below."""
-OTHERS = """
-## Other keys"""
-EXPLAINED = {
-    "train": ("train.entry", "train.tools.records"),
-    "prepare": ("train.tools.prepare",),
-    "launch": ("launch.__main__",),
-}
+## Keys"""
 GROUPS = """
 ## Groups
 
@@ -86,49 +79,25 @@ def options() -> list[tuple[str, str, type]]:
 def sections() -> dict[tuple[str, type], list[str]]:
     """Map each prefix (such as "optim.") and dataclass to the commands that have its keys. Base classes come first."""
     found: dict[tuple[str, type], list[str]] = {}
-
-    def add(kind: type, prefix: str, command: str) -> None:
-        for base in filter(is_dataclass, reversed(kind.__mro__)):
-            users = found.setdefault((prefix, base), [])
-            if command not in users:
-                users.append(command)
-        hints = typing.get_type_hints(kind)
-        for item in fields(kind):
-            for inner in held(hints[item.name]):
-                below = f"{prefix}{item.name}."
-                if inner is not hints[item.name]:
-                    below = f"{prefix}{item.name}[]."
-                add(inner, below, command)
-                for group, _, option in options():
-                    if f"{group}." == below:
-                        add(option, below, command)
-
     for command, schema in commands().items():
-        add(schema, "", command)
+        for key, kind, item in walk(schema, options()):
+            for base in filter(is_dataclass, reversed(kind.__mro__)):
+                users = found.setdefault((key.removesuffix(item.name), base), [])
+                if command not in users:
+                    users.append(command)
     return found
 
 
-def held(hint: typing.Any) -> list[type]:
-    """Return the dataclass of a field's value or, if the value is a list, of its items; [] if there is none."""
-    kinds = (hint, *typing.get_args(hint))
-    return [kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)]
-
-
 def keys(prefix: str, kind: type) -> Iterator[list[str]]:
-    """Yield a table row for each field that the class itself defines, except the one that names a group's option."""
+    """Yield a table row for each field that the class itself defines and the user may set."""
     hints = typing.get_type_hints(kind)
-    bases = filter(is_dataclass, kind.__mro__[1:])
-    inherited = {item.name for base in bases for item in fields(base)}
     for item in fields(kind):
-        names_option = item.name in ("kind", "name") and item.name in inherited
-        if (
-            item.name not in get_annotations(kind)
-            or names_option
-            or is_dataclass(hints[item.name])
-        ):
+        key = f"{prefix}{item.name}"
+        is_own = item.name in get_annotations(kind) and not is_dataclass(hints[item.name])
+        if not is_own or key in SELECTORS.values():
             continue
         yield [
-            f"`{prefix}{item.name}`",
+            f"`{key}`",
             type_name(hints[item.name]),
             f"`{shown_default(item)}`",
             allowed(item),
@@ -156,16 +125,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def tables(*, is_every_day: bool) -> Iterator[str]:
-    """Yield a section per dataclass: its everyday keys if `is_every_day`, otherwise its other keys."""
-    # The keys of `records` count as keys of `train`.
-    explained = {
-        command: {key for module in modules for key in import_module(module).USED}
-        for command, modules in EXPLAINED.items()
-    }
+def tables() -> Iterator[str]:
+    """Yield a section per dataclass that has keys."""
     for (prefix, kind), users in sections().items():
-        used = {key for user in users for key in explained.get(user, ())}
-        rows = [row for row in keys(prefix, kind) if (row[0].strip("`") in used) is is_every_day]
+        rows = list(keys(prefix, kind))
         if not rows:
             continue
         about = (kind.__doc__ or "").split("\n\n")[0]
@@ -178,18 +141,16 @@ def tables(*, is_every_day: bool) -> Iterator[str]:
 
 
 def group_tables() -> Iterator[str]:
-    """Yield a section per group: the commands that have it, each with its default option, and all options."""
-    defaults: dict[str, dict[str, list[str]]] = {}
+    """Yield a section per group: the commands that have it, and all options."""
+    users: dict[str, list[str]] = {}
     listed: dict[str, list[str]] = {}
     for command in commands():
-        for group, (default, names) in groups(command).items():
-            users = defaults.setdefault(group, {})
-            users.setdefault(default or "null", []).append(command)
+        for group, (_, names) in groups(command).items():
+            users.setdefault(group, []).append(command)
             listed.setdefault(group, names)
-    for group, users in defaults.items():
-        used = [f"{', '.join(names)} (default `{value}`)" for value, names in users.items()]
-        yield from ("", f"### `{group}=`", "", f"Used by {'; '.join(used)}.")
-        rows = [[f"`{name}`", option_help(group, name)] for name in listed[group]]
+    for group, names in listed.items():
+        yield from ("", f"### `{group}=`", "", f"Used by {', '.join(users[group])}.")
+        rows = [[f"`{name}`", option_help(group, name)] for name in names]
         yield from table(("option", "what it is"), rows)
 
 
@@ -199,8 +160,7 @@ def main(arguments: Sequence[str]) -> int:
 
     def act() -> int:
         parser.parse_args(arguments)
-        say(*INTRODUCTION.splitlines(), *tables(is_every_day=True))
-        say(*OTHERS.splitlines(), *tables(is_every_day=False))
+        say(*INTRODUCTION.splitlines(), *tables())
         say(*GROUPS.splitlines(), *group_tables())
         return DONE
 

@@ -164,15 +164,10 @@ def check_size(raw: Raw, split: str, cfg: RecordsConfig, tables: list[Table]) ->
 
 
 def draw_samples(raw: Raw, cfg: RecordsConfig, seed: int) -> None:
-    """Keep at most the number of examples that the settings allow, in the order of the data."""
-    # Validation splits have the same numbers with and without a training split, so that the same rows are drawn.
-    first = 0 if "train" in raw.splits else 1
-    for number, (split, table) in enumerate(raw.splits.items(), first):
-        most = cfg.max_validation_examples
-        if split == "train":
-            most = cfg.max_train_examples
-        if most is not None and most < len(table):
-            raw.splits[split] = table.select(draw_rows(len(table), most, seed, number))
+    """Keep at most data.max_train_examples training examples, in the order of the data."""
+    table, most = raw.splits.get("train"), cfg.max_train_examples
+    if table is not None and most is not None and most < len(table):
+        raw.splits["train"] = table.select(draw_rows(len(table), most, seed, 0))
 
 
 def read_texts(

@@ -31,7 +31,7 @@ from train.storage.hub_access import asking_hub, is_at_hub, why_missing
 
 NO_ROWS = ""  # the value of data.train in a run without training, which reads no training rows
 # These settings do not change which rows are read.
-NOT_READING = ("path", "num_workers", "verify", "cache_dir", "lengths", "max_bad_rows", "forms")
+NOT_READING = ("path", "num_workers", "verify", "cache_dir", "lengths", "max_bad_rows")
 
 
 def open_source(cfg: RecordsConfig, s3: S3Config) -> FileSource | SavedSource | HubSource:

@@ -9,7 +9,7 @@ import numpy as np
 from datasets import List, Value
 
 from train.config import check
-from train.config.tasks import QAConfig
+from train.config.tasks import MOST_QUESTION_TOKENS, QAConfig
 from train.data.files.errors import BadRow
 from train.data.records.featurizer import Featurizer
 from train.data.records.kinds import NUMBER, NUMBERS, STRING, Row, RowKind
@@ -66,11 +66,11 @@ class QAFeaturizer(Featurizer):
         self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, task: QAConfig
     ) -> None:
         # Raises InputError if sequences do not begin with [CLS], or if windows are too short to overlap by task.stride.
-        names = ("stride", "max_question_tokens", "unanswerable")
         super().__init__(
-            tokenizer, seq_len=seq_len, **{name: getattr(task, name) for name in names}
+            tokenizer, seq_len=seq_len, stride=task.stride, unanswerable=task.unanswerable
         )
         self.task, self.kind = task, qa_rows(task)
+        self.most = min(MOST_QUESTION_TOKENS, seq_len // 4)  # tokens of a question
         cls, special = tokenizer.cls_token, tokenizer.num_special_tokens_to_add(pair=True)
         other = "choose a model like bert, albert, roberta, distilbert"
         check(
@@ -81,12 +81,12 @@ class QAFeaturizer(Featurizer):
             "left" not in (tokenizer.padding_side, tokenizer.truncation_side),
             f"this tokenizer pads or cuts sequences on the left; {other}",
         )
-        left = seq_len - special - task.max_question_tokens
+        left = seq_len - special - self.most
         check(
             task.stride < left,
-            f"seq_len={seq_len} minus task.max_question_tokens={task.max_question_tokens} and {special} special tokens "
-            f"leaves {max(left, 0)} tokens for the context, which must be more than task.stride={task.stride}; raise "
-            "seq_len or lower one of the others",
+            f"seq_len={seq_len} minus {self.most} tokens of the question and {special} special tokens leaves {left} "
+            f"tokens for the context, which must be more than task.stride={task.stride}; raise seq_len or lower "
+            "task.stride",
         )
 
     def features(
@@ -137,10 +137,10 @@ class QAFeaturizer(Featurizer):
         }
 
     def shortened(self, questions: Sequence[str], split: str) -> list[str]:
-        """Return the questions without leading spaces (some of SQuAD's have many), cut to max_question_tokens."""
+        """Return the questions without leading spaces (some of SQuAD's have many), cut to `most` tokens."""
         stripped = [question.lstrip() for question in questions]
         encodings = self.pieces(stripped)
-        is_long = [len(encoding.ids) > self.task.max_question_tokens for encoding in encodings]
+        is_long = [len(encoding.ids) > self.most for encoding in encodings]
         self.count(split, cut_questions=sum(is_long))
         self.tokens_cut = np.zeros(len(questions), np.int64)
         for number in np.flatnonzero(is_long):
@@ -150,10 +150,9 @@ class QAFeaturizer(Featurizer):
         return stripped
 
     def cut(self, question: str) -> str:
-        most = self.task.max_question_tokens
         # The shortened text may be split differently, into more tokens.
-        while len((encoding := self.pieces([question])[0]).ids) > most:
-            question = question[: min(encoding.offsets[most - 1][1], len(question) - 1)]
+        while len((encoding := self.pieces([question])[0]).ids) > self.most:
+            question = question[: min(encoding.offsets[self.most - 1][1], len(question) - 1)]
         return question
 
     def pieces(self, texts: list[str]) -> list[Encoding]:

@@ -103,10 +103,8 @@ def short_run(cfg: BenchConfig, folder: str) -> TrainConfig:
         max_run_s=None,
         log_every=cfg.window,
         eval_every=None,
-        eval_at_start=False,
         export=False,
-        tensorboard=False,
-        telemetry=TelemetryConfig(),
+        telemetry=TelemetryConfig(trackers=[]),
         profile=False,  # Profiling would slow down steps.
         best=BestConfig(),
         early_stop=EarlyStopConfig(),
