@@ -1,10 +1,12 @@
 """GLUE's data sets as the Hub and GLUE's own archives hold them, made up here: none of the real ones is at hand."""
 
+import json
 from pathlib import Path
 from tempfile import mkdtemp
 
 import datasets
 import pytest
+from finetuning import FP32, tuned
 
 from train.config import S3Config, TrainConfig
 from train.config.train import CompareConfig
@@ -13,6 +15,7 @@ from train.run import compose as cli
 from train.tasks import best_metric
 from train.tasks.classify import CLASSIFY_ROWS
 from train.tasks.regress import regress_rows
+from train.tools import predict
 from train.tools.compare import make_variants
 
 SENTENCES = ["sentence1", "sentence2"]
@@ -84,6 +87,18 @@ def test_a_data_set_of_the_hub_has_its_rows(tmp_path, name):
             row["label"] if labels else [row["label"]] for row in wanted
         ]
     assert raw.labels == labels
+
+
+def test_a_run_on_cola_is_judged_by_matthews_correlation(tmp_path, tokenizer_folder, capsys):
+    best = ["best.metric=matthews_correlation", "checkpoint.best=true", "seq_len=32"]
+    path = f"data.path={write_hub(tmp_path / 'glue', 'cola')}"
+    run = tuned(tmp_path / "run", tokenizer_folder, "task=classify", "data=cola", path, *best)
+    new = tmp_path / "new.jsonl"
+    new.write_text("".join(json.dumps({"sentence": f"{row} of 4"}) + "\n" for row in range(4)))
+    assert predict.main([str(run), f"data.path={new}", *FP32]) == 0
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(answers) == 4
+    assert {line["prediction"] for line in answers} <= {"unacceptable", "acceptable"}
 
 
 def test_the_table_of_glue_has_three_seeds_of_each_data_set():
